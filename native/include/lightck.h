@@ -1,0 +1,272 @@
+/* lightck.h -- the native writer: bytes on a medium, in an order that survives a crash.
+ *
+ * Knows no tensors and no Python. A *region* is one mapped file or device: two superblocks, one
+ * commit record per slot, a boundary journal, and segments that hold the slots' space. A *snapshot*
+ * is one pass of copies into one slot, followed by a commit. A *pool* owns the worker threads.
+ *
+ * Conventions. Functions return 0 or a negative LCK_E_* code; lck_last_error() has the text, with
+ * the values that matter, for the calling thread. Out-parameters come last and are written only on
+ * success, unless said otherwise. Offsets count bytes from the start of the region. A handle may be
+ * used from one thread at a time, except where a function says "any thread".
+ *
+ * After fork() a child inherits neither mapping, lock nor workers: every call on a handle made
+ * before the fork returns LCK_E_FORKED there. */
+#ifndef LIGHTCK_H
+#define LIGHTCK_H
+
+#include <stdint.h>
+
+#define LCK_ABI 1u
+#define LCK_MAX_SLOTS 16u
+#define LCK_MAX_SEGMENTS 16u
+#define LCK_MAX_LINEAGE 16u
+#define LCK_LINE 64u /* bytes; extents start on a line and own their last line whole */
+#define LCK_ALL UINT64_MAX
+
+enum {
+  LCK_E_INVALID = -1, /* an argument breaks the contract; nothing was done */
+  LCK_E_IO = -2,      /* the medium or a system call failed; a region open for writing is latched */
+  LCK_E_PREVIOUS = -3,  /* the region is latched by an earlier failure */
+  LCK_E_FORMAT = -4,    /* not a region, or of another format version */
+  LCK_E_CORRUPT = -5,   /* a checksum or a bound does not hold */
+  LCK_E_EMPTY = -6,     /* the slot holds no committed snapshot */
+  LCK_E_BUSY = -7,      /* another process owns the region */
+  LCK_E_LEASED = -8,    /* a reader holds the slot, or (for a reader) the owner is writing it */
+  LCK_E_FULL = -9,      /* not enough space, or the medium cannot grow */
+  LCK_E_TIMEOUT = -10,  /* the time ran out; the operation goes on */
+  LCK_E_NOMEM = -11,    /* no memory for the call's own bookkeeping */
+  LCK_E_FORKED = -12,   /* the handle belongs to the parent process */
+  LCK_E_MISMATCH = -13, /* live bytes differ from the copied ones (audit) */
+  LCK_E_STATE = -14,    /* not possible in the snapshot's present state */
+};
+
+/* ABI of the loaded library; compare with LCK_ABI before any other call. */
+uint32_t lck_abi_version(void);
+
+/* Text of the calling thread's last error; never NULL; valid until its next failing call. */
+const char *lck_last_error(void);
+
+/* Select the copy kernel by name ("avx512", "avx2", "sse42", "portable", "aarch64"); NULL keeps the
+ * present one, which is the fastest this CPU has. *name receives the kernel in use.
+ * Errors: LCK_E_INVALID, the name is unknown or the CPU cannot run it. Process-wide. */
+int lck_kernel(const char *select, const char **name);
+
+/* CRC32C (Castagnoli) of `length` bytes, continuing from `crc` (0 to start). Any thread. */
+uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length);
+
+/* ---- Regions ------------------------------------------------------------------------------- */
+
+typedef struct lck_region lck_region;
+
+enum { LCK_FSDAX = 1, LCK_DEVDAX = 2, LCK_FILE = 3, LCK_TMPFS = 4, LCK_HUGETLBFS = 5 };
+
+/* How stores become durable: nothing to do beyond a fence (memory that dies with the host), a
+ * fence (power-protected caches), line flush + fence, or msync/fdatasync. */
+enum { LCK_GRAN_NONE = 0, LCK_GRAN_BYTE = 1, LCK_GRAN_LINE = 2, LCK_GRAN_PAGE = 3 };
+
+enum {
+  LCK_READ_ONLY = 1u << 0,       /* no owner lock, no stores */
+  LCK_PROCESS_DURABLE = 1u << 1, /* an ordinary file without syncs: survives the process only */
+};
+
+typedef struct lck_region_spec {
+  uint8_t run_id[16];
+  uint32_t rank, world;
+  uint32_t slot_count;    /* 2..LCK_MAX_SLOTS */
+  uint32_t flags;         /* LCK_PROCESS_DURABLE */
+  uint64_t slot_bytes;    /* of each slot; rounded up to the medium's granule */
+  uint64_t journal_bytes; /* reserved for the boundary journal; may be 0 */
+  int32_t numa_node;      /* bind the memory there, or -1 */
+  uint32_t reserved;
+} lck_region_spec;
+
+typedef struct lck_segment {
+  uint64_t offset, length;
+  uint64_t slot_bytes; /* slot i owns [offset + i * slot_bytes, + slot_bytes) */
+} lck_segment;
+
+typedef struct lck_branch {
+  uint64_t timeline, sequence; /* this timeline counts up to this sequence, inclusive */
+} lck_branch;
+
+typedef struct lck_region_info {
+  uint8_t uuid[16], run_id[16];
+  uint32_t format_version, rank, world, slot_count;
+  uint32_t medium, granularity, page_bytes, latched; /* latched: 0, or the LCK_E_* code, negated */
+  uint64_t size, generation, created_ns;
+  uint64_t journal_offset, journal_length;
+  uint64_t timeline; /* newest; 0 before the first attach */
+  const void *base;  /* where offset 0 is mapped */
+  uint32_t segment_count, lineage_count;
+  lck_segment segments[LCK_MAX_SEGMENTS];
+  lck_branch lineage[LCK_MAX_LINEAGE]; /* ancestors of `timeline`, each up to its branch point */
+} lck_region_info;
+
+/* Make a region in the empty file (or on the device) `fd`, and own it.
+ * `lock_fd` is a second open file description of the same file: it carries the owner lock. Both
+ * stay the caller's and may be closed at once: the region keeps its own duplicate.
+ * On return space is allocated and pre-faulted, the superblocks are durable, every slot is empty.
+ * Errors: LCK_E_BUSY; LCK_E_FULL with the bytes needed and free; LCK_E_IO. The file may then hold
+ * a partial region, which lck_region_open refuses with LCK_E_FORMAT. */
+int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_region **out);
+
+/* Open an existing region. Without LCK_READ_ONLY the owner lock is taken.
+ * Either superblock suffices; the newer valid one counts, and a writer repairs the other.
+ * Errors: LCK_E_BUSY; LCK_E_FORMAT (not a region, other version, truncated); LCK_E_CORRUPT (both
+ * superblocks fail); LCK_E_IO. */
+int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_region **out);
+
+/* Add a segment that gives every slot at least `slot_bytes` more. Nothing mapped moves.
+ * On return the file is extended, allocated and synced and the superblocks name the segment.
+ * Errors: LCK_E_FULL (space, segments or a device's fixed size; the bytes needed and free are
+ * named; the region stays as it was); LCK_E_IO. May block on the medium. */
+int lck_region_grow(lck_region *region, uint64_t slot_bytes);
+
+/* Begin a timeline: durably record its id and the ancestors it continues, each up to the sequence
+ * where it branched off. Errors: LCK_E_INVALID, LCK_E_PREVIOUS, LCK_E_IO. May block on the medium.
+ */
+int lck_region_branch(lck_region *region, uint64_t timeline, const lck_branch *lineage,
+                      uint32_t count);
+
+/* Describe the region. Any thread. */
+int lck_region_describe(const lck_region *region, lck_region_info *out);
+
+/* Unmap, unlock, free. No snapshot may be open. NULL is allowed. */
+int lck_region_close(lck_region *region);
+
+/* ---- Slots --------------------------------------------------------------------------------- */
+
+enum {
+  LCK_RECORD_EARLY = 1u << 0,   /* finished before the boundary instant (b) */
+  LCK_RECORD_SUSPECT = 1u << 1, /* replicas disagreed about its content */
+  LCK_RECORD_JIT = 1u << 2,     /* made by the failure path */
+};
+
+/* What a commit says. Blob extents are in the slot's own space. */
+typedef struct lck_record {
+  uint64_t sequence; /* > 0; grows over the region's life; recovery prefers the highest */
+  uint64_t step, timeline, parent;
+  uint64_t layout_offset, layout_length, manifest_offset, manifest_length;
+  uint64_t payload_bytes, wall_time_ns;
+  uint8_t run_id[16];
+  uint8_t share_digest[16]; /* of the share map; zero: this rank holds all */
+  uint32_t layout_crc, manifest_crc;
+  uint32_t flags, slot, rank, world;
+} lck_record;
+
+/* Read a slot's record and check it, its bounds, and the checksums of layout table and manifest.
+ * Errors: LCK_E_EMPTY; LCK_E_CORRUPT, with what does not hold. */
+int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *out);
+
+/* Take (`hold` 1) or drop (0) a reader's lease: the owner will not reuse the slot meanwhile, even
+ * if it belongs to another process. Read the record again after taking it.
+ * Errors: LCK_E_LEASED, the owner is writing the slot. */
+int lck_slot_lease(lck_region *region, uint32_t slot, int hold);
+
+typedef struct lck_read {
+  uint64_t offset, length;
+  void *destination; /* NULL: verify only */
+  uint32_t crc;      /* expected CRC32C of the extent */
+  uint32_t reserved;
+} lck_read;
+
+/* Verify extents, and copy them out in the same pass, on `threads` threads including the caller.
+ * Errors: LCK_E_CORRUPT with *bad = index of the first bad extent; destinations are then undefined.
+ * LCK_E_INVALID: out of bounds, *bad likewise. */
+int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t count,
+                   uint32_t threads, uint64_t *bad);
+
+/* ---- Pool and snapshots -------------------------------------------------------------------- */
+
+typedef struct lck_pool lck_pool;
+typedef struct lck_snapshot lck_snapshot;
+
+typedef struct lck_pool_spec {
+  uint32_t threads;     /* 1..64 */
+  uint32_t chunk_bytes; /* a copy is cut into pieces of this size; multiple of 4096 */
+  int32_t nice;         /* of the workers, 0..19 */
+  uint32_t reserved;
+} lck_pool_spec;
+
+typedef struct lck_stats {
+  uint64_t bytes_copied, bytes_skipped, bytes_helped; /* helped: copied by callers of capture */
+  uint64_t copy_ns;                                   /* summed over threads */
+  uint64_t commits, commit_ns;
+  uint64_t staging_bytes; /* DRAM held for staged snapshots */
+} lck_stats;
+
+/* Start the workers. All signals are blocked in them. */
+int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
+
+/* Set the workers' pace in thousandths of full speed; 0 pauses copies (not commits). A caller that
+ * helps is never paced. Any thread. */
+int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
+
+/* Counters since the pool began; no lock is taken on the copy path. Any thread. */
+int lck_pool_stats(const lck_pool *pool, lck_stats *out);
+
+/* Stop the workers (the chunk in hand is finished) and free the pool. No snapshot may be open.
+ * NULL is allowed. */
+int lck_pool_destroy(lck_pool *pool);
+
+enum {
+  LCK_COPY_IF_CHANGED = 1u << 0, /* hash first; skip when the CRC equals `crc` (whole extent) */
+};
+
+typedef struct lck_copy {
+  uint64_t offset;    /* in the slot's space, on a line; the extent owns its last line whole */
+  const void *source; /* any alignment; must stay readable until captured */
+  uint64_t length;    /* > 0 */
+  uint32_t layer;     /* audit draws one whole chunk per distinct layer */
+  uint32_t flags;
+  uint32_t crc; /* with LCK_COPY_IF_CHANGED: CRC of what the extent holds now */
+  uint32_t reserved;
+} lck_copy;
+
+/* Open `slot` for a new snapshot. Its old content is invalid, durably, before the first payload
+ * byte changes: at once on byte, line and memory media, as a background task on page media. There
+ * copies go to DRAM first (staged) and from there to the region, so that neither capture nor
+ * training ever waits for a sync. Errors: LCK_E_LEASED; LCK_E_PREVIOUS; LCK_E_BUSY (a snapshot is
+ * open in the slot). */
+int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot, lck_snapshot **out);
+
+/* Add a batch of copies, held back until released. They are copied in the given order. *batch
+ * numbers the batches from 0. At most 65,536 batches. The array is copied. */
+int lck_snapshot_add(lck_snapshot *snapshot, const lck_copy *copies, uint64_t count,
+                     uint32_t *batch);
+
+/* Let the first `bytes` of a batch's copies run (LCK_ALL: all). Never goes back. Any thread. */
+int lck_snapshot_release(lck_snapshot *snapshot, uint32_t batch, uint64_t bytes);
+
+/* Wait until every copy of the batch has left its source, releasing what is held back.
+ * `help` 1: the caller copies too. timeout_ns < 0: no limit. Afterwards the sources may change.
+ * Any thread. Errors: LCK_E_TIMEOUT; the snapshot's own failure. */
+int lck_snapshot_capture(lck_snapshot *snapshot, uint32_t batch, int64_t timeout_ns, int help);
+
+/* Compare a captured batch with its live sources: a random 4 KiB of every copy and one random chunk
+ * of every layer, or (`everything`) all of it. Errors: LCK_E_MISMATCH with *bad = index of a copy
+ * that differs. */
+int lck_snapshot_audit(lck_snapshot *snapshot, uint32_t batch, uint64_t seed, int everything,
+                       uint64_t *bad);
+
+/* CRC32C per copy of a captured batch, in the order given to lck_snapshot_add. */
+int lck_snapshot_digests(const lck_snapshot *snapshot, uint32_t batch, uint32_t *crcs);
+
+/* Commit in the background once every batch is captured: payload, layout table (when `layout` is
+ * not NULL; else the one that the slot already holds at record->layout_offset), manifest, record,
+ * each durable before the next. The blobs are copied; their CRCs, run_id, slot, rank, world and
+ * payload_bytes of the record are filled in here. Errors: LCK_E_STATE, a batch is not captured. */
+int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, const void *layout,
+                      const void *manifest);
+
+enum { LCK_SNAP_OPEN = 0, LCK_SNAP_SEALED = 1, LCK_SNAP_COMMITTED = 2, LCK_SNAP_FAILED = 3 };
+
+/* Wait until a sealed snapshot is committed or has failed; timeout_ns 0 polls. *state is written in
+ * any case. Any thread. Errors: LCK_E_TIMEOUT; the failure's code. */
+int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *state);
+
+/* Give the snapshot up if it is not sealed (the slot stays invalid), wait for copies in hand, and
+ * free it. A sealed snapshot is waited for. NULL is allowed. */
+int lck_snapshot_free(lck_snapshot *snapshot);
+
+#endif

@@ -1,0 +1,98 @@
+/* format.h -- the bytes on the medium, format version 1. The only description of the layout;
+ * DESIGN.md's offset table is checked against this file.
+ *
+ * Little-endian. Offsets count from the start of the region. Every structure that can be torn
+ * carries a CRC32C over all bytes before it. Each superblock and each record has a page of its
+ * own, so that no medium rewrites one while it writes another. */
+#ifndef LCK_FORMAT_H
+#define LCK_FORMAT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "lightck.h"
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the region format is little-endian"
+#endif
+
+#define LCK_FORMAT_VERSION 1u
+#define LCK_SUPERBLOCK_MAGIC UINT64_C(0x314B43544847494C) /* "LIGHTCK1" */
+#define LCK_RECORD_MAGIC UINT32_C(0x524B434C)             /* "LCKR" */
+
+#define LCK_HEADER_PAGE UINT64_C(4096)
+#define LCK_SUPERBLOCK_OFFSET(copy) ((uint64_t)(copy) * LCK_HEADER_PAGE)    /* copy 0, 1 */
+#define LCK_RECORD_OFFSET(slot) ((2u + (uint64_t)(slot)) * LCK_HEADER_PAGE) /* slot 0..15 */
+#define LCK_JOURNAL_OFFSET (32u * LCK_HEADER_PAGE)
+#define LCK_GRANULE (UINT64_C(2) << 20) /* segments start and end on 2 MiB: huge pages, devdax */
+
+typedef struct segment_disk {
+  uint64_t offset, length, slot_bytes;
+} segment_disk;
+
+typedef struct branch_disk {
+  uint64_t timeline, sequence;
+} branch_disk;
+
+/* Identity, space and ancestry. Two copies with the same content, rewritten one after the other:
+ * at any instant one of them is whole. The higher generation counts. */
+typedef struct superblock_disk {
+  uint64_t magic;
+  uint32_t version;
+  uint32_t bytes; /* sizeof(superblock_disk) */
+  uint64_t generation;
+  uint64_t size; /* of the region */
+  uint8_t uuid[16];
+  uint8_t run_id[16];
+  uint32_t rank, world;
+  uint32_t slot_count, segment_count;
+  uint64_t created_ns; /* wall clock */
+  uint64_t journal_offset, journal_length;
+  uint64_t timeline; /* newest; 0 before the first attach */
+  uint32_t lineage_count, flags;
+  uint64_t reserved0;
+  segment_disk segments[LCK_MAX_SEGMENTS];
+  branch_disk lineage[LCK_MAX_LINEAGE];
+  uint8_t reserved[188];
+  uint32_t crc;
+} superblock_disk;
+
+/* What makes a snapshot valid. `sequence` is 0 while the slot is empty or being written, and is
+ * stored last, as one aligned 8-byte store, after the rest of the block is durable. */
+typedef struct record_disk {
+  uint64_t sequence;
+  uint32_t magic;
+  uint32_t version;
+  uint64_t step;
+  uint64_t timeline;
+  uint64_t parent;
+  uint8_t run_id[16];
+  uint32_t flags;
+  uint32_t slot;
+  uint64_t layout_offset;
+  uint64_t layout_length;
+  uint64_t manifest_offset;
+  uint64_t manifest_length;
+  uint32_t layout_crc;
+  uint32_t manifest_crc;
+  uint64_t payload_bytes;
+  uint64_t wall_time_ns;
+  uint8_t share_digest[16];
+  uint32_t rank, world;
+  uint8_t uuid[16];
+  uint8_t reserved[92];
+  uint32_t crc;
+} record_disk;
+
+_Static_assert(sizeof(segment_disk) == 24, "segment_disk");
+_Static_assert(sizeof(branch_disk) == 16, "branch_disk");
+_Static_assert(sizeof(superblock_disk) == 960, "superblock_disk");
+_Static_assert(offsetof(superblock_disk, segments) == 128, "superblock_disk.segments");
+_Static_assert(offsetof(superblock_disk, lineage) == 512, "superblock_disk.lineage");
+_Static_assert(offsetof(superblock_disk, crc) == 956, "superblock_disk.crc");
+_Static_assert(sizeof(record_disk) == 256, "record_disk");
+_Static_assert(offsetof(record_disk, layout_offset) == 64, "record_disk.layout_offset");
+_Static_assert(offsetof(record_disk, crc) == 252, "record_disk.crc");
+_Static_assert(LCK_RECORD_OFFSET(LCK_MAX_SLOTS) <= LCK_JOURNAL_OFFSET, "records before journal");
+
+#endif

@@ -1,0 +1,32 @@
+/* persist.h -- every store to a region goes through these few primitives, and only these.
+ *
+ * What makes stores durable is chosen once per mapping (granularity). A fence orders and drains the
+ * calling thread's own flushes and non-temporal stores, nobody else's: each worker fences for
+ * itself before it reports a copy as done. */
+#ifndef LCK_PERSIST_H
+#define LCK_PERSIST_H
+
+#include <stdint.h>
+
+#include "lightck.h"
+
+/* Copy payload with the current kernel; *crc is continued. Flushes when the kernel's stores are
+ * cached; does not fence. `offset` is on a line; the last line is padded with zeros. Thread-safe
+ * for disjoint extents. */
+void lck_persist_payload(lck_region *region, uint64_t offset, const void *source, uint64_t length,
+                         uint32_t *crc);
+
+/* Ordinary stores, then flush of their lines; no fence. */
+void lck_persist_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length);
+
+/* One aligned 8-byte store, never torn, then flush of its line; no fence. */
+void lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word);
+
+/* Drain the calling thread's stores. On page media this orders nothing on the medium: see sync. */
+void lck_persist_fence(lck_region *region);
+
+/* On page media: fdatasync; returns when the file's data is on the medium. Elsewhere: a fence.
+ * A failure latches the region; it is never retried. */
+int lck_persist_sync(lck_region *region);
+
+#endif

@@ -1,0 +1,49 @@
+/* region.h -- an open region, and the slot life cycle that the snapshots drive. */
+#ifndef LCK_REGION_H
+#define LCK_REGION_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#include "format.h"
+#include "lightck.h"
+
+struct lck_region {
+  unsigned char *base;      /* address of offset 0, in a reservation larger than the region */
+  uint64_t reserved_length; /* of that address range; segments are mapped into it, never moved */
+  int fd, lock_fd;          /* own duplicates */
+  uint32_t flags, medium, granularity;
+  uint64_t page_bytes;      /* of the mapping: 4 KiB, or a huge page */
+  superblock_disk super;    /* as last written */
+  _Atomic int latched;      /* first failure, 0 while healthy */
+  _Atomic uint32_t writing; /* bit per slot with an open snapshot */
+  pid_t owner;              /* process that opened it; any other is a forked child */
+  int32_t numa_node;
+  lck_region *next; /* list of open regions, for the fork handler */
+};
+
+/* 0, or LCK_E_FORKED / LCK_E_PREVIOUS with text: the first line of every mutating call. */
+int lck_region_writable(const lck_region *region);
+
+/* Latch the first failure; returns `code`. Any thread. */
+int lck_region_latch(lck_region *region, int code);
+
+/* 1 when [offset, +length) lies in the slot's own space. */
+int lck_slot_contains(const lck_region *region, uint32_t slot, uint64_t offset, uint64_t length);
+
+/* Claim a slot for writing against readers' leases and other snapshots, or give it back. Never
+ * blocks. Errors: LCK_E_LEASED, LCK_E_BUSY. */
+int lck_slot_claim(lck_region *region, uint32_t slot);
+void lck_slot_unclaim(lck_region *region, uint32_t slot);
+
+/* Make the slot's record invalid, durably on the medium's own terms. */
+int lck_slot_invalidate(lck_region *region, uint32_t slot);
+
+/* The commit. Payload stores have been fenced by the threads that made them; returns when the
+ * record is durable. `layout` may be NULL (already in the slot). The order and its argument are in
+ * the body. */
+int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record, const void *layout,
+                    const void *manifest);
+
+#endif
