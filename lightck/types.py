@@ -1,0 +1,159 @@
+"""Frozen records and Protocols that several floors share; no behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a policy sees when it is asked whether a snapshot is due.
+
+    Attributes:
+        step: the step that has just ended; counts from 1.
+        time_s: now, in seconds of a monotonic clock; only differences mean anything.
+        epoch: epochs the loop has marked with `handle.epoch()` so far.
+        last_step: step of the last due snapshot; None before the first.
+        last_time_s: `time_s` of the last due snapshot; None before the first.
+        last_epoch: `epoch` of the last due snapshot; None before the first.
+        cost_s: measured training-thread stall of one snapshot, seconds; None until known.
+        persist_s: measured time from a snapshot's opening to its commit, seconds; None until known.
+        step_s: measured time of one step, seconds; None until known.
+    """
+
+    step: int
+    time_s: float
+    epoch: int = 0
+    last_step: int | None = None
+    last_time_s: float | None = None
+    last_epoch: int | None = None
+    cost_s: float | None = None
+    persist_s: float | None = None
+    step_s: float | None = None
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides which steps are due; any object with this one method serves."""
+
+    def due(self, moment: Moment) -> bool:
+        """Say whether the step that has just ended gets a snapshot.
+
+        Must be pure: the same moment always gives the same answer, because ranks and a restarted
+        run ask again. Called once per step on the training thread; must not block.
+        """
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state can be taken and put back: schedulers, scalers, samplers, ..."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; may share storage with the object."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take the state back; the result is ignored."""
+        ...
+
+
+@runtime_checkable
+class ReleaseSchedule(Protocol):
+    """Decides when the copies of a snapshot may run; never what is copied, nor in which order.
+
+    One object lives as long as its handle and sees one `open`, any number of `tick`s and one
+    `close` per snapshot, so that it can learn the number and timing of a step's ticks.
+
+    Thread: `open` and `close` on the training thread, `tick` on whichever thread runs the gradient
+    hook (autograd's device thread on a GPU), never two calls at the same time; none may block.
+    """
+
+    def open(self, total_bytes: int) -> int:
+        """Begin a snapshot.
+
+        Args:
+            total_bytes: bytes of all held-back copies of this snapshot.
+
+        Returns:
+            Bytes released at once, 0 to `total_bytes`.
+        """
+        ...
+
+    def tick(self) -> int:
+        """Note that a layer's gradient is ready.
+
+        Returns:
+            Bytes released in all from now on; never less than before.
+        """
+        ...
+
+    def close(self) -> None:
+        """Learn that the fence came: whatever was held back is released by the engine now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreInfo:
+    """What `restore` did.
+
+    Attributes:
+        step: the step whose state is live now; training goes on with `step + 1`.
+        slot: the slot it was read from.
+        sequence: the snapshot's commit number in its region.
+        wall_time: when the snapshot was committed, UTC.
+        path: the folder or device it came from.
+        early: the snapshot was finished before the boundary instant (b).
+        timeline: the timeline that wrote it.
+        leftover: names of extras in the snapshot that nobody took.
+        skipped: name to reason, for state that was not restored (`strict=False`).
+        fell_back: one message for each newer snapshot that was not whole, newest first.
+    """
+
+    step: int
+    slot: int
+    sequence: int
+    wall_time: datetime
+    path: Path
+    early: bool = False
+    timeline: int = 0
+    leftover: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    fell_back: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters of a handle since its `attach`; a copy, taken at the moment of the call.
+
+    Attributes:
+        captured: snapshots whose every copy has left the live tensors.
+        committed: snapshots that are durable on the medium's terms and visible to restore.
+        slipped: due steps without a snapshot because the slot was still busy.
+        torn: snapshots dropped because a tensor changed inside the window.
+        failed: snapshots dropped because of an error.
+        skipped_unchanged_bytes: bytes not written again because they were proved unchanged.
+        bytes_copied: bytes copied, by workers and by the training thread.
+        bytes_helped: the part of `bytes_copied` that the training thread copied at the fence.
+        stall_s: training-thread seconds spent in lightck, by cause (`fence`, `boundary`, ...).
+        copy_rate: bytes per second of one copying thread; 0 until known.
+        commit_s: mean seconds from the last copy to the durable commit record; 0 until known.
+        staging_bytes: DRAM held for staged snapshots now.
+    """
+
+    captured: int = 0
+    committed: int = 0
+    slipped: int = 0
+    torn: int = 0
+    failed: int = 0
+    skipped_unchanged_bytes: int = 0
+    bytes_copied: int = 0
+    bytes_helped: int = 0
+    stall_s: Mapping[str, float] = field(default_factory=dict)
+    copy_rate: float = 0.0
+    commit_s: float = 0.0
+    staging_bytes: int = 0
