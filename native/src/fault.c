@@ -1,0 +1,57 @@
+#include "fault.h"
+
+#ifdef LCK_TESTING
+
+#include <errno.h>
+#include <stdatomic.h>
+#include <time.h>
+
+#include "error.h"
+
+#define ERROR_BITS 16
+#define ERROR_MASK ((UINT64_C(1) << ERROR_BITS) - 1)
+#define ONE_VISIT (UINT64_C(1) << ERROR_BITS)
+
+/* One word per point, so that a visit never pairs one arming's count with another's errno:
+ * (visits up to and including the failing one) << ERROR_BITS | errno; 0 is disarmed. */
+static _Atomic uint64_t armed[LCK_FAULT_POINTS];
+static _Atomic uint64_t delay_ns[LCK_FAULT_POINTS];
+
+int lck_fault_arm(uint32_t point, int64_t after, int error) {
+  if (point >= LCK_FAULT_POINTS)
+    return lck_fail(LCK_E_INVALID, "fault point %u is not below %d", point, LCK_FAULT_POINTS);
+  if (after < 0) {
+    atomic_store(&armed[point], 0);
+    return 0;
+  }
+  if (error <= 0 || (uint64_t)error > ERROR_MASK || after >= INT64_MAX >> ERROR_BITS)
+    return lck_fail(LCK_E_INVALID, "fault after %lld visits with errno %d is out of range",
+                    (long long)after, error);
+  atomic_store(&armed[point], ((uint64_t)after + 1) * ONE_VISIT | (uint64_t)error);
+  return 0;
+}
+
+int lck_fault_delay(uint32_t point, uint64_t ns) {
+  if (point >= LCK_FAULT_POINTS)
+    return lck_fail(LCK_E_INVALID, "fault point %u is not below %d", point, LCK_FAULT_POINTS);
+  atomic_store(&delay_ns[point], ns);
+  return 0;
+}
+
+int lck_fault_visit(enum lck_fault_point point) {
+  uint64_t ns = atomic_load(&delay_ns[point]);
+  if (ns != 0) {
+    struct timespec left = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
+    while (nanosleep(&left, &left) != 0 && errno == EINTR) {
+    }
+  }
+  uint64_t word = atomic_load(&armed[point]), next;
+  do {
+    if (word == 0)
+      return 0;
+    next = word < 2 * ONE_VISIT ? 0 : word - ONE_VISIT;
+  } while (!atomic_compare_exchange_weak(&armed[point], &word, next));
+  return next == 0 ? (int)(word & ERROR_MASK) : 0;
+}
+
+#endif
