@@ -1,0 +1,254 @@
+"""One frozen `Config`, where its values may come from, and what each may be.
+
+Precedence: argument, environment (`LIGHTCK_<FIELD>`), file or given `Config`, default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import os
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from lightck.errors import ConfigError
+from lightck.policy import EverySteps, parse
+from lightck.types import Policy
+
+_log = logging.getLogger(__name__)
+_ENV_PREFIX = "LIGHTCK_"
+_DEFAULT_PATH = "lightck-run"  # in the working directory
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every setting of a handle; checked when made, never changed after.
+
+    Attributes:
+        path: folder of the run, or a devdax device; `~` is expanded.
+        policy: which steps are due; an int (every that many steps) or a table becomes a policy.
+        slots: whole snapshots the region has room for, 2 to 16. Several ranks use 3 and more.
+        threads: copying threads, 1 to 64.
+        chunk_bytes: bytes of one piece of a copy, a multiple of 4096, at most 1 GiB.
+        nice: niceness of the copying threads, 0 to 19.
+        schedule: when copies run: `eager` (all at once when a snapshot opens) or `backward`
+            (paced by the gradient hooks).
+        durability: `medium` (what the medium offers) or `process` (an ordinary file without
+            syncs: survives the process, not the host).
+        numa_node: node whose memory holds the region (CXL memory is one); None leaves it open.
+        on_error: what a fault in the background does: `warn`, `raise` (at the next call of the
+            engine), or a function that is called with the exception.
+        overwrite: allow `attach` to a path with snapshots that were not restored.
+        proof: compare every byte with the live tensors at the fence, not a random sample.
+        run_id: name of the run, kept in its snapshots; `$TORCHELASTIC_RUN_ID` when there is one.
+        close_timeout_s: longest wait of `close()` for open snapshots, seconds.
+        sync_warn_bytes: warn when more than this must be copied synchronously at the boundary.
+
+    Raises:
+        ConfigError: a value is of the wrong type or impossible.
+    """
+
+    path: Path = Path(_DEFAULT_PATH)
+    policy: Policy = EverySteps(1)
+    slots: int = 2
+    threads: int = 1
+    chunk_bytes: int = 262_144
+    nice: int = 0
+    schedule: Literal["eager", "backward"] = "backward"
+    durability: Literal["medium", "process"] = "medium"
+    numa_node: int | None = None
+    on_error: Literal["warn", "raise"] | Callable[[BaseException], object] = "warn"
+    overwrite: bool = False
+    proof: bool = False
+    run_id: str = field(default_factory=lambda: os.environ.get("TORCHELASTIC_RUN_ID") or "default")
+    close_timeout_s: float = 60.0
+    sync_warn_bytes: int = 64 * _MIB
+
+    def __post_init__(self) -> None:
+        for name in _CHECKS:
+            value = _checked(name, getattr(self, name), "Config")
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def resolve(cls, config: Config | str | Path | None = None, **settings: Any) -> Config:
+        """Put a config together from all its sources.
+
+        Args:
+            config: a `Config`; the path of a TOML file; or the name of a preset: `dram`,
+                `pmem-fsdax`, `pmem-devdax`, `cxl-numa`, `disk`. A string is a path when it ends in
+                `.toml` or contains a `/`.
+            **settings: fields that take precedence over everything; None means not given.
+
+        Returns:
+            The checked config.
+
+        Raises:
+            ConfigError: an unknown key, a wrong type or an impossible value, with the key, the
+                value, the file or variable it comes from and what is allowed; or the file cannot
+                be read.
+        """
+        found = _from_config(config) | _from_environment()
+        found |= {k: (v, "argument") for k, v in settings.items() if v is not None}
+        return cls(**{name: _checked(name, *source) for name, source in found.items()})
+
+
+_Found = dict[str, tuple[object, str]]  # field -> value and where it comes from
+
+
+def _from_config(config: Config | str | Path | None) -> _Found:
+    if config is None:
+        return {}
+    if isinstance(config, Config):
+        return {f.name: (getattr(config, f.name), "Config") for f in fields(config)}
+    if not isinstance(config, str | Path):
+        raise ConfigError(f"config = {config!r}: must be a Config, a TOML file or a preset's name")
+    file = _file_of(config)
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config = {str(config)!r}: cannot read {file}: {error}") from error
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are both
+        raise ConfigError(f"config = {str(config)!r}: {file} is not TOML: {error}") from error
+    return {key: (value, f"file {file}") for key, value in table.items()}
+
+
+def _file_of(config: str | Path) -> Path:
+    if isinstance(config, Path) or "/" in config or config.endswith(".toml"):
+        return Path(config).expanduser()
+    # In an installed wheel the presets lie inside the package, in a checkout beside it.
+    here = Path(__file__).parent
+    folder = next((d for d in (here / "configs", here.parent / "configs") if d.is_dir()), here)
+    presets = sorted(file.stem for file in folder.glob("*.toml"))
+    if config not in presets:
+        raise ConfigError(
+            f"config = {config!r}: no such preset; must be one of {', '.join(presets)}, "
+            "or the path of a file (ending in .toml, or with a /)"
+        )
+    return folder / f"{config}.toml"
+
+
+def _from_environment() -> _Found:
+    found: _Found = {}
+    for name in _CHECKS:
+        variable = _ENV_PREFIX + name.upper()
+        text = os.environ.get(variable, "")
+        if text:
+            found[name] = (_decoded(name, text), f"environment variable {variable}")
+    for variable in sorted(os.environ):
+        # Only near misses: other variables with the prefix may belong to another lightck tool.
+        name = variable.removeprefix(_ENV_PREFIX).lower()
+        if variable.startswith(_ENV_PREFIX) and name not in _CHECKS:
+            near = difflib.get_close_matches(name, _CHECKS, n=1, cutoff=0.8)
+            if near:
+                meant = _ENV_PREFIX + near[0].upper()
+                _log.warning("environment variable %s has no effect; %s?", variable, meant)
+    return found
+
+
+def _decoded(name: str, text: str) -> object:
+    """Turn an environment variable's text into a value; text that is no TOML value stays text."""
+    if name in _TEXTS:
+        return text
+    if name in ("overwrite", "proof"):
+        return {"1": True, "true": True, "0": False, "false": False}.get(text.lower(), text)
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _checked(name: str, value: object, origin: str) -> Any:
+    check = _CHECKS.get(name)
+    if check is None:
+        near = difflib.get_close_matches(name, _CHECKS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        known = ", ".join(_CHECKS)
+        raise ConfigError(
+            f"unknown setting {name} = {value!r} ({origin}); {hint}settings are {known}"
+        )
+    try:
+        return check(value)
+    except ValueError as error:  # ConfigError, from the policies, is one
+        raise ConfigError(f"{name} = {value!r} ({origin}): {error}") from None
+
+
+# ---- What each value may be: a check returns the value to keep, or raises with what is allowed.
+
+
+def _integer(low: int, high: int, multiple: int = 1) -> Callable[[object], int]:
+    def check(value: object) -> int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            if low <= value <= high and value % multiple == 0:
+                return value
+        of = f", a multiple of {multiple}" if multiple > 1 else ""
+        raise ValueError(f"must be an integer from {low} to {high}{of}")
+
+    return check
+
+
+def _choice(*allowed: str) -> Callable[[object], object]:
+    def check(value: object) -> object:
+        if isinstance(value, str) and value in allowed:
+            return value
+        raise ValueError(f"must be one of {', '.join(map(repr, allowed))}")
+
+    return check
+
+
+def _boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError("must be true or false")
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    raise ValueError("must be a finite number of seconds, 0 or more")
+
+
+def _path(value: object) -> Path:
+    if isinstance(value, str | os.PathLike) and str(value):
+        return Path(value).expanduser()
+    raise ValueError("must be the path of a folder or a device")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str) and value:
+        return value
+    raise ValueError("must be a text that is not empty")
+
+
+def _node(value: object) -> int | None:
+    return None if value is None else _integer(0, 1023)(value)
+
+
+def _error_action(value: object) -> object:
+    if callable(value) or value in ("warn", "raise"):
+        return value
+    raise ValueError("must be 'warn', 'raise' or a function of one exception")
+
+
+_TEXTS = ("path", "schedule", "durability", "on_error", "run_id")
+_CHECKS: dict[str, Callable[[object], object]] = {
+    "path": _path,
+    "policy": parse,
+    "slots": _integer(2, 16),
+    "threads": _integer(1, 64),
+    "chunk_bytes": _integer(4096, 1 << 30, multiple=4096),
+    "nice": _integer(0, 19),
+    "schedule": _choice("eager", "backward"),
+    "durability": _choice("medium", "process"),
+    "numa_node": _node,
+    "on_error": _error_action,
+    "overwrite": _boolean,
+    "proof": _boolean,
+    "run_id": _text,
+    "close_timeout_s": _seconds,
+    "sync_warn_bytes": _integer(0, (1 << 63) - 1),
+}

@@ -1,0 +1,11 @@
+"""When a snapshot is due: pure functions of step, time, epoch and measured cost.
+
+Any object with a method `due(moment: Moment) -> bool` is a policy. Those here combine with `|` and
+`&`: `EverySteps(100) | EveryEpochs()`.
+"""
+
+from lightck.policy.combined import AllOf, AnyOf
+from lightck.policy.parsing import parse
+from lightck.policy.periodic import AtSteps, EveryEpochs, EverySeconds, EverySteps
+
+__all__ = ["AllOf", "AnyOf", "AtSteps", "EveryEpochs", "EverySeconds", "EverySteps", "parse"]

@@ -1,0 +1,47 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+_ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A random generator; pytest shows the seed of a failed test, LIGHTCK_TEST_SEED repeats it."""
+    seed = int(os.environ.get("LIGHTCK_TEST_SEED") or secrets.randbits(32))
+    print(f"rng fixture: LIGHTCK_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def region_dir() -> Iterator[Path]:
+    """An empty folder on tmpfs that only this user can enter; removed afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="lightck-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def testing_library() -> Path:
+    """The native library with fault injection; a subprocess loads it through LIGHTCK_NATIVE."""
+    library = _ROOT / "build" / "native" / "lightck-testing.so"
+    assert library.exists(), f"{library} is missing: run `make native-test` first"
+    return library
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
