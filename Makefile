@@ -1,0 +1,122 @@
+# Everything starts here. A fresh Debian machine needs python3, python3-venv, gcc and make; the rest
+# goes to .venv and build/.
+
+ifeq ($(origin CC),default)
+CC = gcc
+endif
+PYTHON ?= python3
+VENV ?= .venv
+# Set to what pip shall install when the search for a CPU build of torch below does not suit.
+TORCH ?=
+TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
+CPU_INDEX = https://download.pytorch.org/whl/cpu
+
+BIN = $(VENV)/bin
+PIP = $(BIN)/pip install --quiet -c constraints.txt
+STAMP = $(VENV)/.lightck-installed
+
+SOURCES = $(sort $(wildcard native/src/*.c))
+HEADERS = $(sort $(wildcard native/src/*.h native/include/*.h))
+NATIVE_TESTS = $(sort $(wildcard native/tests/test_*.c))
+TEST_HEADERS = $(sort $(wildcard native/tests/*.h))
+INCLUDES = -Inative/include -Inative/src
+DIALECT = -std=c11 -D_GNU_SOURCE -fvisibility=hidden -pthread
+WARNINGS = -Wall -Wextra -Wconversion -Werror
+comma = ,
+OUT = build/native
+CROSS = aarch64-linux-gnu-gcc
+
+.PHONY: help venv demo test lint native-test asan tsan soak clean
+.DELETE_ON_ERROR:
+.SECONDARY:
+
+help: ## Print this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: $(STAMP) ## Make .venv with lightck in it, its native part compiled
+
+# One stamp for all: an editable install compiles the native part into lightck/, so that its
+# sources are prerequisites too.
+$(STAMP): pyproject.toml constraints.txt Makefile $(SOURCES) $(HEADERS) | $(BIN)/python
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(MAKE) --no-print-directory torch
+	rm -f lightck/_native*.so
+	$(PIP) -e '.[cli,test,lint]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The CPU build: from wherever pip is configured to look, else from PyTorch's own index. Machines
+# for which neither has one get the plain build of the same version.
+.PHONY: torch
+torch: | $(BIN)/python
+	@echo "torch $(TORCH_VERSION): installing (a few minutes the first time)"
+	@if [ -n "$(TORCH)" ]; then $(PIP) "$(TORCH)"; else \
+	  $(PIP) 'torch==$(TORCH_VERSION)+cpu' 2>/dev/null \
+	  || $(PIP) --extra-index-url $(CPU_INDEX) 'torch==$(TORCH_VERSION)+cpu' \
+	  || $(PIP) 'torch==$(TORCH_VERSION)'; fi
+
+demo: venv ## Train, kill, restart and compare with an uninterrupted run
+	$(BIN)/lightck demo
+
+test: venv native-test ## Run the native tests, then pytest
+	$(BIN)/python -m pytest
+
+soak: venv native-test ## Run the long tests
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+lint: venv ## Check style, types and warnings of everything
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(NATIVE_TESTS) $(TEST_HEADERS)
+	@$(MAKE) --no-print-directory warnings COMPILER='$(CC)'
+	@if command -v $(CROSS) >/dev/null; then \
+	  $(MAKE) --no-print-directory warnings COMPILER=$(CROSS); \
+	else echo "SKIPPED: no $(CROSS) on PATH, the aarch64 code was not compiled"; fi
+
+# Without and with fault injection. -O2 because part of the warnings needs the optimizer's view; the
+# code is thrown away.
+.PHONY: warnings
+warnings:
+	@set -e; compile() { $(COMPILER) $(DIALECT) $(INCLUDES) $(WARNINGS) -O2 -S -o /dev/null "$$@"; }; \
+	for file in $(SOURCES); do compile $$file; done; \
+	for file in $(SOURCES) $(NATIVE_TESTS); do compile -DLCK_TESTING $$file; done
+	@echo "$(COMPILER) $(WARNINGS): no warnings"
+
+native-test: run-plain $(OUT)/lightck-testing.so ## Run the native tests
+
+asan: run-asan ## Run the native tests under AddressSanitizer and UBSan
+
+tsan: run-tsan ## Run the native tests under ThreadSanitizer
+
+# $(1): name; $(2): flags; $(3): command to run a program with. Objects have fault injection
+# (LCK_TESTING) in them and are shared by all test programs of the variant.
+define variant
+$(OUT)/$(1)/%.o: native/src/%.c $(HEADERS) Makefile
+	@mkdir -p $$(@D)
+	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra $(2) -DLCK_TESTING -fPIC -c -o $$@ $$<
+
+$(OUT)/$(1)/test_%: native/tests/test_%.c $(SOURCES:native/src/%.c=$(OUT)/$(1)/%.o) $(TEST_HEADERS)
+	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra $(2) -DLCK_TESTING -o $$@ $$(filter %.c %.o,$$^)
+
+.PHONY: run-$(1)
+run-$(1): $(NATIVE_TESTS:native/tests/%.c=$(OUT)/$(1)/%)
+	@set -e; for program in $$^; do echo "$$$$program"; $(3) $$$$program; done
+endef
+
+# gcc 12's ThreadSanitizer cannot start under the address randomization of newer kernels.
+FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+$(eval $(call variant,plain,-O2 -g))
+$(eval $(call variant,asan,-O1 -g -fno-omit-frame-pointer -fsanitize=address$(comma)undefined \
+  -fno-sanitize-recover=all))
+$(eval $(call variant,tsan,-O1 -g -fsanitize=thread,$$(FIXED_ADDRESSES)))
+
+# What Python tests load through LIGHTCK_NATIVE to inject faults.
+$(OUT)/lightck-testing.so: $(SOURCES:native/src/%.c=$(OUT)/plain/%.o)
+	$(CC) -shared -pthread -o $@ $^
+
+clean: ## Remove everything that was built, .venv included
+	rm -rf $(VENV) build dist *.egg-info lightck/_native*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
