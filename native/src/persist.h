@@ -29,4 +29,8 @@ void lck_persist_fence(lck_region *region);
  * A failure latches the region; it is never retried. */
 int lck_persist_sync(lck_region *region);
 
+/* Make the kernel back every page of [offset, +length) without changing a byte; no other thread may
+ * store there meanwhile. */
+void lck_persist_touch(lck_region *region, uint64_t offset, uint64_t length);
+
 #endif

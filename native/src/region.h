@@ -2,6 +2,7 @@
 #ifndef LCK_REGION_H
 #define LCK_REGION_H
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <sys/types.h>
@@ -9,27 +10,41 @@
 #include "format.h"
 #include "lightck.h"
 
+/* The layout table that a slot holds, as this process last saw it proven; length 0: unknown. */
+typedef struct lck_layout {
+  uint64_t offset, length;
+  uint32_t crc;
+} lck_layout;
+
 struct lck_region {
   unsigned char *base;      /* address of offset 0, in a reservation larger than the region */
   uint64_t reserved_length; /* of that address range; segments are mapped into it, never moved */
   int fd, lock_fd;          /* own duplicates */
   uint32_t flags, medium, granularity;
-  uint64_t page_bytes;      /* of the mapping: 4 KiB, or a huge page */
-  superblock_disk super;    /* as last written */
+  uint64_t page_bytes;   /* of the mapping: 4 KiB, or a huge page */
+  uint64_t granule;      /* mapped lengths are multiples: LCK_GRANULE, or a larger huge page */
+  pthread_mutex_t mutex; /* guards `super` and `layouts`: a commit may run beside a growth */
+  superblock_disk super; /* as last written */
+  lck_layout layouts[LCK_MAX_SLOTS];
   _Atomic int latched;      /* first failure, 0 while healthy */
   _Atomic uint32_t writing; /* bit per slot with an open snapshot */
-  pid_t owner;              /* process that opened it; any other is a forked child */
+  uint32_t leased;          /* bit per slot leased through this handle; guarded as the list is */
+  _Atomic pid_t owner;      /* process that opened it; in a forked child -1 */
   int32_t numa_node;
   lck_region *next; /* list of open regions, for the fork handler */
 };
 
-/* 0, or LCK_E_FORKED / LCK_E_PREVIOUS with text: the first line of every mutating call. */
+/* 0, or LCK_E_INVALID (NULL) / LCK_E_FORKED with text: the first line of every reading call. */
+int lck_region_alive(const lck_region *region);
+
+/* The same, or LCK_E_INVALID (read-only) / LCK_E_PREVIOUS: the first line of every mutating call.
+ */
 int lck_region_writable(const lck_region *region);
 
 /* Latch the first failure; returns `code`. Any thread. */
 int lck_region_latch(lck_region *region, int code);
 
-/* 1 when [offset, +length) lies in the slot's own space. */
+/* 1 when [offset, +length) lies in the slot's own space, in one segment. Any thread. */
 int lck_slot_contains(const lck_region *region, uint32_t slot, uint64_t offset, uint64_t length);
 
 /* Claim a slot for writing against readers' leases and other snapshots, or give it back. Never

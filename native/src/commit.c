@@ -1,0 +1,280 @@
+/* The life of one slot's record: invalid before its first byte changes, valid after its last. */
+#include <errno.h>
+#include <inttypes.h>
+#include <string.h>
+
+#include "api.h"
+#include "error.h"
+#include "fault.h"
+#include "kernel.h"
+#include "persist.h"
+#include "region.h"
+
+#define READ_ATTEMPTS 16
+
+static uint32_t record_crc(const record_disk *record) {
+  return lck_crc32c(0, record, offsetof(record_disk, crc));
+}
+
+static const record_disk *mapped_record(const lck_region *region, uint32_t slot) {
+  return (const record_disk *)(const void *)(region->base + LCK_RECORD_OFFSET(slot));
+}
+
+static uint64_t load_sequence(const record_disk *record) {
+  return __atomic_load_n(&record->sequence, __ATOMIC_ACQUIRE);
+}
+
+static int check_slot(const lck_region *region, uint32_t slot) {
+  if (slot < region->super.slot_count)
+    return 0;
+  return lck_fail(LCK_E_INVALID, "slot %u of %u", slot, region->super.slot_count);
+}
+
+/* ---- layout tables known to be whole ------------------------------------------------------ */
+
+/* A snapshot may reuse the layout table that its slot holds. The table's CRC is kept from the last
+ * time it was proven: computing it afresh from the medium would bless whatever damage is there. */
+static void keep_layout(lck_region *region, uint32_t slot, uint64_t offset, uint64_t length,
+                        uint32_t crc) {
+  pthread_mutex_lock(&region->mutex);
+  region->layouts[slot] = (lck_layout){offset, length, crc};
+  pthread_mutex_unlock(&region->mutex);
+}
+
+static int layout_crc(lck_region *region, uint32_t slot, const lck_record *record,
+                      const void *layout, uint32_t *crc) {
+  const void *bytes = layout != NULL ? layout : region->base + record->layout_offset;
+  *crc = lck_crc32c(0, bytes, record->layout_length);
+  if (layout != NULL)
+    return 0;
+  pthread_mutex_lock(&region->mutex);
+  lck_layout known = region->layouts[slot];
+  pthread_mutex_unlock(&region->mutex);
+  if (known.length != record->layout_length || known.offset != record->layout_offset ||
+      known.crc == *crc)
+    return 0;
+  return lck_fail(LCK_E_CORRUPT,
+                  "slot %u: the layout table it holds has CRC %08x, expected %08x: write it again",
+                  slot, *crc, known.crc);
+}
+
+/* ---- read --------------------------------------------------------------------------------- */
+
+static int check_blob(const lck_region *region, uint32_t slot, const char *name, uint64_t offset,
+                      uint64_t length, uint32_t expected) {
+  if (length == 0 && expected == 0)
+    return 0;
+  if (!lck_slot_contains(region, slot, offset, length))
+    return lck_fail(LCK_E_CORRUPT,
+                    "slot %u: %s [%" PRIu64 ", +%" PRIu64
+                    ") is outside the slot (known since generation %" PRIu64 ")",
+                    slot, name, offset, length, region->super.generation);
+  uint32_t found = lck_crc32c(0, region->base + offset, length);
+  if (found != expected)
+    return lck_fail(LCK_E_CORRUPT, "slot %u: %s has CRC %08x, expected %08x", slot, name, found,
+                    expected);
+  return 0;
+}
+
+static int check_record(const lck_region *region, uint32_t slot, const record_disk *record) {
+  if (record->crc != record_crc(record))
+    return lck_fail(LCK_E_CORRUPT, "slot %u: record has CRC %08x, expected %08x", slot,
+                    record_crc(record), record->crc);
+  if (record->magic != LCK_RECORD_MAGIC || record->version != LCK_FORMAT_VERSION)
+    return lck_fail(LCK_E_CORRUPT, "slot %u: record magic %08x version %u, expected %08x and %u",
+                    slot, record->magic, record->version, LCK_RECORD_MAGIC, LCK_FORMAT_VERSION);
+  if (memcmp(record->uuid, region->super.uuid, sizeof(record->uuid)) != 0)
+    return lck_fail(LCK_E_CORRUPT, "slot %u: the record belongs to another region", slot);
+  if (record->slot != slot)
+    return lck_fail(LCK_E_CORRUPT, "slot %u: the record belongs to slot %u", slot, record->slot);
+  int rc = check_blob(region, slot, "layout table", record->layout_offset, record->layout_length,
+                      record->layout_crc);
+  return rc != 0 ? rc
+                 : check_blob(region, slot, "manifest", record->manifest_offset,
+                              record->manifest_length, record->manifest_crc);
+}
+
+/* The owner may be another process: a record that changed under the copy is read again. */
+static int snapshot_record(const lck_region *region, uint32_t slot, record_disk *out) {
+  const record_disk *record = mapped_record(region, slot);
+  for (int attempt = 0; attempt < READ_ATTEMPTS; attempt++) {
+    uint64_t sequence = load_sequence(record);
+    memcpy(out, record, sizeof(*out));
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (out->sequence == sequence && load_sequence(record) == sequence)
+      break;
+  }
+  if (out->sequence == 0)
+    return lck_fail(LCK_E_EMPTY, "slot %u holds no committed snapshot", slot);
+  return 0;
+}
+
+LCK_API int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *out) {
+  record_disk record;
+  int rc = lck_region_alive(region);
+  if (rc == 0)
+    rc = check_slot(region, slot);
+  if (rc == 0)
+    rc = snapshot_record(region, slot, &record);
+  if (rc == 0)
+    rc = check_record(region, slot, &record);
+  if (rc != 0)
+    return rc;
+  *out = (lck_record){
+      .sequence = record.sequence,
+      .step = record.step,
+      .timeline = record.timeline,
+      .parent = record.parent,
+      .layout_offset = record.layout_offset,
+      .layout_length = record.layout_length,
+      .manifest_offset = record.manifest_offset,
+      .manifest_length = record.manifest_length,
+      .payload_bytes = record.payload_bytes,
+      .wall_time_ns = record.wall_time_ns,
+      .layout_crc = record.layout_crc,
+      .manifest_crc = record.manifest_crc,
+      .flags = record.flags,
+      .slot = record.slot,
+      .rank = record.rank,
+      .world = record.world,
+  };
+  memcpy(out->run_id, record.run_id, sizeof(out->run_id));
+  memcpy(out->share_digest, record.share_digest, sizeof(out->share_digest));
+  return 0;
+}
+
+/* ---- write -------------------------------------------------------------------------------- */
+
+static int visit(lck_region *region, uint32_t slot, enum lck_fault_point point, const char *where) {
+  int error = lck_fault_visit(point);
+  if (error == 0)
+    return 0;
+  errno = error;
+  return lck_region_latch(region, lck_fail_errno(LCK_E_IO, "slot %u: %s", slot, where));
+}
+
+int lck_slot_invalidate(lck_region *region, uint32_t slot) {
+  static const record_disk blank;
+  int rc = lck_region_writable(region);
+  if (rc == 0)
+    rc = check_slot(region, slot);
+  if (rc == 0)
+    rc = visit(region, slot, LCK_FAULT_INVALIDATE, "before it is invalidated");
+  if (rc != 0)
+    return rc;
+  const record_disk *old = mapped_record(region, slot);
+  if (load_sequence(old) != 0 && old->crc == record_crc(old))
+    keep_layout(region, slot, old->layout_offset, old->layout_length, old->layout_crc);
+  /* The word alone makes the record invalid. The rest is blanked so that no single flipped bit of
+   * the word makes an overwritten snapshot valid again; in whatever order the two reach the medium,
+   * a record with its word but without its body fails its CRC. */
+  lck_persist_publish(region, LCK_RECORD_OFFSET(slot), 0);
+  lck_persist_store(region, LCK_RECORD_OFFSET(slot) + sizeof(uint64_t),
+                    (const unsigned char *)&blank + sizeof(uint64_t),
+                    sizeof(blank) - sizeof(uint64_t));
+  return lck_persist_sync(region);
+}
+
+/* Everything of the block; run id, rank, world and identity are the region's. */
+static record_disk compose(const lck_region *region, uint32_t slot, const lck_record *record,
+                           uint32_t layout, uint32_t manifest) {
+  record_disk block = {
+      .sequence = record->sequence,
+      .magic = LCK_RECORD_MAGIC,
+      .version = LCK_FORMAT_VERSION,
+      .step = record->step,
+      .timeline = record->timeline,
+      .parent = record->parent,
+      .flags = record->flags,
+      .slot = slot,
+      .layout_offset = record->layout_offset,
+      .layout_length = record->layout_length,
+      .manifest_offset = record->manifest_offset,
+      .manifest_length = record->manifest_length,
+      .layout_crc = layout,
+      .manifest_crc = manifest,
+      .payload_bytes = record->payload_bytes,
+      .wall_time_ns = record->wall_time_ns,
+      .rank = region->super.rank,
+      .world = region->super.world,
+  };
+  memcpy(block.run_id, region->super.run_id, sizeof(block.run_id));
+  memcpy(block.share_digest, record->share_digest, sizeof(block.share_digest));
+  memcpy(block.uuid, region->super.uuid, sizeof(block.uuid));
+  block.crc = record_crc(&block);
+  return block;
+}
+
+static int check_commit(const lck_region *region, uint32_t slot, const lck_record *record,
+                        const void *manifest) {
+  int rc = lck_region_writable(region);
+  if (rc == 0)
+    rc = check_slot(region, slot);
+  if (rc != 0)
+    return rc;
+  if (record->sequence == 0)
+    return lck_fail(LCK_E_INVALID, "slot %u: sequence 0 cannot be committed", slot);
+  if (record->manifest_length > 0 && manifest == NULL)
+    return lck_fail(LCK_E_INVALID, "slot %u: manifest is NULL", slot);
+  if ((record->layout_length > 0 &&
+       !lck_slot_contains(region, slot, record->layout_offset, record->layout_length)) ||
+      (record->manifest_length > 0 &&
+       !lck_slot_contains(region, slot, record->manifest_offset, record->manifest_length)))
+    return lck_fail(LCK_E_INVALID,
+                    "slot %u: layout table [%" PRIu64 ", +%" PRIu64 ") or manifest [%" PRIu64
+                    ", +%" PRIu64 ") is outside the slot",
+                    slot, record->layout_offset, record->layout_length, record->manifest_offset,
+                    record->manifest_length);
+  return 0;
+}
+
+/* A record that is found valid describes content that is whole, at whatever instant the machine or
+ * the process stops:
+ *
+ * 1. The slot's record was made invalid durably before the slot's first byte changed, and its
+ *    sequence word stays 0 until step 5. Until then the slot is EMPTY, and the protected slot, a
+ *    different one, is untouched.
+ * 2. Every thread that stored payload fenced its own stores before it reported them done (a fence
+ *    drains no other CPU's). So payload is durable on line and byte media here, and in the page
+ *    cache on page media.
+ * 3. Layout table and manifest are stored, and made durable by the sync: a fence, or on page media
+ *    one fdatasync, which also covers the payload of step 2, since all of it is in the page cache.
+ *    Only the sync's success lets the commit go on: a failed one latches the region.
+ * 4. The record's body is stored, its word still 0, and fenced: the word below cannot overtake it.
+ *    On page media nothing orders the two on the medium, and nothing needs to: body and word lie in
+ *    one 512-byte sector, and were a sector to tear, the CRC over both would not hold.
+ * 5. The word is published by one aligned 8-byte store, which no medium tears, and made durable.
+ *    Content and body were durable before it existed, hence it is never durable without them.
+ *
+ * The CRC is computed over the block with its final word, so that it holds from step 5 on only. */
+int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record, const void *layout,
+                    const void *manifest) {
+  uint32_t layout_sum;
+  int rc = check_commit(region, slot, record, manifest);
+  if (rc == 0)
+    rc = layout_crc(region, slot, record, layout, &layout_sum);
+  if (rc == 0)
+    rc = visit(region, slot, LCK_FAULT_COMMIT, "between payload and manifest");
+  if (rc != 0)
+    return rc;
+  uint32_t manifest_sum = lck_crc32c(0, manifest, record->manifest_length);
+  record_disk block = compose(region, slot, record, layout_sum, manifest_sum);
+
+  if (layout != NULL)
+    lck_persist_store(region, record->layout_offset, layout, record->layout_length);
+  lck_persist_store(region, record->manifest_offset, manifest, record->manifest_length);
+  rc = lck_persist_sync(region);
+  if (rc == 0)
+    rc = visit(region, slot, LCK_FAULT_RECORD, "between manifest and record");
+  if (rc != 0)
+    return rc;
+
+  block.sequence = 0;
+  lck_persist_store(region, LCK_RECORD_OFFSET(slot), &block, sizeof(block));
+  lck_persist_fence(region);
+  lck_persist_publish(region, LCK_RECORD_OFFSET(slot), record->sequence);
+  rc = lck_persist_sync(region);
+  if (rc == 0)
+    keep_layout(region, slot, record->layout_offset, record->layout_length, layout_sum);
+  return rc;
+}

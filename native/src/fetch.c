@@ -1,0 +1,146 @@
+/* Reading extents back: verified and copied out in one pass over the medium, on several threads. */
+#include <inttypes.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "api.h"
+#include "error.h"
+#include "kernel.h"
+#include "region.h"
+
+#define BLOCK_BYTES (UINT64_C(32) << 10) /* copied and summed while it is in the first cache */
+#define PIECE_BYTES (UINT64_C(4) << 20)  /* what one thread takes at a time of a large extent */
+#define MAX_THREADS 64u
+
+typedef struct piece {
+  uint64_t read, start, length;
+  uint32_t crc;
+} piece;
+
+typedef struct fetch {
+  const lck_region *region;
+  const lck_read *reads;
+  piece *pieces;
+  uint64_t count;
+  _Atomic uint64_t next; /* first piece that no thread has taken */
+} fetch;
+
+/* The sum is taken over the copy, not over the region: it describes what the caller gets, even if
+ * an owner without respect for leases changes the region meanwhile. */
+static uint32_t copy_and_sum(unsigned char *destination, const unsigned char *source,
+                             uint64_t length) {
+  uint32_t crc = 0;
+  for (uint64_t at = 0; at < length; at += BLOCK_BYTES) {
+    uint64_t bytes = length - at < BLOCK_BYTES ? length - at : BLOCK_BYTES;
+    memcpy(destination + at, source + at, bytes);
+    crc = lck_crc32c(crc, destination + at, bytes);
+  }
+  return crc;
+}
+
+static void *work(void *argument) {
+  fetch *job = argument;
+  for (;;) {
+    uint64_t index = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
+    if (index >= job->count)
+      return NULL;
+    piece *part = &job->pieces[index];
+    const lck_read *read = &job->reads[part->read];
+    const unsigned char *source = job->region->base + read->offset + part->start;
+    part->crc =
+        read->destination == NULL
+            ? lck_crc32c(0, source, part->length)
+            : copy_and_sum((unsigned char *)read->destination + part->start, source, part->length);
+  }
+}
+
+/* The caller works too, so that a thread that cannot be had only costs time. */
+static void run(fetch *job, uint32_t threads) {
+  pthread_t workers[MAX_THREADS];
+  uint32_t started = 0;
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  while (started + 1 < threads && started + 1 < job->count &&
+         pthread_create(&workers[started], NULL, work, job) == 0)
+    started++;
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  work(job);
+  for (uint32_t i = 0; i < started; i++)
+    pthread_join(workers[i], NULL);
+}
+
+static int check_bounds(const lck_region *region, const lck_read *reads, uint64_t count,
+                        uint64_t *pieces, uint64_t *bad) {
+  uint64_t size = region->super.size;
+  *pieces = 0;
+  for (uint64_t i = 0; i < count; i++) {
+    if (reads[i].offset > size || reads[i].length > size - reads[i].offset) {
+      *bad = i;
+      return lck_fail(LCK_E_INVALID,
+                      "extent %" PRIu64 ": [%" PRIu64 ", +%" PRIu64
+                      ") is outside the region's %" PRIu64 " bytes",
+                      i, reads[i].offset, reads[i].length, size);
+    }
+    *pieces += (reads[i].length + PIECE_BYTES - 1) / PIECE_BYTES;
+  }
+  return 0;
+}
+
+static void cut(fetch *job, uint64_t count) {
+  uint64_t index = 0;
+  for (uint64_t i = 0; i < count; i++)
+    for (uint64_t start = 0; start < job->reads[i].length; start += PIECE_BYTES) {
+      uint64_t left = job->reads[i].length - start;
+      job->pieces[index++] = (piece){i, start, left < PIECE_BYTES ? left : PIECE_BYTES, 0};
+    }
+}
+
+/* Pieces lie in the order of their extents; an empty extent has none and the CRC 0. */
+static int compare(const fetch *job, uint64_t count, uint64_t *bad) {
+  uint64_t index = 0;
+  for (uint64_t i = 0; i < count; i++) {
+    uint32_t crc = 0;
+    for (; index < job->count && job->pieces[index].read == i; index++)
+      crc = job->pieces[index].start == 0
+                ? job->pieces[index].crc
+                : lck_crc32c_combine(crc, job->pieces[index].crc, job->pieces[index].length);
+    if (crc != job->reads[i].crc) {
+      *bad = i;
+      return lck_fail(LCK_E_CORRUPT,
+                      "extent %" PRIu64 ": [%" PRIu64 ", +%" PRIu64 ") has CRC %08x, expected %08x",
+                      i, job->reads[i].offset, job->reads[i].length, crc, job->reads[i].crc);
+    }
+  }
+  return 0;
+}
+
+LCK_API int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t count,
+                           uint32_t threads, uint64_t *bad) {
+  uint64_t ignored;
+  int rc = lck_region_alive(region);
+  if (rc != 0)
+    return rc;
+  if (threads == 0 || threads > MAX_THREADS || (count > 0 && reads == NULL))
+    return lck_fail(LCK_E_INVALID, "%u threads, expected 1..%u, or reads is NULL", threads,
+                    MAX_THREADS);
+  if (bad == NULL)
+    bad = &ignored;
+  fetch job = {.region = region, .reads = reads};
+  rc = check_bounds(region, reads, count, &job.count, bad);
+  if (rc != 0)
+    return rc;
+  job.pieces = calloc(job.count + 1, sizeof(piece));
+  if (job.pieces == NULL)
+    return lck_fail(LCK_E_NOMEM, "%" PRIu64 " bytes to share %" PRIu64 " extents among threads",
+                    (job.count + 1) * sizeof(piece), count);
+  cut(&job, count);
+  run(&job, threads);
+  rc = compare(&job, count, bad);
+  free(job.pieces);
+  return rc;
+}

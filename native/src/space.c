@@ -1,0 +1,310 @@
+#include "space.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "error.h"
+#include "fault.h"
+#include "medium.h"
+#include "persist.h"
+
+#ifndef MAP_SYNC
+#define MAP_SYNC 0x80000
+#endif
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+#define MPOL_BIND_MODE 2
+#define NODES 1024
+
+#define RESERVATION (UINT64_C(1) << 40) /* addresses cost nothing; a region may grow up to this */
+#define UNKNOWN UINT64_MAX
+
+/* One call to fallocate: on tmpfs a signal undoes a whole call, so that a profiler's timer would
+ * starve a long one. */
+#define PIECE (UINT64_C(16) << 20)
+
+/* ---- addresses ---------------------------------------------------------------------------- */
+
+int lck_space_reserve(lck_region *region, uint64_t size) {
+  uint64_t granule = region->granule;
+  uint64_t length = size > RESERVATION / 2 ? size * 2 : RESERVATION;
+  if (size > LCK_SPACE_LIMIT)
+    return lck_fail(LCK_E_NOMEM, "%" PRIu64 " bytes of addresses needed, at most %" PRIu64, size,
+                    LCK_SPACE_LIMIT);
+  unsigned char *start;
+  for (;; length = length / 2 > size ? length / 2 / granule * granule : size) {
+    start =
+        mmap(NULL, length + granule, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start != MAP_FAILED)
+      break;
+    if (length <= size)
+      return lck_fail_errno(LCK_E_NOMEM, "reserve %" PRIu64 " bytes of addresses",
+                            length + granule);
+  }
+  uint64_t head = (granule - (uint64_t)(uintptr_t)start % granule) % granule;
+  if (head > 0)
+    munmap(start, head);
+  if (head < granule)
+    munmap(start + head + length, granule - head);
+  region->base = start + head;
+  region->reserved_length = length;
+  (void)madvise(region->base, length, MADV_DONTFORK);
+  return 0;
+}
+
+static int map_range(lck_region *region, uint64_t offset, uint64_t length) {
+  int protection = region->flags & LCK_READ_ONLY ? PROT_READ : PROT_READ | PROT_WRITE;
+  int flags = MAP_FIXED | MAP_SHARED;
+  if (region->medium == LCK_FSDAX || region->medium == LCK_DEVDAX)
+    flags = MAP_FIXED | MAP_SHARED_VALIDATE | MAP_SYNC;
+  if (region->medium == LCK_HUGETLBFS)
+    flags |= MAP_NORESERVE; /* pages are allocated one step later, on the right node */
+  void *at = mmap(region->base + offset, length, protection, flags, region->fd, (off_t)offset);
+  if (at == MAP_FAILED)
+    return lck_fail_errno(LCK_E_IO, "map %" PRIu64 " bytes at offset %" PRIu64, length, offset);
+  if (madvise(at, length, MADV_DONTFORK) != 0)
+    return lck_fail_errno(LCK_E_IO, "keep %" PRIu64 " bytes from forked children", length);
+  return 0;
+}
+
+static void unmap_range(lck_region *region, uint64_t offset, uint64_t length) {
+  void *at = mmap(region->base + offset, length, PROT_NONE,
+                  MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at != MAP_FAILED)
+    (void)madvise(at, length, MADV_DONTFORK);
+}
+
+/* The policy belongs to the file's pages, so it must be set before they are allocated. */
+static int bind_range(lck_region *region, uint64_t offset, uint64_t length) {
+  unsigned long nodes[NODES / (8 * sizeof(long))] = {0};
+  int32_t node = region->numa_node;
+  if (node < 0)
+    return 0;
+  if (region->medium != LCK_TMPFS && region->medium != LCK_HUGETLBFS)
+    return lck_fail(LCK_E_INVALID, "NUMA node %d: only tmpfs and hugetlbfs can be bound", node);
+  if (node >= NODES)
+    return lck_fail(LCK_E_INVALID, "NUMA node %d: at most %d", node, NODES - 1);
+  nodes[(unsigned)node / (8 * sizeof(long))] = 1ul << ((unsigned)node % (8 * sizeof(long)));
+  if (syscall(SYS_mbind, region->base + offset, length, MPOL_BIND_MODE, nodes, NODES + 1, 0) != 0)
+    return lck_fail_errno(LCK_E_INVALID, "bind %" PRIu64 " bytes to NUMA node %d", length, node);
+  return 0;
+}
+
+/* ---- space -------------------------------------------------------------------------------- */
+
+static uint64_t free_huge_pages(uint64_t page_bytes) {
+  const char *const names[] = {"free_hugepages", "nr_overcommit_hugepages", "resv_hugepages",
+                               "surplus_hugepages"};
+  uint64_t counts[4] = {0};
+  for (int i = 0; i < 4; i++) {
+    char path[128];
+    snprintf(path, sizeof(path), "/sys/kernel/mm/hugepages/hugepages-%" PRIu64 "kB/%s",
+             page_bytes / 1024, names[i]);
+    if (lck_medium_number(path, &counts[i]) != 0 && i == 0)
+      return UNKNOWN;
+  }
+  uint64_t have = counts[0] + counts[1];
+  uint64_t taken = counts[2] + counts[3];
+  return have > taken ? (have - taken) * page_bytes : 0;
+}
+
+/* A tmpfs may promise more than there is: pages beyond this would wake the OOM killer. */
+static uint64_t available_memory(void) {
+  FILE *file = fopen("/proc/meminfo", "re");
+  if (file == NULL)
+    return UNKNOWN;
+  uint64_t available = UNKNOWN;
+  uint64_t swap = 0;
+  char line[128];
+  while (fgets(line, sizeof(line), file) != NULL) {
+    (void)sscanf(line, "MemAvailable: %" SCNu64, &available);
+    (void)sscanf(line, "SwapFree: %" SCNu64, &swap);
+  }
+  fclose(file);
+  return available == UNKNOWN ? UNKNOWN : (available + swap) * 1024;
+}
+
+static uint64_t free_bytes(const lck_region *region) {
+  struct statvfs fs;
+  uint64_t bytes = UNKNOWN;
+  /* A mount without a limit counts no blocks at all. */
+  if (fstatvfs(region->fd, &fs) == 0 && fs.f_blocks > 0)
+    bytes = (uint64_t)fs.f_bavail * fs.f_frsize;
+  uint64_t memory = UNKNOWN;
+  if (region->medium == LCK_HUGETLBFS)
+    memory = free_huge_pages(region->page_bytes);
+  else if (region->medium == LCK_TMPFS)
+    memory = available_memory();
+  return bytes < memory ? bytes : memory;
+}
+
+static int refuse(const lck_region *region, uint64_t need, int error) {
+  if (error != ENOSPC && error != EDQUOT && error != EFBIG && error != ENOMEM) {
+    errno = error;
+    return lck_fail_errno(LCK_E_IO, "allocate %" PRIu64 " bytes", need);
+  }
+  uint64_t have = free_bytes(region);
+  errno = error;
+  if (have == UNKNOWN)
+    return lck_fail_errno(LCK_E_FULL, "%" PRIu64 " bytes needed, free bytes unknown", need);
+  return lck_fail_errno(LCK_E_FULL, "%" PRIu64 " bytes needed, %" PRIu64 " free", need, have);
+}
+
+static int write_zeros(int fd, uint64_t offset, uint64_t length) {
+  static const char zeros[1 << 16];
+  while (length > 0) {
+    size_t part = length < sizeof(zeros) ? (size_t)length : sizeof(zeros);
+    ssize_t count = pwrite(fd, zeros, part, (off_t)offset);
+    if (count < 0 && errno == EINTR)
+      continue;
+    if (count <= 0)
+      return count < 0 ? errno : EIO;
+    offset += (uint64_t)count;
+    length -= (uint64_t)count;
+  }
+  return 0;
+}
+
+/* `fresh`: nothing is there yet, so zeros may be written where the file system cannot allocate. */
+static int allocate(const lck_region *region, uint64_t offset, uint64_t length, int fresh) {
+  int error = lck_fault_visit(LCK_FAULT_ALLOCATE);
+  for (uint64_t done = 0; error == 0 && done < length; done += PIECE) {
+    uint64_t piece = length - done < PIECE ? length - done : PIECE;
+    do
+      error = fallocate(region->fd, 0, (off_t)(offset + done), (off_t)piece) == 0 ? 0 : errno;
+    while (error == EINTR);
+    if (error != EOPNOTSUPP && error != ENOSYS)
+      continue;
+    if (!fresh)
+      return 0;
+    return region->medium == LCK_HUGETLBFS
+               ? ftruncate(region->fd, (off_t)(offset + length)) ? errno : 0
+               : write_zeros(region->fd, offset + done, length - done);
+  }
+  return error;
+}
+
+/* Ordinary files are left to the page cache: faulting them in for writing would dirty every page.
+ */
+static int populate(lck_region *region, uint64_t offset, uint64_t length) {
+  if (region->medium == LCK_FILE)
+    return 0;
+  int rc;
+  do
+    rc = madvise(region->base + offset, length, MADV_POPULATE_WRITE);
+  while (rc != 0 && errno == EINTR);
+  if (rc == 0)
+    return 0;
+  if (errno == EINVAL) {
+    lck_persist_touch(region, offset, length);
+    return 0;
+  }
+  return lck_fail_errno(LCK_E_IO, "fault in %" PRIu64 " bytes at offset %" PRIu64, length, offset);
+}
+
+static int check_limits(const lck_region *region, uint64_t new_size, uint64_t need) {
+  struct rlimit limit;
+  /* Beyond this limit the kernel sends SIGXFSZ, whose default is to end the process. */
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+      new_size > limit.rlim_cur)
+    return lck_fail(LCK_E_FULL,
+                    "%" PRIu64 " bytes needed, a file of %" PRIu64
+                    " bytes, but RLIMIT_FSIZE is %" PRIu64,
+                    need, new_size, (uint64_t)limit.rlim_cur);
+  uint64_t have = free_bytes(region);
+  if (have != UNKNOWN && need > have)
+    return lck_fail(LCK_E_FULL, "%" PRIu64 " bytes needed, %" PRIu64 " free", need, have);
+  return 0;
+}
+
+/* File size and extents are metadata that neither a flush nor MAP_SYNC of other pages covers. */
+static int settle(lck_region *region) {
+  if (region->medium != LCK_FSDAX)
+    return lck_persist_sync(region);
+  int error = lck_fault_visit(LCK_FAULT_SYNC);
+  if (error == 0 && fsync(region->fd) == 0)
+    return 0;
+  if (error != 0)
+    errno = error;
+  return lck_fail_errno(LCK_E_IO, "fsync of the region's file");
+}
+
+/* A copy of a region's file may have holes: a store into one could find the medium full. */
+static int fill_holes(lck_region *region, uint64_t size) {
+  struct stat file;
+  if (fstat(region->fd, &file) != 0)
+    return lck_fail_errno(LCK_E_IO, "stat the region's file");
+  uint64_t present = (uint64_t)file.st_blocks * 512;
+  if (!S_ISREG(file.st_mode) || present >= size)
+    return 0;
+  int rc = 0;
+  if (region->medium == LCK_TMPFS || region->medium == LCK_HUGETLBFS)
+    rc = check_limits(region, 0, size - present);
+  int error = rc == 0 ? allocate(region, 0, size, 0) : 0;
+  return error != 0 ? refuse(region, size - present, error) : rc;
+}
+
+int lck_space_map(lck_region *region, uint64_t size) {
+  int rc = map_range(region, 0, size);
+  if (rc != 0 || region->flags & LCK_READ_ONLY)
+    return rc;
+  rc = bind_range(region, 0, size);
+  if (rc == 0)
+    rc = fill_holes(region, size);
+  return rc != 0 ? rc : populate(region, 0, size);
+}
+
+static int prepare_file(const lck_region *region, uint64_t old_size, uint64_t new_size) {
+  uint64_t need = new_size - old_size;
+  uint64_t length;
+  int rc = lck_medium_length(region, &length);
+  if (rc != 0)
+    return rc;
+  if (region->medium == LCK_DEVDAX && new_size > length)
+    return lck_fail(LCK_E_FULL, "%" PRIu64 " bytes needed, %" PRIu64 " free on the device", need,
+                    length - old_size);
+  if (region->medium == LCK_DEVDAX)
+    return 0;
+  /* What lies beyond was left by a growth that a crash cut short. */
+  if (length > old_size && ftruncate(region->fd, (off_t)old_size) != 0)
+    return lck_fail_errno(LCK_E_IO, "cut the file to %" PRIu64 " bytes", old_size);
+  return check_limits(region, new_size, need);
+}
+
+int lck_space_extend(lck_region *region, uint64_t old_size, uint64_t new_size) {
+  uint64_t need = new_size - old_size;
+  if (new_size > region->reserved_length)
+    return lck_fail(LCK_E_FULL, "%" PRIu64 " bytes needed, %" PRIu64 " bytes of addresses free",
+                    need, region->reserved_length - old_size);
+  int rc = prepare_file(region, old_size, new_size);
+  if (rc != 0)
+    return rc;
+  rc = map_range(region, old_size, need);
+  if (rc == 0)
+    rc = bind_range(region, old_size, need);
+  int error = rc == 0 && region->medium != LCK_DEVDAX ? allocate(region, old_size, need, 1) : 0;
+  if (rc == 0 && error == 0)
+    rc = populate(region, old_size, need);
+  if (rc == 0 && error == 0)
+    rc = settle(region);
+  if (rc != 0 || error != 0)
+    lck_space_retract(region, old_size, new_size);
+  /* Only now, so that the free bytes named are those that anyone would find. */
+  return error != 0 ? refuse(region, need, error) : rc;
+}
+
+void lck_space_retract(lck_region *region, uint64_t size, uint64_t length) {
+  unmap_range(region, size, length - size);
+  if (region->medium != LCK_DEVDAX)
+    (void)!ftruncate(region->fd, (off_t)size);
+}

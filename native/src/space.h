@@ -1,0 +1,27 @@
+/* space.h -- the region's addresses and bytes.
+ *
+ * A region is mapped into one reservation of addresses, so that base + offset always holds and
+ * growth moves nothing. Space is allocated, and on memory-like media faulted in, before any store
+ * can reach it: a full medium is an error here, not a SIGBUS in training.
+ * Sizes are multiples of the region's page_bytes. */
+#ifndef LCK_SPACE_H
+#define LCK_SPACE_H
+
+#include "region.h"
+
+#define LCK_SPACE_LIMIT (UINT64_C(1) << 45) /* of a region: a quarter of a process's addresses */
+
+/* Reserve addresses for at least `size` bytes and room to grow, and set base. */
+int lck_space_reserve(lck_region *region, uint64_t size);
+
+/* Map existing space [0, size). A writer's is made whole: holes are allocated, pages faulted in. */
+int lck_space_map(lck_region *region, uint64_t size);
+
+/* Map, allocate, fault in and sync [old_size, new_size). On failure file and mapping are as before.
+ * Errors: LCK_E_FULL with the bytes needed and free; LCK_E_IO; LCK_E_INVALID (NUMA node). */
+int lck_space_extend(lck_region *region, uint64_t old_size, uint64_t new_size);
+
+/* Give [size, length) back: unmap it and cut the file. */
+void lck_space_retract(lck_region *region, uint64_t size, uint64_t length);
+
+#endif
