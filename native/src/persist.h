@@ -22,7 +22,8 @@ void lck_persist_store(lck_region *region, uint64_t offset, const void *bytes, u
 /* One aligned 8-byte store, never torn, then flush of its line; no fence. */
 void lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word);
 
-/* Drain the calling thread's stores. On page media this orders nothing on the medium: see sync. */
+/* Drain the calling thread's stores, also those outside any region (NULL). On page media this
+ * orders nothing on the medium: see sync. */
 void lck_persist_fence(lck_region *region);
 
 /* On page media: fdatasync; returns when the file's data is on the medium. Elsewhere: a fence.
