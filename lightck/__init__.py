@@ -1,0 +1,70 @@
+"""lightck: asynchronous, layer-wise, crash-safe checkpoints for PyTorch training.
+
+handle = lightck.attach(model)
+info = lightck.restore(model)
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from lightck.capture.extras import at_forward, at_step
+from lightck.checkpointer import Handle, attach
+from lightck.config import Config
+from lightck.errors import (
+    ConfigError,
+    CoordinationError,
+    CorruptSnapshotError,
+    LightckError,
+    NoSnapshotError,
+    PersistError,
+    PreviousPersistError,
+    RegionBusyError,
+    RegionError,
+    RegionFormatError,
+    RegionFullError,
+    RegionIOError,
+    RestoreMismatchError,
+    StateError,
+    TornSnapshotError,
+    UnrestoredError,
+    WaitTimeoutError,
+)
+from lightck.load import load, snapshots
+from lightck.restore import restore
+from lightck.types import Moment, Policy, RestoreInfo, Stats
+
+try:
+    __version__ = version("lightck")
+except PackageNotFoundError:  # run from a checkout that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "CoordinationError",
+    "CorruptSnapshotError",
+    "Handle",
+    "LightckError",
+    "Moment",
+    "NoSnapshotError",
+    "PersistError",
+    "Policy",
+    "PreviousPersistError",
+    "RegionBusyError",
+    "RegionError",
+    "RegionFormatError",
+    "RegionFullError",
+    "RegionIOError",
+    "RestoreInfo",
+    "RestoreMismatchError",
+    "StateError",
+    "Stats",
+    "TornSnapshotError",
+    "UnrestoredError",
+    "WaitTimeoutError",
+    "at_forward",
+    "at_step",
+    "attach",
+    "load",
+    "restore",
+    "snapshots",
+]

@@ -1,0 +1,186 @@
+"""Boundary state: everything that is not a tensor in the region, as bytes that load without code.
+
+Trees of plain values are encoded for torch's `weights_only` loader, the only unpickler lightck
+uses. Types that it refuses but that training loops hold (NumPy values, deques, counters) become
+tagged dicts. What cannot come back is a `StateError` that names its path, at attach.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightck.errors import CorruptSnapshotError, StateError
+
+TAG = "__lightck__"
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+Place = Callable[[str, torch.Tensor], Any]
+"""Called for each tensor with its path; returns what stands in its place."""
+
+
+def keep(path: str, tensor: torch.Tensor) -> Any:
+    """Keep a tensor inside the boundary state, as a private copy."""
+    return tensor.detach().cpu().clone()
+
+
+def reference(name: str) -> dict[str, str]:
+    """What stands for a tensor that goes to the region under `name`."""
+    return {TAG: "tensor", "name": name}
+
+
+def join(path: str, key: object) -> str:
+    """Path of a child; slashes inside a key are escaped, so that paths split again."""
+    part = str(key).replace("%", "%25").replace("/", "%2F")
+    return f"{path}/{part}" if path else part
+
+
+def plain(tree: Any, path: str, place: Place = keep) -> Any:
+    """A deep copy of `tree` in types that the restricted loader takes.
+
+    Args:
+        tree: nested containers, scalars, NumPy values, tensors.
+        path: where it sits, for messages and for `place`.
+        place: decides what stands for each tensor.
+
+    Raises:
+        StateError: a value that could not be restored, with its path and type.
+    """
+    kind = type(tree)
+    if kind in _PLAIN:
+        return tree
+    if isinstance(tree, torch.Tensor):
+        return place(path, tree)
+    if kind in (list, tuple):
+        return kind(plain(value, join(path, i), place) for i, value in enumerate(tree))
+    if kind in (dict, collections.OrderedDict):
+        return kind((_key(k, path), plain(v, join(path, k), place)) for k, v in tree.items())
+    if isinstance(tree, np.generic | np.ndarray):
+        return _numpy(tree, path)
+    if kind is collections.deque:
+        items = [plain(value, join(path, i), place) for i, value in enumerate(tree)]
+        return {TAG: "deque", "items": items, "maxlen": tree.maxlen}
+    if kind in (set, frozenset):
+        items = [plain(value, join(path, i), place) for i, value in enumerate(tree)]
+        return {TAG: kind.__name__, "items": items}
+    if kind in (collections.Counter, collections.defaultdict) or kind is bytearray:
+        return _other(tree, path, place)
+    raise StateError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which could not be restored without"
+        " running code: keep it out of the state, or give it as numbers, strings, lists and dicts",
+        path=path,
+    )
+
+
+def _key(key: Any, path: str) -> Any:
+    if type(key) in (str, int, bool, float, type(None)):
+        return key
+    if type(key) is tuple:
+        return tuple(_key(part, path) for part in key)
+    raise StateError(f"{path} has the key {key!r}; keys must be strings or numbers", path=path)
+
+
+def _numpy(value: Any, path: str) -> dict[str, Any]:
+    if value.dtype.hasobject or value.dtype.fields is not None:
+        raise StateError(f"{path} is a NumPy {value.dtype} value; use a plain dtype", path=path)
+    kind = "ndarray" if isinstance(value, np.ndarray) else "scalar"
+    array = np.asarray(value)
+    return {
+        TAG: kind,
+        "dtype": array.dtype.str,
+        "shape": list(array.shape),
+        "bytes": array.tobytes(),
+    }
+
+
+def _other(tree: Any, path: str, place: Place) -> dict[str, Any]:
+    if isinstance(tree, bytearray):
+        return {TAG: "bytearray", "bytes": bytes(tree)}
+    if isinstance(tree, collections.defaultdict) and tree.default_factory not in (
+        None, int, float, list, dict, set,
+    ):  # fmt: skip
+        raise StateError(f"{path} is a defaultdict of {tree.default_factory!r}", path=path)
+    items = [[_key(k, path), plain(v, join(path, k), place)] for k, v in tree.items()]
+    if isinstance(tree, collections.Counter):
+        return {TAG: "counter", "items": items}
+    factory = tree.default_factory
+    return {TAG: "defaultdict", "items": items, "factory": factory and factory.__name__}
+
+
+def rebuild(tree: Any, tensors: Callable[[str], torch.Tensor] | None = None) -> Any:
+    """The inverse of `plain`; `tensors` resolves references by name."""
+    if isinstance(tree, dict):
+        if TAG in tree:
+            return _untag(tree, tensors)
+        return type(tree)((k, rebuild(v, tensors)) for k, v in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)(rebuild(value, tensors) for value in tree)
+    return tree
+
+
+def _untag(tree: dict[str, Any], tensors: Callable[[str], torch.Tensor] | None) -> Any:
+    kind = tree[TAG]
+    if kind == "tensor":
+        return tree if tensors is None else tensors(tree["name"])
+    if kind in ("ndarray", "scalar"):
+        array = np.frombuffer(tree["bytes"], np.dtype(tree["dtype"])).reshape(tree["shape"]).copy()
+        return array if kind == "ndarray" else array[()]
+    if kind == "bytearray":
+        return bytearray(tree["bytes"])
+    items = rebuild(tree["items"], tensors)
+    if kind == "deque":
+        return collections.deque(items, tree["maxlen"])
+    if kind in ("set", "frozenset"):
+        return set(items) if kind == "set" else frozenset(items)
+    if kind == "counter":
+        return collections.Counter(dict(items))
+    if kind == "defaultdict":
+        factories: dict[str | None, Any] = {t.__name__: t for t in (int, float, list, dict, set)}
+        return collections.defaultdict(factories.get(tree["factory"]), items)
+    raise CorruptSnapshotError(f"boundary state holds an unknown kind of value: {kind!r}")
+
+
+def encode(tree: Any) -> bytes:
+    """Serialize a tree that `plain` made."""
+    sink = io.BytesIO()
+    torch.save(tree, sink)
+    return sink.getvalue()
+
+
+def decode(data: bytes, *, context: str) -> Any:
+    """Load bytes that `encode` made, running no code.
+
+    Raises:
+        CorruptSnapshotError: the restricted loader refuses them.
+    """
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise CorruptSnapshotError(f"{context}: boundary state does not load: {error}") from error
+
+
+def prove(tree: Any, path: str) -> None:
+    """Show that a plain tree comes back, before anything relies on it.
+
+    Raises:
+        StateError: the restricted loader refuses it.
+    """
+    try:
+        rebuild(decode(encode(tree), context=path))
+    except CorruptSnapshotError as error:
+        raise StateError(f"{path} could not be restored: {error}", path=path) from error
+
+
+def types_of(tree: Any) -> Any:
+    """The shape of a plain tree in types only; a change means it must be proved again."""
+    if isinstance(tree, dict):
+        return (type(tree), tuple((k, types_of(v)) for k, v in tree.items()))
+    if type(tree) in (list, tuple):
+        return (type(tree), tuple({types_of(value) for value in tree}))
+    return type(tree)

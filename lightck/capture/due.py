@@ -1,0 +1,58 @@
+"""Whether the step that has just ended is due: a policy, asked with what was measured."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from lightck.types import Moment, Policy
+
+
+@dataclass(eq=False)
+class Due:
+    """Asks the policy and remembers its last yes."""
+
+    policy: Policy
+    epoch: int = 0
+    """Epochs that the loop has marked."""
+    overdue: bool = False
+    """A due snapshot slipped: the next step is due instead."""
+    step_s: float | None = None
+    _last: Moment | None = None
+    _ended_s: float | None = None
+
+    @property
+    def began(self) -> bool:
+        """A step has ended since attach."""
+        return self._ended_s is not None
+
+    def ask(self, step: int, cost_s: float | None, persist_s: float | None, wanted: bool) -> bool:
+        """Whether `step`, which ends now, is due.
+
+        Args:
+            step: the step.
+            cost_s: training-thread seconds per snapshot so far.
+            persist_s: seconds from opening to commit of the last snapshot.
+            wanted: somebody asked for a snapshot at the next boundary.
+        """
+        now = time.monotonic()
+        if self._ended_s is not None:
+            self.step_s = now - self._ended_s
+        self._ended_s = now
+        last = self._last
+        moment = Moment(
+            step=step,
+            time_s=now,
+            epoch=self.epoch,
+            last_step=last.step if last else None,
+            last_time_s=last.time_s if last else None,
+            last_epoch=last.epoch if last else None,
+            cost_s=cost_s,
+            persist_s=persist_s,
+            step_s=self.step_s,
+        )
+        due = self.policy.due(moment) or self.overdue or wanted
+        if due:
+            self._last = moment
+            self.overdue = False
+        return due

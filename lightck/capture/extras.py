@@ -1,0 +1,112 @@
+"""`extras`: the user's own state (schedulers, scalers, loaders, generators, counters), by name."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from lightck.errors import StateError
+from lightck.types import Stateful
+
+Instant = Literal["step", "forward", "both"]
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """An extra with the instant at which it is taken."""
+
+    subject: Any
+    instant: Instant
+
+
+def at_step(subject: Any) -> At:
+    """Take this extra at the end of the step: what the loop advances before the next forward.
+
+    That is data positions; objects that can be iterated are taken then by themselves.
+    """
+    return At(subject, "step")
+
+
+def at_forward(subject: Any) -> At:
+    """Take this extra at the start of the next forward, the default for everything else."""
+    return At(subject, "forward")
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """One named extra."""
+
+    name: str
+    subject: Any
+    instant: Instant
+
+    def state(self) -> Any:
+        """Its state now; may alias what the subject still changes."""
+        subject = self.subject
+        if isinstance(subject, dict):
+            return subject
+        if isinstance(subject, torch.Generator):
+            return subject.get_state()
+        if isinstance(subject, np.random.Generator):
+            return subject.bit_generator.state
+        if isinstance(subject, random.Random):
+            return subject.getstate()
+        return subject.state_dict()
+
+    def private_state(self) -> Any:
+        """Its state now, sharing nothing with the subject."""
+        return copy.deepcopy(self.state())
+
+    def load(self, state: Any) -> None:
+        """Put a restored state into the subject; a dict is filled in place."""
+        subject = self.subject
+        if isinstance(subject, dict):
+            subject.clear()
+            subject.update(state)
+        elif isinstance(subject, torch.Generator):
+            subject.set_state(state)
+        elif isinstance(subject, np.random.Generator):
+            subject.bit_generator.state = state
+        elif isinstance(subject, random.Random):
+            version, internal, gauss = state
+            subject.setstate((version, tuple(internal), gauss))
+        else:
+            subject.load_state_dict(state)
+
+
+def parse(extras: Mapping[str, Any] | None) -> tuple[Extra, ...]:
+    """Name each extra and choose its instant.
+
+    Raises:
+        StateError: an object that lightck cannot take state from, or a name that is no string.
+    """
+    return tuple(_parse(name, given) for name, given in (extras or {}).items())
+
+
+def _parse(name: Any, given: Any) -> Extra:
+    if not isinstance(name, str):
+        raise StateError(f"extras: the name {name!r} is not a string")
+    subject, instant = (given.subject, given.instant) if isinstance(given, At) else (given, None)
+    if isinstance(subject, torch.Generator | np.random.Generator | random.Random):
+        return Extra(name, subject, instant or "both")
+    if isinstance(subject, dict):
+        return Extra(name, subject, instant or "forward")
+    if isinstance(subject, Stateful):
+        default: Instant = "step" if is_loader(subject) else "forward"
+        return Extra(name, subject, instant or default)
+    raise StateError(
+        f"extras[{name!r}] is a {type(subject).__name__}: expected state_dict/load_state_dict,"
+        " a torch, NumPy or random generator, or a dict",
+        path=f"extras/{name}",
+    )
+
+
+def is_loader(subject: Any) -> bool:
+    """Something the loop iterates over: its position advances before the next forward."""
+    return hasattr(type(subject), "__iter__") and not isinstance(subject, torch.nn.Module | Mapping)

@@ -1,0 +1,231 @@
+"""Hooks into a training loop: updates, the next forward, layers' gradients, loaders started anew.
+
+Hooks decide *when*, never *what*: they call a `Listener`. Optimizer hooks are torch's global ones,
+which enclose the user's own. All are kept out of dynamo's tracing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Listener(Protocol):
+    """What the hooks call. On the training thread, except `gradient` (autograd's thread)."""
+
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to change its parameters."""
+
+    def update_ends(self, optimizer: Optimizer) -> None:
+        """An optimizer has changed its parameters."""
+
+    def update_skipped(self, optimizer: Optimizer) -> None:
+        """The gradient scaler left the update out."""
+
+    def forward(self, training: bool) -> None:
+        """A module that holds watched parameters is about to run; `training`: with gradients."""
+
+    def gradient(self) -> None:
+        """A layer's gradient has been accumulated."""
+
+    def iterating(self, loader: Any) -> None:
+        """`iter(loader)` is about to be made."""
+
+
+def untraced(function: F) -> F:
+    """Keep dynamo from tracing a hook, without importing dynamo."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "lightck hook"  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass(eq=False)
+class Watched:
+    """Which modules hold the parameters of the model."""
+
+    model: nn.Module
+    _ids: set[int] = field(default_factory=set)
+    _answers: weakref.WeakKeyDictionary[nn.Module, bool] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def refresh(self) -> None:
+        """Look at the model's parameters again."""
+        self._ids = {id(parameter) for parameter in self.model.parameters()}
+        self._answers.clear()
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether a module, or one inside it, has one of the parameters."""
+        answer = self._answers.get(module)
+        if answer is None:
+            answer = any(id(parameter) in self._ids for parameter in module.parameters())
+            self._answers[module] = answer
+        return answer
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer changes one of the parameters."""
+        return any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"])
+
+
+@dataclass(eq=False)
+class Hooks:
+    """Installs and removes every hook of one handle."""
+
+    listener: Listener
+    watched: Watched
+    loaders: tuple[Any, ...] = ()
+    """Extras that the loop iterates over."""
+    _handles: list[RemovableHandle] = field(default_factory=list)
+    _forward: RemovableHandle | None = None
+
+    def install(self) -> None:
+        """Start listening."""
+        listener = self.listener
+
+        @untraced
+        def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            listener.update_begins(optimizer)
+
+        @untraced
+        def ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            listener.update_ends(optimizer)
+
+        self._handles += [
+            register_optimizer_step_pre_hook(begins),
+            register_optimizer_step_post_hook(ends),
+        ]
+        self._install_gradients()
+        _observe(torch.amp.GradScaler, "step", listener, _scaler_step)
+        kinds = {DataLoader} | {type(loader) for loader in self.loaders}
+        for kind in kinds:
+            _observe(kind, "__iter__", listener, _iterating)
+
+    def _install_gradients(self) -> None:
+        """One hook per layer: on the first parameter that a module owns itself."""
+        listener = self.listener
+
+        @untraced
+        def tick(parameter: torch.Tensor) -> None:
+            listener.gradient()
+
+        for module in self.watched.model.modules():
+            own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+            if own and own[0].is_leaf:
+                self._handles.append(own[0].register_post_accumulate_grad_hook(tick))
+
+    def arm_forward(self) -> None:
+        """Report forwards of watched modules until disarmed."""
+        if self._forward is not None:
+            return
+        listener, watched = self.listener, self.watched
+
+        @untraced
+        def before(module: nn.Module, args: Any) -> None:
+            if module.training and watched.holds(module):
+                listener.forward(torch.is_grad_enabled())
+
+        self._forward = register_module_forward_pre_hook(before)
+
+    def disarm_forward(self) -> None:
+        """Stop reporting forwards: an idle handle costs the forward nothing."""
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
+
+    def remove(self) -> None:
+        """Stop listening; idempotent."""
+        self.disarm_forward()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for observed in _observed.values():
+            observed.listeners.discard(self.listener)
+
+
+@dataclass(eq=False)
+class _Observed:
+    """A method of a class that no hook of torch covers, with the handles that want to know."""
+
+    listeners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+
+_observed: dict[tuple[type, str], _Observed] = {}
+"""Wrapped once per process; without listeners a wrapper only calls through."""
+
+
+def _observe(
+    kind: type, name: str, listener: Listener, around: Callable[..., Callable[..., Any]]
+) -> None:
+    key = (kind, name)
+    if key not in _observed:
+        _observed[key] = _Observed()
+        original = getattr(kind, name)
+        wrapper = untraced(around(original, _observed[key].listeners))
+        wrapper.__name__, wrapper.__doc__ = name, original.__doc__
+        setattr(kind, name, wrapper)
+    _observed[key].listeners.add(listener)
+
+
+def _scaler_step(
+    original: Callable[..., Any], listeners: weakref.WeakSet[Any]
+) -> Callable[..., Any]:
+    """`GradScaler.step` calls the optimizer, or skips it without a trace: tell the listeners."""
+
+    def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not listeners:
+            return original(scaler, optimizer, *args, **kwargs)
+        stepped: list[Optimizer] = []
+
+        @untraced
+        def ends(which: Optimizer, args: Any, kwargs: Any) -> None:
+            stepped.append(which)
+
+        with_hook = register_optimizer_step_post_hook(ends)
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+        finally:
+            with_hook.remove()
+        if not any(which is optimizer for which in stepped):
+            for listener in list(listeners):
+                listener.update_skipped(optimizer)
+        return result
+
+    return step
+
+
+def _iterating(original: Callable[..., Any], listeners: weakref.WeakSet[Any]) -> Callable[..., Any]:
+    def iterate(loader: Any) -> Any:
+        for listener in list(listeners):
+            listener.iterating(loader)
+        return original(loader)
+
+    return iterate
+
+
+def before_next_forward(watched: Watched, action: Callable[[], None]) -> RemovableHandle:
+    """Run `action` once, just before the next training forward of a watched module."""
+    handle: RemovableHandle
+
+    @untraced
+    def before(module: nn.Module, args: Any) -> None:
+        if module.training and watched.holds(module):
+            handle.remove()
+            action()
+
+    handle = register_module_forward_pre_hook(before)
+    return handle

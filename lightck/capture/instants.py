@@ -1,0 +1,99 @@
+"""The two boundary instants (I2): (a), where a step ended, and (b), where a forward begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightck.capture import boundary, rng
+from lightck.capture.extras import Extra
+from lightck.capture.state import Collected, Inventory, Live
+
+
+@dataclass(eq=False)
+class Instants:
+    """Takes what belongs to each instant, and encodes both for the manifest."""
+
+    inventory: Inventory
+    _rng: dict[str, Any] = field(default_factory=dict)
+    """(a): random generators."""
+    _extras: dict[str, Any] = field(default_factory=dict)
+    """(a): extras whose position the loop advances before the next forward."""
+    _early: tuple[dict[str, Any] | None, dict[str, Any]] | None = None
+    """Generators (None: unknown) and buffers of (b), taken before (b) is seen."""
+    _types: Any = None
+
+    def step_ended(self) -> None:
+        """Take (a)."""
+        self._early = None
+        self._rng = rng.capture()
+        self._extras = {
+            extra.name: _private(extra)
+            for extra in self.inventory.extras
+            if extra.instant != "forward"
+        }
+
+    def generators_stand(self) -> None:
+        """Take (a)'s generators again: whatever is drawn next comes after the snapshot."""
+        self._rng = rng.capture()
+
+    def iterating(self, loader: Any) -> None:
+        """A loader starts anew after (a): position and generators are those just before."""
+        self._rng = rng.capture()
+        for extra in self.inventory.extras:
+            if extra.subject is loader and extra.instant != "forward":
+                self._extras[extra.name] = _private(extra)
+
+    def before_forward(self, *, generators: bool) -> None:
+        """Take what a training forward changes, once: (b) itself comes later or goes unseen."""
+        if self._early is None:
+            buffers = {
+                live.name: live.tensor.detach().clone()
+                for live in self.inventory.collect().lives
+                if live.role == "buffer"
+            }
+            self._early = (rng.capture() if generators else None, buffers)
+
+    def collect(self) -> Collected:
+        """The state at (b), with buffers as they were before any training forward."""
+        collected = self.inventory.collect()
+        if self._early is None:
+            return collected
+        kept = self._early[1]
+        lives = tuple(
+            Live(v.name, v.role, v.layer, kept[v.name], v.holders, True, v.alias_of)
+            if v.name in kept
+            else v
+            for v in collected.lives
+        )
+        return Collected(lives, collected.tree)
+
+    def encode(self, collected: Collected, step: int, *, seen: bool) -> tuple[bytes, bytes]:
+        """The blobs of (a) and (b); proved to come back whenever their types have changed.
+
+        Args:
+            collected: the state at (b).
+            step: the last complete step.
+            seen: a forward is about to run. Without one there are no generators of (b): the loop
+                may yet draw a batch, and restore must not set them back behind that.
+
+        Raises:
+            StateError: something could not be restored; its path is named.
+        """
+        first = boundary.plain({"rng": self._rng}, "")
+        first["extras"] = self._extras
+        second = {**collected.tree, "step": step}
+        if seen:
+            known = self._early[0] if self._early else None
+            second["rng"] = boundary.plain(known or rng.capture(), "rng")
+        types = (boundary.types_of(first), boundary.types_of(second))
+        if types != self._types:
+            boundary.prove(first, "at_step")
+            boundary.prove(second, "at_forward")
+            self._types = types
+        return boundary.encode(first), boundary.encode(second)
+
+
+def _private(extra: Extra) -> Any:
+    """Its state, plain: what the subject does next cannot change it."""
+    return boundary.plain(extra.state(), boundary.join("extras", extra.name))

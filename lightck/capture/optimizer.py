@@ -1,0 +1,149 @@
+"""Put captured optimizer state back: matched by parameter names, filled in place or made anew.
+
+torch's `load_state_dict` is not used: it casts state to the parameter's dtype and replaces tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightck.capture.boundary import TAG, join, rebuild
+from lightck.capture.state import parameter_names
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One optimizer of a snapshot: its tree, and its tensors by their saved names."""
+
+    index: int
+    tree: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    devices: dict[str, str]
+    """Kind of device that each tensor lived on."""
+
+    def tensor(self, name: str, near: torch.Tensor | None) -> torch.Tensor:
+        """A saved tensor, moved beside `near` when it lived on such a device."""
+        found = self.tensors[name]
+        if near is not None and self.devices[name] == near.device.type != found.device.type:
+            return found.to(near.device)
+        return found
+
+    def children(self) -> dict[str, dict[str, str]]:
+        """Per parent path: key to full name."""
+        found: dict[str, dict[str, str]] = {}
+        for name in self.tensors:
+            parent, _, key = name.rpartition("/")
+            key = key.replace("%2F", "/").replace("%25", "%")
+            found.setdefault(parent, {})[key] = name
+        return found
+
+
+def match(
+    saved: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer], names: dict[int, str]
+) -> dict[int, int]:
+    """Which live optimizer continues each saved one: same class, same parameters, by group.
+
+    Returns:
+        Index of the saved one to index of the live one; those without a partner are left out.
+    """
+    free = list(range(len(optimizers)))
+    found: dict[int, int] = {}
+    for i, tree in enumerate(saved):
+        for j in free:
+            if fits(tree, optimizers[j], j, names):
+                found[i] = j
+                free.remove(j)
+                break
+    return found
+
+
+def fits(tree: dict[str, Any], optimizer: Optimizer, j: int, names: dict[int, str]) -> bool:
+    """Whether a live optimizer has the class and the parameters of a saved one."""
+    known = parameter_names(j, optimizer, names)
+    live = [[known[p] for p in group["params"]] for group in optimizer.param_groups]
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    return kind == tree["class"] and live == [group["params"] for group in tree["groups"]]
+
+
+def install(saved: Saved, j: int, optimizer: Optimizer, names: dict[int, str]) -> None:
+    """Make the optimizer's state equal to the saved one.
+
+    A live tensor of the same name and geometry is filled and kept; others are the saved tensors
+    themselves, on the parameter's device where they lived there.
+    """
+    known = parameter_names(j, optimizer, names)
+    by_name = {name: parameter for parameter, name in known.items()}
+    children = saved.children()
+    with torch.no_grad():
+        for name, parameter in by_name.items():
+            value = saved.tensors.get(_path(saved, name))  # of a parameter that is in no module
+            if value is not None and value is not parameter:
+                parameter.copy_(value)
+        for name, key in _state_keys(saved, by_name).items():
+            found = children.get(_path(saved, name), {})
+            _install_one(saved, found, name, key, optimizer)
+        near = next(iter(by_name.values()), None)
+        for group, tree in zip(optimizer.param_groups, saved.tree["groups"], strict=True):
+            options = rebuild(tree["options"], lambda name: saved.tensor(name, near))
+            for option, value in options.items():
+                group[option] = _placed(group.get(option), value)
+        for name, tree in saved.tree["attributes"].items():
+            value = rebuild(tree, lambda name: saved.tensor(name, near))
+            setattr(optimizer, name, _placed(getattr(optimizer, name, None), value))
+
+
+def _path(saved: Saved, name: str) -> str:
+    return f"optim/{saved.index}/{join('', name)}"
+
+
+def _state_keys(saved: Saved, by_name: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Key in `optimizer.state` for each name: the parameter, or the string behind an @."""
+    keys: dict[str, Any] = dict(by_name)
+    for name in saved.tree["state"]:
+        if name not in keys and name.startswith("@"):
+            keys[name] = name[1:]
+    return keys
+
+
+def _install_one(
+    saved: Saved, found: dict[str, str], name: str, key: Any, optimizer: Optimizer
+) -> None:
+    """State of one parameter: tensors directly under its path, and the rest of the tree."""
+    near = key if isinstance(key, torch.Tensor) else None
+    state = rebuild(saved.tree["state"].get(name, {}), lambda n: saved.tensor(n, near))
+    nested = {full for full in _references(saved.tree["state"].get(name, {}))}
+    for entry, full in found.items():
+        if full not in nested:
+            state[entry] = saved.tensor(full, near)
+    if not state and name not in saved.tree["state"]:
+        optimizer.state.pop(key, None)
+        return
+    live = optimizer.state[key] if key in optimizer.state else {}
+    merged = {entry: _placed(live.get(entry), value) for entry, value in state.items()}
+    live.clear()
+    live.update(merged)
+    optimizer.state[key] = live
+
+
+def _references(tree: Any) -> list[str]:
+    if isinstance(tree, dict):
+        if tree.get(TAG) == "tensor":
+            return [tree["name"]]
+        return [name for value in tree.values() for name in _references(value)]
+    if isinstance(tree, list | tuple):
+        return [name for value in tree for name in _references(value)]
+    return []
+
+
+def _placed(live: Any, value: Any) -> Any:
+    """The live tensor, filled, where it has the saved one's geometry; else the saved value."""
+    if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor):
+        return value
+    if live is value or live.shape != value.shape or live.dtype != value.dtype:
+        return value
+    return live.copy_(value)

@@ -1,0 +1,337 @@
+"""From live tensors through the pool, one snapshot at a time, fenced before the update.
+
+A *flight* is a snapshot between its opening at (b) and its commit. Its copies form groups, one per
+set of optimizers that change them, so that each optimizer's step waits for its own tensors only.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightck.capture import staging
+from lightck.capture.state import Collected, Live
+from lightck.errors import TornSnapshotError
+from lightck.region import allocator
+from lightck.region.layout import Entry
+from lightck.region.native import NativePool
+from lightck.region.region import Region
+from lightck.region.writer import Batch, SlotWriter
+from lightck.types import ReleaseSchedule
+
+
+@dataclass(eq=False)
+class Group:
+    """Copies whose sources the same optimizers change."""
+
+    holders: frozenset[int]
+    batch: Batch
+    tensors: list[torch.Tensor]
+    """Keeps the sources alive; versions and pointers are compared when the copies are complete."""
+    versions: list[int]
+    pointers: npt.NDArray[np.uint64]
+    owned: bool
+    """Sources are private copies: nothing can tear them."""
+    captured: bool = False
+
+    def changed(self) -> int | None:
+        """Position in the batch of a source that was touched since (b), or None."""
+        for i, (tensor, version) in enumerate(zip(self.tensors, self.versions, strict=True)):
+            if tensor._version != version or tensor.data_ptr() != self.pointers[i]:
+                return i
+        return None
+
+
+@dataclass(eq=False)
+class Flight:
+    """One snapshot from (b) to its commit."""
+
+    step: int
+    writer: SlotWriter
+    at_step: bytes
+    at_forward: bytes
+    flags: int
+    groups: list[Group] = field(default_factory=list)
+    opened_s: float = field(default_factory=time.monotonic)
+    captured_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Counters:
+    """What happened, for `handle.stats()`."""
+
+    captured: int = 0
+    committed: int = 0
+    slipped: int = 0
+    torn: int = 0
+    failed: int = 0
+    commit_s: float = 0.0
+    persist_s: float | None = None
+    """Opening to commit of the last snapshot."""
+    last_captured_step: int | None = None
+    last_committed_step: int | None = None
+
+
+@dataclass(eq=False)
+class _Shape:
+    """What stays the same from snapshot to snapshot while the layout does."""
+
+    tensors: list[torch.Tensor]
+    shapes: list[torch.Size]
+    entries: tuple[Entry, ...]
+    plan: allocator.Plan
+    versions: list[int]
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """Owns the flights into one region. Used by the training thread; `tick` by autograd's."""
+
+    region: Region
+    pool: NativePool
+    schedule: ReleaseSchedule
+    proof: bool = False
+    counters: Counters = field(default_factory=Counters)
+    window: Flight | None = None
+    """The flight whose sources must not change: opened, not yet captured."""
+    persisting: list[Flight] = field(default_factory=list)
+    """Captured and sealed; the pool commits them."""
+    on_torn: Callable[[str], None] = lambda name: None
+    _last_stats: dict[str, int] | None = None
+    _shape: _Shape | None = None
+    _dice: random.Random = field(default_factory=random.Random)
+    """For audits only; the global generators belong to the user."""
+
+    def prepare(self, lives: Sequence[Live], boundary_bytes: int) -> None:
+        """Plan the layout and make room for it, before training relies on it.
+
+        Raises:
+            RegionFullError: the bytes needed and free are named.
+        """
+        self._plan(tuple(staging.describe(live) for live in lives), boundary_bytes)
+
+    def open(
+        self, step: int, state: Collected, at_step: bytes, at_forward: bytes, *, flags: int = 0
+    ) -> Flight | None:
+        """Begin snapshot `step`: from now to the fence the sources must not change.
+
+        Buffers and other sources that cannot wait are copied before this returns. None when no slot
+        is free: nothing was done.
+
+        Raises:
+            RegionFullError: the state has outgrown the medium.
+            PreviousPersistError: the region is latched.
+        """
+        assert self.window is None, "two snapshots in one window"
+        lives = state.lives
+        shape = self._reshape(lives, len(at_step) + len(at_forward))
+        writer = SlotWriter.open(self.region, self.pool, shape.plan)
+        if writer is None:
+            return None
+        flight = Flight(step, writer, at_step, at_forward, flags)
+        try:
+            self._load(flight, lives, shape)
+        except BaseException:
+            writer.abandon()
+            raise
+        self.window = flight
+        held = sum(g.batch.total_bytes for g in flight.groups if not g.owned)
+        self._release(flight, self.schedule.open(held))
+        return flight
+
+    def tick(self) -> None:
+        """A layer's gradient is ready: let more copies run. Any thread."""
+        if self.window is not None:
+            self._release(self.window, self.schedule.tick())
+
+    def fence(self, optimizer: int | None = None) -> bool:
+        """Return when every copy of what `optimizer` (None: anyone) changes has left its source.
+
+        The training thread helps. Once all groups are captured the snapshot is sealed and the
+        commit goes on in the background. Returns False when the snapshot was torn and dropped.
+
+        Raises:
+            LightckError: a copy failed; the snapshot is dropped, older ones are intact.
+        """
+        flight = self.window
+        if flight is None:
+            return True
+        wanted = [
+            g
+            for g in flight.groups
+            if not g.captured and (optimizer is None or optimizer in g.holders or not g.holders)
+        ]
+        try:
+            for group in wanted:
+                flight.writer.capture(group.batch)
+                torn = self._torn(flight, group)
+                if torn is not None:
+                    self._drop_torn(flight, torn)
+                    return False
+                group.captured = True
+                group.tensors = []
+            if all(group.captured for group in flight.groups):
+                self._seal(flight)
+        except BaseException:
+            self.drop()
+            raise
+        return True
+
+    def poll(self, timeout_s: float | None = 0.0) -> list[int]:
+        """Steps whose commit has become durable since the last call; waits up to `timeout_s`.
+
+        Raises:
+            LightckError: a background failure; that snapshot is dropped.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        done = []
+        while self.persisting:
+            flight = self.persisting[0]
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                if not flight.writer.wait(left):
+                    break
+            except Exception:
+                self.persisting.remove(flight)
+                self.counters.failed += 1
+                raise
+            self.persisting.remove(flight)
+            now = time.monotonic()
+            self.counters.committed += 1
+            self.counters.commit_s += now - flight.captured_s
+            self.counters.persist_s = now - flight.opened_s
+            self.counters.last_committed_step = flight.step
+            done.append(flight.step)
+        return done
+
+    def pool_stats(self) -> dict[str, int]:
+        """The pool's counters, the last ones once it is closed."""
+        return self.pool.stats() if self._last_stats is None else self._last_stats
+
+    def drop(self) -> None:
+        """Give up the snapshot in the window; its slot stays invalid and is reused first."""
+        flight, self.window = self.window, None
+        if flight is not None:
+            self.schedule.close()
+            flight.writer.abandon()
+
+    def close(self) -> None:
+        """Drop what is not sealed and stop the workers. Idempotent."""
+        self.drop()
+        for flight in self.persisting:
+            flight.writer.abandon()
+        self.persisting.clear()
+        if self._last_stats is None:
+            self._last_stats = self.pool.stats()
+            self.pool.close()
+
+    def _reshape(self, lives: tuple[Live, ...], boundary_bytes: int) -> _Shape:
+        """The layout for these tensors: the last one while nothing moved (the common case)."""
+        tensors = [live.tensor for live in lives]
+        shapes = [tensor.shape for tensor in tensors]
+        old = self._shape
+        if old is not None and len(old.tensors) == len(tensors):
+            same = zip(tensors, old.tensors, shapes, old.shapes, lives, old.entries, strict=True)
+            entries = tuple(
+                entry
+                if tensor is was and shape == before and live.name == entry.name
+                else staging.describe(live)
+                for tensor, was, shape, before, live, entry in same
+            )
+        else:
+            entries = tuple(staging.describe(live) for live in lives)
+        shape = self._plan(entries, boundary_bytes)
+        shape.tensors, shape.shapes = tensors, shapes
+        return shape
+
+    def _plan(self, entries: tuple[Entry, ...], boundary_bytes: int) -> _Shape:
+        old = self._shape
+        capacity = allocator.manifest_capacity(len(entries), boundary_bytes)
+        needed = 4 * len(entries) + boundary_bytes + allocator.MANIFEST_SLACK_BYTES
+        if old is not None and entries == old.entries and needed <= old.plan.manifest_bytes:
+            return old
+        self._shape = _Shape([], [], entries, self.region.fit(entries, capacity), [])
+        return self._shape
+
+    def _load(self, flight: Flight, lives: tuple[Live, ...], shape: _Shape) -> None:
+        """Queue every copy, in groups, the largest first."""
+        entries = shape.plan.entries
+        versions = [live.tensor._version for live in lives]
+        seen = shape.versions or [-1] * len(lives)
+        unheld = [
+            not live.holders and now == before
+            for live, now, before in zip(lives, versions, seen, strict=True)
+        ]
+        may_skip = np.array(unheld, np.bool_)
+        members: dict[tuple[bool, frozenset[int]], list[int]] = {}
+        for i, live in enumerate(lives):
+            if entries[i].length:
+                own = staging.must_own(live)
+                members.setdefault((own, frozenset() if own else live.holders), []).append(i)
+        for (own, holders), wanted in members.items():
+            positions = np.array(sorted(wanted, key=lambda i: -entries[i].length), np.intp)
+            chosen: list[torch.Tensor] = [
+                staging.owned(lives[i], entries[i]) if own else lives[i].tensor for i in positions
+            ]
+            pointers = np.array([tensor.data_ptr() for tensor in chosen], np.uint64)
+            batch = flight.writer.add(positions, pointers, may_skip[positions])
+            now = [-1 if own else versions[i] for i in positions]
+            group = Group(holders, batch, chosen, now, pointers, own)
+            flight.groups.append(group)
+            if own:
+                flight.writer.release(batch)
+        shape.versions = versions
+
+    def _release(self, flight: Flight, total_bytes: int) -> None:
+        for group in flight.groups:
+            if group.owned:
+                continue
+            if total_bytes <= 0:
+                break
+            flight.writer.release(group.batch, min(total_bytes, group.batch.total_bytes))
+            total_bytes -= group.batch.total_bytes
+
+    def _torn(self, flight: Flight, group: Group) -> str | None:
+        """Name of a tensor that changed inside the window, as far as can be seen (I5)."""
+        if group.owned:
+            return None
+        moved = group.changed()
+        if moved is not None:
+            entries = flight.writer.layout.entries
+            return entries[int(group.batch.positions[moved])].name
+        return flight.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
+
+    def _drop_torn(self, flight: Flight, name: str) -> None:
+        self.drop()
+        self.counters.torn += 1
+        self.on_torn(name)
+
+    def _seal(self, flight: Flight) -> None:
+        flight.writer.seal(flight.step, flight.at_step, flight.at_forward, flight.flags)
+        self.window = None
+        self.schedule.close()
+        flight.captured_s = time.monotonic()
+        self.persisting.append(flight)
+        self.counters.captured += 1
+        self.counters.last_captured_step = flight.step
+
+
+def torn_error(name: str, step: int) -> TornSnapshotError:
+    """The error that reports a torn snapshot."""
+    return TornSnapshotError(
+        f"snapshot of step {step} was dropped: {name} changed between the forward and the next"
+        " optimizer step. The next snapshot is copied at once; a tensor that changes there again"
+        " is copied at the start of the forward from then on",
+        names=(name,),
+    )
+
+
+def layer_count(lives: Sequence[Live]) -> int:
+    """Number of modules that hold parameters: the gradient ticks of one backward."""
+    return len({live.layer for live in lives if live.role == "parameter"})

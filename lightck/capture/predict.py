@@ -1,0 +1,113 @@
+"""Predict optimizer state that does not exist yet: a tiny clone of the optimizer is stepped.
+
+Only sizes are wanted, to make room at attach. The clone's parameters have small, pairwise different
+dimensions, so that a state tensor's shape tells which of the parameter's dimensions it follows.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from lightck.capture import boundary, staging
+from lightck.capture.boundary import join
+from lightck.capture.state import Inventory, parameter_names
+from lightck.region import allocator
+from lightck.region.layout import Entry
+
+_SMALL = (2, 3, 5, 7, 11, 13)
+BOUNDARY_RESERVE_BYTES = 64 << 10
+"""For random generators (about 20 KiB) and small extras, which attach does not weigh."""
+
+
+def expected(inventory: Inventory) -> tuple[tuple[Entry, ...], int]:
+    """Entries of the first snapshot as far as they can be known, and room for its manifest."""
+    collected = inventory.collect()
+    entries = [staging.describe(live) for live in collected.lives]
+    names = inventory.names()
+    for i, optimizer in enumerate(inventory.optimizers):
+        entries += missing_state(i, optimizer, names) or ()
+    blob = len(boundary.encode(collected.tree))
+    return tuple(entries), allocator.manifest_capacity(len(entries), blob + BOUNDARY_RESERVE_BYTES)
+
+
+def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[Entry, ...] | None:
+    """Entries for state that `optimizer` will create in its first step.
+
+    Returns:
+        The entries, or None when the clone cannot be made or stepped, or makes state that cannot be
+        scaled: then sizes are settled at the end of the first step. Draws nothing from the
+        global generators and changes nothing of the optimizer.
+    """
+    wanted = [
+        (g, p) for g, group in enumerate(optimizer.param_groups) for p in group["params"]
+        if p not in optimizer.state and p.requires_grad
+    ]  # fmt: skip
+    kinds: dict[Any, list[Entry]] = {}
+    known = parameter_names(i, optimizer, names)
+    entries: list[Entry] = []
+    for g, parameter in wanted:
+        if parameter.dim() > len(_SMALL):
+            return None
+        kind = (g, parameter.dtype, parameter.dim())
+        if kind not in kinds:
+            found = _step_clone(optimizer, g, parameter)
+            if found is None:
+                return None
+            kinds[kind] = found
+        base = f"optim/{i}/{join('', known[parameter])}"
+        entries += [_scaled(entry, parameter, base) for entry in kinds[kind]]
+    return tuple(entries)
+
+
+def _step_clone(optimizer: Optimizer, group: int, parameter: torch.Tensor) -> list[Entry] | None:
+    """State that one step makes for a tiny parameter like this one; None if that fails."""
+    options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
+    tiny = torch.zeros(_SMALL[: parameter.dim()], dtype=parameter.dtype, requires_grad=True)
+    tiny.grad = torch.zeros_like(tiny)
+    states = (torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
+    try:
+        kind: Any = type(optimizer)
+        clone = kind([{"params": [tiny], **_detached(options)}])
+        # The class's own step: hooks on steps are for the user's optimizers.
+        step = getattr(type(clone).step, "__wrapped__", type(clone).step)
+        with torch.no_grad():
+            step(clone)
+        state = dict(clone.state[tiny])
+    # Any error of a foreign optimizer only means that the prediction is not possible.
+    except Exception:  # noqa: BLE001
+        return None
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+    found = []
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            shape = tuple(value.shape)
+            if any(size != 1 and size not in tiny.shape for size in shape):
+                return None
+            found.append(_entry(str(key), value.dtype, shape))
+        elif isinstance(value, list | tuple | dict):
+            return None
+    return found
+
+
+def _detached(options: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+
+
+def _scaled(entry: Entry, parameter: torch.Tensor, base: str) -> Entry:
+    """The same state for the real parameter: small dimensions become the real ones."""
+    sizes = dict(zip(_SMALL, parameter.shape, strict=False))
+    shape = tuple(sizes.get(size, size) for size in entry.shape)
+    return _entry(join(base, entry.name), getattr(torch, entry.dtype), shape)
+
+
+def _entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Entry:
+    length = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return Entry(name, "optimizer", str(dtype).removeprefix("torch."), shape, (), length)

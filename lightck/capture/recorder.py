@@ -1,0 +1,365 @@
+"""The training loop as lightck sees it: steps end, forwards begin, updates come; snapshots follow.
+
+Implements I1-I5 over the pipeline. Runs on the training thread; `poll` may also run on a waiter's
+thread, so one lock guards what both touch (the list of persisting snapshots and the slots).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightck.capture.due import Due
+from lightck.capture.hooks import Watched
+from lightck.capture.instants import Instants
+from lightck.capture.pipeline import Pipeline, torn_error
+from lightck.capture.state import Collected, Inventory
+from lightck.capture.steps import Steps
+from lightck.errors import LightckError
+from lightck.region.native import RECORD_EARLY
+
+log = logging.getLogger("lightck")
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Listens to one training loop and keeps its snapshots coming."""
+
+    inventory: Inventory
+    instants: Instants
+    pipeline: Pipeline
+    steps: Steps
+    cadence: Due
+    watched: Watched
+    report: Callable[[LightckError], None]
+    """Gives a background error to the user, as `on_error` says."""
+    settled: bool
+    """All optimizers of the job are known."""
+    on_found: Callable[[int, Optimizer], None]
+    """Called before the first step of an optimizer that was found by itself."""
+    arm: Callable[[bool], None] = lambda on: None
+    """Report the next forwards, or stop."""
+    stalls: dict[str, float] = field(default_factory=dict)
+    enabled: bool = True
+    """False in forked children and after detach."""
+    due: bool = False
+    """The last complete step gets a snapshot, not opened yet."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    futures: dict[int, list[Future[int]]] = field(default_factory=dict)
+    wanted: list[Future[int]] = field(default_factory=list)
+    """`snapshot()` calls that wait for the next boundary."""
+    _gradients: int = 0
+    """Gradient hooks since the last step ended: inside an iteration when > 0."""
+    _opened_step: int = -1
+    _room_made: bool = False
+    _synchronous: bool = False
+    """The last snapshot was torn: the next one is copied at once."""
+    _torn_once: set[str] = field(default_factory=set)
+    _forward_unseen: bool = False
+    """Forwards run where no hook can see them (a compiled loop, a CUDA graph)."""
+
+    # ---- hooks -----------------------------------------------------------------------------
+
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """The fence: copies of what this optimizer changes leave before it goes on."""
+        index = self._index(optimizer)
+        if index is None:
+            return
+        if not self.settled and self.steps.counts[index] > self.steps.step:
+            self._settle()
+        if self.steps.begin(index):
+            self.fence(index)
+
+    def update_ends(self, optimizer: Optimizer) -> None:
+        """A step may be complete."""
+        index = self._index(optimizer)
+        if index is not None and self.steps.end(index):
+            self._step_ended()
+
+    def update_skipped(self, optimizer: Optimizer) -> None:
+        """The gradient scaler left the update out: the step counts all the same."""
+        index = self._index(optimizer)
+        if index is not None and self.steps.skipped(index):
+            self._step_ended()
+
+    def forward(self, training: bool) -> None:
+        """(b) for a forward with gradients; one without gives RNG and buffers, once."""
+        if not self.enabled or not self.due or self.steps.updating:
+            return
+        with self._stall("boundary"):
+            if training:
+                self._open()
+            else:
+                self.instants.before_forward(generators=True)
+
+    def gradient(self) -> None:
+        """A layer's gradient is ready."""
+        self._gradients += 1
+        if not self.enabled:
+            return
+        if self.due and not self.steps.updating:
+            self._missed_forward("a gradient hook")
+        self.pipeline.tick()
+
+    def iterating(self, loader: Any) -> None:
+        """A loader starts anew between (a) and (b): position and RNG are those just before."""
+        if self.enabled and not self._gradients and not self.steps.updating:
+            self.instants.iterating(loader)
+
+    # ---- the instants ----------------------------------------------------------------------
+
+    def mark_begin(self) -> None:
+        """`handle.before_update()`: the loop marks its updates itself."""
+        self.steps.marked = True
+        self.settled = True
+        self.steps.begin(Steps.MARK)
+        self.fence(None)
+
+    def mark_end(self) -> None:
+        """`handle.after_update()`."""
+        if self.steps.end(Steps.MARK):
+            self._step_ended()
+
+    def start(self) -> None:
+        """Take (a) for the state as it is at attach."""
+        self.instants.step_ended()
+
+    def check_state(self, collected: Collected) -> None:
+        """Show that the boundary state comes back, before training relies on it.
+
+        Raises:
+            StateError: its path is named.
+        """
+        self.instants.encode(collected, self.steps.step, seen=True)
+
+    def fence(self, optimizer: int | None) -> None:
+        """Wait, helping, until the copies have left what `optimizer` (None: anyone) changes."""
+        if not self.enabled:
+            return
+        with self._stall("fence"), self.lock, self._reported():
+            if self.due:
+                self._missed_forward("the update")
+            self.pipeline.fence(optimizer)
+
+    def _step_ended(self) -> None:
+        if not self.enabled:
+            return
+        with self._stall("step"):
+            self.poll()
+            self._gradients = 0
+            self.instants.step_ended()
+            if not self._room_made:
+                self._make_room()
+            counters = self.pipeline.counters
+            cost = sum(self.stalls.values()) / counters.captured if counters.captured else None
+            if self.cadence.ask(self.steps.step, cost, counters.persist_s, bool(self.wanted)):
+                self.due = True
+                self.arm(True)
+                if self._forward_unseen:
+                    self.instants.before_forward(generators=False)
+
+    def _make_room(self) -> None:
+        """At the end of the first step all optimizer state exists: too little space is known now.
+
+        Raises:
+            RegionFullError: whatever `on_error` says: attach would have raised it.
+        """
+        collected = self.inventory.collect()
+        at_step, at_forward = self.instants.encode(collected, self.steps.step, seen=True)
+        self.pipeline.prepare(collected.lives, len(at_step) + len(at_forward))
+        self._room_made = True
+
+    def _open(self, *, flags: int = 0, seen: bool = True, synchronous: bool = False) -> None:
+        """Open the due snapshot; a busy slot makes it slip to a later step.
+
+        `seen`: a forward is about to run, so that the RNG states are those of (b).
+        """
+        with self.lock, self._reported():
+            self._opened_step = self.steps.step
+            self.due = False
+            self.arm(False)
+            if self.pipeline.window is not None:
+                self.pipeline.fence(None)
+            self.poll()
+            step = self.steps.step
+            collected = self.instants.collect()
+            at_step, at_forward = self.instants.encode(collected, step, seen=seen)
+            flight = self.pipeline.open(step, collected, at_step, at_forward, flags=flags)
+            if flight is None:
+                self._slipped(step)
+                return
+            self._hand_over_futures(step)
+            if self._synchronous or synchronous:
+                self._synchronous = False
+                self.pipeline.fence(None)
+
+    def _slipped(self, step: int) -> None:
+        self.pipeline.counters.slipped += 1
+        self.cadence.overdue = True
+        log.info("slipped step=%d: every slot is busy", step)
+
+    def _hand_over_futures(self, step: int) -> None:
+        if self.wanted:
+            self.futures.setdefault(step, []).extend(self.wanted)
+            self.wanted = []
+
+    def _missed_forward(self, where: str) -> None:
+        """No forward was seen: open here, with what is still exact."""
+        if not self._forward_unseen:
+            self._forward_unseen = True
+            warnings.warn(
+                f"lightck saw no forward of the model before {where} (compiled loop, CUDA graph?):"
+                " snapshots open there. Generators are those at the step's end, and so are buffers"
+                " from the next snapshot on",
+                stacklevel=2,
+            )
+        with self._stall("boundary"):
+            self._open(seen=False)
+
+    # ---- optimizers ------------------------------------------------------------------------
+
+    def _index(self, optimizer: Optimizer) -> int | None:
+        """Index of one of the job's optimizers; one that is new is taken in."""
+        if not self.enabled:
+            return None
+        for i, known in enumerate(self.inventory.optimizers):
+            if known is optimizer:
+                return i
+        if not self.watched.owns(optimizer):
+            return None
+        return self.add_optimizer(optimizer)
+
+    def add_optimizer(self, optimizer: Optimizer) -> int:
+        """Take in an optimizer found at its first step."""
+        self.inventory.optimizers.append(optimizer)
+        self.inventory.invalidate()
+        index = self.steps.add(late=not self._gradients)
+        self._room_made = False
+        self.settled = self.settled or self._covered()
+        self.steps.settled = self.settled
+        self.on_found(index, optimizer)
+        return index
+
+    def _covered(self) -> bool:
+        """Every trainable parameter is held by a known optimizer: no other is to be expected."""
+        held = {
+            id(p) for o in self.inventory.optimizers for g in o.param_groups for p in g["params"]
+        }
+        trainable = (p for p in self.inventory.model.parameters() if p.requires_grad)
+        return all(id(parameter) in held for parameter in trainable)
+
+    def _settle(self) -> None:
+        """An optimizer steps for the second time: whatever steps in this job has stepped."""
+        self.settled = self.steps.settled = True
+        self.steps.step += 1
+        log.info("step=%d has no snapshot: the optimizers were found during it", self.steps.step)
+        self._make_room()
+
+    # ---- results ---------------------------------------------------------------------------
+
+    def poll(self, timeout_s: float | None = 0.0) -> None:
+        """Take note of commits; errors go to `report`."""
+        with self.lock, self._reported():
+            for step in self.pipeline.poll(timeout_s):
+                log.info("committed step=%d", step, extra={"lightck_step": step})
+                for future in self.futures.pop(step, []):
+                    future.set_result(step)
+
+    def torn(self, name: str) -> None:
+        """The pipeline dropped a snapshot (I5): the next due one is copied at once."""
+        step = self._opened_step
+        self._synchronous = True
+        if name in self._torn_once:
+            self.inventory.always_sync.add(name)
+            self.inventory.invalidate()
+        error = torn_error(name, step)
+        for future in self.futures.pop(step, []):
+            future.set_exception(error)
+        if name not in self._torn_once:
+            self._torn_once.add(name)
+            self.report(error)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except LightckError as error:
+            self.fail_futures(error)
+            self.report(error)
+
+    def fail_futures(self, error: LightckError) -> None:
+        """No snapshot will come for those who wait for one that is neither open nor persisting."""
+        window = self.pipeline.window
+        alive = {flight.step for flight in self.pipeline.persisting}
+        alive |= {window.step} if window is not None else set()
+        for step in [step for step in self.futures if step not in alive]:
+            for future in self.futures.pop(step):
+                future.set_exception(error)
+
+    @contextmanager
+    def _stall(self, cause: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - begin
+            self.stalls[cause] = self.stalls.get(cause, 0.0) + spent
+
+    # ---- on request ------------------------------------------------------------------------
+
+    def can_open_now(self) -> bool:
+        """The state is that of the last complete step, and no micro-batch has been seen since."""
+        mixed = self.steps.updating or self.steps.between_updates
+        return not mixed and not self._gradients
+
+    def open_now(self) -> None:
+        """Declare (b) reached and copy the state of the last complete step at once.
+
+        The generators are taken as they stand: what is drawn next comes after the snapshot.
+        Waits for a slot if every one is persisting: the caller asked for it.
+        """
+        with self._stall("request"), self.lock:
+            if self.pipeline.window is not None:
+                with self._reported():
+                    self.pipeline.fence(None)
+            if not any(
+                s.writer is None
+                for s in self.pipeline.region.slots
+                if s.index != self.pipeline.region.protected
+            ):
+                self.poll(None)
+            self.instants.generators_stand()
+            self._open(seen=False, synchronous=True)
+
+    def finish_window(self) -> None:
+        """Capture what is open; outside an update only."""
+        with self._stall("request"), self.lock, self._reported():
+            if self.steps.updating:
+                self.pipeline.drop()
+            else:
+                self.pipeline.fence(None)
+
+    def finish_last_step(self) -> None:
+        """Make sure the last complete step has a snapshot, due or not, if it can have one."""
+        self.finish_window()
+        counters = self.pipeline.counters
+        done = counters.last_captured_step == self.steps.step
+        if done or not self.cadence.began:
+            return
+        if self.steps.updating or self.steps.between_updates:
+            log.info("step=%d has no snapshot: an update is half done", self.steps.step)
+            return
+        if not self._gradients:
+            self.open_now()
+        else:
+            self.poll(None)
+            self._open(flags=RECORD_EARLY, seen=False, synchronous=True)

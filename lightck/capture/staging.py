@@ -1,0 +1,66 @@
+"""Where a copy starts from: the live tensor's own memory, or memory that the copy owns."""
+
+from __future__ import annotations
+
+import torch
+
+from lightck.capture.state import Live
+from lightck.region.layout import Entry
+
+
+def describe(live: Live) -> Entry:
+    """The layout entry of a live tensor.
+
+    A dense tensor is stored byte for byte with its strides; any other (expanded, overlapping,
+    with gaps, conjugated lazily) row-major.
+    """
+    tensor = live.tensor
+    strides = tuple(tensor.stride()) if is_dense(tensor) else row_major(tuple(tensor.shape))
+    return Entry(
+        name=live.name,
+        role=live.role,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        strides=strides,
+        length=0 if live.alias_of else tensor.numel() * tensor.element_size(),
+        layer=live.layer,
+        device=tensor.device.type,
+        alias_of=live.alias_of,
+    )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Every element of its memory range belongs to it exactly once, and is stored as it reads."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    expected = 1
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(pair for pair in pairs if pair[1] > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def must_own(live: Live) -> bool:
+    """Whether the copy cannot start from live memory.
+
+    The tensor changes inside the window, is not dense, or is not in memory the workers can read.
+    """
+    return live.sync or live.tensor.device.type != "cpu" or not is_dense(live.tensor)
+
+
+def owned(live: Live, entry: Entry) -> torch.Tensor:
+    """A private CPU copy with the entry's strides, made now, on this thread."""
+    source = live.tensor.detach().resolve_conj().resolve_neg()
+    result = torch.empty_strided(entry.shape, entry.strides, dtype=source.dtype)
+    return result.copy_(source)

@@ -1,0 +1,275 @@
+"""What there is to capture: every tensor by name, and the values around them, at this instant.
+
+Names are paths: `model/<parameter>`, `optim/<i>/<parameter>/<key>`, `extras/<name>/<path>`. A
+tensor in an optimizer but in no module is `optim/<i>/@<group>.<position>`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightck.capture.boundary import join, plain, reference
+from lightck.capture.extras import Extra
+from lightck.errors import StateError
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""Prefixes that torch.compile and activation checkpointing put into names; they come and go."""
+SMALL_EXTRA_BYTES = 64 << 10
+"""An extra's tensor up to this size is copied at (b) at once: cheaper than finding it torn."""
+_BASE_ATTRIBUTES = frozenset({"defaults", "state", "param_groups"})
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """One live tensor and what is known about who changes it."""
+
+    name: str
+    role: str
+    layer: str
+    tensor: torch.Tensor
+    holders: frozenset[int] = frozenset()
+    """Optimizers whose step changes it; with none, any optimizer's step ends its window."""
+    sync: bool = False
+    """Changes inside the window (buffers): copied at (b)."""
+    alias_of: str | None = None
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The state at one instant."""
+
+    lives: tuple[Live, ...]
+    tree: dict[str, Any]
+    """Everything else, in types the restricted loader takes."""
+
+
+@dataclass(eq=False)
+class _Cache:
+    objects: list[Any]
+    lives: tuple[Live, ...]
+    states: list[dict[str, Any]]
+
+
+@dataclass(eq=False)
+class Inventory:
+    """The objects whose state is captured. Used by the training thread."""
+
+    model: nn.Module
+    optimizers: list[Optimizer] = field(default_factory=list)
+    extras: tuple[Extra, ...] = ()
+    always_sync: set[str] = field(default_factory=set)
+    """Tensors found torn twice (I4)."""
+    _cache: _Cache | None = field(default=None, init=False)
+
+    def collect(self) -> Collected:
+        """Every tensor and value now.
+
+        Raises:
+            StateError: something could not be restored; its path is named.
+        """
+        objects, reusable = self._objects()
+        cache = self._cache
+        if cache is None or not _identical(cache.objects, objects):
+            lives = list(self._model_lives())
+            states = [self._optimizer_state(i, o, lives) for i, o in enumerate(self.optimizers)]
+            cache = _Cache(objects, tuple(lives), states)
+        self._cache = cache if reusable else None
+        more: list[Live] = []
+        groups = [_groups(i, o, self.names(), more) for i, o in enumerate(self.optimizers)]
+        attributes = [_attributes(i, o, more) for i, o in enumerate(self.optimizers)]
+        optimizers = [
+            {"class": _class_name(o), "groups": g, "state": s, "attributes": a}
+            for o, g, s, a in zip(self.optimizers, groups, cache.states, attributes, strict=True)
+        ]
+        extras = {e.name: self._extra(e, more) for e in self.extras if e.instant != "step"}
+        lives = [*cache.lives, *more]
+        return Collected(tuple(lives), {"optimizers": optimizers, "extras": extras})
+
+    def invalidate(self) -> None:
+        """Forget what was found before: tensors were added, or found torn."""
+        self._cache = None
+
+    def names(self) -> dict[int, str]:
+        """Name of each of the model's parameters, by identity; the first name counts."""
+        found: dict[int, str] = {}
+        for name, parameter in named_parameters(self.model):
+            found.setdefault(id(parameter), name)
+        return found
+
+    def _objects(self) -> tuple[list[Any], bool]:
+        """Every object that the cached part depends on, and whether identity proves it the same."""
+        objects: list[Any] = []
+        for module in self.model.modules():
+            objects += module._parameters.values()
+            objects += module._buffers.values()
+        reusable = True
+        for optimizer in self.optimizers:
+            for key, state in optimizer.state.items():
+                objects.append(key)
+                for value in state.values() if isinstance(state, dict) else (state,):
+                    objects.append(value)
+                    if not isinstance(value, torch.Tensor | int | float | str | None):
+                        reusable = False
+        return objects, reusable
+
+    def _model_lives(self) -> Iterator[Live]:
+        holders: dict[int, set[int]] = {}
+        for i, optimizer in enumerate(self.optimizers):
+            for parameter in held_parameters(optimizer):
+                holders.setdefault(id(parameter), set()).add(i)
+        first: dict[int, str] = {}
+        for name, parameter in named_parameters(self.model):
+            path = join("model", name)
+            alias = first.setdefault(id(parameter), path)
+            layer = name.rpartition(".")[0]
+            held = frozenset(holders.get(id(parameter), ()))
+            sync = path in self.always_sync
+            alias_of = None if alias == path else alias
+            yield Live(path, "parameter", layer, parameter, held, sync, alias_of)
+        for name, buffer in named_buffers(self.model):
+            path = join("model", name)
+            alias = first.setdefault(id(buffer), path)
+            layer = name.rpartition(".")[0]
+            alias_of = None if alias == path else alias
+            yield Live(path, "buffer", layer, buffer, frozenset(), True, alias_of)
+
+    def _optimizer_state(self, i: int, optimizer: Optimizer, lives: list[Live]) -> dict[str, Any]:
+        """Add the state's tensors to `lives`; returns what else it holds, by parameter name."""
+        names = self.names()
+        known = parameter_names(i, optimizer, names)
+        held = frozenset((i,))
+        for parameter, name in known.items():
+            if id(parameter) not in names:
+                path = f"optim/{i}/{join('', name)}"
+                lives.append(
+                    Live(path, "parameter", name, parameter, held, path in self.always_sync)
+                )
+        rest: dict[str, Any] = {}
+        for key, state in optimizer.state.items():
+            label = known.get(key) if isinstance(key, torch.Tensor) else f"@{key}"
+            if label is None:
+                continue  # state of a parameter that left the groups: no step can read it
+            layer = label.rpartition(".")[0]
+            base = f"optim/{i}/{join('', label)}"
+            place = _Placing(lives, "optimizer", layer, held, self.always_sync)
+            others = {}
+            if not isinstance(state, dict):
+                raise StateError(f"{base} is a {type(state).__name__}, expected a dict", path=base)
+            for entry, value in state.items():
+                if isinstance(value, torch.Tensor) and isinstance(entry, str):
+                    place(join(base, entry), value)
+                else:
+                    others[entry] = plain(value, join(base, entry), place)
+            if others or not state:
+                rest[label] = others
+        return rest
+
+    def _extra(self, extra: Extra, lives: list[Live]) -> Any:
+        place = _Placing(lives, "extra", f"extras.{extra.name}", frozenset(), self.always_sync)
+        return plain(extra.state(), join("extras", extra.name), place)
+
+
+@dataclass(eq=False)
+class _Placing:
+    """Sends tensors found in a tree to the region and leaves references."""
+
+    lives: list[Live]
+    role: str
+    layer: str
+    holders: frozenset[int]
+    always_sync: set[str]
+
+    def __call__(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise StateError(
+                f"{path} is a {tensor.layout} tensor; only dense tensors can be saved", path=path
+            )
+        small = self.role == "extra" and tensor.nbytes <= SMALL_EXTRA_BYTES
+        sync = small or path in self.always_sync
+        self.lives.append(Live(path, self.role, self.layer, tensor, self.holders, sync))
+        return reference(path)
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's parameters under every name they have, wrappers' prefixes removed."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield strip(name), parameter
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's persistent buffers under every name they have."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield strip(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def strip(name: str) -> str:
+    """Remove the prefixes that wrapping modules add to a name."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def held_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Every tensor that the optimizer's groups hold."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def parameter_names(i: int, optimizer: Optimizer, names: dict[int, str]) -> dict[torch.Tensor, str]:
+    """Name of each held parameter: the model's, or `@<group>.<position>`."""
+    found = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for k, parameter in enumerate(group["params"]):
+            found[parameter] = names.get(id(parameter), f"@{g}.{k}")
+    return found
+
+
+def _groups(
+    i: int, optimizer: Optimizer, names: dict[int, str], lives: list[Live]
+) -> list[dict[str, Any]]:
+    known = parameter_names(i, optimizer, names)
+    place = _Placing(lives, "optimizer", "", frozenset((i,)), set())
+    groups = []
+    for g, group in enumerate(optimizer.param_groups):
+        base = f"optim/{i}/@group/{g}"
+        options = {k: plain(v, join(base, k), place) for k, v in group.items() if k != "params"}
+        groups.append({"params": [known[p] for p in group["params"]], "options": options})
+    return groups
+
+
+def _attributes(i: int, optimizer: Optimizer, lives: list[Live]) -> dict[str, Any]:
+    """State that custom optimizers keep as attributes: public plain values, and any tensor."""
+    held = {id(p) for p in held_parameters(optimizer)}
+    kept: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        if name in _BASE_ATTRIBUTES or callable(value):
+            continue
+        found: list[Live] = []
+        place = _Placing(found, "optimizer", "", frozenset((i,)), set())
+        try:
+            tree = plain(value, f"optim/{i}/@attribute/{name}", place)
+        except StateError:
+            continue  # configuration objects (process groups, hooks): nothing a step computes
+        if any(id(live.tensor) in held for live in found):
+            continue  # LBFGS keeps its parameters again
+        if found or not name.startswith("_"):
+            lives += found
+            kept[name] = tree
+    return kept
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))

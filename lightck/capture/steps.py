@@ -1,0 +1,111 @@
+"""Counting steps (I1): a step is complete when every optimizer of the job has stepped once more."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from types import FrameType
+
+from lightck.errors import ConfigError
+
+
+@dataclass(eq=False)
+class Steps:
+    """Step counter over any number of optimizers, known by their index."""
+
+    step: int = 0
+    """The last complete step."""
+    boundary: int | None = None
+    """Index of the optimizer that ends a step, when cadences differ."""
+    marked: bool = False
+    """The loop marks its updates itself: only its marks end a step."""
+    settled: bool = True
+    """All optimizers of the job are known; before that no step is complete."""
+    counts: list[int] = field(default_factory=list)
+    _inside: list[tuple[int, int]] = field(default_factory=list)
+    """Updates that have begun: (optimizer or MARK, depth of the Python stack)."""
+
+    MARK = -1
+
+    def add(self, *, late: bool = False) -> int:
+        """A new optimizer, as far as the others; returns its index.
+
+        `late`: it joins at the end of an iteration whose step the others have completed already.
+        """
+        joins_ended_step = late and self.counts and not self.between_updates
+        self.counts.append(self.step - 1 if joins_ended_step else self.step)
+        return len(self.counts) - 1
+
+    @property
+    def updating(self) -> bool:
+        """Inside an update: the state is mixed."""
+        return bool(self._inside)
+
+    @property
+    def between_updates(self) -> bool:
+        """Some optimizers have stepped since the last complete step and others have not."""
+        return any(count > self.step for count in self.counts)
+
+    def begin(self, who: int) -> bool:
+        """An update begins; True unless it runs inside another one.
+
+        An update that raised never ended: it is recognised by not being deeper on the stack.
+
+        Raises:
+            ConfigError: an optimizer steps again before the others have: ambiguous.
+        """
+        depth = _depth()
+        if who == self.MARK:
+            self._inside.clear()
+        while self._inside and self._inside[-1][0] != self.MARK and self._inside[-1][1] >= depth:
+            self._inside.pop()
+        outermost = not self._inside
+        self._inside.append((who, depth))
+        if outermost and who >= 0 and not self.marked and self.boundary is None:
+            self._check_cadence(who)
+        return outermost
+
+    def end(self, who: int) -> bool:
+        """An update ended; True when it completes a step."""
+        while self._inside and self._inside.pop()[0] != who:
+            pass
+        if self._inside:
+            return False  # an optimizer inside another one counts once, with the outer one
+        if who >= 0:
+            self.counts[who] += 1
+        return self._complete(who)
+
+    def skipped(self, who: int) -> bool:
+        """A step that the gradient scaler left out counts; True when it completes a step."""
+        self.counts[who] += 1
+        return self._complete(who)
+
+    def _complete(self, who: int) -> bool:
+        if self.marked:
+            complete = who == self.MARK
+        elif self.boundary is not None:
+            complete = who == self.boundary
+        else:
+            complete = self.settled and min(self.counts) > self.step
+        if complete:
+            self.step += 1
+            if self.marked or self.boundary is not None:
+                self.counts = [self.step] * len(self.counts)
+        return complete
+
+    def _check_cadence(self, who: int) -> None:
+        if self.counts[who] > self.step:
+            late = [i for i, count in enumerate(self.counts) if count <= self.step]
+            raise ConfigError(
+                f"optimizer {who} steps again at step {self.step + 1} before optimizer"
+                f" {late[0]} has: which one ends a step? Pass boundary=<optimizer> to attach,"
+                " or call handle.before_update() and handle.after_update() in the loop"
+            )
+
+
+def _depth() -> int:
+    depth: int = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back
+    return depth

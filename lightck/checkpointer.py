@@ -1,0 +1,397 @@
+"""The composition root: `attach` wires state, region, pipeline and hooks, and gives the handle."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightck.capture import predict, staging
+from lightck.capture.due import Due
+from lightck.capture.extras import is_loader, parse
+from lightck.capture.hooks import Hooks, Watched
+from lightck.capture.instants import Instants
+from lightck.capture.optimizer import fits, install
+from lightck.capture.pipeline import Pipeline, layer_count
+from lightck.capture.recorder import Recorder
+from lightck.capture.release import schedule
+from lightck.capture.state import Inventory
+from lightck.capture.steps import Steps
+from lightck.config import Config
+from lightck.errors import LightckError, WaitTimeoutError
+from lightck.region.claim import claim
+from lightck.region.native import NativePool
+from lightck.restore import Progress, as_list, as_module, progress
+from lightck.types import Policy, Stats
+
+log = logging.getLogger("lightck")
+
+
+class _EveryStep(int):
+    """The default policy, told apart from a given 1 so that a config file can say otherwise."""
+
+
+EVERY_STEP = _EveryStep(1)
+_POLL_S = 0.002
+_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+def attach(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    policy: int | Policy = EVERY_STEP,
+    extras: Mapping[str, Any] | None = None,
+    boundary: Optimizer | None = None,
+    config: Config | str | Path | None = None,
+    **settings: Any,
+) -> Handle:
+    """Checkpoint a training job from now on, in the background, layer by layer.
+
+    On return the region is allocated and owned, a new timeline is durable, and hooks are installed;
+    nothing is captured yet. The model, its optimizers (found when they first step, unless given),
+    the random generators and `extras` make up a snapshot.
+
+    Args:
+        model: a module, or several.
+        optimizer: one or several.
+        path: folder for the region (made if only its last part is missing), or a devdax device;
+            default `$LIGHTCK_PATH`, else `./lightck-run`.
+        policy: a snapshot every so many steps, or a policy object.
+        extras: name to object: state_dict/load_state_dict, generators, dicts of counters.
+        boundary: the optimizer that ends a step, when several step at different rates.
+        config: a `Config`, a TOML file or the name of a preset.
+        **settings: any field of `Config`; they take precedence.
+
+    Returns:
+        The handle; a context manager.
+
+    Raises:
+        ConfigError, StateError: a setting or some state that could not be restored; its name.
+        UnrestoredError: snapshots are there that were not restored; nothing was overwritten.
+        RegionFullError: bytes needed and free. RegionBusyError: another process owns the region.
+        RegionError: the place is not safe, not writable or not a region.
+
+    Thread: the training thread; may block on the medium.
+    """
+    given = {} if policy is EVERY_STEP else {"policy": policy}
+    resolved = Config.resolve(config, path=path, **given, **settings)
+    root = as_module(model)
+    return Handle(root, as_list(optimizer), resolved, extras, boundary)
+
+
+class Handle:
+    """A running engine. Methods are for the training thread unless they say otherwise."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        config: Config,
+        extras: Mapping[str, Any] | None,
+        ends_step: Optimizer | None,
+    ) -> None:
+        """See `attach`."""
+        self.config = config
+        self._closed = False
+        self._pid = os.getpid()
+        self._first_error: LightckError | None = None
+        self._raise_next: LightckError | None = None
+        self._progress = progress(model)
+        if ends_step is not None and not any(ends_step is o for o in optimizers):
+            optimizers = [*optimizers, ends_step]
+        inventory = Inventory(model, [], parse(extras))
+        watched = Watched(model)
+        watched.refresh()
+        steps = Steps(step=self._progress.step, settled=bool(optimizers))
+        for each in optimizers:
+            inventory.optimizers.append(each)
+            steps.add()
+        steps.boundary = optimizers.index(ends_step) if ends_step is not None else None
+        for i, each in enumerate(optimizers):
+            _install_pending(self._progress, i, each, inventory.names())
+        entries, manifest_bytes = predict.expected(inventory)
+        self.region = claim(config, entries, manifest_bytes)
+        try:
+            self._wire(inventory, watched, steps, manifest_bytes)
+        except BaseException:
+            self.region.close()
+            raise
+
+    def _wire(
+        self, inventory: Inventory, watched: Watched, steps: Steps, manifest_bytes: int
+    ) -> None:
+        config, region = self.config, self.region
+        collected = inventory.collect()
+        pool = NativePool(config.threads, config.chunk_bytes, config.nice)
+        release = schedule(config.schedule, layer_count(collected.lives))
+        pipeline = Pipeline(region, pool, release, config.proof)
+        self._recorder = recorder = Recorder(
+            inventory=inventory,
+            instants=Instants(inventory),
+            pipeline=pipeline,
+            steps=steps,
+            cadence=Due(config.policy),
+            watched=watched,
+            report=self._report,
+            settled=steps.settled,
+            on_found=self._found,
+        )
+        pipeline.on_torn = recorder.torn
+        loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
+        self._hooks = Hooks(recorder, watched, loaders)
+        recorder.arm = lambda on: self._hooks.arm_forward() if on else self._hooks.disarm_forward()
+        try:
+            recorder.start()
+            recorder.check_state(collected)
+            region.begin_timeline(None if config.overwrite else region.continued)
+            self._hooks.install()
+        except BaseException:
+            self._hooks.remove()
+            pipeline.close()
+            raise
+        self._tell_synchronous(collected.lives)
+        _handles.add(self)
+        atexit.register(self._at_exit)
+        log.info(
+            "attached path=%s step=%d survives=%r", region.place.path, self.step, self.survives
+        )
+
+    def _tell_synchronous(self, lives: Sequence[Any]) -> None:
+        owned = sum(v.tensor.nbytes for v in lives if staging.must_own(v) and not v.alias_of)
+        if owned > self.config.sync_warn_bytes:
+            warnings.warn(
+                f"lightck copies {owned >> 20} MiB at the start of a forward with a snapshot,"
+                " and training waits: buffers, tensors that are not dense or not in CPU memory",
+                stacklevel=5,
+            )
+
+    # ---- what it says ----------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The last complete step."""
+        return self._recorder.steps.step
+
+    @property
+    def last_captured_step(self) -> int | None:
+        """Newest step whose copies have all left the live tensors; not durable yet."""
+        return self._recorder.pipeline.counters.last_captured_step
+
+    @property
+    def last_committed_step(self) -> int | None:
+        """Newest step whose commit record is durable on the medium's own terms."""
+        self._recorder.poll()
+        return self._recorder.pipeline.counters.last_committed_step
+
+    @property
+    def survives(self) -> str:
+        """What a committed snapshot outlives: "power loss" or "process death"."""
+        return self.region.survives
+
+    def stats(self) -> Stats:
+        """Counters since attach, as of now."""
+        self._recorder.poll()
+        counters = self._recorder.pipeline.counters
+        pool = self._recorder.pipeline.pool_stats()
+        seconds = pool["copy_ns"] / 1e9
+        return Stats(
+            captured=counters.captured,
+            committed=counters.committed,
+            slipped=counters.slipped,
+            torn=counters.torn,
+            failed=counters.failed,
+            skipped_unchanged_bytes=pool["bytes_skipped"],
+            bytes_copied=pool["bytes_copied"],
+            bytes_helped=pool["bytes_helped"],
+            stall_s=dict(self._recorder.stalls),
+            copy_rate=pool["bytes_copied"] / seconds if seconds else 0.0,
+            commit_s=counters.commit_s / counters.committed if counters.committed else 0.0,
+            staging_bytes=pool["staging_bytes"],
+        )
+
+    # ---- what the loop may call ------------------------------------------------------------
+
+    def snapshot(self) -> Future[int]:
+        """A snapshot of the current state, copied before this returns.
+
+        Between micro-batches, or inside an update, it waits for the next boundary. The future gives
+        the step once the snapshot is committed, or the error; it may be waited for on any thread.
+        """
+        self._surface()
+        recorder = self._recorder
+        future: Future[int] = Future()
+        recorder.wanted.append(future)
+        if recorder.can_open_now():
+            recorder.open_now()
+        Thread(target=self._await, args=(future,), name="lightck-wait", daemon=True).start()
+        return future
+
+    def _await(self, future: Future[int]) -> None:
+        while not future.done() and not self._closed:
+            self._recorder.poll()
+            time.sleep(_POLL_S)
+
+    def wait(self, step: int | None = None, timeout: float | None = None) -> None:
+        """Return when every opened snapshot, or one of `step` or newer, is committed.
+
+        Copies that are still held back are made now.
+
+        Raises:
+            WaitTimeoutError: the time ran out; the commit goes on.
+            LightckError: a background failure (with `on_error="raise"`).
+        """
+        recorder = self._recorder
+        deadline = None if timeout is None else time.monotonic() + timeout
+        recorder.finish_window()
+        while recorder.pipeline.persisting:
+            if step is not None and (self.last_committed_step or -1) >= step:
+                break
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                waiting = [flight.step for flight in recorder.pipeline.persisting]
+                raise WaitTimeoutError(f"not committed after {timeout} s: steps {waiting}")
+            recorder.poll(_POLL_S if left is None else min(_POLL_S, left))
+        self._surface()
+        if step is not None and (self.last_committed_step or -1) < step:
+            raise WaitTimeoutError(
+                f"no snapshot of step {step} or newer is open; the last committed one is"
+                f" {self.last_committed_step}"
+            )
+
+    def fence(self) -> None:
+        """Return when live tensors may be changed; the engine does this before each update."""
+        self._recorder.fence(None)
+
+    def before_update(self) -> None:
+        """Mark the start of an update where no optimizer hook can fire (CUDA graph replay)."""
+        self._recorder.mark_begin()
+
+    def after_update(self) -> None:
+        """Mark the end of an update: it completes a step."""
+        self._recorder.mark_end()
+
+    def epoch(self) -> None:
+        """Mark the end of an epoch, for policies that count epochs."""
+        self._recorder.cadence.epoch += 1
+
+    def detach(self) -> None:
+        """Stop: opened snapshots are committed, hooks removed, the region released. Idempotent."""
+        self._shut(last_step=False)
+
+    def close(self) -> None:
+        """Commit the last complete step, due or not, and detach. Idempotent.
+
+        Raises:
+            LightckError: the first background error since attach, once.
+        """
+        self._shut(last_step=True)
+        error, self._first_error = self._first_error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self._shut(last_step=False)
+        except LightckError as ours:
+            error.add_note(f"lightck, while closing: {ours}")
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _shut(self, *, last_step: bool) -> None:
+        if self._closed or os.getpid() != self._pid:
+            return
+        recorder = self._recorder
+        deadline = time.monotonic() + self.config.close_timeout_s
+        try:
+            recorder.finish_window()
+            if last_step:
+                recorder.finish_last_step()
+            while recorder.pipeline.persisting and time.monotonic() < deadline:
+                recorder.poll(_POLL_S)
+            left = [flight.step for flight in recorder.pipeline.persisting]
+            if left:
+                self._note(WaitTimeoutError(f"close: steps {left} were not committed in time"))
+        finally:
+            self._closed = True
+            recorder.enabled = False
+            self._hooks.remove()
+            recorder.pipeline.close()
+            recorder.fail_futures(WaitTimeoutError("the handle was closed"))
+            self._progress.step = self.step
+            self.region.close()
+            atexit.unregister(self._at_exit)
+            _handles.discard(self)
+
+    def _at_exit(self) -> None:
+        """The interpreter exits without close(): commit what is open, begin nothing new."""
+        if not self._closed and os.getpid() == self._pid:
+            log.warning("exit without close(): committing what is open")
+            self._shut(last_step=False)
+
+    def _found(self, index: int, optimizer: Optimizer) -> None:
+        _install_pending(self._progress, index, optimizer, self._recorder.inventory.names())
+
+    def _note(self, error: LightckError) -> None:
+        if self._first_error is None:
+            self._first_error = error
+
+    def _report(self, error: LightckError) -> None:
+        """Hand a background error to the user, as `on_error` says; never silent."""
+        self._note(error)
+        how: str | Callable[[BaseException], object] = self.config.on_error
+        log.error("%s: %s", type(error).__name__, error)
+        if callable(how):
+            how(error)
+        elif how == "raise":
+            raise error
+        else:
+            warnings.warn(f"lightck: {error}", RuntimeWarning, stacklevel=3)
+
+    def _surface(self) -> None:
+        error, self._raise_next = self._raise_next, None
+        if error is not None:
+            raise error
+
+
+def _install_pending(state: Progress, i: int, optimizer: Optimizer, names: dict[int, str]) -> None:
+    """Give an optimizer the state that restore kept for it."""
+    for saved in state.pending:
+        if fits(saved.tree, optimizer, i, names):
+            install(saved, i, optimizer, names)
+            state.pending.remove(saved)
+            return
+
+
+def _in_child() -> None:
+    """A forked child must not write: its handles are dead, its hooks do nothing."""
+    for handle in list(_handles):
+        handle._recorder.enabled = False
+        handle._hooks.disarm_forward()
+
+
+os.register_at_fork(after_in_child=_in_child)

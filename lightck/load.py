@@ -1,0 +1,231 @@
+"""Look into a region without a model: its snapshots, and one of them as mapped tensors."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from lightck.capture import boundary
+from lightck.config import Config
+from lightck.errors import CorruptSnapshotError, NoSnapshotError, RegionBusyError
+from lightck.region import native, place
+from lightck.region.layout import Entry
+from lightck.region.region import Candidate, Region, survey
+from lightck.restore import fresh, nothing_whole, wanted
+
+SNAPSHOTS = pa.schema(
+    [
+        ("step", pa.uint64()),
+        ("state", pa.string()),
+        ("rank", pa.uint32()),
+        ("slot", pa.uint32()),
+        ("sequence", pa.uint64()),
+        ("timeline", pa.uint64()),
+        ("wall_time", pa.timestamp("us", "UTC")),
+        ("tensors", pa.uint64()),
+        ("payload_bytes", pa.uint64()),
+        ("early", pa.bool_()),
+        ("survives", pa.string()),
+        ("problem", pa.string()),
+        ("file", pa.string()),
+    ]
+)
+
+
+def region_files(path: str | os.PathLike[str] | None) -> list[place.Place]:
+    """Every rank's region at a path; a device is one region."""
+    root = Config.resolve(path=path).path
+    where = place.locate(root, 0, create=False)
+    if where.is_device:
+        return [] if place.is_blank(where) else [where]
+    files = sorted(Path(root).glob("region-*.lck")) if where.path.is_dir() else []
+    return [place.Place(where.path, file, is_device=False) for file in files]
+
+
+def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
+    """What is in the regions at `path`, newest first.
+
+    `state` is `whole` (restorable: record, layout table and manifest hold; payload checksums are
+    checked by `restore`, `load` and `lightck verify`), `abandoned` (on a branch that a later
+    restore left behind) or `damaged` (`problem` says why). Safe while a trainer writes.
+
+    Raises:
+        RegionError: the place is not safe, or a file is not a region.
+    """
+    rows: list[dict[str, Any]] = []
+    for where in region_files(path):
+        region, recovery = survey(where)
+        try:
+            ranked = [(c, "whole") for c in recovery.candidates]
+            ranked += [(c, "abandoned") for c in recovery.abandoned]
+            rows += [_row(region, candidate, state) for candidate, state in ranked]
+            rows += [
+                {"state": "damaged", "problem": text, "file": str(where.file)}
+                for text in recovery.problems
+            ]
+        finally:
+            region.close()
+    return pa.Table.from_pylist(rows, schema=SNAPSHOTS)
+
+
+def _row(region: Region, candidate: Candidate, state: str) -> dict[str, Any]:
+    record = candidate.record
+    return {
+        "step": record.step,
+        "state": state,
+        "rank": record.rank,
+        "slot": record.slot,
+        "sequence": record.sequence,
+        "timeline": record.timeline,
+        "wall_time": record.wall_time_ns // 1000,
+        "tensors": len(candidate.layout.entries),
+        "payload_bytes": record.payload_bytes,
+        "early": record.early,
+        "survives": region.survives,
+        "file": str(region.place.file),
+    }
+
+
+class _Mapping(mmap.mmap):
+    """A private mapping of a region; the tensors over it keep it alive, and the lease with it."""
+
+
+def load(
+    path: str | os.PathLike[str] | None = None, step: int | Literal["latest"] = "latest"
+) -> dict[str, Any]:
+    """A snapshot as a plain state dict, without a model: nothing is read until it is used.
+
+    Tensors are mapped copy-on-write: they may be changed, the region does not see it. Their slot is
+    leased until the last of them is gone; a trainer that needs it slips its snapshots meanwhile.
+
+    Returns:
+        `model` (for `load_state_dict`), `optimizers` (one dict each, as torch's `state_dict` gives
+        it), `extras` by name, `rng`, and `step`.
+
+    Raises:
+        NoSnapshotError: there is none, or none is whole.
+        RegionError: the place is not safe or not a region.
+    """
+    where = place.locate(Config.resolve(path=path).path, 0, create=False)
+    if not where.exists or place.is_blank(where):
+        raise NoSnapshotError(f"{where.file}: nothing is there")
+    region, recovery = survey(where)
+    problems = list(recovery.problems)
+    try:
+        for candidate in wanted(recovery, step):
+            try:
+                tensors = _mapped(region, candidate)
+                return as_state_dict(candidate, tensors.__getitem__)
+            except (CorruptSnapshotError, RegionBusyError) as error:
+                problems.append(str(error))
+        raise NoSnapshotError(nothing_whole(where, recovery, step, problems))
+    except BaseException:
+        region.close()
+        raise
+
+
+def verify(region: Region, candidate: Candidate) -> None:
+    """Check every payload byte of a snapshot against its checksum.
+
+    Raises:
+        CorruptSnapshotError: names the tensor.
+    """
+    entries = candidate.layout.entries
+    rows = np.zeros(len(entries), native.READ_DTYPE)
+    rows["offset"], rows["length"] = candidate.layout.offsets, candidate.layout.lengths
+    rows["crc"] = candidate.manifest.crcs
+    chosen = np.flatnonzero(candidate.layout.lengths > 0)
+    threads = max(1, min(4, len(os.sched_getaffinity(0))))
+    region.fetch(candidate, rows[chosen], [entries[i].name for i in chosen], threads)
+
+
+def _mapped(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
+    """Tensors over the slot, verified; takes over `region`, which closes with the last of them."""
+    record = candidate.record
+    region.native.lease(record.slot, True)
+    if region.native.read_record(record.slot) != record:
+        raise CorruptSnapshotError(
+            f"{region.place.file} step {record.step}: overwritten while it was read"
+        )
+    verify(region, candidate)
+    with place.opened(region.place, writable=False) as (fd, _):
+        if region.place.is_device:
+            raise RegionBusyError(f"{region.place.file}: a device cannot be mapped privately")
+        mapping = _Mapping(
+            fd, region.info.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
+    weakref.finalize(mapping, region.close)
+    found: dict[str, torch.Tensor] = {}
+    for entry, offset in zip(candidate.layout.entries, candidate.layout.offsets, strict=True):
+        if entry.alias_of is None:
+            found[entry.name] = _over(mapping, entry, int(offset))
+    for entry in candidate.layout.entries:
+        if entry.alias_of is not None:
+            found[entry.name] = found[entry.alias_of]
+    return found
+
+
+def _over(mapping: _Mapping, entry: Entry, offset: int) -> torch.Tensor:
+    if entry.length == 0:
+        return fresh(entry)
+    dtype = getattr(torch, entry.dtype)
+    flat = torch.frombuffer(
+        mapping, dtype=dtype, count=entry.length // dtype.itemsize, offset=offset
+    )
+    return flat.as_strided(entry.shape, entry.strides)
+
+
+def as_state_dict(candidate: Candidate, tensors: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+    """The nested state dict of a snapshot; `tensors` gives each tensor by name."""
+    label = f"step {candidate.record.step}"
+    first = boundary.decode(candidate.manifest.at_step, context=label)
+    second = boundary.decode(candidate.manifest.at_forward, context=label)
+    names = [entry.name for entry in candidate.layout.entries]
+    extras = {**second["extras"], **first["extras"]}
+    return {
+        "step": candidate.record.step,
+        "model": {
+            _unescape(n.removeprefix("model/")): tensors(n) for n in names if n.startswith("model/")
+        },
+        "optimizers": [
+            _optimizer(i, tree, names, tensors) for i, tree in enumerate(second["optimizers"])
+        ],
+        "extras": {name: boundary.rebuild(tree, tensors) for name, tree in extras.items()},
+        "rng": boundary.rebuild(first["rng"]),
+    }
+
+
+def _unescape(part: str) -> str:
+    return part.replace("%2F", "/").replace("%25", "%")
+
+
+def _optimizer(
+    i: int, tree: dict[str, Any], names: list[str], tensors: Callable[[str], torch.Tensor]
+) -> dict[str, Any]:
+    """As torch's `Optimizer.state_dict` has it: state by position."""
+    groups: list[dict[str, Any]] = []
+    order: list[str] = []
+    for group in tree["groups"]:
+        positions = range(len(order), len(order) + len(group["params"]))
+        groups.append({**boundary.rebuild(group["options"], tensors), "params": list(positions)})
+        order += group["params"]
+    state: dict[Any, dict[str, Any]] = {}
+    for name, rest in tree["state"].items():
+        key = order.index(name) if name in order else name.removeprefix("@")
+        state[key] = boundary.rebuild(rest, tensors)
+    positions_of = {boundary.join("", name): k for k, name in enumerate(order)}
+    for full in names:
+        parts = full.split("/")
+        if full.startswith(f"optim/{i}/") and len(parts) == 4 and parts[2] in positions_of:
+            nested = tree["state"].get(order[positions_of[parts[2]]], {})
+            if parts[3] not in nested:
+                state.setdefault(positions_of[parts[2]], {})[_unescape(parts[3])] = tensors(full)
+    return {"state": state, "param_groups": groups}

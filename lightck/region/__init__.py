@@ -1,0 +1,1 @@
+"""Bytes on a medium: named tensors become extents, extents a committed snapshot. No torch."""

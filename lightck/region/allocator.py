@@ -1,0 +1,126 @@
+"""Where each extent goes inside a slot: planned once per layout.
+
+A snapshot then writes no metadata beyond its manifest and its record. A slot's space is a list of
+parts, one per segment. Plans are made in *slot coordinates* (parts laid end to end, the same for
+every slot) and translated to region offsets per slot. Order in the space: layout table, manifest,
+then payload; metadata and payload never share a cache line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck.region.layout import Entry, encode
+from lightck.region.native import LINE_BYTES, Segment
+
+PAGE_BYTES = 4096
+LARGE_BYTES = 64 << 10
+"""From here on an extent starts on a page, so that it could serve as a live tensor's storage."""
+HUGE_BYTES = 8 << 20
+"""From here on an extent starts on a huge page where the mapping has them: at most 1/4 is lost."""
+MANIFEST_SLACK_BYTES = 8192
+"""Arrow framing (about 2 KiB measured) with a margin."""
+
+
+def align(value: int, unit: int) -> int:
+    """Round up to a multiple of `unit`."""
+    return -(-value // unit) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Extents in slot coordinates."""
+
+    entries: tuple[Entry, ...]
+    table_at: int
+    table_bytes: int
+    manifest_at: int
+    manifest_bytes: int
+    """Room for the manifest."""
+    at: npt.NDArray[np.uint64]
+    """Start of each entry's extent."""
+    needed_bytes: int
+    """End of the last extent: what a slot must offer."""
+
+
+class Space:
+    """The parts of a slot, as slot coordinates and as region offsets."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        """Lay the segments' parts end to end."""
+        self.segments = tuple(segments)
+        sizes = [segment.slot_bytes for segment in segments]
+        self.ends = np.cumsum(sizes, dtype=np.uint64)
+        self.starts = self.ends - np.array(sizes, np.uint64)
+
+    @property
+    def size(self) -> int:
+        """Bytes of a slot."""
+        return int(self.ends[-1])
+
+    def place(self, at: int, length: int, alignment: int) -> int | None:
+        """First aligned coordinate >= at where `length` bytes lie inside one part."""
+        for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
+            candidate = start + align(max(at, start) - start, alignment)
+            if candidate + length <= end:
+                return int(candidate)
+        return None
+
+    def offsets(self, at: npt.NDArray[np.uint64], slot: int) -> npt.NDArray[np.uint64]:
+        """Region offsets of slot coordinates in `slot`."""
+        part = np.searchsorted(self.ends, at, side="right").clip(max=len(self.segments) - 1)
+        bases = np.array([s.offset + slot * s.slot_bytes for s in self.segments], np.uint64)
+        result: npt.NDArray[np.uint64] = bases[part] + at - self.starts[part]
+        return result
+
+
+UNBOUNDED = Space([Segment(0, 1 << 62, 1 << 62)])
+"""A slot without end: planning in it measures what is needed."""
+
+
+def manifest_capacity(count: int, boundary_bytes: int) -> int:
+    """Room to keep for the manifest of `count` entries and this much boundary state."""
+    return align(4 * count + 2 * boundary_bytes + MANIFEST_SLACK_BYTES, PAGE_BYTES)
+
+
+def plan(
+    entries: Sequence[Entry], space: Space, manifest_bytes: int, page_bytes: int
+) -> Plan | None:
+    """Place a layout in a slot, or None when it does not fit.
+
+    Args:
+        entries: aliases and empty tensors take no space.
+        space: the slot's parts.
+        manifest_bytes: see `manifest_capacity`.
+        page_bytes: of the mapping; huge pages raise the alignment of the largest extents.
+    """
+    rows = tuple(entries)
+    table_bytes = len(encode(rows, np.zeros(len(rows), np.uint64)))
+    table_at = space.place(0, table_bytes, PAGE_BYTES)
+    if table_at is None:
+        return None
+    manifest_at = space.place(table_at + table_bytes, manifest_bytes, PAGE_BYTES)
+    if manifest_at is None:
+        return None
+    cursor = align(manifest_at + manifest_bytes, PAGE_BYTES)
+    at = np.zeros(len(rows), np.uint64)
+    for i, entry in enumerate(rows):
+        if entry.length == 0:
+            continue
+        extent = align(entry.length, LINE_BYTES)
+        found = space.place(cursor, extent, _alignment(entry.length, page_bytes))
+        if found is None:
+            return None
+        at[i] = found
+        cursor = found + extent
+    return Plan(rows, table_at, table_bytes, manifest_at, manifest_bytes, at, cursor)
+
+
+def _alignment(length: int, page_bytes: int) -> int:
+    if length >= HUGE_BYTES and page_bytes > PAGE_BYTES:
+        return page_bytes
+    return PAGE_BYTES if length >= LARGE_BYTES else LINE_BYTES

@@ -1,0 +1,53 @@
+"""Claim a path for writing: open the region that is there if nothing would be lost, or make one."""
+
+from __future__ import annotations
+
+import hashlib
+
+from lightck.config import Config
+from lightck.errors import UnrestoredError
+from lightck.region import allocator, place
+from lightck.region.layout import Entry
+from lightck.region.native import RegionSpec
+from lightck.region.region import Region
+
+
+def claim(config: Config, entries: tuple[Entry, ...], manifest_bytes: int) -> Region:
+    """Open the region that is there, if it may be written, or make one of the right size."""
+    where = place.locate(config.path, 0, create=True)
+    durable = config.durability == "process"
+    if where.exists and not place.is_blank(where):
+        region = Region.open(
+            where, writable=True, process_durable=durable, numa_node=config.numa_node
+        )
+        try:
+            _refuse_unrestored(region, config)
+            region.fit(entries, manifest_bytes)
+        except BaseException:
+            region.close()
+            raise
+        return region
+    needed = allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, 2 << 20)
+    assert needed is not None
+    spec = RegionSpec(
+        run_id=hashlib.blake2b(config.run_id.encode(), digest_size=16).digest(),
+        slot_count=config.slots,
+        slot_bytes=needed.needed_bytes,
+        process_durable=durable,
+        numa_node=config.numa_node,
+    )
+    return Region.create(where, spec)
+
+
+def _refuse_unrestored(region: Region, config: Config) -> None:
+    recovery = region.recover()
+    known = [c.record for c in (*recovery.candidates, *recovery.abandoned)]
+    if recovery.is_empty or config.overwrite or region.continued in known:
+        return
+    steps = sorted(c.record.step for c in (*recovery.candidates, *recovery.abandoned))
+    raise UnrestoredError(
+        f"{region.place.file} holds snapshots of steps {steps} that this process has neither"
+        " restored nor written; call lightck.restore(...) first, choose another path, or pass"
+        " overwrite=True to give them up"
+        + "".join(f"\n  {problem}" for problem in recovery.problems)
+    )

@@ -1,0 +1,153 @@
+"""Named tensors -> extents: the layout table, written once per layout as an Arrow IPC stream."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from lightck.errors import CorruptSnapshotError
+
+SCHEMA = pa.schema(
+    [
+        pa.field("name", pa.string(), nullable=False),
+        pa.field("role", pa.string(), nullable=False),
+        pa.field("dtype", pa.string(), nullable=False),
+        pa.field("shape", pa.list_(pa.int64()), nullable=False),
+        pa.field("strides", pa.list_(pa.int64()), nullable=False),
+        pa.field("device", pa.string(), nullable=False),
+        pa.field("layer", pa.string(), nullable=False),
+        pa.field("alias_of", pa.string()),
+        pa.field("offset", pa.uint64(), nullable=False),
+        pa.field("length", pa.uint64(), nullable=False),
+        # Shards of a DTensor; null for a tensor that this rank holds whole.
+        pa.field("global_shape", pa.list_(pa.int64())),
+        pa.field("global_offset", pa.list_(pa.int64())),
+        pa.field("placements", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor's description, without its place.
+
+    Strides count elements and describe the bytes in the extent: those of the live tensor when it is
+    dense, row-major otherwise. An alias shares the extent of the entry it names.
+    """
+
+    name: str
+    role: str
+    """parameter, buffer, optimizer or extra."""
+    dtype: str
+    """torch's name without the prefix, e.g. "bfloat16"."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    length: int
+    """Bytes; 0 for an empty tensor and for an alias."""
+    layer: str = ""
+    """Module that owns it: the unit of release and audit."""
+    device: str = "cpu"
+    """cpu, or the kind of device it lived on."""
+    alias_of: str | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Entries with their extents in one slot; immutable.
+
+    `offsets` count from the start of the region. Two slots hold the same entries at different
+    offsets, so each has a table of its own.
+    """
+
+    entries: tuple[Entry, ...]
+    offsets: npt.NDArray[np.uint64] = field(repr=False)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each name."""
+        return {entry.name: i for i, entry in enumerate(self.entries)}
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.uint64]:
+        """Bytes of each extent."""
+        return np.array([entry.length for entry in self.entries], np.uint64)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Sum of the extents."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def table(self) -> bytes:
+        """The Arrow IPC stream that goes into the slot."""
+        return encode(self.entries, self.offsets)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that identify the table."""
+        return hashlib.blake2b(self.table, digest_size=16).digest()
+
+
+def encode(entries: Sequence[Entry], offsets: npt.NDArray[np.uint64]) -> bytes:
+    """Serialize; the length does not depend on the offsets."""
+    nothing = [None] * len(entries)
+    columns: list[Any] = [
+        [e.name for e in entries],
+        [e.role for e in entries],
+        [e.dtype for e in entries],
+        [e.shape for e in entries],
+        [e.strides for e in entries],
+        [e.device for e in entries],
+        [e.layer for e in entries],
+        [e.alias_of for e in entries],
+        offsets,
+        np.array([e.length for e in entries], np.uint64),
+        nothing,
+        nothing,
+        nothing,
+    ]
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SCHEMA) as writer:
+        writer.write_batch(pa.record_batch(arrays, schema=SCHEMA))
+    result: bytes = sink.getvalue().to_pybytes()
+    return result
+
+
+def decode(table: bytes, *, context: str) -> Layout:
+    """Parse and check a table; extents are checked against the region by the reader of payload.
+
+    Raises:
+        CorruptSnapshotError: not a layout table; `context` names region and slot.
+    """
+    try:
+        with pa.ipc.open_stream(table) as reader:
+            rows = reader.read_all()
+        rows.validate(full=True)
+        if rows.schema != SCHEMA:
+            raise CorruptSnapshotError(f"{context}: layout table has fields {rows.schema.names}")
+        wanted = ("name", "role", "dtype", "shape", "strides", "length", "layer", "device")
+        columns = {name: rows.column(name).to_pylist() for name in (*wanted, "alias_of")}
+        entries = tuple(
+            Entry(n, r, d, tuple(sh), tuple(st), le, la, de, al)
+            for n, r, d, sh, st, le, la, de, al in zip(*columns.values(), strict=True)
+        )
+        offsets = rows.column("offset").to_numpy().astype(np.uint64, copy=False)
+    except (pa.ArrowException, OSError, TypeError, ValueError) as error:
+        raise CorruptSnapshotError(f"{context}: layout table does not parse: {error}") from error
+    layout = Layout(entries, offsets)
+    if len(layout.index) != len(entries):
+        raise CorruptSnapshotError(f"{context}: layout table names a tensor twice")
+    for entry in entries:
+        if entry.alias_of is not None and entry.alias_of not in layout.index:
+            raise CorruptSnapshotError(
+                f"{context}: {entry.name} is an alias of {entry.alias_of}, which is not there"
+            )
+    return layout

@@ -1,0 +1,87 @@
+"""The manifest: what changes with every snapshot (checksums, boundary state), one Arrow IPC row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from lightck.errors import CorruptSnapshotError
+
+SCHEMA = pa.schema(
+    [
+        pa.field("step", pa.uint64(), nullable=False),
+        pa.field("sequence", pa.uint64(), nullable=False),
+        pa.field("crcs", pa.list_(pa.uint32()), nullable=False),
+        pa.field("at_step", pa.large_binary(), nullable=False),
+        pa.field("at_forward", pa.large_binary(), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One snapshot's dynamic metadata.
+
+    The boundary blobs are opaque here: (a) step end and (b) next forward, as `capture.boundary`
+    encodes them; `at_forward` is empty in a snapshot that was finished before (b).
+    """
+
+    step: int
+    sequence: int
+    crcs: npt.NDArray[np.uint32]
+    """CRC32C per entry of the layout, in its order; 0 for entries without bytes."""
+    at_step: bytes
+    at_forward: bytes
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Serialize to an Arrow IPC stream."""
+    crcs = pa.ListArray.from_arrays(
+        pa.array([0, len(manifest.crcs)], pa.int32()), pa.array(manifest.crcs, pa.uint32())
+    )
+    row = [
+        pa.array([manifest.step], pa.uint64()),
+        pa.array([manifest.sequence], pa.uint64()),
+        crcs,
+        pa.array([manifest.at_step], pa.large_binary()),
+        pa.array([manifest.at_forward], pa.large_binary()),
+    ]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SCHEMA) as writer:
+        writer.write_batch(pa.record_batch(row, schema=SCHEMA))
+    result: bytes = sink.getvalue().to_pybytes()
+    return result
+
+
+def decode(data: bytes, *, count: int, sequence: int, context: str) -> Manifest:
+    """Parse and check against the record's sequence and the layout's number of entries.
+
+    Raises:
+        CorruptSnapshotError: it does not parse, or belongs to another snapshot or layout.
+    """
+    try:
+        with pa.ipc.open_stream(data) as reader:
+            rows = reader.read_all()
+        rows.validate(full=True)
+        if rows.schema != SCHEMA or rows.num_rows != 1:
+            raise CorruptSnapshotError(f"{context}: manifest has fields {rows.schema.names}")
+        row = {name: rows.column(name)[0] for name in SCHEMA.names}
+        crcs = np.array(row["crcs"].values.to_numpy(), np.uint32)
+        found = Manifest(
+            step=row["step"].as_py(),
+            sequence=row["sequence"].as_py(),
+            crcs=crcs,
+            at_step=row["at_step"].as_py(),
+            at_forward=row["at_forward"].as_py(),
+        )
+    except (pa.ArrowException, OSError, TypeError, ValueError) as error:
+        raise CorruptSnapshotError(f"{context}: manifest does not parse: {error}") from error
+    if found.sequence != sequence or len(found.crcs) != count:
+        raise CorruptSnapshotError(
+            f"{context}: manifest of sequence {found.sequence} with {len(found.crcs)} checksums,"
+            f" expected sequence {sequence} with {count}"
+        )
+    return found

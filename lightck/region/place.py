@@ -1,0 +1,209 @@
+"""Where a region lives: find, check and open its file or device, never through a symlink."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightck.errors import RegionBusyError, RegionError
+
+OTHERS_WRITE = 0o022
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A checked location: a folder with one region file per rank, or a device."""
+
+    path: Path
+    file: Path
+    is_device: bool
+
+    @property
+    def exists(self) -> bool:
+        """Something is there already: a region file, or the device."""
+        return self.is_device or os.path.lexists(self.file)
+
+
+def locate(path: str | os.PathLike[str], rank: int, *, create: bool) -> Place:
+    """Check `path` and say where the rank's region is.
+
+    Args:
+        path: a folder (one region file per rank inside), or a devdax character device.
+        rank: names the file.
+        create: make the folder (mode 0700) when only its last component is missing.
+
+    Raises:
+        RegionError: a symlink, a file or another kind of device in its place; owned by another
+            user or writable by others; the parent folder is missing. Nothing was changed.
+    """
+    root = Path(os.path.abspath(path))
+    file = root / f"region-{rank:05d}.lck"
+    if not os.path.lexists(root):
+        if not root.parent.is_dir():
+            raise RegionError(f"{root}: the parent folder {root.parent} does not exist; make it")
+        if create:
+            _make_folder(root)
+        return Place(root, file, is_device=False)
+    status = os.lstat(root)
+    if stat.S_ISLNK(status.st_mode):
+        raise RegionError(f"{root} is a symbolic link; give the folder it points to")
+    if stat.S_ISCHR(status.st_mode):
+        return Place(root, root, is_device=True)
+    if not stat.S_ISDIR(status.st_mode):
+        raise RegionError(f"{root} is a file or block device, expected a folder or a devdax device")
+    _check_owner(root, status, "folder")
+    return Place(root, file, is_device=False)
+
+
+def _make_folder(root: Path) -> None:
+    try:
+        os.mkdir(root, 0o700)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise RegionError(f"{root}: cannot make the folder: {error.strerror}") from error
+    _sync_folder(root.parent)
+
+
+def _check_owner(path: Path, status: os.stat_result, kind: str) -> None:
+    if status.st_uid != os.geteuid():
+        raise RegionError(
+            f"{path}: the {kind} belongs to user {status.st_uid}, this process is {os.geteuid()};"
+            " use a folder of your own"
+        )
+    if status.st_mode & OTHERS_WRITE:
+        raise RegionError(
+            f"{path}: the {kind} is writable by others (mode {status.st_mode & 0o7777:o});"
+            f" chmod go-w {path}"
+        )
+
+
+@contextlib.contextmanager
+def opened(place: Place, *, writable: bool) -> Iterator[tuple[int, int]]:
+    """Two descriptors of an existing region: one to map, one that carries the locks.
+
+    Raises:
+        RegionError: a symlink, not a regular file, another user's, writable by others, or not
+            readable or writable by this process.
+    """
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.ExitStack() as stack:
+        pair = []
+        for _ in range(2):
+            fd = _open(place.file, flags)
+            stack.callback(os.close, fd)
+            pair.append(fd)
+        _check_file(place, pair)
+        yield pair[0], pair[1]
+
+
+def _open(file: Path, flags: int) -> int:
+    try:
+        return os.open(file, flags, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise RegionError(f"{file} is a symbolic link; lightck follows none") from error
+        raise RegionError(f"{file}: cannot open: {error.strerror}") from error
+
+
+def _check_file(place: Place, pair: list[int]) -> None:
+    status, other = os.fstat(pair[0]), os.fstat(pair[1])
+    if place.is_device:
+        return
+    if not stat.S_ISREG(status.st_mode):
+        raise RegionError(f"{place.file} is not a regular file")
+    if (status.st_dev, status.st_ino) != (other.st_dev, other.st_ino):
+        raise RegionBusyError(f"{place.file} was replaced while it was opened; try again")
+    _check_owner(place.file, status, "region")
+
+
+@contextlib.contextmanager
+def created(place: Place) -> Iterator[tuple[int, int]]:
+    """Two descriptors of a new, empty region file, published under its name on success.
+
+    The file is made beside its final name and linked there when the body ends, so that a crash in
+    between leaves no half-made region; an error removes it.
+
+    Raises:
+        RegionBusyError: another process is making this region.
+    """
+    if place.is_device:
+        with opened(place, writable=True) as pair:
+            yield pair
+        return
+    draft = place.file.with_suffix(".new")
+    _discard_leftover(draft)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(draft, flags, 0o600)
+    except FileExistsError as error:
+        raise RegionBusyError(f"{place.file} is being made by another process") from error
+    except OSError as error:
+        raise RegionError(f"{place.path}: cannot make a region: {error.strerror}") from error
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        stack.callback(_unlink_if_there, draft)
+        lock_fd = _open(draft, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        stack.callback(os.close, lock_fd)
+        yield fd, lock_fd
+        try:
+            os.link(draft, place.file)
+        except FileExistsError as error:
+            raise RegionBusyError(f"{place.file} was made by another process") from error
+        os.unlink(draft)
+        _sync_folder(place.path)
+
+
+def _discard_leftover(draft: Path) -> None:
+    """Remove the draft of a process that died while making a region; its lock died with it."""
+    if not os.path.lexists(draft):
+        return
+    fd = _open(draft, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        whole_file = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole_file)
+        except OSError as error:
+            raise RegionBusyError(f"{draft}: a region is being made by another process") from error
+        there = os.stat(draft, follow_symlinks=False)
+        mine = os.fstat(fd)
+        if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+            os.unlink(draft)
+    except FileNotFoundError:
+        return
+    finally:
+        os.close(fd)
+
+
+def _unlink_if_there(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # hugetlbfs has no fsync of folders, and nothing durable
+            raise RegionError(f"{folder}: fsync: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def is_blank(where: Place) -> bool:
+    """A device on which no region was ever made: its superblocks are all zeros."""
+    if not where.is_device:
+        return False
+    with opened(where, writable=False) as (fd, _):
+        granule = 2 << 20
+        with mmap.mmap(fd, granule, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as head:
+            return not any(head[:8192])

@@ -1,0 +1,299 @@
+"""A region: open or create it, recover what is whole, choose slots, begin timelines, grow."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck.errors import (
+    CorruptSnapshotError,
+    LightckError,
+    NoSnapshotError,
+    RegionBusyError,
+    RegionFullError,
+)
+from lightck.region import allocator, layout, manifest, native, place
+from lightck.region.layout import Entry, Layout
+from lightck.region.manifest import Manifest
+from lightck.region.native import NativePool, NativeRegion, NativeSnapshot, Record, RegionSpec
+from lightck.region.place import Place
+
+SURVIVES_POWER = "power loss"
+SURVIVES_PROCESS = "process death"
+
+_continued: dict[bytes, Record] = {}
+"""Per region UUID: the snapshot whose state this process carries on (restored or committed last).
+Lets attach refuse a path whose snapshots would be overwritten by a forgotten restore."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A snapshot whose record, layout table and manifest hold; its payload is not verified yet."""
+
+    record: Record
+    layout: Layout
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What a region holds."""
+
+    candidates: tuple[Candidate, ...]
+    """Of the newest timeline and its ancestors up to their branch points; best first."""
+    abandoned: tuple[Candidate, ...]
+    """Whole, but on a branch that a later restore left behind."""
+    problems: tuple[str, ...]
+    """Slots whose record, layout table or manifest do not hold, and why."""
+
+    @property
+    def is_empty(self) -> bool:
+        """No slot holds anything, whole or not."""
+        return not (self.candidates or self.abandoned or self.problems)
+
+
+@dataclass(eq=False)
+class Slot:
+    """What this process knows about one slot."""
+
+    index: int
+    sequence: int = 0
+    """Of the committed snapshot it holds; 0: none that counts."""
+    table_digest: bytes = b""
+    """Of the layout table that its last commit made durable."""
+    digests: tuple[bytes, npt.NDArray[np.uint32]] | None = None
+    """Layout digest and CRCs of content that this process wrote completely or read and verified."""
+    writer: NativeSnapshot | None = field(default=None, repr=False)
+
+
+class Region:
+    """One open region. Used by one thread; the pool works beside it."""
+
+    def __init__(self, handle: NativeRegion, where: Place) -> None:
+        """Wrap an open native region; see `create` and `open`."""
+        self.native = handle
+        self.place = where
+        self.info = handle.describe()
+        self.slots = [Slot(i) for i in range(self.info.slot_count)]
+        self.protected: int | None = None
+        """Slot of the newest whole snapshot (I6): never invalidated, moved or overwritten."""
+        self.next_sequence = 1 + max((seq for _, seq in self.info.lineage), default=0)
+        self.timeline = self.info.timeline
+
+    @classmethod
+    def create(cls, where: Place, spec: RegionSpec) -> Region:
+        """Make and own a region; on return it is durable under its name and every slot is empty.
+
+        Raises:
+            RegionFullError: bytes needed and free are named; nothing is left behind.
+            RegionBusyError: another process makes or owns it.
+        """
+        with place.created(where) as (fd, lock_fd):
+            handle = NativeRegion.create(fd, lock_fd, spec, str(where.file))
+        return cls(handle, where)
+
+    @classmethod
+    def open(
+        cls,
+        where: Place,
+        *,
+        writable: bool,
+        process_durable: bool = False,
+        numa_node: int | None = None,
+    ) -> Region:
+        """Open an existing region; a writer becomes its owner."""
+        flags = (native.PROCESS_DURABLE if process_durable else 0) | (
+            0 if writable else native.READ_ONLY
+        )
+        with place.opened(where, writable=writable) as (fd, lock_fd):
+            handle = NativeRegion.open(fd, lock_fd, flags, numa_node, str(where.file))
+        return cls(handle, where)
+
+    @property
+    def survives(self) -> str:
+        """What a committed snapshot outlives, in the words of the README's table."""
+        durable = self.info.granularity in (1, 2, 3)
+        return SURVIVES_POWER if durable else SURVIVES_PROCESS
+
+    @property
+    def continued(self) -> Record | None:
+        """The snapshot that this process restored from here or committed here last."""
+        return _continued.get(self.info.uuid)
+
+    def recover(self) -> Recovery:
+        """Read every slot. Also learns sequences and free slots for a writer."""
+        good: list[Candidate] = []
+        abandoned: list[Candidate] = []
+        problems: list[str] = []
+        for slot in self.slots:
+            try:
+                candidate = self._read(slot.index)
+            except NoSnapshotError:
+                continue
+            except CorruptSnapshotError as error:
+                problems.append(str(error))
+                continue
+            self.next_sequence = max(self.next_sequence, candidate.record.sequence + 1)
+            (good if self._in_lineage(candidate.record) else abandoned).append(candidate)
+        good.sort(key=lambda c: c.record.sequence, reverse=True)
+        for candidate in good:
+            self.slots[candidate.record.slot].sequence = candidate.record.sequence
+        return Recovery(tuple(_exact_first(good)), tuple(abandoned), tuple(problems))
+
+    def _read(self, slot: int) -> Candidate:
+        record = self.native.read_record(slot)
+        context = f"{self.place.file} slot {slot} (step {record.step})"
+        table = bytes(self.native.view(record.layout_offset, record.layout_length))
+        found = layout.decode(table, context=context)
+        blob = bytes(self.native.view(record.manifest_offset, record.manifest_length))
+        state = manifest.decode(
+            blob, count=len(found.entries), sequence=record.sequence, context=context
+        )
+        # The owner may have begun to overwrite the slot while it was read.
+        if self.native.read_record(slot) != record:
+            raise CorruptSnapshotError(f"{context}: overwritten while it was read")
+        return Candidate(record, found, state)
+
+    def _in_lineage(self, record: Record) -> bool:
+        if record.timeline == self.info.timeline:
+            return True
+        return any(
+            record.timeline == timeline and record.sequence <= sequence
+            for timeline, sequence in self.info.lineage
+        )
+
+    def fetch(
+        self, candidate: Candidate, reads: npt.NDArray[Any], names: Sequence[str], threads: int
+    ) -> None:
+        """Verify extents of a candidate, copying those with a destination.
+
+        Args:
+            candidate: the snapshot they belong to, for messages.
+            reads: READ_DTYPE rows.
+            names: the entry of each row, for messages.
+            threads: including the caller.
+
+        Raises:
+            CorruptSnapshotError: names slot, step and tensor; destinations are then undefined.
+        """
+        bad = self.native.fetch(reads, threads) if len(reads) else None
+        if bad is not None:
+            record = candidate.record
+            raise CorruptSnapshotError(
+                f"{self.place.file} slot {record.slot} step {record.step}:"
+                f" the bytes of {names[bad]} do not match their checksum"
+            )
+
+    def verified(self, candidate: Candidate) -> None:
+        """Note that this process read the whole payload and found it good."""
+        slot = self.slots[candidate.record.slot]
+        slot.digests = (candidate.layout.digest, candidate.manifest.crcs)
+        slot.table_digest = candidate.layout.digest
+
+    def carry_on(self, record: Record) -> None:
+        """Declare that the live state now continues `record`; attach may then write here."""
+        _continued[self.info.uuid] = record
+
+    def begin_timeline(self, continued: Record | None) -> None:
+        """Durably begin a new timeline that continues `continued`, or nothing.
+
+        Snapshots beyond the branch point are abandoned from here on. May block on the medium.
+        """
+        lineage: list[tuple[int, int]] = []
+        if continued is not None:
+            lineage.append((continued.timeline, continued.sequence))
+            lineage += [
+                (timeline, sequence)
+                for timeline, sequence in self.info.lineage
+                if sequence < continued.sequence and timeline != continued.timeline
+            ]
+        self.timeline = secrets.randbits(63) | 1
+        self.native.branch(self.timeline, lineage[: native.MAX_LINEAGE])
+        self.info = self.native.describe()
+        self.protected = continued.slot if continued is not None else None
+        for slot in self.slots:
+            if continued is None or slot.sequence > continued.sequence:
+                slot.sequence = 0
+
+    def fit(self, entries: Sequence[Entry], manifest_bytes: int) -> allocator.Plan:
+        """Plan the entries into a slot, growing the region when they do not fit.
+
+        Raises:
+            RegionFullError: the medium has no room, or cannot grow; the region stays as it was.
+        """
+        page = self.info.page_bytes
+        found = allocator.plan(entries, allocator.Space(self.info.segments), manifest_bytes, page)
+        if found is not None:
+            return found
+        needed = allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, page)
+        assert needed is not None
+        size = allocator.Space(self.info.segments).size
+        missing = max(needed.needed_bytes - size, size // 4)
+        hypothetical = [*self.info.segments, native.Segment(0, missing, missing)]
+        if allocator.plan(entries, allocator.Space(hypothetical), manifest_bytes, page) is None:
+            missing = needed.needed_bytes  # fragments: one part takes it all
+        self.native.grow(missing)
+        self.info = self.native.describe()
+        grown = allocator.plan(entries, allocator.Space(self.info.segments), manifest_bytes, page)
+        if grown is None:
+            raise RegionFullError(
+                f"{self.place.file}: a snapshot needs {needed.needed_bytes} bytes,"
+                f" a slot has {allocator.Space(self.info.segments).size}"
+            )
+        return grown
+
+    def free_slots(self) -> list[Slot]:
+        """Slots that may be overwritten, those without a snapshot that counts first (I6)."""
+        free = [s for s in self.slots if s.writer is None and s.index != self.protected]
+        return sorted(free, key=lambda slot: slot.sequence)
+
+    def begin(self, pool: NativePool) -> Slot | None:
+        """Open a free slot for a new snapshot, or None when every one is protected, busy or leased.
+
+        Raises:
+            PreviousPersistError: an earlier failure latched the region.
+        """
+        for slot in self.free_slots():
+            try:
+                slot.writer = NativeSnapshot(pool, self.native, slot.index)
+            except RegionBusyError:
+                continue
+            slot.sequence = 0
+            return slot
+        return None
+
+    def committed(self, slot: Slot, record: Record) -> None:
+        """The slot's snapshot is durable: it is the protected one from now on."""
+        slot.sequence = record.sequence
+        self.protected = slot.index
+        self.carry_on(record)
+
+    def close(self) -> None:
+        """Unmap and unlock; idempotent. No writer may be open."""
+        self.native.close()
+
+
+def _exact_first(candidates: list[Candidate]) -> list[Candidate]:
+    """An early snapshot yields to an exact one that is at most a step older (I2)."""
+    ordered = list(candidates)
+    for i in range(len(ordered) - 1):
+        newer, older = ordered[i], ordered[i + 1]
+        close = newer.record.step - older.record.step <= 1
+        if newer.record.early and not older.record.early and close:
+            ordered[i], ordered[i + 1] = older, newer
+    return ordered
+
+
+def survey(where: Place) -> tuple[Region, Recovery]:
+    """Open a region for reading and recover what it holds; the caller closes it."""
+    region = Region.open(where, writable=False)
+    try:
+        return region, region.recover()
+    except LightckError:
+        region.close()
+        raise

@@ -1,0 +1,173 @@
+"""One snapshot on its way into a slot: copies in, digests out, manifest and record last."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck.region import allocator, manifest, native
+from lightck.region.layout import Layout
+from lightck.region.manifest import Manifest
+from lightck.region.native import NativePool, Record
+from lightck.region.region import Region, Slot
+
+
+@dataclass(eq=False)
+class Batch:
+    """Copies that are released, captured and audited together."""
+
+    number: int
+    positions: npt.NDArray[np.intp]
+    """Entry of each copy, in copy order."""
+    total_bytes: int
+
+
+@dataclass(eq=False)
+class SlotWriter:
+    """Owns the slot until it is committed, failed or abandoned. Used by one thread."""
+
+    region: Region
+    slot: Slot
+    plan: allocator.Plan
+    layout: Layout
+    known: npt.NDArray[np.uint32] | None
+    """CRCs of what the extents hold now, if this process knows; for copies that may be skipped."""
+    layers: npt.NDArray[np.uint32]
+    batches: list[Batch] = field(default_factory=list)
+    record: Record | None = None
+    """Set by `seal`."""
+
+    @classmethod
+    def open(cls, region: Region, pool: NativePool, plan: allocator.Plan) -> SlotWriter | None:
+        """Take a free slot, or None when there is none. Its old content is invalid from now on.
+
+        Never waits for the medium (I9): page media invalidate in the background.
+        """
+        slot = region.begin(pool)
+        if slot is None:
+            return None
+        space = allocator.Space(region.info.segments)
+        layout = Layout(plan.entries, space.offsets(plan.at, slot.index))
+        held, slot.digests = slot.digests, None
+        known = held[1] if held is not None and held[0] == layout.digest else None
+        ids: dict[str, int] = {}
+        layers = [ids.setdefault(entry.layer, len(ids)) for entry in plan.entries]
+        return cls(region, slot, plan, layout, known, np.array(layers, np.uint32))
+
+    @property
+    def _snapshot(self) -> native.NativeSnapshot:
+        assert self.slot.writer is not None, "the snapshot is closed"
+        return self.slot.writer
+
+    def add(
+        self,
+        positions: npt.NDArray[np.intp],
+        sources: npt.NDArray[np.uint64],
+        may_skip: npt.NDArray[np.bool_],
+    ) -> Batch:
+        """Queue copies, held back until released.
+
+        Args:
+            positions: entries of the layout, in the order of release.
+            sources: addresses, valid until the batch is captured.
+            may_skip: a copy whose digest equals the extent's known one need not be written.
+        """
+        copies = np.zeros(len(positions), native.COPY_DTYPE)
+        copies["offset"] = self.layout.offsets[positions]
+        copies["length"] = self.layout.lengths[positions]
+        copies["source"] = sources
+        copies["layer"] = self.layers[positions]
+        if self.known is not None:
+            copies["flags"] = np.where(may_skip, native.COPY_IF_CHANGED, 0)
+            copies["crc"] = self.known[positions]
+        number = self._snapshot.add(copies)
+        batch = Batch(number, positions, int(copies["length"].sum()))
+        self.batches.append(batch)
+        return batch
+
+    def release(self, batch: Batch, up_to_bytes: int = native.ALL) -> None:
+        """Let the first `up_to_bytes` of a batch run."""
+        self._snapshot.release(batch.number, up_to_bytes)
+
+    def capture(self, batch: Batch, timeout_s: float | None = None) -> None:
+        """Help until every copy of the batch has left its source."""
+        self._snapshot.capture(batch.number, timeout_s)
+
+    def audit(self, batch: Batch, seed: int, everything: bool) -> str | None:
+        """Name of a tensor whose live bytes differ from the captured ones, or None."""
+        bad = self._snapshot.audit(batch.number, seed, everything)
+        return None if bad is None else self.layout.entries[batch.positions[bad]].name
+
+    def seal(self, step: int, at_step: bytes, at_forward: bytes, flags: int = 0) -> None:
+        """Commit in the background; every batch must be captured.
+
+        The layout table is written only when the slot does not hold it already.
+        """
+        region, slot, plan = self.region, self.slot, self.plan
+        crcs = np.zeros(len(plan.entries), np.uint32)
+        for batch in self.batches:
+            crcs[batch.positions] = self._snapshot.digests(batch.number, len(batch.positions))
+        sequence, region.next_sequence = region.next_sequence, region.next_sequence + 1
+        blob = manifest.encode(Manifest(step, sequence, crcs, at_step, at_forward))
+        assert len(blob) <= plan.manifest_bytes, (len(blob), plan.manifest_bytes)
+        space = allocator.Space(region.info.segments)
+        places = np.array([plan.table_at, plan.manifest_at], np.uint64)
+        table_at, manifest_at = (int(x) for x in space.offsets(places, slot.index))
+        fields = {
+            "sequence": sequence,
+            "step": step,
+            "timeline": region.timeline,
+            "parent": region.info.lineage[0][0] if region.info.lineage else 0,
+            "layout_offset": table_at,
+            "layout_length": plan.table_bytes,
+            "manifest_offset": manifest_at,
+            "manifest_length": len(blob),
+            "wall_time_ns": time.time_ns(),
+            "flags": flags,
+        }
+        there = slot.table_digest == self.layout.digest
+        slot.table_digest = b""
+        self._snapshot.seal(fields, None if there else self.layout.table, blob)
+        self.crcs = crcs
+        self.record = Record(
+            payload_bytes=self.layout.payload_bytes,
+            slot=slot.index,
+            rank=region.info.rank,
+            world=region.info.world,
+            **fields,
+        )
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether the sealed snapshot is committed, after waiting; 0 polls.
+
+        Raises:
+            LightckError: the background failure; the slot stays invalid and the snapshot is closed.
+        """
+        try:
+            state = self._snapshot.wait(timeout_s)
+        except Exception:
+            self.abandon()
+            raise
+        if state != native.SNAP_COMMITTED:
+            return False
+        assert self.record is not None
+        self._close()
+        self.slot.table_digest = self.layout.digest
+        self.slot.digests = (self.layout.digest, self.crcs)
+        self.region.committed(self.slot, self.record)
+        return True
+
+    def abandon(self) -> None:
+        """Give the snapshot up; the slot stays invalid and can be reused. Idempotent."""
+        if self.slot.writer is not None:
+            self._close()
+
+    def _close(self) -> None:
+        snapshot, self.slot.writer = self._snapshot, None
+        snapshot.free()
+
+    crcs: Any = None

@@ -1,0 +1,377 @@
+"""Restore: the newest snapshot that is whole, verified, back into the live tensors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightck.capture import boundary, rng
+from lightck.capture.extras import Extra, parse
+from lightck.capture.hooks import Watched, before_next_forward
+from lightck.capture.optimizer import Saved, install, match
+from lightck.capture.staging import is_dense
+from lightck.capture.state import Inventory, Live
+from lightck.config import Config
+from lightck.errors import (
+    CorruptSnapshotError,
+    NoSnapshotError,
+    RegionBusyError,
+    RestoreMismatchError,
+)
+from lightck.region import native, place
+from lightck.region.layout import Entry
+from lightck.region.region import Candidate, Recovery, Region, survey
+from lightck.types import RestoreInfo
+
+log = logging.getLogger("lightck")
+
+
+@dataclass(eq=False)
+class Progress:
+    """How far this process has brought a model: attach goes on from here."""
+
+    step: int = 0
+    pending: list[Saved] = field(default_factory=list)
+    """Restored state of optimizers that are not there yet."""
+    forward_hook: Any = None
+
+
+_progress: weakref.WeakKeyDictionary[nn.Module, Progress] = weakref.WeakKeyDictionary()
+
+
+def progress(model: nn.Module) -> Progress:
+    """What restore or an earlier handle left for this model; made on first use."""
+    inner = getattr(model, "_orig_mod", model)
+    if inner not in _progress:
+        _progress[inner] = Progress()
+    return _progress[inner]
+
+
+def restore(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    extras: Mapping[str, Any] | None = None,
+    step: int | Literal["latest"] = "latest",
+    strict: bool = True,
+) -> RestoreInfo | None:
+    """Bring back a snapshot into live objects, bit for bit.
+
+    On return the model's tensors are filled in place, the optimizers' state is complete (what did
+    not exist yet is made; without `optimizer` it is kept until `attach` finds the optimizer),
+    extras are loaded, and the random generators stand where the step ended; at the first training
+    forward they are set once more to what they were at that forward.
+
+    Args:
+        model: a module, or several.
+        optimizer: one or several; their order does not matter.
+        path: as for `attach`.
+        extras: the objects given to `attach` under the same names.
+        step: which snapshot; the newest that is whole by default.
+        strict: refuse when names, shapes or dtypes differ; False restores the rest and says what
+            was skipped.
+
+    Returns:
+        What was restored, or None when there is nothing at all at `path`.
+
+    Raises:
+        NoSnapshotError: snapshots were there, none is whole, or not the wanted step.
+        RestoreMismatchError: the state differs; nothing was changed.
+        RegionError: the place is not safe or not a region.
+
+    Thread: the training thread; blocks for as long as reading and checking takes.
+    """
+    root = as_module(model)
+    config = Config.resolve(path=path)
+    where = place.locate(config.path, 0, create=False)
+    if not where.exists or place.is_blank(where):
+        return None
+    optimizers = as_list(optimizer)
+    region, recovery = survey(where)
+    try:
+        if recovery.is_empty:
+            return None
+        fell_back = list(recovery.problems)
+        live = Inventory(root, optimizers, parse(extras))
+        for candidate in wanted(recovery, step):
+            try:
+                return _restore_from(region, candidate, live, strict, fell_back)
+            except (CorruptSnapshotError, RegionBusyError) as error:
+                fell_back.append(str(error))
+                log.warning("fell back from step=%d: %s", candidate.record.step, error)
+        raise NoSnapshotError(nothing_whole(where, recovery, step, fell_back))
+    finally:
+        region.close()
+
+
+def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """One module for one or several."""
+    return model if isinstance(model, nn.Module) else nn.ModuleList(model)
+
+
+def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """Zero, one or several optimizers as a list."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def wanted(recovery: Recovery, step: int | Literal["latest"]) -> list[Candidate]:
+    """Candidates for a step, best first."""
+    return [c for c in recovery.candidates if step in ("latest", c.record.step)]
+
+
+def nothing_whole(
+    where: place.Place, recovery: Recovery, step: int | str, problems: Sequence[str]
+) -> str:
+    """Why there is no snapshot to give, with what is there."""
+    there = sorted(c.record.step for c in recovery.candidates)
+    left = sorted(c.record.step for c in recovery.abandoned)
+    lines = [f"{where.file}: no whole snapshot (wanted: {step}; steps there: {there or 'none'})"]
+    if left:
+        lines.append(f"steps left behind by a later restore or overwrite: {left}")
+    return "\n  ".join([*lines, *problems])
+
+
+def _restore_from(
+    region: Region, candidate: Candidate, live: Inventory, strict: bool, fell_back: list[str]
+) -> RestoreInfo:
+    record, label = candidate.record, f"{region.place.file} step {candidate.record.step}"
+    first = boundary.decode(candidate.manifest.at_step, context=label)
+    second = boundary.decode(candidate.manifest.at_forward, context=label)
+    region.native.lease(record.slot, True)
+    try:
+        if region.native.read_record(record.slot) != record:
+            raise CorruptSnapshotError(f"{label}: overwritten while it was read")
+        filling = Filling(candidate, live, second, strict)
+        filling.check(first)
+        reads, names = filling.reads(verify_only=True)
+        region.fetch(candidate, reads, names, threads=_threads())
+        reads, names = filling.reads(verify_only=False)
+        region.fetch(candidate, reads, names, threads=_threads())
+    finally:
+        region.native.lease(record.slot, False)
+    filling.finish(first)
+    _arm_forward(live, first, second)
+    region.carry_on(record)
+    state = progress(live.model)
+    state.step, state.pending = record.step, filling.pending
+    info = RestoreInfo(
+        step=record.step,
+        slot=record.slot,
+        sequence=record.sequence,
+        wall_time=datetime.fromtimestamp(record.wall_time_ns / 1e9, UTC),
+        path=region.place.path,
+        early=record.early,
+        timeline=record.timeline,
+        leftover=filling.leftover(first),
+        skipped=filling.skipped,
+        fell_back=tuple(fell_back),
+    )
+    log.info("restored step=%d slot=%d path=%s", info.step, info.slot, info.path)
+    return info
+
+
+def _threads() -> int:
+    return max(1, min(4, len(os.sched_getaffinity(0))))
+
+
+class Filling:
+    """Matches one snapshot with the live objects, then fills them."""
+
+    def __init__(
+        self, candidate: Candidate, live: Inventory, second: dict[str, Any], strict: bool
+    ) -> None:
+        """Match by name; nothing is changed until `finish`."""
+        self.candidate, self.live, self.second, self.strict = candidate, live, second, strict
+        self.layout = candidate.layout
+        self.lives = {v.name: v for v in live.collect().lives}
+        self.targets: dict[str, torch.Tensor] = {}
+        """Per entry: where its bytes are read to."""
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(live tensor, fresh one): live tensors that cannot be read into directly."""
+        self.skipped: dict[str, str] = {}
+        self.matched = match(second["optimizers"], live.optimizers, live.names())
+        self.pending: list[Saved] = []
+
+    def check(self, first: dict[str, Any]) -> None:
+        """Find what differs.
+
+        Raises:
+            RestoreMismatchError: with every name, when strict; nothing was changed.
+        """
+        missing, different = [], {}
+        index = self.layout.index
+        for name, live in self.lives.items():
+            if not name.startswith("model/"):
+                continue
+            if name not in index:
+                missing.append(name)
+                continue
+            difference = _difference(self.layout.entries[index[name]], live.tensor)
+            if difference:
+                different[name] = difference
+        unexpected = [
+            name for name in index if name.startswith("model/") and name not in self.lives
+        ]
+        held = {**self.second["extras"], **first["extras"]}
+        missing += [f"extras/{e.name}" for e in self.live.extras if e.name not in held]
+        for i, optimizer in enumerate(self.live.optimizers):
+            if i not in self.matched.values():
+                missing.append(f"optim/{i} ({type(optimizer).__name__} over these parameters)")
+        if self.strict and (missing or unexpected or different):
+            raise RestoreMismatchError(
+                f"the snapshot of step {self.candidate.record.step} does not fit"
+                " (strict=False restores the rest)",
+                missing=missing,
+                unexpected=unexpected,
+                different=different,
+            )
+        self.skipped |= dict.fromkeys(missing, "not in the snapshot")
+        self.skipped |= dict.fromkeys(unexpected, "not in the live model")
+        self.skipped |= different
+
+    def reads(self, *, verify_only: bool) -> tuple[np.ndarray[Any, Any], list[str]]:
+        """Rows for `Region.fetch`, and their names; targets are made on the second call."""
+        rows = np.zeros(len(self.layout.entries), native.READ_DTYPE)
+        rows["offset"], rows["length"] = self.layout.offsets, self.layout.lengths
+        rows["crc"] = self.candidate.manifest.crcs
+        names = [entry.name for entry in self.layout.entries]
+        keep = self.layout.lengths > 0
+        if not verify_only:
+            self._make_targets()
+            for name, target in self.targets.items():
+                rows["destination"][self.layout.index[name]] = target.data_ptr()
+            keep &= rows["destination"] != 0
+        chosen = np.flatnonzero(keep)
+        return rows[chosen], [names[i] for i in chosen]
+
+    def _make_targets(self) -> None:
+        """Live memory where the bytes fit as they are, fresh tensors elsewhere."""
+        for entry in self.layout.entries:
+            name = self._live_name(entry.name)
+            live = self.lives.get(name)
+            if name in self.skipped:
+                continue
+            fits = live is not None and not _difference(entry, live.tensor)
+            if live is not None and fits and _direct(entry, live.tensor) and not entry.alias_of:
+                self.targets[entry.name] = live.tensor
+                continue
+            if entry.alias_of is None:
+                self.targets[entry.name] = fresh(entry)
+            if live is not None and fits:
+                source = self.targets.get(entry.alias_of or entry.name)
+                if source is not None and source is not live.tensor:
+                    self.copies.append((live.tensor, source))
+
+    def _live_name(self, name: str) -> str:
+        """A saved optimizer may stand at another index now."""
+        if name.startswith("optim/"):
+            _, i, rest = name.split("/", 2)
+            if int(i) in self.matched:
+                return f"optim/{self.matched[int(i)]}/{rest}"
+            return ""  # kept until its optimizer is found
+        return name
+
+    def finish(self, first: dict[str, Any]) -> None:
+        """Everything was read: fill what could not be read into, then optimizers and extras."""
+        with torch.no_grad():
+            for live, source in self.copies:
+                live.copy_(source)
+            for target in self.targets.values():
+                torch.autograd.graph.increment_version(target)
+        for i, saved in enumerate(self.second["optimizers"]):
+            holding = Saved(i, saved, *self._optimizer_tensors(i))
+            if i in self.matched:
+                j = self.matched[i]
+                install(holding, j, self.live.optimizers[j], self.live.names())
+            else:
+                self.pending.append(holding)
+        for extra in self.live.extras:
+            self._load_extra(extra, first)
+        rng.restore(boundary.rebuild(first["rng"]))
+
+    def _optimizer_tensors(self, i: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Tensors of saved optimizer i by saved name, live ones where there are, and device kinds."""
+        prefix = f"optim/{i}/"
+        found, devices = {}, {}
+        for name, target in self.targets.items():
+            if name.startswith(prefix):
+                live: Live | None = self.lives.get(self._live_name(name))
+                entry = self.layout.entries[self.layout.index[name]]
+                usable = live is not None and not _difference(entry, live.tensor)
+                found[name] = live.tensor if live is not None and usable else target
+                devices[name] = entry.device
+        return found, devices
+
+    def _load_extra(self, extra: Extra, first: dict[str, Any]) -> None:
+        early, late = first["extras"], self.second["extras"]
+        order = (early, late) if extra.instant != "forward" else (late, early)
+        for held in order:
+            if extra.name in held:
+                extra.load(boundary.rebuild(held[extra.name], self.targets.__getitem__))
+                return
+
+    def leftover(self, first: dict[str, Any]) -> tuple[str, ...]:
+        """Extras in the snapshot that nobody took."""
+        given = {extra.name for extra in self.live.extras}
+        return tuple(sorted({*first["extras"], *self.second["extras"]} - given))
+
+
+def fresh(entry: Entry) -> torch.Tensor:
+    """An empty CPU tensor for an entry."""
+    return torch.empty_strided(entry.shape, entry.strides, dtype=getattr(torch, entry.dtype))
+
+
+def _difference(entry: Entry, tensor: torch.Tensor) -> str:
+    """In words, or "" when an entry's bytes can become this tensor."""
+    saved = f"{entry.dtype}{list(entry.shape)}"
+    live = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return "" if saved == live else f"saved {saved}, live {live}"
+
+
+def _direct(entry: Entry, tensor: torch.Tensor) -> bool:
+    """The bytes can be read straight into the tensor's memory."""
+    return (
+        tensor.device.type == "cpu" and is_dense(tensor) and tuple(tensor.stride()) == entry.strides
+    )
+
+
+def _arm_forward(live: Inventory, first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Set the generators at the first training forward to what they were there (b).
+
+    However the loop drew its first batch, the forward then draws what it drew before.
+    """
+    state = progress(live.model)
+    if state.forward_hook is not None:
+        state.forward_hook.remove()
+        state.forward_hook = None
+    if "rng" not in second:
+        return
+    watched = Watched(live.model)
+    watched.refresh()
+    generators = [
+        (extra, boundary.rebuild(second["extras"][extra.name]))
+        for extra in live.extras
+        if extra.instant == "both" and extra.name in second["extras"]
+    ]
+    states = boundary.rebuild(second["rng"])
+
+    def action() -> None:
+        rng.restore(states)
+        for extra, value in generators:
+            if isinstance(value, dict | tuple | torch.Tensor):
+                extra.load(value)
+
+    state.forward_hook = before_next_forward(watched, action)
