@@ -16,6 +16,8 @@ static void test_create_and_reopen(void) {
   lck_region_info made = describe(region);
   CHECK(made.medium == here.medium, "medium %u, expected %u", made.medium, here.medium);
   uint32_t expected = here.medium == LCK_FILE && !here.flags ? LCK_GRAN_PAGE : LCK_GRAN_NONE;
+  if (here.medium == LCK_FSDAX)
+    expected = getenv("LCK_TEST_EADR") ? LCK_GRAN_BYTE : LCK_GRAN_LINE;
   CHECK(made.granularity == expected, "granularity %u", made.granularity);
   CHECK(made.rank == 1 && made.world == 4 && made.slot_count == 2, "topology");
   CHECK(memcmp(made.run_id, "run", 4) == 0, "run id");
@@ -382,7 +384,12 @@ static void test_huge_pages(void) {
 }
 
 int main(void) {
+  const char *dax = getenv("LCK_TEST_DAX"); /* a directory on a DAX mount: that and nothing else */
   const char *disk = getenv("LCK_TEST_DISK") ? getenv("LCK_TEST_DISK") : "/var/tmp";
+  if (dax != NULL) {
+    test_place("fsdax", dax, LCK_FSDAX, 0);
+    return checks_end();
+  }
   test_place("tmpfs", "/dev/shm", LCK_TMPFS, 0);
   test_place("ordinary file", disk, LCK_FILE, 0);
   test_place("ordinary file, process-durable", disk, LCK_FILE, LCK_PROCESS_DURABLE);
