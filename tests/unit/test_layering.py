@@ -1,0 +1,227 @@
+"""The house rules of design.md section 4, and the size limits, as tests.
+
+Lazy imports, imports under TYPE_CHECKING and `import_module("...")` count like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_FLOORS = {
+    1: {"errors", "types"},
+    2: {"config", "policy"},
+    3: {"region"},
+    4: {"capture"},
+    5: {"restore", "load", "distributed"},
+    6: {"failure"},
+    7: {"checkpointer"},
+    8: {"integrations", "cli", "__init__"},
+}
+_FLOOR_OF = {room: floor for floor, rooms in _FLOORS.items() for room in rooms}
+# One way only: a config is checked when it is made, its policy included; looking into a region
+# takes restore's choice of a snapshot.
+_SAME_FLOOR = {("config", "policy"), ("load", "restore")}
+# Faces use what users use; __init__ hands out names of these, and the marks of instants.
+_FACES_USE = {"checkpointer", "restore", "load", "config", "errors", "policy", "types", "__init__"}
+_HANDED_OUT = {"lightck.capture.extras"}
+_CLOCKS = {"time", "datetime", "random", "secrets"}
+_BANNED = re.compile(r"utils?\b|helper|manager", re.I)
+
+
+@cache
+def _modules() -> dict[str, Path]:
+    found = {}
+    for file in sorted((_ROOT / "lightck").rglob("*.py")):
+        parts = file.relative_to(_ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+@cache
+def _imports(module: str) -> set[tuple[str, int]]:
+    """Everything a module of ours imports, as absolute names with line numbers."""
+    file = _modules()[module]
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        for name in _named(node, package):
+            found.add((name, getattr(node, "lineno", 0)))
+    return found
+
+
+def _named(node: ast.AST, package: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        base = ".".join([*up, *([node.module] if node.module else [])])
+        for alias in node.names:
+            submodule = f"{base}.{alias.name}"
+            yield submodule if submodule in _modules() else base
+    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        called = ast.unparse(node.func).rpartition(".")[2]
+        if called in ("import_module", "__import__", "find_spec"):
+            yield str(node.args[0].value)
+
+
+def _room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def _on_floors(*floors: int) -> list[str]:
+    return [m for m in _modules() if _FLOOR_OF.get(_room(m)) in floors]
+
+
+def _allowed(importer: str, imported: str) -> bool:
+    if importer == imported or (importer, imported) in _SAME_FLOOR:
+        return True
+    if _FLOOR_OF[importer] == 8:
+        return imported in _FACES_USE
+    return _FLOOR_OF[imported] < _FLOOR_OF[importer]
+
+
+def test_every_module_has_a_floor() -> None:
+    assert {_room(module) for module in _modules()} <= _FLOOR_OF.keys()
+
+
+def test_rooms_import_from_lower_floors_only() -> None:
+    wrong = [
+        f"{_modules()[module].relative_to(_ROOT)}:{line}: {_room(module)} imports {name}"
+        for module in _modules()
+        for name, line in _imports(module)
+        if name.split(".")[0] == "lightck"
+        and name != "lightck._native"
+        and not (module == "lightck" and name in _HANDED_OUT)
+        and not _allowed(_room(module), _room(name))
+    ]
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_modules_import_each_other_without_cycles() -> None:
+    graph = {
+        module: {name for name, _ in _imports(module) if name in _modules() and name != module}
+        for module in _modules()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
+
+
+def test_one_module_loads_the_native_library() -> None:
+    users = {m for m in _modules() if any(n == "lightck._native" for n, _ in _imports(m))}
+    assert users <= {"lightck.region.library"}
+
+
+def test_torch_is_imported_from_floor_four_up() -> None:
+    wrong = [
+        f"{module}:{line}: imports {name}"
+        for module in _on_floors(1, 2, 3)
+        for name, line in _imports(module)
+        if name.split(".")[0] in ("torch", "torchvision")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_floors_one_and_two_use_the_standard_library_only() -> None:
+    wrong = [
+        f"{module}:{line}: imports {name}"
+        for module in _on_floors(1, 2)
+        for name, line in _imports(module)
+        if name.split(".")[0] not in sys.stdlib_module_names | {"lightck"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_policies_read_no_clock_and_draw_no_numbers() -> None:
+    wrong = [
+        f"{module}:{line}: imports {name}"
+        for module in _modules()
+        if _room(module) == "policy"
+        for name, line in _imports(module)
+        if name.split(".")[0] in _CLOCKS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_floors_one_to_three_import_without_torch() -> None:
+    # A bare package stands in for lightck/__init__.py, which may well need torch.
+    names = _on_floors(1, 2, 3)
+    code = f"""
+import importlib, sys, types
+package = types.ModuleType("lightck")
+package.__path__ = [{str(_ROOT / "lightck")!r}]
+sys.modules["lightck"] = package
+sys.modules["torch"] = None
+for name in {names!r}:
+    importlib.import_module(name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_benchmarks_use_the_public_interface_only() -> None:
+    public = {"lightck", "lightck.config", "lightck.errors", "lightck.policy", "lightck.types"}
+    wrong = [
+        f"{file.relative_to(_ROOT)}: {name}"
+        for file in sorted((_ROOT / "bench").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        for name in _named(node, "bench")
+        if name.split(".")[0] == "lightck" and name not in public
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _sources(*patterns: str) -> list[Path]:
+    return [file for pattern in patterns for file in sorted(_ROOT.glob(pattern))]
+
+
+_PYTHON = _sources("lightck/**/*.py")
+_TESTS = _sources("tests/**/*.py", "bench/**/*.py")
+_C = _sources("native/**/*.c", "native/**/*.h")
+
+
+def _relative(file: Path) -> str:
+    return str(file.relative_to(_ROOT))
+
+
+@pytest.mark.parametrize("file", _PYTHON + _TESTS, ids=_relative)
+def test_python_sizes_and_names(file: Path) -> None:
+    text = file.read_text()
+    assert text.count("\n") <= (400 if file in _PYTHON else 500), "lines in the file"
+    assert not _BANNED.search(file.stem)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and file in _PYTHON:
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= 60, f"{node.name} has {lines} lines"
+        if isinstance(node, ast.ClassDef):
+            assert not _BANNED.search(node.name)
+
+
+@pytest.mark.parametrize("file", _C, ids=_relative)
+def test_c_sizes(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    assert len(lines) <= (500 if "tests" in file.parts else 400), "lines in the file"
+    start = name = None
+    for number, line in enumerate(lines, 1):
+        # clang-format puts a function's signature and its closing brace at the left margin.
+        if re.match(r"[A-Za-z_].*\(", line) and not line.endswith(";"):
+            start, name = number, line
+        if line == "}" and start is not None:
+            length = number - start + 1
+            assert length <= 80, f"{name}: {length} lines"
+            start = None
+
+
+@pytest.mark.parametrize("file", _PYTHON + _TESTS + _C, ids=_relative)
+def test_sources_are_ascii(file: Path) -> None:
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        assert line.isascii(), f"line {number}: {line.decode(errors='replace')}"

@@ -1,0 +1,139 @@
+"""The C header, the library's exported symbols and the cffi declarations say the same.
+
+A difference between them would not be an error but a crash, or worse.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import cffi
+import pytest
+
+from lightck.region import library, native
+
+_ROOT = Path(__file__).parents[2]
+_HEADER = _ROOT / "native/include/lightck.h"
+
+
+def _library() -> str:
+    spec = importlib.util.find_spec("lightck._native")
+    assert spec is not None, "lightck._native is not built: run `make venv`"
+    assert spec.origin is not None
+    return spec.origin
+
+
+def _declarations() -> str:
+    """The header without comments and preprocessor lines, except what cffi can use."""
+    text = re.sub(r"/\*.*?\*/", "", _HEADER.read_text(), flags=re.S)
+    lines = []
+    for line in text.splitlines():
+        constant = re.fullmatch(r"#define (LCK_\w+) (\d+)u?\s*", line)
+        if constant:
+            lines.append(f"#define {constant[1]} {constant[2]}")
+        elif not line.startswith("#"):
+            lines.append(line)
+    return "\n".join(lines)
+
+
+@cache
+def _parsed(text: str) -> tuple[Any, Any]:
+    ffi = cffi.FFI()
+    ffi.cdef(text)
+    return ffi, ffi.dlopen(_library())
+
+
+def _functions(text: str) -> dict[str, str]:
+    """Name to type, with `struct x` and its typedef `x` made one."""
+    ffi, library = _parsed(text)
+    names = re.findall(r"\b(lck_\w+)\s*\(", text)
+    return {n: ffi.typeof(getattr(library, n)).cname.replace("struct ", "") for n in names}
+
+
+def _structs(text: str) -> dict[str, Any]:
+    """Name to size and fields (name, type, offset); None for an opaque one."""
+    ffi, _ = _parsed(text)
+    found = {}
+    for name in ffi.list_types()[0]:
+        kind = ffi.typeof(name)
+        if kind.fields is None:
+            found[name] = None
+        else:
+            fields = [(n, f.type.cname.replace("struct ", ""), f.offset) for n, f in kind.fields]
+            found[name] = (ffi.sizeof(kind), fields)
+    return found
+
+
+def _constants() -> dict[str, int]:
+    text = _declarations()
+    _, library = _parsed(text)
+    names = re.findall(r"^\s*(?:#define )?(LCK_\w+)(?: =| \d)", text, re.M)
+    names += [
+        n for line in re.findall(r"enum \{(.*?)\}", text) for n in re.findall(r"LCK_\w+", line)
+    ]
+    return {name: int(getattr(library, name)) for name in names}
+
+
+def test_library_exports_exactly_the_header() -> None:
+    listing = subprocess.run(
+        ["nm", "-D", "--defined-only", _library()], capture_output=True, text=True, check=True
+    )
+    exported = {line.split()[-1] for line in listing.stdout.splitlines()}
+    assert exported == set(_functions(_declarations()))
+
+
+def test_cdef_declares_exactly_the_header() -> None:
+    assert _functions(library.CDEF) == _functions(_declarations())
+
+
+def test_cdef_lays_out_every_struct_as_the_header() -> None:
+    assert _structs(library.CDEF) == _structs(_declarations())
+
+
+def test_python_constants_equal_the_headers() -> None:
+    constants = _constants()
+    assert constants["LCK_E_STATE"] == -14  # the header was really read
+    mirrored = {f"LCK_{n}": v for n, v in vars(native).items() if f"LCK_{n}" in constants}
+    assert mirrored == {name: constants[name] for name in mirrored}
+    assert len(mirrored) >= 10
+    assert constants["LCK_ABI"] == library.ABI
+    assert constants["LCK_LINE"] == native.LINE_BYTES
+    for code, medium in native.MEDIA.items():
+        assert constants[f"LCK_{medium.upper()}"] == code
+
+
+@pytest.mark.parametrize(
+    ("struct", "dtype"), [("lck_copy", native.COPY_DTYPE), ("lck_read", native.READ_DTYPE)]
+)
+def test_arrays_passed_to_c_are_laid_out_as_its_structs(struct: str, dtype: Any) -> None:
+    size, fields = _structs(_declarations())[struct]
+    assert dtype.itemsize == size
+    offsets = {name: offset for name, _, offset in fields}
+    assert {name: dtype.fields[name][1] for name in dtype.names} == offsets
+
+
+@pytest.mark.parametrize(
+    ("key", "patterns"),
+    [
+        ("sources", ["native/src/*.c"]),
+        ("depends", ["native/src/*.h", "native/include/*.h"]),
+    ],
+)
+def test_pyproject_lists_every_native_file(key: str, patterns: list[str]) -> None:
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())
+    (module,) = project["tool"]["setuptools"]["ext-modules"]
+    files = sorted(str(f.relative_to(_ROOT)) for p in patterns for f in _ROOT.glob(p))
+    assert sorted(module[key]) == files
+
+
+def test_pyproject_lists_every_package() -> None:
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())
+    inits = (_ROOT / "lightck").rglob("__init__.py")
+    packages = {".".join(init.parent.relative_to(_ROOT).parts) for init in inits}
+    assert set(project["tool"]["setuptools"]["packages"]) == packages | {"lightck.configs"}
