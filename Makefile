@@ -102,7 +102,9 @@ $(OUT)/$(1)/test_%: native/tests/test_%.c $(SOURCES:native/src/%.c=$(OUT)/$(1)/%
 
 .PHONY: run-$(1)
 run-$(1): $(NATIVE_TESTS:native/tests/%.c=$(OUT)/$(1)/%)
-	@set -e; for program in $$^; do echo "$$$$program"; $(3) $$$$program; done
+	@failed=; for program in $$^; do echo "$$$$program"; \
+	  $(3) $$$$program || failed="$$$$failed $$$$program"; done; \
+	if [ -n "$$$$failed" ]; then echo "FAILED:$$$$failed"; exit 1; fi
 endef
 
 # gcc 12's ThreadSanitizer cannot start under the address randomization of newer kernels.
