@@ -1,0 +1,260 @@
+/* batch.c -- building a batch, claiming its chunks, and running them. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "error.h"
+#include "fault.h"
+#include "format.h"
+#include "kernel.h"
+#include "persist.h"
+#include "region.h"
+#include "snapshot.h"
+
+static uint64_t whole_lines(uint64_t length) {
+  return (length + LCK_LINE - 1) / LCK_LINE * LCK_LINE;
+}
+
+static int check_copy(const lck_snapshot *snapshot, const lck_copy *copy, uint64_t index) {
+  if (!copy->source || copy->length == 0 || copy->length > INT64_MAX ||
+      (copy->flags & ~(uint32_t)LCK_COPY_IF_CHANGED) != 0) {
+    return lck_fail(LCK_E_INVALID, "copy %llu: no source, no length or unknown flags 0x%x",
+                    (unsigned long long)index, copy->flags);
+  }
+  if (copy->offset % LCK_LINE != 0 || !lck_slot_contains(snapshot->region, snapshot->slot,
+                                                         copy->offset, whole_lines(copy->length))) {
+    return lck_fail(LCK_E_INVALID,
+                    "copy %llu: [%llu, +%llu) is not on a line or not in the space of slot %u",
+                    (unsigned long long)index, (unsigned long long)copy->offset,
+                    (unsigned long long)copy->length, snapshot->slot);
+  }
+  return 0;
+}
+
+/* Whether a copy that starts, or goes on, with `length` bytes needs another chunk. Chunks end with
+ * the layer, so that a watermark at a layer's end never lets a byte of the next layer run. */
+static int must_cut(const lck_batch *batch, uint64_t chunk_bytes, uint64_t at, uint32_t layer,
+                    uint64_t length) {
+  if (batch->chunk_count == 0)
+    return 1;
+  const lck_chunk *chunk = &batch->chunks[batch->chunk_count - 1];
+  return chunk->layer != layer || batch->piece_count - chunk->first >= LCK_CHUNK_PIECES ||
+         at - chunk->start + length > chunk_bytes;
+}
+
+/* A copy that may be skipped stays in one chunk whatever its length: it is decided as a whole. */
+static void cut_copy(lck_batch *batch, uint64_t chunk_bytes, const lck_copy *copy, uint32_t index,
+                     unsigned char *staged) {
+  int whole = (copy->flags & LCK_COPY_IF_CHANGED) != 0;
+  for (uint64_t at = 0; at < copy->length;) {
+    uint64_t length = copy->length - at < chunk_bytes ? copy->length - at : chunk_bytes;
+    if ((at == 0 || !whole) &&
+        must_cut(batch, chunk_bytes, batch->bytes, copy->layer, whole ? copy->length : length)) {
+      batch->chunks[batch->chunk_count++] =
+          (lck_chunk){.first = batch->piece_count, .start = batch->bytes, .layer = copy->layer};
+    }
+    batch->pieces[batch->piece_count++] = (lck_piece){
+        .source = (const unsigned char *)copy->source + at,
+        .staged = staged ? staged + at : NULL,
+        .offset = copy->offset + at,
+        .length = length,
+        .copy = index,
+        .flags = copy->flags,
+        .expected = copy->crc,
+    };
+    at += length;
+    batch->bytes += length;
+  }
+}
+
+int lck_batch_build(lck_snapshot *snapshot, const lck_copy *copies, uint64_t count,
+                    lck_batch **out) {
+  uint64_t chunk_bytes = snapshot->pool->chunk_bytes, pieces = 0, staging = 0;
+  if (count > UINT32_MAX)
+    return lck_fail(LCK_E_INVALID, "%llu copies in one batch", (unsigned long long)count);
+  for (uint64_t i = 0; i < count; i++) {
+    int rc = check_copy(snapshot, &copies[i], i);
+    if (rc)
+      return rc;
+    pieces += (copies[i].length + chunk_bytes - 1) / chunk_bytes;
+    staging += whole_lines(copies[i].length);
+  }
+  lck_batch *batch = aligned_alloc(64, sizeof *batch);
+  if (batch) {
+    memset(batch, 0, sizeof *batch);
+    batch->pieces = calloc(pieces + 1, sizeof *batch->pieces);
+    batch->chunks = calloc(pieces + 1, sizeof *batch->chunks);
+  }
+  unsigned char *staged = NULL;
+  if (snapshot->staged && staging > 0 && batch)
+    staged = lck_staging_take(snapshot->pool, &snapshot->areas, staging);
+  if (!batch || !batch->pieces || !batch->chunks || (snapshot->staged && staging > 0 && !staged)) {
+    lck_batch_free(batch);
+    return lck_fail(LCK_E_NOMEM, "no memory for a batch of %llu copies, %llu bytes of staging",
+                    (unsigned long long)count,
+                    (unsigned long long)(snapshot->staged ? staging : 0));
+  }
+  for (uint64_t i = 0; i < count; i++) {
+    cut_copy(batch, chunk_bytes, &copies[i], (uint32_t)i, staged);
+    staged = staged ? staged + whole_lines(copies[i].length) : NULL;
+  }
+  batch->chunks[batch->chunk_count] =
+      (lck_chunk){.first = batch->piece_count, .start = batch->bytes};
+  batch->copy_count = count;
+  *out = batch;
+  return 0;
+}
+
+void lck_batch_free(lck_batch *batch) {
+  if (batch) {
+    free(batch->pieces);
+    free(batch->chunks);
+    free(batch);
+  }
+}
+
+uint64_t lck_batch_chunks(const lck_batch *batch, uint64_t bytes) {
+  uint64_t low = 0, high = batch->chunk_count;
+  while (low < high) {
+    uint64_t middle = low + (high - low) / 2;
+    if (batch->chunks[middle].start < bytes)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+uint64_t lck_batch_claim(lck_batch *batch) {
+  uint64_t next = atomic_load(&batch->next);
+  while (next < atomic_load(&batch->released))
+    if (atomic_compare_exchange_weak(&batch->next, &next, next + 1))
+      return next;
+  return LCK_NO_CHUNK;
+}
+
+uint64_t lck_batch_claim_drain(lck_batch *batch) {
+  uint64_t next = atomic_load(&batch->drain_next);
+  while (next < batch->chunk_count && atomic_load(&batch->chunks[next].captured))
+    if (atomic_compare_exchange_weak(&batch->drain_next, &next, next + 1))
+      return next;
+  return LCK_NO_CHUNK;
+}
+
+static void add_relaxed(_Atomic uint64_t *counter, uint64_t value) {
+  atomic_fetch_add_explicit(counter, value, memory_order_relaxed);
+}
+
+static void store_piece(lck_snapshot *snapshot, lck_piece *piece) {
+  if (piece->staged) {
+    piece->crc = lck_kernel_current()->copy(piece->staged, piece->source, piece->length, 0);
+  } else {
+    uint32_t crc = 0;
+    lck_persist_payload(snapshot->region, piece->offset, piece->source, piece->length, &crc);
+    piece->crc = crc;
+  }
+}
+
+/* Hash the `count` pieces of one copy; mark them as skipped when the extent holds these bytes
+ * already. If it does not, the CRCs of the copy replace those of the hash: they describe what was
+ * stored even when the source changed in between. */
+static int unchanged(lck_piece *pieces, uint64_t count) {
+  uint32_t crc = 0;
+  for (uint64_t i = 0; i < count; i++) {
+    pieces[i].crc = lck_kernel_current()->crc(pieces[i].source, pieces[i].length, 0);
+    crc = i == 0 ? pieces[0].crc : lck_crc32c_combine(crc, pieces[i].crc, pieces[i].length);
+  }
+  if (crc != pieces[0].expected)
+    return 0;
+  for (uint64_t i = 0; i < count; i++)
+    pieces[i].flags |= LCK_PIECE_SKIPPED;
+  return 1;
+}
+
+static void capture_pieces(lck_snapshot *snapshot, lck_batch *batch, const lck_chunk *chunk,
+                           int helping) {
+  uint64_t copied = 0, skipped = 0;
+  for (uint64_t i = chunk[0].first; i < chunk[1].first;) {
+    lck_piece *piece = &batch->pieces[i];
+    uint64_t run = 1;
+    uint64_t length = piece->length;
+    int skip = 0;
+    if (piece->flags & LCK_COPY_IF_CHANGED) {
+      for (; i + run < chunk[1].first && piece[run].copy == piece->copy; run++)
+        length += piece[run].length;
+      skip = unchanged(piece, run);
+    }
+    for (uint64_t k = 0; k < run && !skip; k++)
+      store_piece(snapshot, &piece[k]);
+    *(skip ? &skipped : &copied) += length;
+    i += run;
+  }
+  /* A fence drains this thread's stores only, so it must come before the chunk counts as done. */
+  lck_persist_fence(snapshot->region);
+  add_relaxed(&snapshot->pool->bytes_copied, copied);
+  add_relaxed(&snapshot->pool->bytes_skipped, skipped);
+  add_relaxed(&snapshot->pool->bytes_helped, helping ? copied : 0);
+}
+
+static void finish_lap(lck_snapshot *snapshot, uint64_t started, lck_lap *lap) {
+  lap->finished = lck_now_ns();
+  lap->spent = lap->finished - started;
+  add_relaxed(&snapshot->pool->copy_ns, lap->spent);
+}
+
+/* `halted` is read after the claim: whoever sets it and then finds every claimed chunk done knows
+ * that no source is touched any more. A failure is stored before its chunk counts as done, so
+ * that a batch with all chunks done and no failure is captured. */
+void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, int helping,
+                       lck_lap *lap) {
+  uint64_t started = lck_now_ns();
+  lck_chunk *chunk = &batch->chunks[index];
+  if (!atomic_load(&snapshot->halted)) {
+    int error = lck_fault_visit(LCK_FAULT_COPY);
+    if (error) {
+      const lck_piece *piece = &batch->pieces[chunk->first];
+      errno = error;
+      lck_snapshot_fail(snapshot,
+                        lck_fail_errno(LCK_E_IO, "chunk %llu, copy %u to offset %llu of slot %u",
+                                       (unsigned long long)index, piece->copy,
+                                       (unsigned long long)piece->offset, snapshot->slot));
+    } else {
+      capture_pieces(snapshot, batch, chunk, helping);
+      atomic_store(&chunk->captured, 1);
+      if (snapshot->staged && atomic_load(&snapshot->erased))
+        lck_pool_wake(snapshot->pool);
+    }
+  }
+  finish_lap(snapshot, started, lap);
+  int last = atomic_fetch_add(&batch->done, 1) + 1 == batch->chunk_count;
+  if (last || atomic_load(&snapshot->halted))
+    lck_pool_notify(snapshot->pool);
+}
+
+void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, lck_lap *lap) {
+  uint64_t started = lck_now_ns();
+  const lck_chunk *chunk = &batch->chunks[index];
+  for (uint64_t i = chunk[0].first; i < chunk[1].first && !atomic_load(&snapshot->halted); i++) {
+    const lck_piece *piece = &batch->pieces[i];
+    uint32_t crc = 0;
+    if (piece->flags & LCK_PIECE_SKIPPED)
+      continue;
+    lck_persist_payload(snapshot->region, piece->offset, piece->staged, piece->length, &crc);
+    if (crc != piece->crc) {
+      lck_snapshot_fail(
+          snapshot,
+          lck_fail(LCK_E_CORRUPT,
+                   "copy %u to offset %llu of slot %u changed in DRAM: CRC 0x%08x, captured 0x%08x",
+                   piece->copy, (unsigned long long)piece->offset, snapshot->slot, crc,
+                   piece->crc));
+    }
+  }
+  lck_persist_fence(snapshot->region);
+  finish_lap(snapshot, started, lap);
+  if (atomic_fetch_add(&batch->drained, 1) + 1 == batch->chunk_count) {
+    atomic_fetch_add(&snapshot->drained, 1);
+    pthread_mutex_lock(&snapshot->pool->lock);
+    pthread_cond_signal(&snapshot->pool->duty);
+    pthread_mutex_unlock(&snapshot->pool->lock);
+  }
+}

@@ -1,0 +1,339 @@
+/* pool.c -- threads, their sleep and their choice of work. */
+#include "pool.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "api.h"
+#include "error.h"
+#include "snapshot.h"
+
+#define FULL_PACE 1000u
+
+typedef struct task {
+  lck_snapshot *snapshot;
+  lck_batch *batch;
+  uint64_t chunk;
+  int drain;
+} task;
+
+int lck_pool_usable(const lck_pool *pool) {
+  if (!pool)
+    return lck_fail(LCK_E_INVALID, "no pool");
+  if (pool->owner != getpid())
+    return lck_fail(LCK_E_FORKED, "the pool belongs to process %d", (int)pool->owner);
+  return 0;
+}
+
+uint64_t lck_now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
+}
+
+void lck_pool_sleep(lck_pool *pool, pthread_cond_t *condition, uint64_t deadline) {
+  if (deadline == LCK_ALL) {
+    pthread_cond_wait(condition, &pool->lock);
+    return;
+  }
+  struct timespec until = {.tv_sec = (time_t)(deadline / UINT64_C(1000000000)),
+                           .tv_nsec = (long)(deadline % UINT64_C(1000000000))};
+  pthread_cond_timedwait(condition, &pool->lock, &until);
+}
+
+void lck_pool_wake(lck_pool *pool) {
+  if (atomic_load(&pool->sleepers) > 0) {
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->lock);
+  }
+}
+
+void lck_pool_notify(lck_pool *pool) {
+  if (atomic_load(&pool->waiters) > 0) {
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_broadcast(&pool->progress);
+    pthread_mutex_unlock(&pool->lock);
+  }
+}
+
+/* ---- Choosing work; all under the pool's lock ------------------------------------------------ */
+
+static int find_capture(lck_snapshot *snapshot, int waited_for, task *out) {
+  uint32_t count = atomic_load(&snapshot->batch_count);
+  for (uint32_t i = snapshot->scan_from; i < count; i++) {
+    lck_batch *batch = lck_snapshot_batch(snapshot, i);
+    if (!waited_for || atomic_load(&batch->waiting) > 0) {
+      uint64_t chunk = lck_batch_claim(batch);
+      if (chunk != LCK_NO_CHUNK) {
+        *out = (task){.snapshot = snapshot, .batch = batch, .chunk = chunk};
+        return 1;
+      }
+    }
+    if (i == snapshot->scan_from && atomic_load(&batch->next) == batch->chunk_count)
+      snapshot->scan_from++;
+  }
+  return 0;
+}
+
+static int find_drain(lck_snapshot *snapshot, task *out) {
+  if (!snapshot->staged || !atomic_load(&snapshot->erased))
+    return 0;
+  uint32_t count = atomic_load(&snapshot->batch_count);
+  for (uint32_t i = snapshot->drain_from; i < count; i++) {
+    lck_batch *batch = lck_snapshot_batch(snapshot, i);
+    uint64_t chunk = lck_batch_claim_drain(batch);
+    if (chunk != LCK_NO_CHUNK) {
+      *out = (task){.snapshot = snapshot, .batch = batch, .chunk = chunk, .drain = 1};
+      return 1;
+    }
+    if (i == snapshot->drain_from && atomic_load(&batch->drain_next) == batch->chunk_count)
+      snapshot->drain_from++;
+  }
+  return 0;
+}
+
+/* When this worker may copy again: a chunk that took t is followed by a pause of t * (1/pace - 1).
+ */
+static uint64_t resume_at(const lck_pool *pool, const lck_lap *lap) {
+  uint64_t pace = atomic_load(&pool->pace);
+  return pace == 0 ? LCK_ALL : lap->finished + lap->spent * (FULL_PACE - pace) / pace;
+}
+
+/* What somebody waits for comes first and is never paced; then captures, because sources wait for
+ * them; then drains, for which nobody waits. Returns 0 with the time to look again. */
+static int find_task(lck_pool *pool, const lck_lap *lap, task *out, uint64_t *again) {
+  *again = LCK_ALL;
+  if (atomic_load(&pool->urgent) > 0) {
+    for (lck_snapshot *s = pool->first; s; s = s->next)
+      if (atomic_load(&s->urgent) > 0 && !atomic_load(&s->halted) && find_capture(s, 1, out))
+        return 1;
+  }
+  uint64_t resume = resume_at(pool, lap);
+  if (resume == LCK_ALL || (resume > lap->finished && resume > lck_now_ns())) {
+    *again = resume;
+    return 0;
+  }
+  for (lck_snapshot *s = pool->first; s; s = s->next)
+    if (!atomic_load(&s->halted) && find_capture(s, 0, out))
+      return 1;
+  for (lck_snapshot *s = pool->first; s; s = s->next)
+    if (!atomic_load(&s->halted) && find_drain(s, out))
+      return 1;
+  return 0;
+}
+
+/* ---- Threads --------------------------------------------------------------------------------- */
+
+/* Claims further chunks of the batch without the lock, until something might matter more. */
+static void run_task(lck_pool *pool, const task *todo, lck_lap *lap) {
+  lck_batch *batch = todo->batch;
+  if (todo->drain) {
+    lck_chunk_drain(todo->snapshot, batch, todo->chunk, lap);
+    return;
+  }
+  uint64_t chunk = todo->chunk;
+  while (chunk != LCK_NO_CHUNK) {
+    lck_chunk_capture(todo->snapshot, batch, chunk, 0, lap);
+    int waited_for = atomic_load(&batch->waiting) > 0;
+    if (atomic_load(&todo->snapshot->halted) ||
+        (!waited_for && (atomic_load(&pool->pace) < FULL_PACE || atomic_load(&pool->urgent) > 0))) {
+      return;
+    }
+    chunk = lck_batch_claim(batch);
+  }
+}
+
+static void lower_priority(const lck_pool *pool) {
+  /* A wish: refused when the process itself is already nicer than that. */
+  (void)setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), pool->nice);
+}
+
+void *lck_worker_main(void *argument) {
+  lck_pool *pool = argument;
+  lck_lap lap = {0, 0};
+  lower_priority(pool);
+  pthread_mutex_lock(&pool->lock);
+  while (!pool->stop) {
+    task todo;
+    uint64_t again;
+    atomic_fetch_add(&pool->sleepers, 1);
+    int found = find_task(pool, &lap, &todo, &again);
+    if (!found)
+      lck_pool_sleep(pool, &pool->work, again);
+    atomic_fetch_sub(&pool->sleepers, 1);
+    if (found) {
+      todo.snapshot->users++;
+      pthread_mutex_unlock(&pool->lock);
+      run_task(pool, &todo, &lap);
+      pthread_mutex_lock(&pool->lock);
+      if (--todo.snapshot->users == 0 && atomic_load(&todo.snapshot->halted))
+        pthread_cond_broadcast(&pool->progress);
+    }
+  }
+  pthread_mutex_unlock(&pool->lock);
+  return NULL;
+}
+
+static int due(const lck_snapshot *snapshot) {
+  if (snapshot->phase != LCK_PHASE_SEALED || atomic_load(&snapshot->failure))
+    return 0;
+  return !snapshot->staged ||
+         atomic_load(&snapshot->drained) == atomic_load(&snapshot->batch_count);
+}
+
+void *lck_keeper_main(void *argument) {
+  lck_pool *pool = argument;
+  lower_priority(pool);
+  pthread_mutex_lock(&pool->lock);
+  for (;;) {
+    lck_snapshot *s = pool->first;
+    while (s && !s->doomed && !due(s))
+      s = s->next;
+    if (!s) {
+      if (pool->stop)
+        break;
+      pthread_cond_wait(&pool->duty, &pool->lock);
+      continue;
+    }
+    int doomed = s->doomed;
+    s->users++;
+    pthread_mutex_unlock(&pool->lock);
+    if (doomed)
+      lck_snapshot_erase(s);
+    else
+      lck_snapshot_commit(s);
+    pthread_mutex_lock(&pool->lock);
+    s->users--;
+    pthread_cond_broadcast(&pool->progress);
+  }
+  pthread_mutex_unlock(&pool->lock);
+  return NULL;
+}
+
+/* ---- The pool -------------------------------------------------------------------------------- */
+
+static int start(lck_pool *pool, void *(*body)(void *), const char *name) {
+  pthread_t *member = &pool->members[pool->started];
+  int error = pthread_create(member, NULL, body, pool);
+  if (error) {
+    errno = error;
+    return lck_fail_errno(LCK_E_NOMEM, "starting thread %s", name);
+  }
+  pthread_setname_np(*member, name);
+  pool->started++;
+  return 0;
+}
+
+static int start_all(lck_pool *pool) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  int rc = start(pool, lck_keeper_main, "lightck-keeper");
+  for (uint32_t i = 0; i < pool->threads && rc == 0; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "lightck-%u", i % LCK_MAX_THREADS);
+    rc = start(pool, lck_worker_main, name);
+  }
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  return rc;
+}
+
+static void stop_and_free(lck_pool *pool) {
+  pthread_mutex_lock(&pool->lock);
+  pool->stop = 1;
+  pthread_cond_broadcast(&pool->work);
+  pthread_cond_broadcast(&pool->duty);
+  pthread_mutex_unlock(&pool->lock);
+  for (uint32_t i = 0; i < pool->started; i++)
+    pthread_join(pool->members[i], NULL);
+  lck_staging_drop(pool, pool->cached);
+  pthread_cond_destroy(&pool->progress);
+  pthread_cond_destroy(&pool->duty);
+  pthread_cond_destroy(&pool->work);
+  pthread_mutex_destroy(&pool->lock);
+  free(pool);
+}
+
+LCK_API int lck_pool_create(const lck_pool_spec *spec, lck_pool **out) {
+  if (!spec || !out || spec->threads < 1 || spec->threads > LCK_MAX_THREADS ||
+      spec->chunk_bytes == 0 || spec->chunk_bytes % 4096 != 0 || spec->nice < 0 ||
+      spec->nice > 19) {
+    return lck_fail(LCK_E_INVALID, "pool of %u threads, chunks of %u bytes, nice %d",
+                    spec ? spec->threads : 0, spec ? spec->chunk_bytes : 0, spec ? spec->nice : 0);
+  }
+  lck_pool *pool = calloc(1, sizeof *pool);
+  if (!pool)
+    return lck_fail(LCK_E_NOMEM, "no memory for a pool");
+  pool->owner = getpid();
+  pool->threads = spec->threads;
+  pool->chunk_bytes = spec->chunk_bytes;
+  pool->nice = spec->nice;
+  atomic_store(&pool->pace, FULL_PACE);
+  pthread_condattr_t monotonic;
+  pthread_condattr_init(&monotonic);
+  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+  pthread_mutex_init(&pool->lock, NULL);
+  pthread_cond_init(&pool->work, &monotonic);
+  pthread_cond_init(&pool->duty, &monotonic);
+  pthread_cond_init(&pool->progress, &monotonic);
+  pthread_condattr_destroy(&monotonic);
+  int rc = start_all(pool);
+  if (rc) {
+    stop_and_free(pool);
+    return rc;
+  }
+  *out = pool;
+  return 0;
+}
+
+LCK_API int lck_pool_pace(lck_pool *pool, uint32_t per_mille) {
+  int rc = lck_pool_usable(pool);
+  if (rc)
+    return rc;
+  if (per_mille > FULL_PACE)
+    return lck_fail(LCK_E_INVALID, "pace of %u per mille", per_mille);
+  atomic_store(&pool->pace, per_mille);
+  lck_pool_wake(pool);
+  return 0;
+}
+
+LCK_API int lck_pool_stats(const lck_pool *pool, lck_stats *out) {
+  int rc = lck_pool_usable(pool);
+  if (rc)
+    return rc;
+  if (!out)
+    return lck_fail(LCK_E_INVALID, "no place for the statistics");
+  *out = (lck_stats){
+      .bytes_copied = atomic_load_explicit(&pool->bytes_copied, memory_order_relaxed),
+      .bytes_skipped = atomic_load_explicit(&pool->bytes_skipped, memory_order_relaxed),
+      .bytes_helped = atomic_load_explicit(&pool->bytes_helped, memory_order_relaxed),
+      .copy_ns = atomic_load_explicit(&pool->copy_ns, memory_order_relaxed),
+      .commits = atomic_load_explicit(&pool->commits, memory_order_relaxed),
+      .commit_ns = atomic_load_explicit(&pool->commit_ns, memory_order_relaxed),
+      .staging_bytes = atomic_load_explicit(&pool->staging_bytes, memory_order_relaxed),
+  };
+  return 0;
+}
+
+LCK_API int lck_pool_destroy(lck_pool *pool) {
+  if (!pool)
+    return 0;
+  int rc = lck_pool_usable(pool);
+  if (rc)
+    return rc;
+  pthread_mutex_lock(&pool->lock);
+  int open = pool->first != NULL;
+  pthread_mutex_unlock(&pool->lock);
+  if (open)
+    return lck_fail(LCK_E_STATE, "a snapshot is open in the pool");
+  stop_and_free(pool);
+  return 0;
+}

@@ -1,0 +1,120 @@
+/* seal.c -- the end of a snapshot: seal, and the keeper's two duties. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "api.h"
+#include "error.h"
+#include "region.h"
+#include "snapshot.h"
+
+static int check_captured(const lck_snapshot *snapshot) {
+  uint32_t count = atomic_load(&snapshot->batch_count);
+  for (uint32_t i = 0; i < count; i++) {
+    const lck_batch *batch = lck_snapshot_batch(snapshot, i);
+    uint64_t done = atomic_load(&batch->done);
+    if (done < batch->chunk_count) {
+      return lck_fail(LCK_E_STATE, "batch %u: %llu of %llu chunks captured", i,
+                      (unsigned long long)done, (unsigned long long)batch->chunk_count);
+    }
+  }
+  /* A failure is stored before its chunk counts as done. */
+  return lck_snapshot_failure(snapshot);
+}
+
+static int check_blob(const lck_snapshot *snapshot, const char *name, uint64_t offset,
+                      uint64_t length) {
+  if (length > 0 && !lck_slot_contains(snapshot->region, snapshot->slot, offset, length)) {
+    return lck_fail(LCK_E_INVALID, "%s [%llu, +%llu) is not in the space of slot %u", name,
+                    (unsigned long long)offset, (unsigned long long)length, snapshot->slot);
+  }
+  return 0;
+}
+
+static int check_record(const lck_snapshot *snapshot, const lck_record *record,
+                        const void *manifest) {
+  if (!record || record->sequence == 0 || (!manifest && record->manifest_length > 0))
+    return lck_fail(LCK_E_INVALID, "no record, sequence 0 or no manifest");
+  int rc = check_blob(snapshot, "layout", record->layout_offset, record->layout_length);
+  return rc ? rc
+            : check_blob(snapshot, "manifest", record->manifest_offset, record->manifest_length);
+}
+
+/* *copy stays NULL without a blob. */
+static int copy_blob(const void *blob, uint64_t length, void **copy) {
+  *copy = NULL;
+  if (!blob)
+    return 0;
+  *copy = malloc(length + 1);
+  if (!*copy)
+    return lck_fail(LCK_E_NOMEM, "no memory for a blob of %llu bytes", (unsigned long long)length);
+  memcpy(*copy, blob, length);
+  return 0;
+}
+
+/* The CRCs and the region's identity are filled in by lck_slot_commit, on the keeper's time. */
+LCK_API int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, const void *layout,
+                              const void *manifest) {
+  int rc = lck_snapshot_open(snapshot);
+  if (rc == 0)
+    rc = check_record(snapshot, record, manifest);
+  if (rc == 0)
+    rc = check_captured(snapshot);
+  if (rc)
+    return rc;
+  void *layout_copy, *manifest_copy = NULL;
+  rc = copy_blob(layout, record->layout_length, &layout_copy);
+  if (rc == 0)
+    rc = copy_blob(manifest, record->manifest_length, &manifest_copy);
+  if (rc) {
+    free(layout_copy);
+    return rc;
+  }
+  lck_pool *pool = snapshot->pool;
+  pthread_mutex_lock(&pool->lock);
+  snapshot->record = *record;
+  snapshot->record.slot = snapshot->slot;
+  snapshot->record.payload_bytes = snapshot->payload_bytes;
+  snapshot->layout = layout_copy;
+  snapshot->manifest = manifest_copy;
+  snapshot->phase = LCK_PHASE_SEALED;
+  pthread_cond_signal(&pool->duty);
+  pthread_mutex_unlock(&pool->lock);
+  return 0;
+}
+
+/* After a failure there is nothing to protect any more: no drain will run. */
+void lck_snapshot_erase(lck_snapshot *snapshot) {
+  lck_pool *pool = snapshot->pool;
+  if (!atomic_load(&snapshot->failure)) {
+    int rc = lck_slot_invalidate(snapshot->region, snapshot->slot);
+    if (rc)
+      lck_snapshot_fail(snapshot, rc);
+    else
+      atomic_store(&snapshot->erased, 1);
+  }
+  pthread_mutex_lock(&pool->lock);
+  snapshot->doomed = 0;
+  pthread_mutex_unlock(&pool->lock);
+  lck_pool_wake(pool);
+}
+
+/* The slot is given back before anybody can see the commit, so that whoever has waited for it can
+ * open the slot again. */
+void lck_snapshot_commit(lck_snapshot *snapshot) {
+  lck_pool *pool = snapshot->pool;
+  uint64_t started = lck_now_ns();
+  int rc = lck_slot_commit(snapshot->region, snapshot->slot, &snapshot->record, snapshot->layout,
+                           snapshot->manifest);
+  if (rc) {
+    lck_snapshot_fail(snapshot, rc);
+    return;
+  }
+  lck_slot_unclaim(snapshot->region, snapshot->slot);
+  atomic_fetch_add_explicit(&pool->commits, 1, memory_order_relaxed);
+  atomic_fetch_add_explicit(&pool->commit_ns, lck_now_ns() - started, memory_order_relaxed);
+  pthread_mutex_lock(&pool->lock);
+  snapshot->claimed = 0;
+  snapshot->phase = LCK_PHASE_COMMITTED;
+  pthread_cond_broadcast(&pool->progress);
+  pthread_mutex_unlock(&pool->lock);
+}

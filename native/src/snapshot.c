@@ -1,0 +1,308 @@
+/* snapshot.c -- the life cycle of a snapshot, but for its seal. */
+#include "snapshot.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "api.h"
+#include "error.h"
+#include "region.h"
+
+int lck_snapshot_usable(const lck_snapshot *snapshot) {
+  if (!snapshot)
+    return lck_fail(LCK_E_INVALID, "no snapshot");
+  return lck_pool_usable(snapshot->pool);
+}
+
+int lck_snapshot_failure(const lck_snapshot *snapshot) {
+  int code = atomic_load(&snapshot->failure);
+  return code ? lck_fail(code, "%s", snapshot->text) : 0;
+}
+
+void lck_snapshot_fail(lck_snapshot *snapshot, int code) {
+  lck_pool *pool = snapshot->pool;
+  char text[sizeof snapshot->text];
+  snprintf(text, sizeof text, "%s", lck_last_error());
+  lck_region_latch(snapshot->region, code);
+  pthread_mutex_lock(&pool->lock);
+  if (!atomic_load(&snapshot->failure)) {
+    memcpy(snapshot->text, text, sizeof text);
+    atomic_store(&snapshot->failure, code);
+    atomic_store(&snapshot->halted, 1);
+  }
+  pthread_cond_broadcast(&pool->progress);
+  pthread_mutex_unlock(&pool->lock);
+}
+
+lck_batch *lck_snapshot_batch(const lck_snapshot *snapshot, uint32_t batch) {
+  if (batch >= atomic_load(&snapshot->batch_count)) {
+    lck_fail(LCK_E_INVALID, "no batch %u", batch);
+    return NULL;
+  }
+  return snapshot->blocks[batch / LCK_BATCH_BLOCK][batch % LCK_BATCH_BLOCK];
+}
+
+/* ---- Begin and add --------------------------------------------------------------------------- */
+
+static void enlist(lck_snapshot *snapshot) {
+  lck_pool *pool = snapshot->pool;
+  pthread_mutex_lock(&pool->lock);
+  if (pool->last)
+    pool->last->next = snapshot;
+  else
+    pool->first = snapshot;
+  pool->last = snapshot;
+  snapshot->claimed = 1;
+  if (snapshot->staged) {
+    snapshot->doomed = 1;
+    pthread_cond_signal(&pool->duty);
+  }
+  pthread_mutex_unlock(&pool->lock);
+}
+
+/* Direct media invalidate with a fence, which costs less than waking another thread; every other
+ * medium may sync, so there the keeper does it. */
+LCK_API int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot,
+                               lck_snapshot **out) {
+  int rc = lck_pool_usable(pool);
+  if (rc)
+    return rc;
+  if (!region || !out)
+    return lck_fail(LCK_E_INVALID, "no region, or no place for the snapshot");
+  rc = lck_region_writable(region);
+  if (rc)
+    return rc;
+  lck_snapshot *snapshot = calloc(1, sizeof *snapshot);
+  if (!snapshot)
+    return lck_fail(LCK_E_NOMEM, "no memory for a snapshot");
+  snapshot->pool = pool;
+  snapshot->region = region;
+  snapshot->slot = slot;
+  snapshot->staged = region->granularity == LCK_GRAN_PAGE || region->medium == LCK_FILE;
+  rc = lck_slot_claim(region, slot);
+  if (rc) {
+    free(snapshot);
+    return rc;
+  }
+  if (!snapshot->staged) {
+    rc = lck_slot_invalidate(region, slot);
+    if (rc) {
+      lck_region_latch(region, rc);
+      lck_slot_unclaim(region, slot);
+      free(snapshot);
+      return rc;
+    }
+    atomic_store(&snapshot->erased, 1);
+  }
+  enlist(snapshot);
+  *out = snapshot;
+  return 0;
+}
+
+/* `phase` changes from OPEN only by lck_snapshot_seal, from the thread that uses the handle. */
+int lck_snapshot_open(lck_snapshot *snapshot) {
+  int rc = lck_snapshot_usable(snapshot);
+  if (rc == 0)
+    rc = lck_snapshot_failure(snapshot);
+  if (rc)
+    return rc;
+  pthread_mutex_lock(&snapshot->pool->lock);
+  int phase = snapshot->phase;
+  pthread_mutex_unlock(&snapshot->pool->lock);
+  return phase == LCK_PHASE_OPEN ? 0 : lck_fail(LCK_E_STATE, "the snapshot is sealed already");
+}
+
+LCK_API int lck_snapshot_add(lck_snapshot *snapshot, const lck_copy *copies, uint64_t count,
+                             uint32_t *batch) {
+  int rc = lck_snapshot_open(snapshot);
+  if (rc)
+    return rc;
+  uint32_t index = atomic_load(&snapshot->batch_count);
+  if ((!copies && count > 0) || !batch || index == LCK_BATCHES) {
+    return lck_fail(LCK_E_INVALID, "batch %u of %u: no copies or no place for its number", index,
+                    LCK_BATCHES);
+  }
+  lck_batch ***block = &snapshot->blocks[index / LCK_BATCH_BLOCK];
+  if (!*block) {
+    *block = calloc(LCK_BATCH_BLOCK, sizeof **block);
+    if (!*block)
+      return lck_fail(LCK_E_NOMEM, "no memory for a table of batches");
+  }
+  lck_batch *added;
+  rc = lck_batch_build(snapshot, copies, count, &added);
+  if (rc)
+    return rc;
+  (*block)[index % LCK_BATCH_BLOCK] = added;
+  snapshot->payload_bytes += added->bytes;
+  if (added->chunk_count == 0)
+    atomic_fetch_add(&snapshot->drained, 1);
+  atomic_store(&snapshot->batch_count, index + 1);
+  *batch = index;
+  return 0;
+}
+
+/* ---- Release and capture --------------------------------------------------------------------- */
+
+/* Returns 1 if the watermark rose. */
+static int raise_to(lck_batch *batch, uint64_t chunks) {
+  uint64_t before = atomic_load(&batch->released);
+  while (before < chunks)
+    if (atomic_compare_exchange_weak(&batch->released, &before, chunks))
+      return 1;
+  return 0;
+}
+
+LCK_API int lck_snapshot_release(lck_snapshot *snapshot, uint32_t batch, uint64_t bytes) {
+  int rc = lck_snapshot_usable(snapshot);
+  if (rc)
+    return rc;
+  lck_batch *released = lck_snapshot_batch(snapshot, batch);
+  if (!released)
+    return LCK_E_INVALID;
+  if (raise_to(released, lck_batch_chunks(released, bytes)))
+    lck_pool_wake(snapshot->pool);
+  return lck_snapshot_failure(snapshot);
+}
+
+static uint64_t deadline_of(int64_t timeout_ns) {
+  if (timeout_ns < 0)
+    return LCK_ALL;
+  uint64_t now = lck_now_ns();
+  return (uint64_t)timeout_ns > LCK_ALL - 1 - now ? LCK_ALL : now + (uint64_t)timeout_ns;
+}
+
+/* After a failure the sources are free as soon as no claimed chunk is in hand. The order of the
+ * loads matters: a chunk claimed after `halted` was seen touches no source (lck_chunk_capture), and
+ * `next` read after `done` and equal to it means that at the first load every claim was done. */
+static int settled(const lck_snapshot *snapshot, const lck_batch *batch) {
+  int halted = atomic_load(&snapshot->halted);
+  uint64_t done = atomic_load(&batch->done);
+  return done == batch->chunk_count || (halted && done == atomic_load(&batch->next));
+}
+
+static void help_batch(lck_snapshot *snapshot, lck_batch *batch, uint64_t deadline) {
+  lck_lap lap;
+  while (!atomic_load(&snapshot->halted) && (deadline == LCK_ALL || lck_now_ns() < deadline)) {
+    uint64_t chunk = lck_batch_claim(batch);
+    if (chunk == LCK_NO_CHUNK)
+      return;
+    lck_chunk_capture(snapshot, batch, chunk, 1, &lap);
+  }
+}
+
+LCK_API int lck_snapshot_capture(lck_snapshot *snapshot, uint32_t batch, int64_t timeout_ns,
+                                 int help) {
+  int rc = lck_snapshot_usable(snapshot);
+  if (rc)
+    return rc;
+  lck_batch *wanted = lck_snapshot_batch(snapshot, batch);
+  if (!wanted)
+    return LCK_E_INVALID;
+  uint64_t deadline = deadline_of(timeout_ns);
+  lck_pool *pool = snapshot->pool;
+  int done = settled(snapshot, wanted);
+  if (!done) {
+    atomic_fetch_add(&wanted->waiting, 1);
+    atomic_fetch_add(&snapshot->urgent, 1);
+    atomic_fetch_add(&pool->urgent, 1);
+    raise_to(wanted, wanted->chunk_count);
+    lck_pool_wake(pool);
+    if (help)
+      help_batch(snapshot, wanted, deadline);
+    pthread_mutex_lock(&pool->lock);
+    atomic_fetch_add(&pool->waiters, 1);
+    while (!(done = settled(snapshot, wanted)) && lck_now_ns() < deadline)
+      lck_pool_sleep(pool, &pool->progress, deadline);
+    atomic_fetch_sub(&pool->waiters, 1);
+    pthread_mutex_unlock(&pool->lock);
+    atomic_fetch_sub(&pool->urgent, 1);
+    atomic_fetch_sub(&snapshot->urgent, 1);
+    atomic_fetch_sub(&wanted->waiting, 1);
+  }
+  if (!done) {
+    return lck_fail(LCK_E_TIMEOUT, "batch %u: %llu of %llu chunks captured in time", batch,
+                    (unsigned long long)atomic_load(&wanted->done),
+                    (unsigned long long)wanted->chunk_count);
+  }
+  return lck_snapshot_failure(snapshot);
+}
+
+/* ---- Wait and free --------------------------------------------------------------------------- */
+
+static int public_state(const lck_snapshot *snapshot) {
+  if (atomic_load(&snapshot->failure))
+    return LCK_SNAP_FAILED;
+  return snapshot->phase == LCK_PHASE_COMMITTED ? LCK_SNAP_COMMITTED
+         : snapshot->phase == LCK_PHASE_SEALED  ? LCK_SNAP_SEALED
+                                                : LCK_SNAP_OPEN;
+}
+
+LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *state) {
+  int rc = lck_snapshot_usable(snapshot);
+  if (rc) {
+    if (state)
+      *state = LCK_SNAP_FAILED;
+    return rc;
+  }
+  lck_pool *pool = snapshot->pool;
+  uint64_t deadline = deadline_of(timeout_ns);
+  pthread_mutex_lock(&pool->lock);
+  atomic_fetch_add(&pool->waiters, 1);
+  int seen = public_state(snapshot);
+  while (seen == LCK_SNAP_SEALED && lck_now_ns() < deadline) {
+    lck_pool_sleep(pool, &pool->progress, deadline);
+    seen = public_state(snapshot);
+  }
+  atomic_fetch_sub(&pool->waiters, 1);
+  pthread_mutex_unlock(&pool->lock);
+  if (state)
+    *state = seen;
+  if (seen == LCK_SNAP_FAILED)
+    return lck_snapshot_failure(snapshot);
+  if (seen == LCK_SNAP_OPEN && timeout_ns != 0)
+    return lck_fail(LCK_E_STATE, "the snapshot is not sealed: it would never be committed");
+  return seen == LCK_SNAP_COMMITTED ? 0 : lck_fail(LCK_E_TIMEOUT, "the snapshot is not committed");
+}
+
+/* A sealed snapshot ends by itself. One that was given up still owes its invalidation, because the
+ * caller takes the slot for empty. Neither goes before the last thread has let go of it. */
+static void retire(lck_snapshot *snapshot) {
+  lck_pool *pool = snapshot->pool;
+  pthread_mutex_lock(&pool->lock);
+  while (public_state(snapshot) == LCK_SNAP_SEALED)
+    pthread_cond_wait(&pool->progress, &pool->lock);
+  atomic_store(&snapshot->halted, 1);
+  while (snapshot->users > 0 || snapshot->doomed)
+    pthread_cond_wait(&pool->progress, &pool->lock);
+  lck_snapshot **at = &pool->first, *before = NULL;
+  while (*at != snapshot) {
+    before = *at;
+    at = &before->next;
+  }
+  *at = snapshot->next;
+  if (pool->last == snapshot)
+    pool->last = before;
+  pthread_mutex_unlock(&pool->lock);
+}
+
+LCK_API int lck_snapshot_free(lck_snapshot *snapshot) {
+  if (!snapshot)
+    return 0;
+  int rc = lck_snapshot_usable(snapshot);
+  if (rc)
+    return rc;
+  retire(snapshot);
+  if (snapshot->claimed)
+    lck_slot_unclaim(snapshot->region, snapshot->slot);
+  lck_staging_give(snapshot->pool, &snapshot->areas);
+  for (uint32_t i = 0; i < atomic_load(&snapshot->batch_count); i++)
+    lck_batch_free(lck_snapshot_batch(snapshot, i));
+  for (uint32_t i = 0; i < LCK_BATCHES / LCK_BATCH_BLOCK; i++)
+    free(snapshot->blocks[i]);
+  free(snapshot->layout);
+  free(snapshot->manifest);
+  free(snapshot);
+  return 0;
+}
