@@ -121,7 +121,7 @@ LCK_API int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *o
   if (rc != 0)
     return rc;
   *out = (lck_record){
-      .sequence = record.sequence,
+      .sequence = record.sequence & ~LCK_PUBLISHED,
       .step = record.step,
       .timeline = record.timeline,
       .parent = record.parent,
@@ -179,7 +179,7 @@ int lck_slot_invalidate(lck_region *region, uint32_t slot) {
 static record_disk compose(const lck_region *region, uint32_t slot, const lck_record *record,
                            uint32_t layout, uint32_t manifest) {
   record_disk block = {
-      .sequence = record->sequence,
+      .sequence = record->sequence | LCK_PUBLISHED,
       .magic = LCK_RECORD_MAGIC,
       .version = LCK_FORMAT_VERSION,
       .step = record->step,
@@ -212,8 +212,9 @@ static int check_commit(const lck_region *region, uint32_t slot, const lck_recor
     rc = check_slot(region, slot);
   if (rc != 0)
     return rc;
-  if (record->sequence == 0)
-    return lck_fail(LCK_E_INVALID, "slot %u: sequence 0 cannot be committed", slot);
+  if (record->sequence == 0 || record->sequence >= LCK_PUBLISHED)
+    return lck_fail(LCK_E_INVALID, "slot %u: sequence %" PRIu64 " cannot be committed", slot,
+                    record->sequence);
   if (record->manifest_length > 0 && manifest == NULL)
     return lck_fail(LCK_E_INVALID, "slot %u: manifest is NULL", slot);
   if ((record->layout_length > 0 &&
@@ -259,6 +260,7 @@ int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record,
     return rc;
   uint32_t manifest_sum = lck_crc32c(0, manifest, record->manifest_length);
   record_disk block = compose(region, slot, record, layout_sum, manifest_sum);
+  uint64_t word = block.sequence;
 
   if (layout != NULL)
     lck_persist_store(region, record->layout_offset, layout, record->layout_length);
@@ -272,7 +274,7 @@ int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record,
   block.sequence = 0;
   lck_persist_store(region, LCK_RECORD_OFFSET(slot), &block, sizeof(block));
   lck_persist_fence(region);
-  lck_persist_publish(region, LCK_RECORD_OFFSET(slot), record->sequence);
+  lck_persist_publish(region, LCK_RECORD_OFFSET(slot), word);
   rc = lck_persist_sync(region);
   if (rc == 0)
     keep_layout(region, slot, record->layout_offset, record->layout_length, layout_sum);
