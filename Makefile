@@ -24,6 +24,7 @@ DIALECT = -std=c11 -D_GNU_SOURCE -fvisibility=hidden -pthread
 WARNINGS = -Wall -Wextra -Wconversion -Werror
 comma = ,
 OUT = build/native
+TESTING = $(abspath $(OUT)/lightck-testing.so)
 CROSS = aarch64-linux-gnu-gcc
 
 .PHONY: help venv demo test lint native-test asan tsan soak clean
@@ -60,10 +61,10 @@ demo: venv ## Train, kill, restart and compare with an uninterrupted run
 	$(BIN)/lightck demo
 
 test: venv native-test ## Run the native tests, then pytest
-	$(BIN)/python -m pytest
+	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest
 
 soak: venv native-test ## Run the long tests
-	$(BIN)/python -m pytest -m soak --timeout 3600
+	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -m soak --timeout 3600
 
 lint: venv ## Check style, types and warnings of everything
 	$(BIN)/ruff check .

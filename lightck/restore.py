@@ -303,7 +303,7 @@ class Filling:
         rng.restore(boundary.rebuild(first["rng"]))
 
     def _optimizer_tensors(self, i: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Tensors of saved optimizer i by saved name, live ones where there are, and device kinds."""
+        """Tensors of saved optimizer i by saved name, live ones if there are; device kinds."""
         prefix = f"optim/{i}/"
         found, devices = {}, {}
         for name, target in self.targets.items():
