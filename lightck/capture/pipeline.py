@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import Thread
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +104,7 @@ class Pipeline:
     persisting: list[Flight] = field(default_factory=list)
     """Captured and sealed; the pool commits them."""
     on_torn: Callable[[str], None] = lambda name: None
+    _abandoning: list[Thread] = field(default_factory=list)
     _last_stats: dict[str, int] | None = None
     _shape: _Shape | None = None
     _dice: random.Random = field(default_factory=random.Random)
@@ -217,9 +219,17 @@ class Pipeline:
     def drop(self) -> None:
         """Give up the snapshot in the window; its slot stays invalid and is reused first."""
         flight, self.window = self.window, None
-        if flight is not None:
-            self.schedule.close()
+        if flight is None:
+            return
+        self.schedule.close()
+        if not self.region.staged:
             flight.writer.abandon()
+            return
+        # On page media the slot's invalidation may still be in a sync, which giving up waits for;
+        # the training thread does not (I9). The slot stays busy meanwhile.
+        thread = Thread(target=flight.writer.abandon, name="lightck-abandon")
+        thread.start()
+        self._abandoning.append(thread)
 
     def close(self) -> None:
         """Drop what is not sealed and stop the workers. Idempotent."""
@@ -227,6 +237,8 @@ class Pipeline:
         for flight in self.persisting:
             flight.writer.abandon()
         self.persisting.clear()
+        for thread in self._abandoning:
+            thread.join()
         if self._last_stats is None:
             self._last_stats = self.pool.stats()
             self.pool.close()

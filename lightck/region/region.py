@@ -121,6 +121,11 @@ class Region:
         return SURVIVES_POWER if durable else SURVIVES_PROCESS
 
     @property
+    def staged(self) -> bool:
+        """Copies go through DRAM, and slots are invalidated in the background."""
+        return self.info.medium == "file" or self.info.granularity == native.GRAN_PAGE
+
+    @property
     def continued(self) -> Record | None:
         """The snapshot that this process restored from here or committed here last."""
         return _continued.get(self.info.uuid)

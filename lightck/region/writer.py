@@ -167,7 +167,7 @@ class SlotWriter:
             self._close()
 
     def _close(self) -> None:
-        snapshot, self.slot.writer = self._snapshot, None
-        snapshot.free()
+        self._snapshot.free()
+        self.slot.writer = None
 
     crcs: Any = None
