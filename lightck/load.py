@@ -66,7 +66,7 @@ def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
         try:
             ranked = [(c, "whole") for c in recovery.candidates]
             ranked += [(c, "abandoned") for c in recovery.abandoned]
-            rows += [_row(region, candidate, state) for candidate, state in ranked]
+            rows += [row(region, candidate, state) for candidate, state in ranked]
             rows += [
                 {"state": "damaged", "problem": text, "file": str(where.file)}
                 for text in recovery.problems
@@ -76,7 +76,8 @@ def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SNAPSHOTS)
 
 
-def _row(region: Region, candidate: Candidate, state: str) -> dict[str, Any]:
+def row(region: Region, candidate: Candidate, state: str) -> dict[str, Any]:
+    """A row of `snapshots`."""
     record = candidate.record
     return {
         "step": record.step,
@@ -92,6 +93,9 @@ def _row(region: Region, candidate: Candidate, state: str) -> dict[str, Any]:
         "survives": region.survives,
         "file": str(region.place.file),
     }
+
+
+_TRIES = 3  # a trainer may overwrite what was found before it is leased
 
 
 class _Mapping(mmap.mmap):
@@ -117,19 +121,32 @@ def load(
     where = place.locate(Config.resolve(path=path).path, 0, create=False)
     if not where.exists or place.is_blank(where):
         raise NoSnapshotError(f"{where.file}: nothing is there")
-    region, recovery = survey(where)
-    problems = list(recovery.problems)
-    try:
-        for candidate in wanted(recovery, step):
-            try:
-                tensors = _mapped(region, candidate)
-                return as_state_dict(candidate, tensors.__getitem__)
-            except (CorruptSnapshotError, RegionBusyError) as error:
-                problems.append(str(error))
-        raise NoSnapshotError(nothing_whole(where, recovery, step, problems))
-    except BaseException:
+    for _ in range(_TRIES):
+        region, recovery = survey(where)
+        problems = list(recovery.problems)
+        try:
+            for candidate in wanted(recovery, step):
+                try:
+                    tensors = _mapped(region, candidate)
+                    return as_state_dict(candidate, tensors.__getitem__)
+                except (CorruptSnapshotError, RegionBusyError) as error:
+                    problems.append(str(error))
+            stays = all(_is_there(region, c) for c in wanted(recovery, step))
+        except BaseException:
+            region.close()
+            raise
         region.close()
-        raise
+        if stays:
+            break
+    raise NoSnapshotError(nothing_whole(where, recovery, step, problems))
+
+
+def _is_there(region: Region, candidate: Candidate) -> bool:
+    """No trainer has overwritten it since it was found."""
+    try:
+        return region.native.read_record(candidate.record.slot) == candidate.record
+    except (NoSnapshotError, CorruptSnapshotError):
+        return False
 
 
 def verify(region: Region, candidate: Candidate) -> None:
@@ -138,38 +155,62 @@ def verify(region: Region, candidate: Candidate) -> None:
     Raises:
         CorruptSnapshotError: names the tensor.
     """
+    rows, names = rows_of(candidate)
+    region.fetch(candidate, rows, names, threads())
+
+
+def rows_of(candidate: Candidate) -> tuple[np.ndarray[Any, Any], list[str]]:
+    """What to read to check a snapshot, and the name of each row."""
     entries = candidate.layout.entries
     rows = np.zeros(len(entries), native.READ_DTYPE)
     rows["offset"], rows["length"] = candidate.layout.offsets, candidate.layout.lengths
     rows["crc"] = candidate.manifest.crcs
     chosen = np.flatnonzero(candidate.layout.lengths > 0)
-    threads = max(1, min(4, len(os.sched_getaffinity(0))))
-    region.fetch(candidate, rows[chosen], [entries[i].name for i in chosen], threads)
+    return rows[chosen], [entries[i].name for i in chosen]
+
+
+def threads() -> int:
+    """How many to read with, the caller included."""
+    return max(1, min(4, len(os.sched_getaffinity(0))))
 
 
 def _mapped(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
     """Tensors over the slot, verified; takes over `region`, which closes with the last of them."""
     record = candidate.record
     region.native.lease(record.slot, True)
-    if region.native.read_record(record.slot) != record:
-        raise CorruptSnapshotError(
-            f"{region.place.file} step {record.step}: overwritten while it was read"
-        )
-    verify(region, candidate)
+    try:
+        if not _is_there(region, candidate):
+            raise CorruptSnapshotError(
+                f"{region.place.file} step {record.step}: overwritten while it was read"
+            )
+        verify(region, candidate)
+        found = _copies(region, candidate) if region.place.is_device else _views(region, candidate)
+    except BaseException:
+        region.native.lease(record.slot, False)
+        raise
+    for entry in candidate.layout.entries:
+        if entry.alias_of is not None:
+            found[entry.name] = found[entry.alias_of]
+    return found
+
+
+def _views(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
     with place.opened(region.place, writable=False) as (fd, _):
-        if region.place.is_device:
-            raise RegionBusyError(f"{region.place.file}: a device cannot be mapped privately")
         mapping = _Mapping(
             fd, region.info.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
     weakref.finalize(mapping, region.close)
-    found: dict[str, torch.Tensor] = {}
-    for entry, offset in zip(candidate.layout.entries, candidate.layout.offsets, strict=True):
-        if entry.alias_of is None:
-            found[entry.name] = _over(mapping, entry, int(offset))
-    for entry in candidate.layout.entries:
-        if entry.alias_of is not None:
-            found[entry.name] = found[entry.alias_of]
+    placed = zip(candidate.layout.entries, candidate.layout.offsets, strict=True)
+    return {e.name: _over(mapping, e, int(at)) for e, at in placed if e.alias_of is None}
+
+
+def _copies(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
+    """For devices, which cannot be mapped privately."""
+    found = {e.name: fresh(e) for e in candidate.layout.entries if e.alias_of is None}
+    rows, names = rows_of(candidate)
+    rows["destination"] = [found[name].data_ptr() for name in names]
+    region.fetch(candidate, rows, names, threads())
+    region.close()
     return found
 
 

@@ -25,6 +25,8 @@ from lightck.region.place import Place
 
 SURVIVES_POWER = "power loss"
 SURVIVES_PROCESS = "process death"
+_LOOKS = 4
+"""How often a reader looks at most before it believes what it does not find."""
 
 _continued: dict[bytes, Record] = {}
 """Per region UUID: the snapshot whose state this process carries on (restored or committed last).
@@ -295,7 +297,20 @@ def _exact_first(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def survey(where: Place) -> tuple[Region, Recovery]:
-    """Open a region for reading and recover what it holds; the caller closes it."""
+    """Open a region for reading and recover what it holds; the caller closes it.
+
+    A trainer may overwrite slots, begin a timeline or grow the region between the reading of one
+    slot and the next. What is missing or does not hold is therefore looked at again: damage stays.
+    """
+    for _ in range(_LOOKS - 1):
+        region, recovery = _look(where)
+        if recovery.candidates and not recovery.problems:
+            return region, recovery
+        region.close()
+    return _look(where)
+
+
+def _look(where: Place) -> tuple[Region, Recovery]:
     region = Region.open(where, writable=False)
     try:
         return region, region.recover()
