@@ -22,17 +22,25 @@ _FLOORS = {
     2: {"config", "policy"},
     3: {"region"},
     4: {"capture"},
-    5: {"restore", "load", "distributed"},
+    5: {"restore", "load", "examine", "distributed"},
     6: {"failure"},
     7: {"checkpointer"},
     8: {"integrations", "cli", "__init__"},
 }
 _FLOOR_OF = {room: floor for floor, rooms in _FLOORS.items() for room in rooms}
 # One way only: a config is checked when it is made, its policy included; looking into a region
-# takes restore's choice of a snapshot.
-_SAME_FLOOR = {("config", "policy"), ("load", "restore")}
+# takes restore's choice of a snapshot, examining it takes load's reading.
+_SAME_FLOOR = {
+    ("config", "policy"),
+    ("load", "restore"),
+    ("examine", "load"),
+    ("examine", "restore"),
+}
 # Faces use what users use; __init__ hands out names of these, and the marks of instants.
-_FACES_USE = {"checkpointer", "restore", "load", "config", "errors", "policy", "types", "__init__"}
+_FACES_USE = {
+    *("checkpointer", "restore", "load", "examine"),
+    *("config", "errors", "policy", "types", "__init__"),
+}
 _HANDED_OUT = {"lightck.capture.extras"}
 _CLOCKS = {"time", "datetime", "random", "secrets"}
 _BANNED = re.compile(r"utils?\b|helper|manager", re.I)

@@ -1,0 +1,221 @@
+"""Examine regions without a model: what they are, what a snapshot holds, whether it is sound."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from lightck.capture import boundary
+from lightck.config import Config
+from lightck.errors import CorruptSnapshotError, NoSnapshotError, RegionBusyError
+from lightck.load import SNAPSHOTS, region_files, row, rows_of, threads
+from lightck.region.region import Candidate, Region, survey
+from lightck.restore import nothing_whole
+
+TENSORS = pa.schema(
+    [
+        ("name", pa.string()),
+        ("role", pa.string()),
+        ("dtype", pa.string()),
+        ("shape", pa.list_(pa.int64())),
+        ("bytes", pa.uint64()),
+        ("offset", pa.uint64()),
+        ("crc", pa.uint32()),
+        ("layer", pa.string()),
+        ("device", pa.string()),
+        ("alias_of", pa.string()),
+    ]
+)
+GRANULARITIES = ("none", "byte", "cache line", "page")
+CHECKED_AT_ONCE_BYTES = 64 << 20  # between two reports of progress
+
+
+def regions(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
+    """What each region at `path` says about itself, one dict per rank; sizes in bytes.
+
+    Raises:
+        RegionError: the place is not safe, or a file is not a region.
+    """
+    found: list[dict[str, Any]] = []
+    for where in region_files(path):
+        region, _ = survey(where)
+        info = region.info
+        found.append(
+            {
+                "file": str(where.file),
+                "uuid": info.uuid.hex(),
+                "run": info.run_id.hex(),
+                "format_version": info.format_version,
+                "rank": info.rank,
+                "world": info.world,
+                "medium": info.medium,
+                "granularity": GRANULARITIES[info.granularity],
+                "survives": region.survives,
+                "created": datetime.fromtimestamp(info.created_ns / 1e9, UTC),
+                "size_bytes": info.size,
+                "slots": info.slot_count,
+                "segments": [
+                    {"offset": s.offset, "length": s.length, "slot_bytes": s.slot_bytes}
+                    for s in info.segments
+                ],
+                "timeline": info.timeline,
+                "lineage": [{"timeline": t, "up_to_sequence": s} for t, s in info.lineage],
+            }
+        )
+        region.close()
+    return found
+
+
+@dataclass(frozen=True)
+class Contents:
+    """One snapshot, described."""
+
+    snapshot: dict[str, Any]
+    """Its row of `snapshots`."""
+    tensors: pa.Table
+    """One row per tensor, see `TENSORS`; nothing of the payload was read."""
+    extras: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    """Their classes."""
+
+
+def contents(
+    path: str | os.PathLike[str] | None = None, step: int | Literal["latest"] = "latest"
+) -> Contents:
+    """What a snapshot holds: every tensor with its place, the names of extras and optimizers.
+
+    Raises:
+        NoSnapshotError: there is none, or none is whole.
+        RegionError: the place is not safe or not a region.
+    """
+    where = next(iter(region_files(path)), None)
+    if where is None:
+        raise NoSnapshotError(f"{Config.resolve(path=path).path}: nothing is there")
+    region, recovery = survey(where)
+    try:
+        everything = [(c, "whole") for c in recovery.candidates]
+        everything += [(c, "abandoned") for c in recovery.abandoned if step != "latest"]
+        for candidate, state in everything:
+            if step in ("latest", candidate.record.step):
+                return _contents(region, candidate, state)
+        raise NoSnapshotError(nothing_whole(where, recovery, step, recovery.problems))
+    finally:
+        region.close()
+
+
+def _contents(region: Region, candidate: Candidate, state: str) -> Contents:
+    label = f"{region.place.file} step {candidate.record.step}"
+    first = boundary.decode(candidate.manifest.at_step, context=label)
+    second = boundary.decode(candidate.manifest.at_forward, context=label)
+    entries, offsets = candidate.layout.entries, candidate.layout.offsets
+    rows = [
+        {
+            "name": entry.name,
+            "role": entry.role,
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "bytes": entry.length,
+            "offset": int(offset),
+            "crc": int(crc),
+            "layer": entry.layer,
+            "device": entry.device,
+            "alias_of": entry.alias_of,
+        }
+        for entry, offset, crc in zip(entries, offsets, candidate.manifest.crcs, strict=True)
+    ]
+    described = pa.Table.from_pylist([row(region, candidate, state)], schema=SNAPSHOTS)
+    return Contents(
+        *described.to_pylist(),
+        pa.Table.from_pylist(rows, schema=TENSORS),
+        tuple(sorted({*first["extras"], *second["extras"]})),
+        tuple(tree["class"] for tree in second["optimizers"]),
+    )
+
+
+def check(
+    path: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    *,
+    progress: Callable[[int, int], object] = lambda total, more: None,
+) -> list[dict[str, Any]]:
+    """Read every payload byte of the snapshots at `path`, or of one step's, and check it.
+
+    A slot is leased while it is read: a trainer that needs it slips its snapshots meanwhile.
+
+    Args:
+        path: as for `snapshots`.
+        step: only this one, on every rank.
+        progress: called with the bytes of all and with how many more of them were read.
+
+    Returns:
+        One dict per snapshot: `step`, `slot`, `rank`, `file`, `bytes`, `state` (`good`, `damaged`,
+        or `gone`: a trainer replaced it meanwhile), `damaged` (names of tensors), `problem`.
+    """
+    results: list[dict[str, Any]] = []
+    for where in region_files(path):
+        region, recovery = survey(where)
+        try:
+            every = (*recovery.candidates, *recovery.abandoned)
+            chosen = [c for c in every if step in (None, c.record.step)]
+            total = sum(c.record.payload_bytes for c in chosen)
+            results += [_check(region, c, partial(progress, total)) for c in chosen]
+            results += [
+                {"state": "damaged", "problem": text, "damaged": [], "file": str(where.file)}
+                for text in recovery.problems
+            ]
+        finally:
+            region.close()
+    return results
+
+
+def _check(
+    region: Region, candidate: Candidate, progress: Callable[[int], object]
+) -> dict[str, Any]:
+    record = candidate.record
+    result: dict[str, Any] = {
+        "step": record.step,
+        "slot": record.slot,
+        "rank": record.rank,
+        "file": str(region.place.file),
+        "bytes": record.payload_bytes,
+        "state": "gone",
+        "damaged": [],
+        "problem": None,
+    }
+    try:
+        region.native.lease(record.slot, True)
+    except RegionBusyError:
+        return result
+    try:
+        if region.native.read_record(record.slot) != record:
+            return result
+        result["damaged"] = _damaged(region, candidate, progress)
+        result["state"] = "damaged" if result["damaged"] else "good"
+    except (NoSnapshotError, CorruptSnapshotError):
+        return result
+    finally:
+        region.native.lease(record.slot, False)
+    return result
+
+
+def _damaged(region: Region, candidate: Candidate, progress: Callable[[int], object]) -> list[str]:
+    """Names of the tensors whose bytes do not match their checksums."""
+    rows, names = rows_of(candidate)
+    bad, begin = [], 0
+    while begin < len(rows):
+        sizes = np.cumsum(rows["length"][begin:])
+        end = begin + max(1, int(np.searchsorted(sizes, CHECKED_AT_ONCE_BYTES)))
+        found = region.native.fetch(rows[begin:end], threads())
+        if found is not None:
+            bad.append(names[begin + found])
+            end = begin + found + 1
+        progress(int(rows["length"][begin:end].sum()))
+        begin = end
+    return bad
