@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from lightck.capture.due import Due
 from lightck.capture.extras import is_loader, parse
 from lightck.capture.hooks import Hooks, Watched
 from lightck.capture.instants import Instants
-from lightck.capture.optimizer import fits, install
+from lightck.capture.optimizer import install_pending
 from lightck.capture.pipeline import Pipeline, layer_count
 from lightck.capture.recorder import Recorder
 from lightck.capture.release import schedule
@@ -33,7 +33,7 @@ from lightck.config import Config
 from lightck.errors import LightckError, WaitTimeoutError
 from lightck.region.claim import claim
 from lightck.region.native import NativePool
-from lightck.restore import Progress, as_list, as_module, progress
+from lightck.restore import as_list, as_module, progress
 from lightck.types import Policy, Stats
 
 log = logging.getLogger("lightck")
@@ -108,6 +108,7 @@ class Handle:
         self.config = config
         self._closed = False
         self._pid = os.getpid()
+        self._thread = threading.get_ident()
         self._first_error: LightckError | None = None
         self._raise_next: LightckError | None = None
         self._progress = progress(model)
@@ -122,7 +123,7 @@ class Handle:
             steps.add()
         steps.boundary = optimizers.index(ends_step) if ends_step is not None else None
         for i, each in enumerate(optimizers):
-            _install_pending(self._progress, i, each, inventory.names())
+            install_pending(self._progress.pending, i, each, inventory.names())
         entries, manifest_bytes = predict.expected(inventory)
         self.region = claim(config, entries, manifest_bytes)
         try:
@@ -148,7 +149,10 @@ class Handle:
             watched=watched,
             report=self._report,
             settled=steps.settled,
-            on_found=self._found,
+            on_found=lambda i, new: install_pending(
+                self._progress.pending, i, new, inventory.names()
+            ),
+            surface=self._surface,
         )
         pipeline.on_torn = recorder.torn
         loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
@@ -231,13 +235,16 @@ class Handle:
         Between micro-batches, or inside an update, it waits for the next boundary. The future gives
         the step once the snapshot is committed, or the error; it may be waited for on any thread.
         """
+        self._require_open()
         self._surface()
         recorder = self._recorder
         future: Future[int] = Future()
         recorder.wanted.append(future)
         if recorder.can_open_now():
             recorder.open_now()
-        Thread(target=self._await, args=(future,), name="lightck-wait", daemon=True).start()
+        threading.Thread(
+            target=self._await, args=(future,), name="lightck-wait", daemon=True
+        ).start()
         return future
 
     def _await(self, future: Future[int]) -> None:
@@ -274,10 +281,12 @@ class Handle:
 
     def fence(self) -> None:
         """Return when live tensors may be changed; the engine does this before each update."""
+        self._require_open()
         self._recorder.fence(None)
 
     def before_update(self) -> None:
         """Mark the start of an update where no optimizer hook can fire (CUDA graph replay)."""
+        self._require_open()
         self._recorder.mark_begin()
 
     def after_update(self) -> None:
@@ -322,6 +331,15 @@ class Handle:
 
     # ---- inside ----------------------------------------------------------------------------
 
+    def _require_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise LightckError(
+                f"the handle belongs to process {self._pid}, its parent: a forked child must not"
+                " write"
+            )
+        if self._closed:
+            raise LightckError(f"the handle on {self.region.place.path} is closed")
+
     def _shut(self, *, last_step: bool) -> None:
         if self._closed or os.getpid() != self._pid:
             return
@@ -353,9 +371,6 @@ class Handle:
             log.warning("exit without close(): committing what is open")
             self._shut(last_step=False)
 
-    def _found(self, index: int, optimizer: Optimizer) -> None:
-        _install_pending(self._progress, index, optimizer, self._recorder.inventory.names())
-
     def _note(self, error: LightckError) -> None:
         if self._first_error is None:
             self._first_error = error
@@ -363,12 +378,15 @@ class Handle:
     def _report(self, error: LightckError) -> None:
         """Hand a background error to the user, as `on_error` says; never silent."""
         self._note(error)
+        on_training_thread = threading.get_ident() == self._thread
         how: str | Callable[[BaseException], object] = self.config.on_error
         log.error("%s: %s", type(error).__name__, error)
         if callable(how):
             how(error)
-        elif how == "raise":
+        elif how == "raise" and on_training_thread:
             raise error
+        elif how == "raise":
+            self._raise_next = error
         else:
             warnings.warn(f"lightck: {error}", RuntimeWarning, stacklevel=3)
 
@@ -376,15 +394,6 @@ class Handle:
         error, self._raise_next = self._raise_next, None
         if error is not None:
             raise error
-
-
-def _install_pending(state: Progress, i: int, optimizer: Optimizer, names: dict[int, str]) -> None:
-    """Give an optimizer the state that restore kept for it."""
-    for saved in state.pending:
-        if fits(saved.tree, optimizer, i, names):
-            install(saved, i, optimizer, names)
-            state.pending.remove(saved)
-            return
 
 
 def _in_child() -> None:

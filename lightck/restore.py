@@ -51,6 +51,8 @@ _progress: weakref.WeakKeyDictionary[nn.Module, Progress] = weakref.WeakKeyDicti
 
 def progress(model: nn.Module) -> Progress:
     """What restore or an earlier handle left for this model; made on first use."""
+    if isinstance(model, nn.ModuleList) and len(model):
+        model = model[0]  # the list is made anew by each call
     inner = getattr(model, "_orig_mod", model)
     if inner not in _progress:
         _progress[inner] = Progress()

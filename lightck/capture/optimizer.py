@@ -97,6 +97,17 @@ def install(saved: Saved, j: int, optimizer: Optimizer, names: dict[int, str]) -
             setattr(optimizer, name, _placed(getattr(optimizer, name, None), value))
 
 
+def install_pending(
+    pending: list[Saved], j: int, optimizer: Optimizer, names: dict[int, str]
+) -> None:
+    """Give an optimizer the state that restore kept for it, if there is any."""
+    for saved in pending:
+        if fits(saved.tree, optimizer, j, names):
+            install(saved, j, optimizer, names)
+            pending.remove(saved)
+            return
+
+
 def _path(saved: Saved, name: str) -> str:
     return f"optim/{saved.index}/{join('', name)}"
 

@@ -201,7 +201,6 @@ class Pipeline:
                     break
             except Exception:
                 self.persisting.remove(flight)
-                self.counters.failed += 1
                 raise
             self.persisting.remove(flight)
             now = time.monotonic()

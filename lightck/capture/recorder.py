@@ -24,7 +24,12 @@ from lightck.capture.instants import Instants
 from lightck.capture.pipeline import Pipeline, torn_error
 from lightck.capture.state import Collected, Inventory
 from lightck.capture.steps import Steps
-from lightck.errors import LightckError
+from lightck.errors import (
+    LightckError,
+    PreviousPersistError,
+    RegionIOError,
+    TornSnapshotError,
+)
 from lightck.region.native import RECORD_EARLY
 
 log = logging.getLogger("lightck")
@@ -46,6 +51,8 @@ class Recorder:
     """All optimizers of the job are known."""
     on_found: Callable[[int, Optimizer], None]
     """Called before the first step of an optimizer that was found by itself."""
+    surface: Callable[[], None] = lambda: None
+    """Raise an error that a waiter's thread came across, if the user wants errors raised."""
     arm: Callable[[bool], None] = lambda on: None
     """Report the next forwards, or stop."""
     stalls: dict[str, float] = field(default_factory=dict)
@@ -60,6 +67,9 @@ class Recorder:
     _gradients: int = 0
     """Gradient hooks since the last step ended: inside an iteration when > 0."""
     _opened_step: int = -1
+    _stalled: bool = False
+    _latched: bool = False
+    """The region takes no more snapshots, and the user knows."""
     _room_made: bool = False
     _synchronous: bool = False
     """The last snapshot was torn: the next one is copied at once."""
@@ -154,6 +164,7 @@ class Recorder:
         if not self.enabled:
             return
         with self._stall("step"):
+            self.surface()
             self.poll()
             self._gradients = 0
             self.instants.step_ended()
@@ -234,6 +245,7 @@ class Recorder:
         for i, known in enumerate(self.inventory.optimizers):
             if known is optimizer:
                 return i
+        self.watched.refresh()
         if not self.watched.owns(optimizer):
             return None
         return self.add_optimizer(optimizer)
@@ -290,10 +302,18 @@ class Recorder:
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
+        """Report errors; what follows from a latched region is counted, not told again."""
         try:
             yield
+        except TornSnapshotError:
+            raise  # reported where it was found
         except LightckError as error:
+            self.pipeline.counters.failed += 1
             self.fail_futures(error)
+            if self._latched and isinstance(error, PreviousPersistError):
+                log.debug("no snapshot of step=%d: %s", self.steps.step, error)
+                return
+            self._latched = isinstance(error, RegionIOError | PreviousPersistError)
             self.report(error)
 
     def fail_futures(self, error: LightckError) -> None:
@@ -307,10 +327,16 @@ class Recorder:
 
     @contextmanager
     def _stall(self, cause: str) -> Iterator[None]:
+        """Count the training thread's time for a cause; the outermost one counts."""
+        if self._stalled:
+            yield
+            return
+        self._stalled = True
         begin = time.perf_counter()
         try:
             yield
         finally:
+            self._stalled = False
             spent = time.perf_counter() - begin
             self.stalls[cause] = self.stalls.get(cause, 0.0) + spent
 

@@ -108,11 +108,13 @@ def plan(
         return None
     cursor = align(manifest_at + manifest_bytes, PAGE_BYTES)
     at = np.zeros(len(rows), np.uint64)
-    for i, entry in enumerate(rows):
-        if entry.length == 0:
+    # The coarsest alignment first: padding, and so the space needed, does not depend on the order.
+    units = [_alignment(entry.length, page_bytes) for entry in rows]
+    for i in sorted(range(len(rows)), key=lambda i: -units[i]):
+        if rows[i].length == 0:
             continue
-        extent = align(entry.length, LINE_BYTES)
-        found = space.place(cursor, extent, _alignment(entry.length, page_bytes))
+        extent = align(rows[i].length, LINE_BYTES)
+        found = space.place(cursor, extent, units[i])
         if found is None:
             return None
         at[i] = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 from lightck.config import Config
 from lightck.errors import UnrestoredError
@@ -10,6 +11,8 @@ from lightck.region import allocator, place
 from lightck.region.layout import Entry
 from lightck.region.native import RegionSpec
 from lightck.region.region import Region
+
+HUGE_PAGE_BYTES = 2 << 20
 
 
 def claim(config: Config, entries: tuple[Entry, ...], manifest_bytes: int) -> Region:
@@ -27,7 +30,7 @@ def claim(config: Config, entries: tuple[Entry, ...], manifest_bytes: int) -> Re
             region.close()
             raise
         return region
-    needed = allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, 2 << 20)
+    needed = allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, _page_bytes(where))
     assert needed is not None
     spec = RegionSpec(
         run_id=hashlib.blake2b(config.run_id.encode(), digest_size=16).digest(),
@@ -37,6 +40,12 @@ def claim(config: Config, entries: tuple[Entry, ...], manifest_bytes: int) -> Re
         numa_node=config.numa_node,
     )
     return Region.create(where, spec)
+
+
+def _page_bytes(where: place.Place) -> int:
+    """Of the mapping to come: devices and hugetlbfs (its block size says so) have huge pages."""
+    huge = where.is_device or os.statvfs(where.path).f_bsize >= HUGE_PAGE_BYTES
+    return HUGE_PAGE_BYTES if huge else allocator.PAGE_BYTES
 
 
 def _refuse_unrestored(region: Region, config: Config) -> None:
