@@ -23,7 +23,7 @@ from lightck.capture.due import Due
 from lightck.capture.extras import is_loader, parse
 from lightck.capture.hooks import Hooks, Watched
 from lightck.capture.instants import Instants
-from lightck.capture.optimizer import install_pending
+from lightck.capture.optimizer import install_pending, tell_unfilled
 from lightck.capture.pipeline import Pipeline, layer_count
 from lightck.capture.recorder import Recorder
 from lightck.capture.release import schedule
@@ -124,6 +124,7 @@ class Handle:
         steps.boundary = optimizers.index(ends_step) if ends_step is not None else None
         for i, each in enumerate(optimizers):
             install_pending(self._progress.pending, i, each, inventory.names())
+        tell_unfilled(self._progress.pending)
         entries, manifest_bytes = predict.expected(inventory)
         self.region = claim(config, entries, manifest_bytes)
         try:

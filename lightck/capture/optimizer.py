@@ -5,6 +5,7 @@ torch's `load_state_dict` is not used: it casts state to the parameter's dtype a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,19 @@ def install_pending(
             install(saved, j, optimizer, names)
             pending.remove(saved)
             return
+
+
+def tell_unfilled(pending: Sequence[Saved]) -> None:
+    """Warn of parameters that only an optimizer not known yet holds: a forward may need them."""
+    for saved in pending:
+        names = [n for g in saved.tree["groups"] for n in g["params"] if n.startswith("@")]
+        if names:
+            warnings.warn(
+                f"lightck restored {len(names)} parameters that are in no module but in a"
+                f" {saved.tree['class']}: they are filled when it is found, after the first"
+                " forward; pass the optimizer to attach or restore",
+                stacklevel=4,
+            )
 
 
 def _path(saved: Saved, name: str) -> str:
