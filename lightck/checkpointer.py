@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ from lightck.capture.optimizer import install_pending, tell_unfilled
 from lightck.capture.pipeline import Pipeline, layer_count
 from lightck.capture.recorder import Recorder
 from lightck.capture.release import schedule
+from lightck.capture.report import Reporter
 from lightck.capture.state import Inventory
 from lightck.capture.steps import Steps
 from lightck.config import Config
@@ -108,9 +109,7 @@ class Handle:
         self.config = config
         self._closed = False
         self._pid = os.getpid()
-        self._thread = threading.get_ident()
-        self._first_error: LightckError | None = None
-        self._raise_next: LightckError | None = None
+        self._reporter = Reporter(config.on_error)
         self._progress = progress(model)
         if ends_step is not None and not any(ends_step is o for o in optimizers):
             optimizers = [*optimizers, ends_step]
@@ -148,12 +147,12 @@ class Handle:
             steps=steps,
             cadence=Due(config.policy),
             watched=watched,
-            report=self._report,
+            report=self._reporter,
             settled=steps.settled,
             on_found=lambda i, new: install_pending(
                 self._progress.pending, i, new, inventory.names()
             ),
-            surface=self._surface,
+            surface=self._reporter.surface,
         )
         pipeline.on_torn = recorder.torn
         loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
@@ -237,7 +236,7 @@ class Handle:
         the step once the snapshot is committed, or the error; it may be waited for on any thread.
         """
         self._require_open()
-        self._surface()
+        self._reporter.surface()
         recorder = self._recorder
         future: Future[int] = Future()
         recorder.wanted.append(future)
@@ -273,7 +272,7 @@ class Handle:
                 waiting = [flight.step for flight in recorder.pipeline.persisting]
                 raise WaitTimeoutError(f"not committed after {timeout} s: steps {waiting}")
             recorder.poll(_POLL_S if left is None else min(_POLL_S, left))
-        self._surface()
+        self._reporter.surface()
         if step is not None and (self.last_committed_step or -1) < step:
             raise WaitTimeoutError(
                 f"no snapshot of step {step} or newer is open; the last committed one is"
@@ -309,7 +308,7 @@ class Handle:
             LightckError: the first background error since attach, once.
         """
         self._shut(last_step=True)
-        error, self._first_error = self._first_error, None
+        error, self._reporter.first = self._reporter.first, None
         if error is not None:
             raise error
 
@@ -354,7 +353,9 @@ class Handle:
                 recorder.poll(_POLL_S)
             left = [flight.step for flight in recorder.pipeline.persisting]
             if left:
-                self._note(WaitTimeoutError(f"close: steps {left} were not committed in time"))
+                self._reporter.note(
+                    WaitTimeoutError(f"close: steps {left} were not committed in time")
+                )
         finally:
             self._closed = True
             recorder.enabled = False
@@ -371,30 +372,6 @@ class Handle:
         if not self._closed and os.getpid() == self._pid:
             log.warning("exit without close(): committing what is open")
             self._shut(last_step=False)
-
-    def _note(self, error: LightckError) -> None:
-        if self._first_error is None:
-            self._first_error = error
-
-    def _report(self, error: LightckError) -> None:
-        """Hand a background error to the user, as `on_error` says; never silent."""
-        self._note(error)
-        on_training_thread = threading.get_ident() == self._thread
-        how: str | Callable[[BaseException], object] = self.config.on_error
-        log.error("%s: %s", type(error).__name__, error)
-        if callable(how):
-            how(error)
-        elif how == "raise" and on_training_thread:
-            raise error
-        elif how == "raise":
-            self._raise_next = error
-        else:
-            warnings.warn(f"lightck: {error}", RuntimeWarning, stacklevel=3)
-
-    def _surface(self) -> None:
-        error, self._raise_next = self._raise_next, None
-        if error is not None:
-            raise error
 
 
 def _in_child() -> None:

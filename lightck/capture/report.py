@@ -1,0 +1,48 @@
+"""What becomes of an error in the background: warn, raise or call, as `on_error` says."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lightck.errors import LightckError
+
+log = logging.getLogger("lightck")
+
+
+@dataclass(eq=False)
+class Reporter:
+    """Hands background errors to the user; never silent, and remembers the first for `close`."""
+
+    on_error: str | Callable[[BaseException], object]
+    first: LightckError | None = None
+    _thread: int = field(default_factory=threading.get_ident)
+    """The training thread: only there can an error be raised at once."""
+    _pending: LightckError | None = None
+
+    def __call__(self, error: LightckError) -> None:
+        """Report an error, on any thread."""
+        self.note(error)
+        log.error("%s: %s", type(error).__name__, error)
+        if callable(self.on_error):
+            self.on_error(error)
+        elif self.on_error != "raise":
+            warnings.warn(f"lightck: {error}", RuntimeWarning, stacklevel=3)
+        elif threading.get_ident() == self._thread:
+            raise error
+        else:
+            self._pending = error
+
+    def note(self, error: LightckError) -> None:
+        """Remember an error for `close` without telling it now."""
+        if self.first is None:
+            self.first = error
+
+    def surface(self) -> None:
+        """Raise what another thread came across, if the user wants errors raised."""
+        error, self._pending = self._pending, None
+        if error is not None:
+            raise error
