@@ -1,0 +1,23 @@
+"""The fork server, one per session, and a bed of folders per test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from resume import Bed, Server
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A process that forks trainers."""
+    running = Server(tmp_path_factory.mktemp("e2e"))
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def bed(server: Server, region_dir: Path) -> Bed:
+    """Experiments with regions in a folder of their own."""
+    return Bed(server, region_dir)
