@@ -16,11 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.capture import staging
+from lightck.capture.arrange import Arrangement, sources
 from lightck.capture.state import Collected, Live
 from lightck.errors import TornSnapshotError
-from lightck.region import allocator
-from lightck.region.layout import Entry
 from lightck.region.native import NativePool
 from lightck.region.region import Region
 from lightck.region.writer import Batch, SlotWriter
@@ -80,17 +78,6 @@ class Counters:
 
 
 @dataclass(eq=False)
-class _Shape:
-    """What stays the same from snapshot to snapshot while the layout does."""
-
-    tensors: list[torch.Tensor]
-    shapes: list[torch.Size]
-    entries: tuple[Entry, ...]
-    plan: allocator.Plan
-    versions: list[int]
-
-
-@dataclass(eq=False)
 class Pipeline:
     """Owns the flights into one region. Used by the training thread; `tick` by autograd's."""
 
@@ -106,9 +93,12 @@ class Pipeline:
     on_torn: Callable[[str], None] = lambda name: None
     _abandoning: list[Thread] = field(default_factory=list)
     _last_stats: dict[str, int] | None = None
-    _shape: _Shape | None = None
     _dice: random.Random = field(default_factory=random.Random)
     """For audits only; the global generators belong to the user."""
+
+    def __post_init__(self) -> None:
+        """Nothing is arranged yet."""
+        self.arrangement = Arrangement(self.region)
 
     def prepare(self, lives: Sequence[Live], boundary_bytes: int) -> None:
         """Plan the layout and make room for it, before training relies on it.
@@ -116,7 +106,7 @@ class Pipeline:
         Raises:
             RegionFullError: the bytes needed and free are named.
         """
-        self._plan(tuple(staging.describe(live) for live in lives), boundary_bytes)
+        self.arrangement.update(lives, boundary_bytes)
 
     def open(
         self, step: int, state: Collected, at_step: bytes, at_forward: bytes, *, flags: int = 0
@@ -131,14 +121,13 @@ class Pipeline:
             PreviousPersistError: the region is latched.
         """
         assert self.window is None, "two snapshots in one window"
-        lives = state.lives
-        shape = self._reshape(lives, len(at_step) + len(at_forward))
-        writer = SlotWriter.open(self.region, self.pool, shape.plan)
+        plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
+        writer = SlotWriter.open(self.region, self.pool, plan)
         if writer is None:
             return None
         flight = Flight(step, writer, at_step, at_forward, flags)
         try:
-            self._load(flight, lives, shape)
+            self._load(flight, self.arrangement)
         except BaseException:
             writer.abandon()
             raise
@@ -242,62 +231,18 @@ class Pipeline:
             self._last_stats = self.pool.stats()
             self.pool.close()
 
-    def _reshape(self, lives: tuple[Live, ...], boundary_bytes: int) -> _Shape:
-        """The layout for these tensors: the last one while nothing moved (the common case)."""
-        tensors = [live.tensor for live in lives]
-        shapes = [tensor.shape for tensor in tensors]
-        old = self._shape
-        if old is not None and len(old.tensors) == len(tensors):
-            same = zip(tensors, old.tensors, shapes, old.shapes, lives, old.entries, strict=True)
-            entries = tuple(
-                entry
-                if tensor is was and shape == before and live.name == entry.name
-                else staging.describe(live)
-                for tensor, was, shape, before, live, entry in same
-            )
-        else:
-            entries = tuple(staging.describe(live) for live in lives)
-        shape = self._plan(entries, boundary_bytes)
-        shape.tensors, shape.shapes = tensors, shapes
-        return shape
-
-    def _plan(self, entries: tuple[Entry, ...], boundary_bytes: int) -> _Shape:
-        old = self._shape
-        capacity = allocator.manifest_capacity(len(entries), boundary_bytes)
-        needed = 4 * len(entries) + boundary_bytes + allocator.MANIFEST_SLACK_BYTES
-        if old is not None and entries == old.entries and needed <= old.plan.manifest_bytes:
-            return old
-        self._shape = _Shape([], [], entries, self.region.fit(entries, capacity), [])
-        return self._shape
-
-    def _load(self, flight: Flight, lives: tuple[Live, ...], shape: _Shape) -> None:
-        """Queue every copy, in groups, the largest first."""
-        entries = shape.plan.entries
-        versions = [live.tensor._version for live in lives]
-        seen = shape.versions or [-1] * len(lives)
-        unheld = [
-            not live.holders and now == before
-            for live, now, before in zip(lives, versions, seen, strict=True)
-        ]
-        may_skip = np.array(unheld, np.bool_)
-        members: dict[tuple[bool, frozenset[int]], list[int]] = {}
-        for i, live in enumerate(lives):
-            if entries[i].length:
-                own = staging.must_own(live)
-                members.setdefault((own, frozenset() if own else live.holders), []).append(i)
-        for (own, holders), wanted in members.items():
-            positions = np.array(sorted(wanted, key=lambda i: -entries[i].length), np.intp)
-            chosen: list[torch.Tensor] = [
-                staging.owned(lives[i], entries[i]) if own else lives[i].tensor for i in positions
-            ]
+    def _load(self, flight: Flight, arrangement: Arrangement) -> None:
+        """Queue every copy; those from private copies may run at once."""
+        versions = [live.tensor._version for live in arrangement.lives]
+        may_skip = arrangement.unmoved(versions)
+        for part in arrangement.parts:
+            chosen = sources(part, arrangement)
             pointers = np.array([tensor.data_ptr() for tensor in chosen], np.uint64)
-            batch = flight.writer.add(positions, pointers, may_skip[positions])
-            now = [-1 if own else versions[i] for i in positions]
-            group = Group(holders, batch, chosen, now, pointers, own)
-            flight.groups.append(group)
-            if own:
+            batch = flight.writer.add(part.positions, pointers, may_skip[part.positions])
+            now = [versions[i] for i in part.order]
+            flight.groups.append(Group(part.holders, batch, chosen, now, pointers, part.owned))
+            if part.owned:
                 flight.writer.release(batch)
-        shape.versions = versions
 
     def _release(self, flight: Flight, total_bytes: int) -> None:
         for group in flight.groups:

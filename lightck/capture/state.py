@@ -33,7 +33,7 @@ class Live:
     name: str
     role: str
     layer: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor = field(compare=False)
     holders: frozenset[int] = frozenset()
     """Optimizers whose step changes it; with none, any optimizer's step ends its window."""
     sync: bool = False

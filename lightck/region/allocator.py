@@ -45,6 +45,8 @@ class Plan:
     """Start of each entry's extent."""
     needed_bytes: int
     """End of the last extent: what a slot must offer."""
+    layers: npt.NDArray[np.uint32]
+    """A number per entry, the same for entries of one layer."""
 
 
 class Space:
@@ -119,7 +121,9 @@ def plan(
             return None
         at[i] = found
         cursor = found + extent
-    return Plan(rows, table_at, table_bytes, manifest_at, manifest_bytes, at, cursor)
+    ids: dict[str, int] = {}
+    layers = np.array([ids.setdefault(entry.layer, len(ids)) for entry in rows], np.uint32)
+    return Plan(rows, table_at, table_bytes, manifest_at, manifest_bytes, at, cursor, layers)
 
 
 def _alignment(length: int, page_bytes: int) -> int:

@@ -36,7 +36,6 @@ class SlotWriter:
     layout: Layout
     known: npt.NDArray[np.uint32] | None
     """CRCs of what the extents hold now, if this process knows; for copies that may be skipped."""
-    layers: npt.NDArray[np.uint32]
     batches: list[Batch] = field(default_factory=list)
     record: Record | None = None
     """Set by `seal`."""
@@ -50,13 +49,13 @@ class SlotWriter:
         slot = region.begin(pool)
         if slot is None:
             return None
-        space = allocator.Space(region.info.segments)
-        layout = Layout(plan.entries, space.offsets(plan.at, slot.index))
+        if slot.layout is None or slot.layout[0] is not plan:
+            space = allocator.Space(region.info.segments)
+            slot.layout = (plan, Layout(plan.entries, space.offsets(plan.at, slot.index)))
+        layout = slot.layout[1]
         held, slot.digests = slot.digests, None
         known = held[1] if held is not None and held[0] == layout.digest else None
-        ids: dict[str, int] = {}
-        layers = [ids.setdefault(entry.layer, len(ids)) for entry in plan.entries]
-        return cls(region, slot, plan, layout, known, np.array(layers, np.uint32))
+        return cls(region, slot, plan, layout, known)
 
     @property
     def _snapshot(self) -> native.NativeSnapshot:
@@ -80,7 +79,7 @@ class SlotWriter:
         copies["offset"] = self.layout.offsets[positions]
         copies["length"] = self.layout.lengths[positions]
         copies["source"] = sources
-        copies["layer"] = self.layers[positions]
+        copies["layer"] = self.plan.layers[positions]
         if self.known is not None:
             copies["flags"] = np.where(may_skip, native.COPY_IF_CHANGED, 0)
             copies["crc"] = self.known[positions]
