@@ -39,12 +39,13 @@ class Group:
     """Sources are private copies: nothing can tear them."""
     captured: bool = False
 
-    def changed(self) -> int | None:
-        """Position in the batch of a source that was touched since (b), or None."""
-        for i, (tensor, version) in enumerate(zip(self.tensors, self.versions, strict=True)):
-            if tensor._version != version or tensor.data_ptr() != self.pointers[i]:
-                return i
-        return None
+    def changed(self) -> list[int]:
+        """Positions in the batch of sources that were touched since (b)."""
+        return [
+            i
+            for i, (tensor, version) in enumerate(zip(self.tensors, self.versions, strict=True))
+            if tensor._version != version or tensor.data_ptr() != self.pointers[i]
+        ]
 
 
 @dataclass(eq=False)
@@ -90,7 +91,7 @@ class Pipeline:
     """The flight whose sources must not change: opened, not yet captured."""
     persisting: list[Flight] = field(default_factory=list)
     """Captured and sealed; the pool commits them."""
-    on_torn: Callable[[str], None] = lambda name: None
+    on_torn: Callable[[Sequence[str]], None] = lambda names: None
     _abandoning: list[Thread] = field(default_factory=list)
     _last_stats: dict[str, int] | None = None
     _dice: random.Random = field(default_factory=random.Random)
@@ -162,8 +163,8 @@ class Pipeline:
             for group in wanted:
                 flight.writer.capture(group.batch)
                 torn = self._torn(flight, group)
-                if torn is not None:
-                    self._drop_torn(flight, torn)
+                if torn:
+                    self._drop_torn(torn)
                     return False
                 group.captured = True
                 group.tensors = []
@@ -253,20 +254,21 @@ class Pipeline:
             flight.writer.release(group.batch, min(total_bytes, group.batch.total_bytes))
             total_bytes -= group.batch.total_bytes
 
-    def _torn(self, flight: Flight, group: Group) -> str | None:
-        """Name of a tensor that changed inside the window, as far as can be seen (I5)."""
+    def _torn(self, flight: Flight, group: Group) -> list[str]:
+        """Tensors that changed inside the window, as far as can be seen (I5)."""
         if group.owned:
-            return None
+            return []
         moved = group.changed()
-        if moved is not None:
+        if moved:
             entries = flight.writer.layout.entries
-            return entries[int(group.batch.positions[moved])].name
-        return flight.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
+            return [entries[int(group.batch.positions[i])].name for i in moved]
+        differs = flight.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
+        return [] if differs is None else [differs]
 
-    def _drop_torn(self, flight: Flight, name: str) -> None:
+    def _drop_torn(self, names: Sequence[str]) -> None:
         self.drop()
         self.counters.torn += 1
-        self.on_torn(name)
+        self.on_torn(names)
 
     def _seal(self, flight: Flight) -> None:
         flight.writer.seal(flight.step, flight.at_step, flight.at_forward, flight.flags)
@@ -278,13 +280,14 @@ class Pipeline:
         self.counters.last_captured_step = flight.step
 
 
-def torn_error(name: str, step: int) -> TornSnapshotError:
+def torn_error(names: Sequence[str], step: int) -> TornSnapshotError:
     """The error that reports a torn snapshot."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return TornSnapshotError(
-        f"snapshot of step {step} was dropped: {name} changed between the forward and the next"
-        " optimizer step. The next snapshot is copied at once; a tensor that changes there again"
-        " is copied at the start of the forward from then on",
-        names=(name,),
+        f"snapshot of step {step} was dropped: {names[0]}{more} changed between the forward and the"
+        " next optimizer step. The next snapshot is copied at once; a tensor that changes there"
+        " again is copied at the start of the forward from then on",
+        names=names,
     )
 
 

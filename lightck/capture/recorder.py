@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -286,19 +286,20 @@ class Recorder:
                 for future in self.futures.pop(step, []):
                     future.set_result(step)
 
-    def torn(self, name: str) -> None:
+    def torn(self, names: Sequence[str]) -> None:
         """The pipeline dropped a snapshot (I5): the next due one is copied at once."""
         step = self._opened_step
         self._synchronous = True
-        if name in self._torn_once:
-            self.inventory.always_sync.add(name)
+        new = [name for name in names if name not in self._torn_once]
+        if len(new) < len(names):
+            self.inventory.always_sync.update(self._torn_once.intersection(names))
             self.inventory.invalidate()
-        error = torn_error(name, step)
+        self._torn_once.update(new)
+        error = torn_error(names, step)
         for future in self.futures.pop(step, []):
             future.set_exception(error)
-        if name not in self._torn_once:
-            self._torn_once.add(name)
-            self.report(error)
+        if new:
+            self.report(torn_error(new, step))
 
     @contextmanager
     def _reported(self) -> Iterator[None]:

@@ -82,8 +82,9 @@ class Inventory:
             cache = _Cache(objects, tuple(lives), states)
         self._cache = cache if reusable else None
         more: list[Live] = []
-        groups = [_groups(i, o, self.names(), more) for i, o in enumerate(self.optimizers)]
-        attributes = [_attributes(i, o, more) for i, o in enumerate(self.optimizers)]
+        sync = self.always_sync
+        groups = [_groups(i, o, self.names(), more, sync) for i, o in enumerate(self.optimizers)]
+        attributes = [_attributes(i, o, more, sync) for i, o in enumerate(self.optimizers)]
         optimizers = [
             {"class": _class_name(o), "groups": g, "state": s, "attributes": a}
             for o, g, s, a in zip(self.optimizers, groups, cache.states, attributes, strict=True)
@@ -234,10 +235,10 @@ def parameter_names(i: int, optimizer: Optimizer, names: dict[int, str]) -> dict
 
 
 def _groups(
-    i: int, optimizer: Optimizer, names: dict[int, str], lives: list[Live]
+    i: int, optimizer: Optimizer, names: dict[int, str], lives: list[Live], sync: set[str]
 ) -> list[dict[str, Any]]:
     known = parameter_names(i, optimizer, names)
-    place = _Placing(lives, "optimizer", "", frozenset((i,)), set())
+    place = _Placing(lives, "optimizer", "", frozenset((i,)), sync)
     groups = []
     for g, group in enumerate(optimizer.param_groups):
         base = f"optim/{i}/@group/{g}"
@@ -246,7 +247,7 @@ def _groups(
     return groups
 
 
-def _attributes(i: int, optimizer: Optimizer, lives: list[Live]) -> dict[str, Any]:
+def _attributes(i: int, optimizer: Optimizer, lives: list[Live], sync: set[str]) -> dict[str, Any]:
     """State that custom optimizers keep as attributes: public plain values, and any tensor."""
     held = {id(p) for p in held_parameters(optimizer)}
     kept: dict[str, Any] = {}
@@ -254,7 +255,7 @@ def _attributes(i: int, optimizer: Optimizer, lives: list[Live]) -> dict[str, An
         if name in _BASE_ATTRIBUTES or callable(value):
             continue
         found: list[Live] = []
-        place = _Placing(found, "optimizer", "", frozenset((i,)), set())
+        place = _Placing(found, "optimizer", "", frozenset((i,)), sync)
         try:
             tree = plain(value, f"optim/{i}/@attribute/{name}", place)
         except StateError:
