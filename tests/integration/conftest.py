@@ -1,0 +1,40 @@
+"""Fixtures of the tests that run whole training loops in this process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def no_faults_left() -> Iterator[None]:
+    """Faults and delays end with the test that set them."""
+    yield
+    faults.clear()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same draws in every run: what is tested does not depend on them."""
+    torch.manual_seed(int(os.environ.get("LIGHTCK_TEST_SEED") or 5))
+
+
+@pytest.fixture
+def run_dir(region_dir: Path) -> Path:
+    """A path for a run on tmpfs, where copies go straight to the region; not made yet."""
+    return region_dir / "run"
+
+
+@pytest.fixture
+def disk_dir() -> Iterator[Path]:
+    """A path for a run on an ordinary file system, where commits sync; not made yet."""
+    folder = Path(tempfile.mkdtemp(prefix="lightck-test-", dir="/var/tmp"))
+    yield folder / "run"
+    shutil.rmtree(folder, ignore_errors=True)

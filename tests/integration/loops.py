@@ -1,0 +1,133 @@
+"""Training loops that write down, at the instant (b) of every step, what a snapshot must hold."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import lightck
+
+Digests = dict[str, str]
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of dtype, shape and bytes."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    label = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    return hashlib.blake2b(label + data, digest_size=8).hexdigest()
+
+
+def of_live(model: nn.Module, optimizers: Sequence[Optimizer]) -> Digests:
+    """Every tensor of a snapshot of these objects, by path, taken from the live objects."""
+    found = {f"model/{name}": digest(value) for name, value in model.state_dict().items()}
+    for i, optimizer in enumerate(optimizers):
+        found |= _of_optimizer(i, optimizer.state_dict())
+    return found
+
+
+def of_stored(path: Path, step: int) -> Digests:
+    """The same, from a committed snapshot."""
+    stored = lightck.load(path, step)
+    assert stored["step"] == step
+    found = {f"model/{name}": digest(value) for name, value in stored["model"].items()}
+    for i, state in enumerate(stored["optimizers"]):
+        found |= _of_optimizer(i, state)
+    return found
+
+
+def _of_optimizer(i: int, state: dict[str, Any]) -> Digests:
+    return {
+        f"optim/{i}/{position}/{key}": digest(value)
+        for position, held in state["state"].items()
+        for key, value in held.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def steps_at(path: Path) -> list[int]:
+    """Steps of the whole snapshots at a path."""
+    table = lightck.snapshots(path)
+    return sorted(
+        step
+        for step, state in zip(table["step"].to_pylist(), table["state"].to_pylist(), strict=True)
+        if state == "whole"
+    )
+
+
+class Overwriter(Optimizer):
+    """Overwrites every parameter and all its state at once, the instant the fence opens."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"scale": 1.0})
+        self._dice = torch.Generator().manual_seed(7)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"step": torch.zeros(()), "memory": torch.zeros_like(p)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(torch.rand(p.shape, generator=self._dice, dtype=p.dtype))
+                held = self.state[p]
+                held["memory"].copy_(torch.rand(p.shape, generator=self._dice, dtype=p.dtype))
+                held["step"] += 1
+
+
+class Loop:
+    """One model with one or several optimizers; `seen` holds the digests of (b) by step."""
+
+    def __init__(self, model: nn.Module, *optimizers: Optimizer, width: int = 64) -> None:
+        self.model, self.optimizers, self.width = model, optimizers, width
+        self.seen: dict[int, Digests] = {}
+        self.step = 0
+
+    def forward(self) -> torch.Tensor:
+        """A forward, its instant (b) written down just before."""
+        self.note()
+        return self.model(torch.ones(2, self.width)).square().mean()
+
+    def note(self) -> None:
+        """Write down what the snapshot of the last complete step must hold."""
+        self.seen.setdefault(self.step, of_live(self.model, self.optimizers))
+
+    def update(self) -> None:
+        """Every optimizer steps."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.step += 1
+        self.model.zero_grad()
+
+    def run(self, steps: int, between: Callable[[int], None] = lambda step: None) -> None:
+        """Train; `between` is called inside every window, after the backward."""
+        for _ in range(steps):
+            self.forward().backward()
+            between(self.step)
+            self.update()
+
+    def check(self, path: Path, steps: Sequence[int]) -> None:
+        """Every given step is there and holds what was seen."""
+        assert steps_at(path) == sorted(steps)
+        for step in steps:
+            stored = of_stored(path, step)
+            wrong = [
+                k for k in {*stored, *self.seen[step]} if stored.get(k) != self.seen[step].get(k)
+            ]
+            assert not wrong, f"step {step}: {wrong}"
+
+
+def mlp(width: int = 64, depth: int = 3) -> nn.Sequential:
+    """Linear layers of one width."""
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+
+def parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters by their path in a snapshot."""
+    for name, parameter in model.named_parameters():
+        yield f"model/{name}", parameter
