@@ -56,9 +56,13 @@ class Arrangement:
         Raises:
             RegionFullError: the medium has no room; the last arrangement stays.
         """
+        tensors = [live.tensor for live in lives]
         forms = [
-            (t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg())
-            for t in (live.tensor for live in lives)
+            [t.shape for t in tensors],
+            [t.stride() for t in tensors],
+            [t.dtype for t in tensors],
+            [t.device for t in tensors],
+            [t.is_conj() for t in tensors],
         ]
         found = tuple(lives)
         if found != self.lives or forms != self.forms:
