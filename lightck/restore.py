@@ -19,7 +19,7 @@ from lightck.capture import boundary, rng
 from lightck.capture.extras import Extra, parse
 from lightck.capture.hooks import Watched, before_next_forward
 from lightck.capture.optimizer import Saved, install, match
-from lightck.capture.staging import is_dense
+from lightck.capture.staging import fill, is_dense
 from lightck.capture.state import Inventory, Live
 from lightck.config import Config
 from lightck.errors import (
@@ -290,7 +290,7 @@ class Filling:
         """Everything was read: fill what could not be read into, then optimizers and extras."""
         with torch.no_grad():
             for live, source in self.copies:
-                live.copy_(source)
+                fill(live, source)
             for target in self.targets.values():
                 torch.autograd.graph.increment_version(target)
         for i, saved in enumerate(self.second["optimizers"]):

@@ -42,6 +42,33 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def fill(live: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Copy `source` into a live tensor of its shape, which may be expanded or overlap itself.
+
+    `copy_` refuses such a tensor; here every element's memory gets the element's value.
+    """
+    for dim, stride in enumerate(live.stride()):
+        if stride == 0 and live.shape[dim] > 1:
+            fill(live.narrow(dim, 0, 1), source.narrow(dim, 0, 1))
+            return live
+    if not _overlaps(live):
+        return live.copy_(source)
+    span = 1 + sum((n - 1) * s for n, s in zip(live.shape, live.stride(), strict=True))
+    places = torch.arange(span, device=live.device).as_strided(live.shape, live.stride())
+    live.as_strided((span,), (1,))[places.reshape(-1)] = source.to(live.device).reshape(-1)
+    return live
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    reach = 0
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(pair for pair in pairs if pair[1] > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor."""
     strides, step = [], 1
