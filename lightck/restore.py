@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -165,7 +165,7 @@ def _restore_from(
     finally:
         region.native.lease(record.slot, False)
     filling.finish(first)
-    _arm_forward(live, first, second)
+    _arm_forward(live, second, filling.targets.__getitem__)
     region.carry_on(record)
     state = progress(live.model)
     state.step, state.pending = record.step, filling.pending
@@ -350,7 +350,9 @@ def _direct(entry: Entry, tensor: torch.Tensor) -> bool:
     )
 
 
-def _arm_forward(live: Inventory, first: dict[str, Any], second: dict[str, Any]) -> None:
+def _arm_forward(
+    live: Inventory, second: dict[str, Any], tensors: Callable[[str], torch.Tensor]
+) -> None:
     """Set the generators at the first training forward to what they were there (b).
 
     However the loop drew its first batch, the forward then draws what it drew before.
@@ -364,7 +366,7 @@ def _arm_forward(live: Inventory, first: dict[str, Any], second: dict[str, Any])
     watched = Watched(live.model)
     watched.refresh()
     generators = [
-        (extra, boundary.rebuild(second["extras"][extra.name]))
+        (extra, boundary.rebuild(second["extras"][extra.name], tensors))
         for extra in live.extras
         if extra.instant == "both" and extra.name in second["extras"]
     ]
@@ -373,7 +375,6 @@ def _arm_forward(live: Inventory, first: dict[str, Any], second: dict[str, Any])
     def action() -> None:
         rng.restore(states)
         for extra, value in generators:
-            if isinstance(value, dict | tuple | torch.Tensor):
-                extra.load(value)
+            extra.load(value)
 
     state.forward_hook = before_next_forward(watched, action)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from lightck.capture import rng
 from lightck.errors import StateError
 from lightck.types import Stateful
 
@@ -56,12 +56,8 @@ class Extra:
         if isinstance(subject, np.random.Generator):
             return subject.bit_generator.state
         if isinstance(subject, random.Random):
-            return subject.getstate()
+            return rng.packed(subject.getstate())
         return subject.state_dict()
-
-    def private_state(self) -> Any:
-        """Its state now, sharing nothing with the subject."""
-        return copy.deepcopy(self.state())
 
     def load(self, state: Any) -> None:
         """Put a restored state into the subject; a dict is filled in place."""
@@ -74,8 +70,7 @@ class Extra:
         elif isinstance(subject, np.random.Generator):
             subject.bit_generator.state = state
         elif isinstance(subject, random.Random):
-            version, internal, gauss = state
-            subject.setstate((version, tuple(internal), gauss))
+            subject.setstate(rng.unpacked(state))
         else:
             subject.load_state_dict(state)
 

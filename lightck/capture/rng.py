@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,31 @@ def capture() -> dict[str, Any]:
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(legacy=False),
-        "python": random.getstate(),
+        "python": packed(random.getstate()),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
 
 
+def packed(state: tuple[Any, ...]) -> dict[str, Any]:
+    """A `random.Random` state with its 625 integers as bytes: one value to encode, not 625."""
+    version, internal, gauss = state
+    return {"version": version, "internal": array("I", internal).tobytes(), "gauss": gauss}
+
+
+def unpacked(state: dict[str, Any]) -> tuple[Any, ...]:
+    """The inverse of `packed`."""
+    internal = array("I")
+    internal.frombytes(state["internal"])
+    return state["version"], tuple(internal), state["gauss"]
+
+
 def restore(states: dict[str, Any]) -> None:
     """Set the generators that `states` holds; CUDA's only when as many devices are there."""
     torch.set_rng_state(states["torch"])
     np.random.set_state(states["numpy"])
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
+    random.setstate(unpacked(states["python"]))
     cuda = states.get("cuda")
     if cuda is not None and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(cuda)
