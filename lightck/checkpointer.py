@@ -32,12 +32,11 @@ from lightck.capture.state import Inventory
 from lightck.capture.steps import Steps
 from lightck.config import Config
 from lightck.errors import LightckError, WaitTimeoutError
+from lightck.events import event
 from lightck.region.claim import claim
 from lightck.region.native import NativePool
 from lightck.restore import as_list, as_module, progress
 from lightck.types import Policy, Stats
-
-log = logging.getLogger("lightck")
 
 
 class _EveryStep(int):
@@ -170,9 +169,7 @@ class Handle:
         self._tell_synchronous(collected.lives)
         _handles.add(self)
         atexit.register(self._at_exit)
-        log.info(
-            "attached path=%s step=%d survives=%r", region.place.path, self.step, self.survives
-        )
+        event("attached", path=region.place.path, step=self.step, survives=self.survives)
 
     def _tell_synchronous(self, lives: Sequence[Any]) -> None:
         owned = sum(v.tensor.nbytes for v in lives if staging.must_own(v) and not v.alias_of)
@@ -370,7 +367,7 @@ class Handle:
     def _at_exit(self) -> None:
         """The interpreter exits without close(): commit what is open, begin nothing new."""
         if not self._closed and os.getpid() == self._pid:
-            log.warning("exit without close(): committing what is open")
+            event("exit_without_close", logging.WARNING, step=self.step)
             self._shut(last_step=False)
 
 

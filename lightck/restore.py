@@ -28,12 +28,11 @@ from lightck.errors import (
     RegionBusyError,
     RestoreMismatchError,
 )
+from lightck.events import event
 from lightck.region import native, place
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate, Recovery, Region, survey
 from lightck.types import RestoreInfo
-
-log = logging.getLogger("lightck")
 
 
 @dataclass(eq=False)
@@ -111,7 +110,7 @@ def restore(
                 return _restore_from(region, candidate, live, strict, fell_back)
             except (CorruptSnapshotError, RegionBusyError) as error:
                 fell_back.append(str(error))
-                log.warning("fell back from step=%d: %s", candidate.record.step, error)
+                event("fell_back", logging.WARNING, step=candidate.record.step, why=error)
         raise NoSnapshotError(nothing_whole(where, recovery, step, fell_back))
     finally:
         region.close()
@@ -181,7 +180,7 @@ def _restore_from(
         skipped=filling.skipped,
         fell_back=tuple(fell_back),
     )
-    log.info("restored step=%d slot=%d path=%s", info.step, info.slot, info.path)
+    event("restored", step=info.step, slot=info.slot, path=info.path)
     return info
 
 

@@ -30,9 +30,8 @@ from lightck.errors import (
     RegionIOError,
     TornSnapshotError,
 )
+from lightck.events import event
 from lightck.region.native import RECORD_EARLY
-
-log = logging.getLogger("lightck")
 
 
 @dataclass(eq=False)
@@ -216,7 +215,7 @@ class Recorder:
     def _slipped(self, step: int) -> None:
         self.pipeline.counters.slipped += 1
         self.cadence.overdue = True
-        log.info("slipped step=%d: every slot is busy", step)
+        event("slipped", step=step, why="every slot is busy")
 
     def _hand_over_futures(self, step: int) -> None:
         if self.wanted:
@@ -273,7 +272,7 @@ class Recorder:
         """An optimizer steps for the second time: whatever steps in this job has stepped."""
         self.settled = self.steps.settled = True
         self.steps.step += 1
-        log.info("step=%d has no snapshot: the optimizers were found during it", self.steps.step)
+        event("skipped", step=self.steps.step, why="the optimizers were found during it")
         self._make_room()
 
     # ---- results ---------------------------------------------------------------------------
@@ -282,7 +281,7 @@ class Recorder:
         """Take note of commits; errors go to `report`."""
         with self.lock, self._reported():
             for step in self.pipeline.poll(timeout_s):
-                log.info("committed step=%d", step, extra={"lightck_step": step})
+                event("committed", step=step, survives=self.pipeline.region.survives)
                 for future in self.futures.pop(step, []):
                     future.set_result(step)
 
@@ -312,7 +311,7 @@ class Recorder:
             self.pipeline.counters.failed += 1
             self.fail_futures(error)
             if self._latched and isinstance(error, PreviousPersistError):
-                log.debug("no snapshot of step=%d: %s", self.steps.step, error)
+                event("skipped", logging.DEBUG, step=self.steps.step, why=error)
                 return
             self._latched = isinstance(error, RegionIOError | PreviousPersistError)
             self.report(error)
@@ -383,7 +382,7 @@ class Recorder:
         if done or not self.cadence.began:
             return
         if self.steps.updating or self.steps.between_updates:
-            log.info("step=%d has no snapshot: an update is half done", self.steps.step)
+            event("skipped", step=self.steps.step, why="an update is half done")
             return
         if not self._gradients:
             self.open_now()

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightck.errors import LightckError
-
-log = logging.getLogger("lightck")
+from lightck.events import event
 
 
 @dataclass(eq=False)
@@ -26,7 +25,7 @@ class Reporter:
     def __call__(self, error: LightckError) -> None:
         """Report an error, on any thread."""
         self.note(error)
-        log.error("%s: %s", type(error).__name__, error)
+        event("error", logging.ERROR, kind=type(error).__name__, text=error)
         if callable(self.on_error):
             self.on_error(error)
         elif self.on_error != "raise":

@@ -1,0 +1,20 @@
+"""Structured log events: one logger, one shape, readable by people and by programs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+log = logging.getLogger("lightck")
+
+
+def event(name: str, /, level: int = logging.INFO, **fields: Any) -> None:
+    """Log an event as `name key=value ...`.
+
+    A handler finds the parts on the record: `record.lightck_event` and `record.lightck` (a dict).
+    Nothing is formatted unless somebody listens.
+    """
+    if log.isEnabledFor(level):
+        text = " ".join(f"{key}={value}" for key, value in fields.items())
+        extra = {"lightck_event": name, "lightck": fields}
+        log.log(level, "%s %s", name, text, extra=extra, stacklevel=2)
