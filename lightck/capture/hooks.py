@@ -48,10 +48,9 @@ class Listener(Protocol):
 
 
 def untraced(function: F) -> F:
-    """Keep dynamo from tracing a hook, without importing dynamo."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "lightck hook"  # type: ignore[attr-defined]
-    return function
+    """Keep dynamo out of a hook and everything that it calls."""
+    quiet: F = torch.compiler.disable(function)
+    return quiet
 
 
 @dataclass(eq=False)
@@ -175,7 +174,9 @@ def _observe(
     if key not in _observed:
         _observed[key] = _Observed()
         original = getattr(kind, name)
-        wrapper = untraced(around(original, _observed[key].listeners))
+        # Not recursive: a compiled optimizer inside a scaler's step stays compiled.
+        made = around(original, _observed[key].listeners)
+        wrapper: Any = torch.compiler.disable(made, recursive=False)
         wrapper.__name__, wrapper.__doc__ = name, original.__doc__
         setattr(kind, name, wrapper)
     _observed[key].listeners.add(listener)
@@ -185,6 +186,11 @@ def _scaler_step(
     original: Callable[..., Any], listeners: weakref.WeakSet[Any]
 ) -> Callable[..., Any]:
     """`GradScaler.step` calls the optimizer, or skips it without a trace: tell the listeners."""
+
+    @untraced
+    def tell(optimizer: Optimizer) -> None:
+        for listener in list(listeners):
+            listener.update_skipped(optimizer)
 
     def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not listeners:
@@ -201,17 +207,20 @@ def _scaler_step(
         finally:
             with_hook.remove()
         if not any(which is optimizer for which in stepped):
-            for listener in list(listeners):
-                listener.update_skipped(optimizer)
+            tell(optimizer)
         return result
 
     return step
 
 
 def _iterating(original: Callable[..., Any], listeners: weakref.WeakSet[Any]) -> Callable[..., Any]:
-    def iterate(loader: Any) -> Any:
+    @untraced
+    def tell(loader: Any) -> None:
         for listener in list(listeners):
             listener.iterating(loader)
+
+    def iterate(loader: Any) -> Any:
+        tell(loader)
         return original(loader)
 
     return iterate
