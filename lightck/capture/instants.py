@@ -34,7 +34,8 @@ class Instants:
         }
 
     def generators_stand(self) -> None:
-        """Take (a)'s generators again: whatever is drawn next comes after the snapshot."""
+        """(b) is declared here: whatever runs or is drawn next comes after the snapshot."""
+        self._early = None
         self._rng = rng.capture()
 
     def iterating(self, loader: Any) -> None:
