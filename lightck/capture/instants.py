@@ -37,6 +37,9 @@ class Instants:
         """(b) is declared here: whatever runs or is drawn next comes after the snapshot."""
         self._early = None
         self._rng = rng.capture()
+        for extra in self.inventory.extras:
+            if extra.instant == "both":
+                self._extras[extra.name] = _private(extra)
 
     def iterating(self, loader: Any) -> None:
         """A loader starts anew after (a): position and generators are those just before."""
