@@ -236,6 +236,7 @@ class Handle:
         self._reporter.surface()
         recorder = self._recorder
         future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # its snapshot cannot be called back
         recorder.wanted.append(future)
         if recorder.can_open_now():
             recorder.open_now()

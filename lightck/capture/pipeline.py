@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Thread
 
@@ -175,14 +175,13 @@ class Pipeline:
             raise
         return True
 
-    def poll(self, timeout_s: float | None = 0.0) -> list[int]:
-        """Steps whose commit has become durable since the last call; waits up to `timeout_s`.
+    def poll(self, timeout_s: float | None = 0.0) -> Iterator[int]:
+        """Steps whose commit has become durable, one by one; waits up to `timeout_s` in all.
 
         Raises:
             LightckError: a background failure; that snapshot is dropped.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        done = []
         while self.persisting:
             flight = self.persisting[0]
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -198,8 +197,7 @@ class Pipeline:
             self.counters.commit_s += now - flight.captured_s
             self.counters.persist_s = now - flight.opened_s
             self.counters.last_committed_step = flight.step
-            done.append(flight.step)
-        return done
+            yield flight.step
 
     def pool_stats(self) -> dict[str, int]:
         """The pool's counters, the last ones once it is closed."""

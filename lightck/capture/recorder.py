@@ -27,6 +27,7 @@ from lightck.capture.steps import Steps
 from lightck.errors import (
     LightckError,
     PreviousPersistError,
+    RegionBusyError,
     RegionIOError,
     TornSnapshotError,
 )
@@ -207,9 +208,11 @@ class Recorder:
             if flight is None:
                 self._slipped(step)
                 return
-            self._hand_over_futures(step)
-            if self._synchronous or synchronous:
+            # What was asked for is copied at once: its future may be waited for on this thread,
+            # which then never comes to the fence.
+            if self._synchronous or synchronous or self.wanted:
                 self._synchronous = False
+                self._hand_over_futures(step)
                 self.pipeline.fence(None)
 
     def _slipped(self, step: int) -> None:
@@ -317,13 +320,15 @@ class Recorder:
             self.report(error)
 
     def fail_futures(self, error: LightckError) -> None:
-        """No snapshot will come for those who wait for one that is neither open nor persisting."""
+        """No snapshot will come for those who wait for one, unless it is open or persisting."""
         window = self.pipeline.window
         alive = {flight.step for flight in self.pipeline.persisting}
         alive |= {window.step} if window is not None else set()
-        for step in [step for step in self.futures if step not in alive]:
-            for future in self.futures.pop(step):
-                future.set_exception(error)
+        for step in self.futures.keys() - alive:
+            self.wanted += self.futures.pop(step)
+        for future in self.wanted:
+            future.set_exception(error)
+        self.wanted = []
 
     @contextmanager
     def _stall(self, cause: str) -> Iterator[None]:
@@ -384,8 +389,12 @@ class Recorder:
         if self.steps.updating or self.steps.between_updates:
             event("skipped", step=self.steps.step, why="an update is half done")
             return
+        slipped = counters.slipped
         if not self._gradients:
             self.open_now()
         else:
             self.poll(None)
             self._open(flags=RECORD_EARLY, seen=False, synchronous=True)
+        if counters.slipped > slipped:
+            text = f"step {self.steps.step}, the last one, has no snapshot: every slot is busy"
+            self.report(RegionBusyError(f"{text} (is a reader holding one?)"))
