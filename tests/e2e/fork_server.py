@@ -75,9 +75,9 @@ def main() -> None:
     import faulthandler
 
     import torch
+    import trainer  # noqa: F401
 
     import lightck  # noqa: F401
-    import trainer  # noqa: F401
 
     faulthandler.enable()
     torch.set_num_threads(1)

@@ -140,6 +140,11 @@ class Bed:
         """The uninterrupted run, without lightck."""
         return self.run(job, "plain", **fields).check_ended()
 
+    def fresh(self, name: str) -> Bed:
+        """The same with an empty folder of its own."""
+        (self.folder / name).mkdir()
+        return Bed(self.server, self.folder / name)
+
     def check(
         self,
         job: type[trainer.Job],
@@ -194,7 +199,7 @@ def expected_steps(k: int) -> dict[str, set[int]]:
 
 
 def same_steps(run: Outcome, plain: Outcome) -> None:
-    """Every step that a run took gave the loss and the state of the uninterrupted run, bit by bit."""
+    """Every step that a run took gave the loss and state of the uninterrupted run, bit by bit."""
     for t, (loss, state) in run.steps.items():
         loss0, state0 = plain.steps[t]
         assert loss == loss0, f"{run.name}: loss of step {t} is {loss}, expected {loss0}\n{run.log}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightck
 import pytest
 import torch
 from jobs import Plain
@@ -47,11 +46,8 @@ class WithoutBuffers(Plain):
 
 
 def test_plain_job_resumes_bit_for_bit_after_death_in_every_phase_of_every_step(bed: Bed) -> None:
-    root = bed.folder
     for k in range(3, Plain.steps + 1):
-        bed.folder = root / f"k{k}"
-        bed.folder.mkdir()
-        bed.check(Plain, kill_step=k)
+        bed.fresh(f"k{k}").check(Plain, kill_step=k)
 
 
 @pytest.mark.parametrize("wrong", [WithoutOptimizer, WithoutRandom, OneBit, WithoutBuffers])
@@ -74,7 +70,3 @@ def test_free_running_job_resumes_from_whatever_was_committed(bed: Bed) -> None:
         again = bed.run(Plain, "resume", where, last=30, settle=False).check_ended()
         assert again.value("restored") is not None
         same_end(again, plain)
-
-
-def test_lightck_is_the_one_under_test() -> None:
-    assert lightck.__file__ is not None

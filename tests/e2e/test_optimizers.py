@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import lightck
 import pytest
 import torch
 from jobs import batch, small_model
@@ -18,6 +17,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from trainer import Job, Run
 
+import lightck
+
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{"t0": 3.0, "lambd": 0.01}],
     "Adadelta": [{}, {"weight_decay": 0.1}],
@@ -26,7 +27,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "Adam": [{}, {"amsgrad": True}],
     "AdamW": [{}, {"amsgrad": True, "maximize": True}],
     "Adamax": [{}],
-    "LBFGS": [{"max_iter": 4, "history_size": 3}, {"max_iter": 3, "line_search_fn": "strong_wolfe"}],
+    "LBFGS": [
+        {"max_iter": 4, "history_size": 3},
+        {"max_iter": 3, "line_search_fn": "strong_wolfe"},
+    ],
     "Muon": [{}],
     "NAdam": [{}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
     "RAdam": [{}],
@@ -38,7 +42,6 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 """What each class is tried with."""
 FUSED = {"Adagrad", "Adam", "AdamW", "SGD"}
 """Those whose fused implementation runs on a CPU."""
-NO_STATE = {"SGD()", "SGD(foreach)", "SGD(fused)"}
 
 
 def optimizers() -> dict[str, type[Optimizer]]:

@@ -78,6 +78,9 @@ class Job:
     def _models(self) -> Any:
         return self.models[0] if len(self.models) == 1 else self.models
 
+    def finished(self, run: Run) -> None:
+        """The last step has ended; lightck still runs, if it ever did."""
+
     def resumed(self, t: int) -> None:
         """Restored to step t, before attach."""
 
@@ -124,6 +127,7 @@ class Run:
 
     def finish(self) -> None:
         """Close and write down the final state."""
+        self.job.finished(self)
         if self.handle is not None:
             self.handle.close()
             stats = self.handle.stats()
@@ -288,6 +292,8 @@ def main(request: dict[str, Any]) -> None:
     module = importlib.import_module(request["module"])
     job: Job = getattr(module, request["job"])(**request["params"])
     warnings.simplefilter("error")
+    for kind in (DeprecationWarning, FutureWarning):  # torch's own
+        warnings.simplefilter("ignore", kind)
     for text in job.expected_warnings:
         warnings.filterwarnings("ignore", message=text)
     # A resumed process has other seeds and so other weights: only restore can make them equal.
