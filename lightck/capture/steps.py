@@ -22,6 +22,8 @@ class Steps:
     settled: bool = True
     """All optimizers of the job are known; before that no step is complete."""
     counts: list[int] = field(default_factory=list)
+    nested: set[int] = field(default_factory=set)
+    """Optimizers that step inside another one: they count with it."""
     _inside: list[tuple[int, int]] = field(default_factory=list)
     """Updates that have begun: (optimizer or MARK, depth of the Python stack)."""
 
@@ -70,6 +72,8 @@ class Steps:
         while self._inside and self._inside.pop()[0] != who:
             pass
         if self._inside:
+            if self._inside[-1][0] != self.MARK:
+                self.nested.add(who)
             return False  # an optimizer inside another one counts once, with the outer one
         if who >= 0:
             self.counts[who] += 1
@@ -86,16 +90,19 @@ class Steps:
         elif self.boundary is not None:
             complete = who == self.boundary
         else:
-            complete = self.settled and min(self.counts) > self.step
+            own = [count for i, count in enumerate(self.counts) if i not in self.nested]
+            complete = self.settled and min(own or self.counts) > self.step
         if complete:
             self.step += 1
             if self.marked or self.boundary is not None:
                 self.counts = [self.step] * len(self.counts)
+            for i in self.nested:
+                self.counts[i] = self.step
         return complete
 
     def _check_cadence(self, who: int) -> None:
         if self.counts[who] > self.step:
-            late = [i for i, count in enumerate(self.counts) if count <= self.step]
+            late = [i for i, c in enumerate(self.counts) if c <= self.step and i not in self.nested]
             raise ConfigError(
                 f"optimizer {who} steps again at step {self.step + 1} before optimizer"
                 f" {late[0]} has: which one ends a step? Pass boundary=<optimizer> to attach,"
