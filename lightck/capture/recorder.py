@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from lightck.capture.due import Due
@@ -66,6 +67,8 @@ class Recorder:
     """`snapshot()` calls that wait for the next boundary."""
     _gradients: int = 0
     """Gradient hooks since the last step ended: inside an iteration when > 0."""
+    _ended_in: int = -1
+    """The backward inside which the last step ended, with optimizers that step there."""
     _opened_step: int = -1
     _stalled: bool = False
     _latched: bool = False
@@ -113,6 +116,8 @@ class Recorder:
 
     def gradient(self) -> None:
         """A layer's gradient is ready."""
+        if self._ended_in >= 0 and torch._C._current_graph_task_id() == self._ended_in:
+            return  # the rest of the backward whose last update ended the step
         self._gradients += 1
         if not self.enabled:
             return
@@ -167,6 +172,7 @@ class Recorder:
             self.surface()
             self.poll()
             self._gradients = 0
+            self._ended_in = torch._C._current_graph_task_id()
             self.instants.step_ended()
             if not self._room_made:
                 self._make_room()
