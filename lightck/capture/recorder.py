@@ -89,8 +89,8 @@ class Recorder:
             return
         if not self.settled and self.steps.counts[index] > self.steps.step:
             self._settle()
-        if self.steps.begin(index):
-            self.fence(index)
+        self.steps.begin(index)
+        self.fence(index)
 
     def update_ends(self, optimizer: Optimizer) -> None:
         """A step may be complete."""
