@@ -298,6 +298,7 @@ class Handle:
     def detach(self) -> None:
         """Stop: opened snapshots are committed, hooks removed, the region released. Idempotent."""
         self._shut(last_step=False)
+        self._reporter.surface()
 
     def close(self) -> None:
         """Commit the last complete step, due or not, and detach. Idempotent.
@@ -306,7 +307,7 @@ class Handle:
             LightckError: the first background error since attach, once.
         """
         self._shut(last_step=True)
-        error, self._reporter.first = self._reporter.first, None
+        error = self._reporter.take()
         if error is not None:
             raise error
 
@@ -323,7 +324,7 @@ class Handle:
             self.close()
             return
         try:
-            self._shut(last_step=False)
+            self.detach()
         except LightckError as ours:
             error.add_note(f"lightck, while closing: {ours}")
 
@@ -342,6 +343,7 @@ class Handle:
         if self._closed or os.getpid() != self._pid:
             return
         recorder = self._recorder
+        self._reporter.closing = True
         deadline = time.monotonic() + self.config.close_timeout_s
         try:
             recorder.finish_window()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Thread
 
@@ -18,7 +19,7 @@ import torch
 
 from lightck.capture.arrange import Arrangement, sources
 from lightck.capture.state import Collected, Live
-from lightck.errors import TornSnapshotError
+from lightck.errors import LightckError, TornSnapshotError
 from lightck.region.native import NativePool
 from lightck.region.region import Region
 from lightck.region.writer import Batch, SlotWriter
@@ -249,7 +250,9 @@ class Pipeline:
                 continue
             if total_bytes <= 0:
                 break
-            flight.writer.release(group.batch, min(total_bytes, group.batch.total_bytes))
+            # A failed snapshot is told at the fence, once, and never out of somebody's backward.
+            with suppress(LightckError):
+                flight.writer.release(group.batch, min(total_bytes, group.batch.total_bytes))
             total_bytes -= group.batch.total_bytes
 
     def _torn(self, flight: Flight, group: Group) -> list[str]:

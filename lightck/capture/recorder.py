@@ -23,7 +23,7 @@ from lightck.capture.due import Due
 from lightck.capture.hooks import Watched
 from lightck.capture.instants import Instants
 from lightck.capture.pipeline import Pipeline, torn_error
-from lightck.capture.state import Collected, Inventory
+from lightck.capture.state import Collected, Inventory, held_parameters
 from lightck.capture.steps import Steps
 from lightck.errors import (
     LightckError,
@@ -271,9 +271,7 @@ class Recorder:
 
     def _covered(self) -> bool:
         """Every trainable parameter is held by a known optimizer: no other is to be expected."""
-        held = {
-            id(p) for o in self.inventory.optimizers for g in o.param_groups for p in g["params"]
-        }
+        held = {id(p) for o in self.inventory.optimizers for p in held_parameters(o)}
         trainable = (p for p in self.inventory.model.parameters() if p.requires_grad)
         return all(id(parameter) in held for parameter in trainable)
 
@@ -317,6 +315,8 @@ class Recorder:
         except TornSnapshotError:
             raise  # reported where it was found
         except LightckError as error:
+            if isinstance(error, PreviousPersistError) and not self._latched:
+                self.poll(1.0)  # what latched the region is about to be known: told first
             self.pipeline.counters.failed += 1
             self.fail_futures(error)
             if self._latched and isinstance(error, PreviousPersistError):

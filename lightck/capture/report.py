@@ -18,6 +18,8 @@ class Reporter:
 
     on_error: str | Callable[[BaseException], object]
     first: LightckError | None = None
+    closing: bool = False
+    """The handle is being closed: what there is to do for that comes before raising."""
     _thread: int = field(default_factory=threading.get_ident)
     """The training thread: only there can an error be raised at once."""
     _pending: LightckError | None = None
@@ -30,7 +32,7 @@ class Reporter:
             self.on_error(error)
         elif self.on_error != "raise":
             warnings.warn(f"lightck: {error}", RuntimeWarning, stacklevel=3)
-        elif threading.get_ident() == self._thread:
+        elif threading.get_ident() == self._thread and not self.closing:
             raise error
         else:
             self._pending = error
@@ -39,6 +41,11 @@ class Reporter:
         """Remember an error for `close` without telling it now."""
         if self.first is None:
             self.first = error
+
+    def take(self) -> LightckError | None:
+        """The first error, for `close` to raise; there is nothing to raise after that."""
+        error, self.first, self._pending = self.first, None, None
+        return error
 
     def surface(self) -> None:
         """Raise what another thread came across, if the user wants errors raised."""
