@@ -23,7 +23,7 @@ from lightck.capture.due import Due
 from lightck.capture.hooks import Watched
 from lightck.capture.instants import Instants
 from lightck.capture.pipeline import Pipeline, torn_error
-from lightck.capture.state import Collected, Inventory, held_parameters
+from lightck.capture.state import Collected, Inventory
 from lightck.capture.steps import Steps
 from lightck.errors import (
     LightckError,
@@ -264,16 +264,10 @@ class Recorder:
         self.inventory.invalidate()
         index = self.steps.add(late=not self._gradients)
         self._room_made = False
-        self.settled = self.settled or self._covered()
+        self.settled = self.settled or self.inventory.covered()
         self.steps.settled = self.settled
         self.on_found(index, optimizer)
         return index
-
-    def _covered(self) -> bool:
-        """Every trainable parameter is held by a known optimizer: no other is to be expected."""
-        held = {id(p) for o in self.inventory.optimizers for p in held_parameters(o)}
-        trainable = (p for p in self.inventory.model.parameters() if p.requires_grad)
-        return all(id(parameter) in held for parameter in trainable)
 
     def _settle(self) -> None:
         """An optimizer steps for the second time: whatever steps in this job has stepped."""

@@ -97,6 +97,11 @@ class Inventory:
         """Forget what was found before: tensors were added, or found torn."""
         self._cache = None
 
+    def covered(self) -> bool:
+        """Every trainable parameter is held by a known optimizer: no other is to be expected."""
+        held = {id(p) for optimizer in self.optimizers for p in held_parameters(optimizer)}
+        return all(id(p) in held for p in self.model.parameters() if p.requires_grad)
+
     def names(self) -> dict[int, str]:
         """Name of each of the model's parameters, by identity; the first name counts."""
         found: dict[int, str] = {}
