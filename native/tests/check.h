@@ -6,6 +6,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+/* ThreadSanitizer makes every access some ten times slower and has few addresses to give. */
+#ifdef __SANITIZE_THREAD__
+enum { UNDER_TSAN = 1 };
+#else
+enum { UNDER_TSAN = 0 };
+#endif
+
 static int checks_passed;
 
 #define CHECK(condition, ...)                                                                      \

@@ -48,6 +48,9 @@ static unsigned char *guarded(size_t length) {
   return map + whole - length;
 }
 
+/* Lengths to leave out: they have nothing to do with threads. */
+enum { STEP = UNDER_TSAN ? 13 : 1 };
+
 static unsigned char *source, *target; /* source: LONGEST bytes up to a guard page */
 
 static void check_copy(const lck_kernel_table *kernel, const unsigned char *from, uint64_t length) {
@@ -76,10 +79,10 @@ static void check_copy(const lck_kernel_table *kernel, const unsigned char *from
 /* Every length up to the guard page gives every alignment of the start; the second loop varies the
  * alignment with the length fixed. */
 static void check_shapes(const lck_kernel_table *kernel) {
-  for (uint64_t length = 1; length <= 1100; length++)
+  for (uint64_t length = 1; length <= 1100; length += STEP)
     check_copy(kernel, source + LONGEST - length, length);
   for (uint64_t shift = 0; shift < LINE; shift++) {
-    for (uint64_t length = 1; length <= 300; length++)
+    for (uint64_t length = 1; length <= 300; length += STEP)
       check_copy(kernel, source + LONGEST - length - shift, length);
     for (uint64_t lines = 2; lines <= 16; lines++)
       for (uint64_t length = lines * LINE - 1; length <= lines * LINE + 1; length++)
@@ -87,11 +90,11 @@ static void check_shapes(const lck_kernel_table *kernel) {
   }
   for (uint64_t unit = 1024; unit <= 65536; unit *= 2)
     for (uint64_t length = unit - 1; length <= unit + 1; length++)
-      for (uint64_t shift = 0; shift < LINE; shift += 7)
+      for (uint64_t shift = 0; shift < LINE; shift += 7 * STEP)
         check_copy(kernel, source + LONGEST - length - shift, length);
-  for (uint64_t length = 3 * 1024 - 65; length < 3 * 1024 + 66; length++)
+  for (uint64_t length = 3 * 1024 - 65; length < 3 * 1024 + 66; length += STEP)
     check_copy(kernel, source + LONGEST - length, length);
-  for (int i = 0; i < 300; i++) {
+  for (int i = 0; i < 300; i += STEP) {
     const uint64_t shift = random_word() % LINE, length = 1 + random_word() % (LONGEST - LINE);
     check_copy(kernel, source + LONGEST - length - shift, length);
   }
@@ -112,7 +115,7 @@ static void check_vectors(const lck_kernel_table *kernel) {
 
 static void check_splits(const lck_kernel_table *kernel) {
   const uint32_t whole = reference(0, source, LONGEST);
-  for (int i = 0; i < 500; i++) {
+  for (int i = 0; i < 500; i += STEP) {
     uint32_t copied = 0, crc = 0, combined = 0;
     for (uint64_t at = 0, length; at < LONGEST; at += length) {
       length = 1 + random_word() % (i % 2 ? 40000 : 4000);
@@ -190,9 +193,12 @@ static void check_kernels(void) {
     check_vectors(kernel);
     check_shapes(kernel);
     check_splits(kernel);
-    check_mutation(kernel);
+    if (!UNDER_TSAN)
+      check_mutation(kernel);
     printf("%s: ok\n", name);
   }
+  if (UNDER_TSAN)
+    printf("SKIPPED: sources that change under a copy: a race on purpose, and 12 of 13 lengths\n");
   CHECK(usable >= 1);
   CHECK(lck_kernel(fastest, &name) == 0);
   const char *const wrong[] = {"", "AVX2", "avx", "portable "};

@@ -75,9 +75,11 @@ static void test_refusals(void) {
   spec = small_spec();
   spec.slot_bytes = UINT64_C(1) << 60;
   CHECK(try_create(path, &spec, &region) == LCK_E_FULL, "%s", lck_last_error());
-  spec.slot_bytes = UINT64_C(1) << 40;
+  if (UNDER_TSAN) /* which has too few addresses for it */
+    return (void)printf("SKIPPED: a region beyond all media\n");
+  spec.slot_bytes = UINT64_C(1) << 43; /* no file system here is that large */
   CHECK(try_create(path, &spec, &region) == LCK_E_FULL, "%s", lck_last_error());
-  CHECK(strstr(lck_last_error(), "2199025352704 bytes needed") != NULL, "%s", lck_last_error());
+  CHECK(strstr(lck_last_error(), "17592188141568 bytes needed") != NULL, "%s", lck_last_error());
   CHECK(file_length(path) == 0, "%lu", file_length(path));
 }
 
