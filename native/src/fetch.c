@@ -1,7 +1,5 @@
 /* Reading extents back: verified and copied out in one pass over the medium, on several threads. */
 #include <inttypes.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,9 +9,9 @@
 #include "kernel.h"
 #include "persist.h"
 #include "region.h"
+#include "threads.h"
 
 #define PIECE_BYTES (UINT64_C(4) << 20) /* what one thread takes at a time of a large extent */
-#define MAX_THREADS 64u
 
 typedef struct piece {
   uint64_t read, start, length;
@@ -64,23 +62,6 @@ static void *work(void *argument) {
   }
   lck_persist_fence(NULL); /* the kernel's stores pass the order that joining a thread gives */
   return NULL;
-}
-
-/* The caller works too, so that a thread that cannot be had only costs time. */
-static void run(fetch *job, uint32_t threads) {
-  pthread_t workers[MAX_THREADS];
-  uint32_t started = 0;
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  while (started + 1 < threads && started + 1 < job->count &&
-         pthread_create(&workers[started], NULL, work, job) == 0)
-    started++;
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
-  work(job);
-  for (uint32_t i = 0; i < started; i++)
-    pthread_join(workers[i], NULL);
 }
 
 static int check_bounds(const lck_region *region, const lck_read *reads, uint64_t count,
@@ -134,9 +115,9 @@ LCK_API int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint
   int rc = lck_region_alive(region);
   if (rc != 0)
     return rc;
-  if (threads == 0 || threads > MAX_THREADS || (count > 0 && reads == NULL))
+  if (threads == 0 || threads > LCK_THREADS_MOST || (count > 0 && reads == NULL))
     return lck_fail(LCK_E_INVALID, "%u threads, expected 1..%u, or reads is NULL", threads,
-                    MAX_THREADS);
+                    LCK_THREADS_MOST);
   if (bad == NULL)
     bad = &ignored;
   fetch job = {.region = region, .reads = reads};
@@ -148,7 +129,7 @@ LCK_API int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint
     return lck_fail(LCK_E_NOMEM, "%" PRIu64 " bytes to share %" PRIu64 " extents among threads",
                     (job.count + 1) * sizeof(piece), count);
   cut(&job, count);
-  run(&job, threads);
+  lck_threads_run(work, &job, job.count < threads ? job.count : threads);
   rc = compare(&job, count, bad);
   free(job.pieces);
   return rc;

@@ -16,6 +16,7 @@
 #include "fault.h"
 #include "medium.h"
 #include "persist.h"
+#include "threads.h"
 
 #ifndef MAP_SYNC
 #define MAP_SYNC 0x80000
@@ -32,6 +33,9 @@
 /* One call to fallocate: on tmpfs a signal undoes a whole call, so that a profiler's timer would
  * starve a long one. */
 #define PIECE (UINT64_C(16) << 20)
+
+#define SLICE (UINT64_C(32) << 20) /* what one thread faults in at a time */
+#define FAULTERS 4                 /* threads at most */
 
 /* ---- addresses ---------------------------------------------------------------------------- */
 
@@ -194,21 +198,56 @@ static int allocate(const lck_region *region, uint64_t offset, uint64_t length, 
   return error;
 }
 
-/* Ordinary files are left to the page cache: faulting them in for writing would dirty every page.
- */
-static int populate(lck_region *region, uint64_t offset, uint64_t length) {
-  if (region->medium == LCK_FILE)
-    return 0;
+typedef struct faulting {
+  lck_region *region;
+  uint64_t offset, length, slice;
+  _Atomic uint64_t next; /* first byte that no thread has taken */
+  _Atomic int error;
+} faulting;
+
+static int fault_slice(lck_region *region, uint64_t offset, uint64_t length) {
   int rc;
   do
     rc = madvise(region->base + offset, length, MADV_POPULATE_WRITE);
   while (rc != 0 && errno == EINTR);
   if (rc == 0)
     return 0;
-  if (errno == EINVAL) {
-    lck_persist_touch(region, offset, length);
-    return 0;
+  if (errno != EINVAL)
+    return errno;
+  lck_persist_touch(region, offset, length);
+  return 0;
+}
+
+static void *fault_in(void *argument) {
+  faulting *job = argument;
+  while (atomic_load(&job->error) == 0) {
+    uint64_t at = atomic_fetch_add(&job->next, job->slice);
+    if (at >= job->length)
+      break;
+    uint64_t left = job->length - at;
+    int error = fault_slice(job->region, job->offset + at, left < job->slice ? left : job->slice);
+    if (error != 0)
+      atomic_store(&job->error, error);
   }
+  return NULL;
+}
+
+/* Ordinary files are left to the page cache: faulting them in for writing would dirty every page.
+ * Elsewhere most of the time goes into zeroing pages, which several threads share. */
+static int populate(lck_region *region, uint64_t offset, uint64_t length) {
+  if (region->medium == LCK_FILE)
+    return 0;
+  faulting job = {.region = region,
+                  .offset = offset,
+                  .length = length,
+                  .slice = region->page_bytes > SLICE ? region->page_bytes : SLICE};
+  uint64_t slices = (length + job.slice - 1) / job.slice;
+  long cores = sysconf(_SC_NPROCESSORS_ONLN);
+  uint64_t threads = cores < 1 ? 1 : cores < FAULTERS ? (uint64_t)cores : FAULTERS;
+  lck_threads_run(fault_in, &job, slices < threads ? slices : threads);
+  if (job.error == 0)
+    return 0;
+  errno = job.error;
   return lck_fail_errno(LCK_E_IO, "fault in %" PRIu64 " bytes at offset %" PRIu64, length, offset);
 }
 
