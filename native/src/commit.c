@@ -9,6 +9,7 @@
 #include "kernel.h"
 #include "persist.h"
 #include "region.h"
+#include "superblock.h"
 
 #define READ_ATTEMPTS 16
 
@@ -24,16 +25,19 @@ static uint64_t load_sequence(const record_disk *record) {
   return __atomic_load_n(&record->sequence, __ATOMIC_ACQUIRE);
 }
 
+/* The keeper commits while the handle's thread may write a superblock: whatever is needed of it
+ * comes from a copy. */
 static int check_slot(const lck_region *region, uint32_t slot) {
-  if (slot < region->super.slot_count)
+  superblock_disk super = lck_superblock_copy(region);
+  if (slot < super.slot_count)
     return 0;
-  return lck_fail(LCK_E_INVALID, "slot %u of %u", slot, region->super.slot_count);
+  return lck_fail(LCK_E_INVALID, "slot %u of %u", slot, super.slot_count);
 }
 
 /* ---- layout tables known to be whole ------------------------------------------------------ */
 
 /* A snapshot may reuse the layout table that its slot holds. The table's CRC is kept from the last
- * time it was proven: computing it afresh from the medium would bless whatever damage is there. */
+ * time it was proven: computing it afresh from the medium would bless whatever is there. */
 static void keep_layout(lck_region *region, uint32_t slot, uint64_t offset, uint64_t length,
                         uint32_t crc) {
   pthread_mutex_lock(&region->mutex);
@@ -45,13 +49,17 @@ static int layout_crc(lck_region *region, uint32_t slot, const lck_record *recor
                       const void *layout, uint32_t *crc) {
   const void *bytes = layout != NULL ? layout : region->base + record->layout_offset;
   *crc = lck_crc32c(0, bytes, record->layout_length);
-  if (layout != NULL)
+  if (layout != NULL || record->layout_length == 0)
     return 0;
   pthread_mutex_lock(&region->mutex);
   lck_layout known = region->layouts[slot];
   pthread_mutex_unlock(&region->mutex);
-  if (known.length != record->layout_length || known.offset != record->layout_offset ||
-      known.crc == *crc)
+  if (known.length != record->layout_length || known.offset != record->layout_offset)
+    return lck_fail(LCK_E_CORRUPT,
+                    "slot %u: no layout table [%" PRIu64 ", +%" PRIu64
+                    ") is known to be whole: write it again",
+                    slot, record->layout_offset, record->layout_length);
+  if (known.crc == *crc)
     return 0;
   return lck_fail(LCK_E_CORRUPT,
                   "slot %u: the layout table it holds has CRC %08x, expected %08x: write it again",
@@ -68,7 +76,7 @@ static int check_blob(const lck_region *region, uint32_t slot, const char *name,
     return lck_fail(LCK_E_CORRUPT,
                     "slot %u: %s [%" PRIu64 ", +%" PRIu64
                     ") is outside the slot (known since generation %" PRIu64 ")",
-                    slot, name, offset, length, region->super.generation);
+                    slot, name, offset, length, lck_superblock_copy(region).generation);
   uint32_t found = lck_crc32c(0, region->base + offset, length);
   if (found != expected)
     return lck_fail(LCK_E_CORRUPT, "slot %u: %s has CRC %08x, expected %08x", slot, name, found,
@@ -83,7 +91,8 @@ static int check_record(const lck_region *region, uint32_t slot, const record_di
   if (record->magic != LCK_RECORD_MAGIC || record->version != LCK_FORMAT_VERSION)
     return lck_fail(LCK_E_CORRUPT, "slot %u: record magic %08x version %u, expected %08x and %u",
                     slot, record->magic, record->version, LCK_RECORD_MAGIC, LCK_FORMAT_VERSION);
-  if (memcmp(record->uuid, region->super.uuid, sizeof(record->uuid)) != 0)
+  superblock_disk super = lck_superblock_copy(region);
+  if (memcmp(record->uuid, super.uuid, sizeof(record->uuid)) != 0)
     return lck_fail(LCK_E_CORRUPT, "slot %u: the record belongs to another region", slot);
   if (record->slot != slot)
     return lck_fail(LCK_E_CORRUPT, "slot %u: the record belongs to slot %u", slot, record->slot);
@@ -97,16 +106,31 @@ static int check_record(const lck_region *region, uint32_t slot, const record_di
 /* The owner may be another process: a record that changed under the copy is read again. */
 static int snapshot_record(const lck_region *region, uint32_t slot, record_disk *out) {
   const record_disk *record = mapped_record(region, slot);
+  const uint64_t *from = (const uint64_t *)(const void *)record;
+  uint64_t words[sizeof(record_disk) / sizeof(uint64_t)];
   for (int attempt = 0; attempt < READ_ATTEMPTS; attempt++) {
-    uint64_t sequence = load_sequence(record);
-    memcpy(out, record, sizeof(*out));
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    if (out->sequence == sequence && load_sequence(record) == sequence)
+    for (size_t i = 0; i < sizeof(words) / sizeof(words[0]); i++)
+      words[i] = __atomic_load_n(&from[i], __ATOMIC_ACQUIRE);
+    if (load_sequence(record) == words[0])
       break;
   }
+  memcpy(out, words, sizeof(words));
   if (out->sequence == 0)
     return lck_fail(LCK_E_EMPTY, "slot %u holds no committed snapshot", slot);
   return 0;
+}
+
+/* Without a lease the owner may reuse the slot meanwhile. What does not hold is damage only if the
+ * word is still the one that was read: the owner clears it before it changes any other byte. */
+static int read_record(const lck_region *region, uint32_t slot, record_disk *out) {
+  for (int attempt = 1;; attempt++) {
+    int rc = snapshot_record(region, slot, out);
+    if (rc == 0)
+      rc = check_record(region, slot, out);
+    if (rc != LCK_E_CORRUPT || attempt == READ_ATTEMPTS ||
+        load_sequence(mapped_record(region, slot)) == out->sequence)
+      return rc;
+  }
 }
 
 LCK_API int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *out) {
@@ -115,9 +139,7 @@ LCK_API int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *o
   if (rc == 0)
     rc = check_slot(region, slot);
   if (rc == 0)
-    rc = snapshot_record(region, slot, &record);
-  if (rc == 0)
-    rc = check_record(region, slot, &record);
+    rc = read_record(region, slot, &record);
   if (rc != 0)
     return rc;
   *out = (lck_record){
@@ -167,8 +189,10 @@ int lck_slot_invalidate(lck_region *region, uint32_t slot) {
     keep_layout(region, slot, old->layout_offset, old->layout_length, old->layout_crc);
   /* The word alone makes the record invalid. The rest is blanked so that no single flipped bit of
    * the word makes an overwritten snapshot valid again; in whatever order the two reach the medium,
-   * a record with its word but without its body fails its CRC. */
+   * a record with its word but without its body fails its CRC. Readers, though, must see the word
+   * change first: they would take the rest for damage. */
   lck_persist_publish(region, LCK_RECORD_OFFSET(slot), 0);
+  lck_persist_fence(region);
   lck_persist_store(region, LCK_RECORD_OFFSET(slot) + sizeof(uint64_t),
                     (const unsigned char *)&blank + sizeof(uint64_t),
                     sizeof(blank) - sizeof(uint64_t));
@@ -178,6 +202,7 @@ int lck_slot_invalidate(lck_region *region, uint32_t slot) {
 /* Everything of the block; run id, rank, world and identity are the region's. */
 static record_disk compose(const lck_region *region, uint32_t slot, const lck_record *record,
                            uint32_t layout, uint32_t manifest) {
+  superblock_disk super = lck_superblock_copy(region);
   record_disk block = {
       .sequence = record->sequence | LCK_PUBLISHED,
       .magic = LCK_RECORD_MAGIC,
@@ -195,12 +220,12 @@ static record_disk compose(const lck_region *region, uint32_t slot, const lck_re
       .manifest_crc = manifest,
       .payload_bytes = record->payload_bytes,
       .wall_time_ns = record->wall_time_ns,
-      .rank = region->super.rank,
-      .world = region->super.world,
+      .rank = super.rank,
+      .world = super.world,
   };
-  memcpy(block.run_id, region->super.run_id, sizeof(block.run_id));
+  memcpy(block.run_id, super.run_id, sizeof(block.run_id));
   memcpy(block.share_digest, record->share_digest, sizeof(block.share_digest));
-  memcpy(block.uuid, region->super.uuid, sizeof(block.uuid));
+  memcpy(block.uuid, super.uuid, sizeof(block.uuid));
   block.crc = record_crc(&block);
   return block;
 }
@@ -245,7 +270,9 @@ static int check_commit(const lck_region *region, uint32_t slot, const lck_recor
  *    On page media nothing orders the two on the medium, and nothing needs to: body and word lie in
  *    one 512-byte sector, and were a sector to tear, the CRC over both would not hold.
  * 5. The word is published by one aligned 8-byte store, which no medium tears, and made durable.
- *    Content and body were durable before it existed, hence it is never durable without them.
+ *    Content and body were durable before it existed, hence it is never durable without them. If
+ * its sync fails, it is taken back: the next owner would find it in the page cache, take it for
+ *    durable, and overwrite the snapshot that is.
  *
  * The CRC is computed over the block with its final word, so that it holds from step 5 on only. */
 int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record, const void *layout,
@@ -278,5 +305,7 @@ int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record,
   rc = lck_persist_sync(region);
   if (rc == 0)
     keep_layout(region, slot, record->layout_offset, record->layout_length, layout_sum);
+  else
+    lck_persist_publish(region, LCK_RECORD_OFFSET(slot), 0);
   return rc;
 }

@@ -138,16 +138,35 @@ void lck_persist_fence(lck_region *region) {
   fence(current_method());
 }
 
-int lck_persist_sync(lck_region *region) {
-  fence(current_method());
-  if (region->granularity != LCK_GRAN_PAGE)
-    return 0;
-  /* After a failed sync the kernel may count dirty pages as clean: a retry that succeeds would
-   * promise what never reached the medium. */
+/* After a failed sync the kernel may count dirty pages as clean: a retry that succeeds would
+ * promise what never reached the medium. Nor does it report the failure twice: of two threads whose
+ * pages were lost the second would hear of none, but for the latch. Under region->sync. */
+static int sync_file(lck_region *region) {
+  int latched = atomic_load(&region->latched);
+  if (latched != 0)
+    return lck_fail(LCK_E_PREVIOUS, "the region is latched by an earlier failure, code %d",
+                    latched);
   int error = lck_fault_visit(LCK_FAULT_SYNC);
   if (error == 0 && fdatasync(region->fd) == 0)
     return 0;
   if (error != 0)
     errno = error;
   return lck_region_latch(region, lck_fail_errno(LCK_E_IO, "fdatasync of the region's file"));
+}
+
+int lck_persist_sync(lck_region *region) {
+  fence(current_method());
+  if (region->granularity != LCK_GRAN_PAGE)
+    return 0;
+  pthread_mutex_lock(&region->sync);
+  int rc = sync_file(region);
+  pthread_mutex_unlock(&region->sync);
+  return rc;
+}
+
+int lck_persist_adopt(lck_region *region) {
+  if (region->granularity == LCK_GRAN_LINE || region->granularity == LCK_GRAN_PAGE)
+    lck_persist_touch(region, 0, LCK_JOURNAL_OFFSET);
+  flush(region, 0, LCK_JOURNAL_OFFSET);
+  return lck_persist_sync(region);
 }

@@ -27,8 +27,13 @@ void lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word);
 void lck_persist_fence(lck_region *region);
 
 /* On page media: fdatasync; returns when the file's data is on the medium. Elsewhere: a fence.
- * A failure latches the region; it is never retried. */
+ * A failure latches the region; it is never retried, and every later sync fails. Any thread. */
 int lck_persist_sync(lck_region *region);
+
+/* What a new owner finds may be in caches only: its predecessor may have died before a sync, or
+ * stopped at a failed one, which leaves pages that count as clean. Make the headers durable, and
+ * with them what they say, before anything is overwritten in reliance on them. */
+int lck_persist_adopt(lck_region *region);
 
 /* Make the kernel back every page of [offset, +length) without changing a byte; no other thread may
  * store there meanwhile. */

@@ -57,13 +57,18 @@ int lck_region_latch(lck_region *region, int code) {
 
 /* ---- making and freeing a handle ---------------------------------------------------------- */
 
+static void forget(lck_region *region) {
+  pthread_mutex_destroy(&region->sync);
+  pthread_mutex_destroy(&region->mutex);
+  free(region);
+}
+
 /* Also after a failure half-way: releases what there is. */
 static void discard(lck_region *region) {
   if (region->base != NULL)
     munmap(region->base, region->reserved_length);
   lck_lock_release(region);
-  pthread_mutex_destroy(&region->mutex);
-  free(region);
+  forget(region);
 }
 
 static int check_descriptors(int fd, int lock_fd, uint32_t flags) {
@@ -90,10 +95,10 @@ static int acquire(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_r
   region->flags = flags;
   region->numa_node = numa_node;
   pthread_mutex_init(&region->mutex, NULL);
+  pthread_mutex_init(&region->sync, NULL);
   rc = lck_lock_adopt(region, fd, lock_fd);
   if (rc != 0) {
-    pthread_mutex_destroy(&region->mutex);
-    free(region);
+    forget(region);
     return rc;
   }
   if (!(flags & LCK_READ_ONLY))
@@ -247,10 +252,12 @@ static int check_length(const lck_region *region, uint64_t mapped) {
   return rc;
 }
 
-/* A reader learns from the superblock how the present owner makes commits durable. Rewriting it
- * also syncs what an owner without syncs left behind. */
+/* A reader learns from the superblock how the present owner makes commits durable. */
 static int take_over(lck_region *region) {
   superblock_disk next = region->super;
+  int rc = lck_persist_adopt(region);
+  if (rc != 0)
+    return rc;
   next.flags = region->flags & LCK_PROCESS_DURABLE;
   if (lck_superblock_twin(region) && next.flags == region->super.flags)
     return 0;
@@ -336,24 +343,13 @@ LCK_API int lck_region_branch(lck_region *region, uint64_t timeline, const lck_b
 
 /* ---- describe ----------------------------------------------------------------------------- */
 
-/* The lock is no part of what the caller sees as const. */
-static void lock_superblock(const lck_region *region) {
-  pthread_mutex_lock((pthread_mutex_t *)&region->mutex);
-}
-
-static void unlock_superblock(const lck_region *region) {
-  pthread_mutex_unlock((pthread_mutex_t *)&region->mutex);
-}
-
 LCK_API int lck_region_describe(const lck_region *region, lck_region_info *out) {
   int rc = lck_region_alive(region);
   if (rc != 0)
     return rc;
   if (out == NULL)
     return lck_fail(LCK_E_INVALID, "out is NULL");
-  lock_superblock(region);
-  superblock_disk super = region->super;
-  unlock_superblock(region);
+  superblock_disk super = lck_superblock_copy(region);
   lck_region_info info = {
       .format_version = super.version,
       .rank = super.rank,
@@ -386,13 +382,14 @@ LCK_API int lck_region_describe(const lck_region *region, lck_region_info *out) 
 
 int lck_slot_contains(const lck_region *region, uint32_t slot, uint64_t offset, uint64_t length) {
   int inside = 0;
-  lock_superblock(region);
+  pthread_mutex_t *mutex = (pthread_mutex_t *)&region->mutex; /* not const to the caller */
+  pthread_mutex_lock(mutex);
   uint32_t count = slot < region->super.slot_count ? region->super.segment_count : 0;
   for (uint32_t i = 0; i < count && !inside; i++) {
     uint64_t bytes = region->super.segments[i].slot_bytes;
     uint64_t start = region->super.segments[i].offset + slot * bytes;
     inside = offset >= start && offset - start <= bytes && length <= bytes - (offset - start);
   }
-  unlock_superblock(region);
+  pthread_mutex_unlock(mutex);
   return inside;
 }

@@ -24,6 +24,7 @@ struct lck_region {
   uint64_t page_bytes;   /* of the mapping: 4 KiB, or a huge page */
   uint64_t granule;      /* mapped lengths are multiples: LCK_GRANULE, or a larger huge page */
   pthread_mutex_t mutex; /* guards `super` and `layouts`: a commit may run beside a growth */
+  pthread_mutex_t sync;  /* one at a time: the kernel tells one caller only of a lost page */
   superblock_disk super; /* as last written */
   lck_layout layouts[LCK_MAX_SLOTS];
   _Atomic int latched;      /* first failure, 0 while healthy */

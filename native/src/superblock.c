@@ -188,3 +188,12 @@ int lck_superblock_write(lck_region *region, const superblock_disk *next) {
   pthread_mutex_unlock(&region->mutex);
   return 0;
 }
+
+superblock_disk lck_superblock_copy(const lck_region *region) {
+  /* The lock is no part of what the caller sees as const. */
+  pthread_mutex_t *mutex = (pthread_mutex_t *)&region->mutex;
+  pthread_mutex_lock(mutex);
+  superblock_disk super = region->super;
+  pthread_mutex_unlock(mutex);
+  return super;
+}

@@ -18,4 +18,7 @@ int lck_superblock_write(lck_region *region, const superblock_disk *next);
 /* 1 when the mapped copies are both whole and the same. */
 int lck_superblock_twin(const lck_region *region);
 
+/* The superblock as last written. Any thread. */
+superblock_disk lck_superblock_copy(const lck_region *region);
+
 #endif
