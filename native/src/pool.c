@@ -107,8 +107,18 @@ static uint64_t resume_at(const lck_pool *pool, const lck_lap *lap) {
   return pace == 0 ? LCK_ALL : lap->finished + lap->spent * (FULL_PACE - pace) / pace;
 }
 
+/* A drain of a snapshot that lck_snapshot_free waits for: in a paused pool it would wait for ever.
+ */
+static int find_freed(lck_pool *pool, task *out) {
+  for (lck_snapshot *s = pool->first; s; s = s->next)
+    if (atomic_load(&s->urgent) > 0 && s->phase == LCK_PHASE_SEALED && !atomic_load(&s->halted) &&
+        find_drain(s, out))
+      return 1;
+  return 0;
+}
+
 /* What somebody waits for comes first and is never paced; then captures, because sources wait for
- * them; then drains, for which nobody waits. Returns 0 with the time to look again. */
+ * them; then drains. Returns 0 with the time to look again. */
 static int find_task(lck_pool *pool, const lck_lap *lap, task *out, uint64_t *again) {
   *again = LCK_ALL;
   if (atomic_load(&pool->urgent) > 0) {
@@ -119,7 +129,7 @@ static int find_task(lck_pool *pool, const lck_lap *lap, task *out, uint64_t *ag
   uint64_t resume = resume_at(pool, lap);
   if (resume == LCK_ALL || (resume > lap->finished && resume > lck_now_ns())) {
     *again = resume;
-    return 0;
+    return atomic_load(&pool->urgent) > 0 && find_freed(pool, out);
   }
   for (lck_snapshot *s = pool->first; s; s = s->next)
     if (!atomic_load(&s->halted) && find_capture(s, 0, out))

@@ -42,7 +42,7 @@ struct lck_pool {
    * no lock is needed to find out that nobody sleeps. */
   _Atomic uint32_t sleepers; /* workers */
   _Atomic uint32_t waiters;  /* callers */
-  _Atomic uint32_t urgent;   /* captures that wait: their batches are not paced */
+  _Atomic uint32_t urgent;   /* captures and frees that wait: what they wait for is not paced */
   _Atomic uint32_t pace;     /* per mille */
 
   _Atomic uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns, commits, commit_ns;

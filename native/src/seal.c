@@ -32,8 +32,12 @@ static int check_blob(const lck_snapshot *snapshot, const char *name, uint64_t o
 
 static int check_record(const lck_snapshot *snapshot, const lck_record *record,
                         const void *manifest) {
-  if (!record || record->sequence == 0 || (!manifest && record->manifest_length > 0))
-    return lck_fail(LCK_E_INVALID, "no record, sequence 0 or no manifest");
+  if (!record || (!manifest && record->manifest_length > 0))
+    return lck_fail(LCK_E_INVALID, "no record or no manifest");
+  if (record->sequence == 0 || record->sequence >= LCK_PUBLISHED) {
+    return lck_fail(LCK_E_INVALID, "sequence %llu cannot be committed",
+                    (unsigned long long)record->sequence);
+  }
   int rc = check_blob(snapshot, "layout", record->layout_offset, record->layout_length);
   return rc ? rc
             : check_blob(snapshot, "manifest", record->manifest_offset, record->manifest_length);

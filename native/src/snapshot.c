@@ -266,13 +266,18 @@ LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *s
   return seen == LCK_SNAP_COMMITTED ? 0 : lck_fail(LCK_E_TIMEOUT, "the snapshot is not committed");
 }
 
-/* A sealed snapshot ends by itself. One that was given up still owes its invalidation, because the
- * caller takes the slot for empty. Neither goes before the last thread has let go of it. */
+/* A sealed snapshot ends by itself, now unpaced. One that was given up still owes its invalidation,
+ * because the caller takes the slot for empty. Neither goes before the last thread has let go of
+ * it. */
 static void retire(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
   pthread_mutex_lock(&pool->lock);
+  atomic_fetch_add(&snapshot->urgent, 1);
+  atomic_fetch_add(&pool->urgent, 1);
+  pthread_cond_broadcast(&pool->work);
   while (public_state(snapshot) == LCK_SNAP_SEALED)
     pthread_cond_wait(&pool->progress, &pool->lock);
+  atomic_fetch_sub(&pool->urgent, 1);
   atomic_store(&snapshot->halted, 1);
   while (snapshot->users > 0 || snapshot->doomed)
     pthread_cond_wait(&pool->progress, &pool->lock);

@@ -205,6 +205,27 @@ static void test_pace_and_help(bed *b) {
   bed_destroy(b);
 }
 
+/* Nobody is left who could raise the pace. */
+static void test_free_while_paused(bed *b) {
+  bed_create(b, "freed");
+  lck_pool *pool = bed_pool(2, 4096);
+  lck_copy copies[30];
+  uint32_t crcs[30];
+  unsigned char *block = bed_copies(copies, 30, bed_slot(b, 0), 30000, 19);
+  CHECK(lck_pool_pace(pool, 0) == 0, "%s", lck_last_error());
+  lck_snapshot *s = bed_begin(b, pool, 0);
+  uint32_t index = bed_add(s, copies, 30);
+  bed_capture(s, index, 1);
+  bed_digests(s, index, crcs);
+  CHECK(bed_seal(b, s, 0, 1) == 0, "%s", lck_last_error());
+  CHECK(lck_snapshot_free(s) == 0, "%s", lck_last_error());
+  bed_holds(b, 0, 1);
+  bed_verify(b, copies, crcs, 30);
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+  free(block);
+  bed_destroy(b);
+}
+
 static void test_timeouts(bed *b) {
   bed_create(b, "time");
   lck_pool *pool = bed_pool(1, 4096);
@@ -339,6 +360,7 @@ static void body(bed *b) {
   test_watermark(b);
   test_batches_are_independent(b);
   test_pace_and_help(b);
+  test_free_while_paused(b);
   test_timeouts(b);
   test_many_small_copies(b);
   test_unchanged_copies_are_skipped(b);

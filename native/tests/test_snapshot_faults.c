@@ -189,6 +189,8 @@ static void test_arguments(bed *b) {
     CHECK(lck_snapshot_add(s, &copies[i], 1, &index) == LCK_E_INVALID, "%u", i);
   lck_record record = {.sequence = 0};
   CHECK(lck_snapshot_seal(s, &record, NULL, NULL) == LCK_E_INVALID, "sequence 0");
+  record.sequence = UINT64_C(1) << 63;
+  CHECK(lck_snapshot_seal(s, &record, NULL, NULL) == LCK_E_INVALID, "the mark of a published one");
   record.sequence = 1;
   record.manifest_length = 1;
   record.manifest_offset = end;

@@ -191,11 +191,78 @@ static void test_race(bed *b) {
   bed_destroy(b);
 }
 
+/* A growth writes a superblock while the keeper commits. */
+static void test_growth_beside_commits(bed *b) {
+  bed_create(b, "grow");
+  lck_pool *pool = bed_pool(1, 4096);
+  CHECK(lck_fault_delay(LCK_FAULT_RECORD, 10 * MS) == 0, "delay");
+  for (uint32_t round = 0; round < 8; round++) {
+    lck_snapshot *s = bed_begin(b, pool, round % 3);
+    CHECK(bed_seal(b, s, round % 3, round + 1) == 0, "%s", lck_last_error());
+    bed_nap(4 * MS);
+    CHECK(lck_region_grow(b->region, 4096) == 0, "%s", lck_last_error());
+    bed_committed(s);
+    bed_holds(b, round % 3, round + 1);
+  }
+  CHECK(lck_fault_delay(LCK_FAULT_RECORD, 0) == 0, "delay");
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+  bed_destroy(b);
+}
+
+typedef struct reader {
+  lck_region *region;
+  _Atomic int stop;
+  uint64_t whole, empty, wrong;
+} reader;
+
+static void *reader_main(void *argument) {
+  reader *r = argument;
+  lck_record record;
+  while (!atomic_load(&r->stop)) {
+    int rc = lck_slot_read(r->region, 0, &record);
+    r->whole += rc == 0;
+    r->empty += rc == LCK_E_EMPTY;
+    r->wrong += rc != 0 && rc != LCK_E_EMPTY;
+  }
+  return NULL;
+}
+
+/* Without a lease a reader finds a slot whole or empty, never damaged, whatever the owner does. */
+static void test_reader_beside_owner(bed *b) {
+  static unsigned char manifest[32768];
+  bed_create(b, "read");
+  lck_pool *pool = bed_pool(1, 4096);
+  reader r = {.region = NULL};
+  pthread_t thread;
+  int fd = bed_descriptor(b->path, 0);
+  CHECK(lck_region_open(fd, fd, LCK_READ_ONLY, -1, &r.region) == 0, "%s", lck_last_error());
+  CHECK(pthread_create(&thread, NULL, reader_main, &r) == 0, "thread");
+  for (uint32_t round = 1; round <= (b->staged || UNDER_TSAN ? 100 : 3000); round++) {
+    lck_record record = {.sequence = round,
+                         .manifest_offset = bed_blobs(b, 0) + 4096,
+                         .manifest_length = sizeof manifest};
+    memset(manifest, (int)round, sizeof manifest);
+    lck_snapshot *s = bed_begin(b, pool, 0);
+    CHECK(lck_snapshot_seal(s, &record, NULL, manifest) == 0, "%s", lck_last_error());
+    bed_committed(s);
+  }
+  atomic_store(&r.stop, 1);
+  CHECK(pthread_join(thread, NULL) == 0, "thread");
+  CHECK(r.wrong == 0 && r.whole > 0, "%llu whole, %llu empty, %llu damaged",
+        (unsigned long long)r.whole, (unsigned long long)r.empty, (unsigned long long)r.wrong);
+  CHECK(lck_region_close(r.region) == 0, "%s", lck_last_error());
+  close(fd);
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+  bed_destroy(b);
+}
+
 static void body(bed *b) {
   test_two_regions(b);
   test_slow_sync(b);
   test_fork(b);
   test_race(b);
+  test_growth_beside_commits(b);
+  test_reader_beside_owner(b);
 }
 
 int main(void) {
