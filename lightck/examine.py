@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -132,7 +131,7 @@ def _contents(region: Region, candidate: Candidate, state: str) -> Contents:
     ]
     described = pa.Table.from_pylist([row(region, candidate, state)], schema=SNAPSHOTS)
     return Contents(
-        *described.to_pylist(),
+        described.to_pylist()[0],
         pa.Table.from_pylist(rows, schema=TENSORS),
         tuple(sorted({*first["extras"], *second["extras"]})),
         tuple(tree["class"] for tree in second["optimizers"]),
@@ -143,7 +142,7 @@ def check(
     path: str | os.PathLike[str] | None = None,
     step: int | None = None,
     *,
-    progress: Callable[[int, int], object] = lambda total, more: None,
+    progress: Callable[[int], object] = lambda more: None,
 ) -> list[dict[str, Any]]:
     """Read every payload byte of the snapshots at `path`, or of one step's, and check it.
 
@@ -152,7 +151,7 @@ def check(
     Args:
         path: as for `snapshots`.
         step: only this one, on every rank.
-        progress: called with the bytes of all and with how many more of them were read.
+        progress: called with how many more bytes were read.
 
     Returns:
         One dict per snapshot: `step`, `slot`, `rank`, `file`, `bytes`, `state` (`good`, `damaged`,
@@ -164,8 +163,7 @@ def check(
         try:
             every = (*recovery.candidates, *recovery.abandoned)
             chosen = [c for c in every if step in (None, c.record.step)]
-            total = sum(c.record.payload_bytes for c in chosen)
-            results += [_check(region, c, partial(progress, total)) for c in chosen]
+            results += [_check(region, c, progress) for c in chosen]
             results += [
                 {"state": "damaged", "problem": text, "damaged": [], "file": str(where.file)}
                 for text in recovery.problems

@@ -118,6 +118,24 @@ def load(
         NoSnapshotError: there is none, or none is whole.
         RegionError: the place is not safe or not a region.
     """
+    candidate, tensors = _found(path, step)
+    return as_state_dict(candidate, tensors.__getitem__)
+
+
+def load_tensors(
+    path: str | os.PathLike[str] | None = None, step: int | Literal["latest"] = "latest"
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """The step and every tensor of a snapshot by its name in the region; otherwise as `load`.
+
+    Names begin with `model/`, `optim/` or `extras/`; tied tensors are one object.
+    """
+    candidate, tensors = _found(path, step)
+    return candidate.record.step, tensors
+
+
+def _found(
+    path: str | os.PathLike[str] | None, step: int | Literal["latest"]
+) -> tuple[Candidate, dict[str, torch.Tensor]]:
     where = place.locate(Config.resolve(path=path).path, 0, create=False)
     if not where.exists or place.is_blank(where):
         raise NoSnapshotError(f"{where.file}: nothing is there")
@@ -127,8 +145,7 @@ def load(
         try:
             for candidate in wanted(recovery, step):
                 try:
-                    tensors = _mapped(region, candidate)
-                    return as_state_dict(candidate, tensors.__getitem__)
+                    return candidate, _mapped(region, candidate)
                 except (CorruptSnapshotError, RegionBusyError) as error:
                     problems.append(str(error))
             stays = all(_is_there(region, c) for c in wanted(recovery, step))

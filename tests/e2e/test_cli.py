@@ -269,6 +269,8 @@ def test_safetensors_export_of_everything(trained: Trained, tmp_path: Path) -> N
 
     out = tmp_path / "all.safetensors"
     assert main(["export", "--all", "--step", "2", str(trained.path), str(out)]) == 0
+    (tmp_path / "other").touch()
+    assert out.stat().st_mode == (tmp_path / "other").stat().st_mode
     step, tensors = load_tensors(trained.path, 2)
     kept = load_file(out)
     assert step == 2

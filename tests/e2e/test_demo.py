@@ -92,6 +92,13 @@ def test_a_failing_trainer_is_told_with_its_output(tmp_path: Path) -> None:
     assert caught.value.code == 1
 
 
+def test_a_late_kill_still_comes_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    arguments = ["--steps", "9", "--seed", "1", "--hold-in", "4"]
+    with Trainer(tmp_path, "held", arguments) as trainer:
+        run = trainer.follow(Kill(3, 0.9), lambda step, loss: None)
+    assert (run.killed, run.last, run.end) == (True, 3, None)
+
+
 def test_the_demo_needs_a_folder_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "mine").write_text("precious")
     assert main(["demo", "--path", str(tmp_path)]) == 2

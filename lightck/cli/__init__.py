@@ -1,0 +1,1 @@
+"""The command line: `lightck ls`, `inspect`, `verify`, `export`, `demo`."""

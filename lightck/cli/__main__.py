@@ -1,0 +1,7 @@
+"""`python -m lightck.cli`."""
+
+import sys
+
+from lightck.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,189 @@
+"""The demo's training job, a process of its own: `python -m lightck.cli.demo_train`.
+
+It writes one JSON line per event to its log: where it starts, each finished step with its loss to
+the last bit, and at the end a digest of every tensor with what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lightck
+from lightck.cli.gpt import GPT, Shape, corpus, sample
+
+_BATCH = 8
+_SAVES = 9  # times that torch.save is measured; the median counts
+_SLOWEST_LR = 1e-4
+
+
+class Job:
+    """Model, optimizer, scheduler and counters of one training run."""
+
+    def __init__(self, steps: int, seed: int, hold_in: int | None = None) -> None:
+        """The same seed gives the same start; in step `hold_in` it waits for its end."""
+        torch.manual_seed(seed)
+        torch.use_deterministic_algorithms(True)
+        self.steps, self.hold_in = steps, hold_in
+        self.shape = Shape()
+        self.text, self.files = corpus()
+        self.model = GPT(self.shape)
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        others = [p for p in self.model.parameters() if p.dim() <= 1]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=_SLOWEST_LR)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, max_lr=3e-3, total_steps=steps + 1
+        )
+        self.progress: dict[str, Any] = {"step": 0, "bytes_seen": 0}
+        self.extras = {"scheduler": self.scheduler, "progress": self.progress}
+
+    def step(self) -> float:
+        """Train one step; returns the loss."""
+        x, target = sample(self.text, _BATCH, self.shape.block)
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.model(x, target)
+        loss.backward()
+        if self.progress["step"] + 1 == self.hold_in:
+            starter = os.getppid()
+            while os.getppid() == starter:  # ends by itself when the demo is gone
+                time.sleep(0.01)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.progress["step"] += 1
+        self.progress["bytes_seen"] += x.numel()
+        return float(loss.detach())
+
+    def state(self) -> dict[str, Any]:
+        """What torch.save would have to write for the same resume."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "progress": self.progress,
+            "generator": torch.get_rng_state(),
+        }
+
+    def digests(self) -> dict[str, str]:
+        """One per tensor of the model and the optimizer, and of everything else there is."""
+        state = self.state()
+        found = {f"model/{name}": _digest(value) for name, value in state["model"].items()}
+        for position, entries in state["optimizer"]["state"].items():
+            for name, value in entries.items():
+                found[f"optimizer/{position}/{name}"] = _digest(value)
+        found["generator"] = _digest(state["generator"])
+        for name in ("scheduler", "progress"):
+            found[name] = _hash(json.dumps(state[name], sort_keys=True, default=str).encode())
+        groups = json.dumps(state["optimizer"]["param_groups"], sort_keys=True)
+        found["optimizer groups"] = _hash(groups.encode())
+        return found
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return _hash(f"{tensor.dtype}{list(tensor.shape)}".encode(), flat.view(torch.uint8).numpy())
+
+
+def _hash(*parts: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+class Log:
+    """One JSON line per event, out of the process before the next one."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("w", encoding="ascii")
+
+    def __call__(self, **event: Any) -> None:
+        """Write an event."""
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()
+
+
+def train(job: Job, log: Log) -> list[float]:
+    """Go on to the end; returns the seconds of each step."""
+    seconds = []
+    while job.progress["step"] < job.steps:
+        begin = time.perf_counter()
+        loss = job.step()
+        seconds.append(time.perf_counter() - begin)
+        log(event="step", step=job.progress["step"], loss=loss.hex())
+    return seconds
+
+
+def torch_save_seconds(job: Job, file: Path) -> list[float]:
+    """Seconds of each torch.save of the same state to the same medium, without a sync."""
+    seconds = []
+    for _ in range(_SAVES):
+        begin = time.perf_counter()
+        torch.save(job.state(), file)
+        seconds.append(time.perf_counter() - begin)
+    os.unlink(file)
+    return seconds
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train with or without lightck."""
+    torch.set_num_threads(options.threads)
+    job, log = Job(options.steps, options.seed, options.hold_in), Log(options.log)
+    stats: dict[str, Any] | None = None
+    saves: list[float] = []
+    if options.region is None:
+        log(event="start", step=0)
+        seconds = train(job, log)
+    else:
+        at = (job.model, job.optimizer, options.region)
+        info = lightck.restore(*at, extras=job.extras)
+        log(event="start", step=info.step if info else 0, fell_back=info.fell_back if info else ())
+        with lightck.attach(*at, policy=1, extras=job.extras) as handle:
+            seconds = train(job, log)
+            stats = {**asdict(handle.stats()), "survives": handle.survives}
+        saves = torch_save_seconds(job, options.region.with_name("torch-save.pt"))
+    parameters = sum(p.numel() for p in job.model.parameters())
+    log(
+        event="end",
+        digests=job.digests(),
+        step_s=seconds,
+        stats=stats,
+        torch_save_s=saves,
+        parameters=parameters,
+        shape=asdict(job.shape),
+        text_files=job.files,
+        text_bytes=len(job.text),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse arguments and train."""
+    parser = argparse.ArgumentParser(description="One process of `lightck demo`.")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--region", type=Path, help="snapshots go here; without it, none are made")
+    parser.add_argument(
+        "--hold-in",
+        type=int,
+        metavar="N",
+        help="wait in the middle of step N: a killer who comes late does not come too late",
+    )
+    run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What commands print: aligned tables, sizes, ages, JSON, progress; and how they refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+OK, BAD_DATA, USAGE = 0, 1, 2
+
+
+class Refusal(Exception):
+    """A command cannot do what was asked; the text goes to stderr."""
+
+    def __init__(self, message: str, code: int = USAGE) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Aligned columns: the first `left` and the last to the left, the others to the right."""
+    columns = list(zip(headings, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for row in (headings, *rows):
+        cells = [
+            cell.ljust(width) if i < left or i == len(row) - 1 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def pairs(rows: Sequence[tuple[str, str]], indent: str = "") -> str:
+    """One `name  value` line each, the values aligned."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{indent}{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def size(count: int) -> str:
+    """Bytes in MiB, less than one in KiB or bytes."""
+    if count < 1 << 10:
+        return f"{count} B"
+    if count < 1 << 20:
+        return f"{count / (1 << 10):.1f} KiB"
+    return f"{count / (1 << 20):,.1f} MiB"
+
+
+def age(then: datetime) -> str:
+    """How long ago, in the largest unit that gives two digits or more."""
+    seconds = max(0.0, (datetime.now(UTC) - then).total_seconds())
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def timeline(identity: int | None) -> str | None:
+    """A timeline's id as text: too large a number for many readers of JSON."""
+    return None if identity is None else f"{identity:016x}"
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout."""
+    json.dump(document, sys.stdout, indent=2, default=_plain)
+    print()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).isoformat()
+    return str(value)
+
+
+@contextmanager
+def progress(title: str, total: int, unit: str = "B") -> Iterator[Callable[[int], object]]:
+    """A bar on a terminal if tqdm is installed; called with how much more is done."""
+    bar: Any = None
+    if sys.stderr.isatty():
+        try:
+            from tqdm import tqdm
+
+            scaled = unit == "B"
+            bar = tqdm(
+                total=total,
+                desc=title,
+                unit=unit,
+                unit_scale=scaled,
+                unit_divisor=1024,
+                leave=False,
+            )
+        except ImportError:
+            pass
+    try:
+        yield bar.update if bar is not None else lambda more: None
+    finally:
+        if bar is not None:
+            bar.close()
