@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import json
 import os
 import re
@@ -324,6 +325,17 @@ def test_export_never_replaces_the_region(trained: Trained, capsys: Any) -> None
     assert main(["export", "--force", "--format", "torch", where, str(trained.file)]) == 2
     assert "region itself" in capsys.readouterr().err
     assert trained.file.read_bytes() == before
+
+
+def test_what_cannot_be_mapped_privately_is_copied(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("lightck.load")
+    _, mapped = load_tensors(trained.path)
+    monkeypatch.setattr(module, "_views", module._copies)  # as for devices
+    step, copied = load_tensors(trained.path)
+    assert step == 3 and _equal(copied, mapped)
+    assert copied["model/head.weight"] is copied["model/tokens.weight"]
 
 
 # ---- wrong input, help ---------------------------------------------------------------------------
