@@ -284,13 +284,15 @@ static int fill_holes(lck_region *region, uint64_t size) {
   if (fstat(region->fd, &file) != 0)
     return lck_fail_errno(LCK_E_IO, "stat the region's file");
   uint64_t present = (uint64_t)file.st_blocks * 512;
-  if (!S_ISREG(file.st_mode) || present >= size)
+  /* The file may be longer than the region: a growth that was cut short. */
+  if (!S_ISREG(file.st_mode) || present >= (uint64_t)file.st_size)
     return 0;
+  uint64_t least = present < size ? size - present : 0;
   int rc = 0;
   if (region->medium == LCK_TMPFS || region->medium == LCK_HUGETLBFS)
-    rc = check_limits(region, 0, size - present);
+    rc = check_limits(region, 0, least);
   int error = rc == 0 ? allocate(region, 0, size, 0) : 0;
-  return error != 0 ? refuse(region, size - present, error) : rc;
+  return error != 0 ? refuse(region, least, error) : rc;
 }
 
 int lck_space_map(lck_region *region, uint64_t size) {

@@ -174,15 +174,17 @@ static void test_truncation(void) {
 }
 
 /* A copy may have holes; a writer fills them, so that no store meets a full medium. */
-static void test_holes(void) {
+static void test_holes(off_t beyond) {
   make();
   uint64_t size = file_length(path);
+  CHECK(beyond == 0 || fallocate(raw, 0, (off_t)size, beyond) == 0, "allocate beyond");
   struct stat file;
   CHECK(fallocate(raw, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)size - (1 << 20),
                   1 << 20) == 0,
         "punch: %s", strerror(errno));
   lck_region *region = must_open(path, 0);
-  CHECK(fstat(raw, &file) == 0 && (uint64_t)file.st_blocks * 512 >= size, "%ld", file.st_blocks);
+  CHECK(fstat(raw, &file) == 0 && file.st_blocks * 512 >= (off_t)size + beyond, "%ld blocks",
+        file.st_blocks);
   CHECK(sequence_in(region, 0) == 4, "content stays: %s", lck_last_error());
   must_close(region);
 }
@@ -312,8 +314,15 @@ int main(void) {
   test_strange_records();
   test_superblock_versions();
   test_truncation();
-  test_holes();
+  test_holes(0);
   test_random_files();
+  unlink(path);
+  close(raw);
+  /* Where no fault allocates. */
+  path = path_in(getenv("LCK_TEST_DISK") ? getenv("LCK_TEST_DISK") : "/var/tmp");
+  raw = open_file(path, O_RDWR | O_CREAT);
+  test_holes(0);
+  test_holes(4 << 20);
   unlink(path);
   return checks_end();
 }
