@@ -228,6 +228,8 @@ def flat(tree: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, f"{type(tree).__name__} of {len(tree)}"
     elif isinstance(tree, np.ndarray):
         yield path, f"{tree.dtype}{tree.shape}:{digest(tree.tobytes())}"
+    elif isinstance(tree, set | frozenset):
+        yield path, repr(sorted(map(repr, tree)))
     elif isinstance(tree, float):
         yield path, tree.hex()
     else:
