@@ -6,7 +6,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -44,10 +43,7 @@ def region_files(path: str | os.PathLike[str] | None) -> list[place.Place]:
     """Every rank's region at a path; a device is one region."""
     root = Config.resolve(path=path).path
     where = place.locate(root, 0, create=False)
-    if where.is_device:
-        return [] if place.is_blank(where) else [where]
-    files = sorted(Path(root).glob("region-*.lck")) if where.path.is_dir() else []
-    return [place.Place(where.path, file, is_device=False) for file in files]
+    return [] if place.is_blank(where) else place.every_rank(where)
 
 
 def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:

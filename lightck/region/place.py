@@ -29,7 +29,7 @@ class Place:
     @property
     def exists(self) -> bool:
         """Something is there already: a region file, or the device."""
-        return self.is_device or os.path.lexists(self.file)
+        return self.is_device or _status(self.file) is not None
 
 
 def locate(path: str | os.PathLike[str], rank: int, *, create: bool) -> Place:
@@ -46,13 +46,13 @@ def locate(path: str | os.PathLike[str], rank: int, *, create: bool) -> Place:
     """
     root = Path(os.path.abspath(path))
     file = root / f"region-{rank:05d}.lck"
-    if not os.path.lexists(root):
+    status = _status(root)
+    if status is None:
         if not root.parent.is_dir():
             raise RegionError(f"{root}: the parent folder {root.parent} does not exist; make it")
         if create:
             _make_folder(root)
         return Place(root, file, is_device=False)
-    status = os.lstat(root)
     if stat.S_ISLNK(status.st_mode):
         raise RegionError(f"{root} is a symbolic link; give the folder it points to")
     if stat.S_ISCHR(status.st_mode):
@@ -61,6 +61,34 @@ def locate(path: str | os.PathLike[str], rank: int, *, create: bool) -> Place:
         raise RegionError(f"{root} is a file or block device, expected a folder or a devdax device")
     _check_owner(root, status, "folder")
     return Place(root, file, is_device=False)
+
+
+def every_rank(where: Place) -> list[Place]:
+    """Places of the region files in a folder; a device is one region.
+
+    Raises:
+        RegionError: the folder may not be read.
+    """
+    if where.is_device:
+        return [where]
+    try:
+        names = sorted(os.listdir(where.path))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RegionError(f"{where.path}: cannot list the folder: {error.strerror}") from error
+    files = [name for name in names if name.startswith("region-") and name.endswith(".lck")]
+    return [Place(where.path, where.path / name, is_device=False) for name in files]
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Of the path itself, or None when nothing is there: what cannot be known is an error."""
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise RegionError(f"{path}: {error.strerror}") from error
 
 
 def _make_folder(root: Path) -> None:
@@ -94,7 +122,8 @@ def opened(place: Place, *, writable: bool) -> Iterator[tuple[int, int]]:
         RegionError: a symlink, not a regular file, another user's, writable by others, or not
             readable or writable by this process.
     """
-    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+    access = os.O_RDWR if writable else os.O_RDONLY
+    flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would be waited for
     with contextlib.ExitStack() as stack:
         pair = []
         for _ in range(2):

@@ -242,11 +242,19 @@ class Region:
         needed = allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, page)
         assert needed is not None
         size = allocator.Space(self.info.segments).size
-        missing = max(needed.needed_bytes - size, size // 4)
-        hypothetical = [*self.info.segments, native.Segment(0, missing, missing)]
-        if allocator.plan(entries, allocator.Space(hypothetical), manifest_bytes, page) is None:
-            missing = needed.needed_bytes  # fragments: one part takes it all
-        self.native.grow(missing)
+        lack = max(needed.needed_bytes - size, 0)
+        # The end of every part may be too short for the next extent; at last one part takes it all.
+        largest = max((entry.length for entry in entries), default=0) + page
+        for missing in (lack, lack + len(self.info.segments) * largest, needed.needed_bytes):
+            more = allocator.Space([*self.info.segments, native.Segment(0, missing, missing)])
+            if allocator.plan(entries, more, manifest_bytes, page) is not None:
+                break
+        try:
+            self.native.grow(max(missing, size // 4))  # a quarter spares the next growths
+        except RegionFullError:
+            if missing >= size // 4:
+                raise
+            self.native.grow(missing)
         self.info = self.native.describe()
         grown = allocator.plan(entries, allocator.Space(self.info.segments), manifest_bytes, page)
         if grown is None:
