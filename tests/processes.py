@@ -1,0 +1,117 @@
+"""Code in another process, forked: torch is loaded already, so it costs milliseconds."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+def fork() -> int:
+    """`os.fork`, without the warning of newer Pythons that threads are running."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+@dataclass
+class Child:
+    """A running child."""
+
+    pid: int
+    _read: int
+    _write: int
+
+    def receive(self) -> Any:
+        """The next value that the child sent; its exception, raised, if that ended it."""
+        head = b""
+        while len(head) < 8:
+            more = os.read(self._read, 8 - len(head))
+            assert more, "the child ended without a word"
+            head += more
+        data = b""
+        while len(data) < int.from_bytes(head, "little"):
+            data += os.read(self._read, 1 << 16)
+        value = pickle.loads(data)
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def let_go(self) -> None:
+        """Let a child go on that waits in `pause`."""
+        os.write(self._write, b".")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def join(self) -> int:
+        """Wait for its end; the status, negative for a signal."""
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._read)
+        os.close(self._write)
+        return os.waitstatus_to_exitcode(status)
+
+
+@dataclass
+class Parent:
+    """What the child's code talks to."""
+
+    _write: int
+    _read: int
+
+    def send(self, value: Any) -> None:
+        """Give a value to `Child.receive`."""
+        data = pickle.dumps(value)
+        os.write(self._write, len(data).to_bytes(8, "little") + data)
+
+    def pause(self) -> None:
+        """Wait for `Child.let_go`, or for ever."""
+        os.read(self._read, 1)
+
+
+def start(code: Callable[[Parent], Any]) -> Child:
+    """Run `code` in a child; what it returns or raises is the last value it sends."""
+    up, down = os.pipe(), os.pipe()
+    pid = fork()
+    if pid:
+        os.close(up[1])
+        os.close(down[0])
+        return Child(pid, up[0], down[1])
+    status = 1
+    try:
+        os.close(up[0])
+        os.close(down[1])
+        parent = Parent(up[1], down[0])
+        try:
+            parent.send(code(parent))
+            status = 0
+        except BaseException as error:  # noqa: BLE001
+            traceback.print_exc()
+            parent.send(error)
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def run(code: Callable[[], Any], *, user: int | None = None) -> Any:
+    """Run `code` in a child, as another user if one is given; what it returns, or raises."""
+
+    def as_user(parent: Parent) -> Any:
+        if user is not None:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+        return code()
+
+    child = start(as_user)
+    try:
+        return child.receive()
+    finally:
+        child.join()
