@@ -160,7 +160,7 @@ class Handle:
         try:
             recorder.start()
             recorder.check_state(collected)
-            region.begin_timeline(None if config.overwrite else region.continued)
+            region.begin_timeline(region.continued)
             self._hooks.install()
         except BaseException:
             self._hooks.remove()

@@ -24,7 +24,7 @@ def claim(config: Config, entries: tuple[Entry, ...], manifest_bytes: int) -> Re
             where, writable=True, process_durable=durable, numa_node=config.numa_node
         )
         try:
-            _refuse_unrestored(region, config)
+            _take_over(region, config)
             region.fit(entries, manifest_bytes)
         except BaseException:
             region.close()
@@ -48,10 +48,17 @@ def _page_bytes(where: place.Place) -> int:
     return HUGE_PAGE_BYTES if huge else allocator.PAGE_BYTES
 
 
-def _refuse_unrestored(region: Region, config: Config) -> None:
+def _take_over(region: Region, config: Config) -> None:
+    """Go on from what this process restored or wrote, else only where nothing would be lost.
+
+    With `overwrite` too: what was restored stays protected until a newer snapshot is committed.
+    """
     recovery = region.recover()
     known = [c.record for c in (*recovery.candidates, *recovery.abandoned)]
-    if recovery.is_empty or config.overwrite or region.continued in known:
+    if region.continued in known:
+        return
+    if recovery.is_empty or config.overwrite:
+        region.start_anew()
         return
     steps = sorted(c.record.step for c in (*recovery.candidates, *recovery.abandoned))
     raise UnrestoredError(

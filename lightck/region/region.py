@@ -208,6 +208,10 @@ class Region:
         """Declare that the live state now continues `record`; attach may then write here."""
         _continued[self.info.uuid] = record
 
+    def start_anew(self) -> None:
+        """Declare that the live state continues no snapshot of this region."""
+        _continued.pop(self.info.uuid, None)
+
     def begin_timeline(self, continued: Record | None) -> None:
         """Durably begin a new timeline that continues `continued`, or nothing.
 
