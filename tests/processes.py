@@ -37,7 +37,7 @@ class Child:
             head += more
         data = b""
         while len(data) < int.from_bytes(head, "little"):
-            data += os.read(self._read, 1 << 16)
+            data += os.read(self._read, int.from_bytes(head, "little") - len(data))
         value = pickle.loads(data)
         if isinstance(value, BaseException):
             raise value
