@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # seconds to import: before the server forks
@@ -172,6 +174,37 @@ class ValidatingFirst(Plain):
             score = self.model(torch.randn(7, 6)).sum()
         self.model.train()
         return super().step(t, run) + score
+
+
+class ValidatingLast(Plain):
+    """Validation after the step draws at random; the data do not, dropout and noise do."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.noise = torch.Generator().manual_seed(torch.initial_seed())
+        self.numpy = np.random.default_rng(torch.initial_seed())
+        self.extras = {"noise": self.noise, "numpy": self.numpy}
+
+    def step(self, t: int, run: Run) -> Any:
+        source = torch.Generator().manual_seed(t)
+        x, y = torch.randn(12, 6, generator=source), torch.arange(12) % CLASSES
+        out = self.model(x)
+        out = out + torch.randn(12, CLASSES, generator=self.noise) * self.numpy.random()
+        loss = F.cross_entropy(out, y) * (1 + np.random.random() + random.random())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.model.eval()
+        with torch.no_grad():
+            for _ in range(t % 3):
+                self.model(torch.randn(7, 6) + torch.rand(6, generator=self.noise))
+                self.numpy.random(3), np.random.random(), random.random()
+        self.model.train()
+        return loss.detach()
+
+
+def test_generators_stand_at_the_forward_as_they_did_then(bed: Bed) -> None:
+    bed.check(ValidatingLast)
 
 
 def test_training_forward_without_gradients_before_a_step_is_run_again(bed: Bed) -> None:
