@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import faults
+import processes
 import pytest
 import torch
+from loops import Digests, Loop, adam_loop, train
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +40,16 @@ def disk_dir() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="lightck-test-", dir="/var/tmp"))
     yield folder / "run"
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def elsewhere(run_dir: Path) -> tuple[Path, Loop]:
+    """A run that another process made: snapshots of steps 2 and 3, and what they hold."""
+    loop = adam_loop()
+
+    def job() -> tuple[dict[int, Digests], int]:
+        train(run_dir, loop, 3)
+        return loop.seen, loop.step
+
+    loop.seen, loop.step = processes.run(job)
+    return run_dir, loop

@@ -131,3 +131,44 @@ def parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters by their path in a snapshot."""
     for name, parameter in model.named_parameters():
         yield f"model/{name}", parameter
+
+
+# ---- Runs with AdamW on a small model, which many tests share ----------------------------------
+
+
+def adam_loop(width: int = 16) -> Loop:
+    """A loop that is made the same way wherever it is restored."""
+    model = mlp(width, 2)
+    return Loop(model, torch.optim.AdamW(model.parameters(), lr=0.1), width=width)
+
+
+def attach(path: Path, loop: Loop, **settings: Any) -> lightck.Handle:
+    """`lightck.attach` with what the loop holds."""
+    return lightck.attach(loop.model, list(loop.optimizers), path, **settings)
+
+
+def train(path: Path, loop: Loop, steps: int, **settings: Any) -> None:
+    """Attach, train with every snapshot committed before the next step, and close."""
+    with attach(path, loop, **settings) as handle:
+        for _ in range(steps):
+            loop.run(1)
+            handle.wait()
+        loop.note()
+
+
+def restored(path: Path) -> tuple[lightck.RestoreInfo | None, Loop]:
+    """What `lightck.restore` says of a fresh loop, and that loop."""
+    loop = adam_loop()
+    info = lightck.restore(loop.model, list(loop.optimizers), path)
+    if info is not None:
+        loop.step = info.step
+    return info, loop
+
+
+def still_there(elsewhere: tuple[Path, Loop]) -> None:
+    """The fixture's snapshots are as they were."""
+    path, loop = elsewhere
+    loop.check(path, [2, 3])
+    info, again = restored(path)
+    assert info is not None and info.step == 3 and info.fell_back == ()
+    assert of_live(again.model, again.optimizers) == loop.seen[3]

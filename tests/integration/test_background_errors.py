@@ -10,7 +10,7 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-from loops import Loop, mlp, of_live, of_stored, steps_at
+from loops import Loop, adam_loop, of_live, of_stored, steps_at
 
 import lightck
 
@@ -26,11 +26,6 @@ PLACES = [
     (faults.COMMIT, "file"),
     (faults.RECORD, "file"),
 ]
-
-
-def adam_loop() -> Loop:
-    model = mlp(16, 2)
-    return Loop(model, torch.optim.AdamW(model.parameters(), lr=0.1), width=16)
 
 
 class Reports(list[BaseException]):

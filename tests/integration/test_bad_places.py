@@ -10,16 +10,11 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from loops import Loop, mlp, of_live, of_stored, steps_at
+from loops import Loop, adam_loop, mlp, of_live, of_stored, steps_at
 
 import lightck
 
 NOBODY = 65534
-
-
-def adam_loop(width: int = 16) -> Loop:
-    model = mlp(width, 2)
-    return Loop(model, torch.optim.AdamW(model.parameters(), lr=0.1), width=width)
 
 
 def attach(path: Path, loop: Loop | None = None, **settings: object) -> lightck.Handle:

@@ -9,15 +9,10 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-from loops import Loop, mlp, of_stored, steps_at
+from loops import Loop, adam_loop, mlp, of_stored, steps_at
 
 import lightck
 from lightck.policy import AtSteps, EveryEpochs, EverySteps
-
-
-def adam_loop() -> Loop:
-    model = mlp(16, 2)
-    return Loop(model, torch.optim.AdamW(model.parameters(), lr=0.1), width=16)
 
 
 def attach(loop: Loop, path: Path, **settings: object) -> lightck.Handle:

@@ -13,16 +13,11 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-from loops import Loop, digest, mlp, of_stored, steps_at
+from loops import adam_loop, digest, of_stored, steps_at
 
 import lightck
 
 FOREVER_S = 1.0  # per sync: hundreds of steps pass in it
-
-
-def adam_loop() -> Loop:
-    model = mlp(16, 2)
-    return Loop(model, torch.optim.AdamW(model.parameters(), lr=0.1), width=16)
 
 
 def test_steps_go_on_while_the_medium_syncs_and_what_does_not_fit_slips(disk_dir: Path) -> None:
