@@ -6,6 +6,7 @@ which enclose the user's own. All are kept out of dynamo's tracing.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+_COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -95,6 +97,8 @@ class Hooks:
     def install(self) -> None:
         """Start listening."""
         listener = self.listener
+        # Of a compiled module only the outer call reaches the hook, and once is what we want.
+        warnings.filterwarnings("ignore", _COMPILED_WITH_HOOKS, UserWarning)
 
         @untraced
         def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
