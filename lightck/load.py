@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from lightck.capture import boundary
+from lightck.capture import boundary, staging
 from lightck.config import Config
 from lightck.errors import CorruptSnapshotError, NoSnapshotError, RegionBusyError
 from lightck.region import native, place
@@ -190,6 +190,7 @@ def threads() -> int:
 def _mapped(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
     """Tensors over the slot, verified; takes over `region`, which closes with the last of them."""
     record = candidate.record
+    staging.check(candidate.layout.entries, context=f"{region.place.file} step {record.step}")
     region.native.lease(record.slot, True)
     try:
         if not _is_there(region, candidate):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightck.capture import boundary, rng
+from lightck.capture import boundary, rng, staging
 from lightck.capture.extras import Extra, parse
 from lightck.capture.hooks import Watched, before_next_forward
 from lightck.capture.optimizer import Saved, install, match
@@ -151,6 +151,7 @@ def _restore_from(
     record, label = candidate.record, f"{region.place.file} step {candidate.record.step}"
     first = boundary.decode(candidate.manifest.at_step, context=label)
     second = boundary.decode(candidate.manifest.at_forward, context=label)
+    staging.check(candidate.layout.entries, context=label)
     region.native.lease(record.slot, True)
     try:
         if region.native.read_record(record.slot) != record:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from lightck.capture.state import Live
+from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry
 
 
@@ -29,12 +33,36 @@ def describe(live: Live) -> Entry:
     )
 
 
+def check(entries: Iterable[Entry], *, context: str) -> None:
+    """Show that the bytes of entries that were read are those of dense tensors.
+
+    Raises:
+        CorruptSnapshotError: a dtype that torch does not have, or bytes that its shape does not.
+    """
+    for entry in entries:
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CorruptSnapshotError(f"{context}: {entry.name} has dtype {entry.dtype!r}")
+        size = math.prod(entry.shape) * dtype.itemsize
+        if entry.alias_of is None and (
+            size != entry.length or not _fill(entry.shape, entry.strides)
+        ):
+            raise CorruptSnapshotError(
+                f"{context}: {entry.name} has {entry.length} bytes for {entry.dtype}"
+                f"{list(entry.shape)} with strides {list(entry.strides)}"
+            )
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Every element of its memory range belongs to it exactly once, and is stored as it reads."""
     if tensor.is_conj() or tensor.is_neg():
         return False
+    return _fill(tensor.shape, tensor.stride())
+
+
+def _fill(shape: Sequence[int], strides: Sequence[int]) -> bool:
     expected = 1
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    pairs = zip(strides, shape, strict=True)
     for stride, size in sorted(pair for pair in pairs if pair[1] > 1):
         if stride != expected:
             return False

@@ -110,9 +110,9 @@ def plan(
         return None
     cursor = align(manifest_at + manifest_bytes, PAGE_BYTES)
     at = np.zeros(len(rows), np.uint64)
-    # The coarsest alignment first: padding, and so the space needed, does not depend on the order.
+    # The coarsest alignment first, and by size: the space needed does not depend on the order.
     units = [_alignment(entry.length, page_bytes) for entry in rows]
-    for i in sorted(range(len(rows)), key=lambda i: -units[i]):
+    for i in sorted(range(len(rows)), key=lambda i: (-units[i], -rows[i].length)):
         if rows[i].length == 0:
             continue
         extent = align(rows[i].length, LINE_BYTES)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lightck.errors import CorruptSnapshotError
+from lightck.region.table import read
 
 SCHEMA = pa.schema(
     [
@@ -127,12 +128,8 @@ def decode(table: bytes, *, context: str) -> Layout:
     Raises:
         CorruptSnapshotError: not a layout table; `context` names region and slot.
     """
+    rows = read(table, SCHEMA, context=f"{context}: layout table")
     try:
-        with pa.ipc.open_stream(table) as reader:
-            rows = reader.read_all()
-        rows.validate(full=True)
-        if rows.schema != SCHEMA:
-            raise CorruptSnapshotError(f"{context}: layout table has fields {rows.schema.names}")
         wanted = ("name", "role", "dtype", "shape", "strides", "length", "layer", "device")
         columns = {name: rows.column(name).to_pylist() for name in (*wanted, "alias_of")}
         entries = tuple(
@@ -146,8 +143,20 @@ def decode(table: bytes, *, context: str) -> Layout:
     if len(layout.index) != len(entries):
         raise CorruptSnapshotError(f"{context}: layout table names a tensor twice")
     for entry in entries:
-        if entry.alias_of is not None and entry.alias_of not in layout.index:
-            raise CorruptSnapshotError(
-                f"{context}: {entry.name} is an alias of {entry.alias_of}, which is not there"
-            )
+        problem = _problem(entry, layout)
+        if problem:
+            raise CorruptSnapshotError(f"{context}: {entry.name} {problem}")
     return layout
+
+
+def _problem(entry: Entry, layout: Layout) -> str:
+    if len(entry.shape) != len(entry.strides) or min((*entry.shape, *entry.strides, 0)) < 0:
+        return f"has shape {list(entry.shape)} and strides {list(entry.strides)}"
+    if entry.alias_of is None:
+        return ""
+    target = layout.index.get(entry.alias_of)
+    if target is None:
+        return f"is an alias of {entry.alias_of}, which is not there"
+    if layout.entries[target].alias_of is not None:
+        return f"is an alias of {entry.alias_of}, which is an alias itself"
+    return f"is an alias with {entry.length} bytes of its own" if entry.length else ""

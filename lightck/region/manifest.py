@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lightck.errors import CorruptSnapshotError
+from lightck.region.table import read
 
 SCHEMA = pa.schema(
     [
@@ -62,12 +63,10 @@ def decode(data: bytes, *, count: int, sequence: int, context: str) -> Manifest:
     Raises:
         CorruptSnapshotError: it does not parse, or belongs to another snapshot or layout.
     """
+    rows = read(data, SCHEMA, context=f"{context}: manifest")
+    if rows.num_rows != 1:
+        raise CorruptSnapshotError(f"{context}: manifest has {rows.num_rows} rows")
     try:
-        with pa.ipc.open_stream(data) as reader:
-            rows = reader.read_all()
-        rows.validate(full=True)
-        if rows.schema != SCHEMA or rows.num_rows != 1:
-            raise CorruptSnapshotError(f"{context}: manifest has fields {rows.schema.names}")
         row = {name: rows.column(name)[0] for name in SCHEMA.names}
         crcs = np.array(row["crcs"].values.to_numpy(), np.uint32)
         found = Manifest(
