@@ -218,7 +218,7 @@ class Handle:
             skipped_unchanged_bytes=pool["bytes_skipped"],
             bytes_copied=pool["bytes_copied"],
             bytes_helped=pool["bytes_helped"],
-            stall_s=dict(self._recorder.stalls),
+            stall_s=dict(self._recorder.stalls.seconds),
             copy_rate=pool["bytes_copied"] / seconds if seconds else 0.0,
             commit_s=counters.commit_s / counters.committed if counters.committed else 0.0,
             staging_bytes=pool["staging_bytes"],
@@ -361,7 +361,7 @@ class Handle:
             recorder.enabled = False
             self._hooks.remove()
             recorder.pipeline.close()
-            recorder.fail_futures(WaitTimeoutError("the handle was closed"))
+            recorder.fail_wanted(WaitTimeoutError("the handle was closed"))
             self._progress.step = self.step
             self.region.close()
             atexit.unregister(self._at_exit)

@@ -5,7 +5,7 @@ Kept while nothing moves, so that a snapshot costs a few list comprehensions and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,18 @@ from lightck.region.region import Region
 
 
 @dataclass(frozen=True)
+class Sources:
+    """Where the copies of one part start from, and what keeps that memory alive.
+
+    A parameter does not own its memory for good: `p.data = ...` lets go of it while workers read.
+    """
+
+    tensors: list[torch.Tensor]
+    pointers: npt.NDArray[np.uint64]
+    storages: list[torch.UntypedStorage]
+
+
+@dataclass(eq=False)
 class Part:
     """Copies whose sources the same optimizers change, in the order of release."""
 
@@ -30,6 +42,8 @@ class Part:
     positions: npt.NDArray[np.intp]
     order: tuple[int, ...]
     """The positions as Python integers."""
+    last: Sources | None = None
+    """Of the last snapshot: while no pointer has moved, its storages are the ones to hold."""
 
 
 @dataclass(eq=False)
@@ -108,9 +122,24 @@ def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...]) -> tuple[Part, .
     return tuple(parts)
 
 
-def sources(part: Part, arrangement: Arrangement) -> list[torch.Tensor]:
-    """The tensors that the part's copies start from; private copies are made now."""
+def sources(part: Part, arrangement: Arrangement) -> Sources:
+    """What the part's copies start from; private copies are made now."""
     lives, entries = arrangement.lives, arrangement.entries
     if part.owned:
-        return [staging.owned(lives[i], entries[i]) for i in part.order]
-    return [lives[i].tensor for i in part.order]
+        tensors = [staging.owned(lives[i], entries[i]) for i in part.order]
+    else:
+        tensors = [lives[i].tensor for i in part.order]
+    pointers = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+    if part.owned:
+        return Sources(tensors, pointers, [])
+    # An address cannot be another storage's while the last one at it is still held.
+    if part.last is not None and np.array_equal(pointers, part.last.pointers):
+        part.last = Sources(tensors, pointers, part.last.storages)
+    else:
+        part.last = Sources(tensors, pointers, [t.untyped_storage() for t in tensors])
+    return part.last
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Version counters; those that have none (inference tensors) read as -1."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]

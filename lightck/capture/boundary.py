@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +52,8 @@ def plain(tree: Any, path: str, place: Place = keep) -> Any:
         StateError: a value that could not be restored, with its path and type.
     """
     kind = type(tree)
+    if kind is bytes and not tree:
+        return {TAG: "bytes"}  # pickled as a call of bytes(), which the restricted loader refuses
     if kind in _PLAIN:
         return tree
     if isinstance(tree, torch.Tensor):
@@ -60,6 +61,8 @@ def plain(tree: Any, path: str, place: Place = keep) -> Any:
     if kind in (list, tuple):
         return kind(plain(value, join(path, i), place) for i, value in enumerate(tree))
     if kind in (dict, collections.OrderedDict):
+        if TAG in tree:
+            raise StateError(f"{path} has the key {TAG!r}, which lightck uses itself", path=path)
         return kind((_key(k, path), plain(v, join(path, k), place)) for k, v in tree.items())
     if isinstance(tree, np.generic | np.ndarray):
         return _numpy(tree, path)
@@ -95,13 +98,13 @@ def _numpy(value: Any, path: str) -> dict[str, Any]:
         TAG: kind,
         "dtype": array.dtype.str,
         "shape": list(array.shape),
-        "bytes": array.tobytes(),
+        "bytes": array.tobytes() or None,
     }
 
 
 def _other(tree: Any, path: str, place: Place) -> dict[str, Any]:
     if isinstance(tree, bytearray):
-        return {TAG: "bytearray", "bytes": bytes(tree)}
+        return {TAG: "bytearray", "bytes": bytes(tree) or None}
     if isinstance(tree, collections.defaultdict) and tree.default_factory not in (
         None, int, float, list, dict, set,
     ):  # fmt: skip
@@ -129,10 +132,16 @@ def _untag(tree: dict[str, Any], tensors: Callable[[str], torch.Tensor] | None) 
     if kind == "tensor":
         return tree if tensors is None else tensors(tree["name"])
     if kind in ("ndarray", "scalar"):
-        array = np.frombuffer(tree["bytes"], np.dtype(tree["dtype"])).reshape(tree["shape"]).copy()
+        array = (
+            np.frombuffer(tree["bytes"] or b"", np.dtype(tree["dtype"]))
+            .reshape(tree["shape"])
+            .copy()
+        )
         return array if kind == "ndarray" else array[()]
+    if kind == "bytes":
+        return b""
     if kind == "bytearray":
-        return bytearray(tree["bytes"])
+        return bytearray(tree["bytes"] or b"")
     items = rebuild(tree["items"], tensors)
     if kind == "deque":
         return collections.deque(items, tree["maxlen"])
@@ -161,7 +170,8 @@ def decode(data: bytes, *, context: str) -> Any:
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    # Damaged bytes make the loader fail in every way: IndexError, struct.error, AttributeError, ...
+    except Exception as error:  # noqa: BLE001
         raise CorruptSnapshotError(f"{context}: boundary state does not load: {error}") from error
 
 

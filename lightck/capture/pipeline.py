@@ -9,17 +9,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Thread
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from lightck.capture.arrange import Arrangement, sources
+from lightck.capture.arrange import Arrangement, Sources, sources, versions_of
 from lightck.capture.state import Collected, Live
-from lightck.errors import LightckError, TornSnapshotError
+from lightck.errors import LightckError, TornSnapshotError, WaitTimeoutError
 from lightck.region.native import NativePool
 from lightck.region.region import Region
 from lightck.region.writer import Batch, SlotWriter
@@ -32,21 +31,25 @@ class Group:
 
     holders: frozenset[int]
     batch: Batch
-    tensors: list[torch.Tensor]
-    """Keeps the sources alive; versions and pointers are compared when the copies are complete."""
+    sources: Sources | None
+    """Keeps the memory that is copied alive; None once it is captured."""
     versions: list[int]
-    pointers: npt.NDArray[np.uint64]
     owned: bool
     """Sources are private copies: nothing can tear them."""
-    captured: bool = False
+
+    @property
+    def captured(self) -> bool:
+        """Every copy has left its source."""
+        return self.sources is None
 
     def changed(self) -> list[int]:
         """Positions in the batch of sources that were touched since (b)."""
-        return [
-            i
-            for i, (tensor, version) in enumerate(zip(self.tensors, self.versions, strict=True))
-            if tensor._version != version or tensor.data_ptr() != self.pointers[i]
-        ]
+        assert self.sources is not None
+        tensors = self.sources.tensors
+        pointers = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+        moved = (pointers != self.sources.pointers).tolist()
+        touched = zip(versions_of(tensors), self.versions, moved, strict=True)
+        return [i for i, (now, then, gone) in enumerate(touched) if now != then or gone]
 
 
 @dataclass(eq=False)
@@ -61,6 +64,14 @@ class Flight:
     groups: list[Group] = field(default_factory=list)
     opened_s: float = field(default_factory=time.monotonic)
     captured_s: float = 0.0
+    futures: list[Future[int]] = field(default_factory=list)
+    """Whoever waits for this very snapshot."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell those who wait that it will not come."""
+        for future in self.futures:
+            if not future.done():
+                future.set_exception(error)
 
 
 @dataclass(eq=False)
@@ -92,8 +103,9 @@ class Pipeline:
     """The flight whose sources must not change: opened, not yet captured."""
     persisting: list[Flight] = field(default_factory=list)
     """Captured and sealed; the pool commits them."""
-    on_torn: Callable[[Sequence[str]], None] = lambda names: None
-    _abandoning: list[Thread] = field(default_factory=list)
+    on_torn: Callable[[Flight, Sequence[str]], None] = lambda flight, names: None
+    _abandoning: list[tuple[Thread, Flight]] = field(default_factory=list)
+    """Dropped on page media: the memory they read is held until they are freed."""
     _last_stats: dict[str, int] | None = None
     _dice: random.Random = field(default_factory=random.Random)
     """For audits only; the global generators belong to the user."""
@@ -123,17 +135,18 @@ class Pipeline:
             PreviousPersistError: the region is latched.
         """
         assert self.window is None, "two snapshots in one window"
+        self._reap()
         plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
         writer = SlotWriter.open(self.region, self.pool, plan)
         if writer is None:
             return None
         flight = Flight(step, writer, at_step, at_forward, flags)
+        self.window = flight
         try:
             self._load(flight, self.arrangement)
         except BaseException:
-            writer.abandon()
+            self.drop()
             raise
-        self.window = flight
         held = sum(g.batch.total_bytes for g in flight.groups if not g.owned)
         self._release(flight, self.schedule.open(held))
         return flight
@@ -165,19 +178,21 @@ class Pipeline:
                 flight.writer.capture(group.batch)
                 torn = self._torn(flight, group)
                 if torn:
-                    self._drop_torn(torn)
+                    self.drop()
+                    self.counters.torn += 1
+                    self.on_torn(flight, torn)
                     return False
-                group.captured = True
-                group.tensors = []
+                group.sources = None
             if all(group.captured for group in flight.groups):
                 self._seal(flight)
-        except BaseException:
+        except BaseException as error:
             self.drop()
+            flight.fail(error)
             raise
         return True
 
-    def poll(self, timeout_s: float | None = 0.0) -> Iterator[int]:
-        """Steps whose commit has become durable, one by one; waits up to `timeout_s` in all.
+    def poll(self, timeout_s: float | None = 0.0) -> Iterator[Flight]:
+        """Flights whose commit has become durable, one by one; waits up to `timeout_s` in all.
 
         Raises:
             LightckError: a background failure; that snapshot is dropped.
@@ -189,8 +204,9 @@ class Pipeline:
             try:
                 if not flight.writer.wait(left):
                     break
-            except Exception:
+            except Exception as error:
                 self.persisting.remove(flight)
+                flight.fail(error)
                 raise
             self.persisting.remove(flight)
             now = time.monotonic()
@@ -198,7 +214,7 @@ class Pipeline:
             self.counters.commit_s += now - flight.captured_s
             self.counters.persist_s = now - flight.opened_s
             self.counters.last_committed_step = flight.step
-            yield flight.step
+            yield flight
 
     def pool_stats(self) -> dict[str, int]:
         """The pool's counters, the last ones once it is closed."""
@@ -214,33 +230,47 @@ class Pipeline:
             flight.writer.abandon()
             return
         # On page media the slot's invalidation may still be in a sync, which giving up waits for;
-        # the training thread does not (I9). The slot stays busy meanwhile.
+        # the training thread does not (I9). The slot stays busy meanwhile, and workers may still
+        # read: the flight is kept, with the memory it holds.
         thread = Thread(target=flight.writer.abandon, name="lightck-abandon")
+        self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]
+        self._abandoning.append((thread, flight))
         thread.start()
-        self._abandoning.append(thread)
+
+    def _reap(self) -> None:
+        """Free snapshots that an interrupt (Ctrl-C) left without a flight."""
+        flights = [*self.persisting, *(flight for _, flight in self._abandoning)]
+        known = {id(flight.writer.slot) for flight in flights}
+        for slot in self.region.slots:
+            if slot.writer is not None and id(slot) not in known:
+                slot.writer.free()
+                slot.writer = None
+        self.pool.reap([slot.writer for slot in self.region.slots if slot.writer is not None])
 
     def close(self) -> None:
         """Drop what is not sealed and stop the workers. Idempotent."""
         self.drop()
         for flight in self.persisting:
             flight.writer.abandon()
+            flight.fail(WaitTimeoutError(f"step {flight.step} was not committed before the close"))
         self.persisting.clear()
-        for thread in self._abandoning:
+        for thread, _ in self._abandoning:
             thread.join()
+        self._abandoning.clear()
         if self._last_stats is None:
+            self._reap()
             self._last_stats = self.pool.stats()
             self.pool.close()
 
     def _load(self, flight: Flight, arrangement: Arrangement) -> None:
         """Queue every copy; those from private copies may run at once."""
-        versions = [live.tensor._version for live in arrangement.lives]
+        versions = versions_of(live.tensor for live in arrangement.lives)
         may_skip = arrangement.unmoved(versions)
         for part in arrangement.parts:
             chosen = sources(part, arrangement)
-            pointers = np.array([tensor.data_ptr() for tensor in chosen], np.uint64)
-            batch = flight.writer.add(part.positions, pointers, may_skip[part.positions])
+            batch = flight.writer.add(part.positions, chosen.pointers, may_skip[part.positions])
             now = [versions[i] for i in part.order]
-            flight.groups.append(Group(part.holders, batch, chosen, now, pointers, part.owned))
+            flight.groups.append(Group(part.holders, batch, chosen, now, part.owned))
             if part.owned:
                 flight.writer.release(batch)
 
@@ -265,11 +295,6 @@ class Pipeline:
             return [entries[int(group.batch.positions[i])].name for i in moved]
         differs = flight.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
         return [] if differs is None else [differs]
-
-    def _drop_torn(self, names: Sequence[str]) -> None:
-        self.drop()
-        self.counters.torn += 1
-        self.on_torn(names)
 
     def _seal(self, flight: Flight) -> None:
         flight.writer.seal(flight.step, flight.at_step, flight.at_forward, flight.flags)

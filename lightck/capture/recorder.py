@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -22,7 +21,8 @@ from torch.optim import Optimizer
 from lightck.capture.due import Due
 from lightck.capture.hooks import Watched
 from lightck.capture.instants import Instants
-from lightck.capture.pipeline import Pipeline, torn_error
+from lightck.capture.pipeline import Flight, Pipeline, torn_error
+from lightck.capture.stall import Stalls
 from lightck.capture.state import Collected, Inventory
 from lightck.capture.steps import Steps
 from lightck.errors import (
@@ -56,21 +56,18 @@ class Recorder:
     """Raise an error that a waiter's thread came across, if the user wants errors raised."""
     arm: Callable[[bool], None] = lambda on: None
     """Report the next forwards, or stop."""
-    stalls: dict[str, float] = field(default_factory=dict)
+    stalls: Stalls = field(default_factory=Stalls)
     enabled: bool = True
     """False in forked children and after detach."""
     due: bool = False
     """The last complete step gets a snapshot, not opened yet."""
     lock: threading.RLock = field(default_factory=threading.RLock)
-    futures: dict[int, list[Future[int]]] = field(default_factory=dict)
     wanted: list[Future[int]] = field(default_factory=list)
     """`snapshot()` calls that wait for the next boundary."""
     _gradients: int = 0
     """Gradient hooks since the last step ended: inside an iteration when > 0."""
     _ended_in: int = -1
     """The backward inside which the last step ended, with optimizers that step there."""
-    _opened_step: int = -1
-    _stalled: bool = False
     _latched: bool = False
     """The region takes no more snapshots, and the user knows."""
     _room_made: bool = False
@@ -108,7 +105,7 @@ class Recorder:
         """(b) for a forward with gradients; one without gives RNG and buffers, once."""
         if not self.enabled or not self.due or self.steps.updating:
             return
-        with self._stall("boundary"):
+        with self.stalls.of("boundary"):
             if training:
                 self._open()
             else:
@@ -160,7 +157,7 @@ class Recorder:
         """Wait, helping, until the copies have left what `optimizer` (None: anyone) changes."""
         if not self.enabled:
             return
-        with self._stall("fence"), self.lock, self._reported():
+        with self.stalls.of("fence"), self.lock, self._reported():
             if self.due:
                 self._missed_forward("the update")
             self.pipeline.fence(optimizer)
@@ -168,7 +165,7 @@ class Recorder:
     def _step_ended(self) -> None:
         if not self.enabled:
             return
-        with self._stall("step"):
+        with self.stalls.of("step"):
             self.surface()
             self.poll()
             self._gradients = 0
@@ -177,7 +174,7 @@ class Recorder:
             if not self._room_made:
                 self._make_room()
             counters = self.pipeline.counters
-            cost = sum(self.stalls.values()) / counters.captured if counters.captured else None
+            cost = self.stalls.total() / counters.captured if counters.captured else None
             if self.cadence.ask(self.steps.step, cost, counters.persist_s, bool(self.wanted)):
                 self.due = True
                 self.arm(True)
@@ -201,7 +198,6 @@ class Recorder:
         `seen`: a forward is about to run, so that the RNG states are those of (b).
         """
         with self.lock, self._reported():
-            self._opened_step = self.steps.step
             self.due = False
             self.arm(False)
             if self.pipeline.window is not None:
@@ -218,18 +214,13 @@ class Recorder:
             # which then never comes to the fence.
             if self._synchronous or synchronous or self.wanted:
                 self._synchronous = False
-                self._hand_over_futures(step)
+                flight.futures, self.wanted = self.wanted, []
                 self.pipeline.fence(None)
 
     def _slipped(self, step: int) -> None:
         self.pipeline.counters.slipped += 1
         self.cadence.overdue = True
         event("slipped", step=step, why="every slot is busy")
-
-    def _hand_over_futures(self, step: int) -> None:
-        if self.wanted:
-            self.futures.setdefault(step, []).extend(self.wanted)
-            self.wanted = []
 
     def _missed_forward(self, where: str) -> None:
         """No forward was seen: open here, with what is still exact."""
@@ -241,7 +232,7 @@ class Recorder:
                 " from the next snapshot on",
                 stacklevel=2,
             )
-        with self._stall("boundary"):
+        with self.stalls.of("boundary"):
             self._open(seen=False)
 
     # ---- optimizers ------------------------------------------------------------------------
@@ -281,23 +272,21 @@ class Recorder:
     def poll(self, timeout_s: float | None = 0.0) -> None:
         """Take note of commits; errors go to `report`."""
         with self.lock, self._reported():
-            for step in self.pipeline.poll(timeout_s):
-                event("committed", step=step, survives=self.pipeline.region.survives)
-                for future in self.futures.pop(step, []):
-                    future.set_result(step)
+            for flight in self.pipeline.poll(timeout_s):
+                event("committed", step=flight.step, survives=self.pipeline.region.survives)
+                for future in flight.futures:
+                    future.set_result(flight.step)
 
-    def torn(self, names: Sequence[str]) -> None:
+    def torn(self, flight: Flight, names: Sequence[str]) -> None:
         """The pipeline dropped a snapshot (I5): the next due one is copied at once."""
-        step = self._opened_step
+        step = flight.step
         self._synchronous = True
         new = [name for name in names if name not in self._torn_once]
         if len(new) < len(names):
             self.inventory.always_sync.update(self._torn_once.intersection(names))
             self.inventory.invalidate()
         self._torn_once.update(new)
-        error = torn_error(names, step)
-        for future in self.futures.pop(step, []):
-            future.set_exception(error)
+        flight.fail(torn_error(names, step))
         if new:
             self.report(torn_error(new, step))
 
@@ -312,38 +301,18 @@ class Recorder:
             if isinstance(error, PreviousPersistError) and not self._latched:
                 self.poll(1.0)  # what latched the region is about to be known: told first
             self.pipeline.counters.failed += 1
-            self.fail_futures(error)
+            self.fail_wanted(error)
             if self._latched and isinstance(error, PreviousPersistError):
                 event("skipped", logging.DEBUG, step=self.steps.step, why=error)
                 return
             self._latched = isinstance(error, RegionIOError | PreviousPersistError)
             self.report(error)
 
-    def fail_futures(self, error: LightckError) -> None:
-        """No snapshot will come for those who wait for one, unless it is open or persisting."""
-        window = self.pipeline.window
-        alive = {flight.step for flight in self.pipeline.persisting}
-        alive |= {window.step} if window is not None else set()
-        for step in self.futures.keys() - alive:
-            self.wanted += self.futures.pop(step)
+    def fail_wanted(self, error: LightckError) -> None:
+        """No snapshot will come for those who wait for one that is not open yet."""
         for future in self.wanted:
             future.set_exception(error)
         self.wanted = []
-
-    @contextmanager
-    def _stall(self, cause: str) -> Iterator[None]:
-        """Count the training thread's time for a cause; the outermost one counts."""
-        if self._stalled:
-            yield
-            return
-        self._stalled = True
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._stalled = False
-            spent = time.perf_counter() - begin
-            self.stalls[cause] = self.stalls.get(cause, 0.0) + spent
 
     # ---- on request ------------------------------------------------------------------------
 
@@ -358,7 +327,7 @@ class Recorder:
         The generators are taken as they stand: what is drawn next comes after the snapshot.
         Waits for a slot if every one is persisting: the caller asked for it.
         """
-        with self._stall("request"), self.lock:
+        with self.stalls.of("request"), self.lock:
             if self.pipeline.window is not None:
                 with self._reported():
                     self.pipeline.fence(None)
@@ -373,7 +342,7 @@ class Recorder:
 
     def finish_window(self) -> None:
         """Capture what is open; outside an update only."""
-        with self._stall("request"), self.lock, self._reported():
+        with self.stalls.of("request"), self.lock, self._reported():
             if self.steps.updating:
                 self.pipeline.drop()
             else:

@@ -111,7 +111,13 @@ def must_own(live: Live) -> bool:
 
     The tensor changes inside the window, is not dense, or is not in memory the workers can read.
     """
-    return live.sync or live.tensor.device.type != "cpu" or not is_dense(live.tensor)
+    tensor = live.tensor
+    return (
+        live.sync
+        or tensor.device.type != "cpu"
+        or tensor.is_inference()  # it has no version counter to watch
+        or not is_dense(tensor)
+    )
 
 
 def owned(live: Live, entry: Entry) -> torch.Tensor:

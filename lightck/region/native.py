@@ -240,6 +240,13 @@ class NativePool:
         out = ffi.new("lck_pool **")
         check(library().lck_pool_create(spec, out), "start the worker pool")
         self.handle = out[0]
+        self.snapshots: set[NativeSnapshot] = set()
+        """Every one that may be open; an interrupt can take the last other reference to one."""
+
+    def reap(self, known: Sequence[NativeSnapshot]) -> None:
+        """Free the open snapshots that nobody knows of."""
+        for snapshot in [s for s in self.snapshots if s not in known]:
+            snapshot.free()
 
     def pace(self, per_mille: int) -> None:
         """Set the workers' pace; 1000 is full speed, 0 pauses copies."""
@@ -262,11 +269,19 @@ class NativeSnapshot:
 
     def __init__(self, pool: NativePool, region: NativeRegion, slot: int) -> None:
         """Open `slot`; its old content becomes invalid before the first payload byte changes."""
-        out = ffi.new("lck_snapshot **")
+        self._out = ffi.new("lck_snapshot **")
+        self._pool = pool
         self.label = f"{region.label} slot {slot}"
-        code = library().lck_snapshot_begin(pool.handle, region.handle, slot, out)
+        pool.snapshots.add(self)
+        code = library().lck_snapshot_begin(pool.handle, region.handle, slot, self._out)
+        if code < 0:
+            pool.snapshots.discard(self)
         check(code, f"open snapshot in {self.label}")
-        self.handle = out[0]
+
+    @property
+    def handle(self) -> Any:
+        """The native snapshot; NULL once it is freed."""
+        return self._out[0]
 
     def add(self, copies: npt.NDArray[Any]) -> int:
         """Add a batch (COPY_DTYPE rows), held back until released; returns its number."""
@@ -324,5 +339,6 @@ class NativeSnapshot:
 
     def free(self) -> None:
         """Give up if unsealed; idempotent."""
-        handle, self.handle = self.handle, ffi.NULL
+        handle, self._out[0] = self._out[0], ffi.NULL
+        self._pool.snapshots.discard(self)
         check(library().lck_snapshot_free(handle), self.label)

@@ -154,10 +154,11 @@ class SlotWriter:
         if state != native.SNAP_COMMITTED:
             return False
         assert self.record is not None
-        self._close()
+        # Protected first: an interrupt in between must not leave the newest snapshot unprotected.
+        self.region.committed(self.slot, self.record)
         self.slot.table_digest = self.layout.digest
         self.slot.digests = (self.layout.digest, self.crcs)
-        self.region.committed(self.slot, self.record)
+        self._close()
         return True
 
     def abandon(self) -> None:

@@ -1,0 +1,35 @@
+"""Training-thread time spent in lightck, by cause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Stalls:
+    """Sums seconds per cause; of nested causes the outermost counts."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _running: bool = False
+
+    @contextmanager
+    def of(self, cause: str) -> Iterator[None]:
+        """Count the time of the body."""
+        if self._running:
+            yield
+            return
+        self._running = True
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._running = False
+            spent = time.perf_counter() - begin
+            self.seconds[cause] = self.seconds.get(cause, 0.0) + spent
+
+    def total(self) -> float:
+        """Seconds over all causes."""
+        return sum(self.seconds.values())
