@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pickle
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightck.capture import boundary
+from lightck.errors import CorruptSnapshotError, StateError
+
+keys = st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.tuples(st.integers()))
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.complex_numbers(allow_nan=False),
+    st.text(max_size=20),
+    st.binary(max_size=20),
+    st.sampled_from([torch.float32, torch.bool, torch.device("cpu"), torch.Size([2, 3])]),
+    st.integers(-100, 100).map(np.int64),
+    st.floats(width=32, allow_nan=False).map(np.float32),
+    st.booleans().map(np.bool_),
+    st.sets(st.integers(), max_size=4),
+    st.frozensets(st.text(max_size=3), max_size=4),
+    st.binary(max_size=5).map(bytearray),
+)
+trees = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=4).map(collections.OrderedDict),
+        st.dictionaries(keys, inner, max_size=4).map(lambda d: collections.defaultdict(list, d)),
+        st.dictionaries(st.text(max_size=3), st.integers(), max_size=4).map(collections.Counter),
+        st.lists(inner, max_size=4).map(lambda items: collections.deque(items, 7)),
+    ),
+    max_leaves=20,
+)
+
+
+def there_and_back(tree: Any) -> Any:
+    return boundary.rebuild(boundary.decode(boundary.encode(boundary.plain(tree, "x")), context=""))
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Equal in value and in every type."""
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert list(map(repr, a)) == list(map(repr, b))
+        for x, y in zip(a.values(), b.values(), strict=True):
+            assert_same(x, y)
+    elif isinstance(a, list | tuple | collections.deque):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert repr(a) == repr(b) if not isinstance(a, set | frozenset) else a == b
+    for attribute in ("maxlen", "default_factory", "dtype"):
+        assert getattr(a, attribute, None) == getattr(b, attribute, None)
+
+
+@given(trees)
+@settings(deadline=None, max_examples=300)
+def test_plain_trees_come_back_equal_in_value_and_type(tree: Any) -> None:
+    assert_same(there_and_back(tree), tree)
+
+
+@given(st.integers(0, 5), st.sampled_from(["<f4", ">i8", "?", "<c16", "<U3", "<M8[s]"]))
+def test_arrays_come_back_with_dtype_and_shape(size: int, dtype: str) -> None:
+    before = np.zeros((size, 2), np.dtype(dtype))
+    after = there_and_back({"a": before})["a"]
+    assert after.dtype == before.dtype and after.shape == before.shape
+    assert np.array_equal(after, before)
+    assert after.flags.writeable
+
+
+def test_generator_states_come_back() -> None:
+    for state in (
+        random.getstate(),
+        np.random.get_state(),
+        np.random.get_state(legacy=False),
+        np.random.default_rng(3).bit_generator.state,
+        np.random.Generator(np.random.MT19937(3)).bit_generator.state,
+    ):
+        assert repr(there_and_back(state)) == repr(state)
+    state = torch.get_rng_state()
+    assert torch.equal(there_and_back(state), state)
+
+
+def test_a_plain_tree_shares_nothing_with_the_state() -> None:
+    state = {"list": [1], "deque": collections.deque([1])}
+    state |= {"tensor": torch.zeros(2), "array": np.zeros(2)}
+    tree = boundary.plain(state, "")
+    state["list"].append(2)
+    state["tensor"].fill_(1)
+    state["array"].fill(1)
+    state["deque"].append(2)
+    back = boundary.rebuild(tree)
+    assert back["list"] == [1] and list(back["deque"]) == [1]
+    assert not back["tensor"].any() and not back["array"].any()
+
+
+def test_tensors_are_placed_by_path_and_found_again() -> None:
+    placed = {}
+
+    def place(path: str, tensor: torch.Tensor) -> Any:
+        placed[path] = tensor
+        return boundary.reference(path)
+
+    tree = {"a": [torch.ones(1)], "b/c": {"%": torch.zeros(1)}}
+    flat = boundary.plain(tree, "extras/x", place)
+    assert set(placed) == {"extras/x/a/0", "extras/x/b%2Fc/%25"}
+    back = boundary.rebuild(flat, placed.__getitem__)
+    assert back["a"][0] is tree["a"][0]
+    assert back["b/c"]["%"] is tree["b/c"]["%"]
+
+
+class Custom(dict[str, int]):
+    """A type of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"a": [0, lambda: 1]}, "extras/x/a/1"),
+        ({"a": {"b": object()}}, "extras/x/a/b"),
+        ({"a": Custom()}, "extras/x/a"),
+        ({"a": np.array([object()])}, "extras/x/a"),
+        ({"a": np.zeros(1, "i4,i4")}, "extras/x/a"),
+        ({"a": {object(): 1}}, "extras/x/a"),
+        ({"a": collections.defaultdict(lambda: 1)}, "extras/x/a"),
+        ({"a": collections.deque([{1: iter([])}])}, "extras/x/a/0/1"),
+        ({"a": {boundary.TAG: "set"}}, "extras/x/a"),
+    ],
+)
+def test_what_could_not_be_restored_is_named_with_its_path(value: Any, path: str) -> None:
+    with pytest.raises(StateError) as caught:
+        tree = boundary.plain(value, "extras/x")
+        boundary.prove(tree, "extras/x")
+    assert caught.value.path == path
+    assert path in str(caught.value)
+
+
+class Bomb:
+    """Runs a command when it is unpickled by an unrestricted loader."""
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("exploded",))
+
+
+@pytest.mark.parametrize("framed", [False, True])
+def test_no_code_in_boundary_state_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framed: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = pickle.dumps(Bomb())
+    if framed:
+        sink = io.BytesIO()
+        torch.save(Bomb(), sink)
+        data = sink.getvalue()
+    with pytest.raises(CorruptSnapshotError, match="slot 3"):
+        boundary.decode(data, context="slot 3")
+    assert not (tmp_path / "exploded").exists()
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=300)
+def test_damaged_boundary_state_is_corrupt_or_loads_and_nothing_else(data: st.DataObject) -> None:
+    blob = bytearray(boundary.encode({"a": [1, 2.5, "x"], "t": torch.arange(5)}))
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, len(blob) - 1))
+        blob[at] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        del blob[data.draw(st.integers(0, len(blob))) :]
+    try:
+        boundary.decode(bytes(blob), context="slot 3")
+    except CorruptSnapshotError as error:
+        assert "slot 3" in str(error)
+
+
+@given(st.binary(max_size=300))
+@settings(deadline=None)
+def test_any_bytes_that_are_no_boundary_state_are_corrupt(data: bytes) -> None:
+    with pytest.raises(CorruptSnapshotError, match="slot 3"):
+        boundary.decode(data, context="slot 3")
+
+
+def test_an_archive_of_something_else_is_corrupt() -> None:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w") as archive:
+        archive.writestr("readme", "nothing")
+    with pytest.raises(CorruptSnapshotError, match="slot 3"):
+        boundary.decode(sink.getvalue(), context="slot 3")
+
+
+@given(trees)
+@settings(deadline=None)
+def test_types_stay_the_same_while_only_values_change(tree: Any) -> None:
+    flat = boundary.plain(tree, "")
+    assert boundary.types_of(flat) == boundary.types_of(boundary.plain(tree, ""))
+    assert boundary.types_of({"a": flat, "b": 1}) == boundary.types_of({"a": flat, "b": 2})
+    assert boundary.types_of({"a": flat, "b": 1}) != boundary.types_of({"a": flat, "b": "2"})
+    assert boundary.types_of([flat, 1]) != boundary.types_of([flat, 1.5, object])
