@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightck.capture.release import LAST_TICK, Backward, Eager, schedule
+from lightck.types import ReleaseSchedule
+
+totals = st.integers(0, 1 << 50)
+windows = st.lists(st.tuples(totals, st.integers(0, 60)), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("name", ["eager", "backward"])
+@given(windows=windows, layers=st.integers(0, 100))
+def test_releases_never_go_back_and_never_exceed_what_there_is(
+    name: str, windows: list[tuple[int, int]], layers: int
+) -> None:
+    chosen = schedule(name, layers)
+    assert isinstance(chosen, ReleaseSchedule)
+    for total, ticks in windows:
+        released = chosen.open(total)
+        assert 0 <= released <= total
+        for _ in range(ticks):
+            more = chosen.tick()
+            assert released <= more <= total
+            released = more
+        chosen.close()
+
+
+@given(total=totals, layers=st.integers(0, 200), micro_batches=st.integers(1, 5))
+def test_backward_is_complete_before_the_last_tick_of_a_window_like_the_last(
+    total: int, layers: int, micro_batches: int
+) -> None:
+    chosen = Backward(layers)
+    for window in range(3):
+        ticks = max(1, layers * (1 if window == 0 else micro_batches))
+        released = [chosen.open(total)] + [chosen.tick() for _ in range(ticks)]
+        if window != 1:  # the second one has another length than the first
+            enough = next(i for i in range(ticks + 1) if i >= LAST_TICK * ticks)
+            assert released[enough] == total
+        chosen.close()
+
+
+@given(total=st.integers(1 << 20, 1 << 50), layers=st.integers(3, 200))
+def test_backward_leaves_something_for_the_backward(total: int, layers: int) -> None:
+    chosen = Backward(layers)
+    assert chosen.open(total) < total // 2
+    assert chosen.tick() < total
+
+
+def test_a_window_without_a_tick_teaches_nothing() -> None:
+    chosen = Backward(10)
+    for _ in range(2):
+        assert chosen.open(3000) == 1000
+        chosen.close()
+    assert chosen.open(3000) == 1000
+    assert [chosen.tick() for _ in range(8)][-1] == 3000
+
+
+def test_eager_releases_all_at_once() -> None:
+    chosen = Eager()
+    assert chosen.open(77) == chosen.tick() == 77
