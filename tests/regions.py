@@ -63,7 +63,7 @@ class Book:
         self.pool.close()
         self.region.close()
 
-    def open(self, contents: Contents) -> SlotWriter | None:
+    def open(self, contents: Contents, *, may_skip: bool = False) -> SlotWriter | None:
         """A snapshot of which everything is captured and nothing committed; None without a slot."""
         entries = entries_of(contents)
         capacity = allocator.manifest_capacity(len(entries), 2 * BLOB_BYTES)
@@ -72,7 +72,7 @@ class Book:
             return None
         filled = np.array([i for i, e in enumerate(entries) if e.length], np.intp)
         sources = np.array([contents[entries[i].name].ctypes.data for i in filled], np.uint64)
-        batch = writer.add(filled, sources, np.zeros(len(filled), np.bool_))
+        batch = writer.add(filled, sources, np.full(len(filled), may_skip))
         writer.capture(batch)
         return writer
 

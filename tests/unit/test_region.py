@@ -1,0 +1,357 @@
+"""The region's floor, with bytes and NumPy: no torch is needed to commit and recover."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import faults
+import numpy as np
+import pytest
+from regions import Book, contents_of, newest, random_contents, same, stored
+
+from lightck.errors import (
+    PreviousPersistError,
+    RegionBusyError,
+    RegionFullError,
+    RegionIOError,
+)
+from lightck.region import native, place
+from lightck.region.region import Region
+
+MAX_SEGMENTS = 16
+SIZES = {"a": 1, "b": 63, "c": 4097, "d": 100_000, "empty": 0}
+
+
+@pytest.fixture(autouse=True)
+def no_faults_left() -> Iterator[None]:
+    yield
+    faults.clear()
+
+
+@pytest.fixture
+def run(region_dir: Path) -> Path:
+    return region_dir / "run"
+
+
+def test_this_floor_does_not_import_torch() -> None:
+    package = Path(native.__file__).parent.parent
+    code = [
+        "import sys, types",
+        "package = sys.modules['lightck'] = types.ModuleType('lightck')",  # not its __init__
+        f"package.__path__ = [{str(package)!r}]",
+        "import lightck.region.writer",
+        "assert 'torch' not in sys.modules",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(code)], check=True, timeout=60)
+
+
+def test_what_was_committed_comes_back_newest_first(run: Path, rng: np.random.Generator) -> None:
+    wrote = {step: random_contents(rng, SIZES) for step in range(1, 6)}
+    with Book(run, slots=3) as book:
+        book.region.begin_timeline(None)
+        for step, contents in wrote.items():
+            assert book.commit(step, contents)
+    found = stored(run)
+    assert list(found) == [5, 4, 3]
+    assert all(same(found[step], wrote[step]) for step in found)
+
+
+def test_until_it_is_committed_a_snapshot_is_not_there(run: Path, rng: np.random.Generator) -> None:
+    first, second = random_contents(rng, SIZES), random_contents(rng, SIZES)
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        book.commit(1, first)
+        writer = book.open(second)
+        assert writer is not None
+        assert list(stored(run)) == [1]
+        with faults.delayed(faults.RECORD, 0.2):
+            book.seal(writer, 2)
+            assert list(stored(run)) == [1]
+            assert writer.wait(None)
+        assert list(stored(run)) == [2, 1]
+
+
+def test_an_abandoned_snapshot_leaves_its_slot_empty_and_free(
+    run: Path, rng: np.random.Generator
+) -> None:
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        for step in (1, 2):
+            book.commit(step, random_contents(rng, SIZES))
+        writer = book.open(random_contents(rng, SIZES))
+        assert writer is not None
+        writer.abandon()
+        writer.abandon()
+        assert list(stored(run)) == [2]
+        contents = random_contents(rng, SIZES)
+        assert book.commit(3, contents)
+        assert same(stored(run)[3], contents)
+
+
+def test_the_newest_snapshot_is_never_the_slot_that_is_opened(
+    run: Path, rng: np.random.Generator
+) -> None:
+    with Book(run, slots=3) as book:
+        book.region.begin_timeline(None)
+        book.commit(1, random_contents(rng, SIZES))
+        writers = [book.open(random_contents(rng, SIZES)) for _ in range(3)]
+        assert [w is None for w in writers] == [False, False, True]
+        assert list(stored(run)) == [1]
+        assert writers[0] is not None
+        book.seal(writers[0], 2)
+        writers[0].wait(None)
+        assert list(stored(run)) == [2, 1]
+        third = book.open(random_contents(rng, SIZES))  # now slot of 1 is free, that of 2 is not
+        assert third is not None
+        assert list(stored(run)) == [2]
+
+
+def test_the_layout_table_is_written_once_per_slot_and_again_when_it_changes(
+    run: Path, rng: np.random.Generator
+) -> None:
+    def tables() -> dict[int, bytes]:
+        return {slot.index: slot.table_digest for slot in book.region.slots}
+
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        for step in range(1, 5):
+            book.commit(step, random_contents(rng, SIZES))
+        before = tables()
+        assert all(before.values()) and before[0] != before[1]  # other offsets in each
+        book.commit(5, random_contents(rng, SIZES))
+        assert tables() == before
+        book.commit(6, random_contents(rng, {**SIZES, "new": 10}))
+        assert sum(tables()[i] != before[i] for i in (0, 1)) == 1
+    assert sorted(stored(run)) == [5, 6]
+    assert "new" in stored(run)[6] and "new" not in stored(run)[5]
+
+
+def test_growth_keeps_what_is_there_and_offers_more(run: Path, rng: np.random.Generator) -> None:
+    small = random_contents(rng, SIZES)
+    large = random_contents(rng, {**SIZES, "large": 5 << 20})
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        book.commit(1, small)
+        before = book.region.info
+        book.commit(2, large)
+        after = book.region.info
+        assert len(after.segments) == len(before.segments) + 1
+        assert after.segments[:1] == before.segments
+        assert after.size == place.locate(run, 0, create=False).file.stat().st_size
+        assert same(stored(run)[1], small) and same(stored(run)[2], large)
+        book.commit(3, large)
+        book.commit(4, small)
+        assert book.region.info.segments == after.segments
+    assert same(stored(run)[3], large) and same(stored(run)[4], small)
+
+
+def test_growth_ends_with_the_last_segment_and_an_error_that_says_so(
+    run: Path, rng: np.random.Generator
+) -> None:
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        contents = random_contents(rng, SIZES)
+        while len(book.region.info.segments) < MAX_SEGMENTS:
+            book.region.native.grow(1)
+            book.region.info = book.region.native.describe()
+        book.commit(1, contents)
+        with pytest.raises(RegionFullError, match=f"{MAX_SEGMENTS} segments"):
+            book.open(random_contents(rng, {"a": 200 << 20}))
+        assert same(stored(run)[1], contents)
+        assert book.commit(2, contents)
+
+
+def test_a_failed_commit_latches_and_the_next_owner_starts_clean(
+    run: Path, rng: np.random.Generator
+) -> None:
+    kept = random_contents(rng, SIZES)
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        book.commit(1, kept)
+        faults.arm(faults.RECORD)
+        with pytest.raises(RegionIOError, match=r"slot 1.*Input/output error"):
+            book.commit(2, random_contents(rng, SIZES))
+        with pytest.raises(PreviousPersistError, match="latched"):
+            book.commit(3, random_contents(rng, SIZES))
+        assert same(stored(run)[1], kept) and len(stored(run)) == 1
+    with Book(run) as book:
+        again = random_contents(rng, SIZES)
+        assert book.commit(2, again)
+    assert same(stored(run)[2], again) and same(stored(run)[1], kept)
+
+
+def test_a_branch_lets_go_of_what_came_after_it_and_keeps_its_ancestors(
+    run: Path, rng: np.random.Generator
+) -> None:
+    with Book(run, slots=6) as book:
+        book.region.begin_timeline(None)
+        for step in (1, 2, 3):
+            book.commit(step, random_contents(rng, SIZES))
+    with Book(run) as book:
+        second = next(c for c in book.region.recover().candidates if c.record.step == 2)
+        book.region.begin_timeline(second.record)
+        assert sorted(stored(run)) == [1, 2]
+        other = random_contents(rng, SIZES)
+        book.commit(3, other)
+        assert sorted(stored(run)) == [1, 2, 3]
+        assert same(stored(run)[3], other)
+    region = Region.open(place.locate(run, 0, create=False), writable=False)
+    recovery = region.recover()
+    # The slot of the abandoned third step was used first.
+    assert recovery.abandoned == ()
+    assert [c.record.timeline == region.info.timeline for c in recovery.candidates] == [
+        True, False, False,
+    ]  # fmt: skip
+    region.close()
+
+
+def test_sequences_grow_over_reopens_and_abandoned_branches(
+    run: Path, rng: np.random.Generator
+) -> None:
+    seen = []
+    for _ in range(4):
+        with Book(run, slots=4) as book:
+            recovery = book.region.recover()
+            continued = recovery.candidates[-1].record if recovery.candidates else None
+            book.region.begin_timeline(continued)
+            for step in (1, 2):
+                book.commit(step, random_contents(rng, SIZES))
+            seen += [c.record.sequence for c in book.region.recover().candidates][:2][::-1]
+    assert seen == sorted(set(seen))
+
+
+def test_more_branches_than_the_superblock_holds_lose_only_the_oldest_ancestors(
+    run: Path, rng: np.random.Generator
+) -> None:
+    with Book(run, slots=3) as book:
+        book.region.begin_timeline(None)
+        book.commit(1, random_contents(rng, SIZES))
+    for step in range(2, native.MAX_LINEAGE + 8):
+        with Book(run) as book:
+            best = book.region.recover().candidates[0]
+            assert best.record.step == step - 1
+            book.region.begin_timeline(best.record)
+            book.commit(step, random_contents(rng, SIZES))
+    assert len(stored(run)) == 3
+
+
+def test_a_restart_that_commits_nothing_does_not_use_up_the_ancestors(
+    run: Path, rng: np.random.Generator
+) -> None:
+    kept = random_contents(rng, SIZES)
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        book.commit(1, kept)
+    for _ in range(native.MAX_LINEAGE + 8):
+        with Book(run) as book:
+            best = book.region.recover().candidates[0]
+            book.region.begin_timeline(best.record)
+            assert book.region.native.describe().lineage == (
+                (best.record.timeline, best.record.sequence),
+            )
+    assert same(stored(run)[1], kept)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({2: native.RECORD_EARLY}, [1, 2]),
+        ({1: native.RECORD_EARLY}, [2, 1]),
+        ({1: native.RECORD_EARLY, 2: native.RECORD_EARLY}, [2, 1]),
+        ({}, [2, 1]),
+    ],
+)
+def test_an_early_snapshot_yields_to_an_exact_one_that_is_a_step_older(
+    run: Path, rng: np.random.Generator, flags: dict[int, int], expected: list[int]
+) -> None:
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        for step in (1, 2):
+            writer = book.open(random_contents(rng, SIZES))
+            assert writer is not None
+            writer.seal(step, b"", b"", flags.get(step, 0))
+            writer.wait(None)
+        assert [c.record.step for c in book.region.recover().candidates] == expected
+
+
+def test_an_early_snapshot_is_preferred_to_an_exact_one_that_is_older_than_that(
+    run: Path, rng: np.random.Generator
+) -> None:
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        for step, flags in ((1, 0), (3, native.RECORD_EARLY)):
+            writer = book.open(random_contents(rng, SIZES))
+            assert writer is not None
+            writer.seal(step, b"", b"", flags)
+            writer.wait(None)
+        assert [c.record.step for c in book.region.recover().candidates] == [3, 1]
+
+
+def test_a_leased_slot_is_not_reused_and_one_being_written_is_not_leased(
+    run: Path, rng: np.random.Generator
+) -> None:
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        for step in (1, 2):
+            book.commit(step, random_contents(rng, SIZES))
+        reader = Region.open(book.where, writable=False)
+        slots = {c.record.step: c.record.slot for c in reader.recover().candidates}
+        reader.native.lease(slots[1], True)
+        assert book.open(random_contents(rng, SIZES)) is None
+        reader.native.lease(slots[1], False)
+        writer = book.open(random_contents(rng, SIZES))
+        assert writer is not None
+        with pytest.raises(RegionBusyError):
+            reader.native.lease(slots[1], True)
+        writer.abandon()
+        reader.native.lease(slots[1], True)
+        reader.close()  # drops the lease
+        assert book.commit(3, random_contents(rng, SIZES))
+
+
+def test_a_second_owner_is_refused_and_readers_are_not(run: Path, rng: np.random.Generator) -> None:
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        book.commit(1, random_contents(rng, SIZES))
+        with pytest.raises(RegionBusyError, match=str(book.where.file)):
+            Region.open(book.where, writable=True)
+        readers = [Region.open(book.where, writable=False) for _ in range(3)]
+        for reader in readers:
+            assert newest(reader)[0] == 1
+            reader.close()
+    Region.open(book.where, writable=True).close()
+
+
+def test_unchanged_copies_are_skipped_and_changed_ones_written(
+    run: Path, rng: np.random.Generator
+) -> None:
+    contents = random_contents(rng, {"a": 10_000, "b": 10_000})
+
+    def commit(step: int) -> int:
+        """Bytes that were found unchanged."""
+        before = book.pool.stats()["bytes_skipped"]
+        writer = book.open(contents, may_skip=True)
+        assert writer is not None
+        book.seal(writer, step)
+        writer.wait(None)
+        candidate = book.region.recover().candidates[0]
+        assert candidate.record.step == step
+        assert same(contents_of(book.region, candidate), contents)
+        return book.pool.stats()["bytes_skipped"] - before
+
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        assert [commit(1), commit(2)] == [0, 0]  # nothing is known of the slots yet
+        assert [commit(3), commit(4)] == [20_000, 20_000]
+        contents["b"] = contents["b"].copy()
+        contents["b"][5000] ^= 1
+        assert [commit(5), commit(6), commit(7)] == [10_000, 10_000, 20_000]
+        writer = book.open(contents, may_skip=True)
+        assert writer is not None
+        writer.abandon()
+        assert commit(8) == 0  # what an abandoned snapshot left in the slot is not known
+    with Book(run) as book:
+        assert commit(9) == 0  # nor is what another owner wrote, unread
