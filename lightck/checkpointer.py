@@ -30,6 +30,7 @@ from lightck.capture.release import schedule
 from lightck.capture.report import Reporter
 from lightck.capture.state import Inventory
 from lightck.capture.steps import Steps
+from lightck.capture.waiting import POLL_S, drain, wait
 from lightck.config import Config
 from lightck.errors import LightckError, WaitTimeoutError
 from lightck.events import event
@@ -44,7 +45,6 @@ class _EveryStep(int):
 
 
 EVERY_STEP = _EveryStep(1)
-_POLL_S = 0.002
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
@@ -230,7 +230,8 @@ class Handle:
         """A snapshot of the current state, copied before this returns.
 
         Between micro-batches, or inside an update, it waits for the next boundary. The future gives
-        the step once the snapshot is committed, or the error; it may be waited for on any thread.
+        the step once the snapshot is committed, or the error. It may be waited for on any thread,
+        but on the training thread not before the boundary: that would never come.
         """
         self._require_open()
         self._reporter.surface()
@@ -248,34 +249,21 @@ class Handle:
     def _await(self, future: Future[int]) -> None:
         while not future.done() and not self._closed:
             self._recorder.poll()
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def wait(self, step: int | None = None, timeout: float | None = None) -> None:
         """Return when every opened snapshot, or one of `step` or newer, is committed.
 
-        Copies that are still held back are made now.
+        Copies that are still held back are made now. If the last step is due, and none of `step` or
+        newer is open, it is opened before its forward and marked early: restore prefers an exact
+        one that is a step older.
 
         Raises:
-            WaitTimeoutError: the time ran out; the commit goes on.
+            WaitTimeoutError: the time ran out; the commit goes on. Or no such snapshot is open.
+            PersistError: none of `step` or newer is committed, because it failed.
             LightckError: a background failure (with `on_error="raise"`).
         """
-        recorder = self._recorder
-        deadline = None if timeout is None else time.monotonic() + timeout
-        recorder.finish_window()
-        while recorder.pipeline.persisting:
-            if step is not None and (self.last_committed_step or -1) >= step:
-                break
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                waiting = [flight.step for flight in recorder.pipeline.persisting]
-                raise WaitTimeoutError(f"not committed after {timeout} s: steps {waiting}")
-            recorder.poll(_POLL_S if left is None else min(_POLL_S, left))
-        self._reporter.surface()
-        if step is not None and (self.last_committed_step or -1) < step:
-            raise WaitTimeoutError(
-                f"no snapshot of step {step} or newer is open; the last committed one is"
-                f" {self.last_committed_step}"
-            )
+        wait(self._recorder, self._reporter, step, timeout)
 
     def fence(self) -> None:
         """Return when live tensors may be changed; the engine does this before each update."""
@@ -349,8 +337,7 @@ class Handle:
             recorder.finish_window()
             if last_step:
                 recorder.finish_last_step()
-            while recorder.pipeline.persisting and time.monotonic() < deadline:
-                recorder.poll(_POLL_S)
+            drain(recorder, None, deadline)
             left = [flight.step for flight in recorder.pipeline.persisting]
             if left:
                 self._reporter.note(

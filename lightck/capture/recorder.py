@@ -367,3 +367,9 @@ class Recorder:
         if counters.slipped > slipped:
             text = f"step {self.steps.step}, the last one, has no snapshot: every slot is busy"
             self.report(RegionBusyError(f"{text} (is a reader holding one?)"))
+
+    def open_early(self) -> None:
+        """Copy the due snapshot now: (b) is still to come, so it is marked early (I2)."""
+        if self.due and self.can_open_now():
+            with self.stalls.of("request"):
+                self._open(flags=RECORD_EARLY, seen=False, synchronous=True)

@@ -18,6 +18,7 @@ class Reporter:
 
     on_error: str | Callable[[BaseException], object]
     first: LightckError | None = None
+    latest: LightckError | None = None
     closing: bool = False
     """The handle is being closed: what there is to do for that comes before raising."""
     _thread: int = field(default_factory=threading.get_ident)
@@ -39,6 +40,7 @@ class Reporter:
 
     def note(self, error: LightckError) -> None:
         """Remember an error for `close` without telling it now."""
+        self.latest = error
         if self.first is None:
             self.first = error
 

@@ -126,6 +126,28 @@ def test_with_raise_the_loop_gets_the_error_at_the_next_call_of_the_engine(
     assert of_stored(run_dir, 1) == loop.seen[1]
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_waiting_for_a_step_whose_commit_failed_raises_the_cause_also_with_warn(
+    run_dir: Path, early: bool
+) -> None:
+    loop = adam_loop()
+    handle = lightck.attach(loop.model, list(loop.optimizers), run_dir)
+    loop.run(2)
+    handle.wait()
+    if not early:
+        loop.forward()
+    faults.arm(faults.COMMIT)
+    with (
+        pytest.warns(RuntimeWarning, match="Input/output error"),
+        pytest.raises(lightck.PersistError, match="step 2 or .* one is 1.*Input/out") as caught,
+    ):
+        handle.wait(2)
+    assert isinstance(caught.value.__cause__, lightck.RegionIOError)
+    with pytest.raises(lightck.RegionIOError):
+        handle.close()
+    assert of_stored(run_dir, 1) == loop.seen[1]
+
+
 def test_with_raise_inside_a_with_block_the_error_comes_out_once(run_dir: Path) -> None:
     loop = adam_loop()
     with (

@@ -135,6 +135,60 @@ def test_waiting_for_a_step_that_nobody_opened_fails_at_once_and_names_it(run_di
             handle.wait(9)
 
 
+def test_waiting_for_a_due_step_before_its_forward_opens_it_early(disk_dir: Path) -> None:
+    loop = adam_loop()
+    with attach(loop, disk_dir, slots=2) as handle:
+        for step in (1, 2, 3):
+            loop.run(1)  # also opens the one before, whose commit may keep its slot busy
+            loop.note()
+            handle.wait(handle.step)
+            assert handle.last_committed_step == step
+            assert of_stored(disk_dir, step) == loop.seen[step]
+            assert lightck.snapshots(disk_dir)["early"].to_pylist()[0] is True
+        loop.forward()
+        handle.wait()  # opens nothing twice
+    assert handle.stats().captured == 3
+
+
+def test_waiting_for_what_is_not_due_opens_nothing(run_dir: Path) -> None:
+    loop = adam_loop()
+    with attach(loop, run_dir, policy=2) as handle:
+        loop.run(2)
+        loop.run(1)
+        handle.wait(2)  # opened at its forward already
+        with pytest.raises(lightck.WaitTimeoutError, match="step 3 or newer"):
+            handle.wait(3)
+        loop.run(1)
+        handle.wait()
+        handle.wait(2)  # 4 is due, and 2 is there
+        assert handle.stats().captured == 1
+
+
+def test_waiting_early_ends_at_the_time_out_when_no_slot_is_free(disk_dir: Path) -> None:
+    loop = adam_loop()
+    with attach(loop, disk_dir, slots=2) as handle:
+        loop.run(1)
+        handle.wait(1)
+        loop.run(1)
+        with faults.delayed(faults.SYNC, 0.5):
+            loop.run(1)  # opens 2, beside the committed 1
+            with pytest.raises(lightck.WaitTimeoutError, match=r"after 0.01 s: steps \[2\]"):
+                handle.wait(3, timeout=0.01)
+            assert handle.last_captured_step == 2
+        handle.wait(3)
+        assert handle.last_committed_step == 3
+        assert handle.stats().slipped == 0
+
+
+def test_step_zero_can_be_waited_for(run_dir: Path) -> None:
+    loop = adam_loop()
+    with attach(loop, run_dir, policy=1000) as handle:
+        handle.snapshot()
+        handle.wait(0)
+        assert handle.last_committed_step == 0
+        handle.wait(0)
+
+
 # ---- Snapshots on request -----------------------------------------------------------------------
 
 
