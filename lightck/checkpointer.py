@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -107,6 +107,7 @@ class Handle:
         """See `attach`."""
         self.config = config
         self._closed = False
+        self._undo: list[Callable[[], object]] = []
         self._pid = os.getpid()
         self._reporter = Reporter(config.on_error)
         self._progress = progress(model)
@@ -125,19 +126,17 @@ class Handle:
         tell_unfilled(self._progress.pending)
         entries, manifest_bytes = predict.expected(inventory)
         self.region = claim(config, entries, manifest_bytes)
+        self._undo.append(self.region.close)
         try:
-            self._wire(inventory, watched, steps, manifest_bytes)
-        except BaseException:
-            self.region.close()
-            raise
+            self._wire(inventory, watched, steps)
+        except BaseException as error:
+            self._release(error)
 
-    def _wire(
-        self, inventory: Inventory, watched: Watched, steps: Steps, manifest_bytes: int
-    ) -> None:
+    def _wire(self, inventory: Inventory, watched: Watched, steps: Steps) -> None:
         config, region = self.config, self.region
         collected = inventory.collect()
-        pool = NativePool(config.threads, config.chunk_bytes, config.nice)
         release = schedule(config.schedule, layer_count(collected.lives))
+        pool = NativePool(config.threads, config.chunk_bytes, config.nice)
         pipeline = Pipeline(region, pool, release, config.proof)
         self._recorder = recorder = Recorder(
             inventory=inventory,
@@ -153,20 +152,18 @@ class Handle:
             ),
             surface=self._reporter.surface,
         )
+        self._undo.append(self._stop)
         pipeline.on_torn = recorder.torn
         loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
         self._hooks = Hooks(recorder, watched, loaders)
         recorder.arm = lambda on: self._hooks.arm_forward() if on else self._hooks.disarm_forward()
-        try:
-            recorder.start()
-            recorder.check_state(collected)
-            region.begin_timeline(region.continued)
-            self._hooks.install()
-        except BaseException:
-            self._hooks.remove()
-            pipeline.close()
-            raise
+        self._undo.append(self._hooks.remove)
+        recorder.start()
+        recorder.check_state(collected)
+        region.begin_timeline(region.continued)
+        self._hooks.install()
         self._tell_synchronous(collected.lives)
+        self._undo.append(self._leave)
         _handles.add(self)
         atexit.register(self._at_exit)
         event("attached", path=region.place.path, step=self.step, survives=self.survives)
@@ -313,7 +310,7 @@ class Handle:
             return
         try:
             self.detach()
-        except LightckError as ours:
+        except Exception as ours:  # noqa: BLE001
             error.add_note(f"lightck, while closing: {ours}")
 
     # ---- inside ----------------------------------------------------------------------------
@@ -343,16 +340,38 @@ class Handle:
                 self._reporter.note(
                     WaitTimeoutError(f"close: steps {left} were not committed in time")
                 )
-        finally:
-            self._closed = True
-            recorder.enabled = False
-            self._hooks.remove()
-            recorder.pipeline.close()
-            recorder.fail_wanted(WaitTimeoutError("the handle was closed"))
-            self._progress.step = self.step
-            self.region.close()
-            atexit.unregister(self._at_exit)
-            _handles.discard(self)
+        except BaseException as error:
+            self._release(error)
+        else:
+            self._release()
+
+    def _release(self, first: BaseException | None = None) -> None:
+        """Undo attach, newest part first, whatever a part raises; the first error is raised."""
+        while self._undo:
+            try:
+                self._undo.pop()()
+            except BaseException as error:  # noqa: BLE001
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _leave(self) -> None:
+        self._closed = True
+        self._recorder.enabled = False
+        self._progress.step = self.step
+        atexit.unregister(self._at_exit)
+        _handles.discard(self)
+
+    def _stop(self) -> None:
+        pipeline, closed = self._recorder.pipeline, WaitTimeoutError("the handle was closed")
+        with self._recorder.lock:  # the thread of a future may be polling
+            flights = [*pipeline.persisting, *filter(None, [pipeline.window])]
+            try:
+                pipeline.close()
+            finally:
+                for flight in flights:
+                    flight.fail(closed)
+                self._recorder.fail_wanted(closed)
 
     def _at_exit(self) -> None:
         """The interpreter exits without close(): commit what is open, begin nothing new."""

@@ -1,0 +1,101 @@
+"""Closing and failing to attach: everything is undone, and what is told is what happened."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loops import Loop, adam_loop, attach, steps_at
+
+import lightck
+from lightck.capture.hooks import Hooks
+from lightck.capture.pipeline import Pipeline
+from lightck.capture.recorder import Recorder
+from lightck.region.native import NativePool, NativeRegion
+
+
+class Broken(Exception):
+    """What a part raises that is broken."""
+
+
+def broken(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a method do its work and then raise `Broken`, with its own name."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def work_and_raise(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        raise Broken(f"{owner.__name__}.{name}")
+
+    monkeypatch.setattr(owner, name, work_and_raise)
+
+
+def undone(path: Path, loop: Loop, workers: int) -> None:
+    """No hook, worker or lock of a handle on `path` is left."""
+    loop.run(1)
+    assert threading.active_count() == 1
+    assert native_threads() == workers
+    with attach(path, loop, overwrite=True):  # nobody owns the region
+        loop.run(1)
+
+
+def native_threads() -> int:
+    """Threads of this process, native ones included."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(Hooks, "remove")],
+        [(Pipeline, "close")],
+        [(NativePool, "close")],
+        [(NativeRegion, "close")],
+        [(Recorder, "finish_last_step"), (Hooks, "remove"), (NativeRegion, "close")],
+    ],
+)
+def test_whatever_a_part_of_closing_raises_the_others_are_closed_and_the_first_error_is_told(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, parts: list[tuple[type, str]]
+) -> None:
+    adam_loop().run(1)  # torch's own threads run from here on
+    loop, workers = adam_loop(), native_threads()
+    with monkeypatch.context() as patch:
+        for owner, name in parts:
+            broken(owner, name, patch)
+        owner, name = parts[0]
+        handle = attach(run_dir, loop, policy=1000)
+        loop.run(2)
+        loop.forward().backward()
+        future = handle.snapshot()  # waits for a boundary
+        with pytest.raises(Broken, match=f"{owner.__name__}.{name}"):
+            handle.close()
+    assert future.done()
+    handle.close()
+    assert handle.step == 2
+    loop.model.zero_grad()
+    loop.note()
+    with attach(run_dir, loop) as again:
+        assert again.step == 2
+    undone(run_dir, loop, workers)
+
+
+def test_futures_end_even_when_the_pipeline_cannot_be_closed(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = adam_loop()
+    handle = attach(run_dir, loop, policy=1000)
+    loop.run(1)
+    loop.forward().backward()
+    future = handle.snapshot()
+    original = Pipeline.close
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "close", lambda pipeline: [][0])
+        with pytest.raises(IndexError):
+            handle.detach()
+    with pytest.raises(lightck.LightckError, match="closed"):
+        future.result(timeout=30)
+    original(handle._recorder.pipeline)
+    handle.region.close()
+    assert steps_at(run_dir) == []
