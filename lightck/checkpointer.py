@@ -124,6 +124,7 @@ class Handle:
         for i, each in enumerate(optimizers):
             install_pending(self._progress.pending, i, each, inventory.names())
         tell_unfilled(self._progress.pending)
+        self._tell_synchronous(inventory.collect().lives)
         entries, manifest_bytes = predict.expected(inventory)
         self.region = claim(config, entries, manifest_bytes)
         self._undo.append(self.region.close)
@@ -162,7 +163,6 @@ class Handle:
         recorder.check_state(collected)
         region.begin_timeline(region.continued)
         self._hooks.install()
-        self._tell_synchronous(collected.lives)
         self._undo.append(self._leave)
         _handles.add(self)
         atexit.register(self._at_exit)
@@ -174,7 +174,7 @@ class Handle:
             warnings.warn(
                 f"lightck copies {owned >> 20} MiB at the start of a forward with a snapshot,"
                 " and training waits: buffers, tensors that are not dense or not in CPU memory",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     # ---- what it says ----------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loops import Loop, adam_loop, attach, steps_at
 
 import lightck
@@ -79,6 +81,50 @@ def test_whatever_a_part_of_closing_raises_the_others_are_closed_and_the_first_e
     with attach(run_dir, loop) as again:
         assert again.step == 2
     undone(run_dir, loop, workers)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Recorder, "start"),
+        (Recorder, "check_state"),
+        (NativeRegion, "branch"),
+        (Hooks, "install"),
+        (Hooks, "_install_gradients"),
+    ],
+)
+def test_an_attach_that_fails_leaves_nothing_behind(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    adam_loop().run(1)
+    loop, workers = adam_loop(), native_threads()
+    with monkeypatch.context() as patch:
+        broken(owner, name, patch)
+        with pytest.raises(Broken):
+            attach(run_dir, loop)
+    undone(run_dir, loop, workers)
+
+
+def test_a_warning_that_is_an_error_makes_attach_fail_before_anything_is_made(
+    run_dir: Path,
+) -> None:
+    adam_loop().run(1)
+    loop, workers = adam_loop(), native_threads()
+    loop.model.register_buffer("statistics", torch.zeros(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="copies 0 MiB at the start of a forward"):
+            attach(run_dir, loop, sync_warn_bytes=1)
+    assert not run_dir.exists()
+    undone(run_dir, loop, workers)
+
+
+def test_the_warning_about_synchronous_copies_points_at_the_call_of_attach(run_dir: Path) -> None:
+    loop = adam_loop()
+    loop.model.register_buffer("statistics", torch.zeros(8))
+    with pytest.warns(UserWarning, match="at the start of a forward") as caught:
+        lightck.attach(loop.model, path=run_dir, sync_warn_bytes=1).close()
+    assert caught[0].filename == __file__
 
 
 def test_futures_end_even_when_the_pipeline_cannot_be_closed(
