@@ -30,7 +30,7 @@ from lightck.capture.release import schedule
 from lightck.capture.report import Reporter
 from lightck.capture.state import Inventory
 from lightck.capture.steps import Steps
-from lightck.capture.waiting import POLL_S, drain, wait
+from lightck.capture.waiting import POLL_S, drain_for_close, wait
 from lightck.config import Config
 from lightck.errors import LightckError, WaitTimeoutError
 from lightck.events import event
@@ -121,6 +121,8 @@ class Handle:
             inventory.optimizers.append(each)
             steps.add()
         steps.boundary = optimizers.index(ends_step) if ends_step is not None else None
+        # A parameter that no given optimizer holds may have one of its own, found when it steps.
+        steps.settled = ends_step is not None or inventory.covered()
         for i, each in enumerate(optimizers):
             install_pending(self._progress.pending, i, each, inventory.names())
         tell_unfilled(self._progress.pending)
@@ -288,6 +290,9 @@ class Handle:
     def close(self) -> None:
         """Commit the last complete step, due or not, and detach. Idempotent.
 
+        A snapshot whose copies are made is always finished: this takes as long as the medium's
+        sync does, `close_timeout_s` or not.
+
         Raises:
             LightckError: the first background error since attach, once.
         """
@@ -327,23 +332,11 @@ class Handle:
     def _shut(self, *, last_step: bool) -> None:
         if self._closed or os.getpid() != self._pid:
             return
-        recorder = self._recorder
+        recorder, deadline = self._recorder, time.monotonic() + self.config.close_timeout_s
         self._reporter.closing = True
-        deadline = time.monotonic() + self.config.close_timeout_s
-        try:
-            recorder.finish_window()
-            if last_step:
-                recorder.finish_last_step()
-            drain(recorder, None, deadline)
-            left = [flight.step for flight in recorder.pipeline.persisting]
-            if left:
-                self._reporter.note(
-                    WaitTimeoutError(f"close: steps {left} were not committed in time")
-                )
-        except BaseException as error:
-            self._release(error)
-        else:
-            self._release()
+        self._undo.append(lambda: drain_for_close(recorder, deadline))
+        self._undo.append(recorder.finish_last_step if last_step else recorder.finish_window)
+        self._release()
 
     def _release(self, first: BaseException | None = None) -> None:
         """Undo attach, newest part first, whatever a part raises; the first error is raised."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -139,7 +140,8 @@ class Hooks:
 
         @untraced
         def before(module: nn.Module, args: Any) -> None:
-            if module.training and watched.holds(module):
+            # A parametrized weight runs its own little forward whenever it is read.
+            if module.training and watched.holds(module) and not is_weight(module):
                 listener.forward(torch.is_grad_enabled())
 
         self._forward = register_module_forward_pre_hook(before)
@@ -228,6 +230,11 @@ def _iterating(original: Callable[..., Any], listeners: weakref.WeakSet[Any]) ->
         return original(loader)
 
     return iterate
+
+
+def is_weight(module: nn.Module) -> bool:
+    """A parametrization: reading `layer.weight` runs it, and that is no forward of the model."""
+    return isinstance(module, ParametrizationList)
 
 
 def before_next_forward(watched: Watched, action: Callable[[], None]) -> RemovableHandle:

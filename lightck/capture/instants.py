@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightck.capture import boundary, rng
 from lightck.capture.extras import Extra
 from lightck.capture.state import Collected, Inventory, Live
+from lightck.errors import LightckError, StateError
 
 
 @dataclass(eq=False)
@@ -17,7 +20,7 @@ class Instants:
     inventory: Inventory
     _rng: dict[str, Any] = field(default_factory=dict)
     """(a): random generators."""
-    _extras: dict[str, Any] = field(default_factory=dict)
+    _extras: dict[str, Any] | None = None
     """(a): extras whose position the loop advances before the next forward."""
     _early: tuple[dict[str, Any] | None, dict[str, Any]] | None = None
     """Generators (None: unknown) and buffers of (b), taken before (b) is seen."""
@@ -25,27 +28,28 @@ class Instants:
 
     def step_ended(self) -> None:
         """Take (a)."""
-        self._early = None
+        self._early, self._extras = None, None
         self._rng = rng.capture()
-        self._extras = {
-            extra.name: _private(extra)
-            for extra in self.inventory.extras
-            if extra.instant != "forward"
-        }
+        with users_code():
+            self._extras = {
+                extra.name: _private(extra)
+                for extra in self.inventory.extras
+                if extra.instant != "forward"
+            }
 
     def generators_stand(self) -> None:
         """(b) is declared here: whatever runs or is drawn next comes after the snapshot."""
         self._early = None
         self._rng = rng.capture()
         for extra in self.inventory.extras:
-            if extra.instant == "both":
+            if self._extras is not None and extra.instant == "both":
                 self._extras[extra.name] = _private(extra)
 
     def iterating(self, loader: Any) -> None:
         """A loader starts anew after (a): position and generators are those just before."""
         self._rng = rng.capture()
         for extra in self.inventory.extras:
-            if extra.subject is loader and extra.instant != "forward":
+            if self._extras is not None and extra.subject is loader and extra.instant != "forward":
                 self._extras[extra.name] = _private(extra)
 
     def before_forward(self, *, generators: bool) -> None:
@@ -58,9 +62,15 @@ class Instants:
             }
             self._early = (rng.capture() if generators else None, buffers)
 
+    def forward_seen(self) -> None:
+        """(b) is here: buffers that were taken because it might go unseen do not count."""
+        if self._early is not None and self._early[0] is None:
+            self._early = None
+
     def collect(self) -> Collected:
         """The state at (b), with buffers as they were before any training forward."""
-        collected = self.inventory.collect()
+        with users_code():
+            collected = self.inventory.collect()
         if self._early is None:
             return collected
         kept = self._early[1]
@@ -85,6 +95,8 @@ class Instants:
             StateError: something could not be restored; its path is named.
         """
         first = boundary.plain({"rng": self._rng}, "")
+        if self._extras is None:
+            raise StateError(f"step {step} has no data position: taking it failed", path="extras")
         first["extras"] = self._extras
         second = {**collected.tree, "step": step}
         if seen:
@@ -101,3 +113,14 @@ class Instants:
 def _private(extra: Extra) -> Any:
     """Its state, plain: what the subject does next cannot change it."""
     return boundary.plain(extra.state(), boundary.join("extras", extra.name))
+
+
+@contextmanager
+def users_code() -> Iterator[None]:
+    """What calls the user's `state_dict`: its errors become background errors like all others."""
+    try:
+        yield
+    except LightckError:
+        raise
+    except Exception as error:
+        raise StateError(f"the state cannot be taken: {error!r}") from error

@@ -74,8 +74,12 @@ class Recorder:
     _synchronous: bool = False
     """The last snapshot was torn: the next one is copied at once."""
     _torn_once: set[str] = field(default_factory=set)
-    _forward_unseen: bool = False
-    """Forwards run where no hook can see them (a compiled loop, a CUDA graph)."""
+    _forward_unseen: bool = True
+    """The last forward ran where no hook can see it (a compiled loop, a CUDA graph), or none has
+    run yet: buffers are taken at the step's end, in case the next one goes unseen, too."""
+    _warned: bool = False
+    _buffers: list[int] | None = None
+    """Version counters of the buffers when this iteration's forward began; None before it."""
 
     # ---- hooks -----------------------------------------------------------------------------
 
@@ -103,12 +107,17 @@ class Recorder:
 
     def forward(self, training: bool) -> None:
         """(b) for a forward with gradients; one without gives RNG and buffers, once."""
-        if not self.enabled or not self.due or self.steps.updating:
+        if not self.enabled or self.steps.updating:
             return
         with self.stalls.of("boundary"):
             if training:
-                self._open()
-            else:
+                self._forward_unseen = False
+                self._buffers = [buffer._version for buffer in self.inventory.buffers()]
+                self.instants.forward_seen()
+                self.arm(False)
+                if self.due:
+                    self._open()
+            elif self.due:
                 self.instants.before_forward(generators=True)
 
     def gradient(self) -> None:
@@ -144,6 +153,7 @@ class Recorder:
     def start(self) -> None:
         """Take (a) for the state as it is at attach."""
         self.instants.step_ended()
+        self.arm(True)
 
     def check_state(self, collected: Collected) -> None:
         """Show that the boundary state comes back, before training relies on it.
@@ -166,18 +176,20 @@ class Recorder:
         if not self.enabled:
             return
         with self.stalls.of("step"):
+            # (a) first: whatever is raised below, a later snapshot must not find the last step's.
+            self._gradients, self._buffers = 0, None
+            self._ended_in = torch._C._current_graph_task_id()
+            with self._reported():
+                self.instants.step_ended()
+            self.arm(True)
             self.surface()
             self.poll()
-            self._gradients = 0
-            self._ended_in = torch._C._current_graph_task_id()
-            self.instants.step_ended()
             if not self._room_made:
                 self._make_room()
             counters = self.pipeline.counters
             cost = self.stalls.total() / counters.captured if counters.captured else None
             if self.cadence.ask(self.steps.step, cost, counters.persist_s, bool(self.wanted)):
                 self.due = True
-                self.arm(True)
                 if self._forward_unseen:
                     self.instants.before_forward(generators=False)
 
@@ -199,7 +211,6 @@ class Recorder:
         """
         with self.lock, self._reported():
             self.due = False
-            self.arm(False)
             if self.pipeline.window is not None:
                 self.pipeline.fence(None)
             self.poll()
@@ -224,12 +235,12 @@ class Recorder:
 
     def _missed_forward(self, where: str) -> None:
         """No forward was seen: open here, with what is still exact."""
-        if not self._forward_unseen:
-            self._forward_unseen = True
+        self._forward_unseen = True
+        if not self._warned:
+            self._warned = True
             warnings.warn(
                 f"lightck saw no forward of the model before {where} (compiled loop, CUDA graph?):"
-                " snapshots open there. Generators are those at the step's end, and so are buffers"
-                " from the next snapshot on",
+                " snapshots open there, with buffers and generators as they were at the step's end",
                 stacklevel=2,
             )
         with self.stalls.of("boundary"):
@@ -319,7 +330,12 @@ class Recorder:
     def can_open_now(self) -> bool:
         """The state is that of the last complete step, and no micro-batch has been seen since."""
         mixed = self.steps.updating or self.steps.between_updates
-        return not mixed and not self._gradients
+        return not mixed and not self._inside_iteration
+
+    @property
+    def _inside_iteration(self) -> bool:
+        """The next iteration's forward has begun: generators and buffers may be its own."""
+        return self._gradients > 0 or self._buffers is not None
 
     def open_now(self) -> None:
         """Declare (b) reached and copy the state of the last complete step at once.
@@ -359,11 +375,14 @@ class Recorder:
             event("skipped", step=self.steps.step, why="an update is half done")
             return
         slipped = counters.slipped
-        if not self._gradients:
+        now = [buffer._version for buffer in self.inventory.buffers()]
+        if not self._inside_iteration:
             self.open_now()
-        else:
+        elif (self._buffers or []) == now:
             self.poll(None)
             self._open(flags=RECORD_EARLY, seen=False, synchronous=True)
+        else:
+            event("skipped", step=self.steps.step, why="a forward has changed the buffers")
         if counters.slipped > slipped:
             text = f"step {self.steps.step}, the last one, has no snapshot: every slot is busy"
             self.report(RegionBusyError(f"{text} (is a reader holding one?)"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightck.capture.boundary import join, plain, reference
@@ -102,6 +103,10 @@ class Inventory:
         held = {id(p) for optimizer in self.optimizers for p in held_parameters(optimizer)}
         return all(id(p) in held for p in self.model.parameters() if p.requires_grad)
 
+    def buffers(self) -> list[torch.Tensor]:
+        """The model's persistent buffers."""
+        return [buffer for _, buffer in named_buffers(self.model)]
+
     def names(self) -> dict[int, str]:
         """Name of each of the model's parameters, by identity; the first name counts."""
         found: dict[int, str] = {}
@@ -113,10 +118,14 @@ class Inventory:
         """Every object that the cached part depends on, and whether identity proves it the same."""
         objects: list[Any] = []
         for module in self.model.modules():
+            objects.append(module)
             objects += module._parameters.values()
             objects += module._buffers.values()
         reusable = True
         for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                objects.append(group)
+                objects += group["params"]
             for key, state in optimizer.state.items():
                 objects.append(key)
                 for value in state.values() if isinstance(state, dict) else (state,):
@@ -138,12 +147,14 @@ class Inventory:
             held = frozenset(holders.get(id(parameter), ()))
             sync = path in self.always_sync
             alias_of = None if alias == path else alias
+            must_be_dense(path, parameter)
             yield Live(path, "parameter", layer, parameter, held, sync, alias_of)
         for name, buffer in named_buffers(self.model):
             path = join("model", name)
             alias = first.setdefault(id(buffer), path)
             layer = name.rpartition(".")[0]
             alias_of = None if alias == path else alias
+            must_be_dense(path, buffer)
             yield Live(path, "buffer", layer, buffer, frozenset(), True, alias_of)
 
     def _optimizer_state(self, i: int, optimizer: Optimizer, lives: list[Live]) -> dict[str, Any]:
@@ -193,14 +204,24 @@ class _Placing:
     always_sync: set[str]
 
     def __call__(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise StateError(
-                f"{path} is a {tensor.layout} tensor; only dense tensors can be saved", path=path
-            )
+        must_be_dense(path, tensor)
         small = self.role == "extra" and tensor.nbytes <= SMALL_EXTRA_BYTES
         sync = small or path in self.always_sync
         self.lives.append(Live(path, self.role, self.layer, tensor, self.holders, sync))
         return reference(path)
+
+
+def must_be_dense(path: str, tensor: torch.Tensor) -> None:
+    """Refuse what has no plain bytes.
+
+    Raises:
+        StateError: the tensor is sparse, quantized or not initialized yet.
+    """
+    if is_lazy(tensor):
+        raise StateError(f"{path} is not initialized: run one forward before attach", path=path)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise StateError(f"{path} is a {kind} tensor; only dense tensors can be saved", path=path)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,8 +24,8 @@ class Steps:
     counts: list[int] = field(default_factory=list)
     nested: set[int] = field(default_factory=set)
     """Optimizers that step inside another one: they count with it."""
-    _inside: list[tuple[int, int]] = field(default_factory=list)
-    """Updates that have begun: (optimizer or MARK, depth of the Python stack)."""
+    _inside: list[tuple[int, FrameType | None]] = field(default_factory=list)
+    """Updates that have begun: (optimizer or MARK, the frame that runs the step)."""
 
     MARK = -1
 
@@ -51,18 +51,20 @@ class Steps:
     def begin(self, who: int) -> bool:
         """An update begins; True unless it runs inside another one.
 
-        An update that raised never ended: it is recognised by not being deeper on the stack.
+        An update that raised never ended: it is recognised by its frame having left the stack.
 
         Raises:
             ConfigError: an optimizer steps again before the others have: ambiguous.
         """
-        depth = _depth()
+        stack = _stack()
         if who == self.MARK:
             self._inside.clear()
-        while self._inside and self._inside[-1][0] != self.MARK and self._inside[-1][1] >= depth:
+        while (
+            self._inside and self._inside[-1][0] != self.MARK and self._inside[-1][1] not in stack
+        ):
             self._inside.pop()
         outermost = not self._inside
-        self._inside.append((who, depth))
+        self._inside.append((who, stack[0]))
         if outermost and who >= 0 and not self.marked and self.boundary is None:
             self._check_cadence(who)
         return outermost
@@ -110,9 +112,13 @@ class Steps:
             )
 
 
-def _depth() -> int:
-    depth: int = 0
+def _stack() -> list[FrameType | None]:
+    """Frames of the caller, innermost first, from the one that runs the optimizer's step on."""
+    frames: list[FrameType | None] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        depth, frame = depth + 1, frame.f_back
-    return depth
+        name = str(frame.f_globals.get("__name__", ""))
+        if frames or not name.startswith(("lightck.", "torch._dynamo")):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames or [None]
