@@ -46,7 +46,8 @@ class Config:
         overwrite: allow `attach` to a path with snapshots that were not restored.
         proof: compare every byte with the live tensors at the fence, not a random sample.
         run_id: name of the run, kept in its snapshots; `$TORCHELASTIC_RUN_ID` when there is one.
-        close_timeout_s: longest wait of `close()` for open snapshots, seconds.
+        close_timeout_s: seconds after which `close()` logs a warning that it still waits. It always
+            finishes open snapshots, so it may take as long as the medium's sync.
         sync_warn_bytes: warn when more than this must be copied synchronously at the boundary.
 
     Raises:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from lightck.capture.recorder import Recorder
 from lightck.capture.report import Reporter
 from lightck.errors import PersistError, WaitTimeoutError
+from lightck.events import event
 
 POLL_S = 0.002
 
@@ -20,6 +22,14 @@ def drain(recorder: Recorder, step: int | None, deadline: float | None) -> bool:
             return False
         recorder.poll(POLL_S if left is None else min(POLL_S, left))
     return True
+
+
+def drain_for_close(recorder: Recorder, deadline: float) -> None:
+    """Wait for whatever is sealed: it cannot be given up, so the deadline is for a word only."""
+    if not drain(recorder, None, deadline):
+        steps = [flight.step for flight in recorder.pipeline.persisting]
+        event("closing_late", logging.WARNING, steps=steps, why="the medium has not synced yet")
+        drain(recorder, None, None)
 
 
 def wait(recorder: Recorder, reporter: Reporter, step: int | None, timeout: float | None) -> None:

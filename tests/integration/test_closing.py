@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import faults
 import pytest
 import torch
 from loops import Loop, adam_loop, attach, steps_at
@@ -125,6 +127,52 @@ def test_the_warning_about_synchronous_copies_points_at_the_call_of_attach(run_d
     with pytest.warns(UserWarning, match="at the start of a forward") as caught:
         lightck.attach(loop.model, path=run_dir, sync_warn_bytes=1).close()
     assert caught[0].filename == __file__
+
+
+def test_a_close_that_outlasts_its_time_says_so_and_counts_the_commit(
+    disk_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = adam_loop()
+    handle = attach(disk_dir, loop, close_timeout_s=0.05)
+    loop.run(2)
+    handle.wait()
+    with faults.delayed(faults.SYNC, 0.5):
+        handle.close()
+    assert handle.last_committed_step == 2
+    assert handle.stats().committed == 2
+    warned = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 1 and "steps=[2]" in warned[0].getMessage()
+    loop.note()
+    loop.check(disk_dir, [1, 2])
+    attach(disk_dir, loop).detach()  # the path is known to hold this process's own state
+
+
+def test_a_close_that_outlasts_its_time_raises_when_the_commit_fails(disk_dir: Path) -> None:
+    loop = adam_loop()
+    handle = attach(disk_dir, loop, close_timeout_s=0)
+    loop.run(2)
+    handle.wait()
+    faults.arm(faults.RECORD)
+    with (
+        faults.delayed(faults.SYNC, 0.2),
+        pytest.warns(RuntimeWarning, match="Input/output error"),
+        pytest.raises(lightck.RegionIOError),
+    ):
+        handle.close()
+    assert handle.last_committed_step == 1
+
+
+def test_a_commit_that_comes_while_closing_goes_wrong_counts(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = adam_loop()
+    broken(Recorder, "finish_last_step", monkeypatch)
+    handle = attach(disk_dir, loop, policy=1000)
+    loop.run(2)
+    with faults.delayed(faults.SYNC, 0.2), pytest.raises(Broken):
+        handle.close()
+    assert handle.last_committed_step == 2
+    attach(disk_dir, loop).detach()
 
 
 def test_futures_end_even_when_the_pipeline_cannot_be_closed(
