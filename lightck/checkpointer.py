@@ -166,6 +166,7 @@ class Handle:
         region.begin_timeline(region.continued)
         self._hooks.install()
         self._undo.append(self._leave)
+        self._progress.attached.append(steps)
         _handles.add(self)
         atexit.register(self._at_exit)
         event("attached", path=region.place.path, step=self.step, survives=self.survives)
@@ -352,6 +353,7 @@ class Handle:
         self._closed = True
         self._recorder.enabled = False
         self._progress.step = self.step
+        self._progress.attached.remove(self._recorder.steps)
         atexit.unregister(self._at_exit)
         _handles.discard(self)
 

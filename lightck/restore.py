@@ -21,9 +21,11 @@ from lightck.capture.hooks import Watched, before_next_forward
 from lightck.capture.optimizer import Saved, install, match
 from lightck.capture.staging import fill, is_dense
 from lightck.capture.state import Inventory, Live
+from lightck.capture.steps import Steps
 from lightck.config import Config
 from lightck.errors import (
     CorruptSnapshotError,
+    LightckError,
     NoSnapshotError,
     RegionBusyError,
     RestoreMismatchError,
@@ -43,6 +45,8 @@ class Progress:
     pending: list[Saved] = field(default_factory=list)
     """Restored state of optimizers that are not there yet."""
     forward_hook: Any = None
+    attached: list[Steps] = field(default_factory=list)
+    """Step counters of the handles on the model; `step` is the last one's that was closed."""
 
 
 _progress: weakref.WeakKeyDictionary[nn.Module, Progress] = weakref.WeakKeyDictionary()
@@ -90,10 +94,13 @@ def restore(
         NoSnapshotError: snapshots were there, none is whole, or not the wanted step.
         RestoreMismatchError: the state differs; nothing was changed.
         RegionError: the place is not safe or not a region.
+        LightckError: a handle is attached to the model.
 
     Thread: the training thread; blocks for as long as reading and checking takes.
     """
     root = as_module(model)
+    if progress(root).attached:
+        raise LightckError("a handle records this model: close() or detach() the handle first")
     config = Config.resolve(path=path)
     where = place.locate(config.path, 0, create=False)
     if not where.exists or place.is_blank(where):
