@@ -16,6 +16,8 @@ from pathlib import Path
 from lightck.errors import RegionBusyError, RegionError
 
 OTHERS_WRITE = 0o022
+OWNER_BYTE = (2**63 - 1) // 2
+"""Locked by the owner: native/src/lock.c."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,8 @@ def opened(place: Place, *, writable: bool) -> Iterator[tuple[int, int]]:
 def _open(file: Path, flags: int) -> int:
     try:
         return os.open(file, flags, 0o600)
+    except FileNotFoundError as error:  # it was there just now: others are at work
+        raise RegionBusyError(f"{file}: cannot open: {error.strerror}") from error
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise RegionError(f"{file} is a symbolic link; lightck follows none") from error
@@ -179,13 +183,16 @@ def created(place: Place) -> Iterator[tuple[int, int]]:
         raise RegionError(f"{place.path}: cannot make a region: {error.strerror}") from error
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
-        stack.callback(_unlink_if_there, draft)
         lock_fd = _open(draft, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         stack.callback(os.close, lock_fd)
+        # Until it is locked, another process takes the draft for a leftover.
+        if not _own(lock_fd) or not _is_same(draft, fd) or not _is_same(draft, lock_fd):
+            raise RegionBusyError(f"{place.file} is being made by another process")
+        stack.callback(_unlink_own, draft, fd)
         yield fd, lock_fd
         try:
             os.link(draft, place.file)
-        except FileExistsError as error:
+        except (FileExistsError, FileNotFoundError) as error:
             raise RegionBusyError(f"{place.file} was made by another process") from error
         os.unlink(draft)
         _sync_folder(place.path)
@@ -195,26 +202,40 @@ def _discard_leftover(draft: Path) -> None:
     """Remove the draft of a process that died while making a region; its lock died with it."""
     if not os.path.lexists(draft):
         return
-    fd = _open(draft, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        whole_file = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole_file)
-        except OSError as error:
-            raise RegionBusyError(f"{draft}: a region is being made by another process") from error
-        there = os.stat(draft, follow_symlinks=False)
-        mine = os.fstat(fd)
-        if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
-            os.unlink(draft)
-    except FileNotFoundError:
-        return
+        fd = _open(draft, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except RegionBusyError:
+        return  # published or discarded meanwhile
+    try:
+        if not _own(fd):
+            raise RegionBusyError(f"{draft}: a region is being made by another process")
+        _unlink_own(draft, fd)
     finally:
         os.close(fd)
 
 
-def _unlink_if_there(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+def _own(fd: int) -> bool:
+    """Take the owner lock that native/src/lock.c takes; of no effect on what `fd` holds already."""
+    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, OWNER_BYTE, 1, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        raise RegionError(f"cannot lock a new region: {error.strerror}") from error
+    return True
+
+
+def _is_same(path: Path, fd: int) -> bool:
+    """The name still stands for the open file."""
+    there = _status(path)
+    return there is not None and os.path.samestat(there, os.fstat(fd))
+
+
+def _unlink_own(path: Path, fd: int) -> None:
+    if _is_same(path, fd):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _sync_folder(folder: Path) -> None:
