@@ -116,7 +116,8 @@ class Handle:
         inventory = Inventory(model, [], parse(extras))
         watched = Watched(model)
         watched.refresh()
-        steps = Steps(step=self._progress.step, settled=bool(optimizers))
+        now = max((s.step for s in self._progress.attached), default=self._progress.step)
+        steps = Steps(step=now, settled=bool(optimizers))
         for each in optimizers:
             inventory.optimizers.append(each)
             steps.add()

@@ -48,6 +48,25 @@ def test_an_attach_that_fails_does_not_refuse_restore(
     assert info is not None and info.step == 1
 
 
+def test_a_handle_that_joins_another_one_goes_on_from_its_step(run_dir: Path) -> None:
+    loop, other_dir = adam_loop(), run_dir.with_name("other")
+    one = attach(run_dir, loop, policy=1000)
+    loop.run(3)
+    other = attach(other_dir, loop)
+    assert other.step == 3
+    loop.run(1)
+    assert (one.step, other.step) == (4, 4)
+    one.close()
+    loop.run(1)
+    third = attach(run_dir, loop, policy=1000)
+    assert (one.step, other.step, third.step) == (4, 5, 5)
+    loop.note()
+    other.close()
+    third.close()
+    loop.check(other_dir, [4, 5])
+    loop.check(run_dir, [4])
+
+
 def test_two_handles_record_one_model_and_restore_waits_for_both(run_dir: Path) -> None:
     loop, other_dir = adam_loop(), run_dir.with_name("other")
     one, other = attach(run_dir, loop), attach(other_dir, loop, policy=2)
