@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightck.capture import predict, staging
+from lightck.capture.counted import stats_of
 from lightck.capture.due import Due
 from lightck.capture.extras import is_loader, parse
 from lightck.capture.hooks import Hooks, Watched
@@ -168,6 +169,7 @@ class Handle:
         self._hooks.install()
         self._undo.append(self._leave)
         self._progress.attached.append(steps)
+        self.stats()
         _handles.add(self)
         atexit.register(self._at_exit)
         event("attached", path=region.place.path, step=self.step, survives=self.survives)
@@ -196,7 +198,8 @@ class Handle:
     @property
     def last_committed_step(self) -> int | None:
         """Newest step whose commit record is durable on the medium's own terms."""
-        self._recorder.poll()
+        if not self._inherited:
+            self._recorder.poll()
         return self._recorder.pipeline.counters.last_committed_step
 
     @property
@@ -205,25 +208,11 @@ class Handle:
         return self.region.survives
 
     def stats(self) -> Stats:
-        """Counters since attach, as of now."""
-        self._recorder.poll()
-        counters = self._recorder.pipeline.counters
-        pool = self._recorder.pipeline.pool_stats()
-        seconds = pool["copy_ns"] / 1e9
-        return Stats(
-            captured=counters.captured,
-            committed=counters.committed,
-            slipped=counters.slipped,
-            torn=counters.torn,
-            failed=counters.failed,
-            skipped_unchanged_bytes=pool["bytes_skipped"],
-            bytes_copied=pool["bytes_copied"],
-            bytes_helped=pool["bytes_helped"],
-            stall_s=dict(self._recorder.stalls.seconds),
-            copy_rate=pool["bytes_copied"] / seconds if seconds else 0.0,
-            commit_s=counters.commit_s / counters.committed if counters.committed else 0.0,
-            staging_bytes=pool["staging_bytes"],
-        )
+        """Counters since attach, as of now; in a forked child, what the parent last asked for."""
+        if not self._inherited:
+            self._recorder.poll()
+            self._stats = stats_of(self._recorder)
+        return self._stats
 
     # ---- what the loop may call ------------------------------------------------------------
 
@@ -264,6 +253,7 @@ class Handle:
             PersistError: none of `step` or newer is committed, because it failed.
             LightckError: a background failure (with `on_error="raise"`).
         """
+        self._require_own()
         wait(self._recorder, self._reporter, step, timeout)
 
     def fence(self) -> None:
@@ -278,16 +268,19 @@ class Handle:
 
     def after_update(self) -> None:
         """Mark the end of an update: it completes a step."""
+        self._require_own()
         self._recorder.mark_end()
 
     def epoch(self) -> None:
         """Mark the end of an epoch, for policies that count epochs."""
+        self._require_own()
         self._recorder.cadence.epoch += 1
 
     def detach(self) -> None:
         """Stop: opened snapshots are committed, hooks removed, the region released. Idempotent."""
-        self._shut(last_step=False)
-        self._reporter.surface()
+        if not self._inherited:
+            self._shut(last_step=False)
+            self._reporter.surface()
 
     def close(self) -> None:
         """Commit the last complete step, due or not, and detach. Idempotent.
@@ -298,6 +291,8 @@ class Handle:
         Raises:
             LightckError: the first background error since attach, once.
         """
+        if self._inherited:
+            return
         self._shut(last_step=True)
         error = self._reporter.take()
         if error is not None:
@@ -322,17 +317,25 @@ class Handle:
 
     # ---- inside ----------------------------------------------------------------------------
 
-    def _require_open(self) -> None:
-        if os.getpid() != self._pid:
+    @property
+    def _inherited(self) -> bool:
+        """This is a forked child: the engine stayed with its parent."""
+        return os.getpid() != self._pid
+
+    def _require_own(self) -> None:
+        if self._inherited:
             raise LightckError(
                 f"the handle belongs to process {self._pid}, its parent: a forked child must not"
                 " write"
             )
+
+    def _require_open(self) -> None:
+        self._require_own()
         if self._closed:
             raise LightckError(f"the handle on {self.region.place.path} is closed")
 
     def _shut(self, *, last_step: bool) -> None:
-        if self._closed or os.getpid() != self._pid:
+        if self._closed:
             return
         recorder, deadline = self._recorder, time.monotonic() + self.config.close_timeout_s
         self._reporter.closing = True
@@ -371,7 +374,7 @@ class Handle:
 
     def _at_exit(self) -> None:
         """The interpreter exits without close(): commit what is open, begin nothing new."""
-        if not self._closed and os.getpid() == self._pid:
+        if not self._closed and not self._inherited:
             event("exit_without_close", logging.WARNING, step=self.step)
             self._shut(last_step=False)
 
@@ -380,7 +383,9 @@ def _in_child() -> None:
     """A forked child must not write: its handles are dead, its hooks do nothing."""
     for handle in list(_handles):
         handle._recorder.enabled = False
+        handle._recorder.lock = threading.RLock()  # another thread of the parent may hold the old
         handle._hooks.disarm_forward()
+        handle._progress.attached.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -1,9 +1,12 @@
-"""Several handles on one model, and the model's own restore beside them."""
+"""Several handles on one model, its restore beside them, and handles in forked children."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import faults
+import processes
 import pytest
 from loops import adam_loop, attach, of_live, of_stored, steps_at
 
@@ -65,6 +68,95 @@ def test_a_handle_that_joins_another_one_goes_on_from_its_step(run_dir: Path) ->
     third.close()
     loop.check(other_dir, [4, 5])
     loop.check(run_dir, [4])
+
+
+def test_a_forked_child_gets_a_clear_error_or_what_the_parent_knew_and_closing_does_nothing(
+    run_dir: Path,
+) -> None:
+    loop = adam_loop()
+    handle = attach(run_dir, loop)
+    loop.run(2)
+    handle.wait(1)
+    known = handle.stats()
+    loop.forward()  # a snapshot is open at the fork
+
+    def child() -> None:
+        for call in (
+            handle.wait,
+            handle.snapshot,
+            handle.fence,
+            handle.before_update,
+            handle.after_update,
+            handle.epoch,
+        ):
+            with pytest.raises(lightck.LightckError, match="a forked child must not write"):
+                call()
+        assert handle.stats() == known
+        assert (handle.step, handle.last_captured_step, handle.last_committed_step) == (2, 1, 1)
+        assert handle.survives == "process death"
+        loop.run(2)
+        assert handle.step == 2
+        handle.close()
+        handle.detach()
+        with handle:
+            pass
+        with pytest.raises(KeyError), handle:
+            raise KeyError("the user's")
+        lightck.restore(loop.model, list(loop.optimizers), run_dir)
+
+    processes.run(child)
+    loop.model.zero_grad()
+    loop.run(1)
+    loop.note()
+    handle.close()
+    loop.check(run_dir, [2, 3])
+
+
+def test_a_forked_child_does_not_wait_for_a_lock_that_a_thread_of_the_parent_held(
+    run_dir: Path,
+) -> None:
+    loop = adam_loop()
+    handle = attach(run_dir, loop)
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with handle._recorder.lock:
+            held.set()
+            let_go.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+
+    def child() -> None:
+        assert handle._recorder.lock.acquire(timeout=10)
+        loop.run(1)
+        handle.close()
+
+    try:
+        processes.run(child)
+    finally:
+        let_go.set()
+        thread.join()
+    handle.close()
+
+
+def test_a_forked_child_is_not_told_the_parents_pending_error(run_dir: Path) -> None:
+    loop = adam_loop()
+    handle = attach(run_dir, loop, on_error="raise")
+    loop.run(2)
+    handle.wait()
+    faults.arm(faults.COMMIT)
+    with pytest.raises(lightck.RegionIOError):
+        handle.snapshot().result(timeout=30)  # on its own thread
+
+    def child() -> None:
+        handle.detach()
+        handle.close()
+
+    processes.run(child)
+    with pytest.raises(lightck.RegionIOError):
+        handle.close()
 
 
 def test_two_handles_record_one_model_and_restore_waits_for_both(run_dir: Path) -> None:

@@ -1,0 +1,26 @@
+"""What `handle.stats()` says, put together from everybody's counters."""
+
+from __future__ import annotations
+
+from lightck.capture.recorder import Recorder
+from lightck.types import Stats
+
+
+def stats_of(recorder: Recorder) -> Stats:
+    """As of now."""
+    counters, pool = recorder.pipeline.counters, recorder.pipeline.pool_stats()
+    seconds = pool["copy_ns"] / 1e9
+    return Stats(
+        captured=counters.captured,
+        committed=counters.committed,
+        slipped=counters.slipped,
+        torn=counters.torn,
+        failed=counters.failed,
+        skipped_unchanged_bytes=pool["bytes_skipped"],
+        bytes_copied=pool["bytes_copied"],
+        bytes_helped=pool["bytes_helped"],
+        stall_s=dict(recorder.stalls.seconds),
+        copy_rate=pool["bytes_copied"] / seconds if seconds else 0.0,
+        commit_s=counters.commit_s / counters.committed if counters.committed else 0.0,
+        staging_bytes=pool["staging_bytes"],
+    )
