@@ -15,8 +15,8 @@ from lightck.capture import boundary
 from lightck.config import Config
 from lightck.errors import CorruptSnapshotError, NoSnapshotError, RegionBusyError
 from lightck.load import SNAPSHOTS, region_files, row, rows_of, threads
+from lightck.region.choice import nothing_whole
 from lightck.region.region import Candidate, Region, survey
-from lightck.restore import nothing_whole
 
 TENSORS = pa.schema(
     [

@@ -14,11 +14,12 @@ import torch
 
 from lightck.capture import boundary, staging
 from lightck.config import Config
-from lightck.errors import CorruptSnapshotError, NoSnapshotError, RegionBusyError
+from lightck.errors import CorruptSnapshotError, NoSnapshotError
 from lightck.region import native, place
+from lightck.region.choice import first_whole, is_there
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate, Region, survey
-from lightck.restore import fresh, nothing_whole, wanted
+from lightck.restore import fresh
 
 SNAPSHOTS = pa.schema(
     [
@@ -91,9 +92,6 @@ def row(region: Region, candidate: Candidate, state: str) -> dict[str, Any]:
     }
 
 
-_TRIES = 3  # a trainer may overwrite what was found before it is leased
-
-
 class _Mapping(mmap.mmap):
     """A private mapping of a region; the tensors over it keep it alive, and the lease with it."""
 
@@ -135,31 +133,10 @@ def _found(
     where = place.locate(Config.resolve(path=path).path, 0, create=False)
     if not where.exists or place.is_blank(where):
         raise NoSnapshotError(f"{where.file}: nothing is there")
-    for _ in range(_TRIES):
-        region, recovery = survey(where)
-        problems = list(recovery.problems)
-        try:
-            for candidate in wanted(recovery, step):
-                try:
-                    return candidate, _mapped(region, candidate)
-                except (CorruptSnapshotError, RegionBusyError) as error:
-                    problems.append(str(error))
-            stays = all(_is_there(region, c) for c in wanted(recovery, step))
-        except BaseException:
-            region.close()
-            raise
-        region.close()
-        if stays:
-            break
-    raise NoSnapshotError(nothing_whole(where, recovery, step, problems))
-
-
-def _is_there(region: Region, candidate: Candidate) -> bool:
-    """No trainer has overwritten it since it was found."""
-    try:
-        return region.native.read_record(candidate.record.slot) == candidate.record
-    except (NoSnapshotError, CorruptSnapshotError):
-        return False
+    found = first_whole(where, step, lambda region, best, _: (best, _mapped(region, best)))
+    if found is None:
+        raise NoSnapshotError(f"{where.file}: no whole snapshot: none was ever written")
+    return found
 
 
 def verify(region: Region, candidate: Candidate) -> None:
@@ -193,7 +170,7 @@ def _mapped(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
     staging.check(candidate.layout.entries, context=f"{region.place.file} step {record.step}")
     region.native.lease(record.slot, True)
     try:
-        if not _is_there(region, candidate):
+        if not is_there(region, candidate):
             raise CorruptSnapshotError(
                 f"{region.place.file} step {record.step}: overwritten while it was read"
             )

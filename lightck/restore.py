@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +25,13 @@ from lightck.config import Config
 from lightck.errors import (
     CorruptSnapshotError,
     LightckError,
-    NoSnapshotError,
-    RegionBusyError,
     RestoreMismatchError,
 )
 from lightck.events import event
 from lightck.region import native, place
+from lightck.region.choice import first_whole
 from lightck.region.layout import Entry
-from lightck.region.region import Candidate, Recovery, Region, survey
+from lightck.region.region import Candidate, Region
 from lightck.types import RestoreInfo
 
 
@@ -105,22 +103,14 @@ def restore(
     where = place.locate(config.path, 0, create=False)
     if not where.exists or place.is_blank(where):
         return None
-    optimizers = as_list(optimizer)
-    region, recovery = survey(where)
-    try:
-        if recovery.is_empty:
-            return None
-        fell_back = list(recovery.problems)
-        live = Inventory(root, optimizers, parse(extras))
-        for candidate in wanted(recovery, step):
-            try:
-                return _restore_from(region, candidate, live, strict, fell_back)
-            except (CorruptSnapshotError, RegionBusyError) as error:
-                fell_back.append(str(error))
-                event("fell_back", logging.WARNING, step=candidate.record.step, why=error)
-        raise NoSnapshotError(nothing_whole(where, recovery, step, fell_back))
-    finally:
+    live = Inventory(root, as_list(optimizer), parse(extras))
+
+    def take(region: Region, candidate: Candidate, fell_back: list[str]) -> RestoreInfo:
+        info = _restore_from(region, candidate, live, strict, fell_back)
         region.close()
+        return info
+
+    return first_whole(where, step, take)
 
 
 def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
@@ -133,23 +123,6 @@ def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-
-def wanted(recovery: Recovery, step: int | Literal["latest"]) -> list[Candidate]:
-    """Candidates for a step, best first."""
-    return [c for c in recovery.candidates if step in ("latest", c.record.step)]
-
-
-def nothing_whole(
-    where: place.Place, recovery: Recovery, step: int | str, problems: Sequence[str]
-) -> str:
-    """Why there is no snapshot to give, with what is there."""
-    there = sorted(c.record.step for c in recovery.candidates)
-    left = sorted(c.record.step for c in recovery.abandoned)
-    lines = [f"{where.file}: no whole snapshot (wanted: {step}; steps there: {there or 'none'})"]
-    if left:
-        lines.append(f"steps left behind by a later restore or overwrite: {left}")
-    return "\n  ".join([*lines, *problems])
 
 
 def _restore_from(
