@@ -172,7 +172,7 @@ typedef struct lck_read {
 
 /* Verify extents, and copy them out in the same pass, on `threads` threads including the caller.
  * Errors: LCK_E_CORRUPT with *bad = index of the first bad extent; destinations are then undefined.
- * LCK_E_INVALID: out of bounds, *bad likewise. */
+ * So are extents out of bounds, which damage makes, or growth after the region was opened. */
 int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t count,
                    uint32_t threads, uint64_t *bad);
 

@@ -70,8 +70,8 @@ static int check_bounds(const lck_region *region, const lck_read *reads, uint64_
   *pieces = 0;
   for (uint64_t i = 0; i < count; i++) {
     if (reads[i].offset > size || reads[i].length > size - reads[i].offset) {
-      *bad = i;
-      return lck_fail(LCK_E_INVALID,
+      *bad = i; /* damage, or the owner grew the region after it was opened here */
+      return lck_fail(LCK_E_CORRUPT,
                       "extent %" PRIu64 ": [%" PRIu64 ", +%" PRIu64
                       ") is outside the region's %" PRIu64 " bytes",
                       i, reads[i].offset, reads[i].length, size);

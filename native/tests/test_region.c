@@ -338,9 +338,9 @@ static void test_fetch(void) {
   reads[20].crc ^= 1;
   CHECK(lck_slot_fetch(region, reads, EXTENTS, 3, &bad) == LCK_E_CORRUPT && bad == 7, "%lu", bad);
   reads[33].offset = describe(region).size - 5;
-  CHECK(lck_slot_fetch(region, reads, EXTENTS, 3, &bad) == LCK_E_INVALID && bad == 33, "%lu", bad);
+  CHECK(lck_slot_fetch(region, reads, EXTENTS, 3, &bad) == LCK_E_CORRUPT && bad == 33, "%lu", bad);
   reads[32].length = UINT64_MAX;
-  CHECK(lck_slot_fetch(region, reads, EXTENTS, 3, &bad) == LCK_E_INVALID && bad == 32, "%lu", bad);
+  CHECK(lck_slot_fetch(region, reads, EXTENTS, 3, &bad) == LCK_E_CORRUPT && bad == 32, "%lu", bad);
   CHECK(lck_slot_fetch(region, reads, 0, 3, &bad) == 0, "%s", lck_last_error());
   CHECK(lck_slot_fetch(region, reads, 1, 0, &bad) == LCK_E_INVALID, "0 threads");
   free(source);
