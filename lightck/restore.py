@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -184,6 +184,8 @@ class Filling:
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(live tensor, fresh one): live tensors that cannot be read into directly."""
         self.skipped: dict[str, str] = {}
+        self.stateless: set[tuple[int, str]] = set()
+        """(saved optimizer, parameter's part of the path): parameters whose state is skipped."""
         self.matched = match(second["optimizers"], live.optimizers, live.names())
         self.pending: list[Saved] = []
 
@@ -204,6 +206,12 @@ class Filling:
             difference = _difference(self.layout.entries[index[name]], live.tensor)
             if difference:
                 different[name] = difference
+        for entry in self.layout.entries:  # parameters in no module but in an optimizer
+            name = self._live_name(entry.name)
+            if name.startswith("optim/") and entry.role == "parameter" and name in self.lives:
+                difference = _difference(entry, self.lives[name].tensor)
+                if difference:
+                    different[name] = difference
         unexpected = [
             name for name in index if name.startswith("model/") and name not in self.lives
         ]
@@ -223,6 +231,25 @@ class Filling:
         self.skipped |= dict.fromkeys(missing, "not in the snapshot")
         self.skipped |= dict.fromkeys(unexpected, "not in the live model")
         self.skipped |= different
+        self._skip_state(different)
+
+    def _skip_state(self, different: Iterable[str]) -> None:
+        """State of a parameter that is not restored does not fit it either."""
+        for path in different:
+            kind, _, rest = path.partition("/")
+            for i in range(len(self.second["optimizers"])):
+                owner = f"optim/{self.matched.get(i)}/"
+                if kind == "model":
+                    self.stateless.add((i, boundary.join("", rest)))
+                elif path.startswith(owner):
+                    self.stateless.add((i, path.removeprefix(owner)))
+        for entry in self.layout.entries:
+            if self._is_stateless(entry.name):
+                self.skipped.setdefault(entry.name, "its parameter was not restored")
+
+    def _is_stateless(self, name: str) -> bool:
+        parts = name.split("/")
+        return parts[0] == "optim" and (int(parts[1]), parts[2]) in self.stateless
 
     def reads(self, *, verify_only: bool) -> tuple[np.ndarray[Any, Any], list[str]]:
         """Rows for `Region.fetch`, and their names; targets are made on the second call."""
@@ -244,7 +271,7 @@ class Filling:
         for entry in self.layout.entries:
             name = self._live_name(entry.name)
             live = self.lives.get(name)
-            if name in self.skipped:
+            if name in self.skipped or self._is_stateless(entry.name):
                 continue
             fits = live is not None and not _difference(entry, live.tensor)
             if live is not None and fits and _direct(entry, live.tensor) and not entry.alias_of:
@@ -274,7 +301,12 @@ class Filling:
             for target in self.targets.values():
                 torch.autograd.graph.increment_version(target)
         for i, saved in enumerate(self.second["optimizers"]):
-            holding = Saved(i, saved, *self._optimizer_tensors(i))
+            kept = {
+                name: tree
+                for name, tree in saved["state"].items()
+                if (i, boundary.join("", name)) not in self.stateless
+            }
+            holding = Saved(i, {**saved, "state": kept}, *self._optimizer_tensors(i))
             if i in self.matched:
                 j = self.matched[i]
                 install(holding, j, self.live.optimizers[j], self.live.names())

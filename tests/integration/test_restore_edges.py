@@ -65,3 +65,57 @@ def test_a_reader_that_a_trainer_overtakes_looks_again(
 ) -> None:
     """Whether the trainer overwrote every slot that was found, or grew the region as well."""
     _read_while_overtaken(run_dir, reader, monkeypatch, more)
+
+
+def _head(width: int, loose: int = 4) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that also holds a parameter of no module."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, width))
+    scale = torch.nn.Parameter(torch.ones(loose))
+    return model, torch.optim.AdamW([*model.parameters(), scale])
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scale = optimizer.param_groups[0]["params"][-1]
+    (model(torch.ones(2, 4)).sum() + scale.sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _saved(path: Path) -> None:
+    model, optimizer = _head(3)
+    with lightck.attach(model, optimizer, path):
+        for _ in range(3):
+            _step(model, optimizer)
+
+
+@pytest.mark.parametrize(("width", "loose"), [(5, 4), (3, 6)])
+def test_state_of_a_parameter_that_was_skipped_is_skipped_and_told(
+    run_dir: Path, width: int, loose: int
+) -> None:
+    _saved(run_dir)
+    model, optimizer = _head(width, loose)
+    info = lightck.restore(model, optimizer, run_dir, strict=False)
+    assert info is not None
+    names = ["1.weight", "1.bias"] if width != 3 else ["@0.4"]
+    for name in names:
+        assert f"optim/0/{name}/exp_avg" in info.skipped
+    held = len(optimizer.state)
+    assert held == 5 - len(names)
+    _step(model, optimizer)
+    assert len(optimizer.state) == 5
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].shape == parameter.shape
+        assert state["step"] == (1 if parameter.shape[0] in (5, 6) else 4)
+
+
+def test_a_parameter_of_no_module_with_another_shape_is_refused_before_anything_changes(
+    run_dir: Path,
+) -> None:
+    _saved(run_dir)
+    model, optimizer = _head(3, loose=6)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(lightck.RestoreMismatchError) as caught:
+        lightck.restore(model, optimizer, run_dir)
+    assert list(caught.value.different) == ["optim/0/@0.4"]
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not optimizer.state
