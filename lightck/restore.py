@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightck.capture import boundary, rng, staging
 from lightck.capture.extras import Extra, parse
-from lightck.capture.hooks import Watched, before_next_forward
+from lightck.capture.hooks import before_next_forward
 from lightck.capture.optimizer import Saved, install, match
 from lightck.capture.staging import fill, is_dense
 from lightck.capture.state import Inventory, Live
@@ -52,12 +52,18 @@ _progress: weakref.WeakKeyDictionary[nn.Module, Progress] = weakref.WeakKeyDicti
 
 def progress(model: nn.Module) -> Progress:
     """What restore or an earlier handle left for this model; made on first use."""
-    if isinstance(model, nn.ModuleList) and len(model):
-        model = model[0]  # the list is made anew by each call
-    inner = getattr(model, "_orig_mod", model)
+    inner = _lasting(model)
     if inner not in _progress:
         _progress[inner] = Progress()
     return _progress[inner]
+
+
+def _lasting(model: nn.Module) -> nn.Module:
+    """What lives as long as the user's model."""
+    if isinstance(model, nn.ModuleList) and len(model):
+        model = model[0]  # the list is made anew by each call
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
 
 
 def restore(
@@ -375,8 +381,6 @@ def _arm_forward(
         state.forward_hook = None
     if "rng" not in second:
         return
-    watched = Watched(live.model)
-    watched.refresh()
     generators = [
         (extra, boundary.rebuild(second["extras"][extra.name], tensors))
         for extra in live.extras
@@ -389,4 +393,5 @@ def _arm_forward(
         for extra, value in generators:
             extra.load(value)
 
-    state.forward_hook = before_next_forward(watched, action)
+    state.forward_hook = before_next_forward(live.model, action)
+    weakref.finalize(_lasting(live.model), state.forward_hook.remove)

@@ -237,13 +237,17 @@ def is_weight(module: nn.Module) -> bool:
     return isinstance(module, ParametrizationList)
 
 
-def before_next_forward(watched: Watched, action: Callable[[], None]) -> RemovableHandle:
-    """Run `action` once, just before the next training forward of a watched module."""
+def before_next_forward(model: nn.Module, action: Callable[[], None]) -> RemovableHandle:
+    """Run `action` once, just before the next training forward of the model or of a part of it.
+
+    The hook keeps no reference to the model; whoever may outlive it removes the hook.
+    """
     handle: RemovableHandle
+    ids = {id(parameter) for parameter in model.parameters()}
 
     @untraced
     def before(module: nn.Module, args: Any) -> None:
-        if module.training and watched.holds(module):
+        if module.training and any(id(parameter) in ids for parameter in module.parameters()):
             handle.remove()
             action()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,23 @@ def test_a_parameter_of_no_module_with_another_shape_is_refused_before_anything_
     assert list(caught.value.different) == ["optim/0/@0.4"]
     assert all(map(torch.equal, before, model.parameters()))
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_restored_model_that_never_trains_is_let_go(run_dir: Path, several: bool) -> None:
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    loop = adam_loop()
+    with lightck.attach([loop.model] if several else loop.model, None, run_dir) as handle:
+        loop.run(2)
+        handle.wait()  # step 1: it knows the generators at its forward
+    before = len(hooks)
+    loop = adam_loop()
+    given = [loop.model] if several else loop.model
+    info = lightck.restore(given, list(loop.optimizers), run_dir, step=1)
+    assert info is not None
+    assert len(hooks) == before + 1
+    gone = weakref.ref(loop.model)
+    del loop, given
+    gc.collect()
+    assert gone() is None
+    assert len(hooks) == before
