@@ -28,6 +28,9 @@ SURVIVES_PROCESS = "process death"
 _LOOKS = 4
 """How often a reader looks at most before it believes what it does not find."""
 
+_FEW_SEGMENTS = 4
+"""From here on the region doubles when it grows."""
+
 _continued: dict[bytes, Record] = {}
 """Per region UUID: the snapshot whose state this process carries on (restored or committed last).
 Lets attach refuse a path whose snapshots would be overwritten by a forgotten restore."""
@@ -253,10 +256,12 @@ class Region:
             more = allocator.Space([*self.info.segments, native.Segment(0, missing, missing)])
             if allocator.plan(entries, more, manifest_bytes, page) is not None:
                 break
+        # A quarter spares the next growths; later more, for there can be 16 segments at most.
+        spare = size if len(self.info.segments) >= _FEW_SEGMENTS else size // 4
         try:
-            self.native.grow(max(missing, size // 4))  # a quarter spares the next growths
+            self.native.grow(max(missing, spare))
         except RegionFullError:
-            if missing >= size // 4:
+            if missing >= spare:
                 raise
             self.native.grow(missing)
         self.info = self.native.describe()

@@ -8,6 +8,7 @@ from typing import Any
 
 import processes
 import pytest
+import torch
 from loops import adam_loop, attach, train
 
 import lightck
@@ -87,3 +88,15 @@ def test_the_draft_of_a_process_that_died_is_in_nobodys_way(run_dir: Path) -> No
     train(run_dir, loop, 2)
     loop.check(run_dir, [1, 2])
     assert os.listdir(run_dir) == ["region-00000.lck"]
+
+
+def test_state_that_grows_all_the_time_does_not_run_out_of_segments(run_dir: Path) -> None:
+    loop, extra = adam_loop(), {"t": torch.zeros(1)}
+    with attach(run_dir, loop, extras={"extra": extra}) as handle:
+        for k in range(60):
+            extra["t"] = torch.full((1 + (k << 14),), float(k))
+            loop.run(1)
+            handle.wait()
+        assert handle.stats().failed == 0
+        assert len(handle.region.info.segments) < 12
+    assert lightck.load(run_dir)["extras"]["extra"]["t"].numel() == 1 + (59 << 14)
