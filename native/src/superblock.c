@@ -7,6 +7,7 @@
 #include "error.h"
 #include "kernel.h"
 #include "medium.h"
+#include "mutant.h"
 #include "persist.h"
 #include "space.h"
 
@@ -176,9 +177,12 @@ int lck_superblock_write(lck_region *region, const superblock_disk *next) {
   superblock_disk super = *next;
   super.generation = region->super.generation + 1;
   super.crc = superblock_crc(&super);
-  int copy = expendable(region);
+  int copy =
+      LCK_MUTANT(MUTANT_SUPERBLOCK_NEWER_FIRST) ? 1 - expendable(region) : expendable(region);
   for (int i = 0; i < 2; i++, copy = 1 - copy) {
     lck_persist_store(region, LCK_SUPERBLOCK_OFFSET(copy), &super, COPY_BYTES);
+    if (LCK_MUTANT(MUTANT_SUPERBLOCKS_AT_ONCE) && i == 0)
+      continue;
     int rc = lck_persist_sync(region);
     if (rc != 0)
       return rc;
