@@ -26,6 +26,7 @@ enum lck_mutants {
   MUTANT_WORKER_NOT_FENCED,      /* a worker reports a chunk done before it fenced */
   MUTANT_SUPERBLOCKS_AT_ONCE,    /* both copies written before a sync */
   MUTANT_SUPERBLOCK_NEWER_FIRST, /* the copy that counts is overwritten, not the other */
+  MUTANT_TORN_COPY_KEPT,         /* a superblock is written over what is left of a torn one */
   MUTANT_GROWTH_NOT_SETTLED,     /* superblock names space that is not durably there */
   MUTANT_NOT_ADOPTED,            /* a new owner relies on what is in caches only */
   MUTANTS,
