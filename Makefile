@@ -19,6 +19,8 @@ SOURCES = $(sort $(wildcard native/src/*.c))
 HEADERS = $(sort $(wildcard native/src/*.h native/include/*.h))
 NATIVE_TESTS = $(sort $(wildcard native/tests/test_*.c))
 TEST_HEADERS = $(sort $(wildcard native/tests/*.h))
+CRASH_SOURCES = $(sort $(wildcard native/crash/*.c))
+CRASH_HEADERS = $(sort $(wildcard native/crash/*.h))
 INCLUDES = -Inative/include -Inative/src
 DIALECT = -std=c11 -D_GNU_SOURCE -fvisibility=hidden -pthread
 WARNINGS = -Wall -Wextra -Wconversion -Werror
@@ -27,7 +29,7 @@ OUT = build/native
 TESTING = $(abspath $(OUT)/lightck-testing.so)
 CROSS = aarch64-linux-gnu-gcc
 
-.PHONY: help venv demo test lint native-test asan tsan soak clean
+.PHONY: help venv demo test lint native-test crash asan tsan soak clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -60,30 +62,54 @@ torch: | $(BIN)/python
 demo: venv ## Train, kill, restart and compare with an uninterrupted run
 	$(BIN)/lightck demo
 
-test: venv native-test ## Run the native tests, then pytest
+test: venv native-test crash ## Run the native tests, crash images, then pytest
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest
 
-soak: venv native-test ## Run the long tests
+soak: CRASH_IMAGES = 1000000
+soak: venv native-test crash ## Run the long tests
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -m soak --timeout 3600
 
 lint: venv ## Check style, types and warnings of everything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(NATIVE_TESTS) $(TEST_HEADERS)
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(NATIVE_TESTS) $(TEST_HEADERS) \
+	  $(CRASH_SOURCES) $(CRASH_HEADERS)
 	@$(MAKE) --no-print-directory warnings COMPILER='$(CC)'
 	@if command -v $(CROSS) >/dev/null; then \
 	  $(MAKE) --no-print-directory warnings COMPILER=$(CROSS); \
 	else echo "SKIPPED: no $(CROSS) on PATH, the aarch64 code was not compiled"; fi
 
-# Without and with fault injection. -O2 because part of the warnings needs the optimizer's view; the
+# Without and with fault injection, and with the trace. -O2 because part of the warnings needs the optimizer's view; the
 # code is thrown away.
 .PHONY: warnings
 warnings:
 	@set -e; compile() { $(COMPILER) $(DIALECT) $(INCLUDES) $(WARNINGS) -O2 -S -o /dev/null "$$@"; }; \
 	for file in $(SOURCES); do compile $$file; done; \
-	for file in $(SOURCES) $(NATIVE_TESTS); do compile -DLCK_TESTING $$file; done
+	for file in $(SOURCES) $(NATIVE_TESTS); do compile -DLCK_TESTING $$file; done; \
+	for file in $(SOURCES) $(CRASH_SOURCES); do compile -DLCK_TRACE $$file; done
 	@echo "$(COMPILER) $(WARNINGS): no warnings"
+
+# Every store to a region traced, crash images of real commits enumerated, and mistakes in the commit
+# order, made on purpose, caught. CRASH_IMAGES=1000000 soaks.
+CRASH_IMAGES = 120000
+CRASH_OBJECTS = $(SOURCES:native/src/%.c=$(OUT)/crash/%.o) $(CRASH_SOURCES:native/crash/%.c=$(OUT)/crash/%.o)
+CRASH_COMPILE = $(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -g -DLCK_TRACE -c -o $@ $<
+
+crash: $(OUT)/crash/crash ## Enumerate crash images and mutants of the commit order
+	CC='$(CC)' bash native/crash/same_code.sh $(OUT)/same-code $(DIALECT) $(INCLUDES)
+	$(OUT)/crash/crash --images $(CRASH_IMAGES) --json build/crash-report.json
+
+$(OUT)/crash/crash: $(CRASH_OBJECTS)
+	$(CC) -pthread -o $@ $^
+
+$(OUT)/crash/%.o: native/src/%.c $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CRASH_COMPILE)
+
+$(OUT)/crash/%.o: native/crash/%.c $(HEADERS) $(CRASH_HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CRASH_COMPILE)
 
 native-test: run-plain $(OUT)/lightck-testing.so ## Run the native tests
 

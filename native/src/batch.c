@@ -7,6 +7,7 @@
 #include "fault.h"
 #include "format.h"
 #include "kernel.h"
+#include "mutant.h"
 #include "persist.h"
 #include "region.h"
 #include "snapshot.h"
@@ -190,7 +191,8 @@ static void capture_pieces(lck_snapshot *snapshot, lck_batch *batch, const lck_c
     i += run;
   }
   /* A fence drains this thread's stores only, so it must come before the chunk counts as done. */
-  lck_persist_fence(snapshot->region);
+  if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
+    lck_persist_fence(snapshot->region);
   add_relaxed(&snapshot->pool->bytes_copied, copied);
   add_relaxed(&snapshot->pool->bytes_skipped, skipped);
   add_relaxed(&snapshot->pool->bytes_helped, helping ? copied : 0);
@@ -220,6 +222,8 @@ void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
                                        (unsigned long long)piece->offset, snapshot->slot));
     } else {
       capture_pieces(snapshot, batch, chunk, helping);
+      if (LCK_MUTANT(MUTANT_INVALIDATED_LATE))
+        (void)lck_slot_invalidate(snapshot->region, snapshot->slot);
       atomic_store(&chunk->captured, 1);
       if (snapshot->staged && atomic_load(&snapshot->erased))
         lck_pool_wake(snapshot->pool);
@@ -249,7 +253,8 @@ void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, l
                    piece->crc));
     }
   }
-  lck_persist_fence(snapshot->region);
+  if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
+    lck_persist_fence(snapshot->region);
   finish_lap(snapshot, started, lap);
   if (atomic_fetch_add(&batch->drained, 1) + 1 == batch->chunk_count) {
     atomic_fetch_add(&snapshot->drained, 1);

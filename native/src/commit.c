@@ -7,6 +7,7 @@
 #include "error.h"
 #include "fault.h"
 #include "kernel.h"
+#include "mutant.h"
 #include "persist.h"
 #include "region.h"
 #include "superblock.h"
@@ -182,7 +183,7 @@ int lck_slot_invalidate(lck_region *region, uint32_t slot) {
     rc = check_slot(region, slot);
   if (rc == 0)
     rc = visit(region, slot, LCK_FAULT_INVALIDATE, "before it is invalidated");
-  if (rc != 0)
+  if (rc != 0 || LCK_MUTANT(MUTANT_NEVER_INVALIDATED))
     return rc;
   const record_disk *old = mapped_record(region, slot);
   if (load_sequence(old) != 0 && old->crc == record_crc(old))
@@ -192,11 +193,12 @@ int lck_slot_invalidate(lck_region *region, uint32_t slot) {
    * a record with its word but without its body fails its CRC. Readers, though, must see the word
    * change first: they would take the rest for damage. */
   lck_persist_publish(region, LCK_RECORD_OFFSET(slot), 0);
-  lck_persist_fence(region);
+  if (!LCK_MUTANT(MUTANT_BLANK_OVERTAKES_WORD) && !LCK_MUTANT(MUTANT_INVALIDATION_UNSYNCED))
+    lck_persist_fence(region);
   lck_persist_store(region, LCK_RECORD_OFFSET(slot) + sizeof(uint64_t),
                     (const unsigned char *)&blank + sizeof(uint64_t),
                     sizeof(blank) - sizeof(uint64_t));
-  return lck_persist_sync(region);
+  return LCK_MUTANT(MUTANT_INVALIDATION_UNSYNCED) ? 0 : lck_persist_sync(region);
 }
 
 /* Everything of the block; run id, rank, world and identity are the region's. */
@@ -290,19 +292,25 @@ int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record,
   uint64_t word = block.sequence;
 
   if (layout != NULL)
-    lck_persist_store(region, record->layout_offset, layout, record->layout_length);
-  lck_persist_store(region, record->manifest_offset, manifest, record->manifest_length);
-  rc = lck_persist_sync(region);
+    (LCK_MUTANT(MUTANT_LAYOUT_NOT_FLUSHED) ? lck_mutant_store : lck_persist_store)(
+        region, record->layout_offset, layout, record->layout_length);
+  (LCK_MUTANT(MUTANT_MANIFEST_NOT_FLUSHED) ? lck_mutant_store : lck_persist_store)(
+      region, record->manifest_offset, manifest, record->manifest_length);
+  if (!LCK_MUTANT(MUTANT_TABLES_NOT_SYNCED) && !LCK_MUTANT(MUTANT_NO_FENCE_BEFORE_RECORD))
+    rc = lck_persist_sync(region);
   if (rc == 0)
     rc = visit(region, slot, LCK_FAULT_RECORD, "between manifest and record");
   if (rc != 0)
     return rc;
 
-  block.sequence = 0;
+  if (LCK_MUTANT(MUTANT_WORD_BEFORE_BODY))
+    lck_persist_publish(region, LCK_RECORD_OFFSET(slot), word);
+  block.sequence = LCK_MUTANT(MUTANT_WORD_BEFORE_BODY) ? word : 0;
   lck_persist_store(region, LCK_RECORD_OFFSET(slot), &block, sizeof(block));
-  lck_persist_fence(region);
+  if (!LCK_MUTANT(MUTANT_BODY_NOT_FENCED) && !LCK_MUTANT(MUTANT_NO_FENCE_BEFORE_RECORD))
+    lck_persist_fence(region);
   lck_persist_publish(region, LCK_RECORD_OFFSET(slot), word);
-  rc = lck_persist_sync(region);
+  rc = LCK_MUTANT(MUTANT_ACKNOWLEDGED_EARLY) ? 0 : lck_persist_sync(region);
   if (rc == 0)
     keep_layout(region, slot, record->layout_offset, record->layout_length, layout_sum);
   else

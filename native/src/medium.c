@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "error.h"
+#include "trace.h"
 
 #ifndef MAP_SYNC
 #define MAP_SYNC 0x80000
@@ -118,6 +119,7 @@ int lck_medium_detect(lck_region *region) {
   } else {
     rc = detect_disk(region, file.st_dev);
   }
+  region->granularity = lck_trace_granularity(region->granularity);
   region->granule = region->page_bytes > LCK_GRANULE ? region->page_bytes : LCK_GRANULE;
   return rc;
 }

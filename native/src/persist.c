@@ -7,7 +7,9 @@
 #include "error.h"
 #include "fault.h"
 #include "kernel.h"
+#include "mutant.h"
 #include "region.h"
+#include "trace.h"
 
 /* ---- the CPU's flush and fence ------------------------------------------------------------ */
 
@@ -98,6 +100,12 @@ static void flush(const lck_region *region, uint64_t offset, uint64_t length) {
     return;
   uint64_t first = offset & ~(uint64_t)(LCK_LINE - 1);
   flush_range(current_method(), region->base + first, region->base + offset + length);
+  lck_trace(LCK_TRACE_FLUSH, region, offset, length);
+}
+
+static void fence_here(void) {
+  fence(current_method());
+  lck_trace(LCK_TRACE_FENCE, NULL, 0, 0);
 }
 
 /* ---- stores ------------------------------------------------------------------------------- */
@@ -106,7 +114,8 @@ void lck_persist_payload(lck_region *region, uint64_t offset, const void *source
                          uint32_t *crc) {
   const lck_kernel_table *kernel = lck_kernel_current();
   *crc = kernel->copy(region->base + offset, source, length, *crc);
-  if (kernel->cached)
+  lck_trace_payload(region, offset, length, kernel->cached);
+  if (kernel->cached && !LCK_MUTANT(MUTANT_PAYLOAD_NOT_FLUSHED))
     flush(region, offset, length);
 }
 
@@ -114,12 +123,14 @@ void lck_persist_store(lck_region *region, uint64_t offset, const void *bytes, u
   if (length == 0)
     return;
   memcpy(region->base + offset, bytes, length);
+  lck_trace(LCK_TRACE_STORE, region, offset, length);
   flush(region, offset, length);
 }
 
 void lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word) {
   /* A plain store may be torn or repeated by the compiler; an atomic one may not. */
   __atomic_store_n((uint64_t *)(void *)(region->base + offset), word, __ATOMIC_RELEASE);
+  lck_trace(LCK_TRACE_STORE, region, offset, sizeof(word));
   flush(region, offset, sizeof(word));
 }
 
@@ -135,7 +146,7 @@ void lck_persist_touch(lck_region *region, uint64_t offset, uint64_t length) {
 
 void lck_persist_fence(lck_region *region) {
   (void)region;
-  fence(current_method());
+  fence_here();
 }
 
 /* After a failed sync the kernel may count dirty pages as clean: a retry that succeeds would
@@ -155,11 +166,14 @@ static int sync_file(lck_region *region) {
 }
 
 int lck_persist_sync(lck_region *region) {
-  fence(current_method());
+  fence_here();
   if (region->granularity != LCK_GRAN_PAGE)
     return 0;
   pthread_mutex_lock(&region->sync);
+  lck_trace(LCK_TRACE_SYNC_BEGIN, region, 0, 0);
   int rc = sync_file(region);
+  if (rc == 0)
+    lck_trace(LCK_TRACE_SYNC, region, 0, 0);
   pthread_mutex_unlock(&region->sync);
   return rc;
 }

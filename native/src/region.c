@@ -15,6 +15,7 @@
 #include "error.h"
 #include "lock.h"
 #include "medium.h"
+#include "mutant.h"
 #include "persist.h"
 #include "space.h"
 #include "superblock.h"
@@ -255,7 +256,7 @@ static int check_length(const lck_region *region, uint64_t mapped) {
 /* A reader learns from the superblock how the present owner makes commits durable. */
 static int take_over(lck_region *region) {
   superblock_disk next = region->super;
-  int rc = lck_persist_adopt(region);
+  int rc = LCK_MUTANT(MUTANT_NOT_ADOPTED) ? 0 : lck_persist_adopt(region);
   if (rc != 0)
     return rc;
   next.flags = region->flags & LCK_PROCESS_DURABLE;

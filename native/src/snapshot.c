@@ -8,6 +8,7 @@
 
 #include "api.h"
 #include "error.h"
+#include "mutant.h"
 #include "region.h"
 
 int lck_snapshot_usable(const lck_snapshot *snapshot) {
@@ -87,7 +88,7 @@ LCK_API int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot
     return rc;
   }
   if (!snapshot->staged) {
-    rc = lck_slot_invalidate(region, slot);
+    rc = LCK_MUTANT(MUTANT_INVALIDATED_LATE) ? 0 : lck_slot_invalidate(region, slot);
     if (rc) {
       lck_region_latch(region, rc);
       lck_slot_unclaim(region, slot);

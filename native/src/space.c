@@ -15,8 +15,10 @@
 #include "error.h"
 #include "fault.h"
 #include "medium.h"
+#include "mutant.h"
 #include "persist.h"
 #include "threads.h"
+#include "trace.h"
 
 #ifndef MAP_SYNC
 #define MAP_SYNC 0x80000
@@ -336,8 +338,11 @@ int lck_space_extend(lck_region *region, uint64_t old_size, uint64_t new_size) {
   int error = rc == 0 && region->medium != LCK_DEVDAX ? allocate(region, old_size, need, 1) : 0;
   if (rc == 0 && error == 0)
     rc = populate(region, old_size, need);
-  if (rc == 0 && error == 0)
+  lck_trace(LCK_TRACE_EXTEND, region, 0, new_size);
+  if (rc == 0 && error == 0 && !LCK_MUTANT(MUTANT_GROWTH_NOT_SETTLED)) {
     rc = settle(region);
+    lck_trace(LCK_TRACE_SETTLE, region, 0, new_size);
+  }
   if (rc != 0 || error != 0)
     lck_space_retract(region, old_size, new_size);
   /* Only now, so that the free bytes named are those that anyone would find. */

@@ -7,6 +7,7 @@
 #include "error.h"
 #include "kernel.h"
 #include "medium.h"
+#include "mutant.h"
 #include "persist.h"
 #include "space.h"
 
@@ -172,14 +173,34 @@ static int expendable(const lck_region *region) {
   return first->generation <= second->generation ? 0 : 1;
 }
 
+/* A torn copy may be all but one line of an update that recovery has given up, with the generation
+ * that the next block gets: the first line of that one could complete it. So nothing is left of it,
+ * durably, before another block goes there. Not zeros: a blank copy says that the region's creation
+ * was never finished. */
+static int wipe_torn(lck_region *region, int copy) {
+  unsigned char nothing[COPY_BYTES];
+  enum verdict verdict = judge(mapped_copy(region, copy));
+  if (verdict == WHOLE || verdict == BLANK || LCK_MUTANT(MUTANT_TORN_COPY_KEPT))
+    return 0;
+  memset(nothing, 0xff, sizeof(nothing));
+  lck_persist_store(region, LCK_SUPERBLOCK_OFFSET(copy), nothing, sizeof(nothing));
+  return lck_persist_sync(region);
+}
+
 int lck_superblock_write(lck_region *region, const superblock_disk *next) {
   superblock_disk super = *next;
   super.generation = region->super.generation + 1;
   super.crc = superblock_crc(&super);
-  int copy = expendable(region);
+  int copy =
+      LCK_MUTANT(MUTANT_SUPERBLOCK_NEWER_FIRST) ? 1 - expendable(region) : expendable(region);
   for (int i = 0; i < 2; i++, copy = 1 - copy) {
+    int rc = wipe_torn(region, copy);
+    if (rc != 0)
+      return rc;
     lck_persist_store(region, LCK_SUPERBLOCK_OFFSET(copy), &super, COPY_BYTES);
-    int rc = lck_persist_sync(region);
+    if (LCK_MUTANT(MUTANT_SUPERBLOCKS_AT_ONCE) && i == 0)
+      continue;
+    rc = lck_persist_sync(region);
     if (rc != 0)
       return rc;
   }

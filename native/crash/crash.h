@@ -1,0 +1,248 @@
+/* crash.h -- the crash-image enumerator: what its parts tell each other.
+ *
+ * driver.c makes real commits, growth, branches and restarts on a memory file and has them traced.
+ * model.c replays a trace: which bytes are durable for certain, which may or may not be. cuts.c
+ * chooses what a crash leaves of these, images.c builds the image, oracle.c gives it to the real
+ * recovery and judges what comes back. main.c shares the work among processes, report.c tells. */
+#ifndef LCK_CRASH_H
+#define LCK_CRASH_H
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "format.h"
+#include "lightck.h"
+#include "mutant.h"
+#include "trace.h"
+
+#define IMAGE_MOST (UINT64_C(8) << 20) /* bytes of a region under test */
+#define SLOT_BYTES UINT64_C(16384)
+#define TABLES_BYTES UINT64_C(1536) /* of a slot: layout table and manifest, then payload */
+#define EXTENTS 6u
+#define PAYLOAD_MOST 8192u
+#define SEQUENCES 16u
+
+#define DIE(...)                                                                                   \
+  do {                                                                                             \
+    fprintf(stderr, "%s:%d: ", __FILE__, __LINE__);                                                \
+    fprintf(stderr, __VA_ARGS__);                                                                  \
+    fputc('\n', stderr);                                                                           \
+    abort();                                                                                       \
+  } while (0)
+
+typedef enum medium {
+  MEDIUM_ADR,     /* lines flushed and fenced are durable */
+  MEDIUM_EADR,    /* what is visible is durable, but for write-combining buffers */
+  MEDIUM_FILE,    /* sectors of a page cache, durable when a sync has returned */
+  MEDIUM_PROCESS, /* the process alone dies: every retired store stays */
+  MEDIUM_CXL,     /* as ADR, and a dirty shutdown loses lines that were fenced */
+  MEDIA,
+} medium;
+
+/* What the newest store before the crash was part of. */
+typedef enum step {
+  STEP_CREATE,
+  STEP_OPEN,
+  STEP_INVALIDATE,
+  STEP_PAYLOAD,
+  STEP_TABLES,
+  STEP_RECORD,
+  STEP_PUBLISH,
+  STEP_GROW,
+  STEP_BRANCH,
+  STEPS,
+} step;
+
+extern const char *const step_names[STEPS];
+
+enum mark { MARK_STEP, MARK_STARTED, MARK_ACKED, MARK_BRANCHING, MARK_BRANCHED, MARK_SEGMENTS };
+
+/* ---- what was written ----------------------------------------------------------------------- */
+
+typedef struct manifest {
+  uint64_t sequence, count;
+  lck_read extents[EXTENTS]; /* destination is NULL on the medium */
+} manifest;
+
+typedef struct truth {
+  uint64_t sequence, timeline;
+  uint32_t slot;
+  uint32_t layout_length;
+  unsigned char layout[512];
+  manifest manifest;
+  unsigned char payload[PAYLOAD_MOST]; /* extents one behind the other */
+} truth;
+
+/* Between which bounds recovery may end: what was acknowledged and what was begun. */
+typedef struct bounds {
+  uint64_t acked, started;
+  uint64_t timeline_acked, timeline_started;
+  uint64_t segments_acked, segments_started; /* 0 acknowledged: creation may be unfinished */
+} bounds;
+
+typedef struct bed {
+  uint64_t random; /* state */
+  medium medium;
+  uint32_t layout_version;
+  uint64_t last_in_slot[2]; /* sequence that this process wrote there whole, or 0 */
+  bounds now;
+  truth truths[SEQUENCES];
+} bed;
+
+uint64_t draw(uint64_t *state);
+uint64_t draw_below(uint64_t *state, uint64_t limit);
+
+/* Create a region in the empty file `fd`, or open the one there, and commit; all of it traced. */
+void bed_create(bed *b, int fd, lck_trace_log *log);
+/* -1: the region's creation was cut short. */
+int bed_continue(bed *b, int fd, uint32_t commits, lck_trace_log *log);
+void bed_seed(bed *b, medium on, uint64_t seed);
+
+/* ---- recovery ------------------------------------------------------------------------------- */
+
+typedef struct outcome {
+  int opened;           /* code of lck_region_open */
+  uint64_t by_order;    /* highest sequence whose record holds */
+  uint64_t by_checksum; /* highest whose payload's checksums hold, too */
+  uint64_t timeline, segments;
+  uint32_t rejected;   /* slots refused by the checksum of a record or table */
+  uint32_t torn;       /* slots whose record holds but whose payload's checksum does not */
+  const char *wrong;   /* accepted, but not what was written; NULL if there is none */
+  const char *by_luck; /* the same with payload checksums ignored */
+} outcome;
+
+void recover(int fd, int lock_fd, uint32_t flags, const bed *b, outcome *out);
+
+/* Which fenced lines a dirty shutdown has lost. */
+typedef struct losses {
+  uint32_t lines, slots, superblocks; /* number; bit per slot, per copy */
+} losses;
+
+/* NULL, or what is wrong: for who verifies payload, or (`ignoring` its checksums) relies on order
+ * alone. */
+const char *judge(const bed *b, const outcome *out, const bounds *within, const losses *lost,
+                  int ignoring);
+
+/* ---- the model ------------------------------------------------------------------------------ */
+
+/* One store's part of one unit: a line, or a sector of a file. */
+typedef struct piece {
+  uint64_t offset;
+  const unsigned char *bytes;
+  uint32_t length, store, thread, flusher; /* store: its number, in the order of the trace */
+  uint8_t nt, visible;
+} piece;
+
+#define HISTORY 24u
+
+typedef struct old_line {
+  uint64_t offset;
+  unsigned char bytes[LCK_LINE];
+} old_line;
+
+typedef struct tally {
+  uint64_t images[MEDIA][STEPS], bad[2][MEDIA][STEPS]; /* [1]: payload checksums ignored */
+  uint64_t traces[MEDIA], restarts, cuts, exhaustive, twice, detected, as_writer;
+  char example[200]; /* of something bad */
+} tally;
+
+typedef struct model {
+  const bed *bed;
+  medium medium;
+  uint64_t unit; /* bytes */
+  step step;
+  bounds within;
+  unsigned char *durable; /* for certain */
+  unsigned char *image;   /* the file that recovery sees; equals `durable` between images */
+  int fd, lock_fd;
+  uint64_t size, next_size, file_size; /* of the file: durable, perhaps, and of the image's now */
+  piece *pieces;
+  uint32_t count, room;
+  uint32_t stores;
+  uint32_t sync_from[64]; /* by thread: stores before are in its sync */
+  old_line history[HISTORY];
+  uint32_t history_count;
+  uint64_t hash; /* of `durable`, relative to the start */
+  uint32_t *stamps;
+  uint32_t stamp;
+  uint64_t *seen;
+  uint64_t seen_count, seen_room;
+  uint64_t random, seed;
+  uint32_t per_cut;
+  int changed;
+  tally *tally;
+  int stop_at_bad, stopped;
+  void (*save)(struct model *m, const outcome *found); /* good images, for what follows a crash */
+  void *saver;
+} model;
+
+void model_make(model *m);
+void model_free(model *m);
+
+/* Start from an image: what lies in it is durable, nothing else is pending. */
+void model_load(model *m, const bed *b, const bounds *within, const unsigned char *bytes,
+                uint64_t size);
+
+/* Replay events [from, to), looking at the images of every cut if `look`. */
+void model_run(model *m, const lck_trace_log *log, uint64_t from, uint64_t to, int look);
+
+/* The process dies, the machine does not: stores become visible to the next process. */
+void model_kill(model *m);
+
+/* The image as the next process would see it. */
+void model_visible(const model *m, unsigned char *bytes);
+
+uint64_t line_hash(uint64_t offset, const unsigned char *bytes);
+
+/* ---- images --------------------------------------------------------------------------------- */
+
+/* A cut of a trace, and one choice of what the crash left of what was pending there. */
+typedef struct cut {
+  model *m;
+  uint64_t *words; /* the choice, by piece */
+  uint32_t *unit_of;
+  uint32_t units;
+  uint64_t *of_unit;   /* unit number, by unit */
+  uint8_t *read_first; /* by unit: not payload, hence what recovery depends on most */
+  uint32_t attempts;
+  uint32_t dropped; /* bit per line of the history */
+  int short_file;
+  int bad;
+} cut;
+
+uint64_t words_in(const piece *p);
+uint64_t all_words(const piece *p);
+
+/* Build the chosen image, if it is a new one, and judge what recovery makes of it. */
+void look(cut *c);
+
+/* Enumerate the images of the present cut; 1 when a bad one was found and that ends the run. */
+int images_cut(model *m);
+
+/* ---- the result ----------------------------------------------------------------------------- */
+
+#define WORKERS 64u
+
+/* Among the processes that share the work. */
+typedef struct shared {
+  _Atomic uint64_t next; /* trace */
+  tally tallies[WORKERS];
+  struct {
+    int medium; /* -1: survived */
+    int ignoring;
+    char example[200];
+  } mutants[MUTANTS];
+} shared;
+
+uint64_t images_in(const tally *t);
+uint64_t bad_in(const tally *t, int ignoring);
+void tally_add(tally *sum, const tally *t);
+void print_table(const tally *t);
+
+/* Returns how many survived, and 1 more if the control did not. */
+uint32_t print_mutants(const shared *all);
+
+void write_json(const char *path, const tally *t, const shared *all, double seconds, int mutants);
+
+#endif

@@ -1,0 +1,258 @@
+/* Real work on a real region, traced: creation, commits, growth, branches, restarts. */
+#include <fcntl.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "crash.h"
+
+uint64_t draw(uint64_t *state) {
+  uint64_t z = (*state += UINT64_C(0x9E3779B97F4A7C15));
+  z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+  z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
+  return z ^ (z >> 31);
+}
+
+uint64_t draw_below(uint64_t *state, uint64_t limit) {
+  return draw(state) % limit;
+}
+
+static void must(int rc) {
+  if (rc != 0)
+    DIE("%d %s", rc, lck_last_error());
+}
+
+static void mark(enum mark which, uint64_t value) {
+  lck_trace(LCK_TRACE_MARK, NULL, which, value);
+}
+
+static void mark_segments(uint64_t acked, uint64_t started) {
+  mark(MARK_SEGMENTS, acked << 32 | started);
+}
+
+void bed_seed(bed *b, medium on, uint64_t seed) {
+  static const int forced[MEDIA] = {LCK_GRAN_LINE, LCK_GRAN_BYTE, LCK_GRAN_PAGE, LCK_GRAN_NONE,
+                                    LCK_GRAN_LINE};
+  static const char *const kernels[] = {"avx512", "avx2", "sse42", "portable", "aarch64"};
+  memset(b, 0, sizeof(*b));
+  b->random = seed;
+  b->medium = on;
+  lck_trace_force(forced[on]);
+  (void)lck_kernel(kernels[draw_below(&b->random, 5)],
+                   NULL); /* what this CPU lacks changes nothing */
+}
+
+/* ---- one snapshot --------------------------------------------------------------------------- */
+
+static void fill(unsigned char *bytes, uint64_t length, uint64_t seed) {
+  for (uint64_t i = 0; i < length; i++)
+    bytes[i] = (unsigned char)(draw(&seed) >> 32 | 1); /* never 0: what was never stored shows */
+}
+
+/* Where the extents of this layout version lie: in the grown segment, too, when there is one. */
+static void lay_out(const bed *b, const lck_region_info *info, uint32_t slot, truth *t) {
+  uint64_t lengths = b->layout_version * UINT64_C(77) + 5;
+  for (uint32_t i = 0, segment = 0; i < EXTENTS; i++) {
+    uint64_t at =
+        i == 0 ? 0 : t->manifest.extents[i - 1].offset + t->manifest.extents[i - 1].length;
+    uint32_t wanted = i >= 4 && info->segment_count > 1 ? 1 : 0;
+    if (i == 0 || wanted != segment)
+      at = info->segments[wanted].offset + slot * info->segments[wanted].slot_bytes + TABLES_BYTES;
+    segment = wanted;
+    t->manifest.extents[i] = (lck_read){.offset = (at + LCK_LINE - 1) / LCK_LINE * LCK_LINE,
+                                        .length = 40 + draw_below(&lengths, 1300)};
+  }
+  t->manifest.count = EXTENTS;
+  t->layout_length = 200 + 100 * (b->layout_version % 3);
+  fill(t->layout, t->layout_length, b->layout_version);
+}
+
+/* New bytes, or those of the slot's last snapshot, which may then be skipped. */
+static void compose(bed *b, truth *t, lck_copy *copies) {
+  const truth *last = &b->truths[b->last_in_slot[t->slot] % SEQUENCES];
+  int same_places =
+      b->last_in_slot[t->slot] != 0 && memcmp(last->layout, t->layout, sizeof(t->layout)) == 0;
+  for (uint64_t i = 0, at = 0; i < EXTENTS; i++) {
+    lck_read *extent = &t->manifest.extents[i];
+    same_places = same_places && last->manifest.extents[i].offset == extent->offset;
+    if (same_places && draw_below(&b->random, 3) == 0)
+      memcpy(t->payload + at, last->payload + at, extent->length);
+    else
+      fill(t->payload + at, extent->length, draw(&b->random));
+    extent->crc = lck_crc32c(0, t->payload + at, extent->length);
+    copies[i] = (lck_copy){.offset = extent->offset,
+                           .source = t->payload + at,
+                           .length = extent->length,
+                           .layer = (uint32_t)i,
+                           .flags = same_places ? LCK_COPY_IF_CHANGED : 0,
+                           .crc = same_places ? last->manifest.extents[i].crc : 0};
+    at += extent->length;
+  }
+}
+
+/* The slot's own table is kept when it is the wanted one. */
+static const void *layout_to_write(const lck_region *region, const lck_region_info *info,
+                                   const truth *t, uint64_t offset) {
+  lck_record present;
+  int kept = lck_slot_read(region, t->slot, &present) == 0 && present.layout_offset == offset &&
+             present.layout_length == t->layout_length &&
+             memcmp((const char *)info->base + offset, t->layout, t->layout_length) == 0;
+  return kept ? NULL : t->layout;
+}
+
+/* Open the slot that is not protected and copy the next snapshot into it. */
+static lck_snapshot *capture(bed *b, lck_pool *pool, lck_region *region, truth *t) {
+  lck_copy copies[EXTENTS];
+  lck_snapshot *snapshot;
+  uint32_t batch;
+  compose(b, t, copies);
+  must(lck_snapshot_begin(pool, region, t->slot, &snapshot));
+  must(lck_snapshot_add(snapshot, copies, EXTENTS, &batch));
+  must(lck_snapshot_release(snapshot, batch, LCK_ALL));
+  must(lck_snapshot_capture(snapshot, batch, -1, draw_below(&b->random, 4) == 0));
+  return snapshot;
+}
+
+/* One in four is given up first: nothing of it may ever be found. */
+static void commit(bed *b, lck_pool *pool, lck_region *region) {
+  lck_region_info info;
+  must(lck_region_describe(region, &info));
+  uint64_t sequence = b->now.acked + 1;
+  uint32_t newest = b->now.acked ? b->truths[b->now.acked % SEQUENCES].slot : 1;
+  truth *t = &b->truths[sequence % SEQUENCES];
+  memset(t, 0, sizeof(*t));
+  t->slot = LCK_MUTANT(MUTANT_LIVE_SLOT) ? newest : 1 - newest;
+  t->sequence = t->manifest.sequence = sequence;
+  t->timeline = info.timeline;
+  lay_out(b, &info, t->slot, t);
+  uint64_t start = info.segments[0].offset + t->slot * info.segments[0].slot_bytes;
+  lck_record record = {.sequence = sequence,
+                       .step = 10 * sequence,
+                       .timeline = t->timeline,
+                       .layout_offset = start,
+                       .layout_length = t->layout_length,
+                       .manifest_offset = start + 576,
+                       .manifest_length = sizeof(t->manifest)};
+  if (draw_below(&b->random, 4) == 0) {
+    must(lck_snapshot_free(capture(b, pool, region, t)));
+    b->last_in_slot[t->slot] = 0;
+  }
+  const void *layout = layout_to_write(region, &info, t, record.layout_offset);
+  int state;
+  mark(MARK_STARTED, sequence);
+  lck_snapshot *snapshot = capture(b, pool, region, t);
+  must(lck_snapshot_seal(snapshot, &record, layout, &t->manifest));
+  must(lck_snapshot_wait(snapshot, -1, &state));
+  mark(MARK_ACKED, sequence);
+  must(lck_snapshot_free(snapshot));
+  b->now.acked = b->now.started = sequence;
+  b->last_in_slot[t->slot] = sequence;
+}
+
+/* ---- the other protocols -------------------------------------------------------------------- */
+
+static void branch(bed *b, lck_region *region) {
+  lck_branch from = {b->now.timeline_acked, b->now.acked};
+  uint64_t next = b->now.timeline_acked + 1;
+  mark(MARK_STEP, STEP_BRANCH);
+  mark(MARK_BRANCHING, next);
+  must(lck_region_branch(region, next, &from, b->now.timeline_acked > 0));
+  mark(MARK_BRANCHED, next);
+  mark(MARK_STEP, STEP_PUBLISH);
+  b->now.timeline_acked = b->now.timeline_started = next;
+}
+
+static void grow(bed *b, lck_region *region) {
+  mark(MARK_STEP, STEP_GROW);
+  mark_segments(b->now.segments_acked, b->now.segments_acked + 1);
+  must(lck_region_grow(region, SLOT_BYTES));
+  b->now.segments_acked = b->now.segments_started = b->now.segments_acked + 1;
+  mark_segments(b->now.segments_acked, b->now.segments_acked);
+  mark(MARK_STEP, STEP_PUBLISH);
+  b->layout_version++;
+}
+
+static lck_pool *make_pool(bed *b) {
+  lck_pool_spec spec = {.threads = 1 + (uint32_t)draw_below(&b->random, 3), .chunk_bytes = 4096};
+  lck_pool *pool;
+  must(lck_pool_create(&spec, &pool));
+  return pool;
+}
+
+static int reopened(int fd) {
+  char name[64];
+  snprintf(name, sizeof(name), "/proc/self/fd/%d", fd);
+  int again = open(name, O_RDWR | O_CLOEXEC);
+  if (again < 0)
+    DIE("%s", name);
+  return again;
+}
+
+static void work(bed *b, lck_region *region, uint32_t commits) {
+  lck_pool *pool = make_pool(b);
+  branch(b, region);
+  for (uint32_t i = 0; i < commits; i++) {
+    if (b->now.segments_acked < 2 && (i == 2 || (i == 1 && draw_below(&b->random, 3) == 0)))
+      grow(b, region);
+    else if (draw_below(&b->random, 3) == 0)
+      b->layout_version++;
+    commit(b, pool, region);
+  }
+  must(lck_pool_destroy(pool));
+  must(lck_region_close(region));
+}
+
+void bed_create(bed *b, int fd, lck_trace_log *log) {
+  lck_region_spec spec = {
+      .run_id = "crash", .world = 1, .slot_count = 2, .slot_bytes = SLOT_BYTES, .numa_node = -1};
+  lck_region *region;
+  int lock_fd = reopened(fd);
+  lck_trace_start(log);
+  mark(MARK_STEP, STEP_CREATE);
+  mark_segments(0, 1);
+  must(lck_region_create(fd, lock_fd, &spec, &region));
+  b->now.segments_acked = b->now.segments_started = 1;
+  mark_segments(1, 1);
+  work(b, region, 4 + (uint32_t)draw_below(&b->random, 2));
+  lck_trace_stop();
+  close(lock_fd);
+}
+
+/* What the owner finds, it relies on from now on. */
+static void rely(bed *b, lck_region *region, int lock_fd, int fd) {
+  lck_region_info info;
+  outcome found;
+  must(lck_region_describe(region, &info));
+  recover(fd, lock_fd, LCK_READ_ONLY, b, &found);
+  if (found.opened != 0 || found.wrong != NULL)
+    DIE("an image that was judged good: %d %s", found.opened, found.wrong);
+  b->now = (bounds){.acked = found.by_checksum,
+                    .started = found.by_checksum,
+                    .timeline_acked = info.timeline,
+                    .timeline_started = info.timeline,
+                    .segments_acked = info.segment_count,
+                    .segments_started = info.segment_count};
+  mark(MARK_ACKED, b->now.acked);
+  mark(MARK_BRANCHED, info.timeline);
+  mark_segments(info.segment_count, info.segment_count);
+}
+
+int bed_continue(bed *b, int fd, uint32_t commits, lck_trace_log *log) {
+  lck_region *region;
+  int lock_fd = reopened(fd);
+  int reader = reopened(fd);
+  b->last_in_slot[0] = b->last_in_slot[1] = 0;
+  lck_trace_start(log);
+  mark(MARK_STEP, STEP_OPEN);
+  int rc = lck_region_open(fd, lock_fd, 0, -1, &region);
+  if (rc == 0) {
+    rely(b, region, reader, fd);
+    b->layout_version += (uint32_t)draw_below(&b->random, 2);
+    work(b, region, commits);
+  } else if (rc != LCK_E_FORMAT || b->now.segments_acked != 0) {
+    DIE("%d %s", rc, lck_last_error());
+  }
+  lck_trace_stop();
+  close(lock_fd);
+  close(reader);
+  return rc;
+}
