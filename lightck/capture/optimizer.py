@@ -131,7 +131,7 @@ def _state_keys(saved: Saved, by_name: dict[str, torch.Tensor]) -> dict[str, Any
     keys: dict[str, Any] = dict(by_name)
     for name in saved.tree["state"]:
         if name not in keys and name.startswith("@"):
-            keys[name] = name[1:]
+            keys[name] = int(name[2:]) if name.startswith("@#") else name[1:]
     return keys
 
 

@@ -170,7 +170,7 @@ class Inventory:
                 )
         rest: dict[str, Any] = {}
         for key, state in optimizer.state.items():
-            label = known.get(key) if isinstance(key, torch.Tensor) else f"@{key}"
+            label = known.get(key) if isinstance(key, torch.Tensor) else key_label(i, key)
             if label is None:
                 continue  # state of a parameter that left the groups: no step can read it
             layer = label.rpartition(".")[0]
@@ -209,6 +209,19 @@ class _Placing:
         sync = small or path in self.always_sync
         self.lives.append(Live(path, self.role, self.layer, tensor, self.holders, sync))
         return reference(path)
+
+
+def key_label(i: int, key: Any) -> str:
+    """Name of state that is kept under something else than a parameter.
+
+    Raises:
+        StateError: a key that could not come back.
+    """
+    if type(key) is int:
+        return f"@#{key}"
+    if type(key) is str and not key.startswith("#"):
+        return f"@{key}"
+    raise StateError(f"optim/{i} keeps state under {key!r}; use a parameter, string or integer")
 
 
 def must_be_dense(path: str, tensor: torch.Tensor) -> None:

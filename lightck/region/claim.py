@@ -55,7 +55,7 @@ def _take_over(region: Region, config: Config) -> None:
     """
     recovery = region.recover()
     known = [c.record for c in (*recovery.candidates, *recovery.abandoned)]
-    if region.continued in known:
+    if region.continued in known and not region.overtaken:
         return
     if recovery.is_empty or config.overwrite:
         region.start_anew()

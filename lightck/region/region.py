@@ -35,6 +35,9 @@ _continued: dict[bytes, Record] = {}
 """Per region UUID: the snapshot whose state this process carries on (restored or committed last).
 Lets attach refuse a path whose snapshots would be overwritten by a forgotten restore."""
 
+_newest: dict[bytes, int] = {}
+"""Per region UUID: the newest sequence that was there then. A later one is somebody else's."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -210,10 +213,17 @@ class Region:
     def carry_on(self, record: Record) -> None:
         """Declare that the live state now continues `record`; attach may then write here."""
         _continued[self.info.uuid] = record
+        _newest[self.info.uuid] = self.next_sequence - 1
 
     def start_anew(self) -> None:
         """Declare that the live state continues no snapshot of this region."""
         _continued.pop(self.info.uuid, None)
+        _newest.pop(self.info.uuid, None)
+
+    @property
+    def overtaken(self) -> bool:
+        """Another process has committed here since this one restored or wrote its last snapshot."""
+        return self.next_sequence - 1 > _newest.get(self.info.uuid, 0)
 
     def begin_timeline(self, continued: Record | None) -> None:
         """Durably begin a new timeline that continues `continued`, or nothing.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import processes
 import pytest
+import torch
 from loops import (
     Loop,
     adam_loop,
@@ -223,3 +224,27 @@ def test_an_interpreter_that_exits_without_close_keeps_what_was_open(
     assert steps_at(run_dir) == [1, 2]
     stored = sorted(of_stored(run_dir, 2).items())
     assert "\n".join(map(str, stored)) == done.stdout.strip()
+
+
+def test_attach_refuses_to_drop_what_another_process_added_since_the_restore(
+    run_dir: Path,
+) -> None:
+    def job(restore_first: bool) -> int:
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if restore_first:
+            assert lightck.restore(model, optimizer, run_dir) is not None
+        with lightck.attach(model, optimizer, run_dir, slots=4) as handle:
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        return handle.step
+
+    assert processes.run(lambda: job(False)) == 1
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    info = lightck.restore(model, optimizer, run_dir)
+    assert info is not None and info.step == 1
+    assert processes.run(lambda: job(True)) == 2
+    with pytest.raises(lightck.UnrestoredError, match="2"):
+        lightck.attach(model, optimizer, run_dir)
+    assert lightck.load(run_dir)["step"] == 2
