@@ -184,7 +184,8 @@ class Inventory:
                     place(join(base, entry), value)
                 else:
                     others[entry] = plain(value, join(base, entry), place)
-            if others or not state:
+            # A key that is no parameter is known by its entry here.
+            if others or not state or not isinstance(key, torch.Tensor):
                 rest[label] = others
         return rest
 

@@ -141,3 +141,29 @@ def test_a_restored_model_that_never_trains_is_let_go(run_dir: Path, several: bo
     gc.collect()
     assert gone() is None
     assert len(hooks) == before
+
+
+def test_state_under_strings_and_integers_comes_back_under_them(run_dir: Path) -> None:
+    class Counting(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            self.state[0].setdefault("total", torch.zeros(2)).add_(1)
+            self.state["global"].setdefault("steps", torch.zeros(())).add_(1)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad, alpha=0.1)
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = Counting(model.parameters())
+    with lightck.attach(model, optimizer, run_dir):
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    model = torch.nn.Linear(2, 2)
+    again = Counting(model.parameters())
+    assert lightck.restore(model, again, run_dir) is not None
+    assert torch.equal(again.state[0]["total"], torch.full((2,), 3.0))
+    assert torch.equal(again.state["global"]["steps"], torch.tensor(3.0))
