@@ -108,7 +108,8 @@ class Steps:
             raise ConfigError(
                 f"optimizer {who} steps again at step {self.step + 1} before optimizer"
                 f" {late[0]} has: which one ends a step? Pass boundary=<optimizer> to attach,"
-                " or call handle.before_update() and handle.after_update() in the loop"
+                " or call handle.before_update() and handle.after_update() in the loop; after"
+                " making an optimizer anew, detach and attach again"
             )
 
 

@@ -7,6 +7,7 @@ import os
 
 from lightck.config import Config
 from lightck.errors import UnrestoredError
+from lightck.events import event
 from lightck.region import allocator, place
 from lightck.region.layout import Entry
 from lightck.region.native import RegionSpec
@@ -26,6 +27,8 @@ def claim(config: Config, entries: tuple[Entry, ...], manifest_bytes: int) -> Re
         try:
             _take_over(region, config)
             region.fit(entries, manifest_bytes)
+            if region.info.slot_count != config.slots:  # fixed when the region was made
+                event("slots_kept", slots=region.info.slot_count, asked=config.slots)
         except BaseException:
             region.close()
             raise
