@@ -17,7 +17,11 @@ def fork() -> int:
     """`os.fork`, without the warning of newer Pythons that threads are running."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
+        pid = os.fork()
+    if pid == 0 and "torch" in sys.modules:
+        # The parent's OpenMP threads are not here: a parallel region would wait for them for ever.
+        sys.modules["torch"].set_num_threads(1)
+    return pid
 
 
 @dataclass

@@ -22,7 +22,6 @@ def test_replacing_a_parameters_memory_under_slow_copies_harms_nothing(
 
     def job() -> int:
         warnings.simplefilter("ignore")
-        torch.set_num_threads(1)  # a forked child has none of its parent's
         model = torch.nn.Linear(3000, 3000, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         handle = lightck.attach(model, optimizer, path, schedule="eager")
@@ -58,7 +57,6 @@ def test_a_torn_snapshot_on_page_media_keeps_its_private_copies_until_it_is_free
 
     def job() -> int:
         warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
         # The thread that frees the snapshot gets its turn late, as beside a busy training thread.
         sys.setswitchinterval(2)
         model = Model()
