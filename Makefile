@@ -97,8 +97,9 @@ CRASH_OBJECTS = $(SOURCES:native/src/%.c=$(OUT)/crash/%.o) $(CRASH_SOURCES:nativ
 CRASH_COMPILE = $(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -g -DLCK_TRACE -c -o $@ $<
 
 crash: $(OUT)/crash/crash ## Enumerate crash images and mutants of the commit order
+	@mkdir -p build/proof
 	CC='$(CC)' bash native/crash/same_code.sh $(OUT)/same-code $(DIALECT) $(INCLUDES)
-	$(OUT)/crash/crash --images $(CRASH_IMAGES) --json build/crash-report.json
+	$(OUT)/crash/crash --images $(CRASH_IMAGES) --json build/proof/crash.json
 
 $(OUT)/crash/crash: $(CRASH_OBJECTS)
 	$(CC) -pthread -o $@ $^
