@@ -14,9 +14,10 @@
 #ifndef LIGHTCK_H
 #define LIGHTCK_H
 
+#include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 1u
+#define LCK_ABI 2u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -80,6 +81,17 @@ typedef struct lck_region_spec {
   uint32_t reserved;
 } lck_region_spec;
 
+/* A mapping that somebody else made (libpmem2, a libpmemobj pool) and keeps, unmoved, until the
+ * region on it is closed. The region may use all of it, and can never be larger. */
+typedef struct lck_backing {
+  void *base;           /* of offset 0; on a page, of the file too */
+  uint64_t length;      /* bytes from there, allocated on the medium */
+  uint32_t granularity; /* what its maker promises: LCK_GRAN_BYTE, _LINE, _PAGE; 0: find out */
+  uint32_t reserved;
+  void (*flush)(const void *address, size_t length); /* NULL: our own; unused with _PAGE */
+  void (*drain)(void);                               /* besides our own fence; may be NULL */
+} lck_backing;
+
 typedef struct lck_segment {
   uint64_t offset, length;
   uint64_t slot_bytes; /* slot i owns [offset + i * slot_bytes, + slot_bytes) */
@@ -116,10 +128,25 @@ int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_regi
  * superblocks fail); LCK_E_IO. */
 int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_region **out);
 
+/* The same on a mapping that somebody else made. `fd` and `lock_fd` are of the file it maps: for
+ * medium, syncs and locks. The region never unmaps it, but takes it from forked children for good.
+ * The medium is found out as ever. A promise that is coarser than the medium's own granularity is
+ * kept to. A finer one is not believed: where MAP_SYNC is granted, lines are flushed all the same;
+ * elsewhere the region is LCK_PROCESS_DURABLE, and says so in its superblock.
+ * create_on refuses space that holds a region, and clears the headers' pages of any other.
+ * Errors also: LCK_E_INVALID (alignment, length, a NUMA node). */
+int lck_region_create_on(const lck_backing *backing, int fd, int lock_fd,
+                         const lck_region_spec *spec, lck_region **out);
+int lck_region_open_on(const lck_backing *backing, int fd, int lock_fd, uint32_t flags,
+                       lck_region **out);
+
+/* How many bytes a new region takes on a medium with pages of 4 KiB. */
+int lck_region_measure(const lck_region_spec *spec, uint64_t *bytes);
+
 /* Add a segment that gives every slot at least `slot_bytes` more. Nothing mapped moves.
  * On return the file is extended, allocated and synced and the superblocks name the segment.
- * Errors: LCK_E_FULL (space, segments or a device's fixed size; the bytes needed and free are
- * named; the region stays as it was); LCK_E_IO. May block on the medium. */
+ * Errors: LCK_E_FULL (space, segments, or the fixed size of a device or backing; the bytes needed
+ * and free are named; the region stays as it was); LCK_E_IO. May block on the medium. */
 int lck_region_grow(lck_region *region, uint64_t slot_bytes);
 
 /* Begin a timeline: durably record its id and the ancestors it continues, each up to the sequence

@@ -126,6 +126,9 @@ int lck_medium_detect(lck_region *region) {
 
 int lck_medium_length(const lck_region *region, uint64_t *length) {
   struct stat file;
+  *length = region->reserved_length;
+  if (region->backed)
+    return 0;
   if (fstat(region->fd, &file) != 0)
     return lck_fail_errno(LCK_E_IO, "stat the region's file");
   *length = (uint64_t)file.st_size;
@@ -140,6 +143,11 @@ int lck_medium_length(const lck_region *region, uint64_t *length) {
 
 int lck_medium_peek(const lck_region *region, void *bytes, uint64_t length, uint64_t *got) {
   *got = 0;
+  if (region->backed) {
+    memcpy(bytes, region->base, length);
+    *got = length;
+    return 0;
+  }
   if (region->medium == LCK_DEVDAX) {
     void *map = mmap(NULL, region->granule, PROT_READ, MAP_SHARED, region->fd, 0);
     if (map == MAP_FAILED)

@@ -8,7 +8,12 @@
 /* Fill in medium, granularity, page_bytes and granule of a region whose descriptors are set. */
 int lck_medium_detect(lck_region *region);
 
-/* Length of the file or device now. */
+/* Space that is as large as it will ever be, and may hold anything: a device's or a backing's. */
+static inline int lck_medium_fixed(const lck_region *region) {
+  return region->backed || region->medium == LCK_DEVDAX;
+}
+
+/* Length of the file, device or backing now. */
 int lck_medium_length(const lck_region *region, uint64_t *length);
 
 /* Read up to `length` <= LCK_GRANULE bytes at the region's start without trusting them; *got

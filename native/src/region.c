@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "api.h"
+#include "backing.h"
 #include "error.h"
 #include "lock.h"
 #include "medium.h"
@@ -66,7 +67,7 @@ static void forget(lck_region *region) {
 
 /* Also after a failure half-way: releases what there is. */
 static void discard(lck_region *region) {
-  if (region->base != NULL)
+  if (region->base != NULL && !region->backed)
     munmap(region->base, region->reserved_length);
   lck_lock_release(region);
   forget(region);
@@ -85,8 +86,9 @@ static int check_descriptors(int fd, int lock_fd, uint32_t flags) {
   return 0;
 }
 
-/* A handle with descriptors, owner lock and medium, nothing mapped. */
-static int acquire(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_region **out) {
+/* A handle with descriptors, owner lock and medium, and nothing mapped but a backing. */
+static int acquire(const lck_backing *backing, int fd, int lock_fd, uint32_t flags,
+                   int32_t numa_node, lck_region **out) {
   int rc = check_descriptors(fd, lock_fd, flags);
   if (rc != 0)
     return rc;
@@ -106,6 +108,8 @@ static int acquire(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_r
     rc = lck_lock_own(region);
   if (rc == 0)
     rc = lck_medium_detect(region);
+  if (rc == 0 && backing != NULL)
+    rc = lck_backing_adopt(region, backing);
   if (rc != 0) {
     discard(region);
     return rc;
@@ -168,7 +172,6 @@ static int identify(superblock_disk *super, const lck_region_spec *spec) {
   super->created_ns = (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
   super->journal_offset = LCK_JOURNAL_OFFSET;
   super->journal_length = spec->journal_bytes;
-  super->flags = spec->flags;
   if (getrandom(super->uuid, sizeof(super->uuid), 0) != sizeof(super->uuid))
     return lck_fail_errno(LCK_E_IO, "getrandom of %zu bytes", sizeof(super->uuid));
   super->uuid[6] = (uint8_t)((super->uuid[6] & 0x0f) | 0x40); /* RFC 9562: version 4, variant 1 */
@@ -182,18 +185,18 @@ static int refuse_occupied(const lck_region *region) {
   int rc = lck_medium_length(region, &length);
   if (rc != 0)
     return rc;
-  if (region->medium != LCK_DEVDAX && length != 0)
+  if (!lck_medium_fixed(region) && length != 0)
     return lck_fail(LCK_E_INVALID, "the file is not empty: %" PRIu64 " bytes", length);
-  if (region->medium == LCK_DEVDAX && lck_superblock_read(region, &present) == 0)
-    return lck_fail(LCK_E_INVALID, "the device holds a region of %" PRIu64 " bytes", present.size);
+  if (lck_medium_fixed(region) && lck_superblock_read(region, &present) == 0)
+    return lck_fail(LCK_E_INVALID, "the space holds a region of %" PRIu64 " bytes", present.size);
   return 0;
 }
 
-/* The superblocks come last: whatever a crash leaves before is no region. A device may hold
+/* The superblocks come last: whatever a crash leaves before is no region. Fixed space may hold
  * anything, so its headers are blanked first, superblocks before records. */
 static int fill(lck_region *region, const superblock_disk *super) {
   static const unsigned char zeros[LCK_HEADER_PAGE];
-  for (uint64_t at = 0; region->medium == LCK_DEVDAX && at < LCK_JOURNAL_OFFSET;
+  for (uint64_t at = 0; lck_medium_fixed(region) && at < LCK_JOURNAL_OFFSET;
        at += LCK_HEADER_PAGE) {
     lck_persist_store(region, at, zeros, sizeof(zeros));
     lck_persist_fence(region);
@@ -201,17 +204,23 @@ static int fill(lck_region *region, const superblock_disk *super) {
   return lck_superblock_write(region, super);
 }
 
-static int create(lck_region *region, const lck_region_spec *spec) {
-  superblock_disk super = {0};
+static int place_first(const lck_region *region, const lck_region_spec *spec,
+                       segment_disk *segment) {
   if (spec->journal_bytes > LCK_SPACE_LIMIT)
     return lck_fail(LCK_E_FULL, "%" PRIu64 " journal bytes needed, a region may have %" PRIu64,
                     spec->journal_bytes, LCK_SPACE_LIMIT);
-  int rc = place_segment(region, LCK_JOURNAL_OFFSET + spec->journal_bytes, spec->slot_count,
-                         spec->slot_bytes, &super.segments[0]);
+  return place_segment(region, LCK_JOURNAL_OFFSET + spec->journal_bytes, spec->slot_count,
+                       spec->slot_bytes, segment);
+}
+
+static int create(lck_region *region, const lck_region_spec *spec) {
+  superblock_disk super = {0};
+  int rc = place_first(region, spec, &super.segments[0]);
   if (rc == 0)
     rc = refuse_occupied(region);
   if (rc == 0)
     rc = identify(&super, spec);
+  super.flags = region->flags & LCK_PROCESS_DURABLE;
   super.segment_count = 1;
   super.size = super.segments[0].offset + super.segments[0].length;
   if (rc == 0)
@@ -226,19 +235,37 @@ static int create(lck_region *region, const lck_region_spec *spec) {
   return rc;
 }
 
-LCK_API int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_region **out) {
+LCK_API int lck_region_create_on(const lck_backing *backing, int fd, int lock_fd,
+                                 const lck_region_spec *spec, lck_region **out) {
   if (spec == NULL || out == NULL)
     return lck_fail(LCK_E_INVALID, "spec or out is NULL");
   lck_region *region = NULL;
   int rc = check_spec(spec);
   if (rc == 0)
-    rc = acquire(fd, lock_fd, spec->flags, spec->numa_node, &region);
+    rc = acquire(backing, fd, lock_fd, spec->flags, spec->numa_node, &region);
   if (rc == 0)
     rc = create(region, spec);
   if (rc == 0)
     *out = region;
   else if (region != NULL)
     discard(region);
+  return rc;
+}
+
+LCK_API int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_region **out) {
+  return lck_region_create_on(NULL, fd, lock_fd, spec, out);
+}
+
+LCK_API int lck_region_measure(const lck_region_spec *spec, uint64_t *bytes) {
+  if (spec == NULL || bytes == NULL)
+    return lck_fail(LCK_E_INVALID, "spec or bytes is NULL");
+  const lck_region region = {.page_bytes = LCK_HEADER_PAGE, .granule = LCK_GRANULE};
+  segment_disk segment;
+  int rc = check_spec(spec);
+  if (rc == 0)
+    rc = place_first(&region, spec, &segment);
+  if (rc == 0)
+    *bytes = segment.offset + segment.length;
   return rc;
 }
 
@@ -283,12 +310,12 @@ static int open_existing(lck_region *region) {
   return rc;
 }
 
-LCK_API int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node,
-                            lck_region **out) {
+static int open_at(const lck_backing *backing, int fd, int lock_fd, uint32_t flags,
+                   int32_t numa_node, lck_region **out) {
   if (out == NULL || flags & ~(uint32_t)(LCK_READ_ONLY | LCK_PROCESS_DURABLE))
     return lck_fail(LCK_E_INVALID, "out is NULL or flags 0x%x are unknown", flags);
   lck_region *region = NULL;
-  int rc = acquire(fd, lock_fd, flags, numa_node, &region);
+  int rc = acquire(backing, fd, lock_fd, flags, numa_node, &region);
   if (rc == 0)
     rc = open_existing(region);
   if (rc == 0)
@@ -296,6 +323,16 @@ LCK_API int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_no
   else if (region != NULL)
     discard(region);
   return rc;
+}
+
+LCK_API int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node,
+                            lck_region **out) {
+  return open_at(NULL, fd, lock_fd, flags, numa_node, out);
+}
+
+LCK_API int lck_region_open_on(const lck_backing *backing, int fd, int lock_fd, uint32_t flags,
+                               lck_region **out) {
+  return open_at(backing, fd, lock_fd, flags, -1, out);
 }
 
 /* ---- change ------------------------------------------------------------------------------- */
@@ -340,57 +377,4 @@ LCK_API int lck_region_branch(lck_region *region, uint64_t timeline, const lck_b
   for (uint32_t i = 0; i < count; i++)
     next.lineage[i] = (branch_disk){lineage[i].timeline, lineage[i].sequence};
   return lck_superblock_write(region, &next);
-}
-
-/* ---- describe ----------------------------------------------------------------------------- */
-
-LCK_API int lck_region_describe(const lck_region *region, lck_region_info *out) {
-  int rc = lck_region_alive(region);
-  if (rc != 0)
-    return rc;
-  if (out == NULL)
-    return lck_fail(LCK_E_INVALID, "out is NULL");
-  superblock_disk super = lck_superblock_copy(region);
-  lck_region_info info = {
-      .format_version = super.version,
-      .rank = super.rank,
-      .world = super.world,
-      .slot_count = super.slot_count,
-      .medium = region->medium,
-      .granularity = region->granularity,
-      .page_bytes = (uint32_t)region->page_bytes,
-      .latched = (uint32_t)-atomic_load(&region->latched),
-      .size = super.size,
-      .generation = super.generation,
-      .created_ns = super.created_ns,
-      .journal_offset = super.journal_offset,
-      .journal_length = super.journal_length,
-      .timeline = super.timeline,
-      .base = region->base,
-      .segment_count = super.segment_count,
-      .lineage_count = super.lineage_count,
-  };
-  memcpy(info.uuid, super.uuid, sizeof(info.uuid));
-  memcpy(info.run_id, super.run_id, sizeof(info.run_id));
-  for (uint32_t i = 0; i < super.segment_count; i++)
-    info.segments[i] = (lck_segment){super.segments[i].offset, super.segments[i].length,
-                                     super.segments[i].slot_bytes};
-  for (uint32_t i = 0; i < super.lineage_count; i++)
-    info.lineage[i] = (lck_branch){super.lineage[i].timeline, super.lineage[i].sequence};
-  *out = info;
-  return 0;
-}
-
-int lck_slot_contains(const lck_region *region, uint32_t slot, uint64_t offset, uint64_t length) {
-  int inside = 0;
-  pthread_mutex_t *mutex = (pthread_mutex_t *)&region->mutex; /* not const to the caller */
-  pthread_mutex_lock(mutex);
-  uint32_t count = slot < region->super.slot_count ? region->super.segment_count : 0;
-  for (uint32_t i = 0; i < count && !inside; i++) {
-    uint64_t bytes = region->super.segments[i].slot_bytes;
-    uint64_t start = region->super.segments[i].offset + slot * bytes;
-    inside = offset >= start && offset - start <= bytes && length <= bytes - (offset - start);
-  }
-  pthread_mutex_unlock(mutex);
-  return inside;
 }

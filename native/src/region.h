@@ -19,9 +19,12 @@ typedef struct lck_layout {
 struct lck_region {
   unsigned char *base;      /* address of offset 0, in a reservation larger than the region */
   uint64_t reserved_length; /* of that address range; segments are mapped into it, never moved */
+  int backed;               /* that range is mapped by somebody else, all of it */
   int fd, lock_fd;          /* own duplicates */
   uint32_t flags, medium, granularity;
-  uint64_t page_bytes;   /* of the mapping: 4 KiB, or a huge page */
+  void (*flush)(const void *address, size_t length); /* a backing's, or NULL: our own */
+  void (*drain)(void);                               /* a backing's, besides our own fence */
+  uint64_t page_bytes;                               /* of the mapping: 4 KiB, or a huge page */
   uint64_t granule;      /* mapped lengths are multiples: LCK_GRANULE, or a larger huge page */
   pthread_mutex_t mutex; /* guards `super` and `layouts`: a commit may run beside a growth */
   pthread_mutex_t sync;  /* one at a time: the kernel tells one caller only of a lost page */

@@ -42,6 +42,8 @@
 /* ---- addresses ---------------------------------------------------------------------------- */
 
 int lck_space_reserve(lck_region *region, uint64_t size) {
+  if (region->backed)
+    return 0;
   uint64_t granule = region->granule;
   uint64_t length = size > RESERVATION / 2 ? size * 2 : RESERVATION;
   if (size > LCK_SPACE_LIMIT)
@@ -69,6 +71,8 @@ int lck_space_reserve(lck_region *region, uint64_t size) {
 }
 
 static int map_range(lck_region *region, uint64_t offset, uint64_t length) {
+  if (region->backed)
+    return 0;
   int protection = region->flags & LCK_READ_ONLY ? PROT_READ : PROT_READ | PROT_WRITE;
   int flags = MAP_FIXED | MAP_SHARED;
   if (region->medium == LCK_FSDAX || region->medium == LCK_DEVDAX)
@@ -287,7 +291,7 @@ static int fill_holes(lck_region *region, uint64_t size) {
     return lck_fail_errno(LCK_E_IO, "stat the region's file");
   uint64_t present = (uint64_t)file.st_blocks * 512;
   /* The file may be longer than the region: a growth that was cut short. */
-  if (!S_ISREG(file.st_mode) || present >= (uint64_t)file.st_size)
+  if (lck_medium_fixed(region) || !S_ISREG(file.st_mode) || present >= (uint64_t)file.st_size)
     return 0;
   uint64_t least = present < size ? size - present : 0;
   int rc = 0;
@@ -313,10 +317,11 @@ static int prepare_file(const lck_region *region, uint64_t old_size, uint64_t ne
   int rc = lck_medium_length(region, &length);
   if (rc != 0)
     return rc;
-  if (region->medium == LCK_DEVDAX && new_size > length)
-    return lck_fail(LCK_E_FULL, "%" PRIu64 " bytes needed, %" PRIu64 " free on the device", need,
-                    length - old_size);
-  if (region->medium == LCK_DEVDAX)
+  if (lck_medium_fixed(region) && new_size > length)
+    return lck_fail(LCK_E_FULL, "%" PRIu64 " bytes needed, %" PRIu64 " free %s", need,
+                    length > old_size ? length - old_size : 0,
+                    region->backed ? "in the mapping, which cannot grow" : "on the device");
+  if (lck_medium_fixed(region))
     return 0;
   /* What lies beyond was left by a growth that a crash cut short. */
   if (length > old_size && ftruncate(region->fd, (off_t)old_size) != 0)
@@ -326,7 +331,7 @@ static int prepare_file(const lck_region *region, uint64_t old_size, uint64_t ne
 
 int lck_space_extend(lck_region *region, uint64_t old_size, uint64_t new_size) {
   uint64_t need = new_size - old_size;
-  if (new_size > region->reserved_length)
+  if (!region->backed && new_size > region->reserved_length)
     return lck_fail(LCK_E_FULL, "%" PRIu64 " bytes needed, %" PRIu64 " bytes of addresses free",
                     need, region->reserved_length - old_size);
   int rc = prepare_file(region, old_size, new_size);
@@ -335,7 +340,7 @@ int lck_space_extend(lck_region *region, uint64_t old_size, uint64_t new_size) {
   rc = map_range(region, old_size, need);
   if (rc == 0)
     rc = bind_range(region, old_size, need);
-  int error = rc == 0 && region->medium != LCK_DEVDAX ? allocate(region, old_size, need, 1) : 0;
+  int error = rc == 0 && !lck_medium_fixed(region) ? allocate(region, old_size, need, 1) : 0;
   if (rc == 0 && error == 0)
     rc = populate(region, old_size, need);
   lck_trace(LCK_TRACE_EXTEND, region, 0, new_size);
@@ -350,7 +355,8 @@ int lck_space_extend(lck_region *region, uint64_t old_size, uint64_t new_size) {
 }
 
 void lck_space_retract(lck_region *region, uint64_t size, uint64_t length) {
-  unmap_range(region, size, length - size);
-  if (region->medium != LCK_DEVDAX)
+  if (!region->backed)
+    unmap_range(region, size, length - size);
+  if (!lck_medium_fixed(region))
     (void)!ftruncate(region->fd, (off_t)size);
 }
