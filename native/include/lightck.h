@@ -217,7 +217,8 @@ typedef struct lck_pool_spec {
 
 typedef struct lck_stats {
   uint64_t bytes_copied, bytes_skipped, bytes_helped; /* helped: copied by callers of capture */
-  uint64_t copy_ns;                                   /* summed over threads */
+  uint64_t copy_ns;                                   /* captures, summed over threads */
+  uint64_t bytes_drained, drain_ns;                   /* DRAM to region, summed over threads */
   uint64_t commits, commit_ns;
   uint64_t staging_bytes; /* DRAM held for staged snapshots */
 } lck_stats;
@@ -229,6 +230,15 @@ int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
  * helps is never paced. Any thread. */
 int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
 
+/* Write at most `bytes_per_s` to the region, all threads and callers together; 0: no limit. For a
+ * medium that others use, too. What is limited is captured late, unless it goes through DRAM
+ * (LCK_COPY_STAGED). Any thread. */
+int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s);
+
+/* Map DRAM for staged copies of `bytes` in all, and fault it in, so that the first staged snapshot
+ * does not. May take a second for some gigabytes. Any thread. Errors: LCK_E_NOMEM. */
+int lck_pool_stage(lck_pool *pool, uint64_t bytes);
+
 /* Counters since the pool began; no lock is taken on the copy path. Any thread. */
 int lck_pool_stats(const lck_pool *pool, lck_stats *out);
 
@@ -238,6 +248,7 @@ int lck_pool_destroy(lck_pool *pool);
 
 enum {
   LCK_COPY_IF_CHANGED = 1u << 0, /* hash first; skip when the CRC equals `crc` (whole extent) */
+  LCK_COPY_STAGED = 1u << 1,     /* to DRAM first, to the region behind the capture's back */
 };
 
 typedef struct lck_copy {
@@ -252,8 +263,8 @@ typedef struct lck_copy {
 
 /* Open `slot` for a new snapshot. Its old content is invalid, durably, before the first payload
  * byte changes: at once on byte, line and memory media, as a background task on page media. There
- * copies go to DRAM first (staged) and from there to the region, so that neither capture nor
- * training ever waits for a sync. Errors: LCK_E_LEASED; LCK_E_PREVIOUS; LCK_E_BUSY (a snapshot is
+ * every copy is staged (LCK_COPY_STAGED), so that neither capture nor training ever waits for a
+ * sync. Errors: LCK_E_LEASED; LCK_E_PREVIOUS; LCK_E_BUSY (a snapshot is
  * open in the slot). */
 int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot, lck_snapshot **out);
 

@@ -18,7 +18,7 @@ static uint64_t whole_lines(uint64_t length) {
 
 static int check_copy(const lck_snapshot *snapshot, const lck_copy *copy, uint64_t index) {
   if (!copy->source || copy->length == 0 || copy->length > INT64_MAX ||
-      (copy->flags & ~(uint32_t)LCK_COPY_IF_CHANGED) != 0) {
+      (copy->flags & ~(uint32_t)(LCK_COPY_IF_CHANGED | LCK_COPY_STAGED)) != 0) {
     return lck_fail(LCK_E_INVALID, "copy %llu: no source, no length or unknown flags 0x%x",
                     (unsigned long long)index, copy->flags);
   }
@@ -30,6 +30,10 @@ static int check_copy(const lck_snapshot *snapshot, const lck_copy *copy, uint64
                     (unsigned long long)copy->length, snapshot->slot);
   }
   return 0;
+}
+
+static uint64_t staging_of(const lck_snapshot *snapshot, const lck_copy *copy) {
+  return snapshot->paged || copy->flags & LCK_COPY_STAGED ? whole_lines(copy->length) : 0;
 }
 
 /* Whether a copy that starts, or goes on, with `length` bytes needs another chunk. Chunks end with
@@ -78,7 +82,7 @@ int lck_batch_build(lck_snapshot *snapshot, const lck_copy *copies, uint64_t cou
     if (rc)
       return rc;
     pieces += (copies[i].length + chunk_bytes - 1) / chunk_bytes;
-    staging += whole_lines(copies[i].length);
+    staging += staging_of(snapshot, &copies[i]);
   }
   lck_batch *batch = aligned_alloc(64, sizeof *batch);
   if (batch) {
@@ -87,18 +91,20 @@ int lck_batch_build(lck_snapshot *snapshot, const lck_copy *copies, uint64_t cou
     batch->chunks = calloc(pieces + 1, sizeof *batch->chunks);
   }
   unsigned char *staged = NULL;
-  if (snapshot->staged && staging > 0 && batch)
+  if (staging > 0 && batch)
     staged = lck_staging_take(snapshot->pool, &snapshot->areas, staging);
-  if (!batch || !batch->pieces || !batch->chunks || (snapshot->staged && staging > 0 && !staged)) {
+  if (!batch || !batch->pieces || !batch->chunks || (staging > 0 && !staged)) {
     lck_batch_free(batch);
     return lck_fail(LCK_E_NOMEM, "no memory for a batch of %llu copies, %llu bytes of staging",
-                    (unsigned long long)count,
-                    (unsigned long long)(snapshot->staged ? staging : 0));
+                    (unsigned long long)count, (unsigned long long)staging);
   }
   for (uint64_t i = 0; i < count; i++) {
-    cut_copy(batch, chunk_bytes, &copies[i], (uint32_t)i, staged);
-    staged = staged ? staged + whole_lines(copies[i].length) : NULL;
+    uint64_t needed = staging_of(snapshot, &copies[i]);
+    cut_copy(batch, chunk_bytes, &copies[i], (uint32_t)i, needed > 0 ? staged : NULL);
+    staged = staged ? staged + needed : NULL;
   }
+  if (staging > 0)
+    atomic_store(&snapshot->staged, 1);
   batch->chunks[batch->chunk_count] =
       (lck_chunk){.first = batch->piece_count, .start = batch->bytes};
   batch->copy_count = count;
@@ -153,6 +159,7 @@ static void store_piece(lck_snapshot *snapshot, lck_piece *piece) {
     uint32_t crc = 0;
     lck_persist_payload(snapshot->region, piece->offset, piece->source, piece->length, &crc);
     piece->crc = crc;
+    lck_pool_throttle(snapshot->pool, piece->length);
   }
 }
 
@@ -198,10 +205,10 @@ static void capture_pieces(lck_snapshot *snapshot, lck_batch *batch, const lck_c
   add_relaxed(&snapshot->pool->bytes_helped, helping ? copied : 0);
 }
 
-static void finish_lap(lck_snapshot *snapshot, uint64_t started, lck_lap *lap) {
+static void finish_lap(_Atomic uint64_t *total_ns, uint64_t started, lck_lap *lap) {
   lap->finished = lck_now_ns();
   lap->spent = lap->finished - started;
-  add_relaxed(&snapshot->pool->copy_ns, lap->spent);
+  add_relaxed(total_ns, lap->spent);
 }
 
 /* `halted` is read after the claim: whoever sets it and then finds every claimed chunk done knows
@@ -225,23 +232,23 @@ void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
       if (LCK_MUTANT(MUTANT_INVALIDATED_LATE))
         (void)lck_slot_invalidate(snapshot->region, snapshot->slot);
       atomic_store(&chunk->captured, 1);
-      if (snapshot->staged && atomic_load(&snapshot->erased))
+      if (atomic_load(&snapshot->staged) && atomic_load(&snapshot->erased))
         lck_pool_wake(snapshot->pool);
     }
   }
-  finish_lap(snapshot, started, lap);
+  finish_lap(&snapshot->pool->copy_ns, started, lap);
   int last = atomic_fetch_add(&batch->done, 1) + 1 == batch->chunk_count;
   if (last || atomic_load(&snapshot->halted))
     lck_pool_notify(snapshot->pool);
 }
 
 void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, lck_lap *lap) {
-  uint64_t started = lck_now_ns();
+  uint64_t started = lck_now_ns(), drained = 0;
   const lck_chunk *chunk = &batch->chunks[index];
   for (uint64_t i = chunk[0].first; i < chunk[1].first && !atomic_load(&snapshot->halted); i++) {
     const lck_piece *piece = &batch->pieces[i];
     uint32_t crc = 0;
-    if (piece->flags & LCK_PIECE_SKIPPED)
+    if (!piece->staged || piece->flags & LCK_PIECE_SKIPPED)
       continue;
     lck_persist_payload(snapshot->region, piece->offset, piece->staged, piece->length, &crc);
     if (crc != piece->crc) {
@@ -252,10 +259,13 @@ void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, l
                    piece->copy, (unsigned long long)piece->offset, snapshot->slot, crc,
                    piece->crc));
     }
+    drained += piece->length;
+    lck_pool_throttle(snapshot->pool, piece->length);
   }
   if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
     lck_persist_fence(snapshot->region);
-  finish_lap(snapshot, started, lap);
+  add_relaxed(&snapshot->pool->bytes_drained, drained);
+  finish_lap(&snapshot->pool->drain_ns, started, lap);
   if (atomic_fetch_add(&batch->drained, 1) + 1 == batch->chunk_count) {
     atomic_fetch_add(&snapshot->drained, 1);
     pthread_mutex_lock(&snapshot->pool->lock);

@@ -48,6 +48,22 @@ void lck_pool_sleep(lck_pool *pool, pthread_cond_t *condition, uint64_t deadline
   pthread_cond_timedwait(condition, &pool->lock, &until);
 }
 
+/* Each write books its time behind the one before and ends no sooner. */
+void lck_pool_throttle(lck_pool *pool, uint64_t bytes) {
+  uint64_t rate = atomic_load_explicit(&pool->limit, memory_order_relaxed);
+  if (rate == 0)
+    return;
+  uint64_t now = lck_now_ns(), needed = (uint64_t)((double)bytes * 1e9 / (double)rate), end;
+  uint64_t booked = atomic_load(&pool->booked);
+  do
+    end = (booked > now ? booked : now) + needed;
+  while (!atomic_compare_exchange_weak(&pool->booked, &booked, end));
+  struct timespec until = {.tv_sec = (time_t)(end / UINT64_C(1000000000)),
+                           .tv_nsec = (long)(end % UINT64_C(1000000000))};
+  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR) {
+  }
+}
+
 void lck_pool_wake(lck_pool *pool) {
   if (atomic_load(&pool->sleepers) > 0) {
     pthread_mutex_lock(&pool->lock);
@@ -84,7 +100,7 @@ static int find_capture(lck_snapshot *snapshot, int waited_for, task *out) {
 }
 
 static int find_drain(lck_snapshot *snapshot, task *out) {
-  if (!snapshot->staged || !atomic_load(&snapshot->erased))
+  if (!atomic_load(&snapshot->staged) || !atomic_load(&snapshot->erased))
     return 0;
   uint32_t count = atomic_load(&snapshot->batch_count);
   for (uint32_t i = snapshot->drain_from; i < count; i++) {
@@ -195,7 +211,7 @@ void *lck_worker_main(void *argument) {
 static int due(const lck_snapshot *snapshot) {
   if (snapshot->phase != LCK_PHASE_SEALED || atomic_load(&snapshot->failure))
     return 0;
-  return !snapshot->staged ||
+  return !atomic_load(&snapshot->staged) ||
          atomic_load(&snapshot->drained) == atomic_load(&snapshot->batch_count);
 }
 
@@ -315,6 +331,13 @@ LCK_API int lck_pool_pace(lck_pool *pool, uint32_t per_mille) {
   return 0;
 }
 
+LCK_API int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s) {
+  int rc = lck_pool_usable(pool);
+  if (rc == 0)
+    atomic_store(&pool->limit, bytes_per_s);
+  return rc;
+}
+
 LCK_API int lck_pool_stats(const lck_pool *pool, lck_stats *out) {
   int rc = lck_pool_usable(pool);
   if (rc)
@@ -326,6 +349,8 @@ LCK_API int lck_pool_stats(const lck_pool *pool, lck_stats *out) {
       .bytes_skipped = atomic_load_explicit(&pool->bytes_skipped, memory_order_relaxed),
       .bytes_helped = atomic_load_explicit(&pool->bytes_helped, memory_order_relaxed),
       .copy_ns = atomic_load_explicit(&pool->copy_ns, memory_order_relaxed),
+      .bytes_drained = atomic_load_explicit(&pool->bytes_drained, memory_order_relaxed),
+      .drain_ns = atomic_load_explicit(&pool->drain_ns, memory_order_relaxed),
       .commits = atomic_load_explicit(&pool->commits, memory_order_relaxed),
       .commit_ns = atomic_load_explicit(&pool->commit_ns, memory_order_relaxed),
       .staging_bytes = atomic_load_explicit(&pool->staging_bytes, memory_order_relaxed),

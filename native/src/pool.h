@@ -45,7 +45,10 @@ struct lck_pool {
   _Atomic uint32_t urgent;   /* captures and frees that wait: what they wait for is not paced */
   _Atomic uint32_t pace;     /* per mille */
 
+  _Atomic uint64_t limit, booked; /* bytes/s written; until when they are spoken for, ns */
+
   _Atomic uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns, commits, commit_ns;
+  _Atomic uint64_t bytes_drained, drain_ns;
   _Atomic uint64_t staging_bytes;
 
   uint32_t started; /* threads to join */
@@ -62,6 +65,9 @@ void lck_pool_wake(lck_pool *pool);
 void lck_pool_notify(lck_pool *pool);
 
 uint64_t lck_now_ns(void); /* monotonic */
+
+/* Sleep until the medium may take more, after `bytes` were written. */
+void lck_pool_throttle(lck_pool *pool, uint64_t bytes);
 
 /* Sleep on `condition` under the pool's lock until about `deadline` (monotonic; LCK_ALL: none). */
 void lck_pool_sleep(lck_pool *pool, pthread_cond_t *condition, uint64_t deadline);

@@ -56,7 +56,7 @@ static void enlist(lck_snapshot *snapshot) {
     pool->first = snapshot;
   pool->last = snapshot;
   snapshot->claimed = 1;
-  if (snapshot->staged) {
+  if (snapshot->paged) {
     snapshot->doomed = 1;
     pthread_cond_signal(&pool->duty);
   }
@@ -81,13 +81,13 @@ LCK_API int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot
   snapshot->pool = pool;
   snapshot->region = region;
   snapshot->slot = slot;
-  snapshot->staged = region->granularity == LCK_GRAN_PAGE || region->medium == LCK_FILE;
+  snapshot->paged = region->granularity == LCK_GRAN_PAGE || region->medium == LCK_FILE;
   rc = lck_slot_claim(region, slot);
   if (rc) {
     free(snapshot);
     return rc;
   }
-  if (!snapshot->staged) {
+  if (!snapshot->paged) {
     rc = LCK_MUTANT(MUTANT_INVALIDATED_LATE) ? 0 : lck_slot_invalidate(region, slot);
     if (rc) {
       lck_region_latch(region, rc);

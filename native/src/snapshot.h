@@ -2,8 +2,8 @@
  *
  * A batch is built once and its tables never change shape. A *piece* is one copy, or a part of one
  * that is too large for a chunk. A *chunk* is what one thread does at a time: a run of pieces of
- * one layer. A chunk is *captured* when its bytes have left their sources and, in a staged
- * snapshot, *drained* when they have reached the region. */
+ * one layer. A chunk is *captured* when its bytes have left their sources and, where one of its
+ * copies is staged, *drained* when they have reached the region. */
 #ifndef LCK_SNAPSHOT_H
 #define LCK_SNAPSHOT_H
 
@@ -23,7 +23,7 @@
  * the chunk as done, and read by others after they have seen that count. */
 typedef struct lck_piece {
   const unsigned char *source;
-  unsigned char *staged; /* NULL in a direct snapshot */
+  unsigned char *staged; /* NULL: straight to the region */
   uint64_t offset, length;
   uint32_t copy;     /* index in the batch */
   uint32_t flags;    /* LCK_COPY_*, LCK_PIECE_SKIPPED */
@@ -58,7 +58,7 @@ struct lck_snapshot {
   lck_pool *pool;
   lck_region *region;
   uint32_t slot;
-  int staged;
+  int paged;          /* every copy is staged, and the keeper invalidates the slot */
   lck_snapshot *next; /* in the pool's list */
 
   /* Under the pool's lock. */
@@ -73,6 +73,7 @@ struct lck_snapshot {
   _Atomic int failure; /* first one, or 0 */
   _Atomic int halted;  /* failed or given up: nobody touches a source or the region any more */
   _Atomic int erased;  /* the slot's old content is invalid, durably: drains may run */
+  _Atomic int staged;  /* some copy is: every chunk has its drain, which may find nothing to do */
   _Atomic uint32_t urgent;
   _Atomic uint32_t batch_count; /* stored after the batch and its block */
   _Atomic uint32_t drained;     /* batches */

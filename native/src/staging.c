@@ -1,9 +1,15 @@
 /* staging.c -- the DRAM that staged snapshots go through. */
+#include <errno.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include "api.h"
 #include "error.h"
 #include "pool.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* since Linux 5.14; refused before */
+#endif
 
 #define HUGE_PAGE (UINT64_C(2) << 20)
 #define AREA_LEAST (UINT64_C(16) << 20) /* so that many small batches share one mapping */
@@ -98,4 +104,20 @@ void lck_staging_give(lck_pool *pool, lck_area **held) {
     pool->cached = area;
   }
   pthread_mutex_unlock(&pool->lock);
+}
+
+LCK_API int lck_pool_stage(lck_pool *pool, uint64_t bytes) {
+  int rc = lck_pool_usable(pool);
+  if (rc || bytes == 0)
+    return rc;
+  lck_area *area = map_area(pool, bytes);
+  if (!area)
+    return lck_fail(LCK_E_NOMEM, "%llu bytes of DRAM for staging", (unsigned long long)bytes);
+  if (madvise(area->base, area->length, MADV_POPULATE_WRITE) != 0 && errno == ENOMEM) {
+    lck_staging_drop(pool, area);
+    return lck_fail(LCK_E_NOMEM, "%llu bytes of DRAM for staging cannot be faulted in",
+                    (unsigned long long)bytes);
+  }
+  lck_staging_give(pool, &area);
+  return 0;
 }

@@ -182,7 +182,7 @@ static void test_arguments(bed *b) {
       {.offset = end - 64, .source = b, .length = 65},
       {.offset = end, .source = b, .length = 1},
       {.offset = first, .source = b, .length = UINT64_MAX},
-      {.offset = first, .source = b, .length = 1, .flags = 2},
+      {.offset = first, .source = b, .length = 1, .flags = 4},
   };
   uint32_t index;
   for (uint32_t i = 0; i < sizeof copies / sizeof copies[0]; i++)
