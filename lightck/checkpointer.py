@@ -36,7 +36,6 @@ from lightck.config import Config
 from lightck.errors import LightckError, WaitTimeoutError
 from lightck.events import event
 from lightck.region.claim import claim
-from lightck.region.native import NativePool
 from lightck.restore import as_list, as_module, progress
 from lightck.types import Policy, Stats
 
@@ -141,8 +140,7 @@ class Handle:
         config, region = self.config, self.region
         collected = inventory.collect()
         release = schedule(config.schedule, layer_count(collected.lives))
-        pool = NativePool(config.threads, config.chunk_bytes, config.nice)
-        pipeline = Pipeline(region, pool, release, config.proof)
+        pipeline = Pipeline.start(region, release, config)
         self._recorder = recorder = Recorder(
             inventory=inventory,
             instants=Instants(inventory),

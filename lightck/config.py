@@ -36,8 +36,13 @@ class Config:
         threads: copying threads, 1 to 64.
         chunk_bytes: bytes of one piece of a copy, a multiple of 4096, at most 1 GiB.
         nice: niceness of the copying threads, 0 to 19.
-        schedule: when copies run: `eager` (all at once when a snapshot opens) or `backward`
-            (paced by the gradient hooks).
+        schedule: when copies run: `eager` (all at once when a snapshot opens), `backward` (paced by
+            the gradient hooks), or `auto` (tries both and keeps what costs less).
+        placement: `direct` (tensor to region), `staged` (through as much DRAM as the state has, to
+            the region behind the training: for media slower than a step), or `auto` (tries
+            staging when the fence waits for the medium). Ordinary files are always staged.
+        write_limit: bytes per second written to the medium at most, for media that others use,
+            too; 0 is no limit.
         durability: `medium` (what the medium offers) or `process` (an ordinary file without
             syncs: survives the process, not the host).
         numa_node: node whose memory holds the region (CXL memory is one); None leaves it open.
@@ -60,7 +65,9 @@ class Config:
     threads: int = 1
     chunk_bytes: int = 262_144
     nice: int = 0
-    schedule: Literal["eager", "backward"] = "backward"
+    schedule: Literal["auto", "eager", "backward"] = "auto"
+    placement: Literal["auto", "direct", "staged"] = "auto"
+    write_limit: int = 0
     durability: Literal["medium", "process"] = "medium"
     numa_node: int | None = None
     on_error: Literal["warn", "raise"] | Callable[[BaseException], object] = "warn"
@@ -235,7 +242,7 @@ def _error_action(value: object) -> object:
     raise ValueError("must be 'warn', 'raise' or a function of one exception")
 
 
-_TEXTS = ("path", "schedule", "durability", "on_error", "run_id")
+_TEXTS = ("path", "schedule", "placement", "durability", "on_error", "run_id")
 _CHECKS: dict[str, Callable[[object], object]] = {
     "path": _path,
     "policy": parse,
@@ -243,7 +250,9 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "threads": _integer(1, 64),
     "chunk_bytes": _integer(4096, 1 << 30, multiple=4096),
     "nice": _integer(0, 19),
-    "schedule": _choice("eager", "backward"),
+    "schedule": _choice("auto", "eager", "backward"),
+    "placement": _choice("auto", "direct", "staged"),
+    "write_limit": _integer(0, 1 << 50),
     "durability": _choice("medium", "process"),
     "numa_node": _node,
     "on_error": _error_action,

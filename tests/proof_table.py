@@ -29,7 +29,9 @@ Numbers = Mapping[str, Any]
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> list[str]:
     """Lines of a Markdown table; integers get thousands separators."""
     lines = [list(head), *(list(row) for row in rows)]
-    text = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in line] for line in lines]
+    text = [
+        [f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in line] for line in lines
+    ]
     text.insert(1, ["---"] * len(text[0]))
     return ["| " + " | ".join(line) + " |" for line in text] + [""]
 
@@ -48,9 +50,9 @@ def crash(proof: Numbers) -> list[str]:
     mutants = proof["mutants"]
     caught = sum(mutant["caught"] for mutant in mutants)
     return [
-        f"Crash images, {proof['images']:,} in {proof['seconds']:.0f} s, by medium and by the step of the",
-        "protocol in which the machine stops (`bad`: with checksums; `unsummed`: with payload checksums",
-        "ignored):",
+        f"Crash images, {proof['images']:,} in {proof['seconds']:.0f} s, by medium and by the step",
+        "of the protocol in which the machine stops (`bad`: with checksums; `unsummed`: payload",
+        "checksums ignored):",
         "",
         *table(["medium", *steps, "all", "bad", "unsummed"], rows),
         f"Mistakes made on purpose in the order of stores: {len(mutants)}, caught: {caught}.",

@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 from threading import Thread
 
 import numpy as np
+import numpy.typing as npt
 
 from lightck.capture.arrange import Arrangement, Sources, sources, versions_of
+from lightck.capture.placement import Placement
 from lightck.capture.state import Collected, Live
+from lightck.config import Config
 from lightck.errors import LightckError, TornSnapshotError, WaitTimeoutError
 from lightck.region.native import NativePool
 from lightck.region.region import Region
@@ -64,6 +67,8 @@ class Flight:
     groups: list[Group] = field(default_factory=list)
     opened_s: float = field(default_factory=time.monotonic)
     captured_s: float = 0.0
+    waited_s: float = 0.0
+    """Seconds at fences so far."""
     futures: list[Future[int]] = field(default_factory=list)
     """Whoever waits for this very snapshot."""
 
@@ -97,6 +102,7 @@ class Pipeline:
     region: Region
     pool: NativePool
     schedule: ReleaseSchedule
+    placement: Placement = field(default_factory=Placement)
     proof: bool = False
     counters: Counters = field(default_factory=Counters)
     window: Flight | None = None
@@ -106,6 +112,8 @@ class Pipeline:
     on_torn: Callable[[Flight, Sequence[str]], None] = lambda flight, names: None
     _abandoning: list[tuple[Thread, Flight]] = field(default_factory=list)
     """Dropped on page media: the memory they read is held until they are freed."""
+    _mapping: Thread | None = None
+    """Maps DRAM in the pool."""
     _last_stats: dict[str, int] | None = None
     _dice: random.Random = field(default_factory=random.Random)
     """For audits only; the global generators belong to the user."""
@@ -114,6 +122,15 @@ class Pipeline:
         """Nothing is arranged yet."""
         self.arrangement = Arrangement(self.region)
 
+    @classmethod
+    def start(cls, region: Region, schedule: ReleaseSchedule, config: Config) -> Pipeline:
+        """Start the workers."""
+        pool = NativePool(config.threads, config.chunk_bytes, config.nice)
+        pool.limit(config.write_limit)
+        pipeline = cls(region, pool, schedule, proof=config.proof)
+        pipeline.placement = Placement(config.placement, region.staged, pipeline._map_dram)
+        return pipeline
+
     def prepare(self, lives: Sequence[Live], boundary_bytes: int) -> None:
         """Plan the layout and make room for it, before training relies on it.
 
@@ -121,6 +138,7 @@ class Pipeline:
             RegionFullError: the bytes needed and free are named.
         """
         self.arrangement.update(lives, boundary_bytes)
+        self.placement.prepare(sum(entry.length for entry in self.arrangement.entries))
 
     def open(
         self, step: int, state: Collected, at_step: bytes, at_forward: bytes, *, flags: int = 0
@@ -128,7 +146,7 @@ class Pipeline:
         """Begin snapshot `step`: from now to the fence the sources must not change.
 
         Buffers and other sources that cannot wait are copied before this returns. None when no slot
-        is free: nothing was done.
+        is free, or the DRAM for staging still holds the last snapshot: nothing was done.
 
         Raises:
             RegionFullError: the state has outgrown the medium.
@@ -136,6 +154,8 @@ class Pipeline:
         """
         assert self.window is None, "two snapshots in one window"
         self._reap()
+        if self._dram_taken:
+            return None
         plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
         writer = SlotWriter.open(self.region, self.pool, plan)
         if writer is None:
@@ -173,6 +193,7 @@ class Pipeline:
             for g in flight.groups
             if not g.captured and (optimizer is None or optimizer in g.holders or not g.holders)
         ]
+        began = time.perf_counter()
         try:
             for group in wanted:
                 flight.writer.capture(group.batch)
@@ -183,6 +204,7 @@ class Pipeline:
                     self.on_torn(flight, torn)
                     return False
                 group.sources = None
+            flight.waited_s += time.perf_counter() - began
             if all(group.captured for group in flight.groups):
                 self._seal(flight)
         except BaseException as error:
@@ -220,6 +242,17 @@ class Pipeline:
         """The pool's counters, the last ones once it is closed."""
         return self.pool.stats() if self._last_stats is None else self._last_stats
 
+    @property
+    def busy(self) -> bool:
+        """A snapshot can only be opened once one that persists is committed."""
+        slots = (s for s in self.region.slots if s.index != self.region.protected)
+        return self._dram_taken or all(slot.writer is not None for slot in slots)
+
+    @property
+    def _dram_taken(self) -> bool:
+        """The last snapshot has not left the DRAM for staging: there is room for one."""
+        return self.placement.staging and bool(self.persisting)
+
     def drop(self) -> None:
         """Give up the snapshot in the window; its slot stays invalid and is reused first."""
         flight, self.window = self.window, None
@@ -236,6 +269,22 @@ class Pipeline:
         self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]
         self._abandoning.append((thread, flight))
         thread.start()
+
+    def _map_dram(self, size: int) -> Future[None]:
+        """Map DRAM for staging off the training thread."""
+        mapped: Future[None] = Future()
+
+        def work() -> None:
+            try:
+                self.pool.stage(size)
+            except LightckError as error:
+                mapped.set_exception(error)
+            else:
+                mapped.set_result(None)
+
+        self._mapping = Thread(target=work, name="lightck-staging")
+        self._mapping.start()
+        return mapped
 
     def _reap(self) -> None:
         """Free snapshots that an interrupt (Ctrl-C) left without a flight."""
@@ -257,6 +306,8 @@ class Pipeline:
         for thread, _ in self._abandoning:
             thread.join()
         self._abandoning.clear()
+        if self._mapping is not None:
+            self._mapping.join()
         if self._last_stats is None:
             self._reap()
             self._last_stats = self.pool.stats()
@@ -266,13 +317,22 @@ class Pipeline:
         """Queue every copy; those from private copies may run at once."""
         versions = versions_of(live.tensor for live in arrangement.lives)
         may_skip = arrangement.unmoved(versions)
+        staged = self._placed(flight, arrangement)
         for part in arrangement.parts:
-            chosen = sources(part, arrangement)
-            batch = flight.writer.add(part.positions, chosen.pointers, may_skip[part.positions])
+            chosen, at = sources(part, arrangement), part.positions
+            batch = flight.writer.add(at, chosen.pointers, may_skip[at], staged[at])
             now = [versions[i] for i in part.order]
             flight.groups.append(Group(part.holders, batch, chosen, now, part.owned))
             if part.owned:
                 flight.writer.release(batch)
+
+    def _placed(self, flight: Flight, arrangement: Arrangement) -> npt.NDArray[np.bool_]:
+        """Per entry, whether its copy goes through DRAM; in copy order, should DRAM be short."""
+        staged = np.zeros(len(arrangement.entries), np.bool_)
+        if arrangement.parts:
+            order = np.concatenate([part.positions for part in arrangement.parts])
+            staged[order] = self.placement.choose(flight.writer.layout.lengths[order])
+        return staged
 
     def _release(self, flight: Flight, total_bytes: int) -> None:
         for group in flight.groups:
@@ -300,6 +360,7 @@ class Pipeline:
         flight.writer.seal(flight.step, flight.at_step, flight.at_forward, flight.flags)
         self.window = None
         self.schedule.close()
+        self.placement.waited(flight.waited_s, flight.writer.layout.payload_bytes)
         flight.captured_s = time.monotonic()
         self.persisting.append(flight)
         self.counters.captured += 1

@@ -347,11 +347,7 @@ class Recorder:
             if self.pipeline.window is not None:
                 with self._reported():
                     self.pipeline.fence(None)
-            if not any(
-                s.writer is None
-                for s in self.pipeline.region.slots
-                if s.index != self.pipeline.region.protected
-            ):
+            if self.pipeline.busy:
                 self.poll(None)
             self.instants.generators_stand()
             self._open(seen=False, synchronous=True)

@@ -38,8 +38,8 @@ typedef struct { uint64_t sequence, step, timeline, parent;
   uint32_t layout_crc, manifest_crc, flags, slot, rank, world; } lck_record;
 typedef struct { uint64_t offset, length; void *destination; uint32_t crc, reserved; } lck_read;
 typedef struct { uint32_t threads, chunk_bytes; int32_t nice; uint32_t reserved; } lck_pool_spec;
-typedef struct { uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns, commits, commit_ns,
-  staging_bytes; } lck_stats;
+typedef struct { uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns,
+  bytes_drained, drain_ns, commits, commit_ns, staging_bytes; } lck_stats;
 typedef struct { uint64_t offset; const void *source; uint64_t length; uint32_t layer, flags, crc,
   reserved; } lck_copy;
 uint32_t lck_abi_version(void);
@@ -64,6 +64,8 @@ int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t cou
   uint32_t threads, uint64_t *bad);
 int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
 int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
+int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s);
+int lck_pool_stage(lck_pool *pool, uint64_t bytes);
 int lck_pool_stats(const lck_pool *pool, lck_stats *out);
 int lck_pool_destroy(lck_pool *pool);
 int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot, lck_snapshot **out);

@@ -15,7 +15,7 @@ LINE_BYTES = 64
 """Extents start on a cache line and own their last line whole."""
 MAX_LINEAGE = 16
 ALL = 2**64 - 1
-COPY_IF_CHANGED = 1
+COPY_IF_CHANGED, COPY_STAGED = 1, 2
 READ_ONLY, PROCESS_DURABLE = 1, 2
 RECORD_EARLY, RECORD_SUSPECT, RECORD_JIT = 1, 2, 4
 E_EMPTY, E_CORRUPT, E_LEASED, E_BUSY, E_FULL, E_TIMEOUT, E_MISMATCH = -6, -5, -8, -7, -9, -10, -13
@@ -251,6 +251,14 @@ class NativePool:
     def pace(self, per_mille: int) -> None:
         """Set the workers' pace; 1000 is full speed, 0 pauses copies."""
         check(library().lck_pool_pace(self.handle, per_mille), "pace the worker pool")
+
+    def limit(self, bytes_per_s: int) -> None:
+        """Write at most that much to the region; 0: no limit."""
+        check(library().lck_pool_limit(self.handle, bytes_per_s), "limit the worker pool")
+
+    def stage(self, size: int) -> None:
+        """Map and fault in DRAM for staged copies of `size` bytes. Any thread."""
+        check(library().lck_pool_stage(self.handle, size), "map DRAM for staging")
 
     def stats(self) -> dict[str, int]:
         """Counters since the pool began (see `lck_stats`)."""

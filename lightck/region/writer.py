@@ -67,6 +67,7 @@ class SlotWriter:
         positions: npt.NDArray[np.intp],
         sources: npt.NDArray[np.uint64],
         may_skip: npt.NDArray[np.bool_],
+        staged: npt.NDArray[np.bool_],
     ) -> Batch:
         """Queue copies, held back until released.
 
@@ -74,14 +75,16 @@ class SlotWriter:
             positions: entries of the layout, in the order of release.
             sources: addresses, valid until the batch is captured.
             may_skip: a copy whose digest equals the extent's known one need not be written.
+            staged: a copy that goes to DRAM first.
         """
         copies = np.zeros(len(positions), native.COPY_DTYPE)
         copies["offset"] = self.layout.offsets[positions]
         copies["length"] = self.layout.lengths[positions]
         copies["source"] = sources
         copies["layer"] = self.plan.layers[positions]
+        copies["flags"] = staged * np.uint32(native.COPY_STAGED)
         if self.known is not None:
-            copies["flags"] = np.where(may_skip, native.COPY_IF_CHANGED, 0)
+            copies["flags"] |= may_skip * np.uint32(native.COPY_IF_CHANGED)
             copies["crc"] = self.known[positions]
         number = self._snapshot.add(copies)
         batch = Batch(number, positions, int(copies["length"].sum()))

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightck.capture.release import LAST_TICK, Backward, Eager, schedule
+from lightck.capture.release import LAST_TICK, ROUNDS, Auto, Backward, Eager, schedule
 from lightck.types import ReleaseSchedule
 
 totals = st.integers(0, 1 << 50)
 windows = st.lists(st.tuples(totals, st.integers(0, 60)), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("name", ["eager", "backward"])
+@pytest.mark.parametrize("name", ["auto", "eager", "backward"])
 @given(windows=windows, layers=st.integers(0, 100))
 def test_releases_never_go_back_and_never_exceed_what_there_is(
     name: str, windows: list[tuple[int, int]], layers: int
@@ -61,3 +61,40 @@ def test_a_window_without_a_tick_teaches_nothing() -> None:
 def test_eager_releases_all_at_once() -> None:
     chosen = Eager()
     assert chosen.open(77) == chosen.tick() == 77
+
+
+class Windows:
+    """Windows whose length depends on the schedule that is in force, as a clock."""
+
+    def __init__(self, seconds: dict[type, float]) -> None:
+        self.seconds = seconds
+        self.now = 0.0
+        self.auto = Auto((Backward(3), Eager()), clock=lambda: self.now)
+
+    def run(self, count: int) -> list[type]:
+        used = []
+        for _ in range(count):
+            used.append(type(self.auto.candidates[self.auto.chosen]))
+            self.auto.open(100)
+            self.now += self.seconds[used[-1]]
+            self.auto.close()
+        return used
+
+
+@pytest.mark.parametrize("better", [Backward, Eager])
+def test_auto_keeps_the_schedule_with_the_shorter_window(better: type) -> None:
+    windows = Windows({Backward: 1.1, Eager: 1.1} | {better: 1.0})
+    windows.run(1 + 2 * ROUNDS)
+    assert set(windows.run(500)) == {better}
+
+
+def test_auto_compares_again_when_windows_change_and_not_for_one_odd_window() -> None:
+    windows = Windows({Backward: 1.0, Eager: 1.2})
+    windows.run(1 + 2 * ROUNDS)
+    windows.seconds[Backward] = 9.0
+    windows.run(ROUNDS - 1)
+    windows.seconds[Backward] = 1.0
+    assert set(windows.run(100)) == {Backward}
+    windows.seconds = {Backward: 2.0, Eager: 1.8}
+    windows.run(ROUNDS + 2 * ROUNDS)
+    assert set(windows.run(100)) == {Eager}

@@ -1,0 +1,102 @@
+"""Through DRAM on media that could be written directly: what is captured is what is committed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loops import adam_loop, steps_at
+
+import lightck
+from lightck.capture import placement
+
+SLOW = 4 << 20  # bytes per second
+
+
+def messages(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
+    return [r.lightck for r in caplog.records if getattr(r, "lightck_event", "") == event]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_staged_snapshots_hold_the_state_of_their_step(run_dir: Path, threads: int) -> None:
+    loop = adam_loop()
+    handle = lightck.attach(
+        loop.model, list(loop.optimizers), run_dir, placement="staged", threads=threads, slots=4
+    )
+    loop.run(12)
+    loop.note()
+    handle.close()
+    stats = handle.stats()
+    assert stats.staging_bytes > 0
+    assert (stats.torn, stats.failed) == (0, 0)
+    assert stats.captured == stats.committed
+    loop.check(run_dir, steps_at(run_dir))
+
+
+def test_the_dram_is_said_before_it_is_used(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightck")
+    loop = adam_loop()
+    loop.run(1)
+    handle = lightck.attach(loop.model, list(loop.optimizers), run_dir, placement="staged")
+    loop.run(2)
+    handle.close()
+    names = [getattr(r, "lightck_event", "") for r in caplog.records]
+    assert names.index("staging") < names.index("committed")
+    (said,) = messages(caplog, "staging")
+    assert said["bytes"] == said["payload_bytes"] > 0
+
+
+def test_a_slow_medium_lets_steps_slip_and_never_makes_the_fence_wait(run_dir: Path) -> None:
+    loop = adam_loop()
+    handle = lightck.attach(
+        loop.model, list(loop.optimizers), run_dir, placement="staged", write_limit=1 << 10
+    )
+    loop.run(1)
+    while handle.stats().slipped < 3:
+        loop.run(1)
+        assert loop.step < 1000, "every step found the medium free: the training thread waits"
+    assert handle.stats().committed <= 1
+    loop.note()
+    handle._recorder.pipeline.pool.limit(0)  # or the close would take its time, too
+    handle.close()
+    assert steps_at(run_dir)[-1] == loop.step
+    loop.check(run_dir, steps_at(run_dir))
+
+
+def test_auto_finds_out_that_the_medium_is_too_slow(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "lightck")
+    monkeypatch.setattr(placement, "TOO_SLOW", 0.0)  # any wait is worth a trial
+    monkeypatch.setattr(placement, "WORTH", 1e9)  # and any trial is won
+    loop = adam_loop()
+    handle = lightck.attach(loop.model, list(loop.optimizers), run_dir, write_limit=SLOW)
+    for _ in range(200):
+        loop.run(1)
+        if messages(caplog, "placement"):
+            break
+    (judged,) = messages(caplog, "placement")
+    assert judged["staged"]
+    assert handle.stats().staging_bytes > 0
+    loop.run(3)
+    loop.note()
+    handle.close()
+    loop.check(run_dir, steps_at(run_dir))
+
+
+def test_a_write_limit_holds_for_direct_snapshots_too(run_dir: Path) -> None:
+    loop = adam_loop()
+    handle = lightck.attach(
+        loop.model, list(loop.optimizers), run_dir, placement="direct", write_limit=SLOW
+    )
+    loop.run(5)
+    handle.wait()
+    stats = handle.stats()
+    handle.close()
+    assert stats.staging_bytes == 0
+    assert sum(stats.stall_s.values()) * SLOW >= 0.5 * stats.bytes_helped
+    assert stats.copy_rate <= SLOW
