@@ -72,7 +72,9 @@ class Book:
             return None
         filled = np.array([i for i, e in enumerate(entries) if e.length], np.intp)
         sources = np.array([contents[entries[i].name].ctypes.data for i in filled], np.uint64)
-        batch = writer.add(filled, sources, np.full(len(filled), may_skip))
+        batch = writer.add(
+            filled, sources, np.full(len(filled), may_skip), np.arange(len(filled)) % 2 == 0
+        )
         writer.capture(batch)
         return writer
 
