@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "guard.h"
 #include "mutant.h"
 #include "region.h"
 
@@ -89,7 +90,7 @@ uint32_t lck_trace_granularity(uint32_t detected) {
 void lck_mutant_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length) {
   if (length == 0)
     return;
-  memcpy(region->base + offset, bytes, length);
+  memcpy(lck_guard_store(region, offset), bytes, length);
   lck_trace(LCK_TRACE_STORE, region, offset, length);
 }
 

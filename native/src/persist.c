@@ -6,6 +6,7 @@
 
 #include "error.h"
 #include "fault.h"
+#include "guard.h"
 #include "kernel.h"
 #include "mutant.h"
 #include "region.h"
@@ -121,7 +122,7 @@ static void fence_here(const lck_region *region) {
 void lck_persist_payload(lck_region *region, uint64_t offset, const void *source, uint64_t length,
                          uint32_t *crc) {
   const lck_kernel_table *kernel = lck_kernel_current();
-  *crc = kernel->copy(region->base + offset, source, length, *crc);
+  *crc = kernel->copy(lck_guard_store(region, offset), source, length, *crc);
   lck_trace_payload(region, offset, length, kernel->cached);
   if (kernel->cached && !LCK_MUTANT(MUTANT_PAYLOAD_NOT_FLUSHED))
     flush(region, offset, length);
@@ -130,14 +131,14 @@ void lck_persist_payload(lck_region *region, uint64_t offset, const void *source
 void lck_persist_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length) {
   if (length == 0)
     return;
-  memcpy(region->base + offset, bytes, length);
+  memcpy(lck_guard_store(region, offset), bytes, length);
   lck_trace(LCK_TRACE_STORE, region, offset, length);
   flush(region, offset, length);
 }
 
 void lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word) {
   /* A plain store may be torn or repeated by the compiler; an atomic one may not. */
-  __atomic_store_n((uint64_t *)(void *)(region->base + offset), word, __ATOMIC_RELEASE);
+  __atomic_store_n((uint64_t *)(void *)lck_guard_store(region, offset), word, __ATOMIC_RELEASE);
   lck_trace(LCK_TRACE_STORE, region, offset, sizeof(word));
   flush(region, offset, sizeof(word));
 }
@@ -145,7 +146,7 @@ void lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word) {
 void lck_persist_touch(lck_region *region, uint64_t offset, uint64_t length) {
   uint64_t step = (uint64_t)sysconf(_SC_PAGESIZE);
   for (uint64_t at = offset; at < offset + length; at += step) {
-    volatile unsigned char *byte = region->base + at;
+    volatile unsigned char *byte = lck_guard_store(region, at);
     *byte = *byte;
   }
 }

@@ -5,7 +5,6 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -67,8 +66,7 @@ static void forget(lck_region *region) {
 
 /* Also after a failure half-way: releases what there is. */
 static void discard(lck_region *region) {
-  if (region->base != NULL && !region->backed)
-    munmap(region->base, region->reserved_length);
+  lck_space_release(region);
   lck_lock_release(region);
   forget(region);
 }

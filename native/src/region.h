@@ -20,7 +20,10 @@ struct lck_region {
   unsigned char *base;      /* address of offset 0, in a reservation larger than the region */
   uint64_t reserved_length; /* of that address range; segments are mapped into it, never moved */
   int backed;               /* that range is mapped by somebody else, all of it */
-  int fd, lock_fd;          /* own duplicates */
+#ifdef LCK_GUARD
+  uint64_t writable; /* where the primitives store, from `base`; see guard.h */
+#endif
+  int fd, lock_fd; /* own duplicates */
   uint32_t flags, medium, granularity;
   void (*flush)(const void *address, size_t length); /* a backing's, or NULL: our own */
   void (*drain)(void);                               /* a backing's, besides our own fence */

@@ -14,6 +14,7 @@
 
 #include "error.h"
 #include "fault.h"
+#include "guard.h"
 #include "medium.h"
 #include "mutant.h"
 #include "persist.h"
@@ -24,6 +25,7 @@
 #define MAP_SYNC 0x80000
 #endif
 #ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
 #endif
 #define MPOL_BIND_MODE 2
@@ -51,35 +53,39 @@ int lck_space_reserve(lck_region *region, uint64_t size) {
                     LCK_SPACE_LIMIT);
   unsigned char *start;
   for (;; length = length / 2 > size ? length / 2 / granule * granule : size) {
-    start =
-        mmap(NULL, length + granule, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    start = mmap(NULL, LCK_MAPPINGS * length + granule, PROT_NONE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start != MAP_FAILED)
       break;
     if (length <= size)
       return lck_fail_errno(LCK_E_NOMEM, "reserve %" PRIu64 " bytes of addresses",
-                            length + granule);
+                            LCK_MAPPINGS * length + granule);
   }
   uint64_t head = (granule - (uint64_t)(uintptr_t)start % granule) % granule;
   if (head > 0)
     munmap(start, head);
   if (head < granule)
-    munmap(start + head + length, granule - head);
+    munmap(start + head + LCK_MAPPINGS * length, granule - head);
   region->base = start + head;
   region->reserved_length = length;
-  (void)madvise(region->base, length, MADV_DONTFORK);
+  lck_guard_place(region, length);
+  (void)madvise(region->base, LCK_MAPPINGS * length, MADV_DONTFORK);
   return 0;
 }
 
-static int map_range(lck_region *region, uint64_t offset, uint64_t length) {
-  if (region->backed)
-    return 0;
-  int protection = region->flags & LCK_READ_ONLY ? PROT_READ : PROT_READ | PROT_WRITE;
+void lck_space_release(lck_region *region) {
+  if (region->base != NULL && !region->backed)
+    munmap(region->base, LCK_MAPPINGS * region->reserved_length);
+}
+
+static int map_once(const lck_region *region, unsigned char *start, int protection, uint64_t offset,
+                    uint64_t length) {
   int flags = MAP_FIXED | MAP_SHARED;
   if (region->medium == LCK_FSDAX || region->medium == LCK_DEVDAX)
     flags = MAP_FIXED | MAP_SHARED_VALIDATE | MAP_SYNC;
   if (region->medium == LCK_HUGETLBFS)
     flags |= MAP_NORESERVE; /* pages are allocated one step later, on the right node */
-  void *at = mmap(region->base + offset, length, protection, flags, region->fd, (off_t)offset);
+  void *at = mmap(start, length, protection, flags, region->fd, (off_t)offset);
   if (at == MAP_FAILED)
     return lck_fail_errno(LCK_E_IO, "map %" PRIu64 " bytes at offset %" PRIu64, length, offset);
   if (madvise(at, length, MADV_DONTFORK) != 0)
@@ -87,11 +93,25 @@ static int map_range(lck_region *region, uint64_t offset, uint64_t length) {
   return 0;
 }
 
-static void unmap_range(lck_region *region, uint64_t offset, uint64_t length) {
-  void *at = mmap(region->base + offset, length, PROT_NONE,
-                  MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (at != MAP_FAILED)
-    (void)madvise(at, length, MADV_DONTFORK);
+static int map_range(const lck_region *region, uint64_t offset, uint64_t length) {
+  if (region->backed)
+    return 0;
+  if (region->flags & LCK_READ_ONLY)
+    return map_once(region, region->base + offset, PROT_READ, offset, length);
+  int rc = map_once(region, region->base + offset, LCK_BASE_PROTECTION, offset, length);
+  if (rc == 0 && LCK_MAPPINGS > 1)
+    rc = map_once(region, lck_guard_store(region, offset), PROT_READ | PROT_WRITE, offset, length);
+  return rc;
+}
+
+static void unmap_range(const lck_region *region, uint64_t offset, uint64_t length) {
+  unsigned char *const starts[] = {region->base + offset, lck_guard_store(region, offset)};
+  for (int i = 0; i < LCK_MAPPINGS; i++) {
+    void *at = mmap(starts[i], length, PROT_NONE,
+                    MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at != MAP_FAILED)
+      (void)madvise(at, length, MADV_DONTFORK);
+  }
 }
 
 /* The policy belongs to the file's pages, so it must be set before they are allocated. */
@@ -211,11 +231,18 @@ typedef struct faulting {
   _Atomic int error;
 } faulting;
 
-static int fault_slice(lck_region *region, uint64_t offset, uint64_t length) {
+static int populate_range(unsigned char *start, uint64_t length, int advice) {
   int rc;
   do
-    rc = madvise(region->base + offset, length, MADV_POPULATE_WRITE);
+    rc = madvise(start, length, advice);
   while (rc != 0 && errno == EINTR);
+  return rc;
+}
+
+static int fault_slice(lck_region *region, uint64_t offset, uint64_t length) {
+  int rc = populate_range(lck_guard_store(region, offset), length, MADV_POPULATE_WRITE);
+  if (rc == 0 && LCK_MAPPINGS > 1)
+    rc = populate_range(region->base + offset, length, MADV_POPULATE_READ);
   if (rc == 0)
     return 0;
   if (errno != EINVAL)

@@ -21,6 +21,9 @@ int lck_space_map(lck_region *region, uint64_t size);
  * Errors: LCK_E_FULL with the bytes needed and free; LCK_E_IO; LCK_E_INVALID (NUMA node). */
 int lck_space_extend(lck_region *region, uint64_t old_size, uint64_t new_size);
 
+/* Unmap all of it and return the addresses, if there are any. */
+void lck_space_release(lck_region *region);
+
 /* Give [size, length) back: unmap it and cut the file. */
 void lck_space_retract(lck_region *region, uint64_t size, uint64_t length);
 

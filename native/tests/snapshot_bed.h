@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "fault.h"
+#include "guard.h"
 #include "lightck.h"
 #include "region.h"
 #include "snapshot.h"
@@ -61,6 +62,18 @@ static inline void bed_reopen(bed *b) {
 static inline void bed_destroy(bed *b) {
   CHECK(lck_region_close(b->region) == 0, "%s", lck_last_error());
   unlink(b->path);
+}
+
+/* Nobody can reach the bytes, by either mapping, until they are given back. */
+static inline void bed_withhold(const bed *b, uint64_t offset, uint64_t length) {
+  CHECK(mprotect(lck_guard_store(b->region, offset), length, PROT_NONE) == 0, "mprotect");
+  CHECK(mprotect(b->region->base + offset, length, PROT_NONE) == 0, "mprotect");
+}
+
+static inline void bed_give_back(const bed *b, uint64_t offset, uint64_t length) {
+  CHECK(mprotect(b->region->base + offset, length, LCK_BASE_PROTECTION) == 0, "mprotect");
+  CHECK(mprotect(lck_guard_store(b->region, offset), length, PROT_READ | PROT_WRITE) == 0,
+        "mprotect");
 }
 
 /* Where a slot's space starts. The last 64 KiB of it are for layout and manifest. */
