@@ -36,6 +36,8 @@ typedef struct { uint64_t sequence, step, timeline, parent;
   uint64_t layout_offset, layout_length, manifest_offset, manifest_length;
   uint64_t payload_bytes, wall_time_ns; uint8_t run_id[16], share_digest[16];
   uint32_t layout_crc, manifest_crc, flags, slot, rank, world; } lck_record;
+typedef struct { uint64_t step, timeline, length, sequence, wall_time_ns;
+  uint32_t kind, flags; } lck_journal_entry;
 typedef struct { uint64_t offset, length; void *destination; uint32_t crc, reserved; } lck_read;
 typedef struct { uint32_t threads, chunk_bytes; int32_t nice; uint32_t reserved; } lck_pool_spec;
 typedef struct { uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns,
@@ -62,6 +64,9 @@ int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *out);
 int lck_slot_lease(lck_region *region, uint32_t slot, int hold);
 int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t count,
   uint32_t threads, uint64_t *bad);
+int lck_journal_write(lck_region *region, const lck_journal_entry *entry, const void *blob);
+int lck_journal_read(const lck_region *region, uint32_t kind, lck_journal_entry *out, void *blob,
+  uint64_t room);
 int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
 int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
 int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s);

@@ -1,4 +1,4 @@
-"""The native writer's handles as typed Python objects; every call through the boundary is here."""
+"""The native writer's handles as typed Python objects; calls of the journal are in `journal`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 /* crash.h -- the crash-image enumerator: what its parts tell each other.
  *
- * driver.c makes real commits, growth, branches and restarts on a memory file and has them traced.
+ * driver.c makes real commits, growth, branches and restarts on a memory file and has them traced;
+ * entries.c does so for the boundary journal.
  * model.c replays a trace: which bytes are durable for certain, which may or may not be. cuts.c
  * chooses what a crash leaves of these, images.c builds the image, oracle.c gives it to the real
  * recovery and judges what comes back. main.c shares the work among processes, report.c tells. */
@@ -22,6 +23,9 @@
 #define EXTENTS 6u
 #define PAYLOAD_MOST 8192u
 #define SEQUENCES 16u
+#define JOURNAL_BYTES (2 * LCK_HEADER_PAGE)
+#define ENTRY_MOST (LCK_HEADER_PAGE - sizeof(journal_disk)) /* bytes of a blob in the journal */
+#define ENTRIES 256u
 
 #define DIE(...)                                                                                   \
   do {                                                                                             \
@@ -51,12 +55,22 @@ typedef enum step {
   STEP_PUBLISH,
   STEP_GROW,
   STEP_BRANCH,
+  STEP_JOURNAL,
   STEPS,
 } step;
 
 extern const char *const step_names[STEPS];
 
-enum mark { MARK_STEP, MARK_STARTED, MARK_ACKED, MARK_BRANCHING, MARK_BRANCHED, MARK_SEGMENTS };
+enum mark {
+  MARK_STEP,
+  MARK_STARTED,
+  MARK_ACKED,
+  MARK_BRANCHING,
+  MARK_BRANCHED,
+  MARK_SEGMENTS,
+  MARK_JOURNALING,
+  MARK_JOURNALED,
+};
 
 /* ---- what was written ----------------------------------------------------------------------- */
 
@@ -79,6 +93,7 @@ typedef struct bounds {
   uint64_t acked, started;
   uint64_t timeline_acked, timeline_started;
   uint64_t segments_acked, segments_started; /* 0 acknowledged: creation may be unfinished */
+  uint64_t entry_acked, entry_started;       /* of the journal, by number */
 } bounds;
 
 typedef struct bed {
@@ -88,8 +103,12 @@ typedef struct bed {
   uint64_t last_in_slot[2]; /* sequence that this process wrote there whole, or 0 */
   bounds now;
   truth truths[SEQUENCES];
+  uint64_t entries; /* of the journal so far, numbered from 1 */
+  uint64_t entry_timelines[ENTRIES];
 } bed;
 
+void fill(unsigned char *bytes, uint64_t length, uint64_t seed);
+void mark(enum mark which, uint64_t value);
 uint64_t draw(uint64_t *state);
 uint64_t draw_below(uint64_t *state, uint64_t limit);
 
@@ -110,19 +129,33 @@ typedef struct outcome {
   uint32_t torn;       /* slots whose record holds but whose payload's checksum does not */
   const char *wrong;   /* accepted, but not what was written; NULL if there is none */
   const char *by_luck; /* the same with payload checksums ignored */
+  uint64_t entry;      /* number of the journal's newest, or 0 */
+  const char *entry_wrong, *entry_by_luck;
 } outcome;
 
 void recover(int fd, int lock_fd, uint32_t flags, const bed *b, outcome *out);
 
 /* Which fenced lines a dirty shutdown has lost. */
 typedef struct losses {
-  uint32_t lines, slots, superblocks; /* number; bit per slot, per copy */
+  uint32_t lines, slots, superblocks, journal; /* number; bit per slot, per copy; any */
 } losses;
 
 /* NULL, or what is wrong: for who verifies payload, or (`ignoring` its checksums) relies on order
  * alone. */
 const char *judge(const bed *b, const outcome *out, const bounds *within, const losses *lost,
                   int ignoring);
+
+/* ---- the boundary journal ------------------------------------------------------------------- */
+
+/* Write up to `most` entries, acknowledged one by one. */
+void entries_write(bed *b, lck_region *region, uint64_t timeline, uint64_t most);
+
+void entries_recover(const lck_region *region, const bed *b, const lck_region_info *info,
+                     outcome *out);
+
+/* NULL, or what is wrong. `may_be_lost`: by a power failure of a page cache, or a dirty shutdown.
+ */
+const char *entries_judge(const bed *b, const outcome *out, const bounds *within, int may_be_lost);
 
 /* ---- the model ------------------------------------------------------------------------------ */
 
@@ -192,6 +225,10 @@ void model_kill(model *m);
 
 /* The image as the next process would see it. */
 void model_visible(const model *m, unsigned char *bytes);
+
+static inline int in_journal(uint64_t offset) {
+  return offset >= LCK_JOURNAL_OFFSET && offset < LCK_JOURNAL_OFFSET + JOURNAL_BYTES;
+}
 
 uint64_t line_hash(uint64_t offset, const unsigned char *bytes);
 

@@ -172,6 +172,8 @@ static void look_without_lines(cut *c) {
 /* ---- the cut -------------------------------------------------------------------------------- */
 
 static int in_tables(uint64_t offset) {
+  if (in_journal(offset))
+    return offset % LCK_HEADER_PAGE < sizeof(journal_disk);
   return offset < LCK_JOURNAL_OFFSET || offset % SLOT_BYTES < TABLES_BYTES;
 }
 

@@ -21,7 +21,7 @@ static void must(int rc) {
     DIE("%d %s", rc, lck_last_error());
 }
 
-static void mark(enum mark which, uint64_t value) {
+void mark(enum mark which, uint64_t value) {
   lck_trace(LCK_TRACE_MARK, NULL, which, value);
 }
 
@@ -43,7 +43,7 @@ void bed_seed(bed *b, medium on, uint64_t seed) {
 
 /* ---- one snapshot --------------------------------------------------------------------------- */
 
-static void fill(unsigned char *bytes, uint64_t length, uint64_t seed) {
+void fill(unsigned char *bytes, uint64_t length, uint64_t seed) {
   for (uint64_t i = 0; i < length; i++)
     bytes[i] = (unsigned char)(draw(&seed) >> 32 | 1); /* never 0: what was never stored shows */
 }
@@ -140,7 +140,9 @@ static void commit(bed *b, lck_pool *pool, lck_region *region) {
   int state;
   mark(MARK_STARTED, sequence);
   lck_snapshot *snapshot = capture(b, pool, region, t);
+  entries_write(b, region, info.timeline, 1);
   must(lck_snapshot_seal(snapshot, &record, layout, &t->manifest));
+  entries_write(b, region, info.timeline, 1); /* beside the commit */
   must(lck_snapshot_wait(snapshot, -1, &state));
   mark(MARK_ACKED, sequence);
   must(lck_snapshot_free(snapshot));
@@ -195,15 +197,21 @@ static void work(bed *b, lck_region *region, uint32_t commits) {
       grow(b, region);
     else if (draw_below(&b->random, 3) == 0)
       b->layout_version++;
+    entries_write(b, region, b->now.timeline_acked, 2);
     commit(b, pool, region);
   }
+  entries_write(b, region, b->now.timeline_acked, 3);
   must(lck_pool_destroy(pool));
   must(lck_region_close(region));
 }
 
 void bed_create(bed *b, int fd, lck_trace_log *log) {
-  lck_region_spec spec = {
-      .run_id = "crash", .world = 1, .slot_count = 2, .slot_bytes = SLOT_BYTES, .numa_node = -1};
+  lck_region_spec spec = {.run_id = "crash",
+                          .world = 1,
+                          .slot_count = 2,
+                          .slot_bytes = SLOT_BYTES,
+                          .journal_bytes = JOURNAL_BYTES,
+                          .numa_node = -1};
   lck_region *region;
   int lock_fd = reopened(fd);
   lck_trace_start(log);
@@ -230,9 +238,12 @@ static void rely(bed *b, lck_region *region, int lock_fd, int fd) {
                     .timeline_acked = info.timeline,
                     .timeline_started = info.timeline,
                     .segments_acked = info.segment_count,
-                    .segments_started = info.segment_count};
+                    .segments_started = info.segment_count,
+                    .entry_acked = found.entry,
+                    .entry_started = found.entry};
   mark(MARK_ACKED, b->now.acked);
   mark(MARK_BRANCHED, info.timeline);
+  mark(MARK_JOURNALED, found.entry);
   mark_segments(info.segment_count, info.segment_count);
 }
 

@@ -86,6 +86,8 @@ static losses drop_lines(cut *c, touched *t, uint64_t *hash) {
     lost.lines++;
     if (old->offset < 2 * LCK_HEADER_PAGE)
       lost.superblocks |= 1u << old->offset / LCK_HEADER_PAGE;
+    else if (in_journal(old->offset))
+      lost.journal = 1;
     else
       lost.slots |=
           1u << (old->offset < LCK_JOURNAL_OFFSET ? old->offset / LCK_HEADER_PAGE - 2
@@ -97,7 +99,7 @@ static losses drop_lines(cut *c, touched *t, uint64_t *hash) {
 static int same_outcome(const outcome *a, const outcome *b) {
   return a->opened == b->opened && a->by_order == b->by_order && a->by_checksum == b->by_checksum &&
          a->timeline == b->timeline && a->segments == b->segments && a->rejected == b->rejected &&
-         a->torn == b->torn;
+         a->torn == b->torn && a->entry == b->entry;
 }
 
 /* Recovery again gives the same, also after an owner has opened the region and died. */

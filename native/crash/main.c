@@ -69,7 +69,8 @@ static void restart_machine(model *m, const bed *from, const kept *image) {
     DIE("no memory");
   *b = *from;
   b->now = (bounds){image->found.by_checksum, image->found.by_checksum, image->found.timeline,
-                    image->found.timeline,    image->found.segments,    image->found.segments};
+                    image->found.timeline,    image->found.segments,    image->found.segments,
+                    image->found.entry,       image->found.entry};
   bounds within = b->now;
   int fd = memory_file(image->bytes, image->size);
   if (bed_continue(b, fd, 2, &log) == 0) {

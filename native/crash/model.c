@@ -224,6 +224,12 @@ static void marked(model *m, uint64_t which, uint64_t value) {
   case MARK_BRANCHED:
     m->within.timeline_acked = m->within.timeline_started = value;
     break;
+  case MARK_JOURNALING:
+    m->within.entry_started = value;
+    break;
+  case MARK_JOURNALED:
+    m->within.entry_acked = m->within.entry_started = value;
+    break;
   default:
     m->within.segments_acked = value >> 32 ? value >> 32 : m->within.segments_acked;
     m->within.segments_started = value & UINT32_MAX;
@@ -237,7 +243,9 @@ static void classify(model *m, const lck_event *e, const unsigned char *bytes) {
   if (m->step == STEP_CREATE || m->step == STEP_OPEN || m->step == STEP_GROW ||
       m->step == STEP_BRANCH)
     return;
-  if (e->offset < LCK_JOURNAL_OFFSET) {
+  if (in_journal(e->offset)) {
+    m->step = STEP_JOURNAL;
+  } else if (e->offset < LCK_JOURNAL_OFFSET) {
     memcpy(&word, bytes, sizeof(word));
     int is_word = e->offset == LCK_RECORD_OFFSET(slot);
     if (is_word && e->length == sizeof(word))

@@ -90,6 +90,7 @@ void recover(int fd, int lock_fd, uint32_t flags, const bed *b, outcome *out) {
     else if (rc != LCK_E_EMPTY)
       out->wrong = out->by_luck = "a slot cannot be read";
   }
+  entries_recover(region, b, &info, out);
   if (lck_region_close(region) != 0)
     DIE("%s", lck_last_error());
 }
@@ -106,7 +107,7 @@ static const char *judge_lost(const bed *b, const outcome *out, const bounds *wi
   int touched = within->acked && lost->slots >> b->truths[within->acked % SEQUENCES].slot & 1;
   if (out->by_checksum < within->acked && !touched && !lost->superblocks)
     return "an acknowledged snapshot is lost that lost no line";
-  return NULL;
+  return entries_judge(b, out, within, lost->journal || lost->superblocks);
 }
 
 const char *judge(const bed *b, const outcome *out, const bounds *within, const losses *lost,
@@ -131,5 +132,7 @@ const char *judge(const bed *b, const outcome *out, const bounds *within, const 
     return "another timeline than the last one begun";
   if (out->segments < within->segments_acked || out->segments > within->segments_started)
     return "another number of segments than the last one grown";
-  return NULL;
+  if (ignoring)
+    return b->medium == MEDIUM_FILE ? NULL : out->entry_by_luck;
+  return entries_judge(b, out, within, b->medium == MEDIUM_FILE);
 }

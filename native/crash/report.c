@@ -5,7 +5,7 @@
 
 static const char *const medium_names[MEDIA] = {"ADR", "eADR", "file", "process", "CXL dirty"};
 const char *const step_names[STEPS] = {"create", "open",    "invalidate", "payload", "tables",
-                                       "record", "publish", "grow",       "branch"};
+                                       "record", "publish", "grow",       "branch",  "journal"};
 static const char *const mutant_names[MUTANTS] = {
     [MUTANT_TABLES_NOT_SYNCED] = "record without a sync before it",
     [MUTANT_NO_FENCE_BEFORE_RECORD] = "record without any fence before it",
@@ -26,6 +26,12 @@ static const char *const mutant_names[MUTANTS] = {
     [MUTANT_TORN_COPY_KEPT] = "torn superblock not wiped before the next",
     [MUTANT_GROWTH_NOT_SETTLED] = "growth not settled before the superblock",
     [MUTANT_NOT_ADOPTED] = "headers not adopted by a new owner",
+    [MUTANT_JOURNAL_NEWEST] = "journal: newest entry overwritten",
+    [MUTANT_JOURNAL_OVER_END] = "journal: (b) over the (a) of its step",
+    [MUTANT_JOURNAL_KEPT_VALID] = "journal: half not invalidated",
+    [MUTANT_JOURNAL_UNFENCED] = "journal: entry before its blob is fenced",
+    [MUTANT_JOURNAL_UNFLUSHED] = "journal: blob not flushed",
+    [MUTANT_JOURNAL_ACKED_EARLY] = "journal: acknowledged before durable",
 };
 
 uint64_t images_in(const tally *t) {

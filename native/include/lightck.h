@@ -76,7 +76,7 @@ typedef struct lck_region_spec {
   uint32_t slot_count;    /* 2..LCK_MAX_SLOTS */
   uint32_t flags;         /* LCK_PROCESS_DURABLE */
   uint64_t slot_bytes;    /* of each slot; rounded up to the medium's granule */
-  uint64_t journal_bytes; /* reserved for the boundary journal; may be 0 */
+  uint64_t journal_bytes; /* of the boundary journal, two entries; may be 0: no journal */
   int32_t numa_node;      /* bind the memory there, or -1 */
   uint32_t reserved;
 } lck_region_spec;
@@ -202,6 +202,42 @@ typedef struct lck_read {
  * So are extents out of bounds, which damage makes, or growth after the region was opened. */
 int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t count,
                    uint32_t threads, uint64_t *bad);
+
+/* ---- Boundary journal ---------------------------------------------------------------------- */
+
+/* The small state of a step's two boundary instants, kept for every step, due or not. Two entries
+ * stay, the newer one is never touched while the next is written: at every instant, after any
+ * crash, the newest complete entry or the one before it comes back whole.
+ *
+ * A write survives the death of the process on every medium, and power loss on line and byte media
+ * once it has returned. On page media it makes no sync, which the training thread would wait for:
+ * after power loss an entry is there whole, or is not there. */
+enum {
+  LCK_JOURNAL_STEP_END = 1, /* (a): complete in itself; always carries LCK_RECORD_EARLY */
+  LCK_JOURNAL_FORWARD = 2,  /* (b): start of the next forward, everything; of the same step */
+};
+
+typedef struct lck_journal_entry {
+  uint64_t step, timeline; /* serves parameters of this very step and timeline, no others */
+  uint64_t length;         /* of the blob */
+  uint64_t sequence;       /* out: grows with every write over the region's life */
+  uint64_t wall_time_ns;   /* out: of the write */
+  uint32_t kind, flags;    /* LCK_JOURNAL_*, LCK_RECORD_* */
+} lck_journal_entry;
+
+/* Write an entry over the older of the two. Never blocks on the medium. One thread at a time, which
+ * may be another one than the handle's and its snapshots'. Errors: LCK_E_FULL with the bytes needed
+ * and there (half of the journal's space holds an entry); LCK_E_INVALID, also for another timeline
+ * than the region's newest; LCK_E_PREVIOUS. */
+int lck_journal_write(lck_region *region, const lck_journal_entry *entry, const void *blob);
+
+/* Read the newest whole entry of a kind (0: of either) that belongs to the region's newest
+ * timeline; what is older counts no more. blob NULL: describe and verify only. Any thread, also
+ * read-only beside an owner that writes. Errors: LCK_E_EMPTY; LCK_E_CORRUPT, no entry is whole and
+ * one is damaged; LCK_E_FULL, `room` is less than out->length, which is written; LCK_E_LEASED, the
+ * owner rewrote the entries faster than they could be read. */
+int lck_journal_read(const lck_region *region, uint32_t kind, lck_journal_entry *out, void *blob,
+                     uint64_t room);
 
 /* ---- Pool and snapshots -------------------------------------------------------------------- */
 

@@ -19,6 +19,7 @@
 #define LCK_FORMAT_VERSION 1u
 #define LCK_SUPERBLOCK_MAGIC UINT64_C(0x314B43544847494C) /* "LIGHTCK1" */
 #define LCK_RECORD_MAGIC UINT32_C(0x524B434C)             /* "LCKR" */
+#define LCK_JOURNAL_MAGIC UINT32_C(0x4A4B434C)            /* "LCKJ" */
 
 #define LCK_HEADER_PAGE UINT64_C(4096)
 #define LCK_SUPERBLOCK_OFFSET(copy) ((uint64_t)(copy) * LCK_HEADER_PAGE)    /* copy 0, 1 */
@@ -88,6 +89,30 @@ typedef struct record_disk {
   uint32_t crc;
 } record_disk;
 
+/* One entry of the boundary journal, at the start of each half of the journal's space; its blob
+ * follows at once. `sequence` grows over the region's life and is published last, as a record's. */
+typedef struct journal_disk {
+  uint64_t sequence;
+  uint32_t magic;
+  uint32_t version;
+  uint64_t step;
+  uint64_t timeline;
+  uint64_t length; /* of the blob */
+  uint32_t kind;
+  uint32_t flags;
+  uint32_t blob_crc;
+  uint32_t half;
+  uint64_t wall_time_ns;
+  uint8_t uuid[16];
+  uint8_t reserved[44];
+  uint32_t crc;
+} journal_disk;
+
+#define LCK_JOURNAL_HALVES 2u
+/* Whole pages, so that no medium rewrites one half while it writes the other. */
+#define LCK_JOURNAL_HALF(journal_length)                                                           \
+  ((journal_length) / LCK_JOURNAL_HALVES / LCK_HEADER_PAGE * LCK_HEADER_PAGE)
+
 _Static_assert(sizeof(segment_disk) == 24, "segment_disk");
 _Static_assert(sizeof(branch_disk) == 16, "branch_disk");
 _Static_assert(sizeof(superblock_disk) == 960, "superblock_disk");
@@ -97,6 +122,9 @@ _Static_assert(offsetof(superblock_disk, crc) == 956, "superblock_disk.crc");
 _Static_assert(sizeof(record_disk) == 256, "record_disk");
 _Static_assert(offsetof(record_disk, layout_offset) == 64, "record_disk.layout_offset");
 _Static_assert(offsetof(record_disk, crc) == 252, "record_disk.crc");
+_Static_assert(sizeof(journal_disk) == 128, "journal_disk"); /* whole lines: blobs share none */
+_Static_assert(offsetof(journal_disk, length) == 32, "journal_disk.length");
+_Static_assert(offsetof(journal_disk, crc) == 124, "journal_disk.crc");
 _Static_assert(LCK_RECORD_OFFSET(LCK_MAX_SLOTS) <= LCK_JOURNAL_OFFSET, "records before journal");
 
 #endif

@@ -187,8 +187,9 @@ int lck_persist_sync(lck_region *region) {
 }
 
 int lck_persist_adopt(lck_region *region) {
+  uint64_t end = region->super.journal_offset + region->super.journal_length;
   if (region->granularity == LCK_GRAN_LINE || region->granularity == LCK_GRAN_PAGE)
-    lck_persist_touch(region, 0, LCK_JOURNAL_OFFSET);
-  flush(region, 0, LCK_JOURNAL_OFFSET);
+    lck_persist_touch(region, 0, end);
+  flush(region, 0, end);
   return lck_persist_sync(region);
 }

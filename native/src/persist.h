@@ -31,8 +31,9 @@ void lck_persist_fence(lck_region *region);
 int lck_persist_sync(lck_region *region);
 
 /* What a new owner finds may be in caches only: its predecessor may have died before a sync, or
- * stopped at a failed one, which leaves pages that count as clean. Make the headers durable, and
- * with them what they say, before anything is overwritten in reliance on them. */
+ * stopped at a failed one, which leaves pages that count as clean. Make the headers and the
+ * boundary journal durable, and with them what they say, before anything is overwritten in reliance
+ * on them. */
 int lck_persist_adopt(lck_region *region);
 
 /* Make the kernel back every page of [offset, +length) without changing a byte; no other thread may

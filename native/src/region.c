@@ -13,6 +13,7 @@
 #include "api.h"
 #include "backing.h"
 #include "error.h"
+#include "journal.h"
 #include "lock.h"
 #include "medium.h"
 #include "mutant.h"
@@ -191,7 +192,7 @@ static int refuse_occupied(const lck_region *region) {
 }
 
 /* The superblocks come last: whatever a crash leaves before is no region. Fixed space may hold
- * anything, so its headers are blanked first, superblocks before records. */
+ * anything, so its headers are blanked first, superblocks before records and the journal's. */
 static int fill(lck_region *region, const superblock_disk *super) {
   static const unsigned char zeros[LCK_HEADER_PAGE];
   for (uint64_t at = 0; lck_medium_fixed(region) && at < LCK_JOURNAL_OFFSET;
@@ -199,6 +200,8 @@ static int fill(lck_region *region, const superblock_disk *super) {
     lck_persist_store(region, at, zeros, sizeof(zeros));
     lck_persist_fence(region);
   }
+  if (lck_medium_fixed(region))
+    lck_journal_blank(region, super);
   return lck_superblock_write(region, super);
 }
 

@@ -16,6 +16,12 @@ typedef struct lck_layout {
   uint32_t crc;
 } lck_layout;
 
+/* What the journal's writer knows; sequence 0: it has not looked yet. */
+typedef struct lck_journal {
+  uint64_t sequence; /* highest so far */
+  uint32_t newest;   /* half that must stay */
+} lck_journal;
+
 struct lck_region {
   unsigned char *base;      /* address of offset 0, in a reservation larger than the region */
   uint64_t reserved_length; /* of that address range; segments are mapped into it, never moved */
@@ -33,6 +39,7 @@ struct lck_region {
   pthread_mutex_t sync;  /* one at a time: the kernel tells one caller only of a lost page */
   superblock_disk super; /* as last written */
   lck_layout layouts[LCK_MAX_SLOTS];
+  lck_journal journal;
   _Atomic int latched;      /* first failure, 0 while healthy */
   _Atomic uint32_t writing; /* bit per slot with an open snapshot */
   uint32_t leased;          /* bit per slot leased through this handle; guarded as the list is */

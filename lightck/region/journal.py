@@ -1,0 +1,73 @@
+"""The boundary journal: the small state of a step's two instants, kept for every step, due or not.
+
+Two entries stay, and the newer one is never touched while the next is written (`lightck.h`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightck.region.library import check, ffi, library
+from lightck.region.native import E_EMPTY, E_FULL, RECORD_EARLY, NativeRegion
+
+STEP_END, FORWARD = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """The boundary state of one instant; serves parameters of this very step and timeline only."""
+
+    kind: int
+    """STEP_END: (a), complete in itself. FORWARD: (b), everything."""
+    step: int
+    timeline: int
+    sequence: int
+    wall_time_ns: int
+    flags: int
+    blob: bytes
+
+    @property
+    def early(self) -> bool:
+        """Taken before the boundary instant (b)."""
+        return bool(self.flags & RECORD_EARLY)
+
+
+def write_entry(region: NativeRegion, kind: int, step: int, timeline: int, blob: bytes) -> None:
+    """Write over the older of the two entries. For one thread at a time; waits for no medium.
+
+    Raises:
+        RegionFullError: half of the journal's space is too small for the entry; says by how much.
+        PreviousPersistError: the region is latched by an earlier failure.
+        RegionError: `timeline` is not the region's newest.
+    """
+    fields = {"step": step, "timeline": timeline, "length": len(blob), "kind": kind}
+    entry = ffi.new("lck_journal_entry *", fields)
+    code = library().lck_journal_write(region.handle, entry, ffi.from_buffer(blob))
+    check(code, f"journal of {region.label}")
+
+
+def read_entry(region: NativeRegion, kind: int = 0) -> JournalEntry | None:
+    """The newest whole entry of a kind (0: of either) of the region's newest timeline, or None.
+
+    Raises:
+        CorruptSnapshotError: no entry is whole, and one is damaged.
+        RegionError: the owner, another process, rewrote the entries faster than they were read.
+    """
+    raw = ffi.new("lck_journal_entry *")
+    code = E_FULL
+    while code == E_FULL:  # not asked yet, or the owner has just written a longer one
+        room = int(raw.length)
+        blob = ffi.new("char[]", room or 1)
+        code = library().lck_journal_read(region.handle, kind, raw, blob, room)
+    if code == E_EMPTY:
+        return None
+    check(code, f"journal of {region.label}")
+    return JournalEntry(
+        kind=raw.kind,
+        step=raw.step,
+        timeline=raw.timeline,
+        sequence=raw.sequence,
+        wall_time_ns=raw.wall_time_ns,
+        flags=raw.flags,
+        blob=bytes(ffi.buffer(blob, raw.length)),
+    )

@@ -1,0 +1,141 @@
+"""The boundary journal, as Python sees it: what was written last for this timeline comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import faults
+import pytest
+
+from lightck.errors import (
+    CorruptSnapshotError,
+    PreviousPersistError,
+    RegionError,
+    RegionFullError,
+    RegionIOError,
+)
+from lightck.region import journal, native
+
+JOURNAL_OFFSET = 131072
+JOURNAL_BYTES = 1 << 16
+ENTRY_BYTES = 128
+
+
+@contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[native.NativeRegion]:
+    mode = os.O_RDONLY if flags & native.READ_ONLY else os.O_RDWR
+    fds = os.open(path, mode), os.open(path, mode)
+    try:
+        region = native.NativeRegion.open(*fds, flags, None, str(path))
+    finally:
+        for fd in fds:
+            os.close(fd)
+    with closing(region):
+        yield region
+
+
+@pytest.fixture
+def path(region_dir: Path) -> Path:
+    file = region_dir / "region"
+    fds = os.open(file, os.O_RDWR | os.O_CREAT), os.open(file, os.O_RDWR)
+    spec = native.RegionSpec(
+        run_id=b"journal", slot_count=2, slot_bytes=4096, journal_bytes=JOURNAL_BYTES
+    )
+    region = native.NativeRegion.create(*fds, spec, str(file))
+    for fd in fds:
+        os.close(fd)
+    region.branch(5, [])
+    region.close()
+    return file
+
+
+def test_the_newest_entry_and_the_one_before_it_come_back(path: Path) -> None:
+    with _opened(path) as region:
+        assert journal.read_entry(region) is None
+        for step in range(1, 4):
+            journal.write_entry(region, journal.STEP_END, step, 5, b"a" * step * 1000)
+            journal.write_entry(region, journal.FORWARD, step, 5, b"b" * step)
+    with _opened(path, native.READ_ONLY) as region:
+        found = journal.read_entry(region)
+        before = journal.read_entry(region, journal.STEP_END)
+        assert found is not None and before is not None
+        assert (found.kind, found.step, found.timeline) == (journal.FORWARD, 3, 5)
+        assert found.blob == b"bbb" and not found.early
+        assert before.blob == b"a" * 3000 and before.early and before.step == 3
+        assert found.sequence == before.sequence + 1
+
+
+def test_entries_of_an_abandoned_timeline_do_not_count(path: Path) -> None:
+    with _opened(path) as region:
+        journal.write_entry(region, journal.STEP_END, 9, 5, b"old")
+        region.branch(6, [(5, 1)])
+        assert journal.read_entry(region) is None
+        with pytest.raises(RegionError, match="timeline 5, the region is in 6"):
+            journal.write_entry(region, journal.FORWARD, 9, 5, b"old")
+
+
+def test_an_entry_that_does_not_fit_says_by_how_much(path: Path) -> None:
+    most = JOURNAL_BYTES // 2 - ENTRY_BYTES
+    with _opened(path) as region:
+        journal.write_entry(region, journal.STEP_END, 1, 5, b"x" * most)
+        with pytest.raises(RegionFullError, match=f"{most + 1} bytes needed.* {most} there"):
+            journal.write_entry(region, journal.FORWARD, 1, 5, b"x" * (most + 1))
+        found = journal.read_entry(region)
+        assert found is not None and found.blob == b"x" * most
+
+
+def test_damage_is_an_error_and_never_an_entry(path: Path) -> None:
+    with _opened(path) as region:
+        journal.write_entry(region, journal.STEP_END, 1, 5, b"one")
+    with path.open("r+b") as file:
+        file.seek(JOURNAL_OFFSET + ENTRY_BYTES)
+        file.write(b"O")
+    with _opened(path, native.READ_ONLY) as region, pytest.raises(CorruptSnapshotError):
+        journal.read_entry(region)
+
+
+def test_a_latched_region_takes_no_entry(path: Path) -> None:
+    with _opened(path) as region, closing(native.NativePool(1, 4096, 0)) as pool:
+        faults.arm(faults.INVALIDATE)
+        with pytest.raises(RegionIOError):
+            native.NativeSnapshot(pool, region, 0)
+        with pytest.raises(PreviousPersistError):
+            journal.write_entry(region, journal.STEP_END, 1, 5, b"one")
+
+
+WRITER = """
+import os, sys
+from lightck.region import journal, native
+path = sys.argv[1]
+fds = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
+region = native.NativeRegion.open(*fds, 0, None, path)
+for step in range(1, 10**9):
+    journal.write_entry(region, journal.STEP_END, step, 5, b"%d " % step * 500)
+    journal.write_entry(region, journal.FORWARD, step, 5, b"%d!" % step * 300)
+    if step == 50:
+        print("ready", flush=True)
+"""
+
+
+def test_a_writer_killed_at_any_instant_leaves_a_whole_entry(path: Path) -> None:
+    for _ in range(3):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        with _opened(path, native.READ_ONLY) as reader:
+            beside = journal.read_entry(reader)
+            assert beside is not None and beside.step >= 49
+            writer.send_signal(signal.SIGKILL)
+            writer.communicate()
+            found = journal.read_entry(reader)
+        assert found is not None and found.step >= beside.step
+        text, count = (b"%d ", 500) if found.kind == journal.STEP_END else (b"%d!", 300)
+        assert found.blob == text % found.step * count
