@@ -21,7 +21,6 @@ RECORD_EARLY, RECORD_SUSPECT, RECORD_JIT = 1, 2, 4
 E_EMPTY, E_CORRUPT, E_LEASED, E_BUSY, E_FULL, E_TIMEOUT, E_MISMATCH = -6, -5, -8, -7, -9, -10, -13
 SNAP_OPEN, SNAP_SEALED, SNAP_COMMITTED, SNAP_FAILED = 0, 1, 2, 3
 MEDIA = {1: "fsdax", 2: "devdax", 3: "file", 4: "tmpfs", 5: "hugetlbfs"}
-GRAN_PAGE = 3
 
 COPY_DTYPE = np.dtype(
     [("offset", "<u8"), ("source", "<u8"), ("length", "<u8"), ("layer", "<u4"), ("flags", "<u4"),

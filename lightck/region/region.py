@@ -17,14 +17,12 @@ from lightck.errors import (
     RegionBusyError,
     RegionFullError,
 )
-from lightck.region import allocator, layout, manifest, native, place
+from lightck.region import allocator, layout, manifest, native, place, survival
 from lightck.region.layout import Entry, Layout
 from lightck.region.manifest import Manifest
 from lightck.region.native import NativePool, NativeRegion, NativeSnapshot, Record, RegionSpec
 from lightck.region.place import Place
 
-SURVIVES_POWER = "power loss"
-SURVIVES_PROCESS = "process death"
 _LOOKS = 4
 """How often a reader looks at most before it believes what it does not find."""
 
@@ -127,13 +125,12 @@ class Region:
     @property
     def survives(self) -> str:
         """What a committed snapshot outlives, in the words of the README's table."""
-        durable = self.info.granularity in (1, 2, 3)
-        return SURVIVES_POWER if durable else SURVIVES_PROCESS
+        return survival.survives(self.info.granularity)
 
     @property
     def staged(self) -> bool:
         """Copies go through DRAM, and slots are invalidated in the background."""
-        return self.info.medium == "file" or self.info.granularity == native.GRAN_PAGE
+        return self.info.medium == "file" or self.info.granularity == survival.GRAN_PAGE
 
     @property
     def continued(self) -> Record | None:
