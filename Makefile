@@ -21,6 +21,8 @@ NATIVE_TESTS = $(sort $(wildcard native/tests/test_*.c))
 TEST_HEADERS = $(sort $(wildcard native/tests/*.h))
 CRASH_SOURCES = $(sort $(wildcard native/crash/*.c))
 CRASH_HEADERS = $(sort $(wildcard native/crash/*.h))
+GUEST_SOURCES = $(sort $(wildcard native/guest/*.c))
+GUEST_HEADERS = $(sort $(wildcard native/guest/*.h))
 INCLUDES = -Inative/include -Inative/src
 DIALECT = -std=c11 -D_GNU_SOURCE -fvisibility=hidden -pthread
 WARNINGS = -Wall -Wextra -Wconversion -Werror
@@ -29,7 +31,7 @@ OUT = build/native
 TESTING = $(abspath $(OUT)/lightck-testing.so)
 CROSS = aarch64-linux-gnu-gcc
 
-.PHONY: help venv demo test lint native-test crash asan tsan soak clean
+.PHONY: help venv demo test lint native-test crash asan tsan pmem-guest soak clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -68,13 +70,14 @@ test: venv native-test crash ## Run the native tests, crash images, then pytest
 soak: CRASH_IMAGES = 1000000
 soak: venv native-test crash ## Run the long tests
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -m soak --timeout 3600
+	$(MAKE) --no-print-directory pmem-guest KILLS=24 IMAGES=400
 
 lint: venv ## Check style, types and warnings of everything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(NATIVE_TESTS) $(TEST_HEADERS) \
-	  $(CRASH_SOURCES) $(CRASH_HEADERS)
+	  $(CRASH_SOURCES) $(CRASH_HEADERS) $(GUEST_SOURCES) $(GUEST_HEADERS)
 	@$(MAKE) --no-print-directory warnings COMPILER='$(CC)'
 	@if command -v $(CROSS) >/dev/null; then \
 	  $(MAKE) --no-print-directory warnings COMPILER=$(CROSS); \
@@ -85,7 +88,7 @@ lint: venv ## Check style, types and warnings of everything
 .PHONY: warnings
 warnings:
 	@set -e; compile() { $(COMPILER) $(DIALECT) $(INCLUDES) $(WARNINGS) -O2 -S -o /dev/null "$$@"; }; \
-	for file in $(SOURCES); do compile $$file; done; \
+	for file in $(SOURCES) $(GUEST_SOURCES); do compile $$file; done; \
 	for file in $(SOURCES) $(NATIVE_TESTS); do compile -DLCK_TESTING -DLCK_GUARD $$file; done; \
 	for file in $(SOURCES) $(CRASH_SOURCES); do compile -DLCK_TRACE -DLCK_GUARD $$file; done
 	@echo "$(COMPILER) $(WARNINGS): no warnings"
@@ -111,6 +114,42 @@ $(OUT)/crash/%.o: native/src/%.c $(HEADERS) Makefile
 $(OUT)/crash/%.o: native/crash/%.c $(HEADERS) $(CRASH_HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(CRASH_COMPILE)
+
+# lckguest is the release code (the flags of pyproject.toml), linked statically for a guest without
+# a C library. JOBS chooses by name ("core": about a minute), KILLS and IMAGES say how often.
+GUEST = build/guest
+GUEST_OBJECTS = $(GUEST_SOURCES:native/guest/%.c=$(OUT)/guest/%.o)
+RELEASE_OBJECTS = $(SOURCES:native/src/%.c=$(OUT)/release/%.o)
+LIES = -Wl,--wrap=mmap,--wrap=fsync
+JOBS =
+KILLS = 3
+IMAGES = 30
+SEED =
+
+pmem-guest: ## Kill an emulated machine with persistent memory while it commits (JOBS=core)
+	@bash tests/guest/install.sh $(GUEST) cloud && $(MAKE) --no-print-directory run-guest \
+	  || test $$? = 77
+
+.PHONY: run-guest
+run-guest: $(GUEST)/lckguest $(GUEST)/lckguest-liar
+	$(PYTHON) -m tests.guest $(JOBS) --folder $(GUEST) --kernel $(GUEST)/kernel-cloud \
+	  --programs $^ --kills $(KILLS) --images $(IMAGES) $(if $(SEED),--seed $(SEED))
+
+$(GUEST)/lckguest: $(RELEASE_OBJECTS) $(filter-out %/liar.o,$(GUEST_OBJECTS))
+	@mkdir -p $(@D)
+	$(CC) -static -pthread -o $@ $^
+
+$(GUEST)/lckguest-liar: $(RELEASE_OBJECTS) $(GUEST_OBJECTS)
+	@mkdir -p $(@D)
+	$(CC) -static -pthread $(LIES) -o $@ $^
+
+$(OUT)/release/%.o: native/src/%.c $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O3 -fPIC -c -o $@ $<
+
+$(OUT)/guest/%.o: native/guest/%.c $(HEADERS) $(GUEST_HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -c -o $@ $<
 
 native-test: run-plain $(OUT)/lightck-testing.so ## Run the native tests
 

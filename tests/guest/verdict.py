@@ -1,0 +1,115 @@
+"""What a job showed, and whether that is what lightck promises."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+
+from tests.guest.machine import GuestError, Machine
+
+
+def _load(path: Path) -> ModuleType:
+    """One module of lightck without the package around it, which needs torch."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+survival = _load(Path(__file__).parents[2] / "lightck/region/survival.py")
+"""The words of `handle.survives`."""
+
+
+@dataclass(frozen=True)
+class Medium:
+    """What lightck says that a region lies on."""
+
+    name: str
+    unit: str
+    granularity: int
+
+    @property
+    def survives(self) -> str:
+        """As `handle.survives` says it."""
+        words: str = survival.survives(self.granularity)
+        return words
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"{self.name}/{self.unit}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row of the proof."""
+
+    job: str
+    medium: str
+    granularity: str
+    says_survives: str
+    killed: str
+    """What was stopped, how and when."""
+    acknowledged: int
+    begun: int
+    recovered: int | None
+    expected: str
+    wrong: str = ""
+    """Why it failed; empty: it passed."""
+    seconds: float = 0.0
+    images: int = 0
+    """Of a running machine; the other numbers are then those of the last one."""
+    bad_images: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """Everything was as expected."""
+        return not self.wrong
+
+    def row(self) -> dict[str, object]:
+        """For build/proof/guest.json."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def medium(machine: Machine) -> Medium:
+    """What the region code said last."""
+    said = machine.all(r"IS (\w+) (\w+) granularity=(\d)")
+    if not said:
+        raise GuestError("the region code never said what it is on:\n" + machine.console())
+    return Medium(said[-1][1], said[-1][2], int(said[-1][3]))
+
+
+def recovered(machine: Machine) -> int | None:
+    """What recovery found; None: nothing.
+
+    Raises:
+        GuestError: it took something for whole that was never written, or did not say.
+    """
+    complaints = machine.all(r"WRONG|FAILED")
+    found = machine.all(r"RECOVERED (\d+|none)")
+    if complaints or not found:
+        raise GuestError("recovery does not hold:\n" + machine.console())
+    return None if found[-1][1] == "none" else int(found[-1][1])
+
+
+def kept(acknowledged: int, begun: int, number: int | None) -> str:
+    """Why a recovery breaks the promise; empty: it keeps it."""
+    if number is None:
+        return f"{acknowledged} acknowledged, nothing recovered" if acknowledged else ""
+    if number < acknowledged:
+        return f"{acknowledged} acknowledged, {number} recovered"
+    return f"{begun} begun, {number} recovered" if number > begun else ""
+
+
+def disagreement(said: Medium, power_failed: bool, lost: str) -> str:
+    """Whether what lightck says it survives differs from what was seen; empty: it agrees."""
+    durable = said.survives == survival.POWER_LOSS or not power_failed
+    if durable and lost:
+        return f"{said} is said to survive {said.survives}, but {lost}"
+    if not durable and not lost:
+        return (
+            f"{said} is said to survive {said.survives} only, but kept everything: a weak control"
+        )
+    return ""
