@@ -131,9 +131,11 @@ pmem-guest: ## Kill an emulated machine with persistent memory while it commits 
 	  || test $$? = 77
 
 .PHONY: run-guest
-run-guest: $(GUEST)/lckguest $(GUEST)/lckguest-liar
-	$(PYTHON) -m tests.guest $(JOBS) --folder $(GUEST) --kernel $(GUEST)/kernel-cloud \
-	  --programs $^ --kills $(KILLS) --images $(IMAGES) $(if $(SEED),--seed $(SEED))
+run-guest: $(GUEST)/lckguest $(GUEST)/lckguest-liar $(GUEST)/lightck-release.so
+	@$(PYTHON) -m tests.guest $(JOBS) --folder $(GUEST) --kernel $(GUEST)/kernel-cloud \
+	  --programs $(GUEST)/lckguest $(GUEST)/lckguest-liar \
+	  --python $(BIN)/python --library $(GUEST)/lightck-release.so \
+	  --kills $(KILLS) --images $(IMAGES) $(if $(SEED),--seed $(SEED))
 
 $(GUEST)/lckguest: $(RELEASE_OBJECTS) $(filter-out %/liar.o,$(GUEST_OBJECTS))
 	@mkdir -p $(@D)
@@ -142,6 +144,10 @@ $(GUEST)/lckguest: $(RELEASE_OBJECTS) $(filter-out %/liar.o,$(GUEST_OBJECTS))
 $(GUEST)/lckguest-liar: $(RELEASE_OBJECTS) $(GUEST_OBJECTS)
 	@mkdir -p $(@D)
 	$(CC) -static -pthread $(LIES) -o $@ $^
+
+$(GUEST)/lightck-release.so: $(RELEASE_OBJECTS)
+	@mkdir -p $(@D)
+	$(CC) -shared -pthread -o $@ $^
 
 $(OUT)/release/%.o: native/src/%.c $(HEADERS) Makefile
 	@mkdir -p $(@D)

@@ -56,16 +56,17 @@ static found look(const options *o, uint32_t flags, int *opened) {
   return result;
 }
 
+/* An owner that cannot open it has said why: then the reader's word stands. */
 static int verify(const options *o) {
   int opened;
-  found reader = look(o, LCK_READ_ONLY, &opened);
-  found owner = opened ? look(o, o->flags, &opened) : reader;
-  if (opened && reader.number != owner.number) {
-    say("WRONG a reader recovers %" PRIu64 ", the owner %" PRIu64, reader.number, owner.number);
+  found result = look(o, LCK_READ_ONLY, &opened);
+  found owner = opened ? look(o, o->flags, &opened) : result;
+  if (opened && result.number != owner.number) {
+    say("WRONG a reader recovers %" PRIu64 ", the owner %" PRIu64, result.number, owner.number);
     return 1;
   }
-  if (owner.number > 0)
-    say("RECOVERED %" PRIu64, owner.number);
+  if (result.number > 0)
+    say("RECOVERED %" PRIu64, result.number);
   else
     say("RECOVERED none");
   return 0;

@@ -61,6 +61,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="for what is built")
     parser.add_argument("--kernel", type=Path, required=True, help="the unpacked cloud kernel")
     parser.add_argument("--programs", type=Path, nargs="+", required=True, help="for the guest")
+    parser.add_argument("--python", required=True, help="with numpy, pyarrow and cffi")
+    parser.add_argument("--library", type=Path, required=True, help="what that python loads")
     parser.add_argument("--kills", type=int, default=3, help="of each persistent medium")
     parser.add_argument("--images", type=int, default=30, help="of the running machine")
     parser.add_argument("--seed", type=int, default=None)

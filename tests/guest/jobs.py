@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tests.guest import kills, snapshots
+from tests.guest import damage, kills, package, snapshots
 from tests.guest.kills import Bench, Case
 from tests.guest.machine import Hardware
 from tests.guest.verdict import Medium, Verdict, survival
 
 ADR, EADR = Hardware("nvdimm", "mem-ctrl"), Hardware("nvdimm", "cpu")
-UNKNOWN = Hardware("nvdimm")
+UNKNOWN, HOSTED = Hardware("nvdimm"), Hardware("nvdimm", hosted=True)
 CXL, VIRTIO = Hardware("cxl"), Hardware("virtio")
 
 FSDAX = Medium("fsdax", "line", survival.GRAN_LINE)
@@ -72,6 +72,16 @@ JOBS = [
     _job(kills.persistent, Case("eadr", EADR, "fsdax_ext4", FSDAX_EADR, kills_most=1)),
     _job(kills.persistent, Case("file", ADR, "file_ext4", FILE, kills_most=2)),
     _job(kills.persistent, Case("virtio-pmem", VIRTIO, "virtio_ext4", FILE, kills_most=2)),
+    _job(
+        damage.failing_writes, Case("failing-writes", ADR, "flakey_ext4", FILE, again="file_ext4")
+    ),
+    Job(
+        "numpy",
+        lambda bench, options: package.killed(
+            Case("numpy", HOSTED, "hosted_ext4", FSDAX, "hosted", kills_most=1), bench, options
+        ),
+        package.unusable,
+    ),
     _job(kills.node, Case("cxl-node", CXL, "cxl_node", MEMORY, options=":node=1")),
 ]
 

@@ -34,9 +34,18 @@ class Hardware:
     """`nvdimm`, `cxl` or `virtio`."""
     persistence: str = ""
     """What the NVDIMM says of the platform: `mem-ctrl` (ADR), `cpu` (eADR) or nothing."""
+    hosted: bool = False
+    """The guest can mount the host's root, read-only."""
 
     def arguments(self, folder: Path) -> list[str]:
         """QEMU's, with backing files made where there are none."""
+        arguments = ["-m", f"{'2G' if self.hosted else '1G'},slots=4,maxmem=8G"]
+        if self.hosted:
+            share = "local,path=/,security_model=none,readonly=on,mount_tag=host,multidevs=remap"
+            arguments += ["-virtfs", share]
+        return arguments + self._memory(folder)
+
+    def _memory(self, folder: Path) -> list[str]:
         if self.kind == "nvdimm":
             file = _backing(folder / "nvdimm", NVDIMM_BYTES)
             domain = f",nvdimm-persistence={self.persistence}" if self.persistence else ""
@@ -88,17 +97,14 @@ class Machine:
     """For the guest's init: medium, age, steps."""
     limit_s: float = 120.0
     """From its start on; then whoever waits gets an error."""
-    extra: list[str] = field(default_factory=list)
-    memory: str = "1G"
     lines: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Machine:
         """Power on."""
         command = [
             *("setpriv", "--pdeathsig", "KILL"),  # becomes QEMU: no orphan if this process dies
-            *("qemu-system-x86_64", *self.hardware.arguments(self.folder), *self.extra),
+            *("qemu-system-x86_64", *self.hardware.arguments(self.folder)),
             *("-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2"),
-            *("-m", f"{self.memory},slots=4,maxmem=8G"),
             *("-kernel", str(self.image.kernel), "-initrd", str(self.image.initramfs)),
             *("-append", f"console=ttyS0 panic=-1 quiet -- {' '.join(self.words)}"),
             *("-nic", "none", "-nodefaults", "-no-user-config", "-display", "none"),

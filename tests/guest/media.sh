@@ -104,6 +104,16 @@ cxl_node() {
   REGION=/dev/shm/region
 }
 
+# The host's root, read-only, with this machine's own devices and memory in it.
+hosted_ext4() {
+  loaded crc32c_generic virtio_pci 9pnet_virtio 9p && fsdax_ext4 || return
+  mkdir -p /host
+  mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose,msize=524288 host /host || return
+  for place in dev proc sys mnt; do
+    mount --bind /$place /host/$place || return
+  done
+}
+
 # Fails every write from the moment on when a step says so.
 flakey_ext4() {
   loaded dm_mod dm_flakey && nvdimm fsdax && there /dev/pmem0 || return
@@ -141,6 +151,12 @@ interrupted() { # commits region options...
   wanted=$1
   shift
   upon "$wanted" kill_writer "$@"
+}
+
+# The real package, with the host's Python.
+hosted() { # write|verify region root python library
+  chroot /host /usr/bin/env -i PATH=/usr/bin:/bin PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$3" \
+    LIGHTCK_NATIVE="$5" OMP_NUM_THREADS=1 "$4" -m tests.guest.numpy_region "$1" "$2"
 }
 
 # A media error under a part of the newest snapshot: loads from there fault from now on.

@@ -39,7 +39,7 @@ def running(case: Case, bench: Bench, program: Path) -> Iterator[Verdict]:
     started = time.monotonic()
     shots: list[_Shot] = []
     problems: list[str] = []
-    with bench.boot(case.hardware, case.setup, "fresh", case.words) as machine:
+    with bench.boot(case.hardware, case.setup, "fresh", case.step("write")) as machine:
         machine.until("3 commits", lambda: machine.last(r"COMMITTED (\d+)") >= 3)
         said = medium(machine)
         for i in range(bench.snapshots):
