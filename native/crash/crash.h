@@ -41,8 +41,13 @@ typedef enum medium {
   MEDIUM_FILE,    /* sectors of a page cache, durable when a sync has returned */
   MEDIUM_PROCESS, /* the process alone dies: every retired store stays */
   MEDIUM_CXL,     /* as ADR, and a dirty shutdown loses lines that were fenced */
+  MEDIUM_EIO,     /* MEDIUM_FILE, and one sync fails: it covers nothing, nor does any later one */
   MEDIA,
 } medium;
+
+static inline int on_pages(medium on) {
+  return on == MEDIUM_FILE || on == MEDIUM_EIO;
+}
 
 /* What the newest store before the crash was part of. */
 typedef enum step {
@@ -109,6 +114,7 @@ typedef struct bed {
 
 void fill(unsigned char *bytes, uint64_t length, uint64_t seed);
 void mark(enum mark which, uint64_t value);
+int failed(const bed *b, int rc); /* 1 where a sync has failed as it should */
 uint64_t draw(uint64_t *state);
 uint64_t draw_below(uint64_t *state, uint64_t limit);
 
@@ -165,6 +171,7 @@ typedef struct piece {
   const unsigned char *bytes;
   uint32_t length, store, thread, flusher; /* store: its number, in the order of the trace */
   uint8_t nt, visible;
+  uint8_t clean; /* a sync failed on it: no sync covers it until it is touched */
 } piece;
 
 #define HISTORY 24u

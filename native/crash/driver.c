@@ -1,9 +1,11 @@
 /* Real work on a real region, traced: creation, commits, growth, branches, restarts. */
+#include <errno.h>
 #include <fcntl.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "crash.h"
+#include "fault.h"
 
 uint64_t draw(uint64_t *state) {
   uint64_t z = (*state += UINT64_C(0x9E3779B97F4A7C15));
@@ -21,6 +23,12 @@ static void must(int rc) {
     DIE("%d %s", rc, lck_last_error());
 }
 
+int failed(const bed *b, int rc) {
+  if (rc != 0 && (b->medium != MEDIUM_EIO || (rc != LCK_E_IO && rc != LCK_E_PREVIOUS)))
+    DIE("%d %s", rc, lck_last_error());
+  return rc != 0;
+}
+
 void mark(enum mark which, uint64_t value) {
   lck_trace(LCK_TRACE_MARK, NULL, which, value);
 }
@@ -30,8 +38,8 @@ static void mark_segments(uint64_t acked, uint64_t started) {
 }
 
 void bed_seed(bed *b, medium on, uint64_t seed) {
-  static const int forced[MEDIA] = {LCK_GRAN_LINE, LCK_GRAN_BYTE, LCK_GRAN_PAGE, LCK_GRAN_NONE,
-                                    LCK_GRAN_LINE};
+  static const int forced[MEDIA] = {LCK_GRAN_LINE, LCK_GRAN_BYTE, LCK_GRAN_PAGE,
+                                    LCK_GRAN_NONE, LCK_GRAN_LINE, LCK_GRAN_PAGE};
   static const char *const kernels[] = {"avx512", "avx2", "sse42", "portable", "aarch64"};
   memset(b, 0, sizeof(*b));
   b->random = seed;
@@ -99,78 +107,121 @@ static const void *layout_to_write(const lck_region *region, const lck_region_in
   return kept ? NULL : t->layout;
 }
 
-/* Open the slot that is not protected and copy the next snapshot into it. */
+/* Open the slot that is not protected and copy the next snapshot into it; NULL: a sync failed. */
 static lck_snapshot *capture(bed *b, lck_pool *pool, lck_region *region, truth *t) {
   lck_copy copies[EXTENTS];
   lck_snapshot *snapshot;
   uint32_t batch;
   compose(b, t, copies);
-  must(lck_snapshot_begin(pool, region, t->slot, &snapshot));
-  must(lck_snapshot_add(snapshot, copies, EXTENTS, &batch));
-  must(lck_snapshot_release(snapshot, batch, LCK_ALL));
-  must(lck_snapshot_capture(snapshot, batch, -1, draw_below(&b->random, 4) == 0));
-  return snapshot;
+  if (failed(b, lck_snapshot_begin(pool, region, t->slot, &snapshot)))
+    return NULL;
+  if (!failed(b, lck_snapshot_add(snapshot, copies, EXTENTS, &batch)) &&
+      !failed(b, lck_snapshot_release(snapshot, batch, LCK_ALL)) &&
+      !failed(b, lck_snapshot_capture(snapshot, batch, -1, draw_below(&b->random, 4) == 0)))
+    return snapshot;
+  (void)failed(b, lck_snapshot_free(snapshot));
+  return NULL;
 }
 
-/* One in four is given up first: nothing of it may ever be found. */
-static void commit(bed *b, lck_pool *pool, lck_region *region) {
-  lck_region_info info;
-  must(lck_region_describe(region, &info));
+static truth *next_truth(bed *b, const lck_region_info *info) {
   uint64_t sequence = b->now.acked + 1;
   uint32_t newest = b->now.acked ? b->truths[b->now.acked % SEQUENCES].slot : 1;
   truth *t = &b->truths[sequence % SEQUENCES];
   memset(t, 0, sizeof(*t));
   t->slot = LCK_MUTANT(MUTANT_LIVE_SLOT) ? newest : 1 - newest;
   t->sequence = t->manifest.sequence = sequence;
-  t->timeline = info.timeline;
-  lay_out(b, &info, t->slot, t);
+  t->timeline = info->timeline;
+  lay_out(b, info, t->slot, t);
+  return t;
+}
+
+/* Whether it was committed; it is acknowledged then, and only then. */
+static int seal(bed *b, lck_snapshot *snapshot, const lck_record *record, const void *layout,
+                lck_region *region, const truth *t) {
+  int state = LCK_SNAP_FAILED;
+  entries_write(b, region, t->timeline, 1);
+  int bad = failed(b, lck_snapshot_seal(snapshot, record, layout, &t->manifest));
+  entries_write(b, region, t->timeline, 1); /* beside the commit */
+  bad = bad || failed(b, lck_snapshot_wait(snapshot, -1, &state));
+  if (!bad && state != LCK_SNAP_COMMITTED)
+    DIE("committed, but in state %d", state);
+  if (!bad)
+    mark(MARK_ACKED, t->sequence);
+  return !failed(b, lck_snapshot_free(snapshot)) && !bad;
+}
+
+/* One in four is given up first: nothing of it may ever be found. */
+static int commit(bed *b, lck_pool *pool, lck_region *region) {
+  lck_region_info info;
+  must(lck_region_describe(region, &info));
+  truth *t = next_truth(b, &info);
   uint64_t start = info.segments[0].offset + t->slot * info.segments[0].slot_bytes;
-  lck_record record = {.sequence = sequence,
-                       .step = 10 * sequence,
+  lck_record record = {.sequence = t->sequence,
+                       .step = 10 * t->sequence,
                        .timeline = t->timeline,
                        .layout_offset = start,
                        .layout_length = t->layout_length,
                        .manifest_offset = start + 576,
                        .manifest_length = sizeof(t->manifest)};
   if (draw_below(&b->random, 4) == 0) {
-    must(lck_snapshot_free(capture(b, pool, region, t)));
+    lck_snapshot *given_up = capture(b, pool, region, t);
     b->last_in_slot[t->slot] = 0;
+    if (given_up == NULL || failed(b, lck_snapshot_free(given_up)))
+      return 0;
   }
   const void *layout = layout_to_write(region, &info, t, record.layout_offset);
-  int state;
-  mark(MARK_STARTED, sequence);
+  mark(MARK_STARTED, t->sequence);
+  b->now.started = t->sequence;
   lck_snapshot *snapshot = capture(b, pool, region, t);
-  entries_write(b, region, info.timeline, 1);
-  must(lck_snapshot_seal(snapshot, &record, layout, &t->manifest));
-  entries_write(b, region, info.timeline, 1); /* beside the commit */
-  must(lck_snapshot_wait(snapshot, -1, &state));
-  mark(MARK_ACKED, sequence);
-  must(lck_snapshot_free(snapshot));
-  b->now.acked = b->now.started = sequence;
-  b->last_in_slot[t->slot] = sequence;
+  b->last_in_slot[t->slot] = 0;
+  if (snapshot == NULL || !seal(b, snapshot, &record, layout, region, t))
+    return 0;
+  b->now.acked = t->sequence;
+  b->last_in_slot[t->slot] = t->sequence;
+  return 1;
 }
 
 /* ---- the other protocols -------------------------------------------------------------------- */
 
-static void branch(bed *b, lck_region *region) {
+static int branch(bed *b, lck_region *region) {
   lck_branch from = {b->now.timeline_acked, b->now.acked};
   uint64_t next = b->now.timeline_acked + 1;
   mark(MARK_STEP, STEP_BRANCH);
   mark(MARK_BRANCHING, next);
-  must(lck_region_branch(region, next, &from, b->now.timeline_acked > 0));
+  b->now.timeline_started = next;
+  if (failed(b, lck_region_branch(region, next, &from, b->now.timeline_acked > 0)))
+    return 0;
   mark(MARK_BRANCHED, next);
   mark(MARK_STEP, STEP_PUBLISH);
-  b->now.timeline_acked = b->now.timeline_started = next;
+  b->now.timeline_acked = next;
+  return 1;
 }
 
-static void grow(bed *b, lck_region *region) {
+static int grow(bed *b, lck_region *region) {
   mark(MARK_STEP, STEP_GROW);
   mark_segments(b->now.segments_acked, b->now.segments_acked + 1);
-  must(lck_region_grow(region, SLOT_BYTES));
+  b->now.segments_started = b->now.segments_acked + 1;
+  if (failed(b, lck_region_grow(region, SLOT_BYTES)))
+    return 0;
   b->now.segments_acked = b->now.segments_started = b->now.segments_acked + 1;
   mark_segments(b->now.segments_acked, b->now.segments_acked);
   mark(MARK_STEP, STEP_PUBLISH);
   b->layout_version++;
+  return 1;
+}
+
+/* After a failed sync everything is refused, and nothing is acknowledged. */
+static void go_on(const bed *b, lck_pool *pool, lck_region *region) {
+  lck_branch from = {b->now.timeline_acked, b->now.acked};
+  lck_journal_entry entry = {.timeline = b->now.timeline_acked, .kind = LCK_JOURNAL_STEP_END};
+  lck_snapshot *snapshot;
+  for (uint32_t slot = 0; slot < 2; slot++)
+    if (lck_snapshot_begin(pool, region, slot, &snapshot) != LCK_E_PREVIOUS)
+      DIE("a snapshot is begun after a failed sync");
+  if (lck_region_branch(region, 99, &from, 1) != LCK_E_PREVIOUS ||
+      lck_region_grow(region, SLOT_BYTES) != LCK_E_PREVIOUS ||
+      lck_journal_write(region, &entry, "") != LCK_E_PREVIOUS)
+    DIE("a region is written after a failed sync");
 }
 
 static lck_pool *make_pool(bed *b) {
@@ -191,18 +242,31 @@ static int reopened(int fd) {
 
 static void work(bed *b, lck_region *region, uint32_t commits) {
   lck_pool *pool = make_pool(b);
-  branch(b, region);
-  for (uint32_t i = 0; i < commits; i++) {
+  int well = branch(b, region);
+  for (uint32_t i = 0; i < commits && well; i++) {
     if (b->now.segments_acked < 2 && (i == 2 || (i == 1 && draw_below(&b->random, 3) == 0)))
-      grow(b, region);
+      well = grow(b, region);
     else if (draw_below(&b->random, 3) == 0)
       b->layout_version++;
     entries_write(b, region, b->now.timeline_acked, 2);
-    commit(b, pool, region);
+    well = well && commit(b, pool, region);
   }
-  entries_write(b, region, b->now.timeline_acked, 3);
+  if (well)
+    entries_write(b, region, b->now.timeline_acked, 3);
+  else
+    go_on(b, pool, region);
   must(lck_pool_destroy(pool));
   must(lck_region_close(region));
+}
+
+/* One of the next `most` syncs fails, or none. */
+static void arm(bed *b, uint64_t most) {
+  if (b->medium == MEDIUM_EIO)
+    must(lck_fault_arm(LCK_FAULT_SYNC, (int64_t)draw_below(&b->random, most), EIO));
+}
+
+static void disarm(void) {
+  must(lck_fault_arm(LCK_FAULT_SYNC, -1, 0));
 }
 
 void bed_create(bed *b, int fd, lck_trace_log *log) {
@@ -217,10 +281,14 @@ void bed_create(bed *b, int fd, lck_trace_log *log) {
   lck_trace_start(log);
   mark(MARK_STEP, STEP_CREATE);
   mark_segments(0, 1);
-  must(lck_region_create(fd, lock_fd, &spec, &region));
-  b->now.segments_acked = b->now.segments_started = 1;
-  mark_segments(1, 1);
-  work(b, region, 4 + (uint32_t)draw_below(&b->random, 2));
+  arm(b, 40);
+  b->now.segments_started = 1;
+  if (!failed(b, lck_region_create(fd, lock_fd, &spec, &region))) {
+    b->now.segments_acked = 1;
+    mark_segments(1, 1);
+    work(b, region, 4 + (uint32_t)draw_below(&b->random, 2));
+  }
+  disarm();
   lck_trace_stop();
   close(lock_fd);
 }
@@ -254,14 +322,17 @@ int bed_continue(bed *b, int fd, uint32_t commits, lck_trace_log *log) {
   b->last_in_slot[0] = b->last_in_slot[1] = 0;
   lck_trace_start(log);
   mark(MARK_STEP, STEP_OPEN);
+  if (draw_below(&b->random, 2) == 0)
+    arm(b, 12);
   int rc = lck_region_open(fd, lock_fd, 0, -1, &region);
   if (rc == 0) {
     rely(b, region, reader, fd);
     b->layout_version += (uint32_t)draw_below(&b->random, 2);
     work(b, region, commits);
   } else if (rc != LCK_E_FORMAT || b->now.segments_acked != 0) {
-    DIE("%d %s", rc, lck_last_error());
+    rc = !failed(b, rc); /* what it has done until then is looked at, too */
   }
+  disarm();
   lck_trace_stop();
   close(lock_fd);
   close(reader);

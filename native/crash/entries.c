@@ -24,8 +24,10 @@ void entries_write(bed *b, lck_region *region, uint64_t timeline, uint64_t most)
     fill(blob, entry.length, number);
     mark(MARK_JOURNALING, number);
     int rc = lck_journal_write(region, &entry, blob);
-    if (rc != 0)
-      DIE("%d %s", rc, lck_last_error());
+    if (failed(b, rc)) {
+      b->now.entry_started = number;
+      return;
+    }
     mark(MARK_JOURNALED, number);
     b->now.entry_acked = b->now.entry_started = number;
   }

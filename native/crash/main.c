@@ -108,6 +108,14 @@ static void restart_process(model *m, const bed *from, const lck_trace_log *firs
   free(bytes);
 }
 
+/* Where the process dies: anywhere, but first right behind a sync that has failed, if one has. */
+static uint64_t place_to_die(model *m, const lck_trace_log *log, uint32_t attempt) {
+  for (uint64_t i = 0; i < log->event_count && attempt == 0; i++)
+    if (log->events[i].op == LCK_TRACE_SYNC_FAILED)
+      return i + 1;
+  return draw_below(&m->random, log->event_count) + 1;
+}
+
 static void run_trace(medium on, uint64_t seed, uint32_t per_cut, int stop_at_bad, tally *sum) {
   static const bounds nothing;
   static bed b;
@@ -132,7 +140,7 @@ static void run_trace(medium on, uint64_t seed, uint32_t per_cut, int stop_at_ba
   model_run(&m, &log, 0, log.event_count, 1);
   m.save = NULL;
   for (uint32_t i = 0; i < RESTARTS && !m.stopped; i++)
-    restart_process(&m, &b, &log, draw_below(&m.random, log.event_count) + 1);
+    restart_process(&m, &b, &log, place_to_die(&m, &log, i));
   for (uint32_t i = 0; i < RESTARTS && !m.stopped; i++)
     if (kept.images[i].bytes)
       restart_machine(&m, &b, &kept.images[i]);

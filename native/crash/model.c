@@ -50,7 +50,7 @@ void model_load(model *m, const bed *b, const bounds *within, const unsigned cha
                 uint64_t size) {
   m->bed = b;
   m->within = *within;
-  m->unit = m->medium == MEDIUM_FILE ? SECTOR : LCK_LINE;
+  m->unit = on_pages(m->medium) ? SECTOR : LCK_LINE;
   m->size = m->next_size = m->file_size = size;
   m->count = m->history_count = 0;
   m->hash = 0;
@@ -122,7 +122,7 @@ static void fenced(model *m, uint32_t thread) {
   for (uint32_t i = 0; i < m->count; i++) {
     piece *p = &m->pieces[i];
     int own = p->thread == thread;
-    if (m->medium == MEDIUM_FILE) {
+    if (on_pages(m->medium)) {
       if (own)
         p->nt = 0; /* in the page cache now */
     } else if (m->medium == MEDIUM_EADR) {
@@ -140,11 +140,25 @@ static void fenced(model *m, uint32_t thread) {
 
 static void synced(model *m, uint32_t thread) {
   uint8_t *sure = flags_for(m);
-  for (uint32_t i = 0; i < m->count && m->medium == MEDIUM_FILE; i++)
-    sure[i] = !m->pieces[i].nt && m->pieces[i].store < m->sync_from[thread % 64];
+  for (uint32_t i = 0; i < m->count && on_pages(m->medium); i++)
+    sure[i] =
+        !m->pieces[i].nt && !m->pieces[i].clean && m->pieces[i].store < m->sync_from[thread % 64];
   settle_pieces(m, sure);
   free(sure);
   m->size = m->next_size;
+}
+
+/* The kernel counts the pages as clean, whatever of them has reached the medium. */
+static void sync_failed(model *m, uint32_t thread) {
+  for (uint32_t i = 0; i < m->count; i++)
+    m->pieces[i].clean |= !m->pieces[i].nt && m->pieces[i].store < m->sync_from[thread % 64];
+  m->changed = 1;
+}
+
+static void touched_pages(model *m, const lck_event *e) {
+  for (uint32_t i = 0; i < m->count; i++)
+    if (m->pieces[i].offset >= e->offset && m->pieces[i].offset < e->offset + e->length)
+      m->pieces[i].clean = 0;
 }
 
 static void flushed(model *m, const lck_event *e) {
@@ -191,7 +205,7 @@ void model_kill(model *m) {
   uint8_t *sure = flags_for(m);
   for (uint32_t i = 0; i < m->count; i++) {
     piece *p = &m->pieces[i];
-    sure[i] = m->medium == MEDIUM_EADR || (p->nt && m->medium != MEDIUM_FILE);
+    sure[i] = m->medium == MEDIUM_EADR || (p->nt && !on_pages(m->medium));
     p->nt = 0;
     p->visible = 1;
     p->flusher = 0;
@@ -306,6 +320,12 @@ void model_run(model *m, const lck_trace_log *log, uint64_t from, uint64_t to, i
       break;
     case LCK_TRACE_SYNC:
       synced(m, e->thread);
+      break;
+    case LCK_TRACE_SYNC_FAILED:
+      sync_failed(m, e->thread);
+      break;
+    case LCK_TRACE_TOUCH:
+      touched_pages(m, e);
       break;
     case LCK_TRACE_EXTEND:
       extended(m, e->length);

@@ -133,6 +133,6 @@ const char *judge(const bed *b, const outcome *out, const bounds *within, const 
   if (out->segments < within->segments_acked || out->segments > within->segments_started)
     return "another number of segments than the last one grown";
   if (ignoring)
-    return b->medium == MEDIUM_FILE ? NULL : out->entry_by_luck;
-  return entries_judge(b, out, within, b->medium == MEDIUM_FILE);
+    return on_pages(b->medium) ? NULL : out->entry_by_luck;
+  return entries_judge(b, out, within, on_pages(b->medium));
 }

@@ -3,7 +3,8 @@
 
 #include "crash.h"
 
-static const char *const medium_names[MEDIA] = {"ADR", "eADR", "file", "process", "CXL dirty"};
+static const char *const medium_names[MEDIA] = {"ADR",     "eADR",      "file",
+                                                "process", "CXL dirty", "file, EIO"};
 const char *const step_names[STEPS] = {"create", "open",    "invalidate", "payload", "tables",
                                        "record", "publish", "grow",       "branch",  "journal"};
 static const char *const mutant_names[MUTANTS] = {
@@ -26,6 +27,8 @@ static const char *const mutant_names[MUTANTS] = {
     [MUTANT_TORN_COPY_KEPT] = "torn superblock not wiped before the next",
     [MUTANT_GROWTH_NOT_SETTLED] = "growth not settled before the superblock",
     [MUTANT_NOT_ADOPTED] = "headers not adopted by a new owner",
+    [MUTANT_SYNC_RETRIED] = "failed sync retried and believed",
+    [MUTANT_ADOPTED_CLEAN] = "headers adopted without touching pages",
     [MUTANT_JOURNAL_NEWEST] = "journal: newest entry overwritten",
     [MUTANT_JOURNAL_OVER_END] = "journal: (b) over the (a) of its step",
     [MUTANT_JOURNAL_KEPT_VALID] = "journal: half not invalidated",

@@ -1,6 +1,6 @@
 #include "fault.h"
 
-#ifdef LCK_TESTING
+#if defined(LCK_TESTING) || defined(LCK_TRACE)
 
 #include <errno.h>
 #include <stdatomic.h>

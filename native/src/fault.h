@@ -19,7 +19,7 @@ enum lck_fault_point {
   LCK_FAULT_POINTS = 6,
 };
 
-#ifdef LCK_TESTING
+#if defined(LCK_TESTING) || defined(LCK_TRACE)
 #define LCK_TEST_API __attribute__((visibility("default")))
 LCK_TEST_API int lck_fault_arm(uint32_t point, int64_t after, int error);
 LCK_TEST_API int lck_fault_delay(uint32_t point, uint64_t ns);

@@ -29,6 +29,8 @@ enum lck_mutants {
   MUTANT_TORN_COPY_KEPT,         /* a superblock is written over what is left of a torn one */
   MUTANT_GROWTH_NOT_SETTLED,     /* superblock names space that is not durably there */
   MUTANT_NOT_ADOPTED,            /* a new owner relies on what is in caches only */
+  MUTANT_SYNC_RETRIED,           /* a failed sync is tried again and then believed */
+  MUTANT_ADOPTED_CLEAN,          /* a new owner syncs pages that may count as clean */
   MUTANT_JOURNAL_NEWEST,         /* journal: the newest entry is overwritten */
   MUTANT_JOURNAL_OVER_END,       /* journal: (b) overwrites the (a) of its own step */
   MUTANT_JOURNAL_KEPT_VALID,     /* journal: the old word stays while its half changes */

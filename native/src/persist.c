@@ -168,6 +168,10 @@ static int sync_file(lck_region *region) {
   int error = lck_fault_visit(LCK_FAULT_SYNC);
   if (error == 0 && fdatasync(region->fd) == 0)
     return 0;
+  if (LCK_MUTANT(MUTANT_SYNC_RETRIED)) {
+    lck_trace(LCK_TRACE_SYNC_FAILED, region, 0, 0);
+    return 0;
+  }
   if (error != 0)
     errno = error;
   return lck_region_latch(region, lck_fail_errno(LCK_E_IO, "fdatasync of the region's file"));
@@ -180,16 +184,18 @@ int lck_persist_sync(lck_region *region) {
   pthread_mutex_lock(&region->sync);
   lck_trace(LCK_TRACE_SYNC_BEGIN, region, 0, 0);
   int rc = sync_file(region);
-  if (rc == 0)
-    lck_trace(LCK_TRACE_SYNC, region, 0, 0);
+  lck_trace(rc == 0 ? LCK_TRACE_SYNC : LCK_TRACE_SYNC_FAILED, region, 0, 0);
   pthread_mutex_unlock(&region->sync);
   return rc;
 }
 
 int lck_persist_adopt(lck_region *region) {
   uint64_t end = region->super.journal_offset + region->super.journal_length;
-  if (region->granularity == LCK_GRAN_LINE || region->granularity == LCK_GRAN_PAGE)
+  int touch = region->granularity == LCK_GRAN_LINE || region->granularity == LCK_GRAN_PAGE;
+  if (touch && !LCK_MUTANT(MUTANT_ADOPTED_CLEAN)) {
     lck_persist_touch(region, 0, end);
+    lck_trace(LCK_TRACE_TOUCH, region, 0, end);
+  }
   flush(region, 0, end);
   return lck_persist_sync(region);
 }

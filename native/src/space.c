@@ -373,7 +373,8 @@ int lck_space_extend(lck_region *region, uint64_t old_size, uint64_t new_size) {
   lck_trace(LCK_TRACE_EXTEND, region, 0, new_size);
   if (rc == 0 && error == 0 && !LCK_MUTANT(MUTANT_GROWTH_NOT_SETTLED)) {
     rc = settle(region);
-    lck_trace(LCK_TRACE_SETTLE, region, 0, new_size);
+    if (rc == 0)
+      lck_trace(LCK_TRACE_SETTLE, region, 0, new_size);
   }
   if (rc != 0 || error != 0)
     lck_space_retract(region, old_size, new_size);

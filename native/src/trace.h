@@ -12,15 +12,17 @@
 #include "lightck.h"
 
 enum lck_trace_op {
-  LCK_TRACE_STORE,      /* through the cache; no order among the 8-byte words of one event */
-  LCK_TRACE_NT,         /* non-temporal, whole lines */
-  LCK_TRACE_FLUSH,      /* of every line of the range */
-  LCK_TRACE_FENCE,      /* drains this thread's flushes and non-temporal stores, nobody else's */
-  LCK_TRACE_SYNC_BEGIN, /* a sync covers what was stored before it began */
-  LCK_TRACE_SYNC,       /* ... once it has succeeded */
-  LCK_TRACE_EXTEND,     /* the file has `length` bytes */
-  LCK_TRACE_SETTLE,     /* its length and extents are durable */
-  LCK_TRACE_MARK,       /* by the driver: `offset` says which, `length` its value */
+  LCK_TRACE_STORE,       /* through the cache; no order among the 8-byte words of one event */
+  LCK_TRACE_NT,          /* non-temporal, whole lines */
+  LCK_TRACE_FLUSH,       /* of every line of the range */
+  LCK_TRACE_FENCE,       /* drains this thread's flushes and non-temporal stores, nobody else's */
+  LCK_TRACE_SYNC_BEGIN,  /* a sync covers what was stored before it began */
+  LCK_TRACE_SYNC,        /* ... once it has succeeded */
+  LCK_TRACE_EXTEND,      /* the file has `length` bytes */
+  LCK_TRACE_SETTLE,      /* its length and extents are durable */
+  LCK_TRACE_SYNC_FAILED, /* what it covered may be lost, and no later sync covers it */
+  LCK_TRACE_TOUCH,       /* dirties the range's pages again without changing a byte */
+  LCK_TRACE_MARK,        /* by the driver: `offset` says which, `length` its value */
 };
 
 #ifdef LCK_TRACE
