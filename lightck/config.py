@@ -30,7 +30,7 @@ class Config:
     """Every setting of a handle; checked when made, never changed after.
 
     Attributes:
-        path: folder of the run, or a devdax device; `~` is expanded.
+        path: folder of the run, a devdax device or a libpmemobj pool; `~` is expanded.
         policy: which steps are due; an int (every that many steps) or a table becomes a policy.
         slots: whole snapshots the region has room for, 2 to 16. Several ranks use 3 and more.
         threads: copying threads, 1 to 64.
@@ -43,6 +43,9 @@ class Config:
             staging when the fence waits for the medium). Ordinary files are always staged.
         write_limit: bytes per second written to the medium at most, for media that others use,
             too; 0 is no limit.
+        backend: who maps the region for the writer: `auto` (lightck itself; libpmemobj where the
+            region is in a pool), `pmem2` (libpmem2) or `pmemobj` (a region in a libpmemobj pool:
+            one per rank in the folder `path`, or the pool `path`). Readers find out.
         durability: `medium` (what the medium offers) or `process` (an ordinary file without
             syncs: survives the process, not the host).
         numa_node: node whose memory holds the region (CXL memory is one); None leaves it open.
@@ -68,6 +71,7 @@ class Config:
     schedule: Literal["auto", "eager", "backward"] = "auto"
     placement: Literal["auto", "direct", "staged"] = "auto"
     write_limit: int = 0
+    backend: Literal["auto", "pmem2", "pmemobj"] = "auto"
     durability: Literal["medium", "process"] = "medium"
     numa_node: int | None = None
     on_error: Literal["warn", "raise"] | Callable[[BaseException], object] = "warn"
@@ -223,7 +227,7 @@ def _seconds(value: object) -> float:
 def _path(value: object) -> Path:
     if isinstance(value, str | os.PathLike) and str(value):
         return Path(value).expanduser()
-    raise ValueError("must be the path of a folder or a device")
+    raise ValueError("must be the path of a folder, a pool or a device")
 
 
 def _text(value: object) -> str:
@@ -242,7 +246,7 @@ def _error_action(value: object) -> object:
     raise ValueError("must be 'warn', 'raise' or a function of one exception")
 
 
-_TEXTS = ("path", "schedule", "placement", "durability", "on_error", "run_id")
+_TEXTS = ("path", "schedule", "placement", "backend", "durability", "on_error", "run_id")
 _CHECKS: dict[str, Callable[[object], object]] = {
     "path": _path,
     "policy": parse,
@@ -253,6 +257,7 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "schedule": _choice("auto", "eager", "backward"),
     "placement": _choice("auto", "direct", "staged"),
     "write_limit": _integer(0, 1 << 50),
+    "backend": _choice("auto", "pmem2", "pmemobj"),
     "durability": _choice("medium", "process"),
     "numa_node": _node,
     "on_error": _error_action,

@@ -62,6 +62,10 @@ class RegionIOError(RegionError, OSError):
     """The medium or a system call failed; a region open for writing takes no more snapshots."""
 
 
+class PmdkMissingError(RegionError):
+    """A back end needs a library of PMDK that is not installed; its Debian package is named."""
+
+
 class UnrestoredError(RegionError):
     """`attach` found snapshots that this process has neither restored nor written.
 

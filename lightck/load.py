@@ -15,7 +15,7 @@ import torch
 from lightck.capture import boundary, staging
 from lightck.config import Config
 from lightck.errors import CorruptSnapshotError, NoSnapshotError
-from lightck.region import native, place
+from lightck.region import backing, native, place
 from lightck.region.choice import first_whole, is_there
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate, Region, survey
@@ -41,10 +41,10 @@ SNAPSHOTS = pa.schema(
 
 
 def region_files(path: str | os.PathLike[str] | None) -> list[place.Place]:
-    """Every rank's region at a path; a device is one region."""
+    """Every rank's region at a path; a device or a pool is one region."""
     root = Config.resolve(path=path).path
     where = place.locate(root, 0, create=False)
-    return [] if place.is_blank(where) else place.every_rank(where)
+    return [each for each in place.every_rank(where) if not backing.is_blank(each)]
 
 
 def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
@@ -131,7 +131,7 @@ def _found(
     path: str | os.PathLike[str] | None, step: int | Literal["latest"]
 ) -> tuple[Candidate, dict[str, torch.Tensor]]:
     where = place.locate(Config.resolve(path=path).path, 0, create=False)
-    if not where.exists or place.is_blank(where):
+    if not where.exists or backing.is_blank(where):
         raise NoSnapshotError(f"{where.file}: nothing is there")
     found = first_whole(where, step, lambda region, best, _: (best, _mapped(region, best)))
     if found is None:
@@ -175,7 +175,7 @@ def _mapped(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
                 f"{region.place.file} step {record.step}: overwritten while it was read"
             )
         verify(region, candidate)
-        found = _copies(region, candidate) if region.place.is_device else _views(region, candidate)
+        found = _views(region, candidate) if region.place.is_plain else _copies(region, candidate)
     except BaseException:
         region.native.lease(record.slot, False)
         raise
@@ -196,7 +196,7 @@ def _views(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
 
 
 def _copies(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
-    """For devices, which cannot be mapped privately."""
+    """For devices and pools, which cannot be mapped privately."""
     found = {e.name: fresh(e) for e in candidate.layout.entries if e.alias_of is None}
     rows, names = rows_of(candidate)
     rows["destination"] = [found[name].data_ptr() for name in names]

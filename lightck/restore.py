@@ -28,7 +28,7 @@ from lightck.errors import (
     RestoreMismatchError,
 )
 from lightck.events import event
-from lightck.region import native, place
+from lightck.region import backing, native, place
 from lightck.region.choice import first_whole
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate, Region
@@ -107,7 +107,7 @@ def restore(
         raise LightckError("a handle records this model: close() or detach() the handle first")
     config = Config.resolve(path=path)
     where = place.locate(config.path, 0, create=False)
-    if not where.exists or place.is_blank(where):
+    if not where.exists or backing.is_blank(where):
         return None
     live = Inventory(root, as_list(optimizer), parse(extras))
 

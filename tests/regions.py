@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.errors import CorruptSnapshotError
-from lightck.region import allocator, native, place
+from lightck.region import allocator, backing, native, place
 from lightck.region.layout import Entry
 from lightck.region.native import NativePool, RegionSpec
 from lightck.region.region import Candidate, Region, survey
@@ -37,10 +37,16 @@ class Book:
     """One region that is written; a context manager."""
 
     def __init__(
-        self, folder: Path, *, slots: int = 2, slot_bytes: int = 1 << 20, durable: bool = False
+        self,
+        folder: Path,
+        *,
+        slots: int = 2,
+        slot_bytes: int = 1 << 20,
+        durable: bool = False,
+        backend: place.Backend = "auto",
     ) -> None:
-        self.where = place.locate(folder, 0, create=True)
-        if self.where.exists:
+        self.where = place.locate(folder, 0, create=True, backend=backend)
+        if self.where.exists and not backing.is_blank(self.where):
             self.region = Region.open(self.where, writable=True, process_durable=not durable)
             self.region.recover()
         else:

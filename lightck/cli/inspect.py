@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
 from lightck.cli.output import BAD_DATA, OK, age, pairs, print_json, size, table, timeline
 from lightck.cli.place import add_path, add_step, rows_at, step_of
+from lightck.errors import PmdkMissingError
 from lightck.examine import Contents, contents, regions
+from lightck.pmdk import MediaReport, media_report
 
 SUMMARY = "describe a region and one snapshot"
 DESCRIPTION = """\
@@ -34,6 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     rows = rows_at(arguments.path, arguments.step)
     problems = [row["problem"] for row in rows if row["problem"]]
     found = [_with_readable_timelines(region) for region in regions(arguments.path)]
+    media = _media(arguments.path)
+    for region in found:
+        region["media"] = media.get(region["file"])
     there = any(row["state"] == "whole" for row in rows) or arguments.step is not None
     held = contents(arguments.path, step_of(arguments)) if there else None
     if arguments.json:
@@ -44,6 +50,29 @@ def run(arguments: argparse.Namespace) -> int:
         for problem in problems:
             print(f"damaged: {problem}")
     return BAD_DATA if problems else OK
+
+
+def _media(path: str | None) -> dict[str, dict[str, Any]]:
+    """What libpmem2 knows of the media, by file; nothing where it is not installed."""
+    try:
+        return {str(report.file): _report(report) for report in media_report(path)}
+    except PmdkMissingError:
+        return {}
+
+
+def _report(report: MediaReport) -> dict[str, Any]:
+    return {**asdict(report), "shut_down_unsafely": report.shut_down_unsafely}
+
+
+def _media_text(media: dict[str, Any]) -> str:
+    blocks, count = media["bad_blocks"], media["unsafe_shutdowns"]
+    parts = [
+        "bad blocks unknown" if blocks is None else f"{len(blocks)} bad blocks",
+        "unsafe shutdowns unknown" if count is None else f"{count} unsafe shutdowns",
+    ]
+    if media["shut_down_unsafely"]:
+        parts.append(f"{count - media['unsafe_shutdowns_before']} since the last owner came")
+    return ", ".join(parts)
 
 
 def _with_readable_timelines(region: dict[str, Any]) -> dict[str, Any]:
@@ -91,6 +120,8 @@ def _region_text(region: dict[str, Any]) -> str:
         ("continues", "; ".join(branches) or "nothing"),
         ("format", f"version {region['format_version']}"),
     ]
+    if region["media"] is not None and region["medium"] in ("fsdax", "devdax"):
+        lines.insert(5, ("libpmem2", _media_text(region["media"])))
     if region["granularity"] == "none":
         lines[4] = ("medium", region["medium"])
     return pairs(lines)

@@ -6,21 +6,26 @@ import hashlib
 import os
 
 from lightck.config import Config
-from lightck.errors import UnrestoredError
+from lightck.errors import ConfigError, UnrestoredError
 from lightck.events import event
-from lightck.region import allocator, place
+from lightck.region import allocator, backing, place
 from lightck.region.layout import Entry
-from lightck.region.native import RegionSpec
 from lightck.region.region import Region
+from lightck.region.spec import RegionSpec
 
 HUGE_PAGE_BYTES = 2 << 20
 
 
 def claim(config: Config, entries: tuple[Entry, ...], manifest_bytes: int) -> Region:
     """Open the region that is there, if it may be written, or make one of the right size."""
-    where = place.locate(config.path, 0, create=True)
+    where = place.locate(config.path, 0, create=True, backend=config.backend)
+    if where.backend != "native" and config.numa_node is not None:
+        raise ConfigError(
+            f"numa_node = {config.numa_node}: with backend {where.backend!r} PMDK maps the memory;"
+            ' only backend = "auto" binds it to a node'
+        )
     durable = config.durability == "process"
-    if where.exists and not place.is_blank(where):
+    if where.exists and not backing.is_blank(where):
         region = Region.open(
             where, writable=True, process_durable=durable, numa_node=config.numa_node
         )

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightck.errors import LightckError
 from lightck.region.library import check, ffi, library
+from lightck.region.spec import Backing, RegionSpec
 
 LINE_BYTES = 64
 """Extents start on a cache line and own their last line whole."""
 MAX_LINEAGE = 16
 ALL = 2**64 - 1
 COPY_IF_CHANGED, COPY_STAGED = 1, 2
-READ_ONLY, PROCESS_DURABLE = 1, 2
+READ_ONLY = 1
 RECORD_EARLY, RECORD_SUSPECT, RECORD_JIT = 1, 2, 4
 E_EMPTY, E_CORRUPT, E_LEASED, E_BUSY, E_FULL, E_TIMEOUT, E_MISMATCH = -6, -5, -8, -7, -9, -10, -13
 SNAP_OPEN, SNAP_SEALED, SNAP_COMMITTED, SNAP_FAILED = 0, 1, 2, 3
@@ -103,51 +105,61 @@ class Record:
         return bool(self.flags & RECORD_EARLY)
 
 
-@dataclass(frozen=True, slots=True)
-class RegionSpec:
-    """What to create (see `lck_region_spec`)."""
-
-    run_id: bytes
-    slot_count: int
-    slot_bytes: int
-    rank: int = 0
-    world: int = 1
-    journal_bytes: int = 1 << 20
-    process_durable: bool = False
-    numa_node: int | None = None
-
-
 class NativeRegion:
-    """Owns one `lck_region`. Method errors name `self.label`."""
+    """Owns one `lck_region`, and the mapping below it. Method errors name `self.label`."""
 
-    def __init__(self, handle: Any, label: str) -> None:
+    def __init__(self, handle: Any, label: str, given: Backing | None = None) -> None:
         """Take ownership of `handle`; `label` is the path for messages."""
         self.handle = handle
         self.label = label
+        self._given = given
 
     @classmethod
-    def create(cls, fd: int, lock_fd: int, spec: RegionSpec, label: str) -> NativeRegion:
-        """Make a region in an empty file or on a device, and own it. See `lck_region_create`."""
-        native = ffi.new("lck_region_spec *")
-        native.run_id = spec.run_id
-        native.rank, native.world = spec.rank, spec.world
-        native.slot_count, native.slot_bytes = spec.slot_count, spec.slot_bytes
-        native.journal_bytes = spec.journal_bytes
-        native.flags = PROCESS_DURABLE if spec.process_durable else 0
-        native.numa_node = -1 if spec.numa_node is None else spec.numa_node
+    def create(
+        cls, fd: int, lock_fd: int, spec: RegionSpec, label: str, given: Backing | None = None
+    ) -> NativeRegion:
+        """Make a region in an empty file, on a device or on a given mapping, and own it.
+
+        See `lck_region_create`. The mapping is released with the region, or when this fails.
+        """
         out = ffi.new("lck_region **")
-        check(library().lck_region_create(fd, lock_fd, native, out), f"create region {label}")
-        return cls(out[0], label)
+        if given is None:
+            code = library().lck_region_create(fd, lock_fd, spec.to_native(), out)
+        else:
+            mapping = given.to_native()
+            code = library().lck_region_create_on(mapping, fd, lock_fd, spec.to_native(), out)
+        return cls._of(code, out[0], f"create region {label}", label, given)
 
     @classmethod
     def open(
-        cls, fd: int, lock_fd: int, flags: int, numa_node: int | None, label: str
+        cls,
+        fd: int,
+        lock_fd: int,
+        flags: int,
+        numa_node: int | None,
+        label: str,
+        given: Backing | None = None,
     ) -> NativeRegion:
-        """Open an existing region. See `lck_region_open`."""
+        """Open an existing region. See `lck_region_open`; for the mapping see `create`."""
         out = ffi.new("lck_region **")
         node = -1 if numa_node is None else numa_node
-        check(library().lck_region_open(fd, lock_fd, flags, node, out), f"open region {label}")
-        return cls(out[0], label)
+        if given is None:
+            code = library().lck_region_open(fd, lock_fd, flags, node, out)
+        else:
+            code = library().lck_region_open_on(given.to_native(), fd, lock_fd, flags, out)
+        return cls._of(code, out[0], f"open region {label}", label, given)
+
+    @classmethod
+    def _of(
+        cls, code: int, handle: Any, context: str, label: str, given: Backing | None
+    ) -> NativeRegion:
+        try:
+            check(code, context)
+        except LightckError:
+            if given is not None:
+                given.release()
+            raise
+        return cls(handle, label, given)
 
     def describe(self) -> RegionInfo:
         """The region's description as of now."""
@@ -227,6 +239,9 @@ class NativeRegion:
         """Unmap and unlock; idempotent."""
         handle, self.handle = self.handle, ffi.NULL
         check(library().lck_region_close(handle), f"close region {self.label}")
+        given, self._given = self._given, None
+        if given is not None:
+            given.release()
 
 
 class NativePool:

@@ -1,4 +1,4 @@
-"""Where a region lives: find, check and open its file or device, never through a symlink."""
+"""Where a region lives: find, check, open its file, pool or device, never through a symlink."""
 
 from __future__ import annotations
 
@@ -12,21 +12,30 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from lightck.errors import RegionBusyError, RegionError
+from lightck.errors import RegionBusyError, RegionError, RegionFullError
 
 OTHERS_WRITE = 0o022
+_POOL_SIGNATURE, _SET_SIGNATURE = b"PMEMOBJ\0", b"PMEMPOOLSET"
 OWNER_BYTE = (2**63 - 1) // 2
 """Locked by the owner: native/src/lock.c."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A checked location: a folder with one region file per rank, or a device."""
+    """A checked location: a folder with one region file per rank, a pool, or a device."""
 
     path: Path
     file: Path
     is_device: bool
+    backend: Literal["native", "pmem2", "pmemobj"] = "native"
+    """Who maps it for its owner; what is in a pool can only be reached through libpmemobj."""
+
+    @property
+    def is_plain(self) -> bool:
+        """The region is a file of its own, which anyone may map."""
+        return not self.is_device and self.backend != "pmemobj"
 
     @property
     def exists(self) -> bool:
@@ -34,44 +43,97 @@ class Place:
         return self.is_device or _status(self.file) is not None
 
 
-def locate(path: str | os.PathLike[str], rank: int, *, create: bool) -> Place:
+Backend = Literal["auto", "pmem2", "pmemobj"]
+
+
+def locate(
+    path: str | os.PathLike[str], rank: int, *, create: bool, backend: Backend = "auto"
+) -> Place:
     """Check `path` and say where the rank's region is.
 
     Args:
-        path: a folder (one region file per rank inside), or a devdax character device.
+        path: a folder (one region file or pool per rank inside), a libpmemobj pool, or a devdax
+            character device.
         rank: names the file.
         create: make the folder (mode 0700) when only its last component is missing.
+        backend: who maps a region for its owner. `auto`: a pool's region through libpmemobj, any
+            other without PMDK.
 
     Raises:
         RegionError: a symlink, a file or another kind of device in its place; owned by another
-            user or writable by others; the parent folder is missing. Nothing was changed.
+            user or writable by others; the parent folder is missing; a region of another back
+            end. Nothing was changed.
     """
     root = Path(os.path.abspath(path))
-    file = root / f"region-{rank:05d}.lck"
     status = _status(root)
     if status is None:
         if not root.parent.is_dir():
             raise RegionError(f"{root}: the parent folder {root.parent} does not exist; make it")
         if create:
             _make_folder(root)
-        return Place(root, file, is_device=False)
+        return _in_folder(root, rank, backend)
     if stat.S_ISLNK(status.st_mode):
         raise RegionError(f"{root} is a symbolic link; give the folder it points to")
     if stat.S_ISCHR(status.st_mode):
-        return Place(root, root, is_device=True)
+        if backend == "pmemobj":
+            raise RegionError(f"{root} is a device; libpmemobj pools are taken from files only")
+        return Place(root, root, is_device=True, backend=_or_native(backend))
+    if stat.S_ISREG(status.st_mode):
+        return _pool_file(root, status, backend)
     if not stat.S_ISDIR(status.st_mode):
-        raise RegionError(f"{root} is a file or block device, expected a folder or a devdax device")
+        raise RegionError(
+            f"{root} is a block device or special file, expected a folder, a libpmemobj pool or"
+            " a devdax device"
+        )
     _check_owner(root, status, "folder")
-    return Place(root, file, is_device=False)
+    return _in_folder(root, rank, backend)
+
+
+def _or_native(backend: Backend) -> Literal["native", "pmem2", "pmemobj"]:
+    return "native" if backend == "auto" else backend
+
+
+def _in_folder(root: Path, rank: int, backend: Backend) -> Place:
+    file, pool = root / f"region-{rank:05d}.lck", root / f"region-{rank:05d}.obj"
+    is_file, is_pool = _status(file) is not None, _status(pool) is not None
+    if is_file and (is_pool or backend == "pmemobj"):
+        raise RegionError(
+            f"{file} is a region outside of a pool"
+            + (f", beside the pool {pool.name}; move one of them away" if is_pool else
+               "; choose another path, or a back end other than pmemobj")
+        )  # fmt: skip
+    if is_pool and backend == "pmem2":
+        raise RegionError(f"{pool} is a libpmemobj pool; use the back end pmemobj, or another path")
+    if is_pool or backend == "pmemobj":
+        return Place(root, pool, is_device=False, backend="pmemobj")
+    return Place(root, file, is_device=False, backend=_or_native(backend))
+
+
+def _pool_file(root: Path, status: os.stat_result, backend: Backend) -> Place:
+    _check_owner(root, status, "file")
+    fd = _open(root, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        head = os.pread(fd, len(_SET_SIGNATURE), 0)
+    finally:
+        os.close(fd)
+    if head == _SET_SIGNATURE:
+        raise RegionError(f"{root} is a pool set; lightck takes pools that are one file")
+    if not head.startswith(_POOL_SIGNATURE):
+        raise RegionError(
+            f"{root} is a file but no libpmemobj pool, expected a folder, a pool or a devdax device"
+        )
+    if backend == "pmem2":
+        raise RegionError(f"{root} is a libpmemobj pool; use the back end pmemobj, or another path")
+    return Place(root, root, is_device=False, backend="pmemobj")
 
 
 def every_rank(where: Place) -> list[Place]:
-    """Places of the region files in a folder; a device is one region.
+    """Places of the region files and pools in a folder; a device or a pool is one region.
 
     Raises:
         RegionError: the folder may not be read.
     """
-    if where.is_device:
+    if where.path == where.file:
         return [where]
     try:
         names = sorted(os.listdir(where.path))
@@ -79,8 +141,12 @@ def every_rank(where: Place) -> list[Place]:
         return []
     except OSError as error:
         raise RegionError(f"{where.path}: cannot list the folder: {error.strerror}") from error
-    files = [name for name in names if name.startswith("region-") and name.endswith(".lck")]
-    return [Place(where.path, where.path / name, is_device=False) for name in files]
+    backends: dict[str, Literal["native", "pmemobj"]] = {".lck": "native", ".obj": "pmemobj"}
+    return [
+        Place(where.path, where.path / name, is_device=False, backend=backends[name[-4:]])
+        for name in names
+        if name.startswith("region-") and name[-4:] in backends
+    ]
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -172,7 +238,7 @@ def created(place: Place) -> Iterator[tuple[int, int]]:
         with opened(place, writable=True) as pair:
             yield pair
         return
-    draft = place.file.with_suffix(".new")
+    draft = draft_of(place)
     _discard_leftover(draft)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -196,6 +262,29 @@ def created(place: Place) -> Iterator[tuple[int, int]]:
             raise RegionBusyError(f"{place.file} was made by another process") from error
         os.unlink(draft)
         _sync_folder(place.path)
+
+
+def draft_of(place: Place) -> Path:
+    """Where `created` makes the file before it has its name."""
+    return place.file.with_suffix(".new")
+
+
+def allocate(fd: int, size: int, file: Path) -> None:
+    """Give a file `size` bytes that are really there.
+
+    Raises:
+        RegionFullError: bytes needed and free.
+    """
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        kind = RegionError
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            kind = RegionFullError
+        there = os.fstatvfs(fd)
+        raise kind(
+            f"{file}: {size} bytes needed, {there.f_bavail * there.f_frsize} free: {error.strerror}"
+        ) from error
 
 
 def _discard_leftover(draft: Path) -> None:

@@ -17,11 +17,12 @@ from lightck.errors import (
     RegionBusyError,
     RegionFullError,
 )
-from lightck.region import allocator, layout, manifest, native, place, survival
+from lightck.region import allocator, backing, layout, manifest, native, survival
 from lightck.region.layout import Entry, Layout
 from lightck.region.manifest import Manifest
-from lightck.region.native import NativePool, NativeRegion, NativeSnapshot, Record, RegionSpec
+from lightck.region.native import NativePool, NativeRegion, NativeSnapshot, Record
 from lightck.region.place import Place
+from lightck.region.spec import PROCESS_DURABLE, RegionSpec
 
 _LOOKS = 4
 """How often a reader looks at most before it believes what it does not find."""
@@ -101,8 +102,14 @@ class Region:
             RegionFullError: bytes needed and free are named; nothing is left behind.
             RegionBusyError: another process makes or owns it.
         """
-        with place.created(where) as (fd, lock_fd):
-            handle = NativeRegion.create(fd, lock_fd, spec, str(where.file))
+        handle: NativeRegion | None = None
+        try:
+            with backing.created(where, spec) as (fd, lock_fd, given):
+                handle = NativeRegion.create(fd, lock_fd, spec, str(where.file), given)
+        except BaseException:  # it could not be published
+            if handle is not None:
+                handle.close()
+            raise
         return cls(handle, where)
 
     @classmethod
@@ -115,11 +122,10 @@ class Region:
         numa_node: int | None = None,
     ) -> Region:
         """Open an existing region; a writer becomes its owner."""
-        flags = (native.PROCESS_DURABLE if process_durable else 0) | (
-            0 if writable else native.READ_ONLY
-        )
-        with place.opened(where, writable=writable) as (fd, lock_fd):
-            handle = NativeRegion.open(fd, lock_fd, flags, numa_node, str(where.file))
+        flags = (PROCESS_DURABLE if process_durable else 0) | (0 if writable else native.READ_ONLY)
+        with backing.opened(where, writable=writable) as (fd, lock_fd, given):
+            label = str(where.file)
+            handle = NativeRegion.open(fd, lock_fd, flags, numa_node, label, given)
         return cls(handle, where)
 
     @property

@@ -22,7 +22,7 @@ _FLOORS = {
     2: {"config", "policy"},
     3: {"region"},
     4: {"capture"},
-    5: {"restore", "load", "examine", "distributed"},
+    5: {"restore", "load", "examine", "pmdk", "distributed"},
     6: {"failure"},
     7: {"checkpointer"},
     8: {"integrations", "cli", "__init__"},
@@ -34,11 +34,12 @@ _SAME_FLOOR = {
     ("config", "policy"),
     ("load", "restore"),
     ("examine", "load"),
+    ("pmdk", "load"),
     ("examine", "restore"),
 }
 # Faces use what users use; __init__ hands out names of these, and the marks of instants.
 _FACES_USE = {
-    *("checkpointer", "restore", "load", "examine"),
+    *("checkpointer", "restore", "load", "examine", "pmdk"),
     *("config", "errors", "policy", "types", "__init__"),
 }
 _HANDED_OUT = {"lightck.capture.extras"}

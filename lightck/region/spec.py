@@ -1,0 +1,69 @@
+"""What the native writer is told of a region to make, and of a mapping that somebody else made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightck.region.library import check, ffi, library
+
+PROCESS_DURABLE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSpec:
+    """What to create (see `lck_region_spec`)."""
+
+    run_id: bytes
+    slot_count: int
+    slot_bytes: int
+    rank: int = 0
+    world: int = 1
+    journal_bytes: int = 1 << 20
+    process_durable: bool = False
+    numa_node: int | None = None
+
+    @property
+    def measure(self) -> int:
+        """How many bytes the region takes on a medium with pages of 4 KiB."""
+        size = ffi.new("uint64_t *")
+        check(library().lck_region_measure(self.to_native(), size), "measure a region")
+        return int(size[0])
+
+    def to_native(self) -> Any:
+        """As the writer takes it."""
+        native = ffi.new("lck_region_spec *")
+        native.run_id = self.run_id
+        native.rank, native.world = self.rank, self.world
+        native.slot_count, native.slot_bytes = self.slot_count, self.slot_bytes
+        native.journal_bytes = self.journal_bytes
+        native.flags = PROCESS_DURABLE if self.process_durable else 0
+        native.numa_node = -1 if self.numa_node is None else self.numa_node
+        return native
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """A mapping that somebody else made (see `lck_backing`); 0 stands for NULL."""
+
+    base: int
+    length: int
+    granularity: int
+    release: Callable[[], object]
+    """Takes the mapping away again; called once, when no region is open on it any more."""
+    flush: int = 0
+    drain: int = 0
+
+    def to_native(self) -> Any:
+        """As the writer takes it."""
+        return ffi.new(
+            "lck_backing *",
+            {
+                "base": ffi.cast("void *", self.base),
+                "length": self.length,
+                "granularity": self.granularity,
+                "flush": ffi.cast("void (*)(const void *, size_t)", self.flush),
+                "drain": ffi.cast("void (*)(void)", self.drain),
+            },
+        )

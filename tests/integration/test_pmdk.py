@@ -1,0 +1,355 @@
+"""What is PMDK's own: pools of a site, refusals, forced granularity, media, and no PMDK at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch
+from back_ends import POOL_BYTES, make_pool, needs_pmdk
+from loops import adam_loop, steps_at, train
+from regions import Book, newest, random_contents, stored
+
+import lightck
+import lightck.pmdk
+from lightck.cli.main import main
+from lightck.errors import (
+    ConfigError,
+    PmdkMissingError,
+    RegionBusyError,
+    RegionError,
+    RegionFullError,
+)
+from lightck.region import backing, place, pmdk, pmem2, pmemobj
+from lightck.region.region import Region
+
+SIZES = {"a": 1, "d": 100_000}
+
+
+@pytest.fixture
+def with_pmem2() -> None:
+    needs_pmdk("pmem2")
+
+
+@pytest.fixture
+def with_pmemobj() -> None:
+    needs_pmdk("pmemobj")
+
+
+@pytest.fixture
+def without_pmdk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine where no library of PMDK can be loaded."""
+
+    def refuse(name: str | None) -> Any:
+        raise OSError(f"cannot load library {name!r}: no such file")
+
+    pmdk.pmem2.cache_clear()
+    pmdk.pmemobj.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(pmdk.ffi, "dlopen", refuse)
+        yield
+    pmdk.pmem2.cache_clear()
+    pmdk.pmemobj.cache_clear()
+
+
+# ---- without PMDK ----
+
+
+@pytest.mark.parametrize(
+    ("backend", "package"), [("pmem2", "libpmem2"), ("pmemobj", "libpmemobj1")]
+)
+def test_without_its_library_a_back_end_names_the_package_and_makes_nothing(
+    without_pmdk: None, run_dir: Path, backend: str, package: str
+) -> None:
+    with pytest.raises(PmdkMissingError, match=f"apt-get install {package}$"):
+        lightck.attach(torch.nn.Linear(2, 2), path=run_dir, backend=backend)
+    assert not list(run_dir.iterdir())
+
+
+def test_without_pmdk_everything_else_works(
+    without_pmdk: None, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(run_dir, adam_loop(), 2)
+    assert steps_at(run_dir) == [1, 2]
+    assert main(["inspect", str(run_dir)]) == 0
+    assert "region-00000.lck" in capsys.readouterr().out
+    with pytest.raises(PmdkMissingError, match="libpmem2"):
+        lightck.pmdk.media_report(run_dir)
+
+
+def test_a_pool_without_its_library_is_told_from_an_empty_path(
+    with_pmemobj: None, run_dir: Path, request: pytest.FixtureRequest
+) -> None:
+    Book(run_dir, backend="pmemobj").close()
+    request.getfixturevalue("without_pmdk")
+    with pytest.raises(PmdkMissingError, match="libpmemobj1"):
+        lightck.restore(torch.nn.Linear(2, 2), path=run_dir)
+
+
+# ---- whose region it is ----
+
+
+def test_what_libpmem2_mapped_anyone_reads_and_carries_on(
+    with_pmem2: None, run_dir: Path, rng: np.random.Generator
+) -> None:
+    for i, backend in enumerate(("pmem2", "auto", "pmem2", "auto")):
+        with Book(run_dir, backend=backend) as book:  # type: ignore[arg-type]
+            if i == 0:
+                book.region.begin_timeline(None)
+            assert book.commit(i + 1, random_contents(rng, SIZES))
+    assert list(stored(run_dir)) == [4, 3]
+
+
+def test_a_region_grows_again_when_lightck_maps_it_itself(
+    with_pmem2: None, run_dir: Path, rng: np.random.Generator
+) -> None:
+    large = random_contents(rng, {"large": 9 << 20})
+    with Book(run_dir, backend="pmem2") as book:
+        book.region.begin_timeline(None)
+        book.commit(1, random_contents(rng, SIZES))
+        with pytest.raises(RegionFullError):
+            book.open(large)
+    with Book(run_dir) as book:
+        assert book.commit(2, large)
+    with Book(run_dir, backend="pmem2") as book:
+        assert book.commit(3, large)
+    assert list(stored(run_dir)) == [3, 2]
+
+
+def test_a_region_of_one_back_end_is_not_hidden_by_one_of_another(
+    with_pmemobj: None, region_dir: Path
+) -> None:
+    Book(region_dir / "file").close()
+    with pytest.raises(RegionError, match="is a region outside of a pool; choose another path"):
+        place.locate(region_dir / "file", 0, create=True, backend="pmemobj")
+    Book(region_dir / "pool", backend="pmemobj").close()
+    with pytest.raises(RegionError, match="is a libpmemobj pool; use the back end pmemobj"):
+        place.locate(region_dir / "pool", 0, create=True, backend="pmem2")
+    os.link(region_dir / "file" / "region-00000.lck", region_dir / "pool" / "region-00000.lck")
+    with pytest.raises(RegionError, match="beside the pool region-00000.obj"):
+        place.locate(region_dir / "pool", 0, create=False)
+
+
+@pytest.mark.parametrize("backend", ["pmem2", "pmemobj"])
+def test_a_numa_node_is_refused_because_pmdk_maps_the_memory(run_dir: Path, backend: str) -> None:
+    with pytest.raises(ConfigError, match="numa_node = 0: with backend"):
+        lightck.attach(torch.nn.Linear(2, 2), path=run_dir, backend=backend, numa_node=0)
+
+
+# ---- pools ----
+
+
+def test_a_pool_with_another_applications_root_is_refused_untouched(
+    with_pmemobj: None, region_dir: Path
+) -> None:
+    pool = region_dir / "theirs"
+    make_pool(pool)
+    lib, ffi = pmdk.pmemobj(), pmdk.ffi
+    handle = lib.pmemobj_open(os.fsencode(pool), ffi.NULL)
+    root = ffi.cast("char *", handle) + lib.pmemobj_root(handle, 4096).off
+    ffi.memmove(root, b"their data", 10)
+    lib.pmemobj_close(handle)
+    before = pool.read_bytes()
+    for attempt in (lambda: Book(pool), lambda: lightck.snapshots(pool)):
+        with pytest.raises(RegionError, match=r"root object .* belongs to another application"):
+            attempt()
+    after = pool.read_bytes()
+    assert b"their data" in after and len(after) == len(before)
+
+
+def test_a_pool_that_is_too_small_names_the_bytes_and_still_takes_a_smaller_region(
+    with_pmemobj: None, region_dir: Path, rng: np.random.Generator
+) -> None:
+    pool = region_dir / "pool"
+    make_pool(pool)
+    with pytest.raises(RegionFullError, match=rf"\d+ bytes needed .* a pool of {POOL_BYTES} bytes"):
+        Book(pool, slot_bytes=16 << 20)
+    assert backing.is_blank(place.locate(pool, 0, create=False))
+    assert lightck.restore(torch.nn.Linear(2, 2), path=pool) is None
+    # Twice: what a failed attempt took is given back.
+    with Book(pool, slot_bytes=9 << 20) as book:
+        book.region.begin_timeline(None)
+        assert book.commit(1, random_contents(rng, SIZES))
+    assert list(stored(pool)) == [1]
+
+
+def test_more_than_libpmemobj_can_give_in_one_piece_is_refused_before_it_is_tried(
+    with_pmemobj: None, run_dir: Path
+) -> None:
+    with pytest.raises(RegionFullError, match=f"largest has {pmemobj.MOST_BYTES}"):
+        Book(run_dir, slot_bytes=8 << 30, backend="pmemobj")
+    assert not list(run_dir.iterdir())
+
+
+@pytest.mark.parametrize("moment", ["allocate", "made"])
+def test_a_creation_that_was_killed_is_done_again(
+    with_pmemobj: None, run_dir: Path, rng: np.random.Generator, moment: str
+) -> None:
+    """Killed when space was allocated, and when the region in it was whole but not yet named."""
+
+    def make(parent: processes.Parent) -> None:
+        real = getattr(pmemobj.Pool, moment)
+
+        def stopped(self: pmemobj.Pool, *arguments: int) -> None:
+            if moment == "allocate":
+                real(self, *arguments)
+            parent.send("there")
+            parent.pause()
+
+        setattr(pmemobj.Pool, moment, stopped)
+        Book(run_dir, backend="pmemobj")
+
+    child = processes.start(make)
+    assert child.receive() == "there"
+    child.kill()
+    assert child.join() == -signal.SIGKILL
+    assert lightck.snapshots(run_dir).num_rows == 0
+    assert lightck.restore(torch.nn.Linear(2, 2), path=run_dir) is None
+    with Book(run_dir) as book:  # what is there says that it is a pool
+        book.region.begin_timeline(None)
+        assert book.commit(1, random_contents(rng, SIZES))
+    assert list(stored(run_dir)) == [1]
+
+
+def test_files_that_are_no_pools_are_refused_with_what_they_are(region_dir: Path) -> None:
+    some, pool_set = region_dir / "some", region_dir / "set"
+    some.write_bytes(b"PMEMOBJECTIONS" + bytes(5000))
+    pool_set.write_text("PMEMPOOLSET\n100M /dev/shm/part0\n")
+    with pytest.raises(RegionError, match="is a file but no libpmemobj pool, expected a folder"):
+        place.locate(some, 0, create=True)
+    with pytest.raises(RegionError, match="is a pool set"):
+        place.locate(pool_set, 0, create=True)
+    (region_dir / "link").symlink_to(some)
+    with pytest.raises(RegionError, match="is a symbolic link"):
+        place.locate(region_dir / "link", 0, create=True)
+
+
+def test_a_damaged_pool_is_an_error_in_libpmemobjs_words(with_pmemobj: None, run_dir: Path) -> None:
+    Book(run_dir, backend="pmemobj").close()
+    with (run_dir / "region-00000.obj").open("r+b") as file:
+        file.seek(40)  # in the pool's checked header
+        file.write(b"\xff" * 64)
+    with pytest.raises(RegionError, match="libpmemobj: .+ \\(errno"):
+        lightck.snapshots(run_dir)
+
+
+def test_a_refusal_for_want_of_a_shutdown_counter_says_what_to_set(
+    with_pmemobj: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pmemobj, "text_of", lambda _: "Cannot read unsafe shutdown count")
+    error = pmemobj._refusal(tmp_path, 5)
+    assert "PMEMOBJ_CONF=sds.at_create=0" in str(error)
+    monkeypatch.setattr(pmemobj, "text_of", lambda _: "no space")
+    assert "PMEMOBJ_CONF" not in str(pmemobj._refusal(tmp_path, 5))
+
+
+def test_a_process_that_was_forked_and_exits_leaves_pool_and_mapping_alone(
+    with_pmem2: None, with_pmemobj: None, region_dir: Path
+) -> None:
+    """With Python's and both libraries' own ends, not `os._exit`."""
+    code = f"""
+import os, sys
+sys.path[:0] = {[p for p in sys.path if p]!r}
+import numpy as np
+from pathlib import Path
+from regions import Book, random_contents, newest
+rng = np.random.default_rng(1)
+for backend in ("pmem2", "pmemobj"):
+    book = Book(Path({str(region_dir)!r}) / backend, backend=backend)
+    book.region.begin_timeline(None)
+    assert book.commit(1, random_contents(rng, {SIZES!r}))
+    pid = os.fork()
+    if pid == 0:
+        again = Book(Path({str(region_dir)!r}) / (backend + "-child"), backend=backend)
+        again.close()
+        sys.exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, backend
+    assert book.commit(2, random_contents(rng, {SIZES!r}))
+    assert newest(book.region)[0] == 2
+    book.close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_handles_of_one_process_share_a_pool_and_the_last_one_closes_it(
+    with_pmemobj: None, run_dir: Path
+) -> None:
+    book = Book(run_dir, backend="pmemobj")
+    reader = Region.open(book.where, writable=False)
+    book.close()
+    with pytest.raises(RegionBusyError, match="one at a time"):
+        processes.run(lambda: Region.open(book.where, writable=False))
+    reader.close()
+    processes.run(lambda: Region.open(book.where, writable=False).close())
+
+
+# ---- media ----
+
+
+def test_a_forced_granularity_is_told_and_makes_nothing_durable(
+    with_pmem2: None, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMEM2_FORCE_GRANULARITY", "CACHE_LINE")
+    handle = lightck.attach(torch.nn.Linear(2, 2), path=disk_dir, backend="pmem2")
+    assert handle.survives == "process death"
+    (report,) = lightck.pmdk.media_report(disk_dir)
+    assert (report.granularity, report.forced) == ("cache line", True)
+    handle.close()
+    monkeypatch.delenv("PMEM2_FORCE_GRANULARITY")
+    (report,) = lightck.pmdk.media_report(disk_dir)
+    assert (report.granularity, report.forced) == ("page", False)
+    handle = lightck.attach(torch.nn.Linear(2, 2), path=disk_dir, backend="pmem2")
+    assert handle.survives == "power loss"
+    handle.close()
+
+
+def test_an_unsafe_shutdown_since_the_last_owner_is_said_once(
+    with_pmem2: None,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    count, real = 5, pmem2.media_of
+
+    def counted(fd: int, label: str) -> pmem2.Media:
+        found = real(fd, label)
+        return pmem2.Media(
+            found.granularity, "8089-a2-1837", 0, ((4096, 512),), count, found.unknown
+        )
+
+    def opened() -> list[dict[str, Any]]:
+        caplog.clear()
+        Book(run_dir, backend="pmem2").close()
+        events = [r for r in caplog.records if getattr(r, "lightck_event", "") == "unsafe_shutdown"]
+        return [r.lightck for r in events]  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(pmem2, "media_of", counted)
+    assert opened() == []
+    count = 7
+    (report,) = lightck.pmdk.media_report(run_dir)
+    assert report.shut_down_unsafely
+    assert (report.unsafe_shutdowns, report.unsafe_shutdowns_before) == (7, 5)
+    assert report.bad_blocks == ((4096, 512),)
+    (said,) = opened()
+    assert (said["device"], said["times"]) == ("8089-a2-1837", 2)
+    assert opened() == []
+    assert not lightck.pmdk.media_report(run_dir)[0].shut_down_unsafely
+
+
+def test_what_libpmem2_cannot_tell_is_none_with_its_reason(with_pmem2: None, run_dir: Path) -> None:
+    with pytest.raises(lightck.NoSnapshotError, match="no lightck region"):
+        lightck.pmdk.media_report(run_dir)
+    Book(run_dir, backend="pmem2").close()
+    (report,) = lightck.pmdk.media_report(run_dir)
+    assert report.granularity == "page"  # tmpfs: what it would do, were it a disk
+    assert report.unsafe_shutdowns is None
+    assert any(text.startswith("device_usc: ") for text in report.unknown)
+    assert newest(Region.open(place.locate(run_dir, 0, create=False), writable=False))[0] is None
