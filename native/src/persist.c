@@ -184,7 +184,10 @@ int lck_persist_sync(lck_region *region) {
   pthread_mutex_lock(&region->sync);
   lck_trace(LCK_TRACE_SYNC_BEGIN, region, 0, 0);
   int rc = sync_file(region);
-  lck_trace(rc == 0 ? LCK_TRACE_SYNC : LCK_TRACE_SYNC_FAILED, region, 0, 0);
+  if (rc == 0)
+    lck_trace(LCK_TRACE_SYNC, region, 0, 0);
+  else
+    lck_trace(LCK_TRACE_SYNC_FAILED, region, 0, 0);
   pthread_mutex_unlock(&region->sync);
   return rc;
 }
