@@ -15,7 +15,7 @@ import processes
 import pytest
 import torch
 from back_ends import POOL_BYTES, make_pool, needs_pmdk
-from loops import adam_loop, steps_at, train
+from loops import adam_loop, attach, of_live, restored, steps_at, train
 from regions import Book, newest, random_contents, stored
 
 import lightck
@@ -106,6 +106,48 @@ def test_what_libpmem2_mapped_anyone_reads_and_carries_on(
                 book.region.begin_timeline(None)
             assert book.commit(i + 1, random_contents(rng, SIZES))
     assert list(stored(run_dir)) == [4, 3]
+
+
+def test_holes_in_a_copied_region_are_filled_before_libpmem2_maps_it(
+    with_pmem2: None, region_dir: Path, rng: np.random.Generator
+) -> None:
+    with Book(region_dir / "run", backend="pmem2") as book:
+        book.region.begin_timeline(None)
+        book.commit(1, random_contents(rng, SIZES))
+    data = book.where.file.read_bytes()
+    (region_dir / "copy").mkdir(mode=0o700)
+    copy = region_dir / "copy" / book.where.file.name
+    with copy.open("wb") as file:
+        copy.chmod(0o600)
+        for at in range(0, len(data), 4096):
+            if any(data[at : at + 4096]):
+                file.seek(at)
+                file.write(data[at : at + 4096])
+        file.truncate(len(data))
+    assert copy.stat().st_blocks * 512 < len(data)
+    with Book(copy.parent, backend="pmem2") as book:
+        assert copy.stat().st_blocks * 512 >= len(data)
+        assert book.commit(2, random_contents(rng, SIZES))
+    assert list(stored(copy.parent)) == [2, 1]
+
+
+def test_a_snapshot_in_a_pool_is_read_as_from_anywhere(
+    with_pmemobj: None, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = adam_loop()
+    train(run_dir, loop, 3, backend="pmemobj")
+    loop.check(run_dir, [2, 3])  # snapshots and load
+    info, again = restored(run_dir)
+    assert info is not None and info.step == 3
+    assert of_live(again.model, again.optimizers) == loop.seen[3]
+    pool = str(run_dir / "region-00000.obj")  # the pool itself, too
+    for command in (["ls"], ["verify"], ["inspect"]):
+        assert main([*command, str(run_dir)]) == 0
+        assert main([*command, pool]) == 0
+    assert capsys.readouterr().out.count("all good") == 2
+    assert main(["export", str(run_dir), str(tmp_path / "model.safetensors")]) == 0
+    with attach(run_dir, again) as handle:  # auto: what is there says that it is a pool
+        assert handle.step == 3
 
 
 def test_a_region_grows_again_when_lightck_maps_it_itself(
