@@ -157,7 +157,7 @@ $(OUT)/guest/%.o: native/guest/%.c $(HEADERS) $(GUEST_HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -c -o $@ $<
 
-native-test: run-plain $(OUT)/lightck-testing.so ## Run the native tests
+native-test: run-plain $(OUT)/lightck-testing.so $(OUT)/lightck-trace.so ## Run the native tests
 
 asan: run-asan ## Run the native tests under AddressSanitizer and UBSan
 
@@ -188,6 +188,20 @@ $(eval $(call variant,plain,-O2 -g -DLCK_GUARD))
 $(eval $(call variant,asan,-O1 -g -DLCK_GUARD -fno-omit-frame-pointer -fsanitize=address$(comma)undefined \
   -fno-sanitize-recover=all))
 $(eval $(call variant,tsan,-O1 -g -fsanitize=thread,$$(FIXED_ADDRESSES)))
+
+# The trace build as a library, its tracing visible: tests trace a real training run with it.
+$(OUT)/crash/shared/%.o: native/src/%.c $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(filter-out -fvisibility=hidden,$(DIALECT)) $(INCLUDES) -Wall -Wextra -O2 -g -DLCK_TRACE \
+	  -fPIC -c -o $@ $<
+
+$(OUT)/crash/shared/trace.o: native/crash/trace.c $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(filter-out -fvisibility=hidden,$(DIALECT)) $(INCLUDES) -Wall -Wextra -O2 -g -DLCK_TRACE \
+	  -fPIC -c -o $@ $<
+
+$(OUT)/lightck-trace.so: $(SOURCES:native/src/%.c=$(OUT)/crash/shared/%.o) $(OUT)/crash/shared/trace.o
+	$(CC) -shared -pthread -o $@ $^
 
 # What Python tests load through LIGHTCK_NATIVE to inject faults.
 $(OUT)/lightck-testing.so: $(SOURCES:native/src/%.c=$(OUT)/plain/%.o)

@@ -215,6 +215,8 @@ typedef struct model {
   int stop_at_bad, stopped;
   void (*save)(struct model *m, const outcome *found); /* good images, for what follows a crash */
   void *saver;
+  /* Instead of recovery, when it is set: what is done with an image of `size` bytes. */
+  void (*offer)(struct model *m, const losses *lost, uint64_t size);
 } model;
 
 void model_make(model *m);
@@ -263,6 +265,11 @@ void look(cut *c);
 
 /* Enumerate the images of the present cut; 1 when a bad one was found and that ends the run. */
 int images_cut(model *m);
+
+/* ---- somebody else's trace ------------------------------------------------------------------ */
+
+/* Write a sample of the images of the trace in a file, and what each may give, into a folder. */
+int replay(const char *trace, const char *into, uint64_t sample, uint64_t seed, medium on);
 
 /* ---- the result ----------------------------------------------------------------------------- */
 

@@ -1,6 +1,7 @@
 /* crash -- enumerate crash images of real commits and run the real recovery on each.
  *
  * crash [--images N] [--seed N] [--json FILE] [--skip-mutants] [--only MEDIUM] [--mutant N]
+ * crash --replay TRACE --dump FOLDER --only MEDIUM [--sample N] [--seed N]
  * Exit status 0: no image was bad, and every mutant of the commit order was caught. */
 #include <string.h>
 #include <sys/mman.h>
@@ -152,7 +153,8 @@ static void run_trace(medium on, uint64_t seed, uint32_t per_cut, int stop_at_ba
 
 typedef struct settings {
   uint64_t images, seed;
-  const char *json;
+  const char *json, *replay, *dump;
+  uint64_t sample;
   int mutants, only; /* medium, or -1 */
 } settings;
 
@@ -198,7 +200,7 @@ static double now(void) {
 }
 
 static settings parse(int count, char **arguments) {
-  settings s = {.images = 120000, .seed = 1, .mutants = 1, .only = -1};
+  settings s = {.images = 120000, .seed = 1, .mutants = 1, .only = -1, .sample = 100};
   const char *budget = getenv("LCK_CRASH_IMAGES");
   if (budget)
     s.images = strtoull(budget, NULL, 0);
@@ -213,6 +215,12 @@ static settings parse(int count, char **arguments) {
       s.only = atoi(arguments[++i]);
     else if (i + 1 < count && strcmp(arguments[i], "--mutant") == 0)
       lck_mutant = atoi(arguments[++i]);
+    else if (i + 1 < count && strcmp(arguments[i], "--replay") == 0)
+      s.replay = arguments[++i];
+    else if (i + 1 < count && strcmp(arguments[i], "--dump") == 0)
+      s.dump = arguments[++i];
+    else if (i + 1 < count && strcmp(arguments[i], "--sample") == 0)
+      s.sample = strtoull(arguments[++i], NULL, 0);
     else if (i + 1 < count && strcmp(arguments[i], "--json") == 0)
       s.json = arguments[++i];
     else
@@ -249,6 +257,10 @@ static int in_processes(shared *all, const settings *s, uint32_t workers) {
 
 int main(int count, char **arguments) {
   settings s = parse(count, arguments);
+  if (s.replay && (!s.dump || s.only < 0 || s.only >= MEDIA))
+    DIE("--replay needs --dump and --only");
+  if (s.replay)
+    return replay(s.replay, s.dump, s.sample, s.seed, (medium)s.only);
   long cores = sysconf(_SC_NPROCESSORS_ONLN);
   uint32_t workers = cores < 1 ? 1 : cores > WORKERS ? WORKERS : (uint32_t)cores;
   shared *all = mmap(NULL, sizeof(*all), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
