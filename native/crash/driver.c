@@ -51,9 +51,16 @@ void bed_seed(bed *b, medium on, uint64_t seed) {
 
 /* ---- one snapshot --------------------------------------------------------------------------- */
 
+#define NEVER_ZERO UINT64_C(0x0101010101010101) /* what was never stored shows */
+
 void fill(unsigned char *bytes, uint64_t length, uint64_t seed) {
-  for (uint64_t i = 0; i < length; i++)
-    bytes[i] = (unsigned char)(draw(&seed) >> 32 | 1); /* never 0: what was never stored shows */
+  uint64_t at = 0, word;
+  for (; at + sizeof(word) <= length; at += sizeof(word)) {
+    word = draw(&seed) | NEVER_ZERO;
+    memcpy(bytes + at, &word, sizeof(word));
+  }
+  word = draw(&seed) | NEVER_ZERO;
+  memcpy(bytes + at, &word, length - at);
 }
 
 /* Where the extents of this layout version lie: in the grown segment, too, when there is one. */

@@ -148,6 +148,7 @@ void lck_persist_touch(lck_region *region, uint64_t offset, uint64_t length) {
   for (uint64_t at = offset; at < offset + length; at += step) {
     volatile unsigned char *byte = lck_guard_store(region, at);
     *byte = *byte;
+    lck_trace(LCK_TRACE_STORE, region, at, 1);
   }
 }
 
