@@ -64,11 +64,11 @@ torch: | $(BIN)/python
 demo: venv ## Train, kill, restart and compare with an uninterrupted run
 	$(BIN)/lightck demo
 
-test: venv native-test crash ## Run the native tests, crash images, then pytest
+test: venv native-test crash order ## Run the native tests, crash images, then pytest
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest
 
 soak: CRASH_IMAGES = 1000000
-soak: venv native-test crash ## Run the long tests
+soak: venv native-test crash order ## Run the long tests
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -m soak --timeout 3600
 	$(MAKE) --no-print-directory pmem-guest KILLS=24 IMAGES=400
 
@@ -77,7 +77,8 @@ lint: venv ## Check style, types and warnings of everything
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(NATIVE_TESTS) $(TEST_HEADERS) \
-	  $(CRASH_SOURCES) $(CRASH_HEADERS) $(GUEST_SOURCES) $(GUEST_HEADERS)
+	  $(CRASH_SOURCES) $(CRASH_HEADERS) $(GUEST_SOURCES) $(GUEST_HEADERS) \
+	  $(ORDER_SOURCES) $(ORDER_HEADERS)
 	@$(MAKE) --no-print-directory warnings COMPILER='$(CC)'
 	@if command -v $(CROSS) >/dev/null; then \
 	  $(MAKE) --no-print-directory warnings COMPILER=$(CROSS); \
@@ -90,7 +91,9 @@ warnings:
 	@set -e; compile() { $(COMPILER) $(DIALECT) $(INCLUDES) $(WARNINGS) -O2 -S -o /dev/null "$$@"; }; \
 	for file in $(SOURCES) $(GUEST_SOURCES); do compile $$file; done; \
 	for file in $(SOURCES) $(NATIVE_TESTS); do compile -DLCK_TESTING -DLCK_GUARD $$file; done; \
-	for file in $(SOURCES) $(CRASH_SOURCES); do compile -DLCK_TRACE -DLCK_GUARD $$file; done
+	for file in $(SOURCES) $(CRASH_SOURCES); do compile -DLCK_TRACE -DLCK_GUARD $$file; done; \
+	if [ '$(COMPILER)' != $(CROSS) ] && [ "$$(uname -m)" = x86_64 ] && [ -n "$(CAPSTONE)" ]; then \
+	  for file in $(ORDER_SOURCES); do compile -DLCK_TRACE -Inative/crash $$file; done; fi
 	@echo "$(COMPILER) $(WARNINGS): no warnings"
 
 # Every store to a region traced, crash images of real commits enumerated, and mistakes in the commit
@@ -156,6 +159,59 @@ $(OUT)/release/%.o: native/src/%.c $(HEADERS) Makefile
 $(OUT)/guest/%.o: native/guest/%.c $(HEADERS) $(GUEST_HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -c -o $@ $<
+
+# The release build's own instructions, one at a time: the same stores, flushes and fences, in the
+# same order, as the trace build has seen. EXTENSION_FLAGS are those of the extension that pip builds.
+EXTENSION_FLAGS = $(eval EXTENSION_FLAGS := $(shell $(PYTHON) -c \
+  'import sysconfig; print(sysconfig.get_config_var("CFLAGS"))') -fPIC $(shell \
+  sed -n 's/^extra-compile-args = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",'))$(EXTENSION_FLAGS)
+EXTENSION_COMPILE = $(CC) $(EXTENSION_FLAGS) $(INCLUDES) -c
+EXTENSION_OBJECTS = $(SOURCES:native/src/%.c=$(OUT)/order/release/%.o)
+ORDER_SOURCES = $(sort $(wildcard native/order/*.c))
+ORDER_HEADERS = $(sort $(wildcard native/order/*.h))
+ORDER_OBJECTS = $(patsubst native/order/%.c,$(OUT)/order/%.o,$(filter-out %/tracee.c,$(ORDER_SOURCES)))
+ORDER_COMPILE = $(CC) $(DIALECT) $(INCLUDES) -Inative/crash -Wall -Wextra -O2 -g -DLCK_TRACE -c -o $@ $<
+TRACEE_OBJECTS = $(OUT)/order/tracee.o \
+  $(patsubst %,$(OUT)/order/program/%.o,driver entries oracle)
+TRACEE_LINK = $(CC) -pthread -Wl,-z,now,--wrap=lck_medium_detect,--wrap=lck_space_reserve,--wrap=lck_space_extend
+CAPSTONE = $(shell echo 'int main(void) { return 0; }' \
+  | $(CC) -include capstone/capstone.h -x c - -o /dev/null -lcapstone 2>/dev/null && echo yes)
+
+.PHONY: order
+order: ## Compare the release's instructions with the trace
+	@if [ "$$(uname -m)" != x86_64 ]; then \
+	  echo "SKIPPED: order: this check steps through x86 instructions only"; \
+	elif [ -z "$(CAPSTONE)" ]; then \
+	  echo "SKIPPED: order: no capstone to decode instructions with: apt-get install libcapstone-dev"; \
+	else $(MAKE) --no-print-directory run-order; fi
+
+.PHONY: run-order
+run-order: $(OUT)/order/order $(OUT)/order/tracee $(OUT)/order/mutants
+	@mkdir -p build/proof
+	sed 's/\t/\n/g' $(OUT)/order/mutants | xargs -d '\n' \
+	  $(OUT)/order/order --json build/proof/order.json $(abspath $(OUT)/order/tracee)
+
+$(OUT)/order/order: $(ORDER_OBJECTS) $(filter-out %/main.o,$(CRASH_OBJECTS))
+	$(CC) -pthread -o $@ $^ -lcapstone
+
+$(OUT)/order/tracee: $(TRACEE_OBJECTS) $(EXTENSION_OBJECTS)
+	$(TRACEE_LINK) -o $@ $^
+
+$(OUT)/order/mutants: native/order/mutants.sh $(TRACEE_OBJECTS) $(EXTENSION_OBJECTS)
+	bash native/order/mutants.sh $(abspath $(OUT)/order/mutant) $(OUT)/order/release $(TRACEE_OBJECTS) \
+	  -- $(TRACEE_LINK) -- $(EXTENSION_COMPILE) >$@
+
+$(OUT)/order/release/%.o: native/src/%.c $(HEADERS) Makefile pyproject.toml
+	@mkdir -p $(@D)
+	$(EXTENSION_COMPILE) -o $@ $<
+
+$(OUT)/order/program/%.o: native/crash/%.c $(HEADERS) $(CRASH_HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(ORDER_COMPILE)
+
+$(OUT)/order/%.o: native/order/%.c $(HEADERS) $(CRASH_HEADERS) $(ORDER_HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(ORDER_COMPILE)
 
 native-test: run-plain $(OUT)/lightck-testing.so $(OUT)/lightck-trace.so ## Run the native tests
 
