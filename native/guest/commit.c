@@ -184,6 +184,7 @@ static void commit(lck_region *region, lck_pool *pool, lck_record *record, unsig
   int code = lck_snapshot_wait(snapshot, -1, &state);
   if (code != 0)
     show_latch(region, pool, snapshot, code);
+  say("COMMITTED %" PRIu64, record->step); /* at once: this is when others are told */
   must(lck_snapshot_free(snapshot), "free the snapshot");
 }
 
@@ -225,7 +226,6 @@ void commit_on(const options *o, lck_region *region) {
     say("BEGUN %" PRIu64, record.step);
     grow_sometimes(region, record.step);
     commit(region, pool, &record, bytes);
-    say("COMMITTED %" PRIu64, record.step);
   }
   must(lck_pool_destroy(pool), "stop the pool");
   must(lck_region_close(region), "close the region");
