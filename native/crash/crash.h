@@ -120,6 +120,8 @@ uint64_t draw_below(uint64_t *state, uint64_t limit);
 
 /* Create a region in the empty file `fd`, or open the one there, and commit; all of it traced. */
 void bed_create(bed *b, int fd, lck_trace_log *log);
+/* Create one in fixed space full of remains, mapped at `base`, as on a device. */
+void bed_create_over(bed *b, int fd, void *base, uint64_t size, lck_trace_log *log);
 /* -1: the region's creation was cut short. */
 int bed_continue(bed *b, int fd, uint32_t commits, lck_trace_log *log);
 void bed_seed(bed *b, medium on, uint64_t seed);

@@ -300,6 +300,27 @@ void bed_create(bed *b, int fd, lck_trace_log *log) {
   close(lock_fd);
 }
 
+void bed_create_over(bed *b, int fd, void *base, uint64_t size, lck_trace_log *log) {
+  lck_region_spec spec = {.run_id = "crash",
+                          .world = 1,
+                          .slot_count = 2,
+                          .slot_bytes = SLOT_BYTES,
+                          .journal_bytes = JOURNAL_BYTES,
+                          .numa_node = -1};
+  lck_backing backing = {.base = base, .length = size};
+  lck_region *region;
+  int lock_fd = reopened(fd);
+  lck_trace_start(log);
+  mark(MARK_STEP, STEP_CREATE);
+  mark_segments(0, 1);
+  must(lck_region_create_on(&backing, fd, lock_fd, &spec, &region));
+  b->now.segments_acked = b->now.segments_started = 1;
+  mark_segments(1, 1);
+  work(b, region, 1);
+  lck_trace_stop();
+  close(lock_fd);
+}
+
 /* What the owner finds, it relies on from now on. */
 static void rely(bed *b, lck_region *region, int lock_fd, int fd) {
   lck_region_info info;

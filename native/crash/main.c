@@ -109,6 +109,37 @@ static void restart_process(model *m, const bed *from, const lck_trace_log *firs
   free(bytes);
 }
 
+/* A device held a region whose superblocks are gone; another is made over its records, journal and
+ * payload. Nothing of the old one may ever be found. */
+static void create_over_remains(model *m, const lck_trace_log *first) {
+  static const bounds nothing;
+  static bed old;
+  lck_trace_log log;
+  bed *b = malloc(sizeof(*b));
+  unsigned char *bytes = malloc(IMAGE_MOST);
+  if (!b || !bytes)
+    DIE("no memory");
+  model_load(m, &old, &nothing, NULL, 0);
+  model_run(m, first, 0, first->event_count, 0);
+  model_visible(m, bytes);
+  for (int copy = 0; copy < 2; copy++)
+    bytes[LCK_SUPERBLOCK_OFFSET(copy) + draw_below(&m->random, 8)] ^= 0x10; /* of its magic */
+  uint64_t size = m->next_size;
+  int fd = memory_file(bytes, size);
+  void *base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (base == MAP_FAILED)
+    DIE("no mapping of %lu bytes", (unsigned long)size);
+  bed_seed(b, m->medium, m->seed ^ 0xDEAD);
+  bed_create_over(b, fd, base, size, &log);
+  model_load(m, b, &nothing, bytes, size);
+  model_run(m, &log, 0, log.event_count, 1);
+  munmap(base, size);
+  close(fd);
+  lck_trace_free(&log);
+  free(b);
+  free(bytes);
+}
+
 /* Where the process dies: anywhere, but first right behind a sync that has failed, if one has. */
 static uint64_t place_to_die(model *m, const lck_trace_log *log, uint32_t attempt) {
   for (uint64_t i = 0; i < log->event_count && attempt == 0; i++)
@@ -145,6 +176,8 @@ static void run_trace(medium on, uint64_t seed, uint32_t per_cut, int stop_at_ba
   for (uint32_t i = 0; i < RESTARTS && !m.stopped; i++)
     if (kept.images[i].bytes)
       restart_machine(&m, &b, &kept.images[i]);
+  if (!m.stopped && (on == MEDIUM_ADR || on == MEDIUM_EADR))
+    create_over_remains(&m, &log);
   for (uint32_t i = 0; i < RESTARTS; i++)
     free(kept.images[i].bytes);
   lck_trace_free(&log);

@@ -321,4 +321,5 @@ void lck_journal_blank(lck_region *region, const superblock_disk *super) {
     return;
   for (uint32_t half = 0; half < LCK_JOURNAL_HALVES; half++)
     lck_persist_store(region, half_offset(super, half), &blank, sizeof(blank));
+  lck_persist_fence(region); /* a half-blank one beside a superblock would look like damage */
 }
