@@ -76,11 +76,11 @@ def order(proof: Numbers) -> list[str]:
     head = ["kernel", *columns, "order as traced", "images", "bad"]
     found = sum(mutant["found_out"] for mutant in proof["mutants"])
     return [
-        "The release build, instruction by instruction (single steps; a commit on every kernel that",
-        "this CPU has), against the trace that the images above come from:",
+        "The release build, instruction by instruction (single steps; one commit on every kernel",
+        "that this CPU has), against the trace that the images above come from:",
         "",
         *table([name.replace("_", " ") for name in head], rows),
-        f"Mistakes made on purpose in the instructions: {len(proof['mutants'])}, found out: {found}.",
+        f"Mistakes made on purpose in instructions: {len(proof['mutants'])}, found out: {found}.",
         f"Never run: {', '.join(proof['not_run'])}.",
         "",
     ]
@@ -136,7 +136,7 @@ def guest(proof: Numbers) -> list[str]:
     ]
     head = ["job", "medium", "granularity", "says it survives", "what happened", "expected"]
     return [
-        f"A Linux {proof['kernel']} in QEMU {proof['qemu']} with an emulated NVDIMM and CXL memory:",
+        f"A Linux {proof['kernel']} in QEMU {proof['qemu']} with an emulated NVDIMM and CXL:",
         "",
         *table([*head, "acknowledged / recovered", "result"], rows),
         f"Images taken from the running machine and recovered outside: {proof['snapshots']},"
