@@ -78,6 +78,9 @@ static int check_blob(const lck_region *region, uint32_t slot, const char *name,
                     "slot %u: %s [%" PRIu64 ", +%" PRIu64
                     ") is outside the slot (known since generation %" PRIu64 ")",
                     slot, name, offset, length, lck_superblock_copy(region).generation);
+  if (length > LCK_TABLE_LIMIT)
+    return lck_fail(LCK_E_CORRUPT, "slot %u: %s has %" PRIu64 " bytes, at most %" PRIu64, slot,
+                    name, length, LCK_TABLE_LIMIT);
   uint32_t found = lck_crc32c(0, region->base + offset, length);
   if (found != expected)
     return lck_fail(LCK_E_CORRUPT, "slot %u: %s has CRC %08x, expected %08x", slot, name, found,
@@ -97,6 +100,11 @@ static int check_record(const lck_region *region, uint32_t slot, const record_di
     return lck_fail(LCK_E_CORRUPT, "slot %u: the record belongs to another region", slot);
   if (record->slot != slot)
     return lck_fail(LCK_E_CORRUPT, "slot %u: the record belongs to slot %u", slot, record->slot);
+  uint64_t sequence = record->sequence ^ LCK_PUBLISHED; /* far too high without that bit */
+  if (sequence == 0 || sequence > LCK_COUNT_LIMIT || record->step > LCK_COUNT_LIMIT)
+    return lck_fail(LCK_E_CORRUPT,
+                    "slot %u: sequence %" PRIu64 " and step %" PRIu64 ", expected up to %" PRIu64,
+                    slot, sequence, record->step, LCK_COUNT_LIMIT);
   int rc = check_blob(region, slot, "layout table", record->layout_offset, record->layout_length,
                       record->layout_crc);
   return rc != 0 ? rc
@@ -239,11 +247,17 @@ static int check_commit(const lck_region *region, uint32_t slot, const lck_recor
     rc = check_slot(region, slot);
   if (rc != 0)
     return rc;
-  if (record->sequence == 0 || record->sequence >= LCK_PUBLISHED)
-    return lck_fail(LCK_E_INVALID, "slot %u: sequence %" PRIu64 " cannot be committed", slot,
-                    record->sequence);
+  if (record->sequence == 0 || record->sequence > LCK_COUNT_LIMIT || record->step > LCK_COUNT_LIMIT)
+    return lck_fail(LCK_E_INVALID,
+                    "slot %u: sequence %" PRIu64 " with step %" PRIu64 " cannot be committed", slot,
+                    record->sequence, record->step);
   if (record->manifest_length > 0 && manifest == NULL)
     return lck_fail(LCK_E_INVALID, "slot %u: manifest is NULL", slot);
+  if (record->layout_length > LCK_TABLE_LIMIT || record->manifest_length > LCK_TABLE_LIMIT)
+    return lck_fail(LCK_E_INVALID,
+                    "slot %u: layout table of %" PRIu64 " bytes, manifest of %" PRIu64
+                    ", at most %" PRIu64 " each",
+                    slot, record->layout_length, record->manifest_length, LCK_TABLE_LIMIT);
   if ((record->layout_length > 0 &&
        !lck_slot_contains(region, slot, record->layout_offset, record->layout_length)) ||
       (record->manifest_length > 0 &&

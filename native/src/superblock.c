@@ -72,6 +72,11 @@ static int check_bounds(const superblock_disk *super) {
   if (super->lineage_count > LCK_MAX_LINEAGE)
     return lck_fail(LCK_E_CORRUPT, "superblock: %u ancestors, at most %u", super->lineage_count,
                     LCK_MAX_LINEAGE);
+  for (uint32_t i = 0; i < super->lineage_count; i++)
+    if (super->lineage[i].sequence > LCK_COUNT_LIMIT)
+      return lck_fail(LCK_E_CORRUPT,
+                      "superblock: ancestor %u up to sequence %" PRIu64 ", at most %" PRIu64, i,
+                      super->lineage[i].sequence, LCK_COUNT_LIMIT);
   if (super->size > LCK_SPACE_LIMIT || super->size % LCK_GRANULE != 0)
     return lck_fail(LCK_E_CORRUPT,
                     "superblock: size %" PRIu64 ", expected a multiple of %" PRIu64
