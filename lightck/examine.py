@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from lightck.capture import boundary
+from lightck.capture import parts
 from lightck.config import Config
 from lightck.errors import CorruptSnapshotError, NoSnapshotError, RegionBusyError
 from lightck.load import SNAPSHOTS, region_files, row, rows_of, threads
@@ -111,8 +111,7 @@ def contents(
 
 def _contents(region: Region, candidate: Candidate, state: str) -> Contents:
     label = f"{region.place.file} step {candidate.record.step}"
-    first = boundary.decode(candidate.manifest.at_step, context=label)
-    second = boundary.decode(candidate.manifest.at_forward, context=label)
+    first, second = parts.read(candidate, context=label)
     entries, offsets = candidate.layout.entries, candidate.layout.offsets
     rows = [
         {

@@ -17,7 +17,7 @@ from lightck.errors import (
     RegionBusyError,
     RegionFullError,
 )
-from lightck.region import allocator, backing, layout, manifest, native, survival
+from lightck.region import allocator, backing, extents, layout, manifest, native, survival
 from lightck.region.layout import Entry, Layout
 from lightck.region.manifest import Manifest
 from lightck.region.native import NativePool, NativeRegion, NativeSnapshot, Record
@@ -168,6 +168,7 @@ class Region:
         context = f"{self.place.file} slot {slot} (step {record.step})"
         table = bytes(self.native.view(record.layout_offset, record.layout_length))
         found = layout.decode(table, context=context)
+        extents.check(found, record, self.info.segments, context=context)
         blob = bytes(self.native.view(record.manifest_offset, record.manifest_length))
         state = manifest.decode(
             blob, count=len(found.entries), sequence=record.sequence, context=context
