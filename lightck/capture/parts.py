@@ -18,7 +18,7 @@ from lightck.capture.state import BASE_ATTRIBUTES
 from lightck.errors import CorruptSnapshotError
 from lightck.region.region import Candidate
 
-_NAME = re.compile(r"(model|extras|optim/(0|[1-9][0-9]{0,8})/[^/]*)/.*", re.DOTALL)
+_NAME = re.compile(r"(model|extras|optim/(0|[1-9][0-9]{0,8}))/.*", re.DOTALL)
 _INDEXED = re.compile(r"@#-?[0-9]{1,300}")
 
 
