@@ -21,6 +21,9 @@ NATIVE_TESTS = $(sort $(wildcard native/tests/test_*.c))
 TEST_HEADERS = $(sort $(wildcard native/tests/*.h))
 CRASH_SOURCES = $(sort $(wildcard native/crash/*.c))
 CRASH_HEADERS = $(sort $(wildcard native/crash/*.h))
+KILL_SOURCES = $(sort $(wildcard native/kill/*.c))
+FUZZ_SOURCES = $(sort $(wildcard native/fuzz/*.c))
+FUZZ_HEADERS = $(sort $(wildcard native/fuzz/*.h))
 GUEST_SOURCES = $(sort $(wildcard native/guest/*.c))
 GUEST_HEADERS = $(sort $(wildcard native/guest/*.h))
 INCLUDES = -Inative/include -Inative/src
@@ -31,7 +34,7 @@ OUT = build/native
 TESTING = $(abspath $(OUT)/lightck-testing.so)
 CROSS = aarch64-linux-gnu-gcc
 
-.PHONY: help venv demo test lint native-test crash asan tsan pmem-guest soak clean
+.PHONY: help venv demo test lint native-test crash asan tsan pmem-guest kill fuzz soak clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -64,11 +67,12 @@ torch: | $(BIN)/python
 demo: venv ## Train, kill, restart and compare with an uninterrupted run
 	$(BIN)/lightck demo
 
-test: venv native-test crash order ## Run the native tests, crash images, then pytest
+test: venv native-test crash order kill ## Run the native tests, crash images, then pytest
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest
 
 soak: CRASH_IMAGES = 1000000
-soak: venv native-test crash order ## Run the long tests
+soak: KILL_CYCLES = 2000
+soak: venv native-test crash order kill fuzz ## Run the long tests
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -m soak --timeout 3600
 	$(MAKE) --no-print-directory pmem-guest KILLS=24 IMAGES=400
 
@@ -78,7 +82,7 @@ lint: venv ## Check style, types and warnings of everything
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(NATIVE_TESTS) $(TEST_HEADERS) \
 	  $(CRASH_SOURCES) $(CRASH_HEADERS) $(GUEST_SOURCES) $(GUEST_HEADERS) \
-	  $(ORDER_SOURCES) $(ORDER_HEADERS)
+	  $(ORDER_SOURCES) $(ORDER_HEADERS) $(KILL_SOURCES) $(FUZZ_SOURCES) $(FUZZ_HEADERS)
 	@$(MAKE) --no-print-directory warnings COMPILER='$(CC)'
 	@if command -v $(CROSS) >/dev/null; then \
 	  $(MAKE) --no-print-directory warnings COMPILER=$(CROSS); \
@@ -89,7 +93,7 @@ lint: venv ## Check style, types and warnings of everything
 .PHONY: warnings
 warnings:
 	@set -e; compile() { $(COMPILER) $(DIALECT) $(INCLUDES) $(WARNINGS) -O2 -S -o /dev/null "$$@"; }; \
-	for file in $(SOURCES) $(GUEST_SOURCES); do compile $$file; done; \
+	for file in $(SOURCES) $(GUEST_SOURCES) $(KILL_SOURCES) $(FUZZ_SOURCES); do compile $$file; done; \
 	for file in $(SOURCES) $(NATIVE_TESTS); do compile -DLCK_TESTING -DLCK_GUARD $$file; done; \
 	for file in $(SOURCES) $(CRASH_SOURCES); do compile -DLCK_TRACE -DLCK_GUARD $$file; done; \
 	if [ '$(COMPILER)' != $(CROSS) ] && [ "$$(uname -m)" = x86_64 ] && [ -n "$(CAPSTONE)" ]; then \
@@ -212,6 +216,19 @@ $(OUT)/order/program/%.o: native/crash/%.c $(HEADERS) $(CRASH_HEADERS) Makefile
 $(OUT)/order/%.o: native/order/%.c $(HEADERS) $(CRASH_HEADERS) $(ORDER_HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(ORDER_COMPILE)
+
+# A writer killed at random instants on every medium, and recovered each time.
+KILL_CYCLES = 120
+kill: $(OUT)/kill_loop ## Kill and recover a native writer, KILL_CYCLES times per medium
+	bash native/kill/run.sh $< $(KILL_CYCLES) $(KILL_SEED)
+
+$(OUT)/kill_loop: native/kill/kill_loop.c $(SOURCES:native/src/%.c=$(OUT)/plain/%.o)
+	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -g -o $@ $^
+
+# What readers and owners make of any bytes at all, guided by coverage.
+FUZZ_SECONDS = 120
+fuzz: ## Fuzz the native region parser for FUZZ_SECONDS (needs clang)
+	bash native/fuzz/run.sh $(OUT)/fuzz $(FUZZ_SECONDS) $(DIALECT) $(INCLUDES)
 
 native-test: run-plain $(OUT)/lightck-testing.so $(OUT)/lightck-trace.so ## Run the native tests
 
