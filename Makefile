@@ -34,7 +34,8 @@ OUT = build/native
 TESTING = $(abspath $(OUT)/lightck-testing.so)
 CROSS = aarch64-linux-gnu-gcc
 
-.PHONY: help venv demo test lint native-test crash asan tsan pmem-guest kill fuzz soak clean
+.PHONY: help venv demo test lint bench bench-micro native-test crash asan tsan pmem-guest kill fuzz
+.PHONY: soak clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -76,13 +77,31 @@ soak: venv native-test crash order kill fuzz ## Run the long tests
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -m soak --timeout 3600
 	$(MAKE) --no-print-directory pmem-guest KILLS=24 IMAGES=400
 
+BENCH_STAMP = $(VENV)/.lightck-bench-installed
+
+$(BENCH_STAMP): $(STAMP)
+	$(PIP) -e '.[cli,test,lint,bench]'
+	touch $@
+
+# On an idle machine: numbers measured beside other work mean little. BENCH='stress idle' runs these.
+BENCH =
+bench: $(BENCH_STAMP) ## Measure lightck and its peers, the essential rows; report in build/bench
+	$(BIN)/python -m bench run $(BENCH)
+	$(BIN)/python -m bench report -o build/bench/report.md
+	@echo build/bench/report.md
+
+bench-micro: $(BENCH_STAMP) ## Measure copies, submitting, completing and the step boundary
+	@mkdir -p build/bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench/micro --benchmark-json build/bench/micro.json
+
 lint: venv ## Check style, types and warnings of everything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(NATIVE_TESTS) $(TEST_HEADERS) \
 	  $(CRASH_SOURCES) $(CRASH_HEADERS) $(GUEST_SOURCES) $(GUEST_HEADERS) \
-	  $(ORDER_SOURCES) $(ORDER_HEADERS) $(KILL_SOURCES) $(FUZZ_SOURCES) $(FUZZ_HEADERS)
+	  $(ORDER_SOURCES) $(ORDER_HEADERS) $(KILL_SOURCES) $(FUZZ_SOURCES) $(FUZZ_HEADERS) \
+	  bench/yardstick/ntcopy.c
 	@$(MAKE) --no-print-directory warnings COMPILER='$(CC)'
 	@if command -v $(CROSS) >/dev/null; then \
 	  $(MAKE) --no-print-directory warnings COMPILER=$(CROSS); \
@@ -96,6 +115,7 @@ warnings:
 	for file in $(SOURCES) $(GUEST_SOURCES) $(KILL_SOURCES) $(FUZZ_SOURCES); do compile $$file; done; \
 	for file in $(SOURCES) $(NATIVE_TESTS); do compile -DLCK_TESTING -DLCK_GUARD $$file; done; \
 	for file in $(SOURCES) $(CRASH_SOURCES); do compile -DLCK_TRACE -DLCK_GUARD $$file; done; \
+	compile bench/yardstick/ntcopy.c; \
 	if [ '$(COMPILER)' != $(CROSS) ] && [ "$$(uname -m)" = x86_64 ] && [ -n "$(CAPSTONE)" ]; then \
 	  for file in $(ORDER_SOURCES); do compile -DLCK_TRACE -Inative/crash $$file; done; fi
 	@echo "$(COMPILER) $(WARNINGS): no warnings"
