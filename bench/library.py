@@ -126,7 +126,8 @@ class Writer:
         return region[0]
 
     def begin(self) -> None:
-        """Open a snapshot with all copies, held back."""
+        """Open a snapshot with all copies, held back; one that is open is given up."""
+        self.drop()
         lib = self._lib
         check(lib.lck_snapshot_begin(self._pool[0], self._region, _SLOT, self._snapshot))
         check(lib.lck_snapshot_add(self._snapshot[0], self._copies, len(self._copies), self._batch))
@@ -150,8 +151,9 @@ class Writer:
         check(self._lib.lck_slot_fetch(self._region, reads, count, 1, ffi.new("uint64_t *")))
 
     def drop(self) -> None:
-        """Give the open snapshot up."""
+        """Give the open snapshot up, if there is one."""
         check(self._lib.lck_snapshot_free(self._snapshot[0]))
+        self._snapshot[0] = ffi.NULL
 
     def __enter__(self) -> Writer:
         return self
@@ -162,5 +164,6 @@ class Writer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.drop()
         check(self._lib.lck_pool_destroy(self._pool[0]))
         check(self._lib.lck_region_close(self._region))
