@@ -22,6 +22,8 @@ READ_ONLY = 1
 RECORD_EARLY, RECORD_SUSPECT, RECORD_JIT = 1, 2, 4
 E_EMPTY, E_CORRUPT, E_LEASED, E_BUSY, E_FULL, E_TIMEOUT, E_MISMATCH = -6, -5, -8, -7, -9, -10, -13
 SNAP_OPEN, SNAP_SEALED, SNAP_COMMITTED, SNAP_FAILED = 0, 1, 2, 3
+DID_COPY, DID_DRAIN, DID_INVALIDATE, DID_TABLES, DID_SYNC, DID_RECORD = 1, 2, 3, 4, 5, 6
+THREAD_KEEPER, THREAD_CALLER = 64, 65
 MEDIA = {1: "fsdax", 2: "devdax", 3: "file", 4: "tmpfs", 5: "hugetlbfs"}
 
 COPY_DTYPE = np.dtype(
@@ -31,6 +33,11 @@ COPY_DTYPE = np.dtype(
 READ_DTYPE = np.dtype(
     [("offset", "<u8"), ("length", "<u8"), ("destination", "<u8"), ("crc", "<u4"),
      ("reserved", "<u4")]
+)  # fmt: skip
+
+MOMENT_DTYPE = np.dtype(
+    [("begin_ns", "<u8"), ("end_ns", "<u8"), ("bytes", "<u8"), ("start", "<u8"), ("did", "<u4"),
+     ("thread", "<u4"), ("slot", "<u4"), ("batch", "<u4"), ("copy", "<u4"), ("copies", "<u4")]
 )  # fmt: skip
 
 
@@ -247,10 +254,11 @@ class NativeRegion:
 class NativePool:
     """Owns one `lck_pool`: the worker threads."""
 
-    def __init__(self, threads: int, chunk_bytes: int, nice: int) -> None:
-        """Start the workers."""
+    def __init__(self, threads: int, chunk_bytes: int, nice: int, moments: int = 0) -> None:
+        """Start the workers; each keeps its last `moments` for `timeline` (0: none)."""
         spec = ffi.new("lck_pool_spec *")
         spec.threads, spec.chunk_bytes, spec.nice = threads, chunk_bytes, nice
+        spec.moments = moments
         out = ffi.new("lck_pool **")
         check(library().lck_pool_create(spec, out), "start the worker pool")
         self.handle = out[0]
@@ -279,6 +287,17 @@ class NativePool:
         raw = ffi.new("lck_stats *")
         check(library().lck_pool_stats(self.handle, raw), "read the pool's statistics")
         return {name: int(getattr(raw, name)) for name, _ in ffi.typeof("lck_stats").fields}
+
+    def timeline(self) -> tuple[npt.NDArray[Any], int]:
+        """What the threads did (MOMENT_DTYPE rows), and how many moments newer ones displaced."""
+        count, lost = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        code = library().lck_pool_timeline(self.handle, ffi.NULL, 0, count, lost)
+        check(code, "size up the timeline")
+        rows = np.zeros(int(count[0]), MOMENT_DTYPE)
+        there = ffi.cast("lck_moment *", rows.ctypes.data)
+        code = library().lck_pool_timeline(self.handle, there, len(rows), count, lost)
+        check(code, "read the timeline")
+        return rows[: int(count[0])], int(lost[0])
 
     def close(self) -> None:
         """Stop the workers; idempotent."""

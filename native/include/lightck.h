@@ -248,7 +248,7 @@ typedef struct lck_pool_spec {
   uint32_t threads;     /* 1..64 */
   uint32_t chunk_bytes; /* a copy is cut into pieces of this size; multiple of 4096 */
   int32_t nice;         /* of the workers, 0..19 */
-  uint32_t reserved;
+  uint32_t moments;     /* of the timeline, kept per thread; 0: none is recorded; at most 2^24 */
 } lck_pool_spec;
 
 typedef struct lck_stats {
@@ -277,6 +277,34 @@ int lck_pool_stage(lck_pool *pool, uint64_t bytes);
 
 /* Counters since the pool began; no lock is taken on the copy path. Any thread. */
 int lck_pool_stats(const lck_pool *pool, lck_stats *out);
+
+enum {
+  LCK_DID_COPY = 1,       /* a chunk, from its sources */
+  LCK_DID_DRAIN = 2,      /* a chunk, from DRAM to the region */
+  LCK_DID_INVALIDATE = 3, /* the slot's old content, durably */
+  LCK_DID_TABLES = 4,     /* of a commit: layout table and manifest stored */
+  LCK_DID_SYNC = 5,       /* of a commit: made durable */
+  LCK_DID_RECORD = 6,     /* of a commit: the record stored and published */
+};
+
+enum { LCK_THREAD_KEEPER = 64, LCK_THREAD_CALLER = 65 }; /* below: the number of a worker */
+
+/* What a thread did, from when to when (ns of CLOCK_MONOTONIC). A slot holds one snapshot at a
+ * time, so that slot and time say which one it was. */
+typedef struct lck_moment {
+  uint64_t begin_ns, end_ns;
+  uint64_t bytes; /* moved; what was proved unchanged is not */
+  uint64_t start; /* of a chunk: byte of the batch at which it starts */
+  uint32_t did, thread;
+  uint32_t slot, batch;
+  uint32_t copy, copies; /* of a chunk: its first copy in the batch, and how many it touches */
+} lck_moment;
+
+/* The newest moments of every thread, each thread's in the order of their ends; *lost: how many are
+ * gone because newer ones took their place. Without `moments`: only how many there are, at most.
+ * What happens meanwhile may be left out. Any thread. */
+int lck_pool_timeline(lck_pool *pool, lck_moment *moments, uint64_t room, uint64_t *count,
+                      uint64_t *lost);
 
 /* Stop the workers (the chunk in hand is finished) and free the pool. No snapshot may be open.
  * NULL is allowed. */

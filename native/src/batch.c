@@ -179,8 +179,9 @@ static int unchanged(lck_piece *pieces, uint64_t count) {
   return 1;
 }
 
-static void capture_pieces(lck_snapshot *snapshot, lck_batch *batch, const lck_chunk *chunk,
-                           int helping) {
+/* Bytes that were moved. */
+static uint64_t capture_pieces(lck_snapshot *snapshot, lck_batch *batch, const lck_chunk *chunk,
+                               int helping) {
   uint64_t copied = 0, skipped = 0;
   for (uint64_t i = chunk[0].first; i < chunk[1].first;) {
     lck_piece *piece = &batch->pieces[i];
@@ -203,12 +204,32 @@ static void capture_pieces(lck_snapshot *snapshot, lck_batch *batch, const lck_c
   add_relaxed(&snapshot->pool->bytes_copied, copied);
   add_relaxed(&snapshot->pool->bytes_skipped, skipped);
   add_relaxed(&snapshot->pool->bytes_helped, helping ? copied : 0);
+  return copied;
 }
 
 static void finish_lap(_Atomic uint64_t *total_ns, uint64_t started, lck_lap *lap) {
   lap->finished = lck_now_ns();
   lap->spent = lap->finished - started;
   add_relaxed(total_ns, lap->spent);
+}
+
+/* Before the chunk counts as done: whoever has waited for it finds its moment. */
+static void note_lap(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t index,
+                     uint32_t did, uint64_t bytes, const lck_lap *lap) {
+  if (!lap->lane->cells)
+    return;
+  const lck_chunk *chunk = &batch->chunks[index];
+  uint32_t copy = batch->pieces[chunk[0].first].copy;
+  lck_moment moment = {.begin_ns = lap->finished - lap->spent,
+                       .end_ns = lap->finished,
+                       .bytes = bytes,
+                       .start = chunk->start,
+                       .did = did,
+                       .slot = snapshot->slot,
+                       .batch = batch->number,
+                       .copy = copy,
+                       .copies = batch->pieces[chunk[1].first - 1].copy - copy + 1};
+  lck_timeline_note(lap->lane, &moment);
 }
 
 /* `halted` is read after the claim: whoever sets it and then finds every claimed chunk done knows
@@ -218,6 +239,7 @@ void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
                        lck_lap *lap) {
   uint64_t started = lck_now_ns();
   lck_chunk *chunk = &batch->chunks[index];
+  uint64_t copied = 0;
   if (!atomic_load(&snapshot->halted)) {
     int error = lck_fault_visit(LCK_FAULT_COPY);
     if (error) {
@@ -228,7 +250,7 @@ void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
                                        (unsigned long long)index, piece->copy,
                                        (unsigned long long)piece->offset, snapshot->slot));
     } else {
-      capture_pieces(snapshot, batch, chunk, helping);
+      copied = capture_pieces(snapshot, batch, chunk, helping);
       if (LCK_MUTANT(MUTANT_INVALIDATED_LATE))
         (void)lck_slot_invalidate(snapshot->region, snapshot->slot);
       atomic_store(&chunk->captured, 1);
@@ -237,6 +259,8 @@ void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
     }
   }
   finish_lap(&snapshot->pool->copy_ns, started, lap);
+  if (atomic_load(&chunk->captured))
+    note_lap(snapshot, batch, index, LCK_DID_COPY, copied, lap);
   int last = atomic_fetch_add(&batch->done, 1) + 1 == batch->chunk_count;
   if (last || atomic_load(&snapshot->halted))
     lck_pool_notify(snapshot->pool);
@@ -251,6 +275,7 @@ void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, l
     if (!piece->staged || piece->flags & LCK_PIECE_SKIPPED)
       continue;
     lck_persist_payload(snapshot->region, piece->offset, piece->staged, piece->length, &crc);
+    drained += piece->length;
     if (crc != piece->crc) {
       lck_snapshot_fail(
           snapshot,
@@ -266,6 +291,8 @@ void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, l
     lck_persist_fence(snapshot->region);
   add_relaxed(&snapshot->pool->bytes_drained, drained);
   finish_lap(&snapshot->pool->drain_ns, started, lap);
+  if (drained > 0)
+    note_lap(snapshot, batch, index, LCK_DID_DRAIN, drained, lap);
   if (atomic_fetch_add(&batch->drained, 1) + 1 == batch->chunk_count) {
     atomic_fetch_add(&snapshot->drained, 1);
     pthread_mutex_lock(&snapshot->pool->lock);

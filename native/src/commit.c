@@ -11,6 +11,7 @@
 #include "persist.h"
 #include "region.h"
 #include "superblock.h"
+#include "timeline.h"
 
 #define READ_ATTEMPTS 16
 
@@ -296,8 +297,11 @@ int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record,
         region, record->layout_offset, layout, record->layout_length);
   (LCK_MUTANT(MUTANT_MANIFEST_NOT_FLUSHED) ? lck_mutant_store : lck_persist_store)(
       region, record->manifest_offset, manifest, record->manifest_length);
+  lck_timeline_stage(LCK_DID_TABLES,
+                     record->manifest_length + (layout != NULL ? record->layout_length : 0));
   if (!LCK_MUTANT(MUTANT_TABLES_NOT_SYNCED) && !LCK_MUTANT(MUTANT_NO_FENCE_BEFORE_RECORD))
     rc = lck_persist_sync(region);
+  lck_timeline_stage(LCK_DID_SYNC, 0);
   if (rc == 0)
     rc = visit(region, slot, LCK_FAULT_RECORD, "between manifest and record");
   if (rc != 0)
@@ -310,7 +314,9 @@ int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record,
   if (!LCK_MUTANT(MUTANT_BODY_NOT_FENCED) && !LCK_MUTANT(MUTANT_NO_FENCE_BEFORE_RECORD))
     lck_persist_fence(region);
   lck_persist_publish(region, LCK_RECORD_OFFSET(slot), word);
+  lck_timeline_stage(LCK_DID_RECORD, sizeof(block));
   rc = LCK_MUTANT(MUTANT_ACKNOWLEDGED_EARLY) ? 0 : lck_persist_sync(region);
+  lck_timeline_stage(LCK_DID_SYNC, 0);
   if (rc == 0)
     keep_layout(region, slot, record->layout_offset, record->layout_length, layout_sum);
   else

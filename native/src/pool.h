@@ -11,6 +11,7 @@
 #include <sys/types.h>
 
 #include "lightck.h"
+#include "timeline.h"
 
 #define LCK_MAX_THREADS 64u
 
@@ -51,6 +52,9 @@ struct lck_pool {
   _Atomic uint64_t bytes_drained, drain_ns;
   _Atomic uint64_t staging_bytes;
 
+  lck_lane
+      lanes[LCK_LANES]; /* indexed by lck_moment.thread; what a thread needs to know of itself */
+
   uint32_t started; /* threads to join */
   pthread_t members[LCK_MAX_THREADS + 1];
 };
@@ -72,9 +76,9 @@ void lck_pool_throttle(lck_pool *pool, uint64_t bytes);
 /* Sleep on `condition` under the pool's lock until about `deadline` (monotonic; LCK_ALL: none). */
 void lck_pool_sleep(lck_pool *pool, pthread_cond_t *condition, uint64_t deadline);
 
-/* Body of a thread. */
-void *lck_worker_main(void *pool);
-void *lck_keeper_main(void *pool);
+/* Body of a thread; its argument is its lane. */
+void *lck_worker_main(void *lane);
+void *lck_keeper_main(void *lane);
 
 /* Take `length` bytes, 64-aligned, from the areas in *held, adding a cached or a new one when none
  * has room. NULL: no memory. The memory is not zeroed and stays until *held is given back. */

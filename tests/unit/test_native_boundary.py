@@ -109,7 +109,12 @@ def test_python_constants_equal_the_headers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("struct", "dtype"), [("lck_copy", native.COPY_DTYPE), ("lck_read", native.READ_DTYPE)]
+    ("struct", "dtype"),
+    [
+        ("lck_copy", native.COPY_DTYPE),
+        ("lck_read", native.READ_DTYPE),
+        ("lck_moment", native.MOMENT_DTYPE),
+    ],
 )
 def test_arrays_passed_to_c_are_laid_out_as_its_structs(struct: str, dtype: Any) -> None:
     size, fields = _structs(_declarations())[struct]
