@@ -361,6 +361,45 @@ int lck_snapshot_digests(const lck_snapshot *snapshot, uint32_t batch, uint32_t 
 int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, const void *layout,
                       const void *manifest);
 
+/* ---- Statistics, for whoever looks on ------------------------------------------------------ */
+
+#define LCK_MAX_STALLS 8u
+#define LCK_NO_STEP UINT64_MAX
+
+typedef struct lck_stall {
+  char cause[16]; /* zero-terminated; empty: unused */
+  uint64_t ns;
+} lck_stall;
+
+/* What a trainer says of itself at the end of a step. Times `_ns` are durations or, of `began` and
+ * `updated`, of the wall clock; counters begin at attach. */
+typedef struct lck_statistics {
+  uint8_t boot_id[16];    /* of the kernel on which process and start mean something */
+  uint64_t process_start; /* ticks since boot: with the id it names one process */
+  uint32_t process;
+  uint32_t ended; /* 1: the trainer has closed its handle */
+  uint64_t began_ns, updated_ns;
+  uint64_t began_step, step;
+  uint64_t captured_step, committed_step; /* LCK_NO_STEP: none yet */
+  uint64_t step_ns;                       /* how long the last step took */
+  uint64_t captured, committed, slipped, torn, failed;
+  uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns, commit_ns, staging_bytes;
+  uint64_t payload_bytes; /* of the last snapshot */
+  uint64_t errors;
+  lck_stall stalls[LCK_MAX_STALLS]; /* of the training thread, by cause */
+  char last_error[576];             /* UTF-8, zero-terminated */
+} lck_statistics;
+
+/* Put `said` on the region's statistics page, with the pool's counters in place of its own. Never
+ * waits for the medium: where a store might, the keeper does it, and only the newest counts; the
+ * region must then outlive the pool. Not durable. Also on a latched region. */
+int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_statistics *said);
+
+/* What was last published, and in *owned whether any process owns the region now.
+ * Errors: LCK_E_EMPTY, nothing was (a region made by an older build); LCK_E_CORRUPT, the page is
+ * torn or of another build. *owned is written even then. */
+int lck_region_statistics(const lck_region *region, lck_statistics *out, int *owned);
+
 enum { LCK_SNAP_OPEN = 0, LCK_SNAP_SEALED = 1, LCK_SNAP_COMMITTED = 2, LCK_SNAP_FAILED = 3 };
 
 /* Wait until a sealed snapshot is committed or has failed; timeout_ns 0 polls. *state is written in

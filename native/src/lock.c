@@ -96,6 +96,15 @@ int lck_lock_own(lck_region *region) {
   return lck_fail_errno(LCK_E_IO, "take the owner lock on descriptor %d", region->lock_fd);
 }
 
+/* A handle's own lock does not conflict with what it asks for. */
+int lck_lock_owned(const lck_region *region, int *owned) {
+  struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = OWNER_BYTE, .l_len = 1};
+  if (fcntl(region->lock_fd, F_OFD_GETLK, &lock) != 0)
+    return lck_fail_errno(LCK_E_IO, "look at the owner lock on descriptor %d", region->lock_fd);
+  *owned = lock.l_type != F_UNLCK || !(region->flags & LCK_READ_ONLY);
+  return 0;
+}
+
 void lck_lock_release(lck_region *region) {
   pthread_mutex_lock(&list_mutex);
   /* The caller may keep the descriptor it passed: closing the duplicate alone would drop nothing.

@@ -143,6 +143,15 @@ void lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word) {
   flush(region, offset, sizeof(word));
 }
 
+void lck_persist_note(lck_region *region, uint64_t offset, const void *bytes, uint64_t length) {
+  uint64_t *turn = (uint64_t *)(void *)(region->base + offset);
+  uint64_t odd = __atomic_load_n(turn, __ATOMIC_RELAXED) | 1;
+  __atomic_exchange_n(turn, odd, __ATOMIC_SEQ_CST);
+  memcpy(turn + 1, (const unsigned char *)bytes + sizeof(*turn), length - sizeof(*turn));
+  __atomic_store_n(turn, odd + 1, __ATOMIC_RELEASE);
+  lck_trace(LCK_TRACE_STORE, region, offset, length);
+}
+
 void lck_persist_touch(lck_region *region, uint64_t offset, uint64_t length) {
   uint64_t step = (uint64_t)sysconf(_SC_PAGESIZE);
   for (uint64_t at = offset; at < offset + length; at += step) {

@@ -22,6 +22,10 @@ void lck_persist_store(lck_region *region, uint64_t offset, const void *bytes, u
 /* One aligned 8-byte store, never torn, then flush of its line; no fence. */
 void lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word);
 
+/* Bytes that nobody recovers: ordinary stores, neither flushed nor fenced. Their first 8 bytes are
+ * not stored but count the turns there, odd while the rest changes. */
+void lck_persist_note(lck_region *region, uint64_t offset, const void *bytes, uint64_t length);
+
 /* Drain the calling thread's stores, also those outside any region (NULL). On page media this
  * orders nothing on the medium: see sync. */
 void lck_persist_fence(lck_region *region);

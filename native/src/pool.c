@@ -226,6 +226,8 @@ void *lck_keeper_main(void *argument) {
     while (s && !s->doomed && !due(s))
       s = s->next;
     if (!s) {
+      if (lck_statistics_store(pool))
+        continue;
       if (pool->stop)
         break;
       pthread_cond_wait(&pool->duty, &pool->lock);

@@ -11,6 +11,7 @@
 #include <sys/types.h>
 
 #include "lightck.h"
+#include "statistics.h"
 #include "timeline.h"
 
 #define LCK_MAX_THREADS 64u
@@ -28,14 +29,15 @@ struct lck_pool {
   int nice;
 
   /* Protects the list of snapshots, their `users`, `phase`, `doomed` and `claimed` fields and their
-   * failure, the cached areas, and every sleep. Held for short scans only: never across a copy, a
-   * sync or a system call that may block. */
+   * failure, the cached areas, the notice, and every sleep. Held for short scans only: never across
+   * a copy, a sync or a system call that may block. */
   pthread_mutex_t lock;
   pthread_cond_t work;     /* workers: something became claimable, or the pace changed */
   pthread_cond_t duty;     /* the keeper: something to invalidate or to commit */
   pthread_cond_t progress; /* callers: a batch, a snapshot or a user of one is done */
   int stop;
   lck_snapshot *first, *last; /* open snapshots, oldest first; bounded by the regions' slots */
+  lck_notice notice;          /* statistics that the keeper has yet to store */
   lck_area *cached;           /* unbounded in number, but emptied whenever none of them fits */
 
   /* A sleeper counts itself and then looks for work; whoever makes work stores it and then reads
