@@ -32,6 +32,8 @@ _SNAPSHOTS = ("#2f7f4f", "#7fbf7b", "#b8860b")
 """One after the other: neighbours differ."""
 _LANE = 0.74
 """Height of a bar in its row."""
+_COPY_LANE = 0.6
+"""The same where a line of text is below it."""
 _GAP_MS = 0.08
 """Chunks closer than this are drawn as one bar."""
 
@@ -100,7 +102,9 @@ def _bars(
 def _says(axes: Any, bar: Bar, y: float, texts: Sequence[str], end: float, **how: Any) -> bool:
     """The longest of the texts that fits into the bar."""
     for text in texts:
-        if len(text) * 0.0066 * end < min(bar.end, end) - max(bar.begin, 0.0):
+        if len(text) * 0.00066 * how.get("fontsize", 10) * end < min(bar.end, end) - max(
+            bar.begin, 0.0
+        ):
             middle = (max(bar.begin, 0.0) + min(bar.end, end)) / 2
             axes.text(middle, y, text, ha="center", va="center", **{"color": _INK, **how})
             return True
@@ -124,39 +128,26 @@ def _stalls(axes: Any, recording: Recording, y: int, end: float) -> None:
         colour = _COLOURS.get(cause, _COLOURS["request"])
         of_cause = [bar for bar in found if bar.name == cause]
         _bars(axes, [(b.begin, b.end) for b in of_cause], y, colour)
-    taken = -1.0
-    for bar in sorted(found, key=lambda b: b.begin):
-        text = f" {bar.name} {bar.length:.1f} ms"
-        if bar.length > end / 2500 and bar.end > taken:
-            axes.text(
-                max(bar.end, bar.begin + end / 2500),
-                y,
-                text,
-                va="center",
-                fontsize=8.5,
-                color=_FAINT,
-            )
-            taken = bar.end + len(text) * 0.0056 * end
+    for step in recording.steps:
+        parts: dict[str, float] = {}
+        for bar in recording.during(step, "lightck"):
+            parts[bar.name] = parts.get(bar.name, 0.0) + bar.length
+        told = ", ".join(f"{_SHORT.get(cause, cause)} {ms:.1f}" for cause, ms in parts.items())
+        total = f"{sum(parts.values()):.1f} ms"
+        if parts:
+            _says(axes, step, y, [f"{total}:  {told}", total], end, fontsize=9, color=_FAINT)
 
 
 def _copies(axes: Any, recording: Recording, track: str, y: int, end: float) -> None:
     drains = [bar for bar in recording.of("drain") if bar.track == track]
-    _bars(axes, _joined(drains), y, _COLOURS["drain"])
+    _bars(axes, _joined(drains), y + 0.06, _COLOURS["drain"], height=_COPY_LANE)
     copies = [bar for bar in recording.of("copy") if bar.track == track]
     for snapshot in sorted({bar.args["snapshot"] or 0 for bar in copies}):
         own = [bar for bar in copies if (bar.args["snapshot"] or 0) == snapshot]
-        _bars(axes, _joined(own), y, _colour_of(snapshot))
+        _bars(axes, _joined(own), y + 0.06, _colour_of(snapshot), height=_COPY_LANE)
         moved, busy = sum(b.args["bytes"] for b in own), sum(b.length for b in own)
-        whole = Bar(track, "", "", own[0].begin, own[-1].end)
-        text = f"snapshot {snapshot}"
-        rate = f"{text}:  {size(moved)} at {moved / max(busy, 1e-9) / 1e6:.1f} GB/s"
-        box = {
-            "boxstyle": "round,pad=0.2",
-            "facecolor": "white",
-            "edgecolor": "none",
-            "alpha": 0.85,
-        }
-        _says(axes, whole, y, [rate, text, str(snapshot)], end, bbox=box, fontsize=9)
+        rate = f"snapshot {snapshot}:  {size(moved)} at {moved / max(busy, 1e-9) / 1e6:.1f} GB/s"
+        axes.text(max(own[0].begin, 0.0), y - 0.44, rate, va="center", fontsize=8.5, color=_FAINT)
     helped = [b for b in recording.of("copy") if b.track == TRAINING]
     if helped and track.endswith(" 0"):
         _bars(axes, _joined(helped), y + 2, _COLOURS["fence"], height=_LANE / 4)
@@ -185,7 +176,7 @@ def _commits(axes: Any, recording: Recording, y: int, end: float) -> None:
         axes.plot([bar.end], [y], marker="D", markersize=6, color=_COLOURS["commit"], clip_on=False)
         right = bar.end < 0.9 * end
         axes.annotate(
-            f"{bar.args['snapshot']} committed" + (f", {bar.length:.1f} ms" if right else ""),
+            f"{bar.args['snapshot']} committed" + (f" in {_time(bar.length)}" if right else ""),
             (bar.end, y),
             xytext=(8 if right else -8, 0),
             textcoords="offset points",
@@ -193,7 +184,12 @@ def _commits(axes: Any, recording: Recording, y: int, end: float) -> None:
             ha="left" if right else "right",
             fontsize=9,
             color=_INK,
+            bbox=_PAPER,
         )
+
+
+def _time(ms: float) -> str:
+    return f"{ms:.1f} ms" if ms >= 1 else f"{1e3 * ms:.0f} us"
 
 
 # ---- the rest ------------------------------------------------------------------------------------
@@ -244,7 +240,7 @@ def _words(figure: Figure, recording: Recording) -> None:
     text = (
         f"lightck held the training thread up for {stalled / len(rows):.1f} ms per step,"
         f" {100 * stalled / spent:.1f} %  ({parts} ms).   {about.get('medium')}, survives"
-        f" {about.get('survives')}; {about.get('threads')} copying thread(s),"
+        f" {about.get('survives')}; {_threads(about)},"
         f" schedule {about.get('schedule')}"
     )
     figure.text(0.012, 0.912, text, fontsize=10, color=_FAINT)
@@ -265,6 +261,13 @@ def _words(figure: Figure, recording: Recording) -> None:
     )  # fmt: skip
 
 
+def _threads(about: dict[str, Any]) -> str:
+    count = about.get("threads")
+    return "one copying thread" if count == 1 else f"{count} copying threads"
+
+
+_PAPER = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.9}
+_SHORT = {"boundary": "(b)", "step": "(a)"}
 _MEANING = {
     "boundary": "(b): small state copied",
     "fence": "fence: wait, help, audit",

@@ -102,7 +102,8 @@ def _parsed(document: dict[str, Any]) -> Recording:
     about = document["otherData"]
     about["clock"], about["lost"]  # noqa: B018
     names: dict[int, str] = {}
-    bars, marks = [], []
+    bars: list[Bar] = []
+    marks: list[Bar] = []
     curves: dict[str, list[tuple[float, int]]] = {}
     for event in document["traceEvents"]:
         kind = event["ph"]

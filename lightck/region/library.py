@@ -15,7 +15,7 @@ from cffi import FFI
 
 from lightck.errors import LightckError, from_native
 
-ABI = 2
+ABI = 3
 
 CDEF = """
 typedef struct lck_region lck_region;

@@ -157,7 +157,7 @@ class Region:
                 problems.append(str(error))
                 continue
             self.next_sequence = max(self.next_sequence, candidate.record.sequence + 1)
-            (good if self._in_lineage(candidate.record) else abandoned).append(candidate)
+            (good if self.counts(candidate.record) else abandoned).append(candidate)
         good.sort(key=lambda c: c.record.sequence, reverse=True)
         for candidate in good:
             self.slots[candidate.record.slot].sequence = candidate.record.sequence
@@ -177,7 +177,8 @@ class Region:
             raise CorruptSnapshotError(f"{context}: overwritten while it was read")
         return Candidate(record, found, state)
 
-    def _in_lineage(self, record: Record) -> bool:
+    def counts(self, record: Record) -> bool:
+        """It is of the newest timeline, or of an ancestor up to its branch point."""
         if record.timeline == self.info.timeline:
             return True
         return any(

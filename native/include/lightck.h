@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 2u
+#define LCK_ABI 3u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
