@@ -135,7 +135,8 @@ def _native(recorded: Recorded, found: _Snapshots) -> Iterator[_Slice]:
             yield stage
             if did == native.DID_TABLES:
                 commit = []
-            commit.append(stage)
+            if track == KEEPER:
+                commit.append(stage)
             if [s.name for s in commit] == ["manifest", "sync", "record", "sync"]:
                 first = commit[0].begin_ns
                 yield _Slice(track, f"commit {args['snapshot']}", "committed", first, end, args)
