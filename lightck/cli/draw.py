@@ -116,7 +116,7 @@ def _phases(axes: Any, recording: Recording, y: int, end: float) -> None:
         found = recording.of(phase)
         _bars(axes, [(b.begin, b.end) for b in found], y, _COLOURS[phase])
         for bar in found:
-            _says(axes, bar, y, [f"{phase}  {bar.length:.0f} ms", phase, phase[:3]], end)
+            _says(axes, bar, y, [f"{phase}  {bar.length:.0f} ms", phase], end)
     layers = [b for b in recording.of("gradient") if b.length > end / 400]
     for bar in layers:
         axes.plot([bar.end] * 2, [y - _LANE / 2, y - _LANE / 4], color="white", linewidth=0.8)
@@ -128,6 +128,8 @@ def _stalls(axes: Any, recording: Recording, y: int, end: float) -> None:
         colour = _COLOURS.get(cause, _COLOURS["request"])
         of_cause = [bar for bar in found if bar.name == cause]
         _bars(axes, [(b.begin, b.end) for b in of_cause], y, colour)
+    helped = [bar for bar in recording.of("copy") if bar.track == TRAINING]
+    _bars(axes, _joined(helped), y, _SNAPSHOTS[1], height=_LANE / 2)
     for step in recording.steps:
         parts: dict[str, float] = {}
         for bar in recording.during(step, "lightck"):
@@ -148,9 +150,12 @@ def _copies(axes: Any, recording: Recording, track: str, y: int, end: float) -> 
         moved, busy = sum(b.args["bytes"] for b in own), sum(b.length for b in own)
         rate = f"snapshot {snapshot}:  {size(moved)} at {moved / max(busy, 1e-9) / 1e6:.1f} GB/s"
         axes.text(max(own[0].begin, 0.0), y - 0.44, rate, va="center", fontsize=8.5, color=_FAINT)
-    helped = [b for b in recording.of("copy") if b.track == TRAINING]
-    if helped and track.endswith(" 0"):
-        _bars(axes, _joined(helped), y + 2, _COLOURS["fence"], height=_LANE / 4)
+    lost = [mark for mark in recording.marks if mark.name.startswith(("slipped", "torn"))]
+    for mark in lost if track.endswith(" 0") else ():
+        text = f"{mark.name}: {mark.args.get('why')}"
+        axes.text(
+            mark.begin, y + 0.06, f" {text}", va="center", fontsize=9, color=_COLOURS["fence"]
+        )
 
 
 def _joined(bars: Sequence[Bar]) -> list[tuple[float, float]]:
@@ -203,9 +208,6 @@ def _steps(top: Any, bottom: Any, recording: Recording, rows: int) -> None:
         top.text(
             (step.begin + step.end) / 2, rows - 0.42, text, ha="center", weight="bold", color=_INK
         )
-    for mark in recording.marks:
-        if mark.name.startswith(("slipped", "torn")):
-            top.text(mark.begin, rows - 0.75, mark.name, color=_COLOURS["fence"], fontsize=9)
 
 
 def _curves(axes: Any, recording: Recording, end: float) -> None:
@@ -235,7 +237,8 @@ def _words(figure: Figure, recording: Recording) -> None:
         for cause, ms in row["stalls_ms"].items():
             causes[cause] = causes.get(cause, 0.0) + ms / len(rows)
     parts = ", ".join(f"{cause} {ms:.1f}" for cause, ms in sorted(causes.items()))
-    title = f"{len(rows)} steps of {spent / len(rows):.0f} ms with a snapshot in the background"
+    made = len({snapshot for row in rows for snapshot in row["snapshots"]})
+    title = f"{len(rows)} steps of {spent / len(rows):.0f} ms, {made} snapshots in the background"
     figure.text(0.012, 0.955, title, fontsize=15, weight="bold", color=_INK)
     text = (
         f"lightck held the training thread up for {stalled / len(rows):.1f} ms per step,"
