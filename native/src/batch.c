@@ -275,7 +275,6 @@ void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, l
     if (!piece->staged || piece->flags & LCK_PIECE_SKIPPED)
       continue;
     lck_persist_payload(snapshot->region, piece->offset, piece->staged, piece->length, &crc);
-    drained += piece->length;
     if (crc != piece->crc) {
       lck_snapshot_fail(
           snapshot,

@@ -144,7 +144,7 @@ void lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word) {
 }
 
 void lck_persist_note(lck_region *region, uint64_t offset, const void *bytes, uint64_t length) {
-  uint64_t *turn = (uint64_t *)(void *)(region->base + offset);
+  uint64_t *turn = (uint64_t *)(void *)lck_guard_store(region, offset);
   uint64_t odd = __atomic_load_n(turn, __ATOMIC_RELAXED) | 1;
   __atomic_exchange_n(turn, odd, __ATOMIC_SEQ_CST);
   memcpy(turn + 1, (const unsigned char *)bytes + sizeof(*turn), length - sizeof(*turn));
