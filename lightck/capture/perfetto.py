@@ -140,6 +140,7 @@ def _native(recorded: Recorded, found: _Snapshots) -> Iterator[_Slice]:
             if [s.name for s in commit] == ["manifest", "sync", "record", "sync"]:
                 first = commit[0].begin_ns
                 yield _Slice(track, f"commit {args['snapshot']}", "committed", first, end, args)
+                commit = []
             continue
         name, tensors = _copied(opening, moment)
         moved = int(moment["bytes"])

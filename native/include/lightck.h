@@ -278,31 +278,23 @@ int lck_pool_stage(lck_pool *pool, uint64_t bytes);
 /* Counters since the pool began; no lock is taken on the copy path. Any thread. */
 int lck_pool_stats(const lck_pool *pool, lck_stats *out);
 
-enum {
-  LCK_DID_COPY = 1,       /* a chunk, from its sources */
-  LCK_DID_DRAIN = 2,      /* a chunk, from DRAM to the region */
-  LCK_DID_INVALIDATE = 3, /* the slot's old content, durably */
-  LCK_DID_TABLES = 4,     /* of a commit: layout table and manifest stored */
-  LCK_DID_SYNC = 5,       /* of a commit: made durable */
-  LCK_DID_RECORD = 6,     /* of a commit: the record stored and published */
-};
-
+/* Chunks copied and drained; a slot's record made invalid; the stages of a commit. */
+enum { LCK_DID_COPY = 1, LCK_DID_DRAIN = 2, LCK_DID_INVALIDATE = 3 };
+enum { LCK_DID_TABLES = 4, LCK_DID_SYNC = 5, LCK_DID_RECORD = 6 };
 enum { LCK_THREAD_KEEPER = 64, LCK_THREAD_CALLER = 65 }; /* below: the number of a worker */
 
 /* What a thread did, from when to when (ns of CLOCK_MONOTONIC). A slot holds one snapshot at a
  * time, so that slot and time say which one it was. */
 typedef struct lck_moment {
   uint64_t begin_ns, end_ns;
-  uint64_t bytes; /* moved; what was proved unchanged is not */
-  uint64_t start; /* of a chunk: byte of the batch at which it starts */
-  uint32_t did, thread;
-  uint32_t slot, batch;
+  uint64_t bytes, start; /* moved (not the unchanged); of a chunk: its place in the batch */
+  uint32_t did, thread, slot, batch;
   uint32_t copy, copies; /* of a chunk: its first copy in the batch, and how many it touches */
 } lck_moment;
 
 /* The newest moments of every thread, each thread's in the order of their ends; *lost: how many are
- * gone because newer ones took their place. Without `moments`: only how many there are, at most.
- * What happens meanwhile may be left out. Any thread. */
+ * gone because newer ones took their place. Without `moments`: only how many there can ever be, so
+ * that what happens meanwhile takes nobody's room. Any thread. */
 int lck_pool_timeline(lck_pool *pool, lck_moment *moments, uint64_t room, uint64_t *count,
                       uint64_t *lost);
 
@@ -361,43 +353,36 @@ int lck_snapshot_digests(const lck_snapshot *snapshot, uint32_t batch, uint32_t 
 int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, const void *layout,
                       const void *manifest);
 
-/* ---- Statistics, for whoever looks on ------------------------------------------------------ */
-
+/* Statistics, for whoever looks on. */
 #define LCK_MAX_STALLS 8u
 #define LCK_NO_STEP UINT64_MAX
-
 typedef struct lck_stall {
   char cause[16]; /* zero-terminated; empty: unused */
   uint64_t ns;
 } lck_stall;
-
 /* What a trainer says of itself at the end of a step. Times `_ns` are durations or, of `began` and
  * `updated`, of the wall clock; counters begin at attach. */
 typedef struct lck_statistics {
-  uint8_t boot_id[16];    /* of the kernel on which process and start mean something */
-  uint64_t process_start; /* ticks since boot: with the id it names one process */
-  uint32_t process;
-  uint32_t ended; /* 1: the trainer has closed its handle */
-  uint64_t began_ns, updated_ns;
-  uint64_t began_step, step;
+  uint8_t boot_id[16];     /* of the kernel on which process and start mean something */
+  uint64_t process_start;  /* ticks since boot: with the id it names one process */
+  uint32_t process, ended; /* ended 1: the trainer has closed its handle */
+  uint64_t began_ns, updated_ns, began_step, step;
   uint64_t captured_step, committed_step; /* LCK_NO_STEP: none yet */
   uint64_t step_ns;                       /* how long the last step took */
   uint64_t captured, committed, slipped, torn, failed;
   uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns, commit_ns, staging_bytes;
-  uint64_t payload_bytes; /* of the last snapshot */
-  uint64_t errors;
+  uint64_t payload_bytes, errors;   /* of the last snapshot; so far */
   lck_stall stalls[LCK_MAX_STALLS]; /* of the training thread, by cause */
   char last_error[576];             /* UTF-8, zero-terminated */
 } lck_statistics;
 
-/* Put `said` on the region's statistics page, with the pool's counters in place of its own. Never
- * waits for the medium: where a store might, the keeper does it, and only the newest counts; the
- * region must then outlive the pool. Not durable. Also on a latched region. */
+/* Put `said` on the region's statistics page, with the pool's counters in it. Not durable; never
+ * waits for the medium (where a store might, the keeper does it: the region must outlive the pool).
+ */
 int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_statistics *said);
 
-/* What was last published, and in *owned whether any process owns the region now.
- * Errors: LCK_E_EMPTY, nothing was (a region made by an older build); LCK_E_CORRUPT, the page is
- * torn or of another build. *owned is written even then. */
+/* What was last published, and (in any case) in *owned whether any process owns the region now.
+ * Errors: LCK_E_EMPTY, nothing was; LCK_E_CORRUPT, the page is torn or of another build. */
 int lck_region_statistics(const lck_region *region, lck_statistics *out, int *owned);
 
 enum { LCK_SNAP_OPEN = 0, LCK_SNAP_SEALED = 1, LCK_SNAP_COMMITTED = 2, LCK_SNAP_FAILED = 3 };

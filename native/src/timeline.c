@@ -81,8 +81,8 @@ LCK_API int lck_pool_timeline(lck_pool *pool, lck_moment *moments, uint64_t room
     uint64_t end = lane->cells ? atomic_load_explicit(&lane->next, memory_order_acquire) : 0;
     uint64_t first = end > lane->mask + 1 ? end - lane->mask - 1 : 0;
     gone += first;
-    if (!moments)
-      held += end - first;
+    if (!moments && lane->cells)
+      held += lane->mask + 1;
     for (uint64_t number = first; moments && number < end; number++) {
       if (held < room && read_cell(&lane->cells[number & lane->mask], number, &moments[held]))
         held++;
