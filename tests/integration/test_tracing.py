@@ -219,8 +219,8 @@ def test_a_forked_child_cannot_write_the_parents_trace(run_dir: Path, tmp_path: 
     assert not (tmp_path / "child.json").exists()
 
 
-def test_what_tracing_costs_is_less_than_a_hundredth_of_a_step(run_dir: Path) -> None:
-    """Summed notes as a share of the steps; the difference of two runs would be noise."""
+def test_a_small_model_has_few_events_to_note_per_step(run_dir: Path) -> None:
+    """Their cost is recorded, not judged: no test depends on timing."""
     loop = adam_loop(width=256)
     with attach(run_dir, loop, trace=True) as handle:
         kept = handle._sight.trace
