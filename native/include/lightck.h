@@ -9,6 +9,14 @@
  * success, unless said otherwise. Offsets count bytes from the start of the region. A handle may be
  * used from one thread at a time, except where a function says "any thread".
  *
+ * Memory that is gone (the file cut by somebody, a poisoned page, a disk that cannot be read)
+ * raises SIGBUS in whoever touches it. Inside the library that is LCK_E_IO, with the offset, the
+ * region's size, the file's length now and what to do, and a region that is open for writing is
+ * latched. The handler is installed once per process, when the first region is made or opened; a
+ * SIGBUS of anybody else goes to the handler that was there then, or ends the process as it would
+ * have. Whoever installs another one later must pass on what is not theirs: call what sigaction()
+ * gave them, or put it back and raise the signal, as Python's faulthandler does.
+ *
  * After fork() a child inherits neither mapping, lock nor workers: every call on a handle made
  * before the fork returns LCK_E_FORKED there. */
 #ifndef LIGHTCK_H
@@ -182,7 +190,7 @@ typedef struct lck_record {
 } lck_record;
 
 /* Read a slot's record and check it, its bounds, and the checksums of layout table and manifest.
- * Errors: LCK_E_EMPTY; LCK_E_CORRUPT, with what does not hold. */
+ * Errors: LCK_E_EMPTY; LCK_E_CORRUPT, with what does not hold; LCK_E_IO, it cannot be read. */
 int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *out);
 
 /* Take (`hold` 1) or drop (0) a reader's lease: the owner will not reuse the slot meanwhile, even
@@ -199,7 +207,8 @@ typedef struct lck_read {
 
 /* Verify extents, and copy them out in the same pass, on `threads` threads including the caller.
  * Errors: LCK_E_CORRUPT with *bad = index of the first bad extent; destinations are then undefined.
- * So are extents out of bounds, which damage makes, or growth after the region was opened. */
+ * So are extents out of bounds, which damage makes, or growth after the region was opened. LCK_E_IO
+ * likewise: the medium cannot give an extent. */
 int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t count,
                    uint32_t threads, uint64_t *bad);
 
@@ -259,7 +268,7 @@ typedef struct lck_stats {
   uint64_t staging_bytes; /* DRAM held for staged snapshots */
 } lck_stats;
 
-/* Start the workers. All signals are blocked in them. */
+/* Start the workers. All signals but SIGBUS are blocked in them. */
 int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
 
 /* Set the workers' pace in thousandths of full speed; 0 pauses copies (not commits). A caller that

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "api.h"
+#include "bus.h"
 #include "error.h"
 #include "snapshot.h"
 
@@ -185,6 +186,7 @@ static void lower_priority(const lck_pool *pool) {
 void *lck_worker_main(void *argument) {
   lck_pool *pool = argument;
   lck_lap lap = {0, 0};
+  lck_bus_own_thread();
   lower_priority(pool);
   pthread_mutex_lock(&pool->lock);
   while (!pool->stop) {
@@ -217,6 +219,7 @@ static int due(const lck_snapshot *snapshot) {
 
 void *lck_keeper_main(void *argument) {
   lck_pool *pool = argument;
+  lck_bus_own_thread();
   lower_priority(pool);
   pthread_mutex_lock(&pool->lock);
   for (;;) {
