@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightck.errors import LightckError
+from lightck.errors import CorruptSnapshotError, LightckError
 from lightck.region.library import check, ffi, library
 from lightck.region.spec import Backing, RegionSpec
 
@@ -203,12 +203,34 @@ class NativeRegion:
 
         Raises:
             CorruptSnapshotError: record, bounds, layout table or manifest do not hold.
+            RegionIOError: the medium cannot give them.
             NoSnapshotError: the slot is empty.
         """
+        return _record(self._raw_record(slot))
+
+    def read_tables(self, slot: int) -> tuple[Record, bytes, bytes]:
+        """A slot's checked record with copies of its layout table and its manifest.
+
+        Raises:
+            CorruptSnapshotError: one of them does not hold, or the owner has overwritten it since.
+            RegionIOError: the medium cannot give it.
+            NoSnapshotError: the slot is empty.
+        """
+        raw = self._raw_record(slot)
+        blobs = [np.empty(int(n), np.uint8) for n in (raw.layout_length, raw.manifest_length)]
+        reads = np.zeros(2, READ_DTYPE)
+        reads["offset"] = raw.layout_offset, raw.manifest_offset
+        reads["length"] = [len(blob) for blob in blobs]
+        reads["destination"] = [blob.ctypes.data for blob in blobs]
+        reads["crc"] = raw.layout_crc, raw.manifest_crc
+        if self.fetch(reads, 1) is not None:
+            raise CorruptSnapshotError(f"{self.label} slot {slot}: overwritten while it was read")
+        return _record(raw), blobs[0].tobytes(), blobs[1].tobytes()
+
+    def _raw_record(self, slot: int) -> Any:
         raw = ffi.new("lck_record *")
         check(library().lck_slot_read(self.handle, slot, raw), f"{self.label} slot {slot}")
-        names = Record.__dataclass_fields__
-        return Record(**{name: int(getattr(raw, name)) for name in names})
+        return raw
 
     def lease(self, slot: int, hold: bool) -> None:
         """Take or drop a reader's lease."""
@@ -230,11 +252,6 @@ class NativeRegion:
         check(code, f"read {self.label}")
         return None
 
-    def view(self, offset: int, length: int) -> memoryview:
-        """The mapped bytes; valid while the region is open."""
-        base = self.describe().base
-        return memoryview(ffi.buffer(ffi.cast("char *", base + offset), length)).toreadonly()
-
     def close(self) -> None:
         """Unmap and unlock; idempotent."""
         handle, self.handle = self.handle, ffi.NULL
@@ -242,6 +259,10 @@ class NativeRegion:
         given, self._given = self._given, None
         if given is not None:
             given.release()
+
+
+def _record(raw: Any) -> Record:
+    return Record(**{name: int(getattr(raw, name)) for name in Record.__dataclass_fields__})
 
 
 class NativePool:
