@@ -21,6 +21,9 @@ NATIVE_TESTS = $(sort $(wildcard native/tests/test_*.c))
 TEST_HEADERS = $(sort $(wildcard native/tests/*.h))
 CRASH_SOURCES = $(sort $(wildcard native/crash/*.c))
 CRASH_HEADERS = $(sort $(wildcard native/crash/*.h))
+KILL_SOURCES = $(sort $(wildcard native/kill/*.c))
+FUZZ_SOURCES = $(sort $(wildcard native/fuzz/*.c))
+FUZZ_HEADERS = $(sort $(wildcard native/fuzz/*.h))
 GUEST_SOURCES = $(sort $(wildcard native/guest/*.c))
 GUEST_HEADERS = $(sort $(wildcard native/guest/*.h))
 INCLUDES = -Inative/include -Inative/src
@@ -31,7 +34,7 @@ OUT = build/native
 TESTING = $(abspath $(OUT)/lightck-testing.so)
 CROSS = aarch64-linux-gnu-gcc
 
-.PHONY: help venv demo test lint native-test crash asan tsan pmem-guest soak clean
+.PHONY: help venv demo test lint native-test crash asan tsan pmem-guest kill fuzz soak clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -64,11 +67,12 @@ torch: | $(BIN)/python
 demo: venv ## Train, kill, restart and compare with an uninterrupted run
 	$(BIN)/lightck demo
 
-test: venv native-test crash ## Run the native tests, crash images, then pytest
+test: venv native-test crash order kill ## Run the native tests, crash images, then pytest
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest
 
 soak: CRASH_IMAGES = 1000000
-soak: venv native-test crash ## Run the long tests
+soak: KILL_CYCLES = 2000
+soak: venv native-test crash order kill fuzz ## Run the long tests
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -m soak --timeout 3600
 	$(MAKE) --no-print-directory pmem-guest KILLS=24 IMAGES=400
 
@@ -77,7 +81,8 @@ lint: venv ## Check style, types and warnings of everything
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(NATIVE_TESTS) $(TEST_HEADERS) \
-	  $(CRASH_SOURCES) $(CRASH_HEADERS) $(GUEST_SOURCES) $(GUEST_HEADERS)
+	  $(CRASH_SOURCES) $(CRASH_HEADERS) $(GUEST_SOURCES) $(GUEST_HEADERS) \
+	  $(ORDER_SOURCES) $(ORDER_HEADERS) $(KILL_SOURCES) $(FUZZ_SOURCES) $(FUZZ_HEADERS)
 	@$(MAKE) --no-print-directory warnings COMPILER='$(CC)'
 	@if command -v $(CROSS) >/dev/null; then \
 	  $(MAKE) --no-print-directory warnings COMPILER=$(CROSS); \
@@ -88,9 +93,11 @@ lint: venv ## Check style, types and warnings of everything
 .PHONY: warnings
 warnings:
 	@set -e; compile() { $(COMPILER) $(DIALECT) $(INCLUDES) $(WARNINGS) -O2 -S -o /dev/null "$$@"; }; \
-	for file in $(SOURCES) $(GUEST_SOURCES); do compile $$file; done; \
+	for file in $(SOURCES) $(GUEST_SOURCES) $(KILL_SOURCES) $(FUZZ_SOURCES); do compile $$file; done; \
 	for file in $(SOURCES) $(NATIVE_TESTS); do compile -DLCK_TESTING -DLCK_GUARD $$file; done; \
-	for file in $(SOURCES) $(CRASH_SOURCES); do compile -DLCK_TRACE -DLCK_GUARD $$file; done
+	for file in $(SOURCES) $(CRASH_SOURCES); do compile -DLCK_TRACE -DLCK_GUARD $$file; done; \
+	if [ '$(COMPILER)' != $(CROSS) ] && [ "$$(uname -m)" = x86_64 ] && [ -n "$(CAPSTONE)" ]; then \
+	  for file in $(ORDER_SOURCES); do compile -DLCK_TRACE -Inative/crash $$file; done; fi
 	@echo "$(COMPILER) $(WARNINGS): no warnings"
 
 # Every store to a region traced, crash images of real commits enumerated, and mistakes in the commit
@@ -157,7 +164,73 @@ $(OUT)/guest/%.o: native/guest/%.c $(HEADERS) $(GUEST_HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -c -o $@ $<
 
-native-test: run-plain $(OUT)/lightck-testing.so ## Run the native tests
+# The release build's own instructions, one at a time: the same stores, flushes and fences, in the
+# same order, as the trace build has seen. EXTENSION_FLAGS are those of the extension that pip builds.
+EXTENSION_FLAGS = $(eval EXTENSION_FLAGS := $(shell $(PYTHON) -c \
+  'import sysconfig; print(sysconfig.get_config_var("CFLAGS"))') -fPIC $(shell \
+  sed -n 's/^extra-compile-args = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",'))$(EXTENSION_FLAGS)
+EXTENSION_COMPILE = $(CC) $(EXTENSION_FLAGS) $(INCLUDES) -c
+EXTENSION_OBJECTS = $(SOURCES:native/src/%.c=$(OUT)/order/release/%.o)
+ORDER_SOURCES = $(sort $(wildcard native/order/*.c))
+ORDER_HEADERS = $(sort $(wildcard native/order/*.h))
+ORDER_OBJECTS = $(patsubst native/order/%.c,$(OUT)/order/%.o,$(filter-out %/tracee.c,$(ORDER_SOURCES)))
+ORDER_COMPILE = $(CC) $(DIALECT) $(INCLUDES) -Inative/crash -Wall -Wextra -O2 -g -DLCK_TRACE -c -o $@ $<
+TRACEE_OBJECTS = $(OUT)/order/tracee.o \
+  $(patsubst %,$(OUT)/order/program/%.o,driver entries oracle)
+TRACEE_LINK = $(CC) -pthread -Wl,-z,now,--wrap=lck_medium_detect,--wrap=lck_space_reserve,--wrap=lck_space_extend
+CAPSTONE = $(shell echo 'int main(void) { return 0; }' \
+  | $(CC) -include capstone/capstone.h -x c - -o /dev/null -lcapstone 2>/dev/null && echo yes)
+
+.PHONY: order
+order: ## Compare the release's instructions with the trace
+	@if [ "$$(uname -m)" != x86_64 ]; then \
+	  echo "SKIPPED: order: this check steps through x86 instructions only"; \
+	elif [ -z "$(CAPSTONE)" ]; then \
+	  echo "SKIPPED: order: no capstone to decode instructions with: apt-get install libcapstone-dev"; \
+	else $(MAKE) --no-print-directory run-order; fi
+
+.PHONY: run-order
+run-order: $(OUT)/order/order $(OUT)/order/tracee $(OUT)/order/mutants
+	@mkdir -p build/proof
+	sed 's/\t/\n/g' $(OUT)/order/mutants | xargs -d '\n' \
+	  $(OUT)/order/order --json build/proof/order.json $(abspath $(OUT)/order/tracee)
+
+$(OUT)/order/order: $(ORDER_OBJECTS) $(filter-out %/main.o,$(CRASH_OBJECTS))
+	$(CC) -pthread -o $@ $^ -lcapstone
+
+$(OUT)/order/tracee: $(TRACEE_OBJECTS) $(EXTENSION_OBJECTS)
+	$(TRACEE_LINK) -o $@ $^
+
+$(OUT)/order/mutants: native/order/mutants.sh $(TRACEE_OBJECTS) $(EXTENSION_OBJECTS)
+	bash native/order/mutants.sh $(abspath $(OUT)/order/mutant) $(OUT)/order/release $(TRACEE_OBJECTS) \
+	  -- $(TRACEE_LINK) -- $(EXTENSION_COMPILE) >$@
+
+$(OUT)/order/release/%.o: native/src/%.c $(HEADERS) Makefile pyproject.toml
+	@mkdir -p $(@D)
+	$(EXTENSION_COMPILE) -o $@ $<
+
+$(OUT)/order/program/%.o: native/crash/%.c $(HEADERS) $(CRASH_HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(ORDER_COMPILE)
+
+$(OUT)/order/%.o: native/order/%.c $(HEADERS) $(CRASH_HEADERS) $(ORDER_HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(ORDER_COMPILE)
+
+# A writer killed at random instants on every medium, and recovered each time.
+KILL_CYCLES = 120
+kill: $(OUT)/kill_loop ## Kill and recover a native writer, KILL_CYCLES times per medium
+	bash native/kill/run.sh $< $(KILL_CYCLES) $(KILL_SEED)
+
+$(OUT)/kill_loop: native/kill/kill_loop.c $(SOURCES:native/src/%.c=$(OUT)/plain/%.o)
+	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -g -o $@ $^
+
+# What readers and owners make of any bytes at all, guided by coverage.
+FUZZ_SECONDS = 120
+fuzz: ## Fuzz the native region parser for FUZZ_SECONDS (needs clang)
+	bash native/fuzz/run.sh $(OUT)/fuzz $(FUZZ_SECONDS) $(DIALECT) $(INCLUDES)
+
+native-test: run-plain $(OUT)/lightck-testing.so $(OUT)/lightck-trace.so ## Run the native tests
 
 asan: run-asan ## Run the native tests under AddressSanitizer and UBSan
 
@@ -188,6 +261,20 @@ $(eval $(call variant,plain,-O2 -g -DLCK_GUARD))
 $(eval $(call variant,asan,-O1 -g -DLCK_GUARD -fno-omit-frame-pointer -fsanitize=address$(comma)undefined \
   -fno-sanitize-recover=all))
 $(eval $(call variant,tsan,-O1 -g -fsanitize=thread,$$(FIXED_ADDRESSES)))
+
+# The trace build as a library, its tracing visible: tests trace a real training run with it.
+$(OUT)/crash/shared/%.o: native/src/%.c $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(filter-out -fvisibility=hidden,$(DIALECT)) $(INCLUDES) -Wall -Wextra -O2 -g -DLCK_TRACE \
+	  -fPIC -c -o $@ $<
+
+$(OUT)/crash/shared/trace.o: native/crash/trace.c $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CC) $(filter-out -fvisibility=hidden,$(DIALECT)) $(INCLUDES) -Wall -Wextra -O2 -g -DLCK_TRACE \
+	  -fPIC -c -o $@ $<
+
+$(OUT)/lightck-trace.so: $(SOURCES:native/src/%.c=$(OUT)/crash/shared/%.o) $(OUT)/crash/shared/trace.o
+	$(CC) -shared -pthread -o $@ $^
 
 # What Python tests load through LIGHTCK_NATIVE to inject faults.
 $(OUT)/lightck-testing.so: $(SOURCES:native/src/%.c=$(OUT)/plain/%.o)

@@ -69,8 +69,8 @@ def attach(
     Args:
         model: a module, or several.
         optimizer: one or several.
-        path: folder for the region (made if only its last part is missing), or a devdax device;
-            default `$LIGHTCK_PATH`, else `./lightck-run`.
+        path: folder for the region (made if only its last part is missing), a libpmemobj pool
+            or a devdax device; default `$LIGHTCK_PATH`, else `./lightck-run`.
         policy: a snapshot every so many steps, or a policy object.
         extras: name to object: state_dict/load_state_dict, generators, dicts of counters.
         boundary: the optimizer that ends a step, when several step at different rates.

@@ -17,15 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from lightck.capture.trace import Event, Opening, Recorded
-from lightck.region import native
+from lightck.region.pool import (
+    DID_COPY,
+    DID_DRAIN,
+    DID_INVALIDATE,
+    DID_RECORD,
+    DID_SYNC,
+    DID_TABLES,
+    THREAD_CALLER,
+    THREAD_KEEPER,
+)
 
 TRAINING, AUTOGRAD, WORKER, KEEPER = 1, 2, 10, 90
 """Track numbers; worker k is WORKER + k."""
 _STAGES = {
-    native.DID_INVALIDATE: "invalidate",
-    native.DID_TABLES: "manifest",
-    native.DID_SYNC: "sync",
-    native.DID_RECORD: "record",
+    DID_INVALIDATE: "invalidate",
+    DID_TABLES: "manifest",
+    DID_SYNC: "sync",
+    DID_RECORD: "record",
 }
 _COUNTED_PARTS = 200
 """Values of a counter per snapshot, at most: chunks are many."""
@@ -133,7 +142,7 @@ def _native(recorded: Recorded, found: _Snapshots) -> Iterator[_Slice]:
         if did in _STAGES:
             stage = _Slice(track, _STAGES[did], "commit", begin, end, args)
             yield stage
-            if did == native.DID_TABLES:
+            if did == DID_TABLES:
                 commit = []
             if track == KEEPER:
                 commit.append(stage)
@@ -147,16 +156,16 @@ def _native(recorded: Recorded, found: _Snapshots) -> Iterator[_Slice]:
         args |= {"bytes": moved, "tensors": tensors}
         if end > begin:
             args["GB/s"] = round(moved / (end - begin), 2)
-        category = "drain" if did == native.DID_DRAIN else "copy"
+        category = "drain" if did == DID_DRAIN else "copy"
         if track == TRAINING:
             args["helping"] = True
         yield _Slice(track, name, category, begin, end, args)
 
 
 def _track(thread: int) -> int:
-    if thread == native.THREAD_CALLER:
+    if thread == THREAD_CALLER:
         return TRAINING
-    return KEEPER if thread == native.THREAD_KEEPER else WORKER + thread
+    return KEEPER if thread == THREAD_KEEPER else WORKER + thread
 
 
 def _copied(opening: Opening | None, moment: Any) -> tuple[str, str]:
@@ -255,7 +264,7 @@ def _counters(recorded: Recorded, found: _Snapshots) -> Iterator[dict[str, Any]]
     for event in recorded.events:
         if event.kind == "released":
             yield _count("released", event.end_ns, event.amount)
-    copies = recorded.moments[recorded.moments["did"] == native.DID_COPY]
+    copies = recorded.moments[recorded.moments["did"] == DID_COPY]
     copies = copies[copies["end_ns"].argsort(kind="stable")]
     seen: Opening | None = None
     total = shown = 0

@@ -23,7 +23,7 @@ from lightck.capture.state import Collected, Live
 from lightck.capture.trace import Trace, moments_of, now_ns
 from lightck.config import Config
 from lightck.errors import LightckError, TornSnapshotError, WaitTimeoutError
-from lightck.region.native import NativePool
+from lightck.region.pool import NativePool
 from lightck.region.region import Region
 from lightck.region.writer import Batch, SlotWriter
 from lightck.types import ReleaseSchedule

@@ -42,7 +42,7 @@ def check(entries: Iterable[Entry], *, context: str) -> None:
     """
     for entry in entries:
         dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
+        if not isinstance(dtype, torch.dtype) or entry.dtype.startswith(("qint", "quint")):
             raise CorruptSnapshotError(f"{context}: {entry.name} has dtype {entry.dtype!r}")
         size = math.prod(entry.shape) * dtype.itemsize
         if entry.alias_of is None and (

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from lightck.config import Config
 from lightck.errors import ConfigError
 from lightck.region.layout import Entry
-from lightck.region.native import MOMENT_DTYPE, NativePool
+from lightck.region.pool import MOMENT_DTYPE, NativePool
 from lightck.region.writer import Batch, SlotWriter
 
 MOMENTS = 1 << 17

@@ -28,9 +28,10 @@ exit status:
   2  wrong usage, no such place, or it could not be done
 """
 _EPILOG = f"""\
-PATH is the folder given to lightck.attach, or a devdax device; without it $LIGHTCK_PATH, else
-./lightck-run. All commands may run while a trainer writes there; verify and export hold the
-snapshot they read, and a trainer that needs its slot skips snapshots meanwhile.
+PATH is the folder, libpmemobj pool or devdax device given to lightck.attach; without it
+$LIGHTCK_PATH, else ./lightck-run. All commands may run while a trainer writes there, except on a
+pool, which one process has at a time; verify and export hold the snapshot they read, and a trainer
+that needs its slot skips snapshots meanwhile.
 
 examples:
   lightck ls /dev/shm/run

@@ -8,7 +8,8 @@ from typing import Any
 
 from lightck.errors import CorruptSnapshotError, NoSnapshotError
 from lightck.region.library import check, ffi, library
-from lightck.region.native import NativePool, NativeRegion
+from lightck.region.native import NativeRegion
+from lightck.region.pool import NativePool
 from lightck.region.process import Process
 
 NO_STEP = 2**64 - 1

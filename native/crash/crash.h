@@ -120,6 +120,8 @@ uint64_t draw_below(uint64_t *state, uint64_t limit);
 
 /* Create a region in the empty file `fd`, or open the one there, and commit; all of it traced. */
 void bed_create(bed *b, int fd, lck_trace_log *log);
+/* Create one in fixed space full of remains, mapped at `base`, as on a device. */
+void bed_create_over(bed *b, int fd, void *base, uint64_t size, lck_trace_log *log);
 /* -1: the region's creation was cut short. */
 int bed_continue(bed *b, int fd, uint32_t commits, lck_trace_log *log);
 void bed_seed(bed *b, medium on, uint64_t seed);
@@ -215,6 +217,8 @@ typedef struct model {
   int stop_at_bad, stopped;
   void (*save)(struct model *m, const outcome *found); /* good images, for what follows a crash */
   void *saver;
+  /* Instead of recovery, when it is set: what is done with an image of `size` bytes. */
+  void (*offer)(struct model *m, const losses *lost, uint64_t size);
 } model;
 
 void model_make(model *m);
@@ -263,6 +267,11 @@ void look(cut *c);
 
 /* Enumerate the images of the present cut; 1 when a bad one was found and that ends the run. */
 int images_cut(model *m);
+
+/* ---- somebody else's trace ------------------------------------------------------------------ */
+
+/* Write a sample of the images of the trace in a file, and what each may give, into a folder. */
+int replay(const char *trace, const char *into, uint64_t sample, uint64_t seed, medium on);
 
 /* ---- the result ----------------------------------------------------------------------------- */
 

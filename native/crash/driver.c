@@ -51,9 +51,16 @@ void bed_seed(bed *b, medium on, uint64_t seed) {
 
 /* ---- one snapshot --------------------------------------------------------------------------- */
 
+#define NEVER_ZERO UINT64_C(0x0101010101010101) /* what was never stored shows */
+
 void fill(unsigned char *bytes, uint64_t length, uint64_t seed) {
-  for (uint64_t i = 0; i < length; i++)
-    bytes[i] = (unsigned char)(draw(&seed) >> 32 | 1); /* never 0: what was never stored shows */
+  uint64_t at = 0, word;
+  for (; at + sizeof(word) <= length; at += sizeof(word)) {
+    word = draw(&seed) | NEVER_ZERO;
+    memcpy(bytes + at, &word, sizeof(word));
+  }
+  word = draw(&seed) | NEVER_ZERO;
+  memcpy(bytes + at, &word, length - at);
 }
 
 /* Where the extents of this layout version lie: in the grown segment, too, when there is one. */
@@ -289,6 +296,27 @@ void bed_create(bed *b, int fd, lck_trace_log *log) {
     work(b, region, 4 + (uint32_t)draw_below(&b->random, 2));
   }
   disarm();
+  lck_trace_stop();
+  close(lock_fd);
+}
+
+void bed_create_over(bed *b, int fd, void *base, uint64_t size, lck_trace_log *log) {
+  lck_region_spec spec = {.run_id = "crash",
+                          .world = 1,
+                          .slot_count = 2,
+                          .slot_bytes = SLOT_BYTES,
+                          .journal_bytes = JOURNAL_BYTES,
+                          .numa_node = -1};
+  lck_backing backing = {.base = base, .length = size};
+  lck_region *region;
+  int lock_fd = reopened(fd);
+  lck_trace_start(log);
+  mark(MARK_STEP, STEP_CREATE);
+  mark_segments(0, 1);
+  must(lck_region_create_on(&backing, fd, lock_fd, &spec, &region));
+  b->now.segments_acked = b->now.segments_started = 1;
+  mark_segments(1, 1);
+  work(b, region, 1);
   lck_trace_stop();
   close(lock_fd);
 }

@@ -173,7 +173,10 @@ void look(cut *c) {
   if (!seen_before(m, hash)) {
     if (size < m->file_size && ftruncate(m->fd, (off_t)size) != 0)
       DIE("cut the file");
-    examine(c, &lost);
+    if (m->offer)
+      m->offer(m, &lost, size);
+    else
+      examine(c, &lost);
     if (size < m->file_size && ftruncate(m->fd, (off_t)m->file_size) != 0)
       DIE("lengthen the file");
   }

@@ -1,6 +1,7 @@
 /* crash -- enumerate crash images of real commits and run the real recovery on each.
  *
  * crash [--images N] [--seed N] [--json FILE] [--skip-mutants] [--only MEDIUM] [--mutant N]
+ * crash --replay TRACE --dump FOLDER --only MEDIUM [--sample N] [--seed N]
  * Exit status 0: no image was bad, and every mutant of the commit order was caught. */
 #include <string.h>
 #include <sys/mman.h>
@@ -108,6 +109,37 @@ static void restart_process(model *m, const bed *from, const lck_trace_log *firs
   free(bytes);
 }
 
+/* A device held a region whose superblocks are gone; another is made over its records, journal and
+ * payload. Nothing of the old one may ever be found. */
+static void create_over_remains(model *m, const lck_trace_log *first) {
+  static const bounds nothing;
+  static bed old;
+  lck_trace_log log;
+  bed *b = malloc(sizeof(*b));
+  unsigned char *bytes = malloc(IMAGE_MOST);
+  if (!b || !bytes)
+    DIE("no memory");
+  model_load(m, &old, &nothing, NULL, 0);
+  model_run(m, first, 0, first->event_count, 0);
+  model_visible(m, bytes);
+  for (int copy = 0; copy < 2; copy++)
+    bytes[LCK_SUPERBLOCK_OFFSET(copy) + draw_below(&m->random, 8)] ^= 0x10; /* of its magic */
+  uint64_t size = m->next_size;
+  int fd = memory_file(bytes, size);
+  void *base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (base == MAP_FAILED)
+    DIE("no mapping of %lu bytes", (unsigned long)size);
+  bed_seed(b, m->medium, m->seed ^ 0xDEAD);
+  bed_create_over(b, fd, base, size, &log);
+  model_load(m, b, &nothing, bytes, size);
+  model_run(m, &log, 0, log.event_count, 1);
+  munmap(base, size);
+  close(fd);
+  lck_trace_free(&log);
+  free(b);
+  free(bytes);
+}
+
 /* Where the process dies: anywhere, but first right behind a sync that has failed, if one has. */
 static uint64_t place_to_die(model *m, const lck_trace_log *log, uint32_t attempt) {
   for (uint64_t i = 0; i < log->event_count && attempt == 0; i++)
@@ -144,6 +176,8 @@ static void run_trace(medium on, uint64_t seed, uint32_t per_cut, int stop_at_ba
   for (uint32_t i = 0; i < RESTARTS && !m.stopped; i++)
     if (kept.images[i].bytes)
       restart_machine(&m, &b, &kept.images[i]);
+  if (!m.stopped && (on == MEDIUM_ADR || on == MEDIUM_EADR))
+    create_over_remains(&m, &log);
   for (uint32_t i = 0; i < RESTARTS; i++)
     free(kept.images[i].bytes);
   lck_trace_free(&log);
@@ -152,7 +186,8 @@ static void run_trace(medium on, uint64_t seed, uint32_t per_cut, int stop_at_ba
 
 typedef struct settings {
   uint64_t images, seed;
-  const char *json;
+  const char *json, *replay, *dump;
+  uint64_t sample;
   int mutants, only; /* medium, or -1 */
 } settings;
 
@@ -198,7 +233,7 @@ static double now(void) {
 }
 
 static settings parse(int count, char **arguments) {
-  settings s = {.images = 120000, .seed = 1, .mutants = 1, .only = -1};
+  settings s = {.images = 120000, .seed = 1, .mutants = 1, .only = -1, .sample = 100};
   const char *budget = getenv("LCK_CRASH_IMAGES");
   if (budget)
     s.images = strtoull(budget, NULL, 0);
@@ -213,6 +248,12 @@ static settings parse(int count, char **arguments) {
       s.only = atoi(arguments[++i]);
     else if (i + 1 < count && strcmp(arguments[i], "--mutant") == 0)
       lck_mutant = atoi(arguments[++i]);
+    else if (i + 1 < count && strcmp(arguments[i], "--replay") == 0)
+      s.replay = arguments[++i];
+    else if (i + 1 < count && strcmp(arguments[i], "--dump") == 0)
+      s.dump = arguments[++i];
+    else if (i + 1 < count && strcmp(arguments[i], "--sample") == 0)
+      s.sample = strtoull(arguments[++i], NULL, 0);
     else if (i + 1 < count && strcmp(arguments[i], "--json") == 0)
       s.json = arguments[++i];
     else
@@ -249,6 +290,10 @@ static int in_processes(shared *all, const settings *s, uint32_t workers) {
 
 int main(int count, char **arguments) {
   settings s = parse(count, arguments);
+  if (s.replay && (!s.dump || s.only < 0 || s.only >= MEDIA))
+    DIE("--replay needs --dump and --only");
+  if (s.replay)
+    return replay(s.replay, s.dump, s.sample, s.seed, (medium)s.only);
   long cores = sysconf(_SC_NPROCESSORS_ONLN);
   uint32_t workers = cores < 1 ? 1 : cores > WORKERS ? WORKERS : (uint32_t)cores;
   shared *all = mmap(NULL, sizeof(*all), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

@@ -27,6 +27,17 @@
 #define LCK_JOURNAL_OFFSET (32u * LCK_HEADER_PAGE)
 #define LCK_GRANULE (UINT64_C(2) << 20) /* segments start and end on 2 MiB: huge pages, devdax */
 
+/* A layout table or a manifest has at most so many bytes. Both are read whole before anything is
+ * known of them: in a file full of holes, a wrong length under a right checksum would otherwise
+ * take all memory. The fuzzer lowers it. */
+#ifndef LCK_TABLE_LIMIT
+#define LCK_TABLE_LIMIT (UINT64_C(1) << 30)
+#endif
+
+/* No count of commits or steps comes here. A higher one is damage: counting on from it would end in
+ * an overflow in the middle of a training. */
+#define LCK_COUNT_LIMIT (UINT64_C(1) << 62)
+
 typedef struct segment_disk {
   uint64_t offset, length, slot_bytes;
 } segment_disk;

@@ -4,7 +4,8 @@
 
 #include "region.h"
 
-/* Leave nothing on a device that could be taken for an entry. The caller syncs. */
-void lck_journal_blank(lck_region *region, const superblock_disk *super);
+/* Leave nothing on a device that could be taken for an entry. The caller syncs on
+ * page media. Errors: LCK_E_IO. */
+int lck_journal_blank(lck_region *region, const superblock_disk *super);
 
 #endif

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "api.h"
+#include "calls.h"
 #include "error.h"
 
 #define OWNER_BYTE (INT64_MAX / 2)
@@ -79,7 +80,7 @@ int lck_lock_adopt(lck_region *region, int fd, int lock_fd) {
 
 static int set_lock(const lck_region *region, short type, int64_t byte) {
   struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
-  return fcntl(region->lock_fd, F_OFD_SETLK, &lock) == 0 ? 0 : errno;
+  return lck_call_fcntl(region->lock_fd, F_OFD_SETLK, &lock) == 0 ? 0 : errno;
 }
 
 static int held_elsewhere(int error) {

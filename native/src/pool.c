@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "api.h"
+#include "bus.h"
 #include "error.h"
 #include "snapshot.h"
 
@@ -187,6 +188,7 @@ void *lck_worker_main(void *argument) {
   lck_lane *lane = argument;
   lck_pool *pool = lane->pool;
   lck_lap lap = {.lane = lane};
+  lck_bus_own_thread();
   lower_priority(pool);
   pthread_mutex_lock(&pool->lock);
   while (!pool->stop) {
@@ -219,6 +221,7 @@ static int due(const lck_snapshot *snapshot) {
 
 void *lck_keeper_main(void *argument) {
   lck_pool *pool = ((lck_lane *)argument)->pool;
+  lck_bus_own_thread();
   lower_priority(pool);
   pthread_mutex_lock(&pool->lock);
   for (;;) {

@@ -7,6 +7,7 @@
 #include <sched.h>
 #include <string.h>
 
+#include "access.h"
 #include "api.h"
 #include "error.h"
 #include "lock.h"
@@ -54,8 +55,7 @@ LCK_API int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_stati
     return lck_fail(LCK_E_INVALID, "no statistics, or the region is open read-only");
   statistics_disk page = compose(pool, said);
   if (region->granularity != LCK_GRAN_PAGE && region->medium != LCK_FILE) {
-    lck_persist_note(region, LCK_STATISTICS_OFFSET, &page, sizeof(page));
-    return 0;
+    return lck_persist_note(region, LCK_STATISTICS_OFFSET, &page, sizeof(page));
   }
   pthread_mutex_lock(&pool->lock);
   pool->notice = (lck_notice){.region = region, .page = page};
@@ -70,7 +70,8 @@ int lck_statistics_store(lck_pool *pool) {
     return 0;
   pool->notice.region = NULL;
   pthread_mutex_unlock(&pool->lock);
-  lck_persist_note(notice.region, LCK_STATISTICS_OFFSET, &notice.page, sizeof(notice.page));
+  /* What fails has latched the region, which is where the trainer hears of it. */
+  (void)lck_persist_note(notice.region, LCK_STATISTICS_OFFSET, &notice.page, sizeof(notice.page));
   pthread_mutex_lock(&pool->lock);
   return 1;
 }
@@ -101,14 +102,16 @@ LCK_API int lck_region_statistics(const lck_region *region, lck_statistics *out,
   if (!out || !owned)
     return lck_fail(LCK_E_INVALID, "no place for the statistics");
   rc = lck_lock_owned(region, owned);
-  const statistics_disk *there =
-      (const statistics_disk *)(const void *)(region->base + LCK_STATISTICS_OFFSET);
   statistics_disk page;
   for (int attempt = 0, again = rc == 0; again && attempt < READ_ATTEMPTS; attempt++) {
-    again = (__atomic_load_n(&there->turn, __ATOMIC_ACQUIRE) & 1) != 0;
-    memcpy(&page, there, sizeof(page));
+    uint64_t turn = 0;
+    rc = lck_access_word(region, LCK_STATISTICS_OFFSET, &turn);
+    if (rc == 0)
+      rc = lck_access_load(region, LCK_STATISTICS_OFFSET, &page, sizeof(page));
+    if (rc)
+      return rc;
     rc = judge(&page);
-    again = again || rc == LCK_E_CORRUPT;
+    again = turn & 1 || rc == LCK_E_CORRUPT;
     if (again)
       sched_yield();
   }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tests.guest.kills import Bench, Case
 from tests.guest.machine import GuestError, Machine
-from tests.guest.verdict import Verdict, disagreement, kept, medium, recovered
+from tests.guest.verdict import Verdict, disagreement, judge, kept, misread, recovered, see
 
 COMMITS = 20
 PARTS = ("payload", "manifest", "record")
@@ -30,28 +30,18 @@ def poison(case: Case, bench: Bench) -> Iterator[Verdict]:
         steps = [f"lckguest:write:commits={COMMITS}", f"poisoned:{part}", "lckguest:verify"]
         with bench.within(folder).boot(case.hardware, case.setup, "fresh", *steps) as machine:
             machine.wait_off()
-            said = medium(machine)
-            status = _status(machine, "lckguest:verify")
-            number = recovered(machine) if status == 0 else None
-        wrong = ""
-        if not machine.all("POISONED"):
-            wrong = "the guest could not make a bad block"
-        elif status != 0:
-            wrong = f"recovery ended with {status}" + (", a signal" if status > 128 else "")
-        elif number != COMMITS - 1:
-            wrong = f"recovered {number}, expected the older snapshot, {COMMITS - 1}"
-        yield Verdict(
+        seen = see(machine, f"nothing killed, bad blocks under the newest {part}", started)
+        status = _status(machine, "lckguest:verify")
+        number = recovered(machine) if status == 0 else None
+        signal = ", a signal" if status > 128 else ""
+        yield judge(
             case.job,
-            said.name,
-            said.unit,
-            said.survives,
-            f"nothing killed, bad blocks under the newest {part}",
-            COMMITS,
-            COMMITS,
+            seen,
             number,
             "the older snapshot",
-            wrong,
-            time.monotonic() - started,
+            "" if machine.all("POISONED") else "the guest could not make a bad block",
+            f"recovery ended with {status}{signal}" if status else "",
+            "" if number == COMMITS - 1 else f"expected {COMMITS - 1}",
         )
 
 
@@ -61,27 +51,20 @@ def failing_writes(case: Case, bench: Bench) -> Iterator[Verdict]:
     step = f"failing:{COMMITS}"
     with bench.boot(case.hardware, case.setup, "fresh", step, "stay") as machine:
         machine.says("STAYS")
-        said, status = medium(machine), _status(machine, step)
-        acknowledged, begun = machine.last(r"COMMITTED (\d+)"), machine.last(r"BEGUN (\d+)")
+        seen = see(machine, "every write fails under the writer, then machine killed", started)
+        status, failures = _status(machine, step), len(machine.all("UNCOMMITTED"))
         refused = [match[1] for match in machine.all(r"REFUSED slot \d: (-\d+)")]
-        failures = machine.all("UNCOMMITTED")
-    with bench.boot(case.hardware, case.again, "again", "lckguest:verify") as machine:
+    with bench.boot(case.hardware, case.setup, "again", "lckguest:verify") as machine:
         machine.wait_off()
         number = recovered(machine)
-    lost = kept(acknowledged, begun, number)
-    wrong = lost or disagreement(said, True, lost)
-    if status != 0 or len(failures) != 1 or refused != [E_PREVIOUS, E_PREVIOUS]:
-        wrong = f"exit {status}, {len(failures)} failures, then refused with {refused}"
-    yield Verdict(
+    lost = kept(seen.acknowledged, seen.begun, number)
+    latched = status == 0 and failures == 1 and refused == [E_PREVIOUS, E_PREVIOUS]
+    yield judge(
         case.job,
-        said.name,
-        said.unit,
-        said.survives,
-        "every write fails under the writer, then machine killed",
-        acknowledged,
-        begun,
+        seen,
         number,
         "the region is latched, nothing acknowledged is lost",
-        wrong,
-        time.monotonic() - started,
+        misread(seen.said, case.medium),
+        "" if latched else f"exit {status}, {failures} failures, then refused with {refused}",
+        disagreement(seen.said, True, lost) or lost,
     )

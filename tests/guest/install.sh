@@ -31,7 +31,8 @@ ldd "$(command -v busybox)" >/dev/null 2>&1 && skip "busybox is not a static one
 kernel=$folder/kernel-$flavour
 [ -e "$kernel/ready" ] && exit 0
 [ "$flavour" = cloud ] && meta=linux-image-cloud-amd64 || meta=linux-image-amd64
-package=$(apt-cache depends "$meta" 2>/dev/null | sed -n 's/.*Depends: \(linux-image-[0-9]\S*\)/\1/p')
+depends=$(apt-cache depends "$meta" 2>/dev/null || true)
+package=$(sed -n 's/.*Depends: \(linux-image-[0-9]\S*\)/\1/p' <<<"$depends")
 [ -n "$package" ] || skip "apt knows no kernel package $meta"
 rm -rf "$kernel" && mkdir -p "$kernel/deb"
 (cd "$kernel/deb" && timeout 150 apt-get download -q "$package" >/dev/null 2>&1) ||

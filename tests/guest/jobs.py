@@ -43,11 +43,9 @@ def _job(how: Callable[[Case, Bench], Iterator[Verdict]], case: Case) -> Job:
 
 
 def _control(job: str, setup: str, claims: Medium, program: str, options: str = "") -> Job:
-    again = setup.removeprefix("lazy_")
+    # Only region code from which the truth was taken away lies.
     lies = program != "lckguest"
-    case = Case(
-        *(job, ADR, setup, claims, program), options=options + ":commits=40", again=again, lies=lies
-    )
+    case = Case(job, ADR, setup, claims, program, options + ":commits=40", lies)
     return _job(kills.forgetful, case)
 
 
@@ -64,17 +62,16 @@ JOBS = [
         lambda options: snapshots.usable(),
     ),
     _job(kills.persistent, Case("cxl-fsdax", CXL, "cxl_ext4", FSDAX)),
-    _control("no-sync", "lazy_file_ext4", UNSYNCED, "lckguest", ":process"),
-    _control("no-map-sync", "lazy_fsdax_ext4", FSDAX, "lckguest-liar"),
-    _control("not-fsdax", "lazy_file_ext4", FSDAX, "lckguest-liar"),
+    _control("no-sync", "file_ext4", UNSYNCED, "lckguest", ":process"),
+    _control("no-map-sync", "fsdax_ext4", FSDAX, "lckguest-liar"),
+    _control("not-fsdax", "file_ext4", FSDAX, "lckguest-liar"),
     _job(kills.persistent, Case("devdax", UNKNOWN, "devdax", DEVDAX)),
     _job(kills.persistent, Case("fsdax-xfs", UNKNOWN, "fsdax_xfs", FSDAX)),
     _job(kills.persistent, Case("eadr", EADR, "fsdax_ext4", FSDAX_EADR, kills_most=1)),
     _job(kills.persistent, Case("file", ADR, "file_ext4", FILE, kills_most=2)),
     _job(kills.persistent, Case("virtio-pmem", VIRTIO, "virtio_ext4", FILE, kills_most=2)),
-    _job(
-        damage.failing_writes, Case("failing-writes", ADR, "flakey_ext4", FILE, again="file_ext4")
-    ),
+    _job(damage.poison, Case("poison", ADR, "fsdax_ext4", FSDAX)),
+    _job(damage.failing_writes, Case("failing-writes", ADR, "flakey_ext4", FILE)),
     Job(
         "numpy",
         lambda bench, options: package.killed(

@@ -10,7 +10,17 @@ from pathlib import Path
 
 from tests.guest.image import Image
 from tests.guest.machine import GuestError, Hardware, Machine
-from tests.guest.verdict import Medium, Verdict, disagreement, kept, medium, recovered
+from tests.guest.verdict import (
+    Medium,
+    Seen,
+    Verdict,
+    disagreement,
+    judge,
+    kept,
+    misread,
+    recovered,
+    see,
+)
 
 LIMIT_S = 240.0
 """Per boot; dozens of times what most take on two idle cores."""
@@ -26,8 +36,8 @@ class Bench:
     random: random.Random
     kills: int
     """How often persistent media are killed."""
-    snapshots: int
-    """How many images are taken of a running machine."""
+    images: int
+    """How many are taken of a running machine."""
 
     def within(self, folder: Path) -> Bench:
         """The same for other memory."""
@@ -49,8 +59,6 @@ class Case:
     medium: Medium
     program: str = "lckguest"
     options: str = ""
-    again: str = ""
-    """Function of media.sh after a boot, where it is another."""
     lies: bool = False
     """A control: the region code says what is not so, and the job must notice."""
     kills_most: int = 1000
@@ -92,15 +100,14 @@ def persistent(case: Case, bench: Bench) -> Iterator[Verdict]:
     """
     count = min(bench.kills, case.kills_most)
     moments = sorted(instants(count), key=lambda moment: moment is not _creation)
-    words = [case.setup, "fresh", case.step("write")]
-    before: tuple[str, Medium, int, int, float] | None = None
+    seen: Seen | None = None
     for moment in [*moments, None]:
-        if moment is None:
-            words = [case.again or case.setup, "again", case.step("verify")]
-        with bench.boot(case.hardware, *words) as machine:
-            if before is not None:
+        steps = ["fresh"] if seen is None else ["again", case.step("verify")]
+        steps += [case.step("write")] if moment is not None else []
+        with bench.boot(case.hardware, case.setup, *steps) as machine:
+            if seen is not None:
                 machine.says(f"EXIT .*{case.program}:verify")
-                yield _judge(case, before, recovered(machine))
+                yield _kept_all(case, seen, recovered(machine))
             if moment is None:
                 machine.wait_off()
                 return
@@ -109,33 +116,22 @@ def persistent(case: Case, bench: Bench) -> Iterator[Verdict]:
             machine.kill()
         if machine.all("FAILED"):
             raise GuestError("the writer failed:\n" + machine.console())
-        said = medium(machine) if machine.all("IS ") else case.medium
-        acknowledged, begun = machine.last(r"COMMITTED (\d+)"), machine.last(r"BEGUN (\d+)")
-        if before is not None and not begun:  # killed before it went on: all is as it was
-            acknowledged, begun = before[2], before[3]
-        before = (killed, said, acknowledged, begun, started)
-        words = [case.setup, "again", case.step("verify"), case.step("write")]
+        seen = _after(machine, case, seen, f"machine killed {killed}", started)
 
 
-def _judge(case: Case, before: tuple[str, Medium, int, int, float], number: int | None) -> Verdict:
-    killed, said, acknowledged, begun, started = before
-    lost = kept(acknowledged, begun, number)
-    wrong = lost or disagreement(said, True, lost)
-    if said != case.medium:
-        wrong = f"taken for {said}, expected {case.medium}"
-    return Verdict(
-        case.job,
-        said.name,
-        said.unit,
-        said.survives,
-        f"machine killed {killed}",
-        acknowledged,
-        begun,
-        number,
-        "nothing acknowledged is lost",
-        wrong,
-        time.monotonic() - started,
-    )
+def _after(machine: Machine, case: Case, before: Seen | None, killed: str, started: float) -> Seen:
+    """What must be there; killed before it committed anything, what was there before."""
+    if machine.all("BEGUN"):
+        return see(machine, killed, started)
+    if before is not None:
+        return replace(before, killed=killed, started=started)
+    return Seen(case.medium, 0, 0, killed, started)
+
+
+def _kept_all(case: Case, seen: Seen, number: int | None) -> Verdict:
+    lost = kept(seen.acknowledged, seen.begun, number)
+    reasons = (misread(seen.said, case.medium), disagreement(seen.said, True, lost) or lost)
+    return judge(case.job, seen, number, "nothing acknowledged is lost", *reasons)
 
 
 def forgetful(case: Case, bench: Bench) -> Iterator[Verdict]:
@@ -143,70 +139,47 @@ def forgetful(case: Case, bench: Bench) -> Iterator[Verdict]:
     started = time.monotonic()
     with bench.boot(case.hardware, case.setup, "fresh", case.step("write"), "stay") as machine:
         machine.says("STAYS")
-        said, acknowledged = medium(machine), machine.last(r"COMMITTED (\d+)")
-    with bench.boot(case.hardware, case.again, "again", "lckguest:verify") as machine:
+        seen = see(machine, "machine killed after the last acknowledgement", started)
+    with bench.boot(case.hardware, case.setup, "again", "lckguest:verify") as machine:
         machine.wait_off()
         number = recovered(machine)
-    lost = kept(acknowledged, acknowledged, number)
-    differs = disagreement(said, True, lost)
-    wrong = "" if lost else f"nothing was lost of {acknowledged}: this control controls nothing"
-    if case.lies and not differs:
-        wrong = f"{said}: that the region code lied went unnoticed"
-    if not case.lies and differs:
-        wrong = differs
-    if said != case.medium:
-        wrong = f"taken for {said}, expected {case.medium}"
-    yield Verdict(
+    lost = kept(seen.acknowledged, seen.begun, number)
+    noticed = disagreement(seen.said, True, lost)
+    yield judge(
         case.job,
-        said.name,
-        said.unit,
-        said.survives,
-        "machine killed after the last acknowledgement",
-        acknowledged,
-        acknowledged,
+        seen,
         number,
         "data is lost, and the lie is noticed" if case.lies else "data is lost",
-        wrong,
-        time.monotonic() - started,
+        misread(seen.said, case.medium),
+        "" if lost else "nothing was lost: this control controls nothing",
+        noticed if not case.lies else "",
+        "that the region code lied went unnoticed" if case.lies and not noticed else "",
     )
 
 
 def node(case: Case, bench: Bench) -> Iterator[Verdict]:
     """Memory of a NUMA node: outlives the process, not the machine."""
     started = time.monotonic()
-    steps = [f"interrupted:25{case.options}", f"lckguest:verify{case.options}"]
+    steps = [f"interrupted:25{case.options}", case.step("verify")]
     with bench.boot(case.hardware, case.setup, "fresh", *steps, "stay") as machine:
         machine.says("STAYS")
-        said, number = medium(machine), recovered(machine)
-        acknowledged, begun = machine.last(r"COMMITTED (\d+)"), machine.last(r"BEGUN (\d+)")
+        seen = see(machine, "process killed after an acknowledgement", started)
+        number = recovered(machine)
         nodes = {match[1] for match in machine.all(r"IS .* node=(-?\d+)")}
-    lost = kept(acknowledged, begun, number)
-    wrong = lost or disagreement(said, False, lost)
-    if said != case.medium or nodes != {"1"}:
-        wrong = f"taken for {said} on node {nodes}, expected {case.medium} on node 1"
-    row = (case.job, said.name, said.unit, said.survives)
-    yield Verdict(
-        *row,
-        "process killed after an acknowledgement",
-        acknowledged,
-        begun,
+    lost = kept(seen.acknowledged, seen.begun, number)
+    yield judge(
+        case.job,
+        seen,
         number,
         "nothing acknowledged is lost",
-        wrong,
-        time.monotonic() - started,
+        misread(seen.said, case.medium),
+        "" if nodes == {"1"} else f"its memory is on nodes {sorted(nodes)}, expected 1",
+        disagreement(seen.said, False, lost) or lost,
     )
-    with bench.boot(case.hardware, case.setup, "again", "lckguest:verify") as machine:
+    started = time.monotonic()
+    with bench.boot(case.hardware, case.setup, "again", case.step("verify")) as machine:
         machine.wait_off()
         after = recovered(machine)
-    lost = kept(number or 0, begun, after)
-    wrong = disagreement(said, True, lost)
-    yield Verdict(
-        *row,
-        "machine killed while idle",
-        number or 0,
-        begun,
-        after,
-        "data is lost",
-        wrong,
-        time.monotonic() - started,
-    )
+    seen = replace(seen, killed="machine killed while idle", started=started)
+    lost = kept(seen.acknowledged, seen.begun, after)
+    yield judge(case.job, seen, after, "data is lost", disagreement(seen.said, True, lost))

@@ -33,7 +33,12 @@ filesystem() { # type device options
     esac || return
   fi
   mkdir -p /mnt
-  mount -t "$1" -o "$3" "$2" /mnt || return
+  # Neither journal nor write-back saves by its own timer what nobody synced.
+  echo 0 >/proc/sys/vm/dirty_writeback_centisecs
+  case $1 in
+  ext4) mount -t ext4 -o "$3,commit=3600" "$2" /mnt ;;
+  xfs) mount -t xfs -o "$3" "$2" /mnt && echo 720000 >/proc/sys/fs/xfs/xfssyncd_centisecs ;;
+  esac || return
   REGION=/mnt/region
 }
 
@@ -49,14 +54,6 @@ devdax() {
   nvdimm devdax && there /dev/dax0.0 || return
   REGION=/dev/dax0.0
 }
-
-# For the controls: neither journal nor write-back saves by its own timer what nobody synced.
-never_written_back() {
-  echo 0 >/proc/sys/vm/dirty_writeback_centisecs
-  mount -o remount,commit=3600 /mnt
-}
-lazy_file_ext4() { file_ext4 && never_written_back; }
-lazy_fsdax_ext4() { fsdax_ext4 && never_written_back; }
 
 virtio_ext4() {
   loaded virtio_pci virtio_pmem nd_pmem && there /dev/pmem0 &&

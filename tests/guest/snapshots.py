@@ -7,22 +7,15 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from tests.guest.kills import Bench, Case
 from tests.guest.machine import GuestError
-from tests.guest.verdict import Medium, Verdict, disagreement, kept, medium
+from tests.guest.verdict import Verdict, disagreement, judge, kept, misread, see
 
 FILESYSTEM_AT = 2 << 20
 """Where ndctl puts the data of an fsdax namespace with its page structures in memory."""
-
-
-@dataclass(frozen=True)
-class _Shot:
-    file: Path
-    acknowledged: int
-    begun: int
 
 
 def usable() -> str:
@@ -35,56 +28,31 @@ def usable() -> str:
 
 
 def running(case: Case, bench: Bench, program: Path) -> Iterator[Verdict]:
-    """Take images while the guest commits; one verdict over all of them."""
+    """Take images while the guest commits; one verdict, with the numbers of the last image.
+
+    They are large: each is judged and dropped before the next is taken.
+    """
     started = time.monotonic()
-    shots: list[_Shot] = []
     problems: list[str] = []
     with bench.boot(case.hardware, case.setup, "fresh", case.step("write")) as machine:
         machine.until("3 commits", lambda: machine.last(r"COMMITTED (\d+)") >= 3)
-        said = medium(machine)
-        for i in range(bench.snapshots):
+        for i in range(bench.images):
             time.sleep(bench.random.uniform(0.02, 0.12))
             machine.freeze()
             machine.catch_up()
-            shot = _Shot(
-                bench.folder / f"image{i}",
-                machine.last(r"COMMITTED (\d+)"),
-                machine.last(r"BEGUN (\d+)"),
-            )
-            copy = ["cp", "--sparse=always", str(bench.folder / "nvdimm"), str(shot.file)]
+            seen = see(machine, "", started)
+            image = bench.folder / f"image{i}"
+            copy = ["cp", "--sparse=always", str(bench.folder / "nvdimm"), str(image)]
             subprocess.run(copy, check=True)
             machine.thaw()
-            shots.append(shot)
-            # Images are large: each is judged and dropped before the next is taken.
-            found = _recover(shot.file, bench.folder / "mounted", program)
-            shot.file.unlink()
-            lost = kept(shot.acknowledged, shot.begun, found)
+            number = _recover(image, bench.folder / "mounted", program)
+            image.unlink()
+            lost = kept(seen.acknowledged, seen.begun, number)
             problems += [f"image {i}: {lost}"] if lost else []
-    last = shots[-1]
-    wrong = "; ".join(problems) or disagreement(said, True, "")
-    if said != case.medium:
-        wrong = f"taken for {said}, expected {case.medium}"
-    yield _row(case, said, last, len(shots), len(problems), wrong, time.monotonic() - started)
-
-
-def _row(
-    case: Case, said: Medium, last: _Shot, images: int, bad: int, wrong: str, seconds: float
-) -> Verdict:
-    return Verdict(
-        case.job,
-        said.name,
-        said.unit,
-        said.survives,
-        f"{images} images of the running machine, {bad} bad",
-        last.acknowledged,
-        last.begun,
-        last.acknowledged if not bad else None,
-        "nothing acknowledged is lost",
-        wrong,
-        seconds,
-        images=images,
-        bad_images=bad,
-    )
+    seen = replace(seen, killed=f"{bench.images} images of the running machine")
+    reasons = (misread(seen.said, case.medium), disagreement(seen.said, True, "; ".join(problems)))
+    verdict = judge(case.job, seen, number, "nothing acknowledged is lost", *problems, *reasons)
+    yield replace(verdict, images=bench.images, bad_images=len(problems))
 
 
 def _recover(image: Path, folder: Path, program: Path) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,19 @@ class Medium:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What a writer had said when it was stopped."""
+
+    said: Medium
+    acknowledged: int
+    begun: int
+    killed: str
+    """What was stopped, how and when."""
+    started: float
+    """Of the clock, for the verdict's seconds."""
+
+
+@dataclass(frozen=True)
 class Verdict:
     """One row of the proof."""
 
@@ -51,14 +65,13 @@ class Verdict:
     granularity: str
     says_survives: str
     killed: str
-    """What was stopped, how and when."""
     acknowledged: int
     begun: int
     recovered: int | None
     expected: str
-    wrong: str = ""
+    wrong: str
     """Why it failed; empty: it passed."""
-    seconds: float = 0.0
+    seconds: float
     images: int = 0
     """Of a running machine; the other numbers are then those of the last one."""
     bad_images: int = 0
@@ -71,6 +84,35 @@ class Verdict:
     def row(self) -> dict[str, object]:
         """For build/proof/guest.json."""
         return {**asdict(self), "passed": self.passed}
+
+
+def judge(job: str, seen: Seen, number: int | None, expected: str, *reasons: str) -> Verdict:
+    """A verdict; those of `reasons` that are not empty say why the job failed."""
+    said = seen.said
+    return Verdict(
+        job,
+        said.name,
+        said.unit,
+        said.survives,
+        seen.killed,
+        seen.acknowledged,
+        seen.begun,
+        number,
+        expected,
+        "; ".join(reason for reason in reasons if reason),
+        round(time.monotonic() - seen.started, 1),
+    )
+
+
+def see(machine: Machine, killed: str, started: float) -> Seen:
+    """Read what the writer has said."""
+    acknowledged, begun = machine.last(r"COMMITTED (\d+)"), machine.last(r"BEGUN (\d+)")
+    return Seen(medium(machine), acknowledged, begun, killed, started)
+
+
+def misread(said: Medium, expected: Medium) -> str:
+    """Whether the region code takes a medium for another one; empty: it does not."""
+    return "" if said == expected else f"taken for {said}, expected {expected}"
 
 
 def medium(machine: Machine) -> Medium:

@@ -12,9 +12,19 @@ import pytest
 
 from lightck.capture import perfetto, trace
 from lightck.capture.trace import Event, Opening, Recorded, Trace
-from lightck.region import native
 from lightck.region.layout import Entry
-from lightck.region.native import MOMENT_DTYPE
+from lightck.region.pool import (
+    DID_COPY,
+    DID_DRAIN,
+    DID_INVALIDATE,
+    DID_RECORD,
+    DID_SYNC,
+    DID_TABLES,
+    MOMENT_DTYPE,
+    THREAD_CALLER,
+    THREAD_KEEPER,
+    NativePool,
+)
 from lightck.region.writer import Batch
 
 ME = threading.get_ident()
@@ -76,7 +86,7 @@ def test_the_newest_events_stay_and_the_others_are_counted(monkeypatch: Any) -> 
 
 def test_both_clocks_are_one() -> None:
     before = trace.now_ns()
-    pool = native.NativePool(1, 4096, 0, moments=4)
+    pool = NativePool(1, 4096, 0, moments=4)
     try:
         rows, lost = pool.timeline()
         assert len(rows) == 0 and lost == 0
@@ -140,12 +150,12 @@ def test_a_copy_is_named_by_the_snapshot_that_was_in_its_slot_then() -> None:
         Opening(300, 9, 0, entries("d.x", "e.y", "f.z"), batches, 192),
     ]
     moments = [
-        moment(native.DID_COPY, 110, 120, slot=0, copy=0, copies=1, bytes=64),
-        moment(native.DID_COPY, 310, 330, slot=0, copy=1, copies=2, bytes=128, thread=1),
-        moment(native.DID_COPY, 340, 350, slot=0, copy=1, copies=1, thread=native.THREAD_CALLER),
-        moment(native.DID_DRAIN, 210, 220, slot=1, copy=2, copies=1, bytes=64),
-        moment(native.DID_COPY, 10, 20, slot=0, copies=1),
-        moment(native.DID_COPY, 400, 410, slot=1, batch=5, copies=1),
+        moment(DID_COPY, 110, 120, slot=0, copy=0, copies=1, bytes=64),
+        moment(DID_COPY, 310, 330, slot=0, copy=1, copies=2, bytes=128, thread=1),
+        moment(DID_COPY, 340, 350, slot=0, copy=1, copies=1, thread=THREAD_CALLER),
+        moment(DID_DRAIN, 210, 220, slot=1, copy=2, copies=1, bytes=64),
+        moment(DID_COPY, 10, 20, slot=0, copies=1),
+        moment(DID_COPY, 400, 410, slot=1, batch=5, copies=1),
     ]
     document = perfetto.document(recorded([], openings, moments))
     check_document(document)
@@ -161,13 +171,13 @@ def test_a_copy_is_named_by_the_snapshot_that_was_in_its_slot_then() -> None:
 
 def test_a_commit_has_its_stages_a_flow_from_its_instant_and_a_mark() -> None:
     openings = [Opening(100, 7, 0, (), [], 1)]
-    keeper = native.THREAD_KEEPER
+    keeper = THREAD_KEEPER
     stages = [
-        moment(native.DID_INVALIDATE, 100, 110, slot=0, thread=keeper),
-        moment(native.DID_TABLES, 200, 210, slot=0, thread=keeper),
-        moment(native.DID_SYNC, 210, 240, slot=0, thread=keeper),
-        moment(native.DID_RECORD, 240, 250, slot=0, thread=keeper),
-        moment(native.DID_SYNC, 250, 290, slot=0, thread=keeper),
+        moment(DID_INVALIDATE, 100, 110, slot=0, thread=keeper),
+        moment(DID_TABLES, 200, 210, slot=0, thread=keeper),
+        moment(DID_SYNC, 210, 240, slot=0, thread=keeper),
+        moment(DID_RECORD, 240, 250, slot=0, thread=keeper),
+        moment(DID_SYNC, 250, 290, slot=0, thread=keeper),
     ]
     document = perfetto.document(recorded([], openings, stages))
     check_document(document)
@@ -184,7 +194,7 @@ def test_counters_rise_to_the_payload_and_begin_anew_with_every_snapshot() -> No
     entry, batches = entries("a"), [Batch(0, np.array([0]), 64)]
     openings = [Opening(1000 * i, i, i % 2, entry, batches, 640) for i in range(1, 4)]
     moments = [
-        moment(native.DID_COPY, 1000 * i + j, 1000 * i + j + 1, slot=i % 2, copies=1, bytes=64)
+        moment(DID_COPY, 1000 * i + j, 1000 * i + j + 1, slot=i % 2, copies=1, bytes=64)
         for i in range(1, 4)
         for j in range(1, 11)
     ]
