@@ -113,7 +113,6 @@ def test_a_latched_region_takes_no_entry(path: Path) -> None:
 WRITER = """
 import os, sys
 from lightck.region import journal, native
-from lightck.region.pool import NativePool, NativeSnapshot
 path = sys.argv[1]
 fds = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
 region = native.NativeRegion.open(*fds, 0, None, path)
