@@ -49,7 +49,7 @@ venv: $(STAMP) ## Make .venv with lightck in it, its native part compiled
 $(STAMP): pyproject.toml constraints.txt Makefile $(SOURCES) $(HEADERS) | $(BIN)/python
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(MAKE) --no-print-directory torch
 	rm -f lightck/_native*.so
-	$(PIP) -e '.[cli,test,lint]'
+	$(PIP) -e '.[cli,timeline,test,lint]'
 	touch $@
 
 $(BIN)/python:

@@ -13,7 +13,12 @@ import pyarrow as pa
 
 from lightck.capture import parts
 from lightck.config import Config
-from lightck.errors import CorruptSnapshotError, NoSnapshotError, RegionBusyError
+from lightck.errors import (
+    CorruptSnapshotError,
+    NoSnapshotError,
+    RegionBusyError,
+    RegionIOError,
+)
 from lightck.load import SNAPSHOTS, region_files, row, rows_of, threads
 from lightck.region.choice import nothing_whole
 from lightck.region.region import Candidate, Region, survey
@@ -197,6 +202,8 @@ def _check(
         result["state"] = "damaged" if result["damaged"] else "good"
     except (NoSnapshotError, CorruptSnapshotError):
         return result
+    except RegionIOError as error:
+        result["state"], result["problem"] = "damaged", str(error)
     finally:
         region.native.lease(record.slot, False)
     return result

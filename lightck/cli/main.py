@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import lightck
-from lightck.cli import demo, export, inspect, ls, verify
+from lightck.cli import demo, export, inspect, ls, timeline, top, verify
 from lightck.cli.output import BAD_DATA, OK, USAGE, Refusal
 from lightck.errors import (
     CorruptSnapshotError,
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lightck {lightck.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (ls, inspect, verify, export, demo):
+    for command in (ls, inspect, verify, export, top, timeline, demo):
         name = command.__name__.rpartition(".")[2]
         each = commands.add_parser(
             name,
