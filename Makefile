@@ -21,6 +21,9 @@ NATIVE_TESTS = $(sort $(wildcard native/tests/test_*.c))
 TEST_HEADERS = $(sort $(wildcard native/tests/*.h))
 CRASH_SOURCES = $(sort $(wildcard native/crash/*.c))
 CRASH_HEADERS = $(sort $(wildcard native/crash/*.h))
+KILL_SOURCES = $(sort $(wildcard native/kill/*.c))
+FUZZ_SOURCES = $(sort $(wildcard native/fuzz/*.c))
+FUZZ_HEADERS = $(sort $(wildcard native/fuzz/*.h))
 GUEST_SOURCES = $(sort $(wildcard native/guest/*.c))
 GUEST_HEADERS = $(sort $(wildcard native/guest/*.h))
 INCLUDES = -Inative/include -Inative/src
@@ -31,7 +34,8 @@ OUT = build/native
 TESTING = $(abspath $(OUT)/lightck-testing.so)
 CROSS = aarch64-linux-gnu-gcc
 
-.PHONY: help venv demo test lint native-test crash asan tsan pmem-guest soak clean
+.PHONY: help venv demo test lint bench bench-micro native-test crash asan tsan pmem-guest kill fuzz
+.PHONY: soak clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -45,7 +49,7 @@ venv: $(STAMP) ## Make .venv with lightck in it, its native part compiled
 $(STAMP): pyproject.toml constraints.txt Makefile $(SOURCES) $(HEADERS) | $(BIN)/python
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(MAKE) --no-print-directory torch
 	rm -f lightck/_native*.so
-	$(PIP) -e '.[cli,test,lint]'
+	$(PIP) -e '.[cli,timeline,test,lint]'
 	touch $@
 
 $(BIN)/python:
@@ -64,13 +68,31 @@ torch: | $(BIN)/python
 demo: venv ## Train, kill, restart and compare with an uninterrupted run
 	$(BIN)/lightck demo
 
-test: venv native-test crash order ## Run the native tests, crash images, then pytest
+test: venv native-test crash order kill ## Run the native tests, crash images, then pytest
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest
 
 soak: CRASH_IMAGES = 1000000
-soak: venv native-test crash order ## Run the long tests
+soak: KILL_CYCLES = 2000
+soak: venv native-test crash order kill fuzz ## Run the long tests
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -m soak --timeout 3600
 	$(MAKE) --no-print-directory pmem-guest KILLS=24 IMAGES=400
+
+BENCH_STAMP = $(VENV)/.lightck-bench-installed
+
+$(BENCH_STAMP): $(STAMP)
+	$(PIP) -e '.[cli,test,lint,bench]'
+	touch $@
+
+# On an idle machine: numbers measured beside other work mean little. BENCH='stress idle' runs these.
+BENCH =
+bench: $(BENCH_STAMP) ## Measure lightck and its peers, the essential rows; report in build/bench
+	$(BIN)/python -m bench run $(BENCH)
+	$(BIN)/python -m bench report -o build/bench/report.md
+	@echo build/bench/report.md
+
+bench-micro: $(BENCH_STAMP) ## Measure copies, submitting, completing and the step boundary
+	@mkdir -p build/bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench/micro --benchmark-json build/bench/micro.json
 
 lint: venv ## Check style, types and warnings of everything
 	$(BIN)/ruff check .
@@ -78,7 +100,8 @@ lint: venv ## Check style, types and warnings of everything
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(NATIVE_TESTS) $(TEST_HEADERS) \
 	  $(CRASH_SOURCES) $(CRASH_HEADERS) $(GUEST_SOURCES) $(GUEST_HEADERS) \
-	  $(ORDER_SOURCES) $(ORDER_HEADERS)
+	  $(ORDER_SOURCES) $(ORDER_HEADERS) $(KILL_SOURCES) $(FUZZ_SOURCES) $(FUZZ_HEADERS) \
+	  bench/yardstick/ntcopy.c
 	@$(MAKE) --no-print-directory warnings COMPILER='$(CC)'
 	@if command -v $(CROSS) >/dev/null; then \
 	  $(MAKE) --no-print-directory warnings COMPILER=$(CROSS); \
@@ -89,9 +112,10 @@ lint: venv ## Check style, types and warnings of everything
 .PHONY: warnings
 warnings:
 	@set -e; compile() { $(COMPILER) $(DIALECT) $(INCLUDES) $(WARNINGS) -O2 -S -o /dev/null "$$@"; }; \
-	for file in $(SOURCES) $(GUEST_SOURCES); do compile $$file; done; \
+	for file in $(SOURCES) $(GUEST_SOURCES) $(KILL_SOURCES) $(FUZZ_SOURCES); do compile $$file; done; \
 	for file in $(SOURCES) $(NATIVE_TESTS); do compile -DLCK_TESTING -DLCK_GUARD $$file; done; \
 	for file in $(SOURCES) $(CRASH_SOURCES); do compile -DLCK_TRACE -DLCK_GUARD $$file; done; \
+	compile bench/yardstick/ntcopy.c; \
 	if [ '$(COMPILER)' != $(CROSS) ] && [ "$$(uname -m)" = x86_64 ] && [ -n "$(CAPSTONE)" ]; then \
 	  for file in $(ORDER_SOURCES); do compile -DLCK_TRACE -Inative/crash $$file; done; fi
 	@echo "$(COMPILER) $(WARNINGS): no warnings"
@@ -212,6 +236,19 @@ $(OUT)/order/program/%.o: native/crash/%.c $(HEADERS) $(CRASH_HEADERS) Makefile
 $(OUT)/order/%.o: native/order/%.c $(HEADERS) $(CRASH_HEADERS) $(ORDER_HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(ORDER_COMPILE)
+
+# A writer killed at random instants on every medium, and recovered each time.
+KILL_CYCLES = 120
+kill: $(OUT)/kill_loop ## Kill and recover a native writer, KILL_CYCLES times per medium
+	bash native/kill/run.sh $< $(KILL_CYCLES) $(KILL_SEED)
+
+$(OUT)/kill_loop: native/kill/kill_loop.c $(SOURCES:native/src/%.c=$(OUT)/plain/%.o)
+	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -g -o $@ $^
+
+# What readers and owners make of any bytes at all, guided by coverage.
+FUZZ_SECONDS = 120
+fuzz: ## Fuzz the native region parser for FUZZ_SECONDS (needs clang)
+	bash native/fuzz/run.sh $(OUT)/fuzz $(FUZZ_SECONDS) $(DIALECT) $(INCLUDES)
 
 native-test: run-plain $(OUT)/lightck-testing.so $(OUT)/lightck-trace.so ## Run the native tests
 

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from typing import Any, Self
 from torch import nn
 from torch.optim import Optimizer
 
-from lightck.capture import predict, staging
+from lightck.capture import predict
 from lightck.capture.counted import stats_of
 from lightck.capture.due import Due
 from lightck.capture.extras import is_loader, parse
@@ -29,6 +28,8 @@ from lightck.capture.pipeline import Pipeline, layer_count
 from lightck.capture.recorder import Recorder
 from lightck.capture.release import schedule
 from lightck.capture.report import Reporter
+from lightck.capture.sight import Sight
+from lightck.capture.staging import tell_synchronous
 from lightck.capture.state import Inventory
 from lightck.capture.steps import Steps
 from lightck.capture.waiting import POLL_S, drain_for_close, wait
@@ -68,8 +69,8 @@ def attach(
     Args:
         model: a module, or several.
         optimizer: one or several.
-        path: folder for the region (made if only its last part is missing), or a devdax device;
-            default `$LIGHTCK_PATH`, else `./lightck-run`.
+        path: folder for the region (made if only its last part is missing), a libpmemobj pool
+            or a devdax device; default `$LIGHTCK_PATH`, else `./lightck-run`.
         policy: a snapshot every so many steps, or a policy object.
         extras: name to object: state_dict/load_state_dict, generators, dicts of counters.
         boundary: the optimizer that ends a step, when several step at different rates.
@@ -127,7 +128,7 @@ class Handle:
         for i, each in enumerate(optimizers):
             install_pending(self._progress.pending, i, each, inventory.names())
         tell_unfilled(self._progress.pending)
-        self._tell_synchronous(inventory.collect().lives)
+        tell_synchronous(inventory.collect().lives, config.sync_warn_bytes)
         entries, manifest_bytes = predict.expected(inventory)
         self.region = claim(config, entries, manifest_bytes)
         self._undo.append(self.region.close)
@@ -155,31 +156,24 @@ class Handle:
             ),
             surface=self._reporter.surface,
         )
-        self._undo.append(self._stop)
-        pipeline.on_torn = recorder.torn
+        self._sight = sight = Sight(config, recorder, self._reporter, watched)
+        self._undo += [sight.write_wanted, self._stop, sight.ended]
+        pipeline.on_torn = sight.torn
         loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
-        self._hooks = Hooks(recorder, watched, loaders)
+        self._hooks = Hooks(sight.listener, watched, loaders)
         recorder.arm = lambda on: self._hooks.arm_forward() if on else self._hooks.disarm_forward()
-        self._undo.append(self._hooks.remove)
+        self._undo += [self._hooks.remove, sight.remove]
         recorder.start()
         recorder.check_state(collected)
         region.begin_timeline(region.continued)
         self._hooks.install()
+        sight.install()
         self._undo.append(self._leave)
         self._progress.attached.append(steps)
         self.stats()
         _handles.add(self)
         atexit.register(self._at_exit)
         event("attached", path=region.place.path, step=self.step, survives=self.survives)
-
-    def _tell_synchronous(self, lives: Sequence[Any]) -> None:
-        owned = sum(v.tensor.nbytes for v in lives if staging.must_own(v) and not v.alias_of)
-        if owned > self.config.sync_warn_bytes:
-            warnings.warn(
-                f"lightck copies {owned >> 20} MiB at the start of a forward with a snapshot,"
-                " and training waits: buffers, tensors that are not dense or not in CPU memory",
-                stacklevel=4,
-            )
 
     # ---- what it says ----------------------------------------------------------------------
 
@@ -211,6 +205,15 @@ class Handle:
             self._recorder.poll()
             self._stats = stats_of(self._recorder)
         return self._stats
+
+    def trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write what every thread did in the last steps; returns the path.
+
+        For https://ui.perfetto.dev and `lightck timeline`; also after `close`. Needs `trace=True`,
+        or a file for `close` to write, at attach.
+        """
+        self._require_own()
+        return self._sight.write(Path(path))
 
     # ---- what the loop may call ------------------------------------------------------------
 
@@ -262,12 +265,12 @@ class Handle:
     def before_update(self) -> None:
         """Mark the start of an update where no optimizer hook can fire (CUDA graph replay)."""
         self._require_open()
-        self._recorder.mark_begin()
+        self._sight.listener.mark_begin()
 
     def after_update(self) -> None:
         """Mark the end of an update: it completes a step."""
         self._require_own()
-        self._recorder.mark_end()
+        self._sight.listener.mark_end()
 
     def epoch(self) -> None:
         """Mark the end of an epoch, for policies that count epochs."""

@@ -56,6 +56,8 @@ class Config:
         run_id: name of the run, kept in its snapshots; `$TORCHELASTIC_RUN_ID` when there is one.
         close_timeout_s: seconds after which `close()` logs a warning that it still waits. It always
             finishes open snapshots, so it may take as long as the medium's sync.
+        trace: record what every thread does in the last steps: a file that `close()` writes (for
+            https://ui.perfetto.dev and `lightck timeline`), or true, for `handle.trace(file)`.
         sync_warn_bytes: warn when more than this must be copied synchronously at the boundary.
 
     Raises:
@@ -80,6 +82,7 @@ class Config:
     run_id: str = field(default_factory=lambda: os.environ.get("TORCHELASTIC_RUN_ID") or "default")
     close_timeout_s: float = 60.0
     sync_warn_bytes: int = 64 * _MIB
+    trace: bool | Path = False
 
     def __post_init__(self) -> None:
         for name in _CHECKS:
@@ -166,7 +169,7 @@ def _decoded(name: str, text: str) -> object:
     """Turn an environment variable's text into a value; text that is no TOML value stays text."""
     if name in _TEXTS:
         return text
-    if name in ("overwrite", "proof"):
+    if name in ("overwrite", "proof", "trace"):
         return {"1": True, "true": True, "0": False, "false": False}.get(text.lower(), text)
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -230,6 +233,14 @@ def _path(value: object) -> Path:
     raise ValueError("must be the path of a folder, a pool or a device")
 
 
+def _trace(value: object) -> bool | Path:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str | os.PathLike) and str(value):
+        return Path(value).expanduser()
+    raise ValueError("must be true, false or the path of a file")
+
+
 def _text(value: object) -> str:
     if isinstance(value, str) and value:
         return value
@@ -266,4 +277,5 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "run_id": _text,
     "close_timeout_s": _seconds,
     "sync_warn_bytes": _integer(0, (1 << 63) - 1),
+    "trace": _trace,
 }

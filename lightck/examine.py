@@ -11,9 +11,14 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from lightck.capture import boundary
+from lightck.capture import parts
 from lightck.config import Config
-from lightck.errors import CorruptSnapshotError, NoSnapshotError, RegionBusyError
+from lightck.errors import (
+    CorruptSnapshotError,
+    NoSnapshotError,
+    RegionBusyError,
+    RegionIOError,
+)
 from lightck.load import SNAPSHOTS, region_files, row, rows_of, threads
 from lightck.region.choice import nothing_whole
 from lightck.region.region import Candidate, Region, survey
@@ -111,8 +116,7 @@ def contents(
 
 def _contents(region: Region, candidate: Candidate, state: str) -> Contents:
     label = f"{region.place.file} step {candidate.record.step}"
-    first = boundary.decode(candidate.manifest.at_step, context=label)
-    second = boundary.decode(candidate.manifest.at_forward, context=label)
+    first, second = parts.read(candidate, context=label)
     entries, offsets = candidate.layout.entries, candidate.layout.offsets
     rows = [
         {
@@ -198,6 +202,8 @@ def _check(
         result["state"] = "damaged" if result["damaged"] else "good"
     except (NoSnapshotError, CorruptSnapshotError):
         return result
+    except RegionIOError as error:
+        result["state"], result["problem"] = "damaged", str(error)
     finally:
         region.native.lease(record.slot, False)
     return result

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from lightck.capture import boundary, staging
+from lightck.capture import boundary, parts
 from lightck.config import Config
 from lightck.errors import CorruptSnapshotError, NoSnapshotError
 from lightck.region import backing, native, place
@@ -167,7 +167,8 @@ def threads() -> int:
 def _mapped(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
     """Tensors over the slot, verified; takes over `region`, which closes with the last of them."""
     record = candidate.record
-    staging.check(candidate.layout.entries, context=f"{region.place.file} step {record.step}")
+    # Before the caller has them: what cannot be read is passed over for an older one here only.
+    parts.read(candidate, context=f"{region.place.file} step {record.step}")
     region.native.lease(record.slot, True)
     try:
         if not is_there(region, candidate):
@@ -218,8 +219,7 @@ def _over(mapping: _Mapping, entry: Entry, offset: int) -> torch.Tensor:
 def as_state_dict(candidate: Candidate, tensors: Callable[[str], torch.Tensor]) -> dict[str, Any]:
     """The nested state dict of a snapshot; `tensors` gives each tensor by name."""
     label = f"step {candidate.record.step}"
-    first = boundary.decode(candidate.manifest.at_step, context=label)
-    second = boundary.decode(candidate.manifest.at_forward, context=label)
+    first, second = parts.read(candidate, context=label)
     names = [entry.name for entry in candidate.layout.entries]
     extras = {**second["extras"], **first["extras"]}
     return {

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightck.capture import boundary, rng, staging
+from lightck.capture import boundary, parts, rng
 from lightck.capture.extras import Extra, parse
 from lightck.capture.hooks import before_next_forward
 from lightck.capture.optimizer import Saved, install, match
@@ -135,9 +135,7 @@ def _restore_from(
     region: Region, candidate: Candidate, live: Inventory, strict: bool, fell_back: list[str]
 ) -> RestoreInfo:
     record, label = candidate.record, f"{region.place.file} step {candidate.record.step}"
-    first = boundary.decode(candidate.manifest.at_step, context=label)
-    second = boundary.decode(candidate.manifest.at_forward, context=label)
-    staging.check(candidate.layout.entries, context=label)
+    first, second = parts.read(candidate, context=label)
     region.native.lease(record.slot, True)
     try:
         if region.native.read_record(record.slot) != record:

@@ -99,7 +99,7 @@ def needs_pmdk(backend: str) -> None:
         elif backend == "pmemobj":
             pmdk.pmemobj()
     except PmdkMissingError as error:
-        pytest.skip(f"SKIPPED: {error}")
+        pytest.skip(str(error))
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ def _folder(medium: str) -> Iterator[Path]:
     parents = {"tmpfs": "/dev/shm", "disk": os.environ.get("LCK_TEST_DISK", "/var/tmp")}
     parent = parents.get(medium) or os.environ.get("LCK_TEST_DAX")
     if parent is None:
-        pytest.skip("SKIPPED: LCK_TEST_DAX names no folder on a DAX file system")
+        pytest.skip("LCK_TEST_DAX names no folder on a DAX file system")
     folder = Path(tempfile.mkdtemp(prefix="lightck-test-", dir=parent))
     try:
         yield folder
@@ -150,7 +150,7 @@ def _huge_pages() -> Iterator[Path]:
         before, why = "", str(error)
     if why or not before:
         os.rmdir(folder)
-        pytest.skip(f"SKIPPED: no hugetlbfs: {why}")
+        pytest.skip(f"no hugetlbfs: {why}")
     try:
         yield Path(folder)
     finally:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from lightck.errors import CorruptSnapshotError
 from lightck.region import allocator, backing, native, place
 from lightck.region.layout import Entry
-from lightck.region.native import NativePool, RegionSpec
+from lightck.region.native import RegionSpec
+from lightck.region.pool import NativePool
 from lightck.region.region import Candidate, Region, survey
 from lightck.region.writer import SlotWriter
 

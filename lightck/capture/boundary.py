@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import io
+import re
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,11 @@ import torch
 from lightck.errors import CorruptSnapshotError, StateError
 
 TAG = "__lightck__"
+DEEPEST = 150
+"""Levels of nesting: what recursion bears, with room for the stack of whoever calls."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+_DTYPE = re.compile(r"[<>|=][a-zA-Z][0-9]*(\[[0-9]*[a-zA-Z]+\])?")
 
 Place = Callable[[str, torch.Tensor], Any]
 """Called for each tensor with its path; returns what stands in its place."""
@@ -130,29 +136,49 @@ def rebuild(tree: Any, tensors: Callable[[str], torch.Tensor] | None = None) -> 
 def _untag(tree: dict[str, Any], tensors: Callable[[str], torch.Tensor] | None) -> Any:
     kind = tree[TAG]
     if kind == "tensor":
-        return tree if tensors is None else tensors(tree["name"])
-    if kind in ("ndarray", "scalar"):
-        array = (
-            np.frombuffer(tree["bytes"] or b"", np.dtype(tree["dtype"]))
-            .reshape(tree["shape"])
-            .copy()
-        )
-        return array if kind == "ndarray" else array[()]
+        return tree if tensors is None else tensors(_field(tree, "name", str))
     if kind == "bytes":
         return b""
-    if kind == "bytearray":
-        return bytearray(tree["bytes"] or b"")
-    items = rebuild(tree["items"], tensors)
+    if kind in ("ndarray", "scalar", "bytearray"):
+        held = _field(tree, "bytes", bytes, type(None)) or b""
+        return bytearray(held) if kind == "bytearray" else _array(tree, held)
+    try:
+        return _container(kind, tree, rebuild(_field(tree, "items", list), tensors))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CorruptSnapshotError(f"boundary state holds no {kind}: {error}") from error
+
+
+def _container(kind: Any, tree: dict[str, Any], items: list[Any]) -> Any:
     if kind == "deque":
-        return collections.deque(items, tree["maxlen"])
+        return collections.deque(items, _field(tree, "maxlen", int, type(None)))
     if kind in ("set", "frozenset"):
         return set(items) if kind == "set" else frozenset(items)
     if kind == "counter":
         return collections.Counter(dict(items))
     if kind == "defaultdict":
         factories: dict[str | None, Any] = {t.__name__: t for t in (int, float, list, dict, set)}
-        return collections.defaultdict(factories.get(tree["factory"]), items)
+        factory = factories.get(_field(tree, "factory", str, type(None)))
+        return collections.defaultdict(factory, items)
     raise CorruptSnapshotError(f"boundary state holds an unknown kind of value: {kind!r}")
+
+
+def _array(tree: dict[str, Any], held: bytes) -> Any:
+    name = _field(tree, "dtype", str)
+    if not _DTYPE.fullmatch(name):
+        raise CorruptSnapshotError(f"boundary state holds an array of dtype {name!r}")
+    try:
+        array = np.frombuffer(held, np.dtype(name)).reshape(_field(tree, "shape", list)).copy()
+        return array if tree[TAG] == "ndarray" else array[()]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CorruptSnapshotError(f"boundary state holds no {name} array: {error}") from error
+
+
+def _field(tree: dict[str, Any], name: str, *kinds: type) -> Any:
+    value = tree.get(name)
+    if type(value) not in kinds:
+        found = type(value).__name__
+        raise CorruptSnapshotError(f"boundary state: {name} of a {tree[TAG]!r} is a {found}")
+    return value
 
 
 def encode(tree: Any) -> bytes:
@@ -169,10 +195,51 @@ def decode(data: bytes, *, context: str) -> Any:
         CorruptSnapshotError: the restricted loader refuses them.
     """
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        _check_archive(data)
+        tree = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        _check_tree(tree, len(data))
+        return tree
     # Damaged bytes make the loader fail in every way: IndexError, struct.error, AttributeError, ...
     except Exception as error:  # noqa: BLE001
         raise CorruptSnapshotError(f"{context}: boundary state does not load: {error}") from error
+
+
+def _check_archive(data: bytes) -> None:
+    """Nothing in the archive unfolds to more than there is; other formats are not looked at."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = archive.infolist()
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise ValueError("a member of the archive is compressed")
+    if sum(member.file_size for member in members) > len(data):
+        raise ValueError(f"its members claim more than the {len(data)} bytes of the archive")
+
+
+def _check_tree(tree: Any, limit: int) -> None:
+    """What was loaded is what `plain` makes: a tree that takes at least a byte per node.
+
+    A pickle may refer to one list a million times, and so stand for more than any memory holds.
+    """
+    waiting = [(tree, 0)]
+    seen = 0
+    while waiting:
+        node, depth = waiting.pop()
+        seen += 1
+        if seen > limit or depth > DEEPEST:
+            raise ValueError(f"it unfolds beyond {limit} nodes or {DEEPEST} levels")
+        if isinstance(node, torch.Tensor):
+            held = node.untyped_storage().nbytes()
+            plain_one = type(node) is torch.Tensor and node.device.type == "cpu"
+            if not plain_one or node.layout is not torch.strided or node.nbytes > held:
+                raise ValueError(
+                    f"it holds a {type(node).__name__} of {node.nbytes} bytes in {held}"
+                )
+        elif type(node) in (dict, collections.OrderedDict):
+            for pair in node.items():
+                waiting += ((part, depth + 1) for part in pair)
+        elif type(node) in (list, tuple):
+            waiting += ((part, depth + 1) for part in node)
+        elif type(node) not in _PLAIN:
+            raise ValueError(f"it holds a {type(node).__name__}")
 
 
 def prove(tree: Any, path: str) -> None:

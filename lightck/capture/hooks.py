@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -127,10 +127,8 @@ class Hooks:
         def tick(parameter: torch.Tensor) -> None:
             listener.gradient()
 
-        for module in self.watched.model.modules():
-            own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
-            if own and own[0].is_leaf:
-                self._handles.append(own[0].register_post_accumulate_grad_hook(tick))
+        for _, parameter in layers(self.watched.model):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(tick))
 
     def arm_forward(self) -> None:
         """Report forwards of watched modules until disarmed."""
@@ -230,6 +228,14 @@ def _iterating(original: Callable[..., Any], listeners: weakref.WeakSet[Any]) ->
         return original(loader)
 
     return iterate
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Name of each module that owns parameters, and the first that it trains."""
+    for name, module in model.named_modules():
+        own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+        if own and own[0].is_leaf:
+            yield name, own[0]
 
 
 def is_weight(module: nn.Module) -> bool:

@@ -20,9 +20,10 @@ import numpy.typing as npt
 from lightck.capture.arrange import Arrangement, Sources, sources, versions_of
 from lightck.capture.placement import Placement
 from lightck.capture.state import Collected, Live
+from lightck.capture.trace import Trace, moments_of, now_ns
 from lightck.config import Config
 from lightck.errors import LightckError, TornSnapshotError, WaitTimeoutError
-from lightck.region.native import NativePool
+from lightck.region.pool import NativePool
 from lightck.region.region import Region
 from lightck.region.writer import Batch, SlotWriter
 from lightck.types import ReleaseSchedule
@@ -109,6 +110,7 @@ class Pipeline:
     """The flight whose sources must not change: opened, not yet captured."""
     persisting: list[Flight] = field(default_factory=list)
     """Captured and sealed; the pool commits them."""
+    trace: Trace | None = None
     on_torn: Callable[[Flight, Sequence[str]], None] = lambda flight, names: None
     _abandoning: list[tuple[Thread, Flight]] = field(default_factory=list)
     """Dropped on page media: the memory they read is held until they are freed."""
@@ -125,7 +127,8 @@ class Pipeline:
     @classmethod
     def start(cls, region: Region, schedule: ReleaseSchedule, config: Config) -> Pipeline:
         """Start the workers."""
-        pool = NativePool(config.threads, config.chunk_bytes, config.nice)
+        moments = moments_of(config)
+        pool = NativePool(config.threads, config.chunk_bytes, config.nice, moments)
         pool.limit(config.write_limit)
         pipeline = cls(region, pool, schedule, proof=config.proof)
         pipeline.placement = Placement(config.placement, region.staged, pipeline._map_dram)
@@ -157,9 +160,12 @@ class Pipeline:
         if self._dram_taken:
             return None
         plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
+        begin = now_ns()
         writer = SlotWriter.open(self.region, self.pool, plan)
         if writer is None:
             return None
+        if self.trace is not None:
+            self.trace.opened(step, writer, begin)
         flight = Flight(step, writer, at_step, at_forward, flags)
         self.window = flight
         try:
@@ -196,8 +202,12 @@ class Pipeline:
         began = time.perf_counter()
         try:
             for group in wanted:
+                begin = now_ns()
                 flight.writer.capture(group.batch)
+                captured = now_ns()
                 torn = self._torn(flight, group)
+                if self.trace is not None:
+                    self.trace.fenced(begin, captured)
                 if torn:
                     self.drop()
                     self.counters.torn += 1
@@ -311,6 +321,8 @@ class Pipeline:
         if self._last_stats is None:
             self._reap()
             self._last_stats = self.pool.stats()
+            if self.trace is not None:
+                self.trace.finish()
             self.pool.close()
 
     def _load(self, flight: Flight, arrangement: Arrangement) -> None:
@@ -335,6 +347,8 @@ class Pipeline:
         return staged
 
     def _release(self, flight: Flight, total_bytes: int) -> None:
+        if self.trace is not None:
+            self.trace.released(flight.step, total_bytes)
         for group in flight.groups:
             if group.owned:
                 continue
@@ -357,7 +371,10 @@ class Pipeline:
         return [] if differs is None else [differs]
 
     def _seal(self, flight: Flight) -> None:
+        begin = now_ns()
         flight.writer.seal(flight.step, flight.at_step, flight.at_forward, flight.flags)
+        if self.trace is not None:
+            self.trace.note("part", "seal", begin, now_ns())
         self.window = None
         self.schedule.close()
         self.placement.waited(flight.waited_s, flight.writer.layout.payload_bytes)

@@ -56,6 +56,8 @@ class Recorder:
     """Raise an error that a waiter's thread came across, if the user wants errors raised."""
     arm: Callable[[bool], None] = lambda on: None
     """Report the next forwards, or stop."""
+    on_step: Callable[[], None] = lambda: None
+    """Called when a step has ended and its due snapshot is decided."""
     stalls: Stalls = field(default_factory=Stalls)
     enabled: bool = True
     """False in forked children and after detach."""
@@ -192,6 +194,8 @@ class Recorder:
                 self.due = True
                 if self._forward_unseen:
                     self.instants.before_forward(generators=False)
+            with self._reported():
+                self.on_step()
 
     def _make_room(self) -> None:
         """At the end of the first step all optimizer state exists: too little space is known now.
@@ -232,6 +236,8 @@ class Recorder:
         self.pipeline.counters.slipped += 1
         self.cadence.overdue = True
         event("slipped", step=step, why="every slot is busy")
+        if self.pipeline.trace is not None:
+            self.pipeline.trace.lost_snapshot("slipped", step, "every slot is busy")
 
     def _missed_forward(self, where: str) -> None:
         """No forward was seen: open here, with what is still exact."""

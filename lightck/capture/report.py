@@ -19,6 +19,8 @@ class Reporter:
     on_error: str | Callable[[BaseException], object]
     first: LightckError | None = None
     latest: LightckError | None = None
+    count: int = 0
+    """Of errors so far."""
     closing: bool = False
     """The handle is being closed: what there is to do for that comes before raising."""
     _thread: int = field(default_factory=threading.get_ident)
@@ -41,6 +43,7 @@ class Reporter:
     def note(self, error: LightckError) -> None:
         """Remember an error for `close` without telling it now."""
         self.latest = error
+        self.count += 1
         if self.first is None:
             self.first = error
 

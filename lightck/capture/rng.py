@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightck.errors import CorruptSnapshotError
+
 
 def capture() -> dict[str, Any]:
     """All global generators now. Draws nothing; the values are private copies."""
@@ -33,6 +35,24 @@ def unpacked(state: dict[str, Any]) -> tuple[Any, ...]:
     internal = array("I")
     internal.frombytes(state["internal"])
     return state["version"], tuple(internal), state["gauss"]
+
+
+def check(states: dict[str, Any]) -> None:
+    """Show that generators take `states`, on some that nobody draws from.
+
+    Raises:
+        CorruptSnapshotError: they do not.
+    """
+    try:
+        torch.Generator().set_state(states["torch"])
+        np.random.RandomState().set_state(states["numpy"])
+        random.Random().setstate(unpacked(states["python"]))
+        held = states.get("cuda", [])
+        fits = all(isinstance(each, torch.Tensor) and each.dtype == torch.uint8 for each in held)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise CorruptSnapshotError(f"the random generators' state does not hold: {e!r}") from e
+    if not fits:
+        raise CorruptSnapshotError("the state of CUDA's random generators is not made of bytes")
 
 
 def restore(states: dict[str, Any]) -> None:

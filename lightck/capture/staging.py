@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -41,7 +42,7 @@ def check(entries: Iterable[Entry], *, context: str) -> None:
     """
     for entry in entries:
         dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
+        if not isinstance(dtype, torch.dtype) or entry.dtype.startswith(("qint", "quint")):
             raise CorruptSnapshotError(f"{context}: {entry.name} has dtype {entry.dtype!r}")
         size = math.prod(entry.shape) * dtype.itemsize
         if entry.alias_of is None and (
@@ -118,6 +119,17 @@ def must_own(live: Live) -> bool:
         or tensor.is_inference()  # it has no version counter to watch
         or not is_dense(tensor)
     )
+
+
+def tell_synchronous(lives: Iterable[Live], most_bytes: int) -> None:
+    """Warn `attach`'s caller when more than that must be copied while training waits."""
+    size = sum(live.tensor.nbytes for live in lives if must_own(live) and not live.alias_of)
+    if size > most_bytes:
+        warnings.warn(
+            f"lightck copies {size >> 20} MiB at the start of a forward with a snapshot,"
+            " and training waits: buffers, tensors that are not dense or not in CPU memory",
+            stacklevel=4,
+        )
 
 
 def owned(live: Live, entry: Entry) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,8 @@ class Stalls:
     """Sums seconds per cause; of nested causes the outermost counts."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    tell: Callable[[str, int, int], None] | None = None
+    """Called with cause, begin and end in ns, when there is a trace."""
     _running: bool = False
 
     @contextmanager
@@ -22,13 +24,15 @@ class Stalls:
             yield
             return
         self._running = True
-        begin = time.perf_counter()
+        begin = time.perf_counter_ns()
         try:
             yield
         finally:
             self._running = False
-            spent = time.perf_counter() - begin
-            self.seconds[cause] = self.seconds.get(cause, 0.0) + spent
+            end = time.perf_counter_ns()
+            self.seconds[cause] = self.seconds.get(cause, 0.0) + (end - begin) / 1e9
+            if self.tell is not None:
+                self.tell(cause, begin, end)
 
     def total(self) -> float:
         """Seconds over all causes."""

@@ -24,7 +24,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that torch.compile and activation checkpointing put into names; they come and go."""
 SMALL_EXTRA_BYTES = 64 << 10
 """An extra's tensor up to this size is copied at (b) at once: cheaper than finding it torn."""
-_BASE_ATTRIBUTES = frozenset({"defaults", "state", "param_groups"})
+BASE_ATTRIBUTES = frozenset({"defaults", "state", "param_groups"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ def _attributes(i: int, optimizer: Optimizer, lives: list[Live], sync: set[str])
     held = {id(p) for p in held_parameters(optimizer)}
     kept: dict[str, Any] = {}
     for name, value in vars(optimizer).items():
-        if name in _BASE_ATTRIBUTES or callable(value):
+        if name in BASE_ATTRIBUTES or callable(value):
             continue
         found: list[Live] = []
         place = _Placing(found, "optimizer", "", frozenset((i,)), sync)

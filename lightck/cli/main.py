@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import lightck
-from lightck.cli import demo, export, inspect, ls, verify
+from lightck.cli import demo, export, inspect, ls, timeline, top, verify
 from lightck.cli.output import BAD_DATA, OK, USAGE, Refusal
 from lightck.errors import (
     CorruptSnapshotError,
@@ -28,9 +28,10 @@ exit status:
   2  wrong usage, no such place, or it could not be done
 """
 _EPILOG = f"""\
-PATH is the folder given to lightck.attach, or a devdax device; without it $LIGHTCK_PATH, else
-./lightck-run. All commands may run while a trainer writes there; verify and export hold the
-snapshot they read, and a trainer that needs its slot skips snapshots meanwhile.
+PATH is the folder, libpmemobj pool or devdax device given to lightck.attach; without it
+$LIGHTCK_PATH, else ./lightck-run. All commands may run while a trainer writes there, except on a
+pool, which one process has at a time; verify and export hold the snapshot they read, and a trainer
+that needs its slot skips snapshots meanwhile.
 
 examples:
   lightck ls /dev/shm/run
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lightck {lightck.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (ls, inspect, verify, export, demo):
+    for command in (ls, inspect, verify, export, top, timeline, demo):
         name = command.__name__.rpartition(".")[2]
         each = commands.add_parser(
             name,

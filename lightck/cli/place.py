@@ -16,7 +16,7 @@ def add_path(parser: argparse.ArgumentParser) -> None:
         "path",
         metavar="PATH",
         nargs="?",
-        help="the folder given to attach, or a device; default: $LIGHTCK_PATH, else ./lightck-run",
+        help="folder, pool or device given to attach; default: $LIGHTCK_PATH, else ./lightck-run",
     )
 
 

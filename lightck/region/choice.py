@@ -6,7 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
-from lightck.errors import CorruptSnapshotError, NoSnapshotError, RegionBusyError
+from lightck.errors import (
+    CorruptSnapshotError,
+    NoSnapshotError,
+    RegionBusyError,
+    RegionIOError,
+)
 from lightck.events import event
 from lightck.region.place import Place
 from lightck.region.region import Candidate, Recovery, Region, survey
@@ -27,8 +32,8 @@ def first_whole(
         where: an existing place.
         step: which snapshot.
         take: reads a candidate; is also given why better ones were passed over. It raises
-            CorruptSnapshotError or RegionBusyError to pass this one over; once it returns, the
-            region is its own to close.
+            CorruptSnapshotError, RegionIOError or RegionBusyError to pass this one over; once it
+            returns, the region is its own to close.
 
     Returns:
         None when nothing was ever written there.
@@ -43,7 +48,7 @@ def first_whole(
             for candidate in wanted(recovery, step):
                 try:
                     return take(region, candidate, problems)
-                except (CorruptSnapshotError, RegionBusyError) as error:
+                except (CorruptSnapshotError, RegionBusyError, RegionIOError) as error:
                     problems.append(str(error))
                     event("fell_back", logging.WARNING, step=candidate.record.step, why=error)
                     overtaken |= isinstance(error, RegionBusyError)
@@ -73,6 +78,8 @@ def is_there(region: Region, candidate: Candidate) -> bool:
         return region.native.read_record(candidate.record.slot) == candidate.record
     except (NoSnapshotError, CorruptSnapshotError):
         return False
+    except RegionIOError:
+        return True  # whoever reads it is told why it cannot be read
 
 
 def nothing_whole(

@@ -34,6 +34,9 @@ SCHEMA = pa.schema(
     ]
 )
 
+MAX_DIMS = 1024
+"""Of a tensor; torch and NumPy stop far below in all but the simplest operations."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -123,7 +126,7 @@ def encode(entries: Sequence[Entry], offsets: npt.NDArray[np.uint64]) -> bytes:
 
 
 def decode(table: bytes, *, context: str) -> Layout:
-    """Parse and check a table; extents are checked against the region by the reader of payload.
+    """Parse and check a table; `extents` checks where they lie.
 
     Raises:
         CorruptSnapshotError: not a layout table; `context` names region and slot.
@@ -150,6 +153,8 @@ def decode(table: bytes, *, context: str) -> Layout:
 
 
 def _problem(entry: Entry, layout: Layout) -> str:
+    if max(len(entry.shape), len(entry.strides)) > MAX_DIMS:
+        return f"has {len(entry.shape)} dimensions and {len(entry.strides)} strides"
     if len(entry.shape) != len(entry.strides) or min((*entry.shape, *entry.strides, 0)) < 0:
         return f"has shape {list(entry.shape)} and strides {list(entry.strides)}"
     if entry.alias_of is None:
@@ -159,4 +164,7 @@ def _problem(entry: Entry, layout: Layout) -> str:
         return f"is an alias of {entry.alias_of}, which is not there"
     if layout.entries[target].alias_of is not None:
         return f"is an alias of {entry.alias_of}, which is an alias itself"
+    kin = layout.entries[target]
+    if (entry.dtype, entry.shape, entry.strides) != (kin.dtype, kin.shape, kin.strides):
+        return f"is {entry.dtype}{list(entry.shape)}, unlike {entry.alias_of}, which it aliases"
     return f"is an alias with {entry.length} bytes of its own" if entry.length else ""

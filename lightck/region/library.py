@@ -15,7 +15,7 @@ from cffi import FFI
 
 from lightck.errors import LightckError, from_native
 
-ABI = 2
+ABI = 3
 
 CDEF = """
 typedef struct lck_region lck_region;
@@ -39,11 +39,19 @@ typedef struct { uint64_t sequence, step, timeline, parent;
 typedef struct { uint64_t step, timeline, length, sequence, wall_time_ns;
   uint32_t kind, flags; } lck_journal_entry;
 typedef struct { uint64_t offset, length; void *destination; uint32_t crc, reserved; } lck_read;
-typedef struct { uint32_t threads, chunk_bytes; int32_t nice; uint32_t reserved; } lck_pool_spec;
+typedef struct { uint32_t threads, chunk_bytes; int32_t nice; uint32_t moments; } lck_pool_spec;
 typedef struct { uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns,
   bytes_drained, drain_ns, commits, commit_ns, staging_bytes; } lck_stats;
+typedef struct { uint64_t begin_ns, end_ns, bytes, start; uint32_t did, thread, slot, batch, copy,
+  copies; } lck_moment;
 typedef struct { uint64_t offset; const void *source; uint64_t length; uint32_t layer, flags, crc,
   reserved; } lck_copy;
+typedef struct { char cause[16]; uint64_t ns; } lck_stall;
+typedef struct { uint8_t boot_id[16]; uint64_t process_start; uint32_t process, ended;
+  uint64_t began_ns, updated_ns, began_step, step, captured_step, committed_step, step_ns;
+  uint64_t captured, committed, slipped, torn, failed;
+  uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns, commit_ns, staging_bytes;
+  uint64_t payload_bytes, errors; lck_stall stalls[8]; char last_error[576]; } lck_statistics;
 uint32_t lck_abi_version(void);
 const char *lck_last_error(void);
 int lck_kernel(const char *select, const char **name);
@@ -72,6 +80,10 @@ int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
 int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s);
 int lck_pool_stage(lck_pool *pool, uint64_t bytes);
 int lck_pool_stats(const lck_pool *pool, lck_stats *out);
+int lck_pool_timeline(lck_pool *pool, lck_moment *moments, uint64_t room, uint64_t *count,
+  uint64_t *lost);
+int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_statistics *said);
+int lck_region_statistics(const lck_region *region, lck_statistics *out, int *owned);
 int lck_pool_destroy(lck_pool *pool);
 int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot, lck_snapshot **out);
 int lck_snapshot_add(lck_snapshot *snapshot, const lck_copy *copies, uint64_t count,

@@ -16,12 +16,14 @@ from lightck.errors import (
     NoSnapshotError,
     RegionBusyError,
     RegionFullError,
+    RegionIOError,
 )
-from lightck.region import allocator, backing, layout, manifest, native, survival
+from lightck.region import allocator, backing, extents, layout, manifest, native, survival
 from lightck.region.layout import Entry, Layout
 from lightck.region.manifest import Manifest
-from lightck.region.native import NativePool, NativeRegion, NativeSnapshot, Record
+from lightck.region.native import NativeRegion, Record
 from lightck.region.place import Place
+from lightck.region.pool import NativePool, NativeSnapshot
 from lightck.region.spec import PROCESS_DURABLE, RegionSpec
 
 _LOOKS = 4
@@ -153,22 +155,23 @@ class Region:
                 candidate = self._read(slot.index)
             except NoSnapshotError:
                 continue
-            except CorruptSnapshotError as error:
+            except (CorruptSnapshotError, RegionIOError) as error:
+                if self.native.describe().latched:
+                    raise  # nothing can be written here any more
                 problems.append(str(error))
                 continue
             self.next_sequence = max(self.next_sequence, candidate.record.sequence + 1)
-            (good if self._in_lineage(candidate.record) else abandoned).append(candidate)
+            (good if self.counts(candidate.record) else abandoned).append(candidate)
         good.sort(key=lambda c: c.record.sequence, reverse=True)
         for candidate in good:
             self.slots[candidate.record.slot].sequence = candidate.record.sequence
         return Recovery(tuple(_exact_first(good)), tuple(abandoned), tuple(problems))
 
     def _read(self, slot: int) -> Candidate:
-        record = self.native.read_record(slot)
+        record, table, blob = self.native.read_tables(slot)
         context = f"{self.place.file} slot {slot} (step {record.step})"
-        table = bytes(self.native.view(record.layout_offset, record.layout_length))
         found = layout.decode(table, context=context)
-        blob = bytes(self.native.view(record.manifest_offset, record.manifest_length))
+        extents.check(found, record, self.info.segments, context=context)
         state = manifest.decode(
             blob, count=len(found.entries), sequence=record.sequence, context=context
         )
@@ -177,7 +180,8 @@ class Region:
             raise CorruptSnapshotError(f"{context}: overwritten while it was read")
         return Candidate(record, found, state)
 
-    def _in_lineage(self, record: Record) -> bool:
+    def counts(self, record: Record) -> bool:
+        """It is of the newest timeline, or of an ancestor up to its branch point."""
         if record.timeline == self.info.timeline:
             return True
         return any(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pyarrow as pa
 
 from lightck.errors import CorruptSnapshotError
@@ -19,14 +21,45 @@ def read(data: bytes, schema: pa.Schema, *, context: str) -> pa.Table:
         CorruptSnapshotError: it does not parse, has other fields, or nulls where there are none.
     """
     try:
+        _refuse_compressed(data)
         with pa.ipc.open_stream(data) as reader:
+            if reader.schema != schema:
+                raise ValueError(f"it has fields {reader.schema.names[:20]}")
             rows = reader.read_all()
         rows.validate(full=True)
-    except (pa.ArrowException, OSError, TypeError, ValueError) as error:
+    except (pa.ArrowException, OSError, TypeError, ValueError, struct.error) as error:
         raise CorruptSnapshotError(f"{context} does not parse: {error}") from error
-    if rows.schema != schema:
-        raise CorruptSnapshotError(f"{context} has fields {rows.schema.names}")
     for field in schema:
         if not field.nullable and rows.column(field.name).null_count:
             raise CorruptSnapshotError(f"{context} has nulls in its column {field.name}")
     return rows
+
+
+def _refuse_compressed(data: bytes) -> None:
+    """Nothing is written compressed; ten kilobytes of zstd can claim gigabytes before one is read.
+
+    Arrow's Message.fbs: slot 2 of a Message is its header; slot 3 of a RecordBatch says how its
+    buffers are compressed. pyarrow has verified the message when it gives it out.
+
+    Raises:
+        ValueError: a batch is compressed.
+    """
+    for message in pa.ipc.MessageReader.open_stream(data):
+        if message.type != "record batch":
+            continue
+        meta = message.metadata.to_pybytes()
+        header = _child(meta, struct.unpack_from("<I", meta)[0], 2)
+        if header is None or _child(meta, header, 3) is not None:
+            raise ValueError("a batch is compressed")
+
+
+def _child(meta: bytes, table: int, slot: int) -> int | None:
+    """Where the table in a flatbuffer table's slot is, or None."""
+    vtable = table - struct.unpack_from("<i", meta, table)[0]
+    if 4 + 2 * slot >= struct.unpack_from("<H", meta, vtable)[0]:
+        return None
+    field = struct.unpack_from("<H", meta, vtable + 4 + 2 * slot)[0]
+    if field == 0:
+        return None
+    at: int = table + field + struct.unpack_from("<I", meta, table + field)[0]
+    return at

@@ -9,10 +9,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightck.region import allocator, manifest, native
+from lightck.region import allocator, manifest
 from lightck.region.layout import Layout
 from lightck.region.manifest import Manifest
-from lightck.region.native import NativePool, Record
+from lightck.region.native import Record
+from lightck.region.pool import (
+    ALL,
+    COPY_DTYPE,
+    COPY_IF_CHANGED,
+    COPY_STAGED,
+    SNAP_COMMITTED,
+    NativePool,
+    NativeSnapshot,
+)
 from lightck.region.region import Region, Slot
 
 
@@ -58,7 +67,7 @@ class SlotWriter:
         return cls(region, slot, plan, layout, known)
 
     @property
-    def _snapshot(self) -> native.NativeSnapshot:
+    def _snapshot(self) -> NativeSnapshot:
         assert self.slot.writer is not None, "the snapshot is closed"
         return self.slot.writer
 
@@ -77,21 +86,21 @@ class SlotWriter:
             may_skip: a copy whose digest equals the extent's known one need not be written.
             staged: a copy that goes to DRAM first.
         """
-        copies = np.zeros(len(positions), native.COPY_DTYPE)
+        copies = np.zeros(len(positions), COPY_DTYPE)
         copies["offset"] = self.layout.offsets[positions]
         copies["length"] = self.layout.lengths[positions]
         copies["source"] = sources
         copies["layer"] = self.plan.layers[positions]
-        copies["flags"] = staged * np.uint32(native.COPY_STAGED)
+        copies["flags"] = staged * np.uint32(COPY_STAGED)
         if self.known is not None:
-            copies["flags"] |= may_skip * np.uint32(native.COPY_IF_CHANGED)
+            copies["flags"] |= may_skip * np.uint32(COPY_IF_CHANGED)
             copies["crc"] = self.known[positions]
         number = self._snapshot.add(copies)
         batch = Batch(number, positions, int(copies["length"].sum()))
         self.batches.append(batch)
         return batch
 
-    def release(self, batch: Batch, up_to_bytes: int = native.ALL) -> None:
+    def release(self, batch: Batch, up_to_bytes: int = ALL) -> None:
         """Let the first `up_to_bytes` of a batch run."""
         self._snapshot.release(batch.number, up_to_bytes)
 
@@ -154,7 +163,7 @@ class SlotWriter:
         except Exception:
             self.abandon()
             raise
-        if state != native.SNAP_COMMITTED:
+        if state != SNAP_COMMITTED:
             return False
         assert self.record is not None
         # Protected first: an interrupt in between must not leave the newest snapshot unprotected.

@@ -87,11 +87,12 @@ uint32_t lck_trace_granularity(uint32_t detected) {
   return forced < 0 ? detected : (uint32_t)forced;
 }
 
-void lck_mutant_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length) {
+int lck_mutant_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length) {
   if (length == 0)
-    return;
+    return 0;
   memcpy(lck_guard_store(region, offset), bytes, length);
   lck_trace(LCK_TRACE_STORE, region, offset, length);
+  return 0;
 }
 
 #endif

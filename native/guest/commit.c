@@ -133,7 +133,7 @@ static const void *layout_to_write(const lck_region *region, const lck_region_in
 }
 
 /* Bytes come from one buffer for all extents, which stays as it is until they are captured. */
-static void capture(lck_snapshot *snapshot, manifest *listed, unsigned char *bytes) {
+static int capture(lck_snapshot *snapshot, manifest *listed, unsigned char *bytes) {
   lck_copy copies[EXTENTS];
   uint32_t crcs[EXTENTS];
   uint32_t batch;
@@ -145,26 +145,30 @@ static void capture(lck_snapshot *snapshot, manifest *listed, unsigned char *byt
                            .layer = i};
     bytes += listed->extents[i].length;
   }
-  must(lck_snapshot_add(snapshot, copies, EXTENTS, &batch), "add copies");
-  must(lck_snapshot_capture(snapshot, batch, -1, 1), "capture");
-  must(lck_snapshot_digests(snapshot, batch, crcs), "digests");
-  for (uint32_t i = 0; i < EXTENTS; i++)
+  int code = lck_snapshot_add(snapshot, copies, EXTENTS, &batch);
+  if (code == 0)
+    code = lck_snapshot_capture(snapshot, batch, -1, 1);
+  if (code == 0)
+    code = lck_snapshot_digests(snapshot, batch, crcs);
+  for (uint32_t i = 0; code == 0 && i < EXTENTS; i++)
     listed->extents[i].crc = crcs[i];
+  return code;
 }
 
-/* The commit has failed: nothing may be written any more, as if the medium were well again. */
-static void show_latch(lck_region *region, lck_pool *pool, lck_snapshot *snapshot, int code) {
+/* Whatever has failed, nothing may be written any more, as if the medium were well again. */
+static void show_latch(lck_region *region, lck_pool *pool, int code, const char *why) {
+  lck_snapshot *snapshot;
   uint32_t slot = 0;
-  say("UNCOMMITTED %d %s", code, lck_last_error());
-  must(lck_snapshot_free(snapshot), "free the snapshot");
+  say("UNCOMMITTED %d %s", code, why);
   for (; slot < 2 && (code = lck_snapshot_begin(pool, region, slot, &snapshot)) != 0; slot++)
     say("REFUSED slot %u: %d %s", slot, code, lck_last_error());
   exit(slot == 2 ? 0 : 1);
 }
 
-static void commit(lck_region *region, lck_pool *pool, lck_record *record, unsigned char *bytes) {
+/* Into an open snapshot; its failure, if there is one, in the words of the call that met it. */
+static int fill(lck_region *region, lck_snapshot *snapshot, lck_record *record,
+                unsigned char *bytes) {
   lck_region_info info;
-  lck_snapshot *snapshot;
   unsigned char table[LAYOUT_MOST];
   manifest listed = {.number = record->step, .count = EXTENTS};
   int state;
@@ -178,14 +182,36 @@ static void commit(lck_region *region, lck_pool *pool, lck_record *record, unsig
   record->manifest_length = sizeof(listed);
   const void *layout =
       layout_to_write(region, &info, record->slot, table, (uint32_t)record->layout_length);
-  must(lck_snapshot_begin(pool, region, record->slot, &snapshot), "begin a snapshot");
-  capture(snapshot, &listed, bytes);
-  must(lck_snapshot_seal(snapshot, record, layout, &listed), "seal");
-  int code = lck_snapshot_wait(snapshot, -1, &state);
-  if (code != 0)
-    show_latch(region, pool, snapshot, code);
-  say("COMMITTED %" PRIu64, record->step); /* at once: this is when others are told */
+  int code = capture(snapshot, &listed, bytes);
+  if (code == 0)
+    code = lck_snapshot_seal(snapshot, record, layout, &listed);
+  if (code == 0)
+    code = lck_snapshot_wait(snapshot, -1, &state);
+  return code;
+}
+
+static int grow_sometimes(lck_region *region, uint64_t number) {
+  lck_region_info info;
+  must(lck_region_describe(region, &info), "describe the region");
+  if (number % GROW_EVERY != 0 || info.segment_count == SEGMENTS)
+    return 0;
+  return lck_region_grow(region, SLOT_BYTES);
+}
+
+static void commit(lck_region *region, lck_pool *pool, lck_record *record, unsigned char *bytes) {
+  lck_snapshot *snapshot = NULL;
+  char why[256];
+  int code = grow_sometimes(region, record->step);
+  if (code == 0)
+    code = lck_snapshot_begin(pool, region, record->slot, &snapshot);
+  if (code == 0)
+    code = fill(region, snapshot, record, bytes);
+  if (code == 0)
+    say("COMMITTED %" PRIu64, record->step); /* at once: this is when others are told */
+  snprintf(why, sizeof(why), "%s", lck_last_error());
   must(lck_snapshot_free(snapshot), "free the snapshot");
+  if (code != 0)
+    show_latch(region, pool, code, why);
 }
 
 /* A new timeline that continues what was found, as every attach begins one. */
@@ -203,13 +229,6 @@ static void branch(lck_region *region, const found *from) {
   must(lck_region_branch(region, info.timeline + 1, lineage, count), "begin a timeline");
 }
 
-static void grow_sometimes(lck_region *region, uint64_t number) {
-  lck_region_info info;
-  must(lck_region_describe(region, &info), "describe the region");
-  if (number % GROW_EVERY == 0 && info.segment_count < SEGMENTS)
-    must(lck_region_grow(region, SLOT_BYTES), "grow");
-}
-
 void commit_on(const options *o, lck_region *region) {
   found from = recover(region);
   lck_pool_spec spec = {.threads = 2, .chunk_bytes = 65536};
@@ -224,7 +243,6 @@ void commit_on(const options *o, lck_region *region) {
     record.sequence = from.last_sequence + i;
     record.slot = 1 - record.slot;
     say("BEGUN %" PRIu64, record.step);
-    grow_sometimes(region, record.step);
     commit(region, pool, &record, bytes);
   }
   must(lck_pool_destroy(pool), "stop the pool");

@@ -9,6 +9,14 @@
  * success, unless said otherwise. Offsets count bytes from the start of the region. A handle may be
  * used from one thread at a time, except where a function says "any thread".
  *
+ * Memory that is gone (the file cut by somebody, a poisoned page, a disk that cannot be read)
+ * raises SIGBUS in whoever touches it. Inside the library that is LCK_E_IO, with the offset, the
+ * region's size, the file's length now and what to do, and a region that is open for writing is
+ * latched. The handler is installed once per process, when the first region is made or opened; a
+ * SIGBUS of anybody else goes to the handler that was there then, or ends the process as it would
+ * have. Whoever installs another one later must pass on what is not theirs: call what sigaction()
+ * gave them, or put it back and raise the signal, as Python's faulthandler does.
+ *
  * After fork() a child inherits neither mapping, lock nor workers: every call on a handle made
  * before the fork returns LCK_E_FORKED there. */
 #ifndef LIGHTCK_H
@@ -17,7 +25,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 2u
+#define LCK_ABI 3u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -182,7 +190,7 @@ typedef struct lck_record {
 } lck_record;
 
 /* Read a slot's record and check it, its bounds, and the checksums of layout table and manifest.
- * Errors: LCK_E_EMPTY; LCK_E_CORRUPT, with what does not hold. */
+ * Errors: LCK_E_EMPTY; LCK_E_CORRUPT, with what does not hold; LCK_E_IO, it cannot be read. */
 int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *out);
 
 /* Take (`hold` 1) or drop (0) a reader's lease: the owner will not reuse the slot meanwhile, even
@@ -199,7 +207,7 @@ typedef struct lck_read {
 
 /* Verify extents, and copy them out in the same pass, on `threads` threads including the caller.
  * Errors: LCK_E_CORRUPT with *bad = index of the first bad extent; destinations are then undefined.
- * So are extents out of bounds, which damage makes, or growth after the region was opened. */
+ * So is one out of bounds (damage, or growth after the open). LCK_E_IO: the same, unreadable. */
 int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t count,
                    uint32_t threads, uint64_t *bad);
 
@@ -209,9 +217,8 @@ int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t cou
  * stay, the newer one is never touched while the next is written: at every instant, after any
  * crash, the newest complete entry or the one before it comes back whole.
  *
- * A write survives the death of the process on every medium, and power loss on line and byte media
- * once it has returned. On page media it makes no sync, which the training thread would wait for:
- * after power loss an entry is there whole, or is not there. */
+ * Once written it survives the process on every medium, and power loss on line and byte media. On
+ * page media, without a sync to wait for, it is whole after power loss or not there. */
 enum {
   LCK_JOURNAL_STEP_END = 1, /* (a): complete in itself; always carries LCK_RECORD_EARLY */
   LCK_JOURNAL_FORWARD = 2,  /* (b): start of the next forward, everything; of the same step */
@@ -248,7 +255,7 @@ typedef struct lck_pool_spec {
   uint32_t threads;     /* 1..64 */
   uint32_t chunk_bytes; /* a copy is cut into pieces of this size; multiple of 4096 */
   int32_t nice;         /* of the workers, 0..19 */
-  uint32_t reserved;
+  uint32_t moments;     /* of the timeline, kept per thread; 0: none is recorded; at most 2^24 */
 } lck_pool_spec;
 
 typedef struct lck_stats {
@@ -259,7 +266,7 @@ typedef struct lck_stats {
   uint64_t staging_bytes; /* DRAM held for staged snapshots */
 } lck_stats;
 
-/* Start the workers. All signals are blocked in them. */
+/* Start the workers. All signals but SIGBUS are blocked in them. */
 int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
 
 /* Set the workers' pace in thousandths of full speed; 0 pauses copies (not commits). A caller that
@@ -271,12 +278,29 @@ int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
  * (LCK_COPY_STAGED). Any thread. */
 int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s);
 
-/* Map DRAM for staged copies of `bytes` in all, and fault it in, so that the first staged snapshot
- * does not. May take a second for some gigabytes. Any thread. Errors: LCK_E_NOMEM. */
+/* Map DRAM for staged copies of `bytes` in all, and fault it in. Any thread, for as long as that
+ * takes (a second for some gigabytes). Errors: LCK_E_NOMEM. */
 int lck_pool_stage(lck_pool *pool, uint64_t bytes);
 
 /* Counters since the pool began; no lock is taken on the copy path. Any thread. */
 int lck_pool_stats(const lck_pool *pool, lck_stats *out);
+
+/* Chunks copied and drained; a slot's record made invalid; the stages of a commit. */
+enum { LCK_DID_COPY = 1, LCK_DID_DRAIN = 2, LCK_DID_INVALIDATE = 3 };
+enum { LCK_DID_TABLES = 4, LCK_DID_SYNC = 5, LCK_DID_RECORD = 6 };
+enum { LCK_THREAD_KEEPER = 64, LCK_THREAD_CALLER = 65 }; /* below: the number of a worker */
+/* What a thread did, in ns of CLOCK_MONOTONIC. Slot and time tell the snapshot. */
+typedef struct lck_moment {
+  uint64_t begin_ns, end_ns;
+  uint64_t bytes, start; /* moved (not the unchanged); of a chunk: its place in the batch */
+  uint32_t did, thread, slot, batch;
+  uint32_t copy, copies; /* of a chunk: its first copy in the batch, and how many it touches */
+} lck_moment;
+
+/* The newest moments of every thread, each thread's in the order of their ends; *lost: how many
+ * gave way to newer ones. Without `moments`: only how many there can ever be. Any thread. */
+int lck_pool_timeline(lck_pool *pool, lck_moment *moments, uint64_t room, uint64_t *count,
+                      uint64_t *lost);
 
 /* Stop the workers (the chunk in hand is finished) and free the pool. No snapshot may be open.
  * NULL is allowed. */
@@ -332,6 +356,36 @@ int lck_snapshot_digests(const lck_snapshot *snapshot, uint32_t batch, uint32_t 
  * payload_bytes of the record are filled in here. Errors: LCK_E_STATE, a batch is not captured. */
 int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, const void *layout,
                       const void *manifest);
+
+#define LCK_MAX_STALLS 8u
+#define LCK_NO_STEP UINT64_MAX
+typedef struct lck_stall {
+  char cause[16]; /* zero-terminated; empty: unused */
+  uint64_t ns;
+} lck_stall;
+
+/* What a trainer says of itself at the end of a step. Times `_ns` are durations or, of `began` and
+ * `updated`, of the wall clock; counters begin at attach. */
+typedef struct lck_statistics {
+  uint8_t boot_id[16];     /* of the kernel on which process and start mean something */
+  uint64_t process_start;  /* ticks since boot: with the id it names one process */
+  uint32_t process, ended; /* ended 1: the trainer has closed its handle */
+  uint64_t began_ns, updated_ns, began_step, step;
+  uint64_t captured_step, committed_step, step_ns; /* LCK_NO_STEP: none yet; of the last step */
+  uint64_t captured, committed, slipped, torn, failed;
+  uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns, commit_ns, staging_bytes;
+  uint64_t payload_bytes, errors;   /* of the last snapshot; so far */
+  lck_stall stalls[LCK_MAX_STALLS]; /* of the training thread, by cause */
+  char last_error[576];             /* UTF-8, zero-terminated */
+} lck_statistics;
+
+/* Put `said` on the region's statistics page, with the pool's counters. Not durable; never waits
+ * for the medium (where a store might, the keeper does it: the region must outlive the pool). */
+int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_statistics *said);
+
+/* What was last published, and (in any case) in *owned whether any process owns the region now.
+ * Errors: LCK_E_EMPTY, nothing was; LCK_E_CORRUPT, the page is torn or of another build. */
+int lck_region_statistics(const lck_region *region, lck_statistics *out, int *owned);
 
 enum { LCK_SNAP_OPEN = 0, LCK_SNAP_SEALED = 1, LCK_SNAP_COMMITTED = 2, LCK_SNAP_FAILED = 3 };
 

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "access.h"
 #include "api.h"
 #include "error.h"
 #include "format.h"
@@ -58,22 +59,39 @@ static int mismatch(const lck_snapshot *snapshot, const lck_piece *piece, uint64
                   snapshot->slot);
 }
 
-/* A random window of every copy, byte by byte. The pieces of a copy lie one behind the other, in
- * DRAM as in the region, and are skipped together. */
-static int compare_windows(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t *seed,
-                           uint64_t *bad) {
-  for (uint64_t i = 0, length; i < batch->piece_count;) {
+typedef struct comparison {
+  const lck_snapshot *snapshot;
+  const lck_batch *batch;
+  uint64_t *seed;
+  const lck_piece *different; /* NULL: none */
+} comparison;
+
+/* The pieces of a copy lie one behind the other, in DRAM as in the region, and are skipped
+ * together. */
+static void compare(void *argument) {
+  comparison *to = argument;
+  const lck_batch *batch = to->batch;
+  for (uint64_t i = 0, length; i < batch->piece_count && to->different == NULL;) {
     const lck_piece *piece = &batch->pieces[i];
     i += copy_pieces(batch, i, &length);
     uint64_t window = length < WINDOW ? length : WINDOW;
-    uint64_t start = splitmix64(seed) % (length - window + 1);
+    uint64_t start = splitmix64(to->seed) % (length - window + 1);
     const unsigned char *captured = piece->staged && !(piece->flags & LCK_PIECE_SKIPPED)
                                         ? piece->staged
-                                        : snapshot->region->base + piece->offset;
+                                        : to->snapshot->region->base + piece->offset;
     if (memcmp(piece->source + start, captured + start, window) != 0)
-      return mismatch(snapshot, piece, bad);
+      to->different = piece;
   }
-  return 0;
+}
+
+/* A random window of every copy, byte by byte. */
+static int compare_windows(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t *seed,
+                           uint64_t *bad) {
+  comparison to = {.snapshot = snapshot, .batch = batch, .seed = seed};
+  int rc = lck_access_run(snapshot->region, compare, &to);
+  if (rc != 0)
+    return rc;
+  return to.different == NULL ? 0 : mismatch(snapshot, to.different, bad);
 }
 
 static int rehash(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t first,

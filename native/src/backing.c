@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "bus.h"
 #include "error.h"
 #include "format.h"
 #include "medium.h"
@@ -60,5 +61,5 @@ int lck_backing_adopt(lck_region *region, const lck_backing *backing) {
   region->reserved_length = length;
   region->backed = 1;
   hear_promise(region, backing);
-  return 0;
+  return lck_bus_watch(region->base, length);
 }

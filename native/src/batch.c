@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "access.h"
 #include "error.h"
 #include "fault.h"
 #include "format.h"
@@ -152,12 +153,13 @@ static void add_relaxed(_Atomic uint64_t *counter, uint64_t value) {
   atomic_fetch_add_explicit(counter, value, memory_order_relaxed);
 }
 
+/* Inside the chunk's section, which a fault leaves. */
 static void store_piece(lck_snapshot *snapshot, lck_piece *piece) {
   if (piece->staged) {
     piece->crc = lck_kernel_current()->copy(piece->staged, piece->source, piece->length, 0);
   } else {
     uint32_t crc = 0;
-    lck_persist_payload(snapshot->region, piece->offset, piece->source, piece->length, &crc);
+    (void)lck_persist_payload(snapshot->region, piece->offset, piece->source, piece->length, &crc);
     piece->crc = crc;
     lck_pool_throttle(snapshot->pool, piece->length);
   }
@@ -179,8 +181,21 @@ static int unchanged(lck_piece *pieces, uint64_t count) {
   return 1;
 }
 
-static void capture_pieces(lck_snapshot *snapshot, lck_batch *batch, const lck_chunk *chunk,
-                           int helping) {
+typedef struct chunk_run {
+  lck_snapshot *snapshot;
+  lck_batch *batch;
+  const lck_chunk *chunk;
+  int helping;
+  const lck_piece *flipped; /* by a drain: its bytes in DRAM are not those that were captured */
+  uint32_t crc;
+  uint64_t moved; /* bytes */
+} chunk_run;
+
+static void capture_pieces(void *argument) {
+  chunk_run *run_of = argument;
+  lck_snapshot *snapshot = run_of->snapshot;
+  lck_batch *batch = run_of->batch;
+  const lck_chunk *chunk = run_of->chunk;
   uint64_t copied = 0, skipped = 0;
   for (uint64_t i = chunk[0].first; i < chunk[1].first;) {
     lck_piece *piece = &batch->pieces[i];
@@ -202,13 +217,43 @@ static void capture_pieces(lck_snapshot *snapshot, lck_batch *batch, const lck_c
     lck_persist_fence(snapshot->region);
   add_relaxed(&snapshot->pool->bytes_copied, copied);
   add_relaxed(&snapshot->pool->bytes_skipped, skipped);
-  add_relaxed(&snapshot->pool->bytes_helped, helping ? copied : 0);
+  add_relaxed(&snapshot->pool->bytes_helped, run_of->helping ? copied : 0);
+  run_of->moved = copied;
 }
 
 static void finish_lap(_Atomic uint64_t *total_ns, uint64_t started, lck_lap *lap) {
   lap->finished = lck_now_ns();
   lap->spent = lap->finished - started;
   add_relaxed(total_ns, lap->spent);
+}
+
+/* Before the chunk counts as done: whoever has waited for it finds its moment. */
+static void note_lap(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t index,
+                     uint32_t did, uint64_t bytes, const lck_lap *lap) {
+  if (!lap->lane->cells)
+    return;
+  const lck_chunk *chunk = &batch->chunks[index];
+  uint32_t copy = batch->pieces[chunk[0].first].copy;
+  lck_moment moment = {.begin_ns = lap->finished - lap->spent,
+                       .end_ns = lap->finished,
+                       .bytes = bytes,
+                       .start = chunk->start,
+                       .did = did,
+                       .slot = snapshot->slot,
+                       .batch = batch->number,
+                       .copy = copy,
+                       .copies = batch->pieces[chunk[1].first - 1].copy - copy + 1};
+  lck_timeline_note(lap->lane, &moment);
+}
+
+static int fail_chunk(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t index) {
+  const lck_piece *piece = &batch->pieces[batch->chunks[index].first];
+  int error = lck_fault_visit(LCK_FAULT_COPY);
+  errno = error;
+  return error ? lck_fail_errno(LCK_E_IO, "chunk %llu, copy %u to offset %llu of slot %u",
+                                (unsigned long long)index, piece->copy,
+                                (unsigned long long)piece->offset, snapshot->slot)
+               : 0;
 }
 
 /* `halted` is read after the claim: whoever sets it and then finds every claimed chunk done knows
@@ -218,17 +263,14 @@ void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
                        lck_lap *lap) {
   uint64_t started = lck_now_ns();
   lck_chunk *chunk = &batch->chunks[index];
+  chunk_run run = {.snapshot = snapshot, .batch = batch, .chunk = chunk, .helping = helping};
   if (!atomic_load(&snapshot->halted)) {
-    int error = lck_fault_visit(LCK_FAULT_COPY);
-    if (error) {
-      const lck_piece *piece = &batch->pieces[chunk->first];
-      errno = error;
-      lck_snapshot_fail(snapshot,
-                        lck_fail_errno(LCK_E_IO, "chunk %llu, copy %u to offset %llu of slot %u",
-                                       (unsigned long long)index, piece->copy,
-                                       (unsigned long long)piece->offset, snapshot->slot));
+    int rc = fail_chunk(snapshot, batch, index);
+    if (rc == 0)
+      rc = lck_access_run(snapshot->region, capture_pieces, &run);
+    if (rc) {
+      lck_snapshot_fail(snapshot, rc);
     } else {
-      capture_pieces(snapshot, batch, chunk, helping);
       if (LCK_MUTANT(MUTANT_INVALIDATED_LATE))
         (void)lck_slot_invalidate(snapshot->region, snapshot->slot);
       atomic_store(&chunk->captured, 1);
@@ -237,27 +279,28 @@ void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
     }
   }
   finish_lap(&snapshot->pool->copy_ns, started, lap);
+  if (atomic_load(&chunk->captured))
+    note_lap(snapshot, batch, index, LCK_DID_COPY, run.moved, lap);
   int last = atomic_fetch_add(&batch->done, 1) + 1 == batch->chunk_count;
   if (last || atomic_load(&snapshot->halted))
     lck_pool_notify(snapshot->pool);
 }
 
-void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, lck_lap *lap) {
-  uint64_t started = lck_now_ns(), drained = 0;
-  const lck_chunk *chunk = &batch->chunks[index];
-  for (uint64_t i = chunk[0].first; i < chunk[1].first && !atomic_load(&snapshot->halted); i++) {
-    const lck_piece *piece = &batch->pieces[i];
+static void drain_pieces(void *argument) {
+  chunk_run *run = argument;
+  lck_snapshot *snapshot = run->snapshot;
+  const lck_chunk *chunk = run->chunk;
+  uint64_t drained = 0;
+  for (uint64_t i = chunk[0].first;
+       i < chunk[1].first && run->flipped == NULL && !atomic_load(&snapshot->halted); i++) {
+    const lck_piece *piece = &run->batch->pieces[i];
     uint32_t crc = 0;
     if (!piece->staged || piece->flags & LCK_PIECE_SKIPPED)
       continue;
-    lck_persist_payload(snapshot->region, piece->offset, piece->staged, piece->length, &crc);
+    (void)lck_persist_payload(snapshot->region, piece->offset, piece->staged, piece->length, &crc);
     if (crc != piece->crc) {
-      lck_snapshot_fail(
-          snapshot,
-          lck_fail(LCK_E_CORRUPT,
-                   "copy %u to offset %llu of slot %u changed in DRAM: CRC 0x%08x, captured 0x%08x",
-                   piece->copy, (unsigned long long)piece->offset, snapshot->slot, crc,
-                   piece->crc));
+      run->flipped = piece;
+      run->crc = crc;
     }
     drained += piece->length;
     lck_pool_throttle(snapshot->pool, piece->length);
@@ -265,7 +308,29 @@ void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, l
   if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
     lck_persist_fence(snapshot->region);
   add_relaxed(&snapshot->pool->bytes_drained, drained);
+  run->moved = drained;
+}
+
+static int drain(chunk_run *run) {
+  int rc = lck_access_run(run->snapshot->region, drain_pieces, run);
+  const lck_piece *piece = run->flipped;
+  if (rc != 0 || piece == NULL)
+    return rc;
+  return lck_fail(LCK_E_CORRUPT,
+                  "copy %u to offset %llu of slot %u changed in DRAM: CRC 0x%08x, captured 0x%08x",
+                  piece->copy, (unsigned long long)piece->offset, run->snapshot->slot, run->crc,
+                  piece->crc);
+}
+
+void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, lck_lap *lap) {
+  uint64_t started = lck_now_ns();
+  chunk_run run = {.snapshot = snapshot, .batch = batch, .chunk = &batch->chunks[index]};
+  int rc = drain(&run);
+  if (rc)
+    lck_snapshot_fail(snapshot, rc);
   finish_lap(&snapshot->pool->drain_ns, started, lap);
+  if (run.moved > 0)
+    note_lap(snapshot, batch, index, LCK_DID_DRAIN, run.moved, lap);
   if (atomic_fetch_add(&batch->drained, 1) + 1 == batch->chunk_count) {
     atomic_fetch_add(&snapshot->drained, 1);
     pthread_mutex_lock(&snapshot->pool->lock);

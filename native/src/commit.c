@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <string.h>
 
+#include "access.h"
 #include "api.h"
 #include "error.h"
 #include "fault.h"
@@ -11,19 +12,12 @@
 #include "persist.h"
 #include "region.h"
 #include "superblock.h"
+#include "timeline.h"
 
 #define READ_ATTEMPTS 16
 
 static uint32_t record_crc(const record_disk *record) {
   return lck_crc32c(0, record, offsetof(record_disk, crc));
-}
-
-static const record_disk *mapped_record(const lck_region *region, uint32_t slot) {
-  return (const record_disk *)(const void *)(region->base + LCK_RECORD_OFFSET(slot));
-}
-
-static uint64_t load_sequence(const record_disk *record) {
-  return __atomic_load_n(&record->sequence, __ATOMIC_ACQUIRE);
 }
 
 /* The keeper commits while the handle's thread may write a superblock: whatever is needed of it
@@ -48,10 +42,12 @@ static void keep_layout(lck_region *region, uint32_t slot, uint64_t offset, uint
 
 static int layout_crc(lck_region *region, uint32_t slot, const lck_record *record,
                       const void *layout, uint32_t *crc) {
-  const void *bytes = layout != NULL ? layout : region->base + record->layout_offset;
-  *crc = lck_crc32c(0, bytes, record->layout_length);
+  *crc = layout == NULL ? 0 : lck_crc32c(0, layout, record->layout_length);
   if (layout != NULL || record->layout_length == 0)
     return 0;
+  int rc = lck_access_sum(region, record->layout_offset, record->layout_length, crc);
+  if (rc != 0)
+    return rc;
   pthread_mutex_lock(&region->mutex);
   lck_layout known = region->layouts[slot];
   pthread_mutex_unlock(&region->mutex);
@@ -78,7 +74,13 @@ static int check_blob(const lck_region *region, uint32_t slot, const char *name,
                     "slot %u: %s [%" PRIu64 ", +%" PRIu64
                     ") is outside the slot (known since generation %" PRIu64 ")",
                     slot, name, offset, length, lck_superblock_copy(region).generation);
-  uint32_t found = lck_crc32c(0, region->base + offset, length);
+  if (length > LCK_TABLE_LIMIT)
+    return lck_fail(LCK_E_CORRUPT, "slot %u: %s has %" PRIu64 " bytes, at most %" PRIu64, slot,
+                    name, length, LCK_TABLE_LIMIT);
+  uint32_t found;
+  int rc = lck_access_sum(region, offset, length, &found);
+  if (rc != 0)
+    return rc;
   if (found != expected)
     return lck_fail(LCK_E_CORRUPT, "slot %u: %s has CRC %08x, expected %08x", slot, name, found,
                     expected);
@@ -97,6 +99,11 @@ static int check_record(const lck_region *region, uint32_t slot, const record_di
     return lck_fail(LCK_E_CORRUPT, "slot %u: the record belongs to another region", slot);
   if (record->slot != slot)
     return lck_fail(LCK_E_CORRUPT, "slot %u: the record belongs to slot %u", slot, record->slot);
+  uint64_t sequence = record->sequence ^ LCK_PUBLISHED; /* far too high without that bit */
+  if (sequence == 0 || sequence > LCK_COUNT_LIMIT || record->step > LCK_COUNT_LIMIT)
+    return lck_fail(LCK_E_CORRUPT,
+                    "slot %u: sequence %" PRIu64 " and step %" PRIu64 ", expected up to %" PRIu64,
+                    slot, sequence, record->step, LCK_COUNT_LIMIT);
   int rc = check_blob(region, slot, "layout table", record->layout_offset, record->layout_length,
                       record->layout_crc);
   return rc != 0 ? rc
@@ -105,17 +112,27 @@ static int check_record(const lck_region *region, uint32_t slot, const record_di
 }
 
 /* The owner may be another process: a record that changed under the copy is read again. */
-static int snapshot_record(const lck_region *region, uint32_t slot, record_disk *out) {
-  const record_disk *record = mapped_record(region, slot);
-  const uint64_t *from = (const uint64_t *)(const void *)record;
+typedef struct reading {
+  const uint64_t *from;
   uint64_t words[sizeof(record_disk) / sizeof(uint64_t)];
+} reading;
+
+static void read_words(void *argument) {
+  reading *of = argument;
   for (int attempt = 0; attempt < READ_ATTEMPTS; attempt++) {
-    for (size_t i = 0; i < sizeof(words) / sizeof(words[0]); i++)
-      words[i] = __atomic_load_n(&from[i], __ATOMIC_ACQUIRE);
-    if (load_sequence(record) == words[0])
+    for (size_t i = 0; i < sizeof(of->words) / sizeof(of->words[0]); i++)
+      of->words[i] = __atomic_load_n(&of->from[i], __ATOMIC_ACQUIRE);
+    if (__atomic_load_n(&of->from[0], __ATOMIC_ACQUIRE) == of->words[0])
       break;
   }
-  memcpy(out, words, sizeof(words));
+}
+
+static int snapshot_record(const lck_region *region, uint32_t slot, record_disk *out) {
+  reading of = {.from = (const uint64_t *)(const void *)(region->base + LCK_RECORD_OFFSET(slot))};
+  int rc = lck_access_run(region, read_words, &of);
+  if (rc != 0)
+    return rc;
+  memcpy(out, of.words, sizeof(of.words));
   if (out->sequence == 0)
     return lck_fail(LCK_E_EMPTY, "slot %u holds no committed snapshot", slot);
   return 0;
@@ -128,9 +145,12 @@ static int read_record(const lck_region *region, uint32_t slot, record_disk *out
     int rc = snapshot_record(region, slot, out);
     if (rc == 0)
       rc = check_record(region, slot, out);
-    if (rc != LCK_E_CORRUPT || attempt == READ_ATTEMPTS ||
-        load_sequence(mapped_record(region, slot)) == out->sequence)
+    if (rc != LCK_E_CORRUPT || attempt == READ_ATTEMPTS)
       return rc;
+    uint64_t word;
+    int again = lck_access_word(region, LCK_RECORD_OFFSET(slot), &word);
+    if (again != 0 || word == out->sequence)
+      return again != 0 ? again : rc;
   }
 }
 
@@ -185,20 +205,24 @@ int lck_slot_invalidate(lck_region *region, uint32_t slot) {
     rc = visit(region, slot, LCK_FAULT_INVALIDATE, "before it is invalidated");
   if (rc != 0 || LCK_MUTANT(MUTANT_NEVER_INVALIDATED))
     return rc;
-  const record_disk *old = mapped_record(region, slot);
-  if (load_sequence(old) != 0 && old->crc == record_crc(old))
-    keep_layout(region, slot, old->layout_offset, old->layout_length, old->layout_crc);
+  record_disk old;
+  rc = lck_access_load(region, LCK_RECORD_OFFSET(slot), &old, sizeof(old));
+  if (rc != 0)
+    return rc;
+  if (old.sequence != 0 && old.crc == record_crc(&old))
+    keep_layout(region, slot, old.layout_offset, old.layout_length, old.layout_crc);
   /* The word alone makes the record invalid. The rest is blanked so that no single flipped bit of
    * the word makes an overwritten snapshot valid again; in whatever order the two reach the medium,
    * a record with its word but without its body fails its CRC. Readers, though, must see the word
    * change first: they would take the rest for damage. */
-  lck_persist_publish(region, LCK_RECORD_OFFSET(slot), 0);
+  rc = lck_persist_publish(region, LCK_RECORD_OFFSET(slot), 0);
   if (!LCK_MUTANT(MUTANT_BLANK_OVERTAKES_WORD) && !LCK_MUTANT(MUTANT_INVALIDATION_UNSYNCED))
     lck_persist_fence(region);
-  lck_persist_store(region, LCK_RECORD_OFFSET(slot) + sizeof(uint64_t),
-                    (const unsigned char *)&blank + sizeof(uint64_t),
-                    sizeof(blank) - sizeof(uint64_t));
-  return LCK_MUTANT(MUTANT_INVALIDATION_UNSYNCED) ? 0 : lck_persist_sync(region);
+  if (rc == 0)
+    rc = lck_persist_store(region, LCK_RECORD_OFFSET(slot) + sizeof(uint64_t),
+                           (const unsigned char *)&blank + sizeof(uint64_t),
+                           sizeof(blank) - sizeof(uint64_t));
+  return rc != 0 || LCK_MUTANT(MUTANT_INVALIDATION_UNSYNCED) ? rc : lck_persist_sync(region);
 }
 
 /* Everything of the block; run id, rank, world and identity are the region's. */
@@ -239,11 +263,17 @@ static int check_commit(const lck_region *region, uint32_t slot, const lck_recor
     rc = check_slot(region, slot);
   if (rc != 0)
     return rc;
-  if (record->sequence == 0 || record->sequence >= LCK_PUBLISHED)
-    return lck_fail(LCK_E_INVALID, "slot %u: sequence %" PRIu64 " cannot be committed", slot,
-                    record->sequence);
+  if (record->sequence == 0 || record->sequence > LCK_COUNT_LIMIT || record->step > LCK_COUNT_LIMIT)
+    return lck_fail(LCK_E_INVALID,
+                    "slot %u: sequence %" PRIu64 " with step %" PRIu64 " cannot be committed", slot,
+                    record->sequence, record->step);
   if (record->manifest_length > 0 && manifest == NULL)
     return lck_fail(LCK_E_INVALID, "slot %u: manifest is NULL", slot);
+  if (record->layout_length > LCK_TABLE_LIMIT || record->manifest_length > LCK_TABLE_LIMIT)
+    return lck_fail(LCK_E_INVALID,
+                    "slot %u: layout table of %" PRIu64 " bytes, manifest of %" PRIu64
+                    ", at most %" PRIu64 " each",
+                    slot, record->layout_length, record->manifest_length, LCK_TABLE_LIMIT);
   if ((record->layout_length > 0 &&
        !lck_slot_contains(region, slot, record->layout_offset, record->layout_length)) ||
       (record->manifest_length > 0 &&
@@ -254,6 +284,14 @@ static int check_commit(const lck_region *region, uint32_t slot, const lck_recor
                     slot, record->layout_offset, record->layout_length, record->manifest_offset,
                     record->manifest_length);
   return 0;
+}
+
+/* The text of what went wrong before is kept. */
+static void take_back(lck_region *region, uint32_t slot) {
+  lck_first_error failure = {0};
+  lck_error_keep(&failure, LCK_E_IO);
+  (void)lck_persist_publish(region, LCK_RECORD_OFFSET(slot), 0);
+  (void)lck_error_tell(&failure);
 }
 
 /* A record that is found valid describes content that is whole, at whatever instant the machine or
@@ -273,8 +311,11 @@ static int check_commit(const lck_region *region, uint32_t slot, const lck_recor
  *    one 512-byte sector, and were a sector to tear, the CRC over both would not hold.
  * 5. The word is published by one aligned 8-byte store, which no medium tears, and made durable.
  *    Content and body were durable before it existed, hence it is never durable without them. If
- * its sync fails, it is taken back: the next owner would find it in the page cache, take it for
+ *    its sync fails, it is taken back: the next owner would find it in the page cache, take it for
  *    durable, and overwrite the snapshot that is.
+ *
+ * A store that meets memory which is gone ends the commit where it is. A file that somebody cuts
+ * takes stored bytes away without a fault: it is whole after the last sync, or nothing is said.
  *
  * The CRC is computed over the block with its final word, so that it holds from step 5 on only. */
 int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record, const void *layout,
@@ -292,28 +333,39 @@ int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record,
   uint64_t word = block.sequence;
 
   if (layout != NULL)
-    (LCK_MUTANT(MUTANT_LAYOUT_NOT_FLUSHED) ? lck_mutant_store : lck_persist_store)(
+    rc = (LCK_MUTANT(MUTANT_LAYOUT_NOT_FLUSHED) ? lck_mutant_store : lck_persist_store)(
         region, record->layout_offset, layout, record->layout_length);
-  (LCK_MUTANT(MUTANT_MANIFEST_NOT_FLUSHED) ? lck_mutant_store : lck_persist_store)(
-      region, record->manifest_offset, manifest, record->manifest_length);
-  if (!LCK_MUTANT(MUTANT_TABLES_NOT_SYNCED) && !LCK_MUTANT(MUTANT_NO_FENCE_BEFORE_RECORD))
+  if (rc == 0)
+    rc = (LCK_MUTANT(MUTANT_MANIFEST_NOT_FLUSHED) ? lck_mutant_store : lck_persist_store)(
+        region, record->manifest_offset, manifest, record->manifest_length);
+  lck_timeline_stage(LCK_DID_TABLES,
+                     record->manifest_length + (layout != NULL ? record->layout_length : 0));
+  if (rc == 0 && !LCK_MUTANT(MUTANT_TABLES_NOT_SYNCED) &&
+      !LCK_MUTANT(MUTANT_NO_FENCE_BEFORE_RECORD))
     rc = lck_persist_sync(region);
+  lck_timeline_stage(LCK_DID_SYNC, 0);
   if (rc == 0)
     rc = visit(region, slot, LCK_FAULT_RECORD, "between manifest and record");
   if (rc != 0)
     return rc;
 
   if (LCK_MUTANT(MUTANT_WORD_BEFORE_BODY))
-    lck_persist_publish(region, LCK_RECORD_OFFSET(slot), word);
+    (void)lck_persist_publish(region, LCK_RECORD_OFFSET(slot), word);
   block.sequence = LCK_MUTANT(MUTANT_WORD_BEFORE_BODY) ? word : 0;
-  lck_persist_store(region, LCK_RECORD_OFFSET(slot), &block, sizeof(block));
+  rc = lck_persist_store(region, LCK_RECORD_OFFSET(slot), &block, sizeof(block));
   if (!LCK_MUTANT(MUTANT_BODY_NOT_FENCED) && !LCK_MUTANT(MUTANT_NO_FENCE_BEFORE_RECORD))
     lck_persist_fence(region);
-  lck_persist_publish(region, LCK_RECORD_OFFSET(slot), word);
-  rc = LCK_MUTANT(MUTANT_ACKNOWLEDGED_EARLY) ? 0 : lck_persist_sync(region);
+  if (rc == 0)
+    rc = lck_persist_publish(region, LCK_RECORD_OFFSET(slot), word);
+  lck_timeline_stage(LCK_DID_RECORD, sizeof(block));
+  if (rc == 0 && !LCK_MUTANT(MUTANT_ACKNOWLEDGED_EARLY))
+    rc = lck_persist_sync(region);
+  lck_timeline_stage(LCK_DID_SYNC, 0);
+  if (rc == 0)
+    rc = lck_access_whole(region);
   if (rc == 0)
     keep_layout(region, slot, record->layout_offset, record->layout_length, layout_sum);
   else
-    lck_persist_publish(region, LCK_RECORD_OFFSET(slot), 0);
+    take_back(region, slot);
   return rc;
 }

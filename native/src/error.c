@@ -7,14 +7,12 @@
 
 #include "api.h"
 
-enum { TEXT_BYTES = 512 };
-
-static _Thread_local char last_error[TEXT_BYTES];
+static _Thread_local char last_error[LCK_TEXT_BYTES];
 
 /* The text is composed beside the old one, because an argument may be lck_last_error() itself. */
 __attribute__((format(printf, 2, 0))) static void compose(const char *suffix, const char *format,
                                                           va_list arguments) {
-  char text[TEXT_BYTES];
+  char text[LCK_TEXT_BYTES];
   int length = vsnprintf(text, sizeof(text), format, arguments);
   if (length < 0)
     text[length = 0] = '\0';
@@ -43,6 +41,23 @@ int lck_fail_errno(int code, const char *format, ...) {
   va_end(arguments);
   errno = saved;
   return code;
+}
+
+void lck_error_keep(lck_first_error *first, int code) {
+  int none = 0;
+  if (code == 0 || !atomic_compare_exchange_strong(&first->code, &none, 1))
+    return;
+  memcpy(first->text, last_error, sizeof(last_error));
+  atomic_store(&first->code, code);
+}
+
+int lck_error_kept(const lck_first_error *first) {
+  return atomic_load(&first->code) != 0;
+}
+
+int lck_error_tell(const lck_first_error *first) {
+  int code = atomic_load(&first->code);
+  return code == 0 ? 0 : lck_fail(code, "%s", first->text);
 }
 
 LCK_API const char *lck_last_error(void) {

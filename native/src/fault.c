@@ -3,8 +3,11 @@
 #if defined(LCK_TESTING) || defined(LCK_TRACE)
 
 #include <errno.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "error.h"
 
@@ -52,6 +55,14 @@ int lck_fault_visit(enum lck_fault_point point) {
     next = word < 2 * ONE_VISIT ? 0 : word - ONE_VISIT;
   } while (!atomic_compare_exchange_weak(&armed[point], &word, next));
   return next == 0 ? (int)(word & ERROR_MASK) : 0;
+}
+
+/* As the kernel tells of poison under a huge page. */
+void lck_fault_poison(void *address) {
+  siginfo_t info = {.si_signo = SIGBUS, .si_code = BUS_MCEERR_AR};
+  info.si_addr = address;
+  info.si_addr_lsb = 21;
+  (void)syscall(SYS_rt_tgsigqueueinfo, getpid(), syscall(SYS_gettid), SIGBUS, &info);
 }
 
 #endif

@@ -27,6 +27,17 @@
 #define LCK_JOURNAL_OFFSET (32u * LCK_HEADER_PAGE)
 #define LCK_GRANULE (UINT64_C(2) << 20) /* segments start and end on 2 MiB: huge pages, devdax */
 
+/* A layout table or a manifest has at most so many bytes. Both are read whole before anything is
+ * known of them: in a file full of holes, a wrong length under a right checksum would otherwise
+ * take all memory. The fuzzer lowers it. */
+#ifndef LCK_TABLE_LIMIT
+#define LCK_TABLE_LIMIT (UINT64_C(1) << 30)
+#endif
+
+/* No count of commits or steps comes here. A higher one is damage: counting on from it would end in
+ * an overflow in the middle of a training. */
+#define LCK_COUNT_LIMIT (UINT64_C(1) << 62)
+
 typedef struct segment_disk {
   uint64_t offset, length, slot_bytes;
 } segment_disk;
@@ -113,6 +124,22 @@ typedef struct journal_disk {
 #define LCK_JOURNAL_HALF(journal_length)                                                           \
   ((journal_length) / LCK_JOURNAL_HALVES / LCK_HEADER_PAGE * LCK_HEADER_PAGE)
 
+/* What a trainer last said of itself. Informational: nothing relies on it, recovery never reads it,
+ * and of a page that was never written everything is 0. The CRC leaves out `turn`. */
+#define LCK_STATISTICS_OFFSET LCK_RECORD_OFFSET(LCK_MAX_SLOTS) /* the page behind the records */
+#define LCK_STATISTICS_MAGIC UINT32_C(0x534B434C)              /* "LCKS" */
+
+typedef struct statistics_disk {
+  uint64_t turn; /* odd while the page is being written */
+  uint32_t magic;
+  uint32_t version;
+  uint32_t bytes; /* sizeof(statistics_disk) */
+  uint32_t reserved0;
+  lck_statistics said;
+  uint32_t reserved;
+  uint32_t crc;
+} statistics_disk;
+
 _Static_assert(sizeof(segment_disk) == 24, "segment_disk");
 _Static_assert(sizeof(branch_disk) == 16, "branch_disk");
 _Static_assert(sizeof(superblock_disk) == 960, "superblock_disk");
@@ -125,6 +152,8 @@ _Static_assert(offsetof(record_disk, crc) == 252, "record_disk.crc");
 _Static_assert(sizeof(journal_disk) == 128, "journal_disk"); /* whole lines: blobs share none */
 _Static_assert(offsetof(journal_disk, length) == 32, "journal_disk.length");
 _Static_assert(offsetof(journal_disk, crc) == 124, "journal_disk.crc");
-_Static_assert(LCK_RECORD_OFFSET(LCK_MAX_SLOTS) <= LCK_JOURNAL_OFFSET, "records before journal");
+_Static_assert(sizeof(lck_statistics) == 960, "lck_statistics");
+_Static_assert(sizeof(statistics_disk) == 992, "statistics_disk");
+_Static_assert(LCK_STATISTICS_OFFSET + LCK_HEADER_PAGE <= LCK_JOURNAL_OFFSET, "before the journal");
 
 #endif

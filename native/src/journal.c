@@ -6,6 +6,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "access.h"
 #include "api.h"
 #include "error.h"
 #include "kernel.h"
@@ -149,6 +150,21 @@ static enum state read_newest(const lck_region *region, const superblock_disk *s
   return damaged ? DAMAGED : ABSENT;
 }
 
+typedef struct look {
+  const lck_region *region;
+  const superblock_disk *super;
+  const request *wanted;
+  journal_disk entry;
+  uint32_t half;
+  enum state state;
+  uint64_t sequence;
+} look;
+
+static void look_for_newest(void *argument) {
+  look *at = argument;
+  at->state = read_newest(at->region, at->super, at->wanted, &at->entry, &at->half);
+}
+
 /* The owner of a region that is read only may have begun another timeline since it was opened. */
 static int current_superblock(const lck_region *region, superblock_disk *super) {
   if (region->flags & LCK_READ_ONLY)
@@ -160,13 +176,14 @@ static int current_superblock(const lck_region *region, superblock_disk *super) 
 static int read_attempt(const lck_region *region, const request *wanted, journal_disk *out,
                         enum state *state) {
   superblock_disk super;
-  uint32_t half;
+  look at = {.region = region, .super = &super, .wanted = wanted, .state = ABSENT};
   int rc = current_superblock(region, &super);
-  *state = ABSENT;
   if (rc == 0 && capacity(&super) > 0)
-    *state = read_newest(region, &super, wanted, out, &half);
+    rc = lck_access_run(region, look_for_newest, &at);
   if (rc != 0)
     return rc;
+  *state = at.state;
+  *out = at.entry;
   if (*state == ABSENT)
     return lck_fail(LCK_E_EMPTY, "the journal holds no entry of timeline %" PRIu64, super.timeline);
   return *state == DAMAGED ? LCK_E_CORRUPT : 0;
@@ -174,7 +191,7 @@ static int read_attempt(const lck_region *region, const request *wanted, journal
 
 LCK_API int lck_journal_read(const lck_region *region, uint32_t kind, lck_journal_entry *out,
                              void *blob, uint64_t room) {
-  journal_disk entry;
+  journal_disk entry = {0};
   request wanted = {.kind = kind, .blob = blob, .room = room};
   enum state state = MOVED;
   int rc = lck_region_alive(region);
@@ -230,18 +247,25 @@ static int check_write(const superblock_disk *super, const lck_journal_entry *en
 
 /* Once per handle: which half must stay, and the highest sequence, of any timeline. What a
  * predecessor left in caches is durable by now (lck_persist_adopt). */
-static void find_newest(lck_region *region, const superblock_disk *super) {
-  request any = {.any_timeline = 1};
+static void look_for_highest(void *argument) {
+  look *at = argument;
   journal_disk entry;
-  uint32_t newest = 1;
-  uint64_t sequence = 0;
-  if (read_newest(region, super, &any, &entry, &newest) != WHOLE)
-    newest = 1;
+  look_for_newest(at);
+  if (at->state != WHOLE)
+    at->half = 1;
   for (uint32_t half = 0; half < LCK_JOURNAL_HALVES; half++)
-    if (read_entry(region, super, half, &entry) == WHOLE &&
-        (entry.sequence & ~LCK_PUBLISHED) > sequence)
-      sequence = entry.sequence & ~LCK_PUBLISHED;
-  region->journal = (lck_journal){.sequence = sequence, .newest = newest};
+    if (read_entry(at->region, at->super, half, &entry) == WHOLE &&
+        (entry.sequence & ~LCK_PUBLISHED) > at->sequence)
+      at->sequence = entry.sequence & ~LCK_PUBLISHED;
+}
+
+static int find_newest(lck_region *region, const superblock_disk *super) {
+  request any = {.any_timeline = 1};
+  look at = {.region = region, .super = super, .wanted = &any};
+  int rc = lck_access_run(region, look_for_highest, &at);
+  if (rc == 0)
+    region->journal = (lck_journal){.sequence = at.sequence, .newest = at.half};
+  return rc;
 }
 
 static journal_disk compose(const superblock_disk *super, const lck_journal_entry *entry,
@@ -290,36 +314,42 @@ LCK_API int lck_journal_write(lck_region *region, const lck_journal_entry *entry
   if (rc != 0)
     return rc;
   if (region->journal.sequence == 0)
-    find_newest(region, &super);
+    rc = find_newest(region, &super);
+  if (rc != 0)
+    return rc;
   uint32_t half = expendable(region, entry);
   uint64_t at = half_offset(&super, half);
   journal_disk block = compose(&super, entry, blob, half, region->journal.sequence + 1);
   uint64_t word = block.sequence;
 
   if (!LCK_MUTANT(MUTANT_JOURNAL_KEPT_VALID)) {
-    lck_persist_publish(region, at, 0);
+    rc = lck_persist_publish(region, at, 0);
     lck_persist_fence(region);
   }
-  (LCK_MUTANT(MUTANT_JOURNAL_UNFLUSHED) ? lck_mutant_store : lck_persist_store)(
-      region, at + sizeof(block), blob, entry->length);
+  if (rc == 0)
+    rc = (LCK_MUTANT(MUTANT_JOURNAL_UNFLUSHED) ? lck_mutant_store : lck_persist_store)(
+        region, at + sizeof(block), blob, entry->length);
   block.sequence = LCK_MUTANT(MUTANT_JOURNAL_KEPT_VALID) ? word : 0;
-  lck_persist_store(region, at, &block, sizeof(block));
+  if (rc == 0)
+    rc = lck_persist_store(region, at, &block, sizeof(block));
   if (!LCK_MUTANT(MUTANT_JOURNAL_UNFENCED))
     lck_persist_fence(region);
-  lck_persist_publish(region, at, word);
+  if (rc == 0)
+    rc = lck_persist_publish(region, at, word);
   if (!LCK_MUTANT(MUTANT_JOURNAL_ACKED_EARLY))
     lck_persist_fence(region);
-  region->journal = (lck_journal){.sequence = region->journal.sequence + 1, .newest = half};
-  return 0;
+  if (rc == 0)
+    region->journal = (lck_journal){.sequence = region->journal.sequence + 1, .newest = half};
+  return rc;
 }
 
 /* ---- create ------------------------------------------------------------------------------- */
 
-void lck_journal_blank(lck_region *region, const superblock_disk *super) {
+int lck_journal_blank(lck_region *region, const superblock_disk *super) {
   static const journal_disk blank;
-  if (capacity(super) == 0)
-    return;
-  for (uint32_t half = 0; half < LCK_JOURNAL_HALVES; half++)
-    lck_persist_store(region, half_offset(super, half), &blank, sizeof(blank));
+  int rc = 0;
+  for (uint32_t half = 0; half < LCK_JOURNAL_HALVES && capacity(super) > 0 && rc == 0; half++)
+    rc = lck_persist_store(region, half_offset(super, half), &blank, sizeof(blank));
   lck_persist_fence(region); /* a half-blank one beside a superblock would look like damage */
+  return rc;
 }

@@ -5,7 +5,7 @@
 #include "region.h"
 
 /* Leave nothing on a device that could be taken for an entry. The caller syncs on
- * page media. */
-void lck_journal_blank(lck_region *region, const superblock_disk *super);
+ * page media. Errors: LCK_E_IO. */
+int lck_journal_blank(lck_region *region, const superblock_disk *super);
 
 #endif

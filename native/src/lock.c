@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "api.h"
+#include "calls.h"
 #include "error.h"
 
 #define OWNER_BYTE (INT64_MAX / 2)
@@ -79,7 +80,7 @@ int lck_lock_adopt(lck_region *region, int fd, int lock_fd) {
 
 static int set_lock(const lck_region *region, short type, int64_t byte) {
   struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
-  return fcntl(region->lock_fd, F_OFD_SETLK, &lock) == 0 ? 0 : errno;
+  return lck_call_fcntl(region->lock_fd, F_OFD_SETLK, &lock) == 0 ? 0 : errno;
 }
 
 static int held_elsewhere(int error) {
@@ -94,6 +95,15 @@ int lck_lock_own(lck_region *region) {
     return lck_fail(LCK_E_BUSY, "another process or handle owns the region");
   errno = error;
   return lck_fail_errno(LCK_E_IO, "take the owner lock on descriptor %d", region->lock_fd);
+}
+
+/* A handle's own lock does not conflict with what it asks for. */
+int lck_lock_owned(const lck_region *region, int *owned) {
+  struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = OWNER_BYTE, .l_len = 1};
+  if (fcntl(region->lock_fd, F_OFD_GETLK, &lock) != 0)
+    return lck_fail_errno(LCK_E_IO, "look at the owner lock on descriptor %d", region->lock_fd);
+  *owned = lock.l_type != F_UNLCK || !(region->flags & LCK_READ_ONLY);
+  return 0;
 }
 
 void lck_lock_release(lck_region *region) {

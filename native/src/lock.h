@@ -16,6 +16,10 @@ int lck_lock_adopt(lck_region *region, int fd, int lock_fd);
 /* Take the owner lock. Errors: LCK_E_BUSY, LCK_E_IO. */
 int lck_lock_own(lck_region *region);
 
+/* Whether anybody owns the region: this handle, another one or another process. Errors: LCK_E_IO.
+ */
+int lck_lock_owned(const lck_region *region, int *owned);
+
 /* Drop every lock, close the duplicates, leave the list. */
 void lck_lock_release(lck_region *region);
 

@@ -14,6 +14,9 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include "access.h"
+#include "bus.h"
+#include "calls.h"
 #include "error.h"
 #include "trace.h"
 
@@ -82,8 +85,8 @@ static int detect_device(lck_region *region, dev_t device) {
 
 /* Whether MAP_SYNC is granted decides: mount options and statx promise less than they say. */
 static int detect_disk(lck_region *region, dev_t device) {
-  void *page =
-      mmap(NULL, LCK_HEADER_PAGE, PROT_READ, MAP_SHARED_VALIDATE | MAP_SYNC, region->fd, 0);
+  void *page = lck_call_mmap(NULL, LCK_HEADER_PAGE, PROT_READ, MAP_SHARED_VALIDATE | MAP_SYNC,
+                             region->fd, 0);
   if (page != MAP_FAILED) {
     munmap(page, LCK_HEADER_PAGE);
     region->medium = LCK_FSDAX;
@@ -100,7 +103,7 @@ static int detect_disk(lck_region *region, dev_t device) {
 int lck_medium_detect(lck_region *region) {
   struct stat file;
   struct statfs fs;
-  if (fstat(region->fd, &file) != 0 || fstatfs(region->fd, &fs) != 0)
+  if (lck_call_fstat(region->fd, &file) != 0 || fstatfs(region->fd, &fs) != 0)
     return lck_fail_errno(LCK_E_IO, "stat the region's file");
   int rc = 0;
   region->page_bytes = (uint64_t)sysconf(_SC_PAGESIZE);
@@ -129,7 +132,7 @@ int lck_medium_length(const lck_region *region, uint64_t *length) {
   *length = region->reserved_length;
   if (region->backed)
     return 0;
-  if (fstat(region->fd, &file) != 0)
+  if (lck_call_fstat(region->fd, &file) != 0)
     return lck_fail_errno(LCK_E_IO, "stat the region's file");
   *length = (uint64_t)file.st_size;
   if (region->medium != LCK_DEVDAX)
@@ -141,24 +144,40 @@ int lck_medium_length(const lck_region *region, uint64_t *length) {
   return 0;
 }
 
+typedef struct peek {
+  void *to;
+  const void *from;
+  uint64_t length;
+} peek;
+
+static void copy_out(void *argument) {
+  const peek *from = argument;
+  memcpy(from->to, from->from, from->length);
+}
+
 int lck_medium_peek(const lck_region *region, void *bytes, uint64_t length, uint64_t *got) {
   *got = 0;
   if (region->backed) {
-    memcpy(bytes, region->base, length);
     *got = length;
-    return 0;
+    return lck_access_load(region, 0, bytes, length);
   }
   if (region->medium == LCK_DEVDAX) {
-    void *map = mmap(NULL, region->granule, PROT_READ, MAP_SHARED, region->fd, 0);
+    void *map = lck_call_mmap(NULL, region->granule, PROT_READ, MAP_SHARED, region->fd, 0);
     if (map == MAP_FAILED)
       return lck_fail_errno(LCK_E_IO, "map %" PRIu64 " bytes of the device", region->granule);
-    memcpy(bytes, map, length);
+    peek from = {bytes, map, length};
+    lck_bus_fault fault;
+    int gone = lck_bus_run(map, region->granule, copy_out, &from, &fault);
     munmap(map, region->granule);
+    if (gone)
+      return lck_fail(LCK_E_IO, "SIGBUS at offset %" PRIu64 " of the device: it cannot be read",
+                      (uint64_t)(fault.address - (uintptr_t)map));
     *got = length;
     return 0;
   }
   while (*got < length) {
-    ssize_t count = pread(region->fd, (char *)bytes + *got, (size_t)(length - *got), (off_t)*got);
+    ssize_t count =
+        lck_call_pread(region->fd, (char *)bytes + *got, (size_t)(length - *got), (off_t)*got);
     if (count < 0 && errno == EINTR)
       continue;
     if (count < 0)

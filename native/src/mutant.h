@@ -46,15 +46,16 @@ extern int lck_mutant;
 #define LCK_MUTANT(which) (lck_mutant == (which))
 
 /* lck_persist_store without its flush. */
-void lck_mutant_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length);
+int lck_mutant_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length);
 
 #else
 
 #define LCK_MUTANT(which) 0
 
-static inline void lck_mutant_store(lck_region *region, uint64_t offset, const void *bytes,
-                                    uint64_t length) {
+static inline int lck_mutant_store(lck_region *region, uint64_t offset, const void *bytes,
+                                   uint64_t length) {
   (void)region, (void)offset, (void)bytes, (void)length;
+  return 0;
 }
 
 #endif

@@ -4,8 +4,9 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "access.h"
+#include "calls.h"
 #include "error.h"
-#include "fault.h"
 #include "guard.h"
 #include "kernel.h"
 #include "mutant.h"
@@ -119,37 +120,89 @@ static void fence_here(const lck_region *region) {
 
 /* ---- stores ------------------------------------------------------------------------------- */
 
-void lck_persist_payload(lck_region *region, uint64_t offset, const void *source, uint64_t length,
-                         uint32_t *crc) {
+typedef struct change {
+  lck_region *region;
+  uint64_t offset;
+  const void *bytes;
+  uint64_t length, word;
+  uint32_t *crc;
+} change;
+
+static void put_payload(void *argument) {
+  const change to = *(const change *)argument;
+  lck_region *region = to.region;
   const lck_kernel_table *kernel = lck_kernel_current();
-  *crc = kernel->copy(lck_guard_store(region, offset), source, length, *crc);
-  lck_trace_payload(region, offset, length, kernel->cached);
+  *to.crc = kernel->copy(lck_guard_store(region, to.offset), to.bytes, to.length, *to.crc);
+  lck_trace_payload(region, to.offset, to.length, kernel->cached);
   if (kernel->cached && !LCK_MUTANT(MUTANT_PAYLOAD_NOT_FLUSHED))
-    flush(region, offset, length);
+    flush(region, to.offset, to.length);
 }
 
-void lck_persist_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length) {
-  if (length == 0)
-    return;
-  memcpy(lck_guard_store(region, offset), bytes, length);
-  lck_trace(LCK_TRACE_STORE, region, offset, length);
-  flush(region, offset, length);
+static void put_bytes(void *argument) {
+  const change to = *(const change *)argument;
+  memcpy(lck_guard_store(to.region, to.offset), to.bytes, to.length);
+  lck_trace(LCK_TRACE_STORE, to.region, to.offset, to.length);
+  flush(to.region, to.offset, to.length);
 }
 
-void lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word) {
+static void put_word(void *argument) {
+  const change to = *(const change *)argument;
   /* A plain store may be torn or repeated by the compiler; an atomic one may not. */
-  __atomic_store_n((uint64_t *)(void *)lck_guard_store(region, offset), word, __ATOMIC_RELEASE);
-  lck_trace(LCK_TRACE_STORE, region, offset, sizeof(word));
-  flush(region, offset, sizeof(word));
+  __atomic_store_n((uint64_t *)(void *)lck_guard_store(to.region, to.offset), to.word,
+                   __ATOMIC_RELEASE);
+  lck_trace(LCK_TRACE_STORE, to.region, to.offset, sizeof(to.word));
+  flush(to.region, to.offset, sizeof(to.word));
 }
 
-void lck_persist_touch(lck_region *region, uint64_t offset, uint64_t length) {
+static void put_note(void *argument) {
+  const change to = *(const change *)argument;
+  uint64_t *turn = (uint64_t *)(void *)lck_guard_store(to.region, to.offset);
+  uint64_t odd = __atomic_load_n(turn, __ATOMIC_RELAXED) | 1;
+  __atomic_exchange_n(turn, odd, __ATOMIC_SEQ_CST);
+  memcpy(turn + 1, (const unsigned char *)to.bytes + sizeof(*turn), to.length - sizeof(*turn));
+  __atomic_store_n(turn, odd + 1, __ATOMIC_RELEASE);
+  lck_trace(LCK_TRACE_STORE, to.region, to.offset, to.length);
+}
+
+static void touch(void *argument) {
+  const change to = *(const change *)argument;
   uint64_t step = (uint64_t)sysconf(_SC_PAGESIZE);
-  for (uint64_t at = offset; at < offset + length; at += step) {
-    volatile unsigned char *byte = lck_guard_store(region, at);
+  for (uint64_t at = to.offset; at < to.offset + to.length; at += step) {
+    volatile unsigned char *byte = lck_guard_store(to.region, at);
     *byte = *byte;
-    lck_trace(LCK_TRACE_STORE, region, at, 1);
+    lck_trace(LCK_TRACE_STORE, to.region, at, 1);
   }
+}
+
+static void flush_all(void *argument) {
+  const change to = *(const change *)argument;
+  flush(to.region, to.offset, to.length);
+}
+
+int lck_persist_payload(lck_region *region, uint64_t offset, const void *source, uint64_t length,
+                        uint32_t *crc) {
+  change to = {.region = region, .offset = offset, .bytes = source, .length = length, .crc = crc};
+  return lck_access_run(region, put_payload, &to);
+}
+
+int lck_persist_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length) {
+  change to = {.region = region, .offset = offset, .bytes = bytes, .length = length};
+  return length == 0 ? 0 : lck_access_run(region, put_bytes, &to);
+}
+
+int lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word) {
+  change to = {.region = region, .offset = offset, .word = word};
+  return lck_access_run(region, put_word, &to);
+}
+
+int lck_persist_note(lck_region *region, uint64_t offset, const void *bytes, uint64_t length) {
+  change to = {.region = region, .offset = offset, .bytes = bytes, .length = length};
+  return lck_access_run(region, put_note, &to);
+}
+
+int lck_persist_touch(lck_region *region, uint64_t offset, uint64_t length) {
+  change to = {.region = region, .offset = offset, .length = length};
+  return lck_access_run(region, touch, &to);
 }
 
 /* ---- order -------------------------------------------------------------------------------- */
@@ -166,15 +219,12 @@ static int sync_file(lck_region *region) {
   if (latched != 0)
     return lck_fail(LCK_E_PREVIOUS, "the region is latched by an earlier failure, code %d",
                     latched);
-  int error = lck_fault_visit(LCK_FAULT_SYNC);
-  if (error == 0 && fdatasync(region->fd) == 0)
+  if (lck_call_fdatasync(region->fd) == 0)
     return 0;
   if (LCK_MUTANT(MUTANT_SYNC_RETRIED)) {
     lck_trace(LCK_TRACE_SYNC_FAILED, region, 0, 0);
     return 0;
   }
-  if (error != 0)
-    errno = error;
   return lck_region_latch(region, lck_fail_errno(LCK_E_IO, "fdatasync of the region's file"));
 }
 
@@ -194,12 +244,15 @@ int lck_persist_sync(lck_region *region) {
 }
 
 int lck_persist_adopt(lck_region *region) {
-  uint64_t end = region->super.journal_offset + region->super.journal_length;
-  int touch = region->granularity == LCK_GRAN_LINE || region->granularity == LCK_GRAN_PAGE;
-  if (touch && !LCK_MUTANT(MUTANT_ADOPTED_CLEAN)) {
-    lck_persist_touch(region, 0, end);
-    lck_trace(LCK_TRACE_TOUCH, region, 0, end);
+  change all = {.region = region,
+                .length = region->super.journal_offset + region->super.journal_length};
+  int touched = region->granularity == LCK_GRAN_LINE || region->granularity == LCK_GRAN_PAGE;
+  int rc = 0;
+  if (touched && !LCK_MUTANT(MUTANT_ADOPTED_CLEAN)) {
+    rc = lck_persist_touch(region, 0, all.length);
+    lck_trace(LCK_TRACE_TOUCH, region, 0, all.length);
   }
-  flush(region, 0, end);
-  return lck_persist_sync(region);
+  if (rc == 0)
+    rc = lck_access_run(region, flush_all, &all);
+  return rc != 0 ? rc : lck_persist_sync(region);
 }

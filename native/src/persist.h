@@ -1,5 +1,6 @@
 /* persist.h -- every store to a region goes through these few primitives, and only these.
  *
+ * One that meets memory which is gone (see access.h) fails with LCK_E_IO and latches the region.
  * What makes stores durable is chosen once per mapping (granularity). A fence orders and drains the
  * calling thread's own flushes and non-temporal stores, nobody else's: each worker fences for
  * itself before it reports a copy as done. */
@@ -13,14 +14,18 @@
 /* Copy payload with the current kernel; *crc is continued. Flushes when the kernel's stores are
  * cached; does not fence. `offset` is on a line; the last line is padded with zeros. Thread-safe
  * for disjoint extents. */
-void lck_persist_payload(lck_region *region, uint64_t offset, const void *source, uint64_t length,
-                         uint32_t *crc);
+int lck_persist_payload(lck_region *region, uint64_t offset, const void *source, uint64_t length,
+                        uint32_t *crc);
 
 /* Ordinary stores, then flush of their lines; no fence. */
-void lck_persist_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length);
+int lck_persist_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length);
 
 /* One aligned 8-byte store, never torn, then flush of its line; no fence. */
-void lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word);
+int lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word);
+
+/* Bytes that nobody recovers: ordinary stores, neither flushed nor fenced. Their first 8 bytes are
+ * not stored but count the turns there, odd while the rest changes. */
+int lck_persist_note(lck_region *region, uint64_t offset, const void *bytes, uint64_t length);
 
 /* Drain the calling thread's stores, also those outside any region (NULL). On page media this
  * orders nothing on the medium: see sync. */
@@ -38,6 +43,6 @@ int lck_persist_adopt(lck_region *region);
 
 /* Make the kernel back every page of [offset, +length) without changing a byte; no other thread may
  * store there meanwhile. */
-void lck_persist_touch(lck_region *region, uint64_t offset, uint64_t length);
+int lck_persist_touch(lck_region *region, uint64_t offset, uint64_t length);
 
 #endif

@@ -12,10 +12,12 @@
 #include <unistd.h>
 
 #include "api.h"
+#include "bus.h"
 #include "error.h"
 #include "snapshot.h"
 
 #define FULL_PACE 1000u
+#define MOST_MOMENTS (1u << 24)
 
 typedef struct task {
   lck_snapshot *snapshot;
@@ -183,8 +185,10 @@ static void lower_priority(const lck_pool *pool) {
 }
 
 void *lck_worker_main(void *argument) {
-  lck_pool *pool = argument;
-  lck_lap lap = {0, 0};
+  lck_lane *lane = argument;
+  lck_pool *pool = lane->pool;
+  lck_lap lap = {.lane = lane};
+  lck_bus_own_thread();
   lower_priority(pool);
   pthread_mutex_lock(&pool->lock);
   while (!pool->stop) {
@@ -216,7 +220,8 @@ static int due(const lck_snapshot *snapshot) {
 }
 
 void *lck_keeper_main(void *argument) {
-  lck_pool *pool = argument;
+  lck_pool *pool = ((lck_lane *)argument)->pool;
+  lck_bus_own_thread();
   lower_priority(pool);
   pthread_mutex_lock(&pool->lock);
   for (;;) {
@@ -224,6 +229,8 @@ void *lck_keeper_main(void *argument) {
     while (s && !s->doomed && !due(s))
       s = s->next;
     if (!s) {
+      if (lck_statistics_store(pool))
+        continue;
       if (pool->stop)
         break;
       pthread_cond_wait(&pool->duty, &pool->lock);
@@ -246,9 +253,9 @@ void *lck_keeper_main(void *argument) {
 
 /* ---- The pool -------------------------------------------------------------------------------- */
 
-static int start(lck_pool *pool, void *(*body)(void *), const char *name) {
+static int start(lck_pool *pool, void *(*body)(void *), lck_lane *lane, const char *name) {
   pthread_t *member = &pool->members[pool->started];
-  int error = pthread_create(member, NULL, body, pool);
+  int error = pthread_create(member, NULL, body, lane);
   if (error) {
     errno = error;
     return lck_fail_errno(LCK_E_NOMEM, "starting thread %s", name);
@@ -262,11 +269,11 @@ static int start_all(lck_pool *pool) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  int rc = start(pool, lck_keeper_main, "lightck-keeper");
+  int rc = start(pool, lck_keeper_main, &pool->lanes[LCK_THREAD_KEEPER], "lightck-keeper");
   for (uint32_t i = 0; i < pool->threads && rc == 0; i++) {
     char name[16];
     snprintf(name, sizeof name, "lightck-%u", i % LCK_MAX_THREADS);
-    rc = start(pool, lck_worker_main, name);
+    rc = start(pool, lck_worker_main, &pool->lanes[i], name);
   }
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   return rc;
@@ -285,15 +292,17 @@ static void stop_and_free(lck_pool *pool) {
   pthread_cond_destroy(&pool->duty);
   pthread_cond_destroy(&pool->work);
   pthread_mutex_destroy(&pool->lock);
+  lck_timeline_free(pool);
   free(pool);
 }
 
 LCK_API int lck_pool_create(const lck_pool_spec *spec, lck_pool **out) {
   if (!spec || !out || spec->threads < 1 || spec->threads > LCK_MAX_THREADS ||
       spec->chunk_bytes == 0 || spec->chunk_bytes % 4096 != 0 || spec->nice < 0 ||
-      spec->nice > 19) {
-    return lck_fail(LCK_E_INVALID, "pool of %u threads, chunks of %u bytes, nice %d",
-                    spec ? spec->threads : 0, spec ? spec->chunk_bytes : 0, spec ? spec->nice : 0);
+      spec->nice > 19 || spec->moments > MOST_MOMENTS) {
+    return lck_fail(LCK_E_INVALID, "pool of %u threads, chunks of %u bytes, nice %d, %u moments",
+                    spec ? spec->threads : 0, spec ? spec->chunk_bytes : 0, spec ? spec->nice : 0,
+                    spec ? spec->moments : 0);
   }
   lck_pool *pool = calloc(1, sizeof *pool);
   if (!pool)
@@ -311,7 +320,9 @@ LCK_API int lck_pool_create(const lck_pool_spec *spec, lck_pool **out) {
   pthread_cond_init(&pool->duty, &monotonic);
   pthread_cond_init(&pool->progress, &monotonic);
   pthread_condattr_destroy(&monotonic);
-  int rc = start_all(pool);
+  int rc = lck_timeline_make(pool, spec->moments);
+  if (rc == 0)
+    rc = start_all(pool);
   if (rc) {
     stop_and_free(pool);
     return rc;

@@ -11,6 +11,8 @@
 #include <sys/types.h>
 
 #include "lightck.h"
+#include "statistics.h"
+#include "timeline.h"
 
 #define LCK_MAX_THREADS 64u
 
@@ -27,14 +29,15 @@ struct lck_pool {
   int nice;
 
   /* Protects the list of snapshots, their `users`, `phase`, `doomed` and `claimed` fields and their
-   * failure, the cached areas, and every sleep. Held for short scans only: never across a copy, a
-   * sync or a system call that may block. */
+   * failure, the cached areas, the notice, and every sleep. Held for short scans only: never across
+   * a copy, a sync or a system call that may block. */
   pthread_mutex_t lock;
   pthread_cond_t work;     /* workers: something became claimable, or the pace changed */
   pthread_cond_t duty;     /* the keeper: something to invalidate or to commit */
   pthread_cond_t progress; /* callers: a batch, a snapshot or a user of one is done */
   int stop;
   lck_snapshot *first, *last; /* open snapshots, oldest first; bounded by the regions' slots */
+  lck_notice notice;          /* statistics that the keeper has yet to store */
   lck_area *cached;           /* unbounded in number, but emptied whenever none of them fits */
 
   /* A sleeper counts itself and then looks for work; whoever makes work stores it and then reads
@@ -50,6 +53,9 @@ struct lck_pool {
   _Atomic uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns, commits, commit_ns;
   _Atomic uint64_t bytes_drained, drain_ns;
   _Atomic uint64_t staging_bytes;
+
+  lck_lane
+      lanes[LCK_LANES]; /* indexed by lck_moment.thread; what a thread needs to know of itself */
 
   uint32_t started; /* threads to join */
   pthread_t members[LCK_MAX_THREADS + 1];
@@ -72,9 +78,9 @@ void lck_pool_throttle(lck_pool *pool, uint64_t bytes);
 /* Sleep on `condition` under the pool's lock until about `deadline` (monotonic; LCK_ALL: none). */
 void lck_pool_sleep(lck_pool *pool, pthread_cond_t *condition, uint64_t deadline);
 
-/* Body of a thread. */
-void *lck_worker_main(void *pool);
-void *lck_keeper_main(void *pool);
+/* Body of a thread; its argument is its lane. */
+void *lck_worker_main(void *lane);
+void *lck_keeper_main(void *lane);
 
 /* Take `length` bytes, 64-aligned, from the areas in *held, adding a cached or a new one when none
  * has room. NULL: no memory. The memory is not zeroed and stays until *held is given back. */

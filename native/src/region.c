@@ -195,14 +195,15 @@ static int refuse_occupied(const lck_region *region) {
  * anything, so its headers are blanked first, superblocks before records and the journal's. */
 static int fill(lck_region *region, const superblock_disk *super) {
   static const unsigned char zeros[LCK_HEADER_PAGE];
-  for (uint64_t at = 0; lck_medium_fixed(region) && at < LCK_JOURNAL_OFFSET;
+  int rc = 0;
+  for (uint64_t at = 0; lck_medium_fixed(region) && at < LCK_JOURNAL_OFFSET && rc == 0;
        at += LCK_HEADER_PAGE) {
-    lck_persist_store(region, at, zeros, sizeof(zeros));
+    rc = lck_persist_store(region, at, zeros, sizeof(zeros));
     lck_persist_fence(region);
   }
-  if (lck_medium_fixed(region))
-    lck_journal_blank(region, super);
-  return lck_superblock_write(region, super);
+  if (rc == 0 && lck_medium_fixed(region))
+    rc = lck_journal_blank(region, super);
+  return rc != 0 ? rc : lck_superblock_write(region, super);
 }
 
 static int place_first(const lck_region *region, const lck_region_spec *spec,
@@ -285,12 +286,13 @@ static int check_length(const lck_region *region, uint64_t mapped) {
 static int take_over(lck_region *region) {
   superblock_disk next = region->super;
   int rc = LCK_MUTANT(MUTANT_NOT_ADOPTED) ? 0 : lck_persist_adopt(region);
+  int twin = 0;
+  if (rc == 0)
+    rc = lck_superblock_twin(region, &twin);
   if (rc != 0)
     return rc;
   next.flags = region->flags & LCK_PROCESS_DURABLE;
-  if (lck_superblock_twin(region) && next.flags == region->super.flags)
-    return 0;
-  return lck_superblock_write(region, &next);
+  return twin && next.flags == region->super.flags ? 0 : lck_superblock_write(region, &next);
 }
 
 static int open_existing(lck_region *region) {

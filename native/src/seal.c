@@ -90,7 +90,10 @@ LCK_API int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, 
 void lck_snapshot_erase(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
   if (!atomic_load(&snapshot->failure)) {
+    lck_timeline_enter(&pool->lanes[LCK_THREAD_KEEPER], snapshot->slot);
     int rc = lck_slot_invalidate(snapshot->region, snapshot->slot);
+    lck_timeline_stage(LCK_DID_INVALIDATE, 0);
+    lck_timeline_leave();
     if (rc)
       lck_snapshot_fail(snapshot, rc);
     else
@@ -107,8 +110,10 @@ void lck_snapshot_erase(lck_snapshot *snapshot) {
 void lck_snapshot_commit(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
   uint64_t started = lck_now_ns();
+  lck_timeline_enter(&pool->lanes[LCK_THREAD_KEEPER], snapshot->slot);
   int rc = lck_slot_commit(snapshot->region, snapshot->slot, &snapshot->record, snapshot->layout,
                            snapshot->manifest);
+  lck_timeline_leave();
   if (rc) {
     lck_snapshot_fail(snapshot, rc);
     return;

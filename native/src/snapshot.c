@@ -88,7 +88,10 @@ LCK_API int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot
     return rc;
   }
   if (!snapshot->paged) {
+    lck_timeline_enter(&pool->lanes[LCK_THREAD_CALLER], slot);
     rc = LCK_MUTANT(MUTANT_INVALIDATED_LATE) ? 0 : lck_slot_invalidate(region, slot);
+    lck_timeline_stage(LCK_DID_INVALIDATE, 0);
+    lck_timeline_leave();
     if (rc) {
       lck_region_latch(region, rc);
       lck_slot_unclaim(region, slot);
@@ -135,6 +138,7 @@ LCK_API int lck_snapshot_add(lck_snapshot *snapshot, const lck_copy *copies, uin
   rc = lck_batch_build(snapshot, copies, count, &added);
   if (rc)
     return rc;
+  added->number = index;
   (*block)[index % LCK_BATCH_BLOCK] = added;
   snapshot->payload_bytes += added->bytes;
   if (added->chunk_count == 0)
@@ -184,7 +188,7 @@ static int settled(const lck_snapshot *snapshot, const lck_batch *batch) {
 }
 
 static void help_batch(lck_snapshot *snapshot, lck_batch *batch, uint64_t deadline) {
-  lck_lap lap;
+  lck_lap lap = {.lane = &snapshot->pool->lanes[LCK_THREAD_CALLER]};
   while (!atomic_load(&snapshot->halted) && (deadline == LCK_ALL || lck_now_ns() < deadline)) {
     uint64_t chunk = lck_batch_claim(batch);
     if (chunk == LCK_NO_CHUNK)

@@ -44,6 +44,7 @@ typedef struct lck_batch {
   lck_piece *pieces;
   lck_chunk *chunks; /* chunk_count and a last one that ends the pieces */
   uint64_t copy_count, chunk_count, piece_count, bytes;
+  uint32_t number; /* in its snapshot */
   _Alignas(64) _Atomic uint64_t released;
   _Atomic uint32_t waiting; /* captures that wait for this batch */
   _Alignas(64) _Atomic uint64_t next;
@@ -85,8 +86,9 @@ struct lck_snapshot {
   void *layout, *manifest;
 };
 
-/* What a thread knows of its last chunk. */
+/* What a thread knows of itself and of its last chunk. */
 typedef struct lck_lap {
+  lck_lane *lane;
   uint64_t spent, finished; /* ns */
 } lck_lap;
 

@@ -12,8 +12,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "allocate.h"
+#include "bus.h"
+#include "calls.h"
 #include "error.h"
-#include "fault.h"
 #include "guard.h"
 #include "medium.h"
 #include "mutant.h"
@@ -33,10 +35,6 @@
 
 #define RESERVATION (UINT64_C(1) << 40) /* addresses cost nothing; a region may grow up to this */
 #define UNKNOWN UINT64_MAX
-
-/* One call to fallocate: on tmpfs a signal undoes a whole call, so that a profiler's timer would
- * starve a long one. */
-#define PIECE (UINT64_C(16) << 20)
 
 #define SLICE (UINT64_C(32) << 20) /* what one thread faults in at a time */
 #define FAULTERS 4                 /* threads at most */
@@ -70,10 +68,12 @@ int lck_space_reserve(lck_region *region, uint64_t size) {
   region->reserved_length = length;
   lck_guard_place(region, length);
   (void)madvise(region->base, LCK_MAPPINGS * length, MADV_DONTFORK);
-  return 0;
+  return lck_bus_watch(region->base, LCK_MAPPINGS * length);
 }
 
 void lck_space_release(lck_region *region) {
+  if (region->base != NULL)
+    lck_bus_forget(region->base);
   if (region->base != NULL && !region->backed)
     munmap(region->base, LCK_MAPPINGS * region->reserved_length);
 }
@@ -85,10 +85,10 @@ static int map_once(const lck_region *region, unsigned char *start, int protecti
     flags = MAP_FIXED | MAP_SHARED_VALIDATE | MAP_SYNC;
   if (region->medium == LCK_HUGETLBFS)
     flags |= MAP_NORESERVE; /* pages are allocated one step later, on the right node */
-  void *at = mmap(start, length, protection, flags, region->fd, (off_t)offset);
+  void *at = lck_call_mmap(start, length, protection, flags, region->fd, (off_t)offset);
   if (at == MAP_FAILED)
     return lck_fail_errno(LCK_E_IO, "map %" PRIu64 " bytes at offset %" PRIu64, length, offset);
-  if (madvise(at, length, MADV_DONTFORK) != 0)
+  if (lck_call_madvise(at, length, MADV_DONTFORK) != 0)
     return lck_fail_errno(LCK_E_IO, "keep %" PRIu64 " bytes from forked children", length);
   return 0;
 }
@@ -190,51 +190,17 @@ static int refuse(const lck_region *region, uint64_t need, int error) {
   return lck_fail_errno(LCK_E_FULL, "%" PRIu64 " bytes needed, %" PRIu64 " free", need, have);
 }
 
-static int write_zeros(int fd, uint64_t offset, uint64_t length) {
-  static const char zeros[1 << 16];
-  while (length > 0) {
-    size_t part = length < sizeof(zeros) ? (size_t)length : sizeof(zeros);
-    ssize_t count = pwrite(fd, zeros, part, (off_t)offset);
-    if (count < 0 && errno == EINTR)
-      continue;
-    if (count <= 0)
-      return count < 0 ? errno : EIO;
-    offset += (uint64_t)count;
-    length -= (uint64_t)count;
-  }
-  return 0;
-}
-
-/* `fresh`: nothing is there yet, so zeros may be written where the file system cannot allocate. */
-static int allocate(const lck_region *region, uint64_t offset, uint64_t length, int fresh) {
-  int error = lck_fault_visit(LCK_FAULT_ALLOCATE);
-  for (uint64_t done = 0; error == 0 && done < length; done += PIECE) {
-    uint64_t piece = length - done < PIECE ? length - done : PIECE;
-    do
-      error = fallocate(region->fd, 0, (off_t)(offset + done), (off_t)piece) == 0 ? 0 : errno;
-    while (error == EINTR);
-    if (error != EOPNOTSUPP && error != ENOSYS)
-      continue;
-    if (!fresh)
-      return 0;
-    return region->medium == LCK_HUGETLBFS
-               ? ftruncate(region->fd, (off_t)(offset + length)) ? errno : 0
-               : write_zeros(region->fd, offset + done, length - done);
-  }
-  return error;
-}
-
 typedef struct faulting {
   lck_region *region;
   uint64_t offset, length, slice;
   _Atomic uint64_t next; /* first byte that no thread has taken */
-  _Atomic int error;
+  lck_first_error failure;
 } faulting;
 
 static int populate_range(unsigned char *start, uint64_t length, int advice) {
   int rc;
   do
-    rc = madvise(start, length, advice);
+    rc = lck_call_madvise(start, length, advice);
   while (rc != 0 && errno == EINTR);
   return rc;
 }
@@ -245,22 +211,21 @@ static int fault_slice(lck_region *region, uint64_t offset, uint64_t length) {
     rc = populate_range(region->base + offset, length, MADV_POPULATE_READ);
   if (rc == 0)
     return 0;
-  if (errno != EINVAL)
-    return errno;
-  lck_persist_touch(region, offset, length);
-  return 0;
+  /* An old kernel; or an access that would raise SIGBUS, which then tells where. */
+  if (errno == EINVAL || errno == EFAULT || errno == EHWPOISON)
+    return lck_persist_touch(region, offset, length);
+  return lck_fail_errno(LCK_E_IO, "fault in %" PRIu64 " bytes at offset %" PRIu64, length, offset);
 }
 
 static void *fault_in(void *argument) {
   faulting *job = argument;
-  while (atomic_load(&job->error) == 0) {
+  while (!lck_error_kept(&job->failure)) {
     uint64_t at = atomic_fetch_add(&job->next, job->slice);
     if (at >= job->length)
       break;
     uint64_t left = job->length - at;
-    int error = fault_slice(job->region, job->offset + at, left < job->slice ? left : job->slice);
-    if (error != 0)
-      atomic_store(&job->error, error);
+    lck_error_keep(&job->failure, fault_slice(job->region, job->offset + at,
+                                              left < job->slice ? left : job->slice));
   }
   return NULL;
 }
@@ -278,16 +243,12 @@ static int populate(lck_region *region, uint64_t offset, uint64_t length) {
   long cores = sysconf(_SC_NPROCESSORS_ONLN);
   uint64_t threads = cores < 1 ? 1 : cores < FAULTERS ? (uint64_t)cores : FAULTERS;
   lck_threads_run(fault_in, &job, slices < threads ? slices : threads);
-  if (job.error == 0)
-    return 0;
-  errno = job.error;
-  return lck_fail_errno(LCK_E_IO, "fault in %" PRIu64 " bytes at offset %" PRIu64, length, offset);
+  return lck_error_tell(&job.failure);
 }
 
 static int check_limits(const lck_region *region, uint64_t new_size, uint64_t need) {
   struct rlimit limit;
-  /* Beyond this limit the kernel sends SIGXFSZ, whose default is to end the process. */
-  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+  if (lck_call_getrlimit(&limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
       new_size > limit.rlim_cur)
     return lck_fail(LCK_E_FULL,
                     "%" PRIu64 " bytes needed, a file of %" PRIu64
@@ -303,18 +264,15 @@ static int check_limits(const lck_region *region, uint64_t new_size, uint64_t ne
 static int settle(lck_region *region) {
   if (region->medium != LCK_FSDAX)
     return lck_persist_sync(region);
-  int error = lck_fault_visit(LCK_FAULT_SYNC);
-  if (error == 0 && fsync(region->fd) == 0)
+  if (lck_call_fsync(region->fd) == 0)
     return 0;
-  if (error != 0)
-    errno = error;
   return lck_fail_errno(LCK_E_IO, "fsync of the region's file");
 }
 
 /* A copy of a region's file may have holes: a store into one could find the medium full. */
 static int fill_holes(lck_region *region, uint64_t size) {
   struct stat file;
-  if (fstat(region->fd, &file) != 0)
+  if (lck_call_fstat(region->fd, &file) != 0)
     return lck_fail_errno(LCK_E_IO, "stat the region's file");
   uint64_t present = (uint64_t)file.st_blocks * 512;
   /* The file may be longer than the region: a growth that was cut short. */
@@ -324,7 +282,7 @@ static int fill_holes(lck_region *region, uint64_t size) {
   int rc = 0;
   if (region->medium == LCK_TMPFS || region->medium == LCK_HUGETLBFS)
     rc = check_limits(region, 0, least);
-  int error = rc == 0 ? allocate(region, 0, size, 0) : 0;
+  int error = rc == 0 ? lck_allocate(region, 0, size, 0) : 0;
   return error != 0 ? refuse(region, least, error) : rc;
 }
 
@@ -350,8 +308,13 @@ static int prepare_file(const lck_region *region, uint64_t old_size, uint64_t ne
                     region->backed ? "in the mapping, which cannot grow" : "on the device");
   if (lck_medium_fixed(region))
     return 0;
+  if (length < old_size)
+    return lck_fail(LCK_E_IO,
+                    "the file of a region of %" PRIu64 " bytes has %" PRIu64
+                    " bytes now: it was cut while it was open",
+                    old_size, length);
   /* What lies beyond was left by a growth that a crash cut short. */
-  if (length > old_size && ftruncate(region->fd, (off_t)old_size) != 0)
+  if (length > old_size && lck_call_ftruncate(region->fd, (off_t)old_size) != 0)
     return lck_fail_errno(LCK_E_IO, "cut the file to %" PRIu64 " bytes", old_size);
   return check_limits(region, new_size, need);
 }
@@ -367,7 +330,7 @@ int lck_space_extend(lck_region *region, uint64_t old_size, uint64_t new_size) {
   rc = map_range(region, old_size, need);
   if (rc == 0)
     rc = bind_range(region, old_size, need);
-  int error = rc == 0 && !lck_medium_fixed(region) ? allocate(region, old_size, need, 1) : 0;
+  int error = rc == 0 && !lck_medium_fixed(region) ? lck_allocate(region, old_size, need, 1) : 0;
   if (rc == 0 && error == 0)
     rc = populate(region, old_size, need);
   lck_trace(LCK_TRACE_EXTEND, region, 0, new_size);
@@ -386,5 +349,5 @@ void lck_space_retract(lck_region *region, uint64_t size, uint64_t length) {
   if (!region->backed)
     unmap_range(region, size, length - size);
   if (!lck_medium_fixed(region))
-    (void)!ftruncate(region->fd, (off_t)size);
+    (void)!lck_call_ftruncate(region->fd, (off_t)size);
 }

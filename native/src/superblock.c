@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <string.h>
 
+#include "access.h"
 #include "error.h"
 #include "kernel.h"
 #include "medium.h"
@@ -72,6 +73,11 @@ static int check_bounds(const superblock_disk *super) {
   if (super->lineage_count > LCK_MAX_LINEAGE)
     return lck_fail(LCK_E_CORRUPT, "superblock: %u ancestors, at most %u", super->lineage_count,
                     LCK_MAX_LINEAGE);
+  for (uint32_t i = 0; i < super->lineage_count; i++)
+    if (super->lineage[i].sequence > LCK_COUNT_LIMIT)
+      return lck_fail(LCK_E_CORRUPT,
+                      "superblock: ancestor %u up to sequence %" PRIu64 ", at most %" PRIu64, i,
+                      super->lineage[i].sequence, LCK_COUNT_LIMIT);
   if (super->size > LCK_SPACE_LIMIT || super->size % LCK_GRANULE != 0)
     return lck_fail(LCK_E_CORRUPT,
                     "superblock: size %" PRIu64 ", expected a multiple of %" PRIu64
@@ -155,49 +161,55 @@ int lck_superblock_read(const lck_region *region, superblock_disk *out) {
 
 /* ---- write -------------------------------------------------------------------------------- */
 
-static const superblock_disk *mapped_copy(const lck_region *region, int copy) {
-  return (const superblock_disk *)(const void *)(region->base + LCK_SUPERBLOCK_OFFSET(copy));
+static int load_copies(const lck_region *region, superblock_disk copies[2]) {
+  int rc = lck_access_load(region, LCK_SUPERBLOCK_OFFSET(0), &copies[0], COPY_BYTES);
+  return rc != 0 ? rc : lck_access_load(region, LCK_SUPERBLOCK_OFFSET(1), &copies[1], COPY_BYTES);
 }
 
-int lck_superblock_twin(const lck_region *region) {
-  const superblock_disk *first = mapped_copy(region, 0);
-  return judge(first) == WHOLE && memcmp(first, mapped_copy(region, 1), COPY_BYTES) == 0;
+int lck_superblock_twin(const lck_region *region, int *twin) {
+  superblock_disk copies[2];
+  int rc = load_copies(region, copies);
+  if (rc == 0)
+    *twin = judge(&copies[0]) == WHOLE && memcmp(&copies[0], &copies[1], COPY_BYTES) == 0;
+  return rc;
 }
 
 /* The copy that would not be missed: a damaged one, else the older. */
-static int expendable(const lck_region *region) {
-  const superblock_disk *first = mapped_copy(region, 0);
-  const superblock_disk *second = mapped_copy(region, 1);
-  if (judge(first) != WHOLE || judge(second) != WHOLE)
-    return judge(first) != WHOLE ? 0 : 1;
-  return first->generation <= second->generation ? 0 : 1;
+static int expendable(const superblock_disk copies[2]) {
+  if (judge(&copies[0]) != WHOLE || judge(&copies[1]) != WHOLE)
+    return judge(&copies[0]) != WHOLE ? 0 : 1;
+  return copies[0].generation <= copies[1].generation ? 0 : 1;
 }
 
 /* A torn copy may be all but one line of an update that recovery has given up, with the generation
  * that the next block gets: the first line of that one could complete it. So nothing is left of it,
  * durably, before another block goes there. Not zeros: a blank copy says that the region's creation
  * was never finished. */
-static int wipe_torn(lck_region *region, int copy) {
+static int wipe_torn(lck_region *region, int copy, enum verdict verdict) {
   unsigned char nothing[COPY_BYTES];
-  enum verdict verdict = judge(mapped_copy(region, copy));
   if (verdict == WHOLE || verdict == BLANK || LCK_MUTANT(MUTANT_TORN_COPY_KEPT))
     return 0;
   memset(nothing, 0xff, sizeof(nothing));
-  lck_persist_store(region, LCK_SUPERBLOCK_OFFSET(copy), nothing, sizeof(nothing));
-  return lck_persist_sync(region);
+  int rc = lck_persist_store(region, LCK_SUPERBLOCK_OFFSET(copy), nothing, sizeof(nothing));
+  return rc != 0 ? rc : lck_persist_sync(region);
 }
 
 int lck_superblock_write(lck_region *region, const superblock_disk *next) {
   superblock_disk super = *next;
+  superblock_disk present[2];
+  int rc = load_copies(region, present);
+  if (rc != 0)
+    return rc;
   super.generation = region->super.generation + 1;
   super.crc = superblock_crc(&super);
   int copy =
-      LCK_MUTANT(MUTANT_SUPERBLOCK_NEWER_FIRST) ? 1 - expendable(region) : expendable(region);
+      LCK_MUTANT(MUTANT_SUPERBLOCK_NEWER_FIRST) ? 1 - expendable(present) : expendable(present);
   for (int i = 0; i < 2; i++, copy = 1 - copy) {
-    int rc = wipe_torn(region, copy);
+    rc = wipe_torn(region, copy, judge(&present[copy]));
+    if (rc == 0)
+      rc = lck_persist_store(region, LCK_SUPERBLOCK_OFFSET(copy), &super, COPY_BYTES);
     if (rc != 0)
       return rc;
-    lck_persist_store(region, LCK_SUPERBLOCK_OFFSET(copy), &super, COPY_BYTES);
     if (LCK_MUTANT(MUTANT_SUPERBLOCKS_AT_ONCE) && i == 0)
       continue;
     rc = lck_persist_sync(region);

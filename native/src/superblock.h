@@ -15,8 +15,8 @@ int lck_superblock_read(const lck_region *region, superblock_disk *out);
  * Afterwards both say the same, so that damage to either is harmless. */
 int lck_superblock_write(lck_region *region, const superblock_disk *next);
 
-/* 1 when the mapped copies are both whole and the same. */
-int lck_superblock_twin(const lck_region *region);
+/* *twin: the mapped copies are both whole and the same. Errors: LCK_E_IO. */
+int lck_superblock_twin(const lck_region *region, int *twin);
 
 /* The superblock as last written. Any thread. */
 superblock_disk lck_superblock_copy(const lck_region *region);

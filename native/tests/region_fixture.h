@@ -130,9 +130,11 @@ static inline int write_snapshot(lck_region *region, uint32_t slot, uint64_t seq
     return rc;
   rc = lck_slot_invalidate(region, slot);
   if (rc == 0) {
-    lck_persist_payload(region, slot_start(region, slot) + 8192, payload, sizeof(payload), &crc);
+    rc = lck_persist_payload(region, slot_start(region, slot) + 8192, payload, sizeof(payload),
+                             &crc);
     lck_persist_fence(region);
-    rc = lck_slot_commit(region, slot, &record, layout_text, manifest_text);
+    if (rc == 0)
+      rc = lck_slot_commit(region, slot, &record, layout_text, manifest_text);
   }
   lck_slot_unclaim(region, slot);
   return rc;

@@ -129,6 +129,64 @@ static void test_strange_records(void) {
   must_close(region);
 }
 
+static int reread(lck_region *region, record_disk forged) {
+  lck_record record;
+  forged.crc = lck_crc32c(0, &forged, offsetof(record_disk, crc));
+  poke(LCK_RECORD_OFFSET(0), &forged, sizeof(forged));
+  return lck_slot_read(region, 0, &record);
+}
+
+/* Right checksums, and numbers from which no training could go on. */
+static void test_impossible_counts(void) {
+  make();
+  record_disk good;
+  superblock_disk super;
+  peek(LCK_RECORD_OFFSET(0), &good, sizeof(good));
+  lck_region *region = must_open(path, LCK_READ_ONLY);
+  CHECK(reread(region, good) == 0, "%s", lck_last_error());
+  record_disk forged = good;
+  forged.sequence = 4;
+  CHECK(reread(region, forged) == LCK_E_CORRUPT, "never published: %s", lck_last_error());
+  forged.sequence = LCK_PUBLISHED;
+  CHECK(reread(region, forged) == LCK_E_CORRUPT, "commit 0: %s", lck_last_error());
+  forged.sequence = LCK_PUBLISHED | (LCK_COUNT_LIMIT + 1);
+  CHECK(reread(region, forged) == LCK_E_CORRUPT, "commits run out: %s", lck_last_error());
+  forged = good;
+  forged.step = LCK_COUNT_LIMIT + 1;
+  CHECK(reread(region, forged) == LCK_E_CORRUPT, "steps run out: %s", lck_last_error());
+  must_close(region);
+  peek(0, &super, sizeof(super));
+  super.lineage[0].sequence = LCK_COUNT_LIMIT + 1;
+  super.crc = lck_crc32c(0, &super, offsetof(superblock_disk, crc));
+  poke(0, &super, sizeof(super));
+  poke(LCK_SUPERBLOCK_OFFSET(1), &super, sizeof(super));
+  CHECK(try_open(path, 0, &region) == LCK_E_CORRUPT, "ancestors: %s", lck_last_error());
+}
+
+/* A file full of holes may claim tables of terabytes: they are not read, which would take as much
+ * memory, or as long. */
+static void test_tables_without_end(void) {
+  make();
+  superblock_disk super;
+  record_disk record;
+  uint64_t length = UINT64_C(1) << 40;
+  peek(0, &super, sizeof(super));
+  peek(LCK_RECORD_OFFSET(0), &record, sizeof(record));
+  super.segments[0].length = length;
+  super.segments[0].slot_bytes = length / super.slot_count;
+  super.size = super.segments[0].offset + length;
+  super.crc = lck_crc32c(0, &super, offsetof(superblock_disk, crc));
+  poke(0, &super, sizeof(super));
+  poke(LCK_SUPERBLOCK_OFFSET(1), &super, sizeof(super));
+  CHECK(ftruncate(raw, (off_t)super.size) == 0, "ftruncate: %s", strerror(errno));
+  lck_region *region = must_open(path, LCK_READ_ONLY);
+  record.manifest_length = length / super.slot_count - 4096;
+  CHECK(reread(region, record) == LCK_E_CORRUPT, "%s", lck_last_error());
+  CHECK(strstr(lck_last_error(), "at most 1073741824") != NULL, "%s", lck_last_error());
+  must_close(region);
+  CHECK(ftruncate(raw, 0) == 0, "ftruncate");
+}
+
 /* ---- whole files --------------------------------------------------------------------------- */
 
 static void test_superblock_versions(void) {
@@ -312,6 +370,8 @@ int main(void) {
   test_superblock_bits();
   test_slot_bits();
   test_strange_records();
+  test_impossible_counts();
+  test_tables_without_end();
   test_superblock_versions();
   test_truncation();
   test_holes(0);

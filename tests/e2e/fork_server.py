@@ -52,16 +52,22 @@ def serve(requests: list[dict[str, Any]], parallel: int) -> list[int | None]:
     """Wait status of each request's child; None: it ran into its time-out."""
     waiting = list(enumerate(requests))
     running: dict[int, tuple[int, float]] = {}
+    killing: dict[int, float] = {}
     status: list[int | None] = [None] * len(requests)
     while waiting or running:
         while waiting and len(running) < parallel:
             i, request = waiting.pop(0)
-            running[start(request)] = (i, time.monotonic() + request["timeout_s"])
+            now, pid = time.monotonic(), start(request)
+            running[pid] = (i, now + request["timeout_s"])
+            killing[pid] = now + request.get("kill_after_s", float("inf"))
         for pid, (i, deadline) in list(running.items()):
             done, result = os.waitpid(pid, os.WNOHANG)
             if done:
                 status[i] = result
                 del running[pid]
+            elif time.monotonic() > killing[pid]:
+                killing[pid] = float("inf")
+                os.kill(pid, signal.SIGKILL)
             elif time.monotonic() > deadline:
                 os.killpg(pid, signal.SIGABRT)  # faulthandler writes the stacks into the log
                 os.waitpid(pid, 0)

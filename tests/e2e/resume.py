@@ -74,7 +74,7 @@ class Server:
         for name in [n for n in environment if n.startswith("LIGHTCK_") and n != "LIGHTCK_NATIVE"]:
             del environment[name]
         root = str(HERE.parent.parent)
-        paths = [str(HERE), root, os.environ.get("PYTHONPATH", "")]
+        paths = [str(HERE), str(HERE.parent), root, os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "fork_server.py")],

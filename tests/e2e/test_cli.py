@@ -21,7 +21,7 @@ from lightck.cli.main import main
 from lightck.examine import check, contents
 from lightck.load import load_tensors
 
-_COMMANDS = ["ls", "inspect", "verify", "export", "demo"]
+_COMMANDS = ["ls", "inspect", "verify", "export", "top", "timeline", "demo"]
 
 
 class Tied(nn.Module):
@@ -341,7 +341,7 @@ def test_what_cannot_be_mapped_privately_is_copied(
 # ---- wrong input, help ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "export"])
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "export", "top"])
 def test_no_such_place(command: str, tmp_path: Path, capsys: Any) -> None:
     out = [str(tmp_path / "x.pt")] if command == "export" else []
     for wrong in (tmp_path / "nothing", tmp_path / "no" / "thing", tmp_path):

@@ -70,6 +70,7 @@ JOBS = [
     _job(kills.persistent, Case("eadr", EADR, "fsdax_ext4", FSDAX_EADR, kills_most=1)),
     _job(kills.persistent, Case("file", ADR, "file_ext4", FILE, kills_most=2)),
     _job(kills.persistent, Case("virtio-pmem", VIRTIO, "virtio_ext4", FILE, kills_most=2)),
+    _job(damage.poison, Case("poison", ADR, "fsdax_ext4", FSDAX)),
     _job(damage.failing_writes, Case("failing-writes", ADR, "flakey_ext4", FILE)),
     Job(
         "numpy",

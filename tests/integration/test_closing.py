@@ -18,7 +18,8 @@ import lightck
 from lightck.capture.hooks import Hooks
 from lightck.capture.pipeline import Pipeline
 from lightck.capture.recorder import Recorder
-from lightck.region.native import NativePool, NativeRegion
+from lightck.region.native import NativeRegion
+from lightck.region.pool import NativePool
 
 
 class Broken(Exception):

@@ -213,3 +213,83 @@ def test_types_stay_the_same_while_only_values_change(tree: Any) -> None:
     assert boundary.types_of({"a": flat, "b": 1}) == boundary.types_of({"a": flat, "b": 2})
     assert boundary.types_of({"a": flat, "b": 1}) != boundary.types_of({"a": flat, "b": "2"})
     assert boundary.types_of([flat, 1]) != boundary.types_of([flat, 1.5, object])
+
+
+# ---- Right checksums around what lightck never writes --------------------------------------------
+
+
+def refused(data: bytes) -> str:
+    with pytest.raises(CorruptSnapshotError) as caught:
+        boundary.decode(data, context="slot 3")
+    return str(caught.value)
+
+
+def repacked(tree: Any, compression: int, pickled: bytes | None = None) -> bytes:
+    """torch's archive of a tree, its members packed again, or its pickle replaced."""
+    source = zipfile.ZipFile(io.BytesIO(boundary.encode(tree)))
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w", compression) as archive:
+        for member in source.infolist():
+            data = source.read(member)
+            if pickled is not None and member.filename.endswith("data.pkl"):
+                data = pickled
+            archive.writestr(member.filename, data)
+    return sink.getvalue()
+
+
+def test_an_archive_that_unfolds_is_refused_before_it_does() -> None:
+    bomb = repacked({"zeros": torch.zeros(30_000_000)}, zipfile.ZIP_DEFLATED)
+    assert len(bomb) < 1_000_000
+    assert "compressed" in refused(bomb)
+
+
+def test_a_tree_that_refers_to_itself_over_and_over_is_refused() -> None:
+    tree: list[Any] = [0]
+    for _ in range(60):
+        tree = [tree, tree]
+    assert "unfolds" in refused(boundary.encode(tree))
+
+
+@pytest.mark.parametrize("levels", [200, 20_000, 1_000_000])
+def test_a_tree_deeper_than_any_stack_is_refused(levels: int) -> None:
+    deep = b"\x80\x02" + b"]" * levels + b"a" * (levels - 1) + b"."
+    assert "unfolds" in refused(repacked([0], zipfile.ZIP_STORED, deep))
+
+
+def test_what_is_nested_too_deeply_to_come_back_is_told_at_attach() -> None:
+    tree: list[Any] = []
+    for _ in range(boundary.DEEPEST + 10):
+        tree = [tree]
+    with pytest.raises(StateError, match=r"extras\.x could not be restored"):
+        boundary.prove(boundary.plain(tree, "extras.x"), "extras.x")
+
+
+def test_a_tensor_that_claims_more_than_its_memory_is_refused() -> None:
+    refused(boundary.encode({"wide": torch.zeros(1).expand(1 << 40)}))
+
+
+@pytest.mark.parametrize(
+    "tagged",
+    [
+        {"kind": "bytearray", "bytes": 1 << 45},
+        {"kind": "ndarray", "bytes": 1 << 45, "dtype": "<f8", "shape": [2]},
+        {"kind": "ndarray", "bytes": bytes(8), "dtype": "<f8", "shape": [2]},
+        {"kind": "ndarray", "bytes": bytes(8), "dtype": "(" * 200 + "f8", "shape": [1]},
+        {"kind": "ndarray", "bytes": bytes(8), "dtype": "|O", "shape": [1]},
+        {"kind": "scalar", "bytes": bytes(8), "dtype": "<f8"},
+        {"kind": "deque", "items": [1], "maxlen": -1},
+        {"kind": "deque", "items": 7, "maxlen": 1},
+        {"kind": "set", "items": [[]]},
+        {"kind": "counter", "items": [1, 2]},
+        {"kind": "defaultdict", "items": [], "factory": ["list"]},
+        {"kind": "tensor"},
+        {"kind": ["tensor"]},
+        {"kind": "something new"},
+    ],
+    ids=lambda tagged: f"{tagged['kind']}",
+)
+def test_a_value_that_no_encoder_made_is_corrupt(tagged: dict[str, Any]) -> None:
+    kind = tagged.pop("kind")
+    loaded = boundary.decode(boundary.encode({boundary.TAG: kind, **tagged}), context="")
+    with pytest.raises(CorruptSnapshotError):
+        boundary.rebuild(loaded, {}.__getitem__)

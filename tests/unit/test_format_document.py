@@ -38,7 +38,10 @@ def compiled(structure: str, fields: list[str], folder: Path) -> tuple[list[tupl
     return pairs, int(lines[len(fields)])
 
 
-@pytest.mark.parametrize("structure", ["superblock_disk", "record_disk", "journal_disk"])
+@pytest.mark.parametrize(
+    "structure",
+    ["superblock_disk", "record_disk", "journal_disk", "statistics_disk", "lck_statistics"],
+)
 def test_the_documented_offsets_are_the_compiled_ones_without_gaps(
     structure: str, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.region import journal, native
+from lightck.region.pool import NativePool, NativeSnapshot
 
 JOURNAL_OFFSET = 131072
 JOURNAL_BYTES = 1 << 16
@@ -101,10 +102,10 @@ def test_damage_is_an_error_and_never_an_entry(path: Path) -> None:
 
 
 def test_a_latched_region_takes_no_entry(path: Path) -> None:
-    with _opened(path) as region, closing(native.NativePool(1, 4096, 0)) as pool:
+    with _opened(path) as region, closing(NativePool(1, 4096, 0)) as pool:
         faults.arm(faults.INVALIDATE)
         with pytest.raises(RegionIOError):
-            native.NativeSnapshot(pool, region, 0)
+            NativeSnapshot(pool, region, 0)
         with pytest.raises(PreviousPersistError):
             journal.write_entry(region, journal.STEP_END, 1, 5, b"one")
 

@@ -22,7 +22,7 @@ _FLOORS = {
     2: {"config", "policy"},
     3: {"region"},
     4: {"capture"},
-    5: {"restore", "load", "examine", "pmdk", "distributed"},
+    5: {"restore", "load", "examine", "pmdk", "watch", "distributed"},
     6: {"failure"},
     7: {"checkpointer"},
     8: {"integrations", "cli", "__init__"},
@@ -36,10 +36,11 @@ _SAME_FLOOR = {
     ("examine", "load"),
     ("pmdk", "load"),
     ("examine", "restore"),
+    ("watch", "load"),
 }
 # Faces use what users use; __init__ hands out names of these, and the marks of instants.
 _FACES_USE = {
-    *("checkpointer", "restore", "load", "examine", "pmdk"),
+    *("checkpointer", "restore", "load", "examine", "pmdk", "watch"),
     *("config", "errors", "policy", "types", "__init__"),
 }
 _HANDED_OUT = {"lightck.capture.extras"}

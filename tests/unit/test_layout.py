@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -133,3 +134,45 @@ def test_a_table_that_parses_but_makes_no_sense_is_corrupt(
 
 def test_the_sample_rewritten_as_it_is_is_good() -> None:
     assert layout.decode(rewritten(role=["parameter"] * 3), context="").entries[0].role
+
+
+def changed(**fields: Any) -> bytes:
+    """The sample's table with its second entry changed."""
+    before = sample()
+    entries = list(before.entries)
+    entries[1] = dataclasses.replace(entries[1], **fields)
+    return layout.encode(entries, before.offsets)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shape": (4, 3)},
+        {"strides": (1, 4)},
+        {"dtype": "int32"},
+        {"alias_of": None, "shape": (1 << 40,) * 2000, "strides": (1,) * 2000},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_an_entry_that_no_tensor_has_is_corrupt(fields: dict[str, Any]) -> None:
+    with pytest.raises(CorruptSnapshotError, match="model/b"):
+        layout.decode(changed(**fields), context="slot 3")
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_a_compressed_table_is_refused_before_it_unfolds(compression: str) -> None:
+    name = "x" * 50_000_000
+    entries = [Entry(name, "parameter", "uint8", (1,), (1,), 1)]
+    plain = layout.encode(entries, np.zeros(1, np.uint64))
+    with pa.ipc.open_stream(plain) as reader:
+        rows = reader.read_all()
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, layout.SCHEMA, options=options) as writer:
+        writer.write_table(rows)
+    bomb = sink.getvalue().to_pybytes()
+    assert len(bomb) < len(plain) // 100
+    before = pa.default_memory_pool().max_memory()
+    with pytest.raises(CorruptSnapshotError, match="compressed"):
+        layout.decode(bomb, context="slot 3")
+    assert pa.default_memory_pool().max_memory() == before

@@ -16,7 +16,8 @@ from typing import Any
 import cffi
 import pytest
 
-from lightck.region import library, native
+from lightck.region import library, native, pool
+from lightck.region.pool import COPY_DTYPE, MOMENT_DTYPE
 
 _ROOT = Path(__file__).parents[2]
 _HEADER = _ROOT / "native/include/lightck.h"
@@ -99,7 +100,9 @@ def test_cdef_lays_out_every_struct_as_the_header() -> None:
 def test_python_constants_equal_the_headers() -> None:
     constants = _constants()
     assert constants["LCK_E_STATE"] == -14  # the header was really read
-    mirrored = {f"LCK_{n}": v for n, v in vars(native).items() if f"LCK_{n}" in constants}
+    mirrored = {
+        f"LCK_{n}": v for n, v in (vars(native) | vars(pool)).items() if f"LCK_{n}" in constants
+    }
     assert mirrored == {name: constants[name] for name in mirrored}
     assert len(mirrored) >= 10
     assert constants["LCK_ABI"] == library.ABI
@@ -109,7 +112,12 @@ def test_python_constants_equal_the_headers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("struct", "dtype"), [("lck_copy", native.COPY_DTYPE), ("lck_read", native.READ_DTYPE)]
+    ("struct", "dtype"),
+    [
+        ("lck_copy", COPY_DTYPE),
+        ("lck_read", native.READ_DTYPE),
+        ("lck_moment", MOMENT_DTYPE),
+    ],
 )
 def test_arrays_passed_to_c_are_laid_out_as_its_structs(struct: str, dtype: Any) -> None:
     size, fields = _structs(_declarations())[struct]

@@ -1,0 +1,1 @@
+"""Benchmarks of lightck and of what people use instead; see `python -m bench --help`."""

@@ -1,0 +1,183 @@
+"""`python -m bench`: list, run and report."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench import charts, definition, engines, execute, record, report, verdict
+from bench.errors import BenchError
+from bench.place import BUILD
+
+_EXAMPLES = """\
+examples:
+  python -m bench list                          what there is
+  python -m bench run stress                    one definition, minutes
+  python -m bench run stress --engines lightck,torch.save
+  python -m bench run --tiny                    all of them on a toy: does everything work?
+  python -m bench report -o report.md           from the newest result of each definition
+  python -m bench report build/bench/stress.parquet -o stress.md
+
+Results go to build/bench/<definition>.parquet, with machine, versions, command and commit. Numbers
+count only from a machine on which nothing else runs. How: bench/METHODOLOGY.md.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0, 1 (a target is missed, with --check) or 2 (an error)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except BenchError as error:
+        print(f"bench: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("bench: interrupted, nothing of the running definition was kept", file=sys.stderr)
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Measure lightck and what people use instead, honestly.",
+        epilog=_EXAMPLES,
+        formatter_class=shape,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    each = commands.add_parser("list", help="definitions, engines and targets")
+    each.set_defaults(run=_list)
+    each = commands.add_parser(
+        "run", help="run definitions and store results", epilog=_EXAMPLES, formatter_class=shape
+    )
+    each.add_argument("definitions", nargs="*", help="names or TOML files; none: all")
+    each.add_argument("--tiny", action="store_true", help="toy model, two samples: a smoke test")
+    each.add_argument("--engines", help="labels separated by commas; the others are left out")
+    each.add_argument("--out", type=Path, default=BUILD, help="folder for results (%(default)s)")
+    each.set_defaults(run=_run)
+    each = commands.add_parser(
+        "report", help="render Markdown and charts", epilog=_EXAMPLES, formatter_class=shape
+    )
+    each.add_argument("files", nargs="*", type=Path, help="result files; none: all in build/bench")
+    each.add_argument("-o", "--output", type=Path, help="Markdown file (default: to stdout)")
+    each.add_argument("--no-charts", action="store_true", help="Markdown only")
+    each.add_argument("--check", action="store_true", help="status 1 unless every target is met")
+    each.set_defaults(run=_report)
+    return parser
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    for name in definition.names():
+        loaded = definition.load(name)
+        print(f"{name}: {loaded.about}")
+        for contender in loaded.contenders:
+            print(f"    {contender.label} ({contender.engine}, {contender.medium})")
+        for target in loaded.targets:
+            print(f"    target: {target.row}")
+    print("\nengines:")
+    for name, kind in engines.KINDS.items():
+        print(f"    {name}: {kind.about}")
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    chosen = [definition.load(n) for n in arguments.definitions or definition.names()]
+    if arguments.engines:
+        chosen = [_only(each, arguments.engines.split(",")) for each in chosen]
+    if arguments.tiny:
+        chosen = [definition.tiny(each) for each in chosen]
+    for each in chosen:
+        with _progress(each.name) as tell:
+            result = execute.run(each, _command(arguments), execute.in_process_of_its_own, tell)
+        result.about["tiny"] = arguments.tiny
+        path = arguments.out / f"{each.name}.parquet"
+        record.write(result, path)
+        print(path)
+        for found in verdict.verdicts([result]):
+            print(f"    {found.state}: {found.target.row}")
+    return 0
+
+
+def _only(whole: definition.Definition, labels: list[str]) -> definition.Definition:
+    """The definition with some of its engines; targets of the others stay, as not run."""
+    known = [contender.label for contender in whole.contenders]
+    odd = [label for label in labels if label not in known]
+    if odd:
+        raise BenchError(f"{whole.name} has no engine {odd[0]!r}; it has {', '.join(known)}")
+    kept = tuple(contender for contender in whole.contenders if contender.label in labels)
+    return replace(whole, contenders=kept)
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    words = ["python", "-m", "bench", "run", *arguments.definitions]
+    words += ["--tiny"] if arguments.tiny else []
+    words += ["--engines", arguments.engines] if arguments.engines else []
+    return shlex.join(words)
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[Callable[[str], None]]:
+    """A line that changes on a terminal, with tqdm; else one line per engine."""
+    bar: Any = None
+    if sys.stderr.isatty():
+        try:
+            from tqdm import tqdm
+
+            bar = tqdm(desc=name, bar_format="{desc} {elapsed} {postfix}", leave=False)
+        except ImportError:
+            pass
+    last = ""
+
+    def tell(text: str) -> None:
+        nonlocal last
+        engine = text.partition(":")[0]
+        if bar is not None:
+            bar.set_postfix_str(text)
+        elif engine != last:
+            print(f"{name}: {engine}", file=sys.stderr)
+        last = engine
+
+    try:
+        yield tell
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    files = arguments.files or sorted(BUILD.glob("*.parquet"))
+    if not files:
+        raise BenchError(f"no results in {BUILD}: run `python -m bench run` first")
+    results = [record.read(file) for file in files]
+    drawn: dict[str, str] = {}
+    if arguments.output and not arguments.no_charts:
+        drawn = _charts(results, arguments.output)
+    text = report.render(results, drawn)
+    if arguments.output:
+        arguments.output.write_text(text)
+    else:
+        print(text, end="")
+    missed = any(found.state != verdict.MET for found in verdict.verdicts(results))
+    return 1 if arguments.check and missed else 0
+
+
+def _charts(results: list[record.Result], output: Path) -> dict[str, str]:
+    """Draw what can be drawn beside the report; definition to file name."""
+    drawn = {}
+    for result in results:
+        name = result.about["definition"]["name"]
+        file = output.with_name(f"{output.stem}-{name}.png")
+        try:
+            if charts.draw(result, file):
+                drawn[name] = file.name
+        except ImportError as error:
+            print(f"SKIPPED: charts ({error}): pip install '.[bench]'", file=sys.stderr)
+            break
+    return drawn

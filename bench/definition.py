@@ -1,0 +1,278 @@
+"""Benchmark definitions: TOML files in `definitions/`, checked before anything runs."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bench import engines
+from bench.errors import BenchError
+from bench.place import DEFINITIONS, MEDIA
+from bench.work import MODELS, NEEDS, OPTIMIZERS, Work
+
+KINDS = ("training", "idle", "native", "restore", "commit", "memory")
+WAITS = ("default", "passive", "active")
+POLICIES = ("pairs", "blocks")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Method:
+    """How long and in what pattern an engine is measured.
+
+    Attributes:
+        policy: `pairs` (every other step carries a snapshot) or `blocks` (blocks of steps with one
+            each, between blocks without).
+        block: steps of a block.
+        warmup: steps before the engine is attached.
+        settle: pairs or blocks after it, not counted.
+        least: samples (pairs, blocks, repetitions) in any case.
+        most: samples at most.
+        seconds: at most, once there are `least`.
+        patient: let each snapshot finish before the next is due, off the clock. Only for toys,
+            whose steps may be shorter than a commit; real engines must keep up.
+    """
+
+    policy: str = "pairs"
+    block: int = 4
+    warmup: int = 4
+    settle: int = 2
+    least: int = 10
+    most: int = 400
+    seconds: float = 90.0
+    patient: bool = False
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An engine with its settings, as one row of results.
+
+    Attributes:
+        label: unique in the definition; by default the engine's name.
+        engine: a key of `bench.engines.KINDS`.
+        medium: a key of `bench.place.MEDIA`.
+        settings: of the engine.
+        method: what differs from the definition's.
+        work: what differs from the definition's.
+    """
+
+    label: str
+    engine: str
+    medium: str = "tmpfs"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    method: Mapping[str, Any] = field(default_factory=dict)
+    work: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What must be reached.
+
+    Attributes:
+        row: the requirement in words.
+        measure: which record of `engine`; empty with `unavailable`.
+        engine: a contender's label.
+        at_most: bound for the upper end of the interval.
+        at_least: bound for the lower end.
+        against: labels: the value is that of the best of them divided by `engine`'s.
+        unavailable: why it cannot be measured yet.
+    """
+
+    row: str
+    measure: str = ""
+    engine: str = ""
+    at_most: float | None = None
+    at_least: float | None = None
+    against: tuple[str, ...] = ()
+    unavailable: str = ""
+
+    @property
+    def bound(self) -> float | None:
+        """The number to reach."""
+        return self.at_least if self.at_most is None else self.at_most
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One benchmark: one work, one method, several engines, each in its own process.
+
+    Attributes:
+        name: the file's name without `.toml`.
+        about: what it shows, in a sentence or two.
+        kind: which of `bench.measures` runs.
+        work: what is trained.
+        threads: of torch.
+        wait: OMP_WAIT_POLICY of the process.
+        method: how it is measured.
+        contenders: the engines.
+        targets: what must be reached.
+    """
+
+    name: str
+    about: str
+    kind: str
+    work: Work
+    threads: int
+    wait: str
+    method: Method
+    contenders: tuple[Contender, ...]
+    targets: tuple[Target, ...]
+
+    @property
+    def packages(self) -> list[str]:
+        """What must be installed, in order."""
+        needed = ["torch", "numpy", "pyarrow", "cffi"]
+        needed += [p for c in self.contenders for p in engines.KINDS[c.engine].packages]
+        needed += [NEEDS[w.model] for c in self.contenders if (w := self.work_of(c)).model in NEEDS]
+        return list(dict.fromkeys(needed))
+
+    def work_of(self, contender: Contender) -> Work:
+        """The work of one engine."""
+        return replace(self.work, **contender.work)
+
+    def method_of(self, contender: Contender) -> Method:
+        """The method of one engine."""
+        return replace(self.method, **contender.method)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for the job file and the results' metadata."""
+        return asdict(self)
+
+
+def tiny(definition: Definition) -> Definition:
+    """The same with a model of a few kilobytes and a handful of samples: shows that it works."""
+    small: dict[str, Any] = {"least": 2, "most": 2, "warmup": 1, "settle": 1, "block": 2}
+    small["patient"] = True
+
+    def shrunk(contender: Contender) -> Contender:
+        work: dict[str, Any] = dict(contender.work)
+        if "tensors" in work:
+            work["tensors"] = min(work["tensors"], 64)
+        if "model" in work and work["model"] != "bag":
+            work["model"] = "tiny"
+        return replace(contender, work=work, method={**contender.method, **small})
+
+    model = definition.work.model if definition.work.model == "bag" else "tiny"
+    work = replace(definition.work, model=model, batch=1, sequence=8, tensors=64)
+    contenders = tuple(map(shrunk, definition.contenders))
+    return replace(definition, work=work, threads=1, contenders=contenders)
+
+
+def names() -> list[str]:
+    """All definitions there are."""
+    return sorted(file.stem for file in DEFINITIONS.glob("*.toml"))
+
+
+def load(name: str) -> Definition:
+    """Read and check a definition: a name, or the path of a TOML file.
+
+    Raises:
+        BenchError: there is none, or something in it is wrong; with file, key and what is allowed.
+    """
+    file = Path(name) if name.endswith(".toml") else DEFINITIONS / f"{name}.toml"
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BenchError(
+            f"no definition {name!r} ({file}); there are {', '.join(names())}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{file}: cannot be read: {error}") from error
+    try:
+        return _definition(file.stem, table)
+    except BenchError as error:
+        raise BenchError(f"{file}: {error}") from None
+
+
+def _definition(name: str, table: dict[str, Any]) -> Definition:
+    known = {"about", "kind", "threads", "wait", "work", "method", "engine", "target"}
+    _only(table, known, "top level")
+    about = table.get("about", "")
+    kind = _choice("kind", table.get("kind"), KINDS)
+    wait = _choice("wait", table.get("wait", "passive"), WAITS)
+    work = _made(Work, table.get("work", {}), "[work]")
+    method = _made(Method, table.get("method", {}), "[method]")
+    contenders = tuple(_contender(each) for each in table.get("engine", []))
+    if not contenders:
+        raise BenchError("no [[engine]]")
+    threads = table.get("threads", 2)
+    if not isinstance(threads, int) or threads < 1:
+        raise BenchError(f"threads = {threads!r}: must be 1 or more")
+    labels = [c.label for c in contenders]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise BenchError(f"two engines are labelled {label!r}")
+    targets = tuple(_target(each, contenders) for each in table.get("target", []))
+    made = Definition(name, about, kind, work, threads, wait, method, contenders, targets)
+    for contender in contenders:
+        _check_contender(made, contender)
+    return made
+
+
+def _contender(table: dict[str, Any]) -> Contender:
+    return _made(Contender, {"label": table.get("engine", ""), **table}, "[[engine]]")
+
+
+def _check_contender(definition: Definition, contender: Contender) -> None:
+    where = f"[[engine]] {contender.label}"
+    engines.check(contender.engine, contender.settings)
+    _choice(f"{where}: medium", contender.medium, tuple(MEDIA))
+    _only(contender.work, {f.name for f in fields(Work)}, f"{where}: work")
+    _only(contender.method, {f.name for f in fields(Method)}, f"{where}: method")
+    work, method = definition.work_of(contender), definition.method_of(contender)
+    _choice(f"{where}: model", work.model, tuple(MODELS))
+    _choice(f"{where}: optimizer", work.optimizer, tuple(OPTIMIZERS))
+    _choice(f"{where}: policy", method.policy, POLICIES)
+
+
+def _target(table: dict[str, Any], contenders: Iterable[Contender]) -> Target:
+    target = _made(Target, {**table, "against": tuple(table.get("against", ()))}, "[[target]]")
+    where = f"[[target]] {target.row!r}"
+    if target.unavailable:
+        return target
+    if (target.at_most is None) == (target.at_least is None):
+        raise BenchError(f"{where}: exactly one of at_most and at_least")
+    labels = [c.label for c in contenders]
+    for label in (target.engine, *target.against):
+        if label not in labels:
+            raise BenchError(f"{where}: no engine is labelled {label!r}; there are {labels}")
+    return target
+
+
+def _made(kind: type[_T], table: Mapping[str, Any], where: str) -> _T:
+    """A dataclass from a table; each value must be of its field's type."""
+    shapes = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    _only(table, shapes.keys(), where)
+    for key, value in table.items():
+        expected = str(shapes[key].type)
+        good = {
+            "str": isinstance(value, str),
+            "bool": isinstance(value, bool),
+            "int": isinstance(value, int) and not isinstance(value, bool),
+            "float": isinstance(value, int | float) and not isinstance(value, bool),
+            "float | None": isinstance(value, int | float) and not isinstance(value, bool),
+            "Mapping[str, Any]": isinstance(value, dict),
+            "tuple[str, ...]": isinstance(value, tuple) and all(isinstance(v, str) for v in value),
+        }[expected]
+        if not good:
+            raise BenchError(f"{where}: {key} = {value!r}, expected {expected}")
+    missing = [key for key in ("row", "label", "model") if key in shapes and key not in table]
+    if missing:
+        raise BenchError(f"{where}: {missing[0]} is missing")
+    return kind(**table)
+
+
+def _only(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    odd = sorted(set(table) - set(known))
+    if odd:
+        raise BenchError(f"{where}: unknown {odd[0]!r}; known are {', '.join(sorted(known))}")
+
+
+def _choice(what: str, value: object, allowed: tuple[str, ...]) -> str:
+    if isinstance(value, str) and value in allowed:
+        return value
+    raise BenchError(f"{what} = {value!r}: must be one of {', '.join(allowed)}")

@@ -1,0 +1,143 @@
+"""CheckFreq (Mohan et al., FAST'21), our own implementation of the published algorithm for CPUs.
+
+Two phases. `snapshot`: a consistent copy of the state in memory, made by a background thread under
+the next forward and backward; the weight update waits for it. `persist`: torch.save and fsync of
+that copy, behind it. One checkpoint in flight: a new one waits for the previous one's persist.
+The published code spins at the update; here the wait sleeps, which costs training less.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.engines.base import Counts, Plan
+from bench.engines.torch_save import read, write
+from bench.statistics import trimmed_mean
+from bench.work import State, Training, copied
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds, as in the paper's Algorithm 1.
+
+    Attributes:
+        iteration: Ti, without checkpoints.
+        update: Tw, the weight update.
+        copy: Tc, the snapshot to CPU memory.
+        storage: Ts, writing it out.
+        on_device: Tg, the snapshot on the GPU; None where it does not fit, or there is no GPU.
+    """
+
+    iteration: float
+    update: float
+    copy: float
+    storage: float
+    on_device: float | None = None
+
+
+def interval(profile: Profile, budget: float) -> int:
+    """Algorithm 1: iterations between checkpoints so that their cost stays within `budget`.
+
+    Source: prior-systems.md F5 (paper: overlap To, then k = (Tc + Ts - To) / Ti, at least
+    kmin = To / (p Ti)); rounded up, 1 or more.
+    """
+    overhead = max(0.0, profile.copy - (profile.iteration - profile.update))
+    if profile.on_device is not None and profile.on_device <= overhead:
+        overhead = profile.on_device
+    pipelined = (profile.copy + profile.storage - overhead) / profile.iteration
+    affordable = overhead / (budget * profile.iteration)
+    return max(1, math.ceil(pipelined), math.ceil(affordable))
+
+
+@dataclass
+class CheckFreq:
+    """`profiled`: the interval comes from the settling steps and Algorithm 1; else it is 1."""
+
+    profiled: bool
+    budget: float
+    spills = True
+    interval: int = field(default=1, init=False)
+
+    def attach(self, training: Training, folder: Path, plan: Plan) -> None:
+        """See `Engine`."""
+        self._training, self._path = training, folder / "snapshot.pt"
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkfreq")
+        self._snapshot: Future[State] | None = None
+        self._persist: Future[None] | None = None
+        self._complete = 0
+        if self.profiled:
+            self.interval = interval(self._measure(), self.budget)
+
+    def _measure(self) -> Profile:
+        """Times of a few iterations and of one checkpoint, one after the other as in the paper."""
+        iterations, updates = [], []
+        for _ in range(5):
+            begin = time.perf_counter()
+            self._training.compute()
+            computed = time.perf_counter()
+            self._training.update()
+            end = time.perf_counter()
+            iterations.append(end - begin)
+            updates.append(end - computed)
+        begin = time.perf_counter()
+        state = {"step": 0, **copied(self._training.state())}
+        staged = time.perf_counter()
+        write(state, self._path, sync=True)
+        stored = time.perf_counter()
+        return Profile(
+            iteration=trimmed_mean(iterations),
+            update=trimmed_mean(updates),
+            copy=staged - begin,
+            storage=stored - staged,
+        )
+
+    def begin(self, step: int) -> None:
+        """See `Engine`."""
+        self.drain()
+
+        def snapshot() -> State:
+            return {"step": step, **copied(self._training.state())}
+
+        self._snapshot = self._background.submit(snapshot)
+        self._persist = self._background.submit(self._write, self._snapshot)
+
+    def _write(self, snapshot: Future[State]) -> None:
+        write(snapshot.result(), self._path, sync=True)
+        self._complete += 1
+
+    def before_update(self) -> None:
+        """The fence: the update would change what the snapshot is still copying."""
+        if self._snapshot is not None:
+            self._snapshot.result()
+            self._snapshot = None  # and with it the copy, once it is written
+
+    def drain(self) -> None:
+        """See `Engine`."""
+        if self._persist is not None:
+            self._persist.result()
+            self._persist = None
+
+    def finish(self) -> Counts:
+        """See `Engine`."""
+        self.drain()
+        self._background.shutdown()
+        del self._training
+        return Counts(self._complete)
+
+    def restore(self, training: Training) -> int:
+        """See `Engine`."""
+        return read(self._path, training, mapped=False)
+
+    def stalls(self) -> Mapping[str, float]:
+        """See `Engine`."""
+        return {}
+
+
+def make(profiled: bool = False, budget: float = 0.05) -> CheckFreq:
+    """See `bench.engines.make`."""
+    return CheckFreq(profiled, budget)

@@ -1,0 +1,104 @@
+"""torch.distributed.checkpoint.async_save as its documentation shows it, in a single process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+from bench.engines.base import Counts, Plan
+from bench.errors import BenchError
+from bench.work import Training
+
+
+def _state(training: Training) -> dict[str, Any]:
+    model, optimizer = get_state_dict(training.model, training.optimizer)
+    return {"model": model, "optimizer": optimizer}
+
+
+@dataclass
+class Dcp:
+    """Staging blocks, writing goes on in the background; the next save waits for the last one.
+
+    Two folders in turn, so that a whole checkpoint is there at any time.
+    """
+
+    checkpointer: str
+    spills = True
+    interval = 1
+
+    def attach(self, training: Training, folder: Path, plan: Plan) -> None:
+        """See `Engine`."""
+        self._training, self._folder = training, folder
+        # A group of one: async_save wants a CPU backend, and its process variant a group to copy.
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1
+        )
+        self._running: Future[Any] | None = None
+        self._begun = self._complete = self._step = 0
+
+    def begin(self, step: int) -> None:
+        """See `Engine`."""
+        self.drain()
+        self._begun += 1
+        self._step = step
+        state = {"step": torch.tensor(step), **_state(self._training)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about overwriting the older of the two folders
+            saved = async_save(
+                state,
+                checkpoint_id=self._target(),
+                async_checkpointer_type=AsyncCheckpointerType(self.checkpointer),
+            )
+        if not isinstance(saved, Future):
+            raise BenchError(f"async_save gave {type(saved).__name__}, expected a Future")
+        self._running = saved
+
+    def _target(self) -> Path:
+        return self._folder / f"checkpoint-{self._begun % 2}"
+
+    def before_update(self) -> None:
+        """Staging was complete when async_save returned."""
+
+    def drain(self) -> None:
+        """See `Engine`."""
+        if self._running is not None:
+            self._running.result()
+            self._running = None
+            self._complete += 1
+
+    def finish(self) -> Counts:
+        """See `Engine`."""
+        self.drain()
+        del self._training
+        return Counts(self._complete)
+
+    def restore(self, training: Training) -> int:
+        """See `Engine`."""
+        state = {"step": torch.tensor(-1), **_state(training)}
+        load(state, checkpoint_id=self._target())
+        set_state_dict(
+            training.model,
+            training.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        return int(state["step"])
+
+    def stalls(self) -> Mapping[str, float]:
+        """See `Engine`."""
+        return {}
+
+
+def make(checkpointer: str = "thread") -> Dcp:
+    """See `bench.engines.make`."""
+    return Dcp(checkpointer)

@@ -1,0 +1,83 @@
+"""What most people do: torch.save to a temporary name, then rename."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.engines.base import Counts, Plan
+from bench.work import Training
+
+
+def write(state: Mapping[str, Any], path: Path, *, sync: bool) -> None:
+    """Replace `path` whole; `sync`: on return it survives power loss."""
+    part = path.with_suffix(".part")
+    with open(part, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+    part.replace(path)
+    if sync:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def read(path: Path, training: Training, *, mapped: bool) -> int:
+    """Load what `write` wrote; the step."""
+    found = torch.load(path, mmap=mapped, weights_only=True)
+    step: int = found.pop("step")
+    training.load(found)
+    return step
+
+
+@dataclass
+class TorchSave:
+    """Training waits until the file is complete; `sync`: until it is on the disk."""
+
+    sync: bool
+    mmap: bool
+    spills = False
+    interval = 1
+
+    def attach(self, training: Training, folder: Path, plan: Plan) -> None:
+        """See `Engine`."""
+        self._training, self._path = training, folder / "snapshot.pt"
+        self._begun = 0
+
+    def begin(self, step: int) -> None:
+        """See `Engine`."""
+        write({"step": step, **self._training.state()}, self._path, sync=self.sync)
+        self._begun += 1
+
+    def before_update(self) -> None:
+        """See `Engine`."""
+
+    def drain(self) -> None:
+        """See `Engine`."""
+
+    def finish(self) -> Counts:
+        """See `Engine`."""
+        del self._training
+        return Counts(self._begun)
+
+    def restore(self, training: Training) -> int:
+        """See `Engine`."""
+        return read(self._path, training, mapped=self.mmap)
+
+    def stalls(self) -> Mapping[str, float]:
+        """See `Engine`."""
+        return {}
+
+
+def make(sync: bool = False, mmap: bool = False) -> TorchSave:
+    """See `bench.engines.make`."""
+    return TorchSave(sync, mmap)

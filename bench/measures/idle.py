@@ -1,0 +1,44 @@
+"""Attached, but nothing is due: too small to see in step times, so the hooks' own time is summed.
+
+Records:
+    idle_hooks: training-thread time in the engine, relative to a step's time.
+    idle_seconds: the same per step, in seconds.
+    step: seconds of a step.
+"""
+
+from __future__ import annotations
+
+from bench import engines
+from bench.errors import BenchError
+from bench.measures import Job
+from bench.measures.loop import Loop
+from bench.record import Record, sampled
+from bench.work import Training
+
+
+def measure(job: Job) -> list[Record]:
+    """See the module and `bench.measures.run`."""
+    loop = Loop(
+        Training(job.work),
+        engines.make(job.contender.engine, job.contender.settings),
+        patient=job.method.patient,
+    )
+    loop.attach(job.folder)
+    for _ in range(job.method.warmup):
+        loop.run(then=False)
+    if not loop.engine.stalls():
+        raise BenchError(f"{job.contender.label} does not count the time of its hooks")
+    hooks, steps = [], []
+    for i in range(job.method.least):
+        before = sum(loop.engine.stalls().values())
+        steps.append(loop.run(then=False))
+        hooks.append(sum(loop.engine.stalls().values()) - before)
+        job.tell(f"{i + 1} of {job.method.least} steps")
+    loop.run(then=True)
+    verified = loop.finish(Training(job.work, seed=1))
+    shares = [hook / step for hook, step in zip(hooks, steps, strict=True)]
+    return [
+        sampled("idle_hooks", "", shares, note=verified),
+        sampled("idle_seconds", "s", hooks),
+        sampled("step", "s", steps),
+    ]

@@ -1,0 +1,87 @@
+"""The training loop that every measure shares: steps with and without snapshots, verified."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.engines.base import Counts, Engine, Plan
+from bench.engines.none import Nothing
+from bench.errors import BenchError
+from bench.work import Training, copied, difference
+
+
+@dataclass
+class Loop:
+    """Trains with an engine attached; knows which step is due and that all of them were taken.
+
+    A step's time begins before its forward and ends after its update. It *carries* a snapshot of
+    the step before it: an engine that copies behind the training's back does so during this step.
+    """
+
+    training: Training
+    engine: Engine
+    plan: Plan = field(default_factory=Plan)
+    patient: bool = False  # see `Method`
+    step: int = 0  # the last complete one, counted from attach
+
+    def attach(self, folder: Path) -> None:
+        """Attach the engine. The first step after it carries nothing."""
+        self.engine.attach(self.training, folder, self.plan)
+
+    def run(self, *, then: bool) -> float:
+        """One step; `then`: the next one carries a snapshot. Seconds."""
+        if then:
+            self.plan.due.add(self.step + 1)
+        if self.patient:
+            self.engine.drain()
+        begin = time.perf_counter()
+        if self.step in self.plan.due:
+            self.engine.begin(self.step)
+        self.training.compute()
+        self.engine.before_update()
+        self.training.update()
+        self.step += 1
+        return time.perf_counter() - begin
+
+    def finish(self, fresh: Training) -> str:
+        """Take one last snapshot under a running step, then restore it and compare every bit.
+
+        The last `run` must have been told that this step carries one.
+
+        Returns:
+            What was verified, in words.
+
+        Raises:
+            BenchError: snapshots were lost, or what came back is not what was there.
+        """
+        if self.step not in self.plan.due:
+            raise ValueError("the last step did not plan this one's snapshot")
+        kept, step = copied(self.training.state()), self.step
+        self.run(then=False)
+        counts = self.engine.finish()
+        require_all(counts, len(self.plan.due))
+        if isinstance(self.engine, Nothing):
+            return "nothing to verify"
+        found = self.engine.restore(fresh)
+        if found != step:
+            raise BenchError(f"restored step {found}, the last snapshot is of step {step}")
+        problem = difference(kept, fresh.state())
+        if problem is not None:
+            raise BenchError(f"the restored state of step {step} is not what was saved: {problem}")
+        return f"{counts.complete} snapshots complete, step {step} restored and equal bit for bit"
+
+
+def require_all(counts: Counts, due: int) -> None:
+    """A result counts only if every due snapshot was taken and finished.
+
+    Raises:
+        BenchError: with how many are missing, and why.
+    """
+    lost = {reason: number for reason, number in counts.lost.items() if number}
+    if lost or counts.complete != due:
+        why = ", ".join(f"{number} {reason}" for reason, number in lost.items()) or "no reason told"
+        raise BenchError(
+            f"{due} snapshots were due, {counts.complete} are complete ({why}): no number"
+        )

@@ -1,0 +1,1 @@
+"""Micro-benchmarks with pytest-benchmark: `make bench-micro`; not part of `make test`."""

@@ -1,0 +1,62 @@
+"""The process in which one engine is measured: a job in JSON in, records in JSON out.
+
+Nothing else runs here, so that threads, memory and OpenMP settings are the engine's own. Progress
+goes to stdout, a line at a time; the outcome goes to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench import measures
+from bench.definition import Contender, Method
+from bench.errors import BenchError
+from bench.machine import versions
+from bench.place import scratch
+from bench.work import Work
+
+
+def perform(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure what the job says; `{"records": ..., "versions": ...}` or `{"error": text}`."""
+    try:
+        return {"records": _measured(job), "versions": versions(job["packages"])}
+    except BenchError as error:
+        return {"error": str(error)}
+    except Exception:  # noqa: BLE001 - the parent has nothing else to tell its user
+        return {"error": traceback.format_exc()}
+
+
+def _measured(job: dict[str, Any]) -> list[dict[str, Any]]:
+    import torch
+
+    torch.set_num_threads(job["threads"])
+    contender = Contender(**job["contender"])
+    with scratch(contender.medium) as folder:
+        records = measures.run(
+            measures.Job(
+                kind=job["kind"],
+                contender=contender,
+                work=Work(**job["work"]),
+                method=Method(**job["method"]),
+                precision=job["precision"],
+                folder=folder,
+                tell=lambda text: print(text, flush=True),
+            )
+        )
+    return [{**asdict(record), "engine": contender.label} for record in records]
+
+
+def main() -> None:
+    """`python -m bench.runner JOB OUTCOME`."""
+    job, outcome = map(Path, sys.argv[1:])
+    done = perform(json.loads(job.read_text()))
+    outcome.write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What a snapshot says beside its tensors: read, and checked before anything relies on it.
+
+Checksums show that the bytes are those that were written, not that lightck wrote them. What does
+not have the form that `instants`, `state` and `rng` give it is damage, found before a live object
+has changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lightck.capture import boundary, rng, staging
+from lightck.capture.state import BASE_ATTRIBUTES
+from lightck.errors import CorruptSnapshotError
+from lightck.region.region import Candidate
+
+_NAME = re.compile(r"(model|extras|optim/(0|[1-9][0-9]{0,8}))/.*", re.DOTALL)
+_INDEXED = re.compile(r"@#-?[0-9]{1,300}")
+
+
+def read(candidate: Candidate, *, context: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The boundary states (a) and (b) of a snapshot, in the form that they were written in.
+
+    Raises:
+        CorruptSnapshotError: these parts or the layout's names do not have it.
+    """
+    state = candidate.manifest
+    first = boundary.decode(state.at_step, context=context)
+    second = boundary.decode(state.at_forward, context=context)
+    tensors = {e.name for e in candidate.layout.entries if e.alias_of is None}
+    try:
+        _check(candidate, first, second, tensors)
+    except CorruptSnapshotError as error:
+        raise CorruptSnapshotError(f"{context}: {error}") from error
+    return first, second
+
+
+def _check(candidate: Candidate, first: Any, second: Any, tensors: set[str]) -> None:
+    for entry in candidate.layout.entries:
+        if not _NAME.fullmatch(entry.name):
+            raise CorruptSnapshotError(f"the layout table names a tensor {entry.name!r}")
+    staging.check(candidate.layout.entries, context="layout table")
+    _fields(first, "the state at step end", {"rng": dict, "extras": dict})
+    _fields(second, "the state at the forward", {"optimizers": list, "extras": dict, "step": int})
+    if not second["step"] == candidate.record.step == candidate.manifest.step:
+        raise CorruptSnapshotError(
+            f"record of step {candidate.record.step}, manifest of step {candidate.manifest.step},"
+            f" state of step {second['step']}"
+        )
+    for held in (first["extras"], second["extras"]):
+        _keys(held, "extras")
+        boundary.rebuild(held, _finder(tensors, "extras/"))
+    for i, tree in enumerate(second["optimizers"]):
+        _optimizer(i, tree, tensors)
+    rng.check(boundary.rebuild(first["rng"]))
+    if "rng" in second:
+        rng.check(boundary.rebuild(_fields(second, "the state", {"rng": dict})["rng"]))
+
+
+def _optimizer(i: int, tree: Any, tensors: set[str]) -> None:
+    label = f"optimizer {i}"
+    fields = {"class": str, "groups": list, "state": dict, "attributes": dict}
+    _fields(tree, label, fields)
+    find = _finder(tensors, f"optim/{i}/")
+    for group in tree["groups"]:
+        _fields(group, f"{label} group", {"params": list, "options": dict})
+        if not all(type(name) is str for name in group["params"]):
+            raise CorruptSnapshotError(f"{label} has parameters without a name")
+        _keys(group["options"], f"{label} options")
+        boundary.rebuild(group["options"], find)
+    for name, state in _keys(tree["state"], f"{label} state").items():
+        if name.startswith("@#") and not _INDEXED.fullmatch(name):
+            raise CorruptSnapshotError(f"{label} has state under {name!r}")
+        boundary.rebuild(_fields(state, f"{label} state", {}), find)
+    for name, value in _keys(tree["attributes"], f"{label} attributes").items():
+        taken = name in BASE_ATTRIBUTES or hasattr(torch.optim.Optimizer, name)
+        if taken or not name.isidentifier():
+            raise CorruptSnapshotError(f"{label} has an attribute {name!r}")
+        boundary.rebuild(value, find)
+
+
+def _fields(tree: Any, label: str, kinds: Mapping[str, type]) -> dict[str, Any]:
+    if type(tree) is not dict or boundary.TAG in tree:
+        raise CorruptSnapshotError(f"{label} is a {type(tree).__name__}, expected a plain dict")
+    for name, kind in kinds.items():
+        if type(tree.get(name)) is not kind:
+            found = type(tree.get(name)).__name__
+            raise CorruptSnapshotError(f"{label}: {name} is {found}, expected {kind.__name__}")
+    return tree
+
+
+def _keys(tree: dict[Any, Any], label: str) -> dict[str, Any]:
+    if boundary.TAG in tree or not all(type(key) is str for key in tree):
+        raise CorruptSnapshotError(f"{label} has a key that is no name")
+    return tree
+
+
+def _finder(tensors: set[str], prefix: str) -> Callable[[str], torch.Tensor]:
+    """Stands for the tensors while a tree is tried: only what belongs to it may be referred to."""
+    nothing = torch.empty(0)
+
+    def find(name: str) -> torch.Tensor:
+        if name not in tensors or not name.startswith(prefix):
+            raise CorruptSnapshotError(f"a state under {prefix} refers to {name!r}")
+        return nothing
+
+    return find

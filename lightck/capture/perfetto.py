@@ -1,0 +1,298 @@
+"""A trace as a Chrome/Perfetto document: https://ui.perfetto.dev opens it, `lightck timeline` too.
+
+One process per rank; a track per thread: the training thread with step > forward, backward, fence,
+update, and inside them what lightck did there; autograd's, if it is another one; workers; the
+keeper. Times are microseconds of CLOCK_MONOTONIC: files of several ranks of a host fit together.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightck.capture.trace import Event, Opening, Recorded
+from lightck.region.pool import (
+    DID_COPY,
+    DID_DRAIN,
+    DID_INVALIDATE,
+    DID_RECORD,
+    DID_SYNC,
+    DID_TABLES,
+    THREAD_CALLER,
+    THREAD_KEEPER,
+)
+
+TRAINING, AUTOGRAD, WORKER, KEEPER = 1, 2, 10, 90
+"""Track numbers; worker k is WORKER + k."""
+_STAGES = {
+    DID_INVALIDATE: "invalidate",
+    DID_TABLES: "manifest",
+    DID_SYNC: "sync",
+    DID_RECORD: "record",
+}
+_COUNTED_PARTS = 200
+"""Values of a counter per snapshot, at most: chunks are many."""
+
+
+@dataclass(frozen=True)
+class _Slice:
+    track: int
+    name: str
+    category: str
+    begin_ns: int
+    end_ns: int
+    args: dict[str, Any]
+
+
+def write(recorded: Recorded, path: Path) -> None:
+    """Put the document at `path`, whole or not at all."""
+    fd, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(fd, "w", encoding="ascii") as file:
+            json.dump(document(recorded), file, separators=(",", ":"))
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(draft, 0o666 & ~umask)
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise
+
+
+def document(recorded: Recorded) -> dict[str, Any]:
+    """The trace-event document."""
+    found = _Snapshots(recorded.openings)
+    slices = _nested([*_training(recorded), *_native(recorded, found)])
+    process = int(recorded.about.get("rank", 0))
+    timed = [
+        *(_complete(each) for each in slices),
+        *_marks(recorded, found, slices),
+        *_counters(recorded, found),
+    ]
+    timed.sort(key=lambda event: (event["tid"], event["ts"], -event.get("dur", 0.0)))
+    for event in timed:
+        event["pid"] = process
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {**recorded.about, "clock": "CLOCK_MONOTONIC", "lost": recorded.lost},
+        "traceEvents": [*_names(recorded, {s.track for s in slices}, process), *timed],
+    }
+
+
+# ---- slices --------------------------------------------------------------------------------------
+
+
+def _training(recorded: Recorded) -> Iterator[_Slice]:
+    for event in recorded.events:
+        if event.kind in ("step", "forward", "update", "stall", "part"):
+            yield _Slice(
+                TRAINING if event.thread == recorded.training_thread else AUTOGRAD,
+                event.name,
+                event.kind if event.kind != "stall" else "lightck",
+                event.begin_ns,
+                event.end_ns,
+                {"step": event.step},
+            )
+    yield from _backward(recorded)
+
+
+def _backward(recorded: Recorded) -> Iterator[_Slice]:
+    """From a forward's end to the last gradient before the next phase; in it, layer by layer.
+
+    The loss belongs to it: nothing tells where one ends and the other begins.
+    """
+    phases = sorted(
+        (e for e in recorded.events if e.kind in ("forward", "tick", "step")),
+        key=lambda e: e.end_ns,
+    )
+    begin: int | None = None
+    ticks: list[Event] = []
+    for event in [*phases, None]:
+        if event is not None and event.kind == "tick":
+            ticks.append(event)
+            continue
+        if begin is not None and ticks:
+            yield from _layers(recorded, begin, ticks)
+        begin = event.end_ns if event is not None and event.kind == "forward" else None
+        ticks = []
+
+
+def _layers(recorded: Recorded, begin: int, ticks: list[Event]) -> Iterator[_Slice]:
+    step = {"step": ticks[-1].step}
+    yield _Slice(TRAINING, "backward", "backward", begin, ticks[-1].end_ns, step)
+    for tick in ticks:
+        track = TRAINING if tick.thread == recorded.training_thread else AUTOGRAD
+        yield _Slice(track, tick.name, "gradient", begin, tick.end_ns, step)
+        begin = tick.end_ns
+
+
+def _native(recorded: Recorded, found: _Snapshots) -> Iterator[_Slice]:
+    commit: list[_Slice] = []
+    for moment in recorded.moments:
+        did, track = int(moment["did"]), _track(int(moment["thread"]))
+        begin, end = int(moment["begin_ns"]), int(moment["end_ns"])
+        opening = found.of(int(moment["slot"]), begin)
+        args: dict[str, Any] = {"snapshot": opening.step if opening else None}
+        if did in _STAGES:
+            stage = _Slice(track, _STAGES[did], "commit", begin, end, args)
+            yield stage
+            if did == DID_TABLES:
+                commit = []
+            if track == KEEPER:
+                commit.append(stage)
+            if [s.name for s in commit] == ["manifest", "sync", "record", "sync"]:
+                first = commit[0].begin_ns
+                yield _Slice(track, f"commit {args['snapshot']}", "committed", first, end, args)
+                commit = []
+            continue
+        name, tensors = _copied(opening, moment)
+        moved = int(moment["bytes"])
+        args |= {"bytes": moved, "tensors": tensors}
+        if end > begin:
+            args["GB/s"] = round(moved / (end - begin), 2)
+        category = "drain" if did == DID_DRAIN else "copy"
+        if track == TRAINING:
+            args["helping"] = True
+        yield _Slice(track, name, category, begin, end, args)
+
+
+def _track(thread: int) -> int:
+    if thread == THREAD_CALLER:
+        return TRAINING
+    return KEEPER if thread == THREAD_KEEPER else WORKER + thread
+
+
+def _copied(opening: Opening | None, moment: Any) -> tuple[str, str]:
+    """Layer of a chunk, and its tensors; a chunk never crosses layers."""
+    batch = int(moment["batch"])
+    if opening is None or batch >= len(opening.batches):
+        return "?", "?"
+    first, count = int(moment["copy"]), int(moment["copies"])
+    positions = opening.batches[batch].positions
+    entries = [opening.entries[int(i)] for i in positions[first : first + min(count, 3)]]
+    more = f" and {count - 3} more" if count > 3 else ""
+    return entries[0].layer or entries[0].name, ", ".join(e.name for e in entries) + more
+
+
+class _Snapshots:
+    """Which snapshot was in a slot at a time: a slot holds one, from its (b) to the next one's."""
+
+    def __init__(self, openings: Sequence[Opening]) -> None:
+        self._in_slot: dict[int, list[Opening]] = {}
+        for opening in openings:
+            self._in_slot.setdefault(opening.slot, []).append(opening)
+
+    def of(self, slot: int, at_ns: int) -> Opening | None:
+        """The one whose (b) was last before."""
+        there = self._in_slot.get(slot, [])
+        index = bisect.bisect_right(there, at_ns, key=lambda opening: opening.begin_ns)
+        return there[index - 1] if index else None
+
+
+def _nested(slices: list[_Slice]) -> list[_Slice]:
+    """Each within the one that it began in: viewers cannot show slices that overlap otherwise."""
+    kept: list[_Slice] = []
+    open_until: dict[int, list[int]] = {}
+    for each in sorted(slices, key=lambda s: (s.begin_ns, -s.end_ns)):
+        ends = open_until.setdefault(each.track, [])
+        while ends and ends[-1] <= each.begin_ns:
+            ends.pop()
+        end = min(each.end_ns, ends[-1]) if ends else each.end_ns
+        ends.append(end)
+        kept.append(
+            _Slice(each.track, each.name, each.category, each.begin_ns, end, each.args)
+            if end != each.end_ns
+            else each
+        )
+    return kept
+
+
+# ---- instants, flows, counters, names ------------------------------------------------------------
+
+
+def _us(ns: int) -> float:
+    return ns / 1000
+
+
+def _complete(each: _Slice) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "tid": each.track,
+        "name": each.name,
+        "cat": each.category,
+        "ts": _us(each.begin_ns),
+        "dur": _us(each.end_ns - each.begin_ns),
+        "args": each.args,
+    }
+
+
+def _mark(track: int, name: str, at_ns: int, **args: Any) -> dict[str, Any]:
+    event = {"ph": "i", "s": "t", "tid": track, "name": name, "cat": "mark", "ts": _us(at_ns)}
+    return {**event, "args": args}
+
+
+def _marks(recorded: Recorded, found: _Snapshots, slices: list[_Slice]) -> Iterator[dict[str, Any]]:
+    for event in recorded.events:
+        if event.kind == "step":
+            yield _mark(TRAINING, f"(a) step {event.step}", event.end_ns, step=event.step)
+        elif event.kind == "tick":
+            track = TRAINING if event.thread == recorded.training_thread else AUTOGRAD
+            yield _mark(track, f"gradient {event.name}", event.end_ns, step=event.step)
+        elif event.kind in ("slipped", "torn"):
+            text = f"{event.kind} {event.step}"
+            yield _mark(TRAINING, text, event.end_ns, snapshot=event.step, why=event.name)
+    committed = {s.args["snapshot"]: s for s in slices if s.category == "committed"}
+    for opening in recorded.openings:
+        step = opening.step
+        yield _mark(TRAINING, f"(b) step {step}", opening.begin_ns, snapshot=step)
+        end = committed.get(step)
+        if end is not None:
+            yield _mark(KEEPER, f"committed {step}", end.end_ns, snapshot=step)
+            flow = {"name": "snapshot", "cat": "snapshot", "id": step}
+            yield {**flow, "ph": "s", "tid": TRAINING, "ts": _us(opening.begin_ns)}
+            yield {**flow, "ph": "f", "bp": "e", "tid": KEEPER, "ts": _us(end.begin_ns)}
+
+
+def _counters(recorded: Recorded, found: _Snapshots) -> Iterator[dict[str, Any]]:
+    """Bytes of the snapshot in hand that were released, and that have left their sources."""
+    for event in recorded.events:
+        if event.kind == "released":
+            yield _count("released", event.end_ns, event.amount)
+    copies = recorded.moments[recorded.moments["did"] == DID_COPY]
+    copies = copies[copies["end_ns"].argsort(kind="stable")]
+    seen: Opening | None = None
+    total = shown = 0
+    for moment in copies:
+        opening = found.of(int(moment["slot"]), int(moment["begin_ns"]))
+        if opening is None:
+            continue
+        if opening is not seen:
+            seen, total, shown = opening, 0, 0
+            yield _count("captured", opening.begin_ns, 0)
+        total += int(moment["bytes"])
+        if (total - shown) * _COUNTED_PARTS >= opening.payload_bytes:
+            shown = total
+            yield _count("captured", int(moment["end_ns"]), total)
+
+
+def _count(name: str, at_ns: int, value: int) -> dict[str, Any]:
+    return {"ph": "C", "tid": 0, "name": name, "ts": _us(at_ns), "args": {"bytes": value}}
+
+
+def _names(recorded: Recorded, tracks: set[int], process: int) -> Iterator[dict[str, Any]]:
+    about = recorded.about
+    title = f"rank {process} (process {about.get('process')})"
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": title}}
+    for track in sorted(tracks):
+        name = {TRAINING: "training thread", AUTOGRAD: "autograd thread", KEEPER: "keeper"}.get(
+            track, f"worker {track - WORKER}"
+        )
+        thread = {"ph": "M", "pid": process, "tid": track}
+        yield {**thread, "name": "thread_name", "args": {"name": name}}
+        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": track}}

@@ -1,0 +1,124 @@
+"""What others may see of a handle: statistics after every step, and a trace if one is wanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightck.capture import perfetto
+from lightck.capture.hooks import Watched
+from lightck.capture.phases import Phases
+from lightck.capture.pipeline import Flight
+from lightck.capture.recorder import Recorder
+from lightck.capture.report import Reporter
+from lightck.capture.trace import Trace
+from lightck.config import Config
+from lightck.errors import LightckError
+from lightck.region.process import Process
+from lightck.region.statistics import NO_STEP, Page
+
+
+@dataclass(eq=False)
+class Sight:
+    """Publishes and traces. Used by the training thread."""
+
+    config: Config
+    recorder: Recorder
+    reporter: Reporter
+    watched: Watched
+    trace: Trace | None = field(default=None, init=False)
+    listener: Recorder | Phases = field(init=False)
+    """What the hooks and the loop's own marks speak to."""
+
+    def __post_init__(self) -> None:
+        """Stand where there is something to see."""
+        recorder, pipeline = self.recorder, self.recorder.pipeline
+        self.listener = recorder
+        self._page = Page(pipeline.pool, pipeline.region.native)
+        self._page.said.began_ns = time.time_ns()
+        self._page.said.began_step = recorder.steps.step
+        recorder.on_step = self.publish
+        if self.config.trace is not False:
+            self.trace = Trace(self._about(), recorder.steps.step + 1, pipeline.pool)
+            self.listener = Phases(recorder, self.trace, self.watched)
+            recorder.stalls.tell = self.trace.stall
+            pipeline.trace = self.trace
+
+    def _about(self) -> dict[str, object]:
+        region, config = self.recorder.pipeline.region, self.config
+        return {
+            "rank": region.info.rank,
+            "world": region.info.world,
+            "process": Process.this().number,
+            "region": str(region.place.file),
+            "medium": region.info.medium,
+            "survives": region.survives,
+            "threads": config.threads,
+            "chunk_bytes": config.chunk_bytes,
+            "schedule": config.schedule,
+        }
+
+    def install(self) -> None:
+        """Begin."""
+        self.publish()
+        if isinstance(self.listener, Phases):
+            self.listener.install()
+
+    def remove(self) -> None:
+        """Stop watching the loop."""
+        if isinstance(self.listener, Phases):
+            self.listener.remove()
+
+    def publish(self, *, ended: bool = False) -> None:
+        """Say how things stand, for `lightck top`; a few microseconds."""
+        recorder, page = self.recorder, self._page
+        counters, said = recorder.pipeline.counters, page.said
+        record = recorder.pipeline.region.continued
+        captured, committed = counters.last_captured_step, counters.last_committed_step
+        said.ended = ended
+        said.updated_ns = time.time_ns()
+        said.step = recorder.steps.step
+        said.captured_step = NO_STEP if captured is None else captured
+        said.committed_step = NO_STEP if committed is None else committed
+        said.step_ns = int((recorder.cadence.step_s or 0.0) * 1e9)
+        said.captured, said.committed = counters.captured, counters.committed
+        said.slipped, said.torn, said.failed = counters.slipped, counters.torn, counters.failed
+        said.payload_bytes = record.payload_bytes if record is not None else 0
+        said.errors = self.reporter.count
+        page.stalls(recorder.stalls.seconds)
+        page.error(self.reporter.latest)
+        page.publish()
+
+    def torn(self, flight: Flight, names: Sequence[str]) -> None:
+        """The pipeline dropped a snapshot."""
+        if self.trace is not None:
+            self.trace.lost_snapshot("torn", flight.step, names[0])
+        self.recorder.torn(flight, names)
+
+    def ended(self) -> None:
+        """The last word, while the pool is still there."""
+        self.publish(ended=True)
+
+    def write(self, path: Path) -> Path:
+        """Write the trace as it is now.
+
+        Raises:
+            LightckError: there is none, or it cannot be written there.
+        """
+        if self.trace is None:
+            raise LightckError("there is no trace: attach with trace=True or trace=<file>")
+        try:
+            perfetto.write(self.trace.recorded(), path)
+        except OSError as error:
+            raise LightckError(f"cannot write the trace to {path}: {error.strerror}") from error
+        return path
+
+    def write_wanted(self) -> None:
+        """Write the trace to the file that the config names; a failure is a background error."""
+        if isinstance(self.config.trace, Path):
+            try:
+                self.write(self.config.trace)
+            except LightckError as error:
+                self.reporter(error)

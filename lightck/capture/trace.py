@@ -1,0 +1,174 @@
+"""A record of what every thread did in the last steps; kept in memory, bounded, written on request.
+
+Python notes the training thread's phases, the pool its own moments. Both read CLOCK_MONOTONIC, so
+that they lie on one axis. Without a trace nobody keeps anything: one branch per place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck.config import Config
+from lightck.errors import ConfigError
+from lightck.region.layout import Entry
+from lightck.region.pool import MOMENT_DTYPE, NativePool
+from lightck.region.writer import Batch, SlotWriter
+
+MOMENTS = 1 << 17
+"""Kept per native thread, 64 bytes each: 23 steps of GPT-2 small, in chunks of 256 KiB."""
+EVENTS = 1 << 15
+"""Kept of Python's: some 250 steps of GPT-2 small."""
+OPENINGS = 4096
+"""Snapshots whose tensors' names are kept."""
+
+now_ns = time.perf_counter_ns
+"""CLOCK_MONOTONIC on Linux, like the pool's."""
+
+
+def moments_of(config: Config) -> int:
+    """How many moments a handle's pool keeps per thread.
+
+    Raises:
+        ConfigError: the trace could not be written where it is wanted.
+    """
+    if isinstance(config.trace, Path) and not config.trace.parent.is_dir():
+        raise ConfigError(
+            f"trace = {str(config.trace)!r}: there is no folder {config.trace.parent}"
+        )
+    return 0 if config.trace is False else MOMENTS
+
+
+class Event(NamedTuple):
+    """A phase of a thread, or (with `end_ns` = `begin_ns`) an instant."""
+
+    kind: str
+    """`step`, `forward`, `update`, `stall`, `part` (of a stall), `tick`, `released`, `slipped`,
+    `torn`."""
+    name: str
+    begin_ns: int
+    end_ns: int
+    thread: int
+    step: int
+    """The step that is being computed; of `released`, `slipped` and `torn` that of the snapshot."""
+    amount: int = 0
+    """Bytes released in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A snapshot's (b), and what is needed to name its copies."""
+
+    begin_ns: int
+    step: int
+    slot: int
+    entries: Sequence[Entry]
+    batches: Sequence[Batch]
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A trace, taken at one moment."""
+
+    events: list[Event]
+    openings: list[Opening]
+    moments: npt.NDArray[Any]
+    """MOMENT_DTYPE rows."""
+    lost: int
+    """Events and moments that newer ones displaced."""
+    training_thread: int
+    about: dict[str, Any]
+    """Rank, world, process, path, ...: for the file."""
+
+
+@dataclass(eq=False)
+class Trace:
+    """Notes what happens to one handle. `note` on any thread, the rest on the training thread."""
+
+    about: dict[str, Any]
+    step: int
+    """The step that is being computed."""
+    pool: NativePool | None = None
+    training_thread: int = field(default_factory=threading.get_ident)
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS))
+    openings: deque[Opening] = field(default_factory=lambda: deque(maxlen=OPENINGS))
+    _noted: int = 0
+    _began_ns: int = field(default_factory=now_ns)
+    """Of the step that is being computed."""
+    _last: tuple[npt.NDArray[Any], int] | None = None
+    """The pool's moments, once it is closed."""
+
+    def note(self, kind: str, name: str, begin_ns: int, end_ns: int | None = None) -> None:
+        """Add a phase that has just ended, or an instant."""
+        end_ns = begin_ns if end_ns is None else end_ns
+        self._add(Event(kind, name, begin_ns, end_ns, threading.get_ident(), self.step))
+
+    def stall(self, cause: str, begin_ns: int, end_ns: int) -> None:
+        """The training thread was held up."""
+        self.note("stall", cause, begin_ns, end_ns)
+
+    def fenced(self, begin_ns: int, captured_ns: int) -> None:
+        """The fence has waited, then compared."""
+        self.note("part", "copies", begin_ns, captured_ns)
+        self.note("part", "audit", captured_ns, now_ns())
+
+    def step_ended(self, step: int) -> None:
+        """A step is complete; the next one begins."""
+        now = now_ns()
+        self.step = step
+        self.note("step", f"step {step}", self._began_ns, now)
+        self.step, self._began_ns = step + 1, now
+
+    def opened(self, step: int, writer: SlotWriter, begin_ns: int) -> None:
+        """A snapshot has its slot; its batches are yet to come."""
+        layout = writer.layout
+        self.openings.append(
+            Opening(
+                begin_ns,
+                step,
+                writer.slot.index,
+                layout.entries,
+                writer.batches,
+                layout.payload_bytes,
+            )
+        )
+
+    def released(self, step: int, total_bytes: int) -> None:
+        """So many bytes of the snapshot may be copied by now. Any thread."""
+        now = now_ns()
+        thread = threading.get_ident()
+        self._add(Event("released", "released", now, now, thread, step, total_bytes))
+
+    def lost_snapshot(self, kind: str, step: int, why: str) -> None:
+        """A due snapshot `slipped`, or was `torn`."""
+        now = now_ns()
+        self._add(Event(kind, why, now, now, threading.get_ident(), step))
+
+    def _add(self, event: Event) -> None:
+        self._noted += 1  # only a count of what is gone: a lost update between threads is no harm
+        self.events.append(event)
+
+    def finish(self) -> None:
+        """The pool is about to end: keep what it has."""
+        if self.pool is not None:
+            self._last, self.pool = self.pool.timeline(), None
+
+    def recorded(self) -> Recorded:
+        """Everything up to now."""
+        if self.pool is not None:
+            self._last = self.pool.timeline()
+        moments, lost = self._last or (np.zeros(0, MOMENT_DTYPE), 0)
+        events = list(self.events)
+        lost += max(0, self._noted - len(events))
+        return Recorded(
+            events, list(self.openings), moments, lost, self.training_thread, self.about
+        )

@@ -1,0 +1,244 @@
+"""`lightck top`: watch running trainers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from datetime import datetime
+from typing import Any
+
+from lightck.cli.output import OK, Refusal, pairs, size, table
+from lightck.cli.place import add_path
+from lightck.config import Config
+from lightck.watch import ELSEWHERE, ENDED, GONE, NONE, RUNNING, readings
+
+SUMMARY = "watch a running trainer"
+DESCRIPTION = """\
+Show how the trainer that writes to PATH is doing, every second until interrupted: the last
+committed step and how far behind the training it is, write rates, what the training thread lost to
+lightck, slipped, torn and failed snapshots, the last error. Read from the region: the trainer does
+not notice.
+
+A trainer is `running`, has `ended` (closed its handle) or is `gone` (killed): its last words stay.
+Rates and stalls are those since the last look, with --once since the trainer attached."""
+EXAMPLES = """\
+  lightck top /dev/shm/run
+  lightck top --once --json /dev/shm/run | python3 -c 'import json, sys; \\
+      print(json.load(sys.stdin)["regions"][0]["committed"]["step"])'
+  lightck top --every 10 /mnt/pmem/run >> progress.log
+"""
+_QUIET_STEPS = 5
+"""A running trainer whose last step took this many times its usual time is pointed out."""
+_QUIET_S = 5.0
+
+Row = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_path(parser)
+    parser.add_argument("--once", action="store_true", help="show it once and end")
+    parser.add_argument(
+        "--every",
+        type=_positive,
+        default=1.0,
+        metavar="S",
+        help="seconds between looks; default: 1",
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise ValueError(text)
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; returns the exit status."""
+    before: dict[str, Row] = {}
+    shown = 0
+    while True:
+        rows = _look(arguments.path, before)
+        if arguments.json:
+            _print_json(arguments, rows)
+        else:
+            text = "\n\n".join(_block(row) for row in rows) if len(rows) < 3 else _table(rows)
+            shown = _show(text, 0 if arguments.once else shown)
+        if arguments.once:
+            return OK
+        before = {row["file"]: row for row in rows}
+        time.sleep(arguments.every)
+
+
+def _look(path: str | None, before: dict[str, Row]) -> list[Row]:
+    rows = readings(path)
+    if not rows:
+        raise Refusal(f"{Config.resolve(path=path).path}: there is no lightck region")
+    for row in rows:
+        row["since_s"] = None
+        _since(row, before.get(row["file"], {}).get("published"))
+    return rows
+
+
+def _since(row: Row, then: Row | None) -> None:
+    """Rates and stalls of the time since the last look, if it is still the same trainer."""
+    now = row["published"]
+    if now is None or then is None or now["process"] != then["process"]:
+        return
+    elapsed = now["began_s"] - then["began_s"]
+    steps = now["step"] - then["step"]
+    if elapsed <= 0 or steps <= 0:
+        return
+    row["since_s"] = elapsed
+    now["write_rate"] = (now["bytes_copied"] - then["bytes_copied"]) / elapsed
+    lost = {c: s - then["stall_s"].get(c, 0.0) for c, s in now["stall_s"].items()}
+    now["stall_s_per_step"] = sum(lost.values()) / steps
+    now["step_s"] = elapsed / steps
+
+
+def _print_json(arguments: argparse.Namespace, rows: list[Row]) -> None:
+    document = {"path": str(Config.resolve(path=arguments.path).path), "regions": rows}
+    json.dump(document, sys.stdout, indent=2 if arguments.once else None)
+    print(flush=True)
+
+
+def _show(text: str, lines_above: int) -> int:
+    """Print over what was printed last, on a terminal; returns how many lines it has."""
+    if not sys.stdout.isatty():
+        print(text, flush=True)
+        return 0
+    if lines_above:
+        sys.stdout.write(f"\x1b[{lines_above}F\x1b[J")
+    print(text, flush=True)
+    return text.count("\n") + 1
+
+
+# ---- one or two regions: a block each ------------------------------------------------------------
+
+
+def _block(row: Row) -> str:
+    of = f" of {row['world']}" if row["world"] > 1 else ""
+    head = f"{row['file']}   {datetime.now():%H:%M:%S}"
+    lines = [
+        ("region", f"rank {row['rank']}{of}, {row['medium']}, survives {row['survives']}"),
+        ("trainer", _trainer(row)),
+    ]
+    said = row["published"]
+    if said is not None:
+        lines += [
+            ("step", f"{said['step']}{_step_time(said)}"),
+            ("committed", _committed(row)),
+            ("written", _written(row)),
+            ("stalls", _stalls(said)),
+            ("missed", f"{said['slipped']} slipped, {said['torn']} torn, {said['failed']} failed"),
+            ("error", said["last_error"] or "none"),
+        ]
+    else:
+        lines += [("committed", _committed(row)), ("statistics", "none")]
+    if row["problem"] and said is not None:
+        lines.append(("problem", row["problem"]))
+    return f"{head}\n{pairs(lines, '  ')}"
+
+
+def _trainer(row: Row) -> str:
+    said, state = row["published"], row["state"]
+    if state == NONE:
+        return "none: nobody owns the region"
+    if said is None:
+        return "running, but tells nothing of itself (an older build, or no step has ended)"
+    who = f"process {said['process']}"
+    if state == RUNNING:
+        late = said["age_s"] > max(_QUIET_S, _QUIET_STEPS * said["step_s"])
+        text = f"{who}, running, last step ended {_span(said['age_s'])} ago"
+        if not said["process_runs"]:
+            text += " (not seen from here: in another container?)"
+        return text + (" <- unusually long" if late else "")
+    if state == ENDED:
+        return f"{who} has ended: it closed its handle {_span(said['age_s'])} ago"
+    if state == GONE:
+        return f"{who} is gone without closing (killed?), last step {_span(said['age_s'])} ago"
+    assert state == ELSEWHERE
+    return f"another process than {who}, which closed its handle {_span(said['age_s'])} ago"
+
+
+def _step_time(said: Row) -> str:
+    return f", {_span(said['step_s'])} per step" if said["step_s"] else ""
+
+
+def _committed(row: Row) -> str:
+    there, said = row["committed"], row["published"]
+    if there is None:
+        return "nothing yet"
+    lag = ""
+    if said is not None and there["step"] <= said["step"]:
+        behind = said["step"] - there["step"]
+        lag = ", the last step" if behind == 0 else f", {behind} behind"
+    count = f"; {said['committed']} since attach" if said is not None else ""
+    text = f"step {there['step']}{lag}, {_span(there['age_s'])} ago"
+    return f"{text}, {size(there['payload_bytes'])}{count}"
+
+
+def _written(row: Row) -> str:
+    said = row["published"]
+    helped = 100 * said["bytes_helped"] / said["bytes_copied"] if said["bytes_copied"] else 0.0
+    over = "since attach" if row["since_s"] is None else f"in {_span(row['since_s'])}"
+    return (
+        f"{_rate(said['write_rate'])} {over}; {_rate(said['copy_rate'])} while copying,"
+        f" {helped:.0f} % by the training thread; commits take {_span(said['commit_s'])}"
+    )
+
+
+def _stalls(said: Row) -> str:
+    each = 1e3 * said["stall_s_per_step"]
+    share = f" ({said['stall_s_per_step'] / said['step_s']:.1%})" if said["step_s"] else ""
+    total = sum(said["stall_s"].values())
+    causes = sorted(said["stall_s"].items(), key=lambda item: -item[1])
+    told = ", ".join(f"{cause} {seconds / total:.0%}" for cause, seconds in causes if total)
+    return f"{each:.2f} ms per step{share}" + (f": {told}" if told else "")
+
+
+def _rate(bytes_per_s: float) -> str:
+    if bytes_per_s >= 1 << 30:
+        return f"{bytes_per_s / (1 << 30):.1f} GiB/s"
+    return f"{size(int(bytes_per_s))}/s"
+
+
+def _span(seconds: float) -> str:
+    for unit, length, digits in (("d", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.{digits}f} {unit}"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
+
+
+# ---- many: a table -------------------------------------------------------------------------------
+
+
+def _table(rows: list[Row]) -> str:
+    headings = ["RANK", "TRAINER", "STEP", "COMMITTED", "LAG", "STEP TIME", "WRITES", "STALL"]
+    headings += ["SLIPPED", "TORN", "FAILED", "ERROR"]
+    lines = []
+    for row in rows:
+        said, there = row["published"], row["committed"]
+        committed = "-" if there is None else str(there["step"])
+        if said is None:
+            lines.append([str(row["rank"]), row["state"], "-", committed, *["-"] * 7, ""])
+            continue
+        lag = "-" if there is None else str(max(0, said["step"] - there["step"]))
+        lines.append(
+            [
+                *(str(row["rank"]), row["state"], str(said["step"]), committed, lag),
+                _span(said["step_s"]),
+                _rate(said["write_rate"]),
+                f"{1e3 * said['stall_s_per_step']:.2f} ms",
+                *(str(said["slipped"]), str(said["torn"]), str(said["failed"])),
+                said["last_error"] or "",
+            ]
+        )
+    head = f"{rows[0]['file'].rpartition('/')[0]}, {rows[0]['medium']}, survives"
+    text = f"{head} {rows[0]['survives']}   {datetime.now():%H:%M:%S}"
+    return f"{text}\n{table(headings, lines, left=2)}"

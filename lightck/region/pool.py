@@ -1,0 +1,162 @@
+"""The native workers, and a snapshot on its way through them, as typed Python objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck.region.library import check, ffi, library
+from lightck.region.native import NativeRegion
+
+ALL = 2**64 - 1
+COPY_IF_CHANGED, COPY_STAGED = 1, 2
+SNAP_OPEN, SNAP_SEALED, SNAP_COMMITTED, SNAP_FAILED = 0, 1, 2, 3
+DID_COPY, DID_DRAIN, DID_INVALIDATE, DID_TABLES, DID_SYNC, DID_RECORD = 1, 2, 3, 4, 5, 6
+THREAD_KEEPER, THREAD_CALLER = 64, 65
+E_TIMEOUT, E_MISMATCH = -10, -13
+
+COPY_DTYPE = np.dtype(
+    [("offset", "<u8"), ("source", "<u8"), ("length", "<u8"), ("layer", "<u4"), ("flags", "<u4"),
+     ("crc", "<u4"), ("reserved", "<u4")]
+)  # fmt: skip
+MOMENT_DTYPE = np.dtype(
+    [("begin_ns", "<u8"), ("end_ns", "<u8"), ("bytes", "<u8"), ("start", "<u8"), ("did", "<u4"),
+     ("thread", "<u4"), ("slot", "<u4"), ("batch", "<u4"), ("copy", "<u4"), ("copies", "<u4")]
+)  # fmt: skip
+
+
+class NativePool:
+    """Owns one `lck_pool`: the worker threads."""
+
+    def __init__(self, threads: int, chunk_bytes: int, nice: int, moments: int = 0) -> None:
+        """Start the workers; each keeps its last `moments` for `timeline` (0: none)."""
+        spec = ffi.new("lck_pool_spec *")
+        spec.threads, spec.chunk_bytes, spec.nice = threads, chunk_bytes, nice
+        spec.moments = moments
+        out = ffi.new("lck_pool **")
+        check(library().lck_pool_create(spec, out), "start the worker pool")
+        self.handle = out[0]
+        self.snapshots: set[NativeSnapshot] = set()
+        """Every one that may be open; an interrupt can take the last other reference to one."""
+
+    def reap(self, known: Sequence[NativeSnapshot]) -> None:
+        """Free the open snapshots that nobody knows of."""
+        for snapshot in [s for s in self.snapshots if s not in known]:
+            snapshot.free()
+
+    def pace(self, per_mille: int) -> None:
+        """Set the workers' pace; 1000 is full speed, 0 pauses copies."""
+        check(library().lck_pool_pace(self.handle, per_mille), "pace the worker pool")
+
+    def limit(self, bytes_per_s: int) -> None:
+        """Write at most that much to the region; 0: no limit."""
+        check(library().lck_pool_limit(self.handle, bytes_per_s), "limit the worker pool")
+
+    def stage(self, size: int) -> None:
+        """Map and fault in DRAM for staged copies of `size` bytes. Any thread."""
+        check(library().lck_pool_stage(self.handle, size), "map DRAM for staging")
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the pool began (see `lck_stats`)."""
+        raw = ffi.new("lck_stats *")
+        check(library().lck_pool_stats(self.handle, raw), "read the pool's statistics")
+        return {name: int(getattr(raw, name)) for name, _ in ffi.typeof("lck_stats").fields}
+
+    def timeline(self) -> tuple[npt.NDArray[Any], int]:
+        """What the threads did (MOMENT_DTYPE rows), and how many moments newer ones displaced."""
+        count, lost = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        code = library().lck_pool_timeline(self.handle, ffi.NULL, 0, count, lost)
+        check(code, "size up the timeline")
+        rows = np.zeros(int(count[0]), MOMENT_DTYPE)
+        there = ffi.cast("lck_moment *", rows.ctypes.data)
+        code = library().lck_pool_timeline(self.handle, there, len(rows), count, lost)
+        check(code, "read the timeline")
+        return rows[: int(count[0])], int(lost[0])
+
+    def close(self) -> None:
+        """Stop the workers; idempotent."""
+        handle, self.handle = self.handle, ffi.NULL
+        check(library().lck_pool_destroy(handle), "stop the worker pool")
+
+
+class NativeSnapshot:
+    """Owns one `lck_snapshot`."""
+
+    def __init__(self, pool: NativePool, region: NativeRegion, slot: int) -> None:
+        """Open `slot`; its old content becomes invalid before the first payload byte changes."""
+        self._out = ffi.new("lck_snapshot **")
+        self._pool = pool
+        self.label = f"{region.label} slot {slot}"
+        pool.snapshots.add(self)
+        code = library().lck_snapshot_begin(pool.handle, region.handle, slot, self._out)
+        if code < 0:
+            pool.snapshots.discard(self)
+        check(code, f"open snapshot in {self.label}")
+
+    @property
+    def handle(self) -> Any:
+        """The native snapshot; NULL once it is freed."""
+        return self._out[0]
+
+    def add(self, copies: npt.NDArray[Any]) -> int:
+        """Add a batch (COPY_DTYPE rows), held back until released; returns its number."""
+        batch = ffi.new("uint32_t *")
+        rows = ffi.cast("const lck_copy *", copies.ctypes.data)
+        check(library().lck_snapshot_add(self.handle, rows, len(copies), batch), self.label)
+        return int(batch[0])
+
+    def release(self, batch: int, up_to_bytes: int = ALL) -> None:
+        """Let the first `up_to_bytes` of a batch run."""
+        check(library().lck_snapshot_release(self.handle, batch, up_to_bytes), self.label)
+
+    def capture(self, batch: int, timeout_s: float | None = None, help: bool = True) -> None:
+        """Return when every copy of the batch has left its source."""
+        timeout_ns = -1 if timeout_s is None else int(timeout_s * 1e9)
+        code = library().lck_snapshot_capture(self.handle, batch, timeout_ns, int(help))
+        check(code, f"capture into {self.label}")
+
+    def audit(self, batch: int, seed: int, everything: bool) -> int | None:
+        """Compare captured bytes with the live ones; index of a copy that differs, or None."""
+        bad = ffi.new("uint64_t *")
+        code = library().lck_snapshot_audit(self.handle, batch, seed, int(everything), bad)
+        if code == E_MISMATCH:
+            return int(bad[0])
+        check(code, f"audit of {self.label}")
+        return None
+
+    def digests(self, batch: int, count: int) -> npt.NDArray[np.uint32]:
+        """CRC32C per copy, in the order given to `add`."""
+        out = np.empty(count, np.uint32)
+        crcs = ffi.cast("uint32_t *", out.ctypes.data)
+        check(library().lck_snapshot_digests(self.handle, batch, crcs), self.label)
+        return out
+
+    def seal(self, fields: dict[str, int], layout: bytes | None, manifest: bytes) -> None:
+        """Commit in the background. `fields` are those of the record that the caller decides."""
+        record = ffi.new("lck_record *", fields)
+        table = ffi.NULL if layout is None else ffi.from_buffer(layout)
+        code = library().lck_snapshot_seal(self.handle, record, table, ffi.from_buffer(manifest))
+        check(code, f"seal {self.label}")
+
+    def wait(self, timeout_s: float | None) -> int:
+        """State after waiting (SNAP_*); 0 polls.
+
+        Raises:
+            LightckError: the background failure, as an exception of its kind.
+        """
+        state = ffi.new("int *")
+        timeout_ns = -1 if timeout_s is None else int(timeout_s * 1e9)
+        code = library().lck_snapshot_wait(self.handle, timeout_ns, state)
+        if code == E_TIMEOUT:
+            return int(state[0])
+        check(code, f"commit of {self.label}")
+        return int(state[0])
+
+    def free(self) -> None:
+        """Give up if unsealed; idempotent."""
+        handle, self._out[0] = self._out[0], ffi.NULL
+        self._pool.snapshots.discard(self)
+        check(library().lck_snapshot_free(handle), self.label)

@@ -1,0 +1,125 @@
+#include "access.h"
+
+#include <inttypes.h>
+#include <signal.h>
+#include <string.h>
+
+#include "bus.h"
+#include "error.h"
+#include "fault.h"
+#include "guard.h"
+#include "medium.h"
+#include "region.h"
+#include "superblock.h"
+
+#define ADVICE                                                                                     \
+  "restore still reads snapshots that lie elsewhere; go on in another place, and keep this one "   \
+  "until that has a snapshot"
+
+/* The latch is no part of what a reader's caller sees as const. */
+static int latch(const lck_region *region) {
+  if (!(region->flags & LCK_READ_ONLY))
+    (void)lck_region_latch((lck_region *)(uintptr_t)region, LCK_E_IO);
+  return LCK_E_IO;
+}
+
+/* While a region is being made or mapped its superblock is not known yet. */
+static int tell(const lck_region *region, const lck_bus_fault *fault) {
+  uint64_t at = (fault->address - (uintptr_t)region->base) % region->reserved_length;
+  uint64_t size = lck_superblock_copy(region).size;
+  uint64_t length;
+  if (lck_medium_length(region, &length) != 0)
+    return LCK_E_IO;
+  if (fault->code == BUS_MCEERR_AR) {
+    uint64_t lost = UINT64_C(1) << fault->bits;
+    return lck_fail(LCK_E_IO,
+                    "memory error at offset %" PRIu64 ": [%" PRIu64 ", +%" PRIu64
+                    ") of a region of %" PRIu64 " bytes is poisoned (file: %" PRIu64
+                    " bytes); " ADVICE "; the device's list of bad blocks (ndctl list -M) has it",
+                    at, at / lost * lost, lost, size, length);
+  }
+  if (at >= length)
+    return lck_fail(LCK_E_IO,
+                    "SIGBUS at offset %" PRIu64 " of a region of %" PRIu64
+                    " bytes: its file has %" PRIu64
+                    " bytes now, it was cut while it was open; " ADVICE,
+                    at, size, length);
+  return lck_fail(LCK_E_IO,
+                  "SIGBUS at offset %" PRIu64 " of a region of %" PRIu64 " bytes (file: %" PRIu64
+                  " bytes): the medium cannot read that page or has no room for it; " ADVICE
+                  "; the kernel's log says more",
+                  at, size, length);
+}
+
+int lck_access_run(const lck_region *region, void (*body)(void *), void *argument) {
+  lck_bus_fault fault;
+  if (lck_fault_visit(LCK_FAULT_POISON) != 0) {
+    body = lck_fault_poison;
+    argument = region->base;
+  }
+  if (!lck_bus_run(region->base, LCK_MAPPINGS * region->reserved_length, body, argument, &fault))
+    return 0;
+  (void)tell(region, &fault);
+  return latch(region);
+}
+
+int lck_access_whole(const lck_region *region) {
+  uint64_t length;
+  uint64_t size = lck_superblock_copy(region).size;
+  if (region->medium == LCK_DEVDAX)
+    return 0; /* of fixed size */
+  int rc = lck_medium_length(region, &length);
+  if (rc == 0 && length >= size)
+    return 0;
+  if (rc == 0)
+    (void)lck_fail(LCK_E_IO,
+                   "the file of a region of %" PRIu64 " bytes has %" PRIu64
+                   " bytes now, it was cut while it was open; " ADVICE,
+                   size, length);
+  return latch(region);
+}
+
+/* ---- loads -------------------------------------------------------------------------------- */
+
+typedef struct look {
+  const unsigned char *from;
+  void *to;
+  uint64_t length, word;
+  uint32_t crc;
+} look;
+
+static void load(void *argument) {
+  look *at = argument;
+  memcpy(at->to, at->from, at->length);
+}
+
+static void load_word(void *argument) {
+  look *at = argument;
+  at->word = __atomic_load_n((const uint64_t *)(const void *)at->from, __ATOMIC_ACQUIRE);
+}
+
+static void sum(void *argument) {
+  look *at = argument;
+  at->crc = lck_crc32c(0, at->from, at->length);
+}
+
+int lck_access_load(const lck_region *region, uint64_t offset, void *to, uint64_t length) {
+  look at = {.from = region->base + offset, .to = to, .length = length};
+  return lck_access_run(region, load, &at);
+}
+
+int lck_access_word(const lck_region *region, uint64_t offset, uint64_t *word) {
+  look at = {.from = region->base + offset};
+  int rc = lck_access_run(region, load_word, &at);
+  if (rc == 0)
+    *word = at.word;
+  return rc;
+}
+
+int lck_access_sum(const lck_region *region, uint64_t offset, uint64_t length, uint32_t *crc) {
+  look at = {.from = region->base + offset, .length = length};
+  int rc = lck_access_run(region, sum, &at);
+  if (rc == 0)
+    *crc = at.crc;
+  return rc;
+}

@@ -1,0 +1,113 @@
+"""Every benchmark definition runs, tiny, each engine in its own process, every result verified.
+
+Processes are forked here, so that torch need not load thirty times; one test goes through the
+command line and new processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+
+from bench import definition, engines, execute, record, report, runner
+from bench.errors import BenchError
+from bench.record import Result
+
+_ROOT = Path(__file__).parents[2]
+_MAIN = {"training": "extra", "idle": "idle_hooks", "memory": "extra_dram"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """Import once what every child would."""
+    importlib.import_module("torch._dynamo")  # the first optimizer does
+    for kind in engines.KINDS.values():
+        importlib.import_module(kind.module)
+    for measure in definition.KINDS:
+        importlib.import_module(f"bench.measures.{measure}")
+
+
+def forked(job: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+    """What `execute.in_process_of_its_own` does, without loading torch again."""
+
+    def perform() -> dict[str, Any]:
+        warnings.resetwarnings()  # pytest turns them into errors; users of an engine do not
+        torch.manual_seed(0)
+        return runner.perform(job)
+
+    outcome: dict[str, Any] = processes.run(perform)
+    return outcome
+
+
+def _ran(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[definition.Definition, Result]:
+    monkeypatch.setattr(execute.machine, "commit", lambda: "not asked for")
+    tiny = definition.tiny(definition.load(name))
+    return tiny, execute.run(tiny, "a test", forked, lambda text: None)
+
+
+@pytest.mark.parametrize("name", definition.names())
+def test_a_definition_runs_and_every_engine_is_verified(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiny, result = _ran(name, monkeypatch)
+    for contender in tiny.contenders:
+        if tiny.kind == "native":  # verifies every repetition against the sources' checksums
+            assert result.of(contender.label, "write") is not None
+            continue
+        main = result.of(contender.label, _MAIN.get(tiny.kind, tiny.kind))
+        assert main is not None
+        verified = "nothing to verify" if contender.engine == "none" else "equal bit for bit"
+        assert verified in main.note
+    record.write(result, tmp_path / "result.parquet")
+    text = report.render([record.read(tmp_path / "result.parquet")], {})
+    assert all(f"| {contender.label} |" in text for contender in tiny.contenders)
+    assert all(target.row in text for target in tiny.targets)
+
+
+def test_pairs_are_refused_for_an_engine_that_goes_on_in_later_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "unfair.toml"
+    file.write_text(
+        'about = "x"\nkind = "training"\n[work]\nmodel = "tiny"\n[[engine]]\nengine = "checkfreq"\n'
+    )
+    monkeypatch.setattr(execute.machine, "commit", lambda: "not asked for")
+    with pytest.raises(BenchError, match="checkfreq: policy pairs .* goes on in later steps"):
+        execute.run(definition.load(str(file)), "a test", forked, lambda text: None)
+
+
+def test_checkfreq_chooses_its_own_interval_when_asked_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "profiled.toml"
+    file.write_text(
+        'about = "x"\nkind = "training"\n[work]\nmodel = "tiny"\n'
+        '[method]\npolicy = "blocks"\nblock = 1\nleast = 2\nmost = 2\nsettle = 1\n'
+        '[[engine]]\nengine = "checkfreq"\nsettings = { profiled = true }\n'
+    )
+    monkeypatch.setattr(execute.machine, "commit", lambda: "not asked for")
+    result = execute.run(definition.load(str(file)), "a test", forked, lambda text: None)
+    found = result.of("checkfreq", "extra")
+    assert found is not None and "equal bit for bit" in found.note
+
+
+def test_the_command_runs_a_definition_in_processes_of_its_own(tmp_path: Path) -> None:
+    if not (_ROOT / ".git").exists():
+        pytest.skip("SKIPPED: no git checkout, and results need a commit")
+    command = [sys.executable, "-m", "bench", "run", "native", "--tiny", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = record.read(tmp_path / "native.parquet")
+    assert result.about["command"] == "python -m bench run native --tiny"
+    assert result.about["tiny"] is True
+    assert result.of("lightck", "write_ratio") is not None
+    assert [file.name for file in tmp_path.iterdir()] == ["native.parquet"]

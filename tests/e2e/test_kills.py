@@ -1,0 +1,261 @@
+"""SIGKILL at any instant of real training, and inside every phase: what was acknowledged comes
+back, what was not begun does not, and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import proof
+import pytest
+from kill_jobs import CALLS, DELAYS, Racing, Trained
+from resume import Outcome, Server, request, same_end, same_steps
+
+MEDIA = ("tmpfs", "ext4 sync", "ext4 process", "hugetlbfs")
+LONGEST_S = 0.9
+"""Of a life that is cut at random: start, restore, attach and some steps."""
+HUGE_PAGES = 48
+PAGES = Path("/proc/sys/vm/nr_hugepages")
+counts: dict[str, Any] = {"cycles": {}, "phases": 0, "races": 0, "losses": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def numbers() -> Iterator[None]:
+    yield
+    proof.record("kill", counts)
+
+
+@contextmanager
+def folder_on(medium: str) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A folder on a medium of its own, and the settings that go with it."""
+    if medium == "hugetlbfs":
+        with _hugetlbfs() as folder:
+            yield folder, {}
+        return
+    parent = "/dev/shm" if medium == "tmpfs" else "/var/tmp"
+    folder = Path(tempfile.mkdtemp(prefix="lightck-kill-", dir=parent))
+    try:
+        yield folder, {"durability": "process"} if medium == "ext4 process" else {}
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _hugetlbfs() -> Iterator[Path]:
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("SKIPPED: hugetlbfs: only root can mount it and reserve huge pages")
+    before = int(PAGES.read_text())
+    folder = Path(tempfile.mkdtemp(prefix="lightck-kill-"))
+    command = ["mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        folder.rmdir()
+        pytest.skip(f"SKIPPED: hugetlbfs: {done.stderr.strip()}")
+    try:
+        PAGES.write_text(str(before + HUGE_PAGES))
+        if int(PAGES.read_text()) < before + HUGE_PAGES:
+            pytest.skip(f"SKIPPED: hugetlbfs: {HUGE_PAGES} huge pages could not be reserved")
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+        folder.rmdir()
+        PAGES.write_text(str(before))
+
+
+class Life:
+    """One region through many deaths, and what has been promised of it."""
+
+    def __init__(self, server: Server, path: Path, golden: Outcome, **params: Any) -> None:
+        self.server, self.path, self.golden, self.params = server, path, golden, params
+        self.acknowledged = 0
+        self.done = 0
+        self.ended = False
+
+    def live(self, **fields: Any) -> Outcome:
+        """One process, until it is killed or has trained to the end."""
+        params = {**self.params, **fields.pop("params", {})}
+        fields = {"settle": False, "params": params, **fields}
+        outcome = self.server.run(request(Trained, self.path, self.mode, **fields))[0]
+        self.judge(outcome)
+        return outcome
+
+    @property
+    def mode(self) -> str:
+        """Until something must come back, the run begins with the golden run's seeds."""
+        return "resume" if self.acknowledged else "attach"
+
+    def judge(self, outcome: Outcome) -> None:
+        """What a life did must be what the uninterrupted run did."""
+        restored = [line["restored"] for line in outcome.lines if "restored" in line]
+        if restored:
+            step = restored[0] or 0
+            assert self.acknowledged <= step <= self.done, (
+                f"restored {step}, acknowledged {self.acknowledged}, done {self.done}:"
+                f" {outcome.log}"
+            )
+        same_steps(outcome, self.golden)
+        acknowledged = [line["acked"] for line in outcome.lines if line.get("acked")]
+        self.acknowledged = max([self.acknowledged, *acknowledged])
+        self.done = max([self.done, *outcome.steps])
+        if outcome.killed:
+            return
+        same_end(outcome.check_ended(), self.golden)
+        self.ended = True
+
+    def check_folder(self) -> None:
+        """Nothing is left behind but the region, and the draft of a creation that was cut short."""
+        names = sorted(os.listdir(self.path)) if self.path.exists() else []
+        assert set(names) <= {"region-00000.lck", "region-00000.new"}, names
+        if "region-00000.lck" in names:
+            size = (self.path / "region-00000.lck").stat().st_size
+            assert size <= 64 << 20, f"the region has grown to {size} bytes"
+
+
+def lives(server: Server, medium: str, kills: int, rng: np.random.Generator) -> None:
+    """Random kills on one medium; a region that has been trained to the end is followed by another.
+
+    Two regions at a time, one per optimizer.
+    """
+    with folder_on(medium) as (folder, settings):
+        kinds = ("adamw", "sgd")
+        asked = [
+            request(Trained, folder, "plain", params={"optimizer": kind, "settings": settings})
+            for kind in kinds
+        ]
+        golden = [run.check_ended() for run in server.run(*asked)]
+        killed = trained = 0
+        pair = [
+            Life(server, folder / f"{kind}-0", run, optimizer=kind, settings=settings)
+            for kind, run in zip(kinds, golden, strict=True)
+        ]
+        while killed < kills:
+            asked = [
+                request(
+                    Trained, life.path, life.mode, settle=False, params=life.params,
+                    kill_after_s=float(rng.uniform(0, LONGEST_S)),
+                )
+                for life in pair
+            ]  # fmt: skip
+            for i, outcome in enumerate(server.run(*asked)):
+                pair[i].judge(outcome)
+                killed += outcome.killed
+                pair[i].check_folder()
+                if pair[i].ended:
+                    trained += 1
+                    shutil.rmtree(pair[i].path)
+                    old = pair[i]
+                    path = folder / f"{kinds[i]}-{trained}"
+                    pair[i] = Life(server, path, old.golden, **old.params)
+        for life in pair:
+            life.live()
+            life.check_folder()
+            assert life.ended and not (life.path / "region-00000.new").exists()
+        counts["cycles"][medium] = counts["cycles"].get(medium, 0) + killed
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_training_that_is_killed_at_any_instant_goes_on_as_if_it_were_not(
+    server: Server, rng: np.random.Generator, medium: str
+) -> None:
+    lives(server, medium, 8, rng)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("medium", MEDIA)
+def test_hundreds_of_kills_lose_nothing(
+    server: Server, rng: np.random.Generator, medium: str
+) -> None:
+    lives(server, medium, 300, rng)
+
+
+def test_death_inside_every_phase_of_recovery_and_commit_loses_nothing(
+    server: Server, region_dir: Path
+) -> None:
+    asked = request(Trained, region_dir, "plain", params={})
+    golden = server.run(asked)[0].check_ended()
+    life = Life(server, region_dir / "run", golden)
+    life.live(params={"phase": "creation"}).check_killed()
+    assert life.done == 0
+    life.check_folder()
+    for k, phase in enumerate(("copying", "invalidation", "payload committed"), 1):
+        life.live(params={"phase": phase, "at": 3 * k}).check_killed()
+    for phase in CALLS:
+        for _ in range(2):  # twice in a row, without a step in between
+            life.live(params={"phase": phase, "at": 0}).check_killed()
+            counts["phases"] += 1
+    life.live(params={"phase": "manifest committed", "at": life.done + 2}).check_killed()
+    life.live(params={"phase": "growth", "at": life.done + 1}).check_killed()
+    life.live(params={"phase": "closing", "at": 0}, last=Trained.steps).check_killed()
+    life.live().check_ended()
+    counts["phases"] += len(DELAYS)
+    life.check_folder()
+    assert os.listdir(life.path) == ["region-00000.lck"]
+
+
+# ---- Two trainers, one region -------------------------------------------------------------------
+
+
+def race(server: Server, folder: Path, rounds: int, rng: np.random.Generator) -> None:
+    golden = server.run(request(Racing, folder, "plain", params={}))[0].check_ended()
+    life, n = Life(server, folder / "run-0", golden), 0
+    for _ in range(rounds):
+        asked = [
+            request(Racing, life.path, life.mode, settle=False, params={}, kill_after_s=seconds)
+            for seconds in rng.uniform(0.1, 2 * LONGEST_S, 2).tolist()
+        ]
+        both = server.run(*asked, parallel=2)
+        check_owners(both)
+        for outcome in sorted(both, key=first_instant):
+            if [line for line in outcome.lines if "lost" in line]:
+                assert not outcome.steps and outcome.status == 0, outcome.log
+                assert str(life.path) in outcome.value("why")
+                counts["lost"] = counts.get("lost", 0) + 1
+                continue
+            if owned(outcome):
+                life.judge(outcome)
+            else:
+                assert outcome.killed and not outcome.steps, outcome.log
+        life.check_folder()
+        counts["races"] += 1
+        if life.ended:
+            n += 1
+            life = Life(server, folder / f"run-{n}", golden)
+    assert counts["lost"] > 0, "nobody ever lost: the two never met"
+
+
+def owned(outcome: Outcome) -> list[int]:
+    """Instants at which a process is known to have owned the region."""
+    found = [line["owned"] for line in outcome.lines if "owned" in line]
+    return found + [line["ns"] for line in outcome.lines if found and "ns" in line]
+
+
+def first_instant(outcome: Outcome) -> int:
+    return min(owned(outcome), default=0)
+
+
+def check_owners(both: list[Outcome]) -> None:
+    """At no instant did both own the region."""
+    spans = [owned(outcome) for outcome in both]
+    if all(spans):
+        (_, end), (begin, _) = sorted((min(span), max(span)) for span in spans)
+        assert end < begin, f"both owned the region: {spans}"
+
+
+def test_of_two_trainers_one_owns_the_region_and_the_other_is_told(
+    server: Server, region_dir: Path, rng: np.random.Generator
+) -> None:
+    race(server, region_dir, 8, rng)
+
+
+@pytest.mark.soak
+def test_hundreds_of_races_have_one_winner_at_a_time(
+    server: Server, region_dir: Path, rng: np.random.Generator
+) -> None:
+    race(server, region_dir, 300, rng)

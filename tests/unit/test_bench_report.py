@@ -1,0 +1,177 @@
+"""Results are stored with what is needed to judge them, and reports say just what they say.
+
+`tests/data/bench/` holds a result file and the report of it. After an intended change of the report
+`python -m tests.unit.test_bench_report` writes the new one; look at the difference.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bench import charts, cli, definition, execute, record, report, verdict
+from bench.errors import BenchError
+from bench.record import Record, Result
+
+_DATA = Path(__file__).parents[1] / "data" / "bench"
+_STORED = _DATA / "sample.parquet"
+
+
+def _stored() -> Result:
+    return record.read(_STORED)
+
+
+def _rendered() -> str:
+    return report.render([_stored()], {"sample": "report-sample.png"})
+
+
+def test_the_report_of_a_stored_file_is_the_same_byte_for_byte() -> None:
+    assert _rendered() == (_DATA / "report.md").read_text()
+
+
+def test_misses_stand_first_and_what_was_not_measured_is_told() -> None:
+    states = [found.state for found in verdict.verdicts([_stored()])]
+    assert states == ["missed", "not shown", "not available", "not available", "met", "met"]
+
+
+def test_whoever_wins_stands_first() -> None:
+    rows = [line for line in _rendered().splitlines() if "restored and equal" in line]
+    assert [row.split(" | ")[0] for row in rows] == ["| torch.save tmpfs", "| lightck"]
+
+
+def test_a_value_meets_a_target_only_with_its_whole_interval() -> None:
+    at_most = definition.Target("row", "extra", "lightck", at_most=1.0)
+    at_least = definition.Target("row", "extra", "lightck", at_least=1.0)
+    cases = [((0.5, 0.4, 0.6), "met", "missed"), ((0.9, 0.7, 1.1), "not shown", "missed")]
+    cases += [((2.0, 1.5, 2.5), "missed", "met"), ((1.1, 0.9, 1.3), "missed", "not shown")]
+    for found, most, least in cases:
+        estimate = verdict.Estimate(*found)
+        assert verdict.state(at_most, estimate) == most
+        assert verdict.state(at_least, estimate) == least
+
+
+def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    result = _stored()
+    record.write(result, tmp_path / "again.parquet")
+    assert record.read(tmp_path / "again.parquet") == result
+    assert [file.name for file in tmp_path.iterdir()] == ["again.parquet"]
+
+
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    table = pq.read_table(_STORED)
+    about = json.loads(table.schema.metadata[b"lightck-bench"])
+    assert about["format"] == record.FORMAT
+    about["format"] = 99
+    old = tmp_path / "old.parquet"
+    pq.write_table(table.replace_schema_metadata({b"lightck-bench": json.dumps(about)}), old)
+    with pytest.raises(BenchError, match="results of format 99, this bench reads 1.*run sample"):
+        record.read(old)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"none.parquet: cannot be read"):
+        record.read(tmp_path / "none.parquet")
+    (tmp_path / "text.parquet").write_text("not Parquet at all")
+    with pytest.raises(BenchError, match=r"text.parquet: cannot be read"):
+        record.read(tmp_path / "text.parquet")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "other.parquet")
+    with pytest.raises(BenchError, match=r"not of `python -m bench run`"):
+        record.read(tmp_path / "other.parquet")
+
+
+def test_what_is_not_a_number_is_not_written(tmp_path: Path) -> None:
+    result = replace(_stored(), records=[Record("lightck", "extra", "s", *[float("nan")] * 3)])
+    with pytest.raises(BenchError, match="lightck: extra is not a number"):
+        record.write(result, tmp_path / "result.parquet")
+    assert not list(tmp_path.iterdir())
+
+
+def test_charts_are_the_same_byte_for_byte(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="SKIPPED: no matplotlib, pip install '.[bench]'")
+    drawn = [tmp_path / "one.png", tmp_path / "two.png"]
+    assert all(charts.draw(_stored(), path) for path in drawn)
+    assert drawn[0].read_bytes() == drawn[1].read_bytes()
+
+
+# ---- nothing is published that does not count ----------------------------------------------------
+
+_DEFINITION = """\
+about = "x"
+kind = "training"
+[work]
+model = "tiny"
+[[engine]]
+engine = "none"
+[[engine]]
+engine = "blocking"
+"""
+
+
+def _run(tmp_path: Path, text: str = _DEFINITION) -> int:
+    (tmp_path / "given.toml").write_text(text)
+    return cli.main(["run", str(tmp_path / "given.toml"), "--out", str(tmp_path / "out")])
+
+
+def test_nothing_is_published_if_one_engine_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(job: dict[str, object], tell: object) -> dict[str, object]:
+        if job["contender"]["label"] == "blocking":  # type: ignore[index]
+            return {"error": "the restored state of step 7 is not what was saved: x: 1 of 4 bytes"}
+        return {"records": [], "versions": execute.machine.versions(["torch"])}
+
+    monkeypatch.setattr(execute, "in_process_of_its_own", launch)
+    monkeypatch.setattr(execute.machine, "commit", lambda: "0123")
+    monkeypatch.setattr(execute.machine, "versions", lambda packages: {"torch": "1"})
+    assert _run(tmp_path) == 2
+    assert "given: blocking: the restored state of step 7 is not what" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_runs_for_an_unknown_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(execute, "in_process_of_its_own", None)
+    assert _run(tmp_path, _DEFINITION.replace('"blocking"', '"nebula"')) == 2
+    assert "unknown engine 'nebula'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_runs_if_a_package_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def version(package: str) -> str:
+        if package == "transformers":
+            raise execute.machine.PackageNotFoundError(package)
+        return "1"
+
+    monkeypatch.setattr(execute, "in_process_of_its_own", None)
+    monkeypatch.setattr(execute.machine, "version", version)
+    assert _run(tmp_path, _DEFINITION.replace('"tiny"', '"gpt2"')) == 2
+    assert "package transformers is not installed, so nothing was run" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_that_is_not_in_the_definition_cannot_be_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "given.toml").write_text(_DEFINITION)
+    assert cli.main(["run", str(tmp_path / "given.toml"), "--engines", "none,lightck"]) == 2
+    assert "given has no engine 'lightck'; it has none, blocking" in capsys.readouterr().err
+
+
+def test_a_report_can_say_with_its_status_that_a_target_is_missed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["report", str(_STORED), "--check"]) == 1
+    assert cli.main(["report", str(_STORED)]) == 0
+    assert "**missed**" in capsys.readouterr().out
+
+
+if __name__ == "__main__":
+    (_DATA / "report.md").write_text(_rendered())
