@@ -70,7 +70,8 @@ class Recorder:
     """Gradient hooks since the last step ended: inside an iteration when > 0."""
     _ended_in: int = -1
     """The backward inside which the last step ended, with optimizers that step there."""
-    _latched: bool = False
+    latched: bool = False
+    """The region takes no more snapshots, and the user was told why."""
     """The region takes no more snapshots, and the user knows."""
     _room_made: bool = False
     _synchronous: bool = False
@@ -315,14 +316,14 @@ class Recorder:
         except TornSnapshotError:
             raise  # reported where it was found
         except LightckError as error:
-            if isinstance(error, PreviousPersistError) and not self._latched:
+            if isinstance(error, PreviousPersistError) and not self.latched:
                 self.poll(1.0)  # what latched the region is about to be known: told first
             self.pipeline.counters.failed += 1
             self.fail_wanted(error)
-            if self._latched and isinstance(error, PreviousPersistError):
+            if self.latched and isinstance(error, RegionIOError | PreviousPersistError):
                 event("skipped", logging.DEBUG, step=self.steps.step, why=error)
                 return
-            self._latched = isinstance(error, RegionIOError | PreviousPersistError)
+            self.latched = isinstance(error, RegionIOError | PreviousPersistError)
             self.report(error)
 
     def fail_wanted(self, error: LightckError) -> None:

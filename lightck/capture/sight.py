@@ -15,7 +15,7 @@ from lightck.capture.recorder import Recorder
 from lightck.capture.report import Reporter
 from lightck.capture.trace import Trace
 from lightck.config import Config
-from lightck.errors import LightckError
+from lightck.errors import LightckError, RegionIOError
 from lightck.region.process import Process
 from lightck.region.statistics import NO_STEP, Page
 
@@ -89,7 +89,19 @@ class Sight:
         said.errors = self.reporter.count
         page.stalls(recorder.stalls.seconds)
         page.error(self.reporter.latest)
-        page.publish()
+        try:
+            page.publish()
+        except RegionIOError as error:
+            self._lost(error)
+
+    def _lost(self, error: RegionIOError) -> None:
+        """The region's memory is gone: told once, by a snapshot in hand if that meets it too."""
+        recorder = self.recorder
+        if not recorder.latched:
+            recorder.poll(1.0)
+        if not recorder.latched:
+            recorder.latched = True
+            recorder.report(error)
 
     def torn(self, flight: Flight, names: Sequence[str]) -> None:
         """The pipeline dropped a snapshot."""

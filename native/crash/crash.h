@@ -75,7 +75,19 @@ enum mark {
   MARK_SEGMENTS,
   MARK_JOURNALING,
   MARK_JOURNALED,
+  MARK_CASES,
 };
+
+/* What a commit under way is a case of; the run must reach each, or it fails. */
+enum {
+  CASE_RELAYOUT, /* the slot takes a new layout, the other slot's record refers to an old one */
+  CASE_GROWN,    /* the first to use a segment that was added */
+  CASE_REOPENED, /* the machine failed while an owner was opening what a failure had left */
+  CASE_REMAINS,  /* creation over the remains of another region */
+  CASES,
+};
+
+extern const char *const case_names[CASES];
 
 /* ---- what was written ----------------------------------------------------------------------- */
 
@@ -106,6 +118,7 @@ typedef struct bed {
   medium medium;
   uint32_t layout_version;
   uint64_t last_in_slot[2]; /* sequence that this process wrote there whole, or 0 */
+  uint64_t segments_used;
   bounds now;
   truth truths[SEQUENCES];
   uint64_t entries; /* of the journal so far, numbered from 1 */
@@ -185,7 +198,8 @@ typedef struct old_line {
 
 typedef struct tally {
   uint64_t images[MEDIA][STEPS], bad[2][MEDIA][STEPS]; /* [1]: payload checksums ignored */
-  uint64_t traces[MEDIA], restarts, cuts, exhaustive, twice, detected, as_writer;
+  uint64_t traces[MEDIA], cases[MEDIA][CASES], restarts, cuts, exhaustive, twice, detected,
+      as_writer;
   char example[200]; /* of something bad */
 } tally;
 
@@ -195,6 +209,7 @@ typedef struct model {
   uint64_t unit; /* bytes */
   step step;
   bounds within;
+  uint32_t cases, always; /* bit per case: of the commit under way, of the whole trace */
   unsigned char *durable; /* for certain */
   unsigned char *image;   /* the file that recovery sees; equals `durable` between images */
   int fd, lock_fd;
@@ -292,6 +307,9 @@ uint64_t images_in(const tally *t);
 uint64_t bad_in(const tally *t, int ignoring);
 void tally_add(tally *sum, const tally *t);
 void print_table(const tally *t);
+
+/* Returns how many cases no image was of. */
+uint32_t print_cases(const tally *t);
 
 /* Returns how many survived, and 1 more if the control did not. */
 uint32_t print_mutants(const shared *all);

@@ -157,6 +157,14 @@ static int seal(bed *b, lck_snapshot *snapshot, const lck_record *record, const 
   return !failed(b, lck_snapshot_free(snapshot)) && !bad;
 }
 
+static uint64_t cases_of(const bed *b, const lck_region_info *info, const truth *t) {
+  const truth *other = &b->truths[b->now.acked % SEQUENCES];
+  int relayout = b->now.acked != 0 && other->slot != t->slot &&
+                 memcmp(other->layout, t->layout, sizeof(t->layout)) != 0;
+  int grown = b->segments_used != 0 && info->segment_count > b->segments_used;
+  return (uint64_t)relayout << CASE_RELAYOUT | (uint64_t)grown << CASE_GROWN;
+}
+
 /* One in four is given up first: nothing of it may ever be found. */
 static int commit(bed *b, lck_pool *pool, lck_region *region) {
   lck_region_info info;
@@ -177,14 +185,17 @@ static int commit(bed *b, lck_pool *pool, lck_region *region) {
       return 0;
   }
   const void *layout = layout_to_write(region, &info, t, record.layout_offset);
+  mark(MARK_CASES, cases_of(b, &info, t));
   mark(MARK_STARTED, t->sequence);
   b->now.started = t->sequence;
   lck_snapshot *snapshot = capture(b, pool, region, t);
   b->last_in_slot[t->slot] = 0;
   if (snapshot == NULL || !seal(b, snapshot, &record, layout, region, t))
     return 0;
+  mark(MARK_CASES, 0);
   b->now.acked = t->sequence;
   b->last_in_slot[t->slot] = t->sequence;
+  b->segments_used = info.segment_count;
   return 1;
 }
 

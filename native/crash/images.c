@@ -141,6 +141,8 @@ static void examine(cut *c, const losses *lost) {
   const char *what;
   recover(m->fd, m->lock_fd, LCK_READ_ONLY, m->bed, &found);
   m->tally->images[m->medium][m->step]++;
+  for (uint32_t i = 0; i < CASES; i++)
+    m->tally->cases[m->medium][i] += (m->cases | m->always) >> i & 1;
   m->tally->detected += lost->lines > 0 && (found.rejected > 0 || found.torn > 0);
   for (int ignoring = 0; ignoring < 2; ignoring++)
     if ((what = judge(m->bed, &found, &m->within, lost, ignoring)) != NULL)

@@ -53,6 +53,7 @@ void model_load(model *m, const bed *b, const bounds *within, const unsigned cha
   m->unit = on_pages(m->medium) ? SECTOR : LCK_LINE;
   m->size = m->next_size = m->file_size = size;
   m->count = m->history_count = 0;
+  m->cases = 0;
   m->hash = 0;
   m->stores = 0;
   m->changed = 1;
@@ -244,6 +245,9 @@ static void marked(model *m, uint64_t which, uint64_t value) {
   case MARK_JOURNALED:
     m->within.entry_acked = m->within.entry_started = value;
     break;
+  case MARK_CASES:
+    m->cases = (uint32_t)value;
+    return;
   default:
     m->within.segments_acked = value >> 32 ? value >> 32 : m->within.segments_acked;
     m->within.segments_started = value & UINT32_MAX;

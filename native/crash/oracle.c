@@ -98,8 +98,10 @@ void recover(int fd, int lock_fd, uint32_t flags, const bed *b, outcome *out) {
 /* A dirty shutdown may lose what it has lost, as long as that is found out. */
 static const char *judge_lost(const bed *b, const outcome *out, const bounds *within,
                               const losses *lost) {
-  if (out->opened != 0)
-    return lost->superblocks ? NULL : "the region does not open";
+  if (out->opened != 0) /* headers of remains may come back: no region, as before */
+    return lost->superblocks || (within->segments_acked == 0 && out->opened == LCK_E_FORMAT)
+               ? NULL
+               : "the region does not open";
   if (out->wrong != NULL)
     return out->wrong;
   if (out->by_checksum > within->started)

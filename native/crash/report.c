@@ -35,6 +35,15 @@ static const char *const mutant_names[MUTANTS] = {
     [MUTANT_JOURNAL_UNFENCED] = "journal: entry before its blob is fenced",
     [MUTANT_JOURNAL_UNFLUSHED] = "journal: blob not flushed",
     [MUTANT_JOURNAL_ACKED_EARLY] = "journal: acknowledged before durable",
+    [MUTANT_OLD_SUPERBLOCKS_KEPT] = "remains: old superblocks not blanked",
+    [MUTANT_OLD_RECORDS_KEPT] = "remains: old records not blanked",
+    [MUTANT_OLD_JOURNAL_KEPT] = "remains: old journal entries not blanked",
+};
+const char *const case_names[CASES] = {
+    [CASE_RELAYOUT] = "new layout beside an old one",
+    [CASE_GROWN] = "first use of a new segment",
+    [CASE_REOPENED] = "crash while reopening after a crash",
+    [CASE_REMAINS] = "creation over remains",
 };
 
 uint64_t images_in(const tally *t) {
@@ -56,6 +65,8 @@ uint64_t bad_in(const tally *t, int ignoring) {
 void tally_add(tally *sum, const tally *t) {
   for (int on = 0; on < MEDIA; on++) {
     sum->traces[on] += t->traces[on];
+    for (int i = 0; i < CASES; i++)
+      sum->cases[on][i] += t->cases[on][i];
     for (int at = 0; at < STEPS; at++) {
       sum->images[on][at] += t->images[on][at];
       sum->bad[0][on][at] += t->bad[0][on][at];
@@ -90,6 +101,25 @@ void print_table(const tally *t) {
   }
 }
 
+static uint64_t of_case(const tally *t, int which) {
+  uint64_t sum = 0;
+  for (int on = 0; on < MEDIA; on++)
+    sum += t->cases[on][which];
+  return sum;
+}
+
+uint32_t print_cases(const tally *t) {
+  uint32_t missing = 0;
+  for (int i = 0; i < CASES; i++) {
+    missing += of_case(t, i) == 0;
+    printf("  %-46s", case_names[i]);
+    for (int on = 0; on < MEDIA; on++)
+      printf("%s %s %lu", on ? "," : "", medium_names[on], (unsigned long)t->cases[on][i]);
+    printf("%s\n", of_case(t, i) ? "" : ": NOT REACHED");
+  }
+  return missing;
+}
+
 void write_json(const char *path, const tally *t, const shared *all, double seconds, int mutants) {
   FILE *out = fopen(path, "we");
   if (!out)
@@ -98,7 +128,10 @@ void write_json(const char *path, const tally *t, const shared *all, double seco
           (unsigned long)images_in(t), (unsigned long)t->restarts);
   fprintf(out, "  \"recovered_twice\": %lu,\n  \"lost_lines_detected\": %lu,\n",
           (unsigned long)t->twice, (unsigned long)t->detected);
-  fprintf(out, "  \"media\": {");
+  fprintf(out, "  \"cases\": {");
+  for (int i = 0; i < CASES; i++)
+    fprintf(out, "%s\"%s\": %lu", i ? ", " : "", case_names[i], (unsigned long)of_case(t, i));
+  fprintf(out, "},\n  \"media\": {");
   for (int on = 0; on < MEDIA; on++) {
     fprintf(out, "%s\n    \"%s\": {\"traces\": %lu, \"steps\": {", on ? "," : "", medium_names[on],
             (unsigned long)t->traces[on]);

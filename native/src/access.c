@@ -15,6 +15,9 @@
 #define ADVICE                                                                                     \
   "restore still reads snapshots that lie elsewhere; go on in another place, and keep this one "   \
   "until that has a snapshot"
+#define CUT_ADVICE /* of the region's size */                                                      \
+  "it was cut while it was open; go on in another place; truncate -s %" PRIu64                     \
+  " gives the file its length back, and restore what lies before the cut"
 
 /* The latch is no part of what a reader's caller sees as const. */
 static int latch(const lck_region *region) {
@@ -41,9 +44,8 @@ static int tell(const lck_region *region, const lck_bus_fault *fault) {
   if (at >= length)
     return lck_fail(LCK_E_IO,
                     "SIGBUS at offset %" PRIu64 " of a region of %" PRIu64
-                    " bytes: its file has %" PRIu64
-                    " bytes now, it was cut while it was open; " ADVICE,
-                    at, size, length);
+                    " bytes: its file has %" PRIu64 " bytes now, " CUT_ADVICE,
+                    at, size, length, size);
   return lck_fail(LCK_E_IO,
                   "SIGBUS at offset %" PRIu64 " of a region of %" PRIu64 " bytes (file: %" PRIu64
                   " bytes): the medium cannot read that page or has no room for it; " ADVICE
@@ -74,8 +76,8 @@ int lck_access_whole(const lck_region *region) {
   if (rc == 0)
     (void)lck_fail(LCK_E_IO,
                    "the file of a region of %" PRIu64 " bytes has %" PRIu64
-                   " bytes now, it was cut while it was open; " ADVICE,
-                   size, length);
+                   " bytes now, " CUT_ADVICE,
+                   size, length, size);
   return latch(region);
 }
 

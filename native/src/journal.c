@@ -118,6 +118,22 @@ static int serves(const superblock_disk *super, const request *wanted, const jou
          (wanted->any_timeline || entry->timeline == super->timeline);
 }
 
+/* Two words read as 0, one after the other, say that there is no entry only if they were 0 at once:
+ * an owner may have finished the first half and begun the second in between. Without one both
+ * headers stay as they are. Beside one, each look that finds both words 0 again is a write later in
+ * either half, and a header lasts for one write: it can look the same twice, never three times. */
+static int are_still(const lck_region *region, const superblock_disk *super,
+                     const journal_disk seen[LCK_JOURNAL_HALVES]) {
+  journal_disk now;
+  for (uint32_t i = 0; i < 2 * LCK_JOURNAL_HALVES; i++) {
+    uint32_t half = i % LCK_JOURNAL_HALVES;
+    load_words(&now, region->base + half_offset(super, half), sizeof(now));
+    if (memcmp(&now, &seen[half], sizeof(now)) != 0)
+      return 0;
+  }
+  return 1;
+}
+
 /* The newest whole entry that serves; an older one where the newest is damaged. A blob that does
  * not fit is left alone and not verified. */
 static enum state read_newest(const lck_region *region, const superblock_disk *super,
@@ -133,6 +149,8 @@ static enum state read_newest(const lck_region *region, const superblock_disk *s
     if (states[i] == WHOLE && !serves(super, wanted, &entries[i]))
       states[i] = ABSENT;
   }
+  if (entries[0].sequence == 0 && entries[1].sequence == 0)
+    return are_still(region, super, entries) ? ABSENT : MOVED;
   uint32_t first =
       states[1] == WHOLE && (states[0] != WHOLE || entries[1].sequence > entries[0].sequence);
   for (uint32_t i = 0; i < LCK_JOURNAL_HALVES; i++) {

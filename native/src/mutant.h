@@ -37,6 +37,9 @@ enum lck_mutants {
   MUTANT_JOURNAL_UNFENCED,       /* journal: nothing orders entry and blob before the word */
   MUTANT_JOURNAL_UNFLUSHED,      /* journal: blob stored, never flushed */
   MUTANT_JOURNAL_ACKED_EARLY,    /* journal: the write returns before the word is durable */
+  MUTANT_OLD_SUPERBLOCKS_KEPT,   /* creation: superblocks of an old region's remains not blanked */
+  MUTANT_OLD_RECORDS_KEPT,       /* creation: nor its records */
+  MUTANT_OLD_JOURNAL_KEPT,       /* creation: nor its journal entries */
   MUTANTS,
 };
 

@@ -192,16 +192,21 @@ static int refuse_occupied(const lck_region *region) {
 }
 
 /* The superblocks come last: whatever a crash leaves before is no region. Fixed space may hold
- * anything, so its headers are blanked first, superblocks before records and the journal's. */
+ * anything, so its headers are blanked first, superblocks before records and the journal's. The new
+ * UUID keeps remains from being served, not from being taken for damage: of a snapshot of this
+ * region, or, beside a superblock that a crash tore, of a region that was never finished. */
 static int fill(lck_region *region, const superblock_disk *super) {
   static const unsigned char zeros[LCK_HEADER_PAGE];
   int rc = 0;
   for (uint64_t at = 0; lck_medium_fixed(region) && at < LCK_JOURNAL_OFFSET && rc == 0;
        at += LCK_HEADER_PAGE) {
+    if (LCK_MUTANT(at < LCK_RECORD_OFFSET(0) ? MUTANT_OLD_SUPERBLOCKS_KEPT
+                                             : MUTANT_OLD_RECORDS_KEPT))
+      continue;
     rc = lck_persist_store(region, at, zeros, sizeof(zeros));
     lck_persist_fence(region);
   }
-  if (rc == 0 && lck_medium_fixed(region))
+  if (rc == 0 && lck_medium_fixed(region) && !LCK_MUTANT(MUTANT_OLD_JOURNAL_KEPT))
     rc = lck_journal_blank(region, super);
   return rc != 0 ? rc : lck_superblock_write(region, super);
 }

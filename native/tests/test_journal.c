@@ -213,6 +213,20 @@ static void test_entries_of_another_region_or_half_do_not_count(void) {
   must_close(region);
 }
 
+/* On page media a power cut may keep any sector of any moment. */
+static void test_two_halves_that_were_cut_short_hold_no_entry(void) {
+  static const uint64_t nothing;
+  lck_region *region = make(4 * LCK_HEADER_PAGE);
+  must_write(region, LCK_JOURNAL_STEP_END, 1, 100);
+  must_write(region, LCK_JOURNAL_FORWARD, 1, 100);
+  for (uint64_t half = 0; half < 2; half++)
+    CHECK(pwrite(raw, &nothing, sizeof(nothing),
+                 (off_t)(LCK_JOURNAL_OFFSET + half * 2 * LCK_HEADER_PAGE)) == sizeof(nothing),
+          "pwrite");
+  CHECK(read_entry(region, 0) == LCK_E_EMPTY, "%s", lck_last_error());
+  must_close(region);
+}
+
 /* ---- a reader beside a writer --------------------------------------------------------------- */
 
 typedef struct race {
@@ -308,6 +322,7 @@ int main(void) {
   test_misuse_is_refused();
   test_damage_is_found_and_the_other_entry_serves();
   test_entries_of_another_region_or_half_do_not_count();
+  test_two_halves_that_were_cut_short_hold_no_entry();
   test_a_reader_beside_a_writer_sees_whole_entries_only();
   test_an_entry_outlives_its_writer();
   show_cost();

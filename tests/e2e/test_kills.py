@@ -27,9 +27,9 @@ counts: dict[str, Any] = {"cycles": {}, "phases": 0, "races": 0, "losses": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def numbers() -> Iterator[None]:
+def numbers(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    proof.record("kill", counts)
+    proof.record_whole(request, "kill", counts)
 
 
 @contextmanager

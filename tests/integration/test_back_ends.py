@@ -30,10 +30,10 @@ _shown: dict[str, dict[str, int]] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def numbers() -> Iterator[None]:
+def numbers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Keep what was shown of each back end."""
     yield
-    proof.record("back_ends", _shown)
+    proof.record_whole(request, "back_ends", _shown)
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.name)

@@ -30,9 +30,9 @@ of a superblock that has a twin, of the older snapshot's payload, or of no struc
 
 
 @pytest.fixture(scope="module", autouse=True)
-def numbers() -> Iterator[None]:
+def numbers(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    proof.record("flips", counts)
+    proof.record_whole(request, "flips", counts)
 
 
 class Flipper:

@@ -54,11 +54,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shown() -> Iterator[dict[str, dict[str, int]]]:
+def shown(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, int]]]:
     by_medium: dict[str, dict[str, int]] = {}
     yield by_medium
     totals = {name: sum(m[name] for m in by_medium.values()) for name in ("images", "bad")}
-    proof.record("python_images", {**totals, "by_medium": by_medium})
+    proof.record_whole(request, "python_images", {**totals, "by_medium": by_medium})
 
 
 def _images(runs: Path, medium: str, sample: int, into: Path) -> list[Path]:

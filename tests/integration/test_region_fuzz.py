@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from judge import Judge, train
 from loops import Digests
 
-EXAMPLES = int(os.environ.get("LIGHTCK_FUZZ_EXAMPLES") or 60)
+EXAMPLES = int(os.environ.get("LIGHTCK_FUZZ_EXAMPLES") or 25)
 PARTS = [f"{part}{i}" for i in (0, 1) for part in ("super", "record", "layout", "manifest")]
 EDGES = [
     0, 1, 2, 15, 16, 17, 4095, 4096, 1 << 21, 1 << 22, 1 << 30, 1 << 31, 1 << 32,
@@ -116,7 +116,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     import shutil
     import tempfile
 
@@ -130,7 +130,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     yield made
     judge.close()
     shutil.rmtree(folder)
-    proof.record("fuzz", {"hypothesis_examples": made.tried, "crashes": 0})
+    proof.record_whole(request, "fuzz", {"hypothesis_examples": made.tried, "crashes": 0})
 
 
 def sound_settings(examples: int) -> Any:
@@ -195,7 +195,7 @@ def test_forged_regions_give_answers_or_typed_errors(bench: Bench, what: list[Ch
 
 @pytest.mark.soak
 @given(st.lists(changes, min_size=1, max_size=6), st.booleans())
-@sound_settings(20 * EXAMPLES)
+@sound_settings(50 * EXAMPLES)
 def test_thousands_of_damaged_and_forged_regions(
     bench: Bench, what: list[Change], sealed: bool
 ) -> None:
