@@ -45,4 +45,4 @@ seed sse42 "a store past the primitives" commit \
   's/^  uint64_t word = block.sequence;/&\n  *(volatile unsigned char *)(region->base + LCK_RECORD_OFFSET(slot) + 8) = 0;/'
 seed sse42 "payload streamed through the cache" kernel_sse42 's/_mm_stream_si128/_mm_store_si128/'
 seed sse42 "the published word is torn" persist \
-  's/^  __atomic_store_n(.*word, __ATOMIC_RELEASE);/  for (int i = 0; i < 8; i++)\n    ((volatile unsigned char *)lck_guard_store(region, offset))[i] = (unsigned char)(word >> 8 * i);/'
+  's/^  __atomic_store_n(there, to.word, __ATOMIC_RELEASE);/  for (int i = 0; i < 8; i++)\n    ((volatile unsigned char *)there)[i] = (unsigned char)(to.word >> 8 * i);/'

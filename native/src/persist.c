@@ -147,9 +147,9 @@ static void put_bytes(void *argument) {
 
 static void put_word(void *argument) {
   const change to = *(const change *)argument;
+  uint64_t *there = (uint64_t *)(void *)lck_guard_store(to.region, to.offset);
   /* A plain store may be torn or repeated by the compiler; an atomic one may not. */
-  __atomic_store_n((uint64_t *)(void *)lck_guard_store(to.region, to.offset), to.word,
-                   __ATOMIC_RELEASE);
+  __atomic_store_n(there, to.word, __ATOMIC_RELEASE);
   lck_trace(LCK_TRACE_STORE, to.region, to.offset, sizeof(to.word));
   flush(to.region, to.offset, sizeof(to.word));
 }

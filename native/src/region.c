@@ -267,7 +267,7 @@ LCK_API int lck_region_measure(const lck_region_spec *spec, uint64_t *bytes) {
   if (spec == NULL || bytes == NULL)
     return lck_fail(LCK_E_INVALID, "spec or bytes is NULL");
   const lck_region region = {.page_bytes = LCK_HEADER_PAGE, .granule = LCK_GRANULE};
-  segment_disk segment;
+  segment_disk segment = {0};
   int rc = check_spec(spec);
   if (rc == 0)
     rc = place_first(&region, spec, &segment);
