@@ -71,7 +71,6 @@ class Recorder:
     _ended_in: int = -1
     """The backward inside which the last step ended, with optimizers that step there."""
     latched: bool = False
-    """The region takes no more snapshots, and the user was told why."""
     """The region takes no more snapshots, and the user knows."""
     _room_made: bool = False
     _synchronous: bool = False

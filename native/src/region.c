@@ -200,8 +200,8 @@ static int fill(lck_region *region, const superblock_disk *super) {
   int rc = 0;
   for (uint64_t at = 0; lck_medium_fixed(region) && at < LCK_JOURNAL_OFFSET && rc == 0;
        at += LCK_HEADER_PAGE) {
-    if (LCK_MUTANT(at < LCK_RECORD_OFFSET(0) ? MUTANT_OLD_SUPERBLOCKS_KEPT
-                                             : MUTANT_OLD_RECORDS_KEPT))
+    if (at < LCK_RECORD_OFFSET(0) ? LCK_MUTANT(MUTANT_OLD_SUPERBLOCKS_KEPT)
+                                  : LCK_MUTANT(MUTANT_OLD_RECORDS_KEPT))
       continue;
     rc = lck_persist_store(region, at, zeros, sizeof(zeros));
     lck_persist_fence(region);

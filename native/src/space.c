@@ -18,6 +18,7 @@
 #include "error.h"
 #include "guard.h"
 #include "medium.h"
+#include "memory.h"
 #include "mutant.h"
 #include "persist.h"
 #include "threads.h"
@@ -148,22 +149,6 @@ static uint64_t free_huge_pages(uint64_t page_bytes) {
   return have > taken ? (have - taken) * page_bytes : 0;
 }
 
-/* A tmpfs may promise more than there is: pages beyond this would wake the OOM killer. */
-static uint64_t available_memory(void) {
-  FILE *file = fopen("/proc/meminfo", "re");
-  if (file == NULL)
-    return UNKNOWN;
-  uint64_t available = UNKNOWN;
-  uint64_t swap = 0;
-  char line[128];
-  while (fgets(line, sizeof(line), file) != NULL) {
-    (void)sscanf(line, "MemAvailable: %" SCNu64, &available);
-    (void)sscanf(line, "SwapFree: %" SCNu64, &swap);
-  }
-  fclose(file);
-  return available == UNKNOWN ? UNKNOWN : (available + swap) * 1024;
-}
-
 static uint64_t free_bytes(const lck_region *region) {
   struct statvfs fs;
   uint64_t bytes = UNKNOWN;
@@ -174,7 +159,7 @@ static uint64_t free_bytes(const lck_region *region) {
   if (region->medium == LCK_HUGETLBFS)
     memory = free_huge_pages(region->page_bytes);
   else if (region->medium == LCK_TMPFS)
-    memory = available_memory();
+    memory = lck_memory_available(); /* a tmpfs may promise more than there is */
   return bytes < memory ? bytes : memory;
 }
 

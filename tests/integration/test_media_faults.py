@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import faults
+import proof
 import pytest
 import torch
 from loops import Loop, adam_loop, attach, of_live, of_stored, restored, steps_at
@@ -306,3 +308,24 @@ def test_a_foreign_fault_still_ends_the_process_with_its_traceback(
     assert done.returncode == -signal.SIGBUS
     printed = done.stderr.count("Fatal Python error: Bus error")
     assert printed == (0 if when == "never" else 1), done.stderr
+
+
+# ---- The numbers --------------------------------------------------------------------------------
+
+
+def test_the_native_programs_fail_every_call_and_access_and_live(testing_library: Path) -> None:
+    """What they count goes to the proof; a death would be their exit status."""
+    names = ("test_calls", "test_media_faults")
+    programs = [testing_library.parent / "plain" / name for name in names]
+    runs = [
+        subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
+        for program in programs
+    ]
+    deaths = sum(run.returncode < 0 for run in runs)
+    assert [run.returncode for run in runs] == [0, 0], [run.stderr for run in runs]
+    counted = re.search(r"(\d+) calls, (\d+) errnos, (\d+) cases", runs[0].stdout)
+    accesses = re.findall(r"SIGBUS at each of (\d+) accesses", runs[1].stdout)
+    assert counted is not None and len(accesses) == 2
+    calls, errnos, cases = map(int, counted.groups())
+    numbers = {"calls": calls, "errnos": errnos, "cases": cases, "process_deaths": deaths}
+    proof.record("media", numbers | {"accesses_with_sigbus": sum(map(int, accesses))})
