@@ -35,7 +35,8 @@ class Config:
         slots: whole snapshots the region has room for, 2 to 16. Several ranks use 3 and more.
         threads: copying threads, 1 to 64.
         chunk_bytes: bytes of one piece of a copy, a multiple of 4096, at most 1 GiB.
-        nice: niceness of the copying threads, 0 to 19.
+        nice: niceness of the copying threads, 0 to 19. At 19 they take what training leaves idle,
+            and what they leave is copied at the fence.
         schedule: when copies run: `eager` (all at once when a snapshot opens), `backward` (paced by
             the gradient hooks), or `auto` (tries both and keeps what costs less).
         placement: `direct` (tensor to region), `staged` (through as much DRAM as the state has, to
@@ -69,7 +70,7 @@ class Config:
     slots: int = 2
     threads: int = 1
     chunk_bytes: int = 262_144
-    nice: int = 0
+    nice: int = 19
     schedule: Literal["auto", "eager", "backward"] = "auto"
     placement: Literal["auto", "direct", "staged"] = "auto"
     write_limit: int = 0

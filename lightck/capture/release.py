@@ -135,5 +135,5 @@ class Auto:
 def schedule(name: str, layers: int) -> ReleaseSchedule:
     """The schedule that a setting names; `layers` is the number of modules with parameters."""
     if name == "auto":
-        return Auto((Backward(layers), Eager()))
+        return Auto((Eager(), Backward(layers)))
     return Eager() if name == "eager" else Backward(layers)

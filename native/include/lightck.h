@@ -254,7 +254,7 @@ typedef struct lck_snapshot lck_snapshot;
 typedef struct lck_pool_spec {
   uint32_t threads;     /* 1..64 */
   uint32_t chunk_bytes; /* a copy is cut into pieces of this size; multiple of 4096 */
-  int32_t nice;         /* of the workers, 0..19 */
+  int32_t nice;         /* of the workers, 0..19; the keeper, who does little, keeps its own */
   uint32_t moments;     /* of the timeline, kept per thread; 0: none is recorded; at most 2^24 */
 } lck_pool_spec;
 

@@ -222,7 +222,6 @@ static int due(const lck_snapshot *snapshot) {
 void *lck_keeper_main(void *argument) {
   lck_pool *pool = ((lck_lane *)argument)->pool;
   lck_bus_own_thread();
-  lower_priority(pool);
   pthread_mutex_lock(&pool->lock);
   for (;;) {
     lck_snapshot *s = pool->first;
