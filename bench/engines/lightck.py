@@ -29,8 +29,8 @@ class Lightck:
     """Its own hooks do everything; the runner's calls are only counted."""
 
     settings: dict[str, Any]
+    interval: int = 1
     spills: bool = field(default=False, init=False)
-    interval: int = field(default=1, init=False)
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
@@ -76,6 +76,6 @@ class Lightck:
         return self.handle.stats().stall_s
 
 
-def make(**settings: Any) -> Lightck:
-    """See `bench.engines.make`."""
-    return Lightck(settings)
+def make(interval: int = 1, **settings: Any) -> Lightck:
+    """See `bench.engines.make`; `interval`: steps per snapshot in blocks."""
+    return Lightck(settings, interval)
