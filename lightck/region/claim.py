@@ -6,9 +6,9 @@ import hashlib
 import os
 
 from lightck.config import Config
-from lightck.errors import ConfigError, UnrestoredError
+from lightck.errors import ConfigError, LightckError, RegionBusyError, UnrestoredError
 from lightck.events import event
-from lightck.region import allocator, backing, place
+from lightck.region import allocator, backing, place, statistics
 from lightck.region.layout import Entry
 from lightck.region.region import Region
 from lightck.region.spec import RegionSpec
@@ -26,9 +26,12 @@ def claim(config: Config, entries: tuple[Entry, ...], manifest_bytes: int) -> Re
         )
     durable = config.durability == "process"
     if where.exists and not backing.is_blank(where):
-        region = Region.open(
-            where, writable=True, process_durable=durable, numa_node=config.numa_node
-        )
+        try:
+            region = Region.open(
+                where, writable=True, process_durable=durable, numa_node=config.numa_node
+            )
+        except RegionBusyError as error:
+            raise _naming_owner(error, where) from error
         try:
             _take_over(region, config)
             region.fit(entries, manifest_bytes)
@@ -48,6 +51,24 @@ def claim(config: Config, entries: tuple[Entry, ...], manifest_bytes: int) -> Re
         numa_node=config.numa_node,
     )
     return Region.create(where, spec)
+
+
+def _naming_owner(error: RegionBusyError, where: place.Place) -> RegionBusyError:
+    """The same error with the number of the owner's process, where that is known."""
+    try:
+        region = Region.open(where, writable=False)
+    except LightckError:
+        return error  # only a message depends on it: libpmemobj lets nobody look, for one
+    try:
+        owner = statistics.owner(region.native)
+    finally:
+        region.close()
+    if owner is None:
+        return error
+    this = " (this one)" if owner.number == os.getpid() else ""
+    named = RegionBusyError(f"{error}; its owner is process {owner.number}{this}")
+    named.code = error.code
+    return named
 
 
 def _page_bytes(where: place.Place) -> int:

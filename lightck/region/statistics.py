@@ -94,6 +94,18 @@ def read(region: NativeRegion) -> Reading:
     )
 
 
+def owner(region: NativeRegion) -> Process | None:
+    """The living process that owns the region, where its own page tells; None: not known.
+
+    The owner lock does not say who holds it. A page that its writer has closed, or whose writer is
+    not seen here, is a predecessor's: the owner has not published yet.
+    """
+    said = read(region)
+    if not said.owned or said.process is None or said.numbers["ended"]:
+        return None
+    return said.process if said.process.is_running else None
+
+
 def _step(raw: int) -> int | None:
     return None if raw == NO_STEP else int(raw)
 

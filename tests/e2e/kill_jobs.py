@@ -7,9 +7,9 @@ the process dies when one of its threads is seen asleep there.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -154,17 +154,78 @@ class Trained(Plain):
 
 
 class Racing(Trained):
-    """One of several trainers that want the same region."""
+    """One of two trainers that want the same region at once; chance decides which of them gets it.
+
+    The owner holds the region until the other one has been told. After `lead` more steps it asks to
+    be killed, and trains on until that happens. The other one kills it, takes over with the model
+    it has, and dies by itself `lead` steps later, if training is not over before.
+
+    params: `hears` and `says`, two pipes, crossed between the two; `lead`.
+    """
 
     steps = 40
+    leave: Callable[[], None] = staticmethod(die)
+    """What to do when `lead` steps are done."""
 
     def train(self, run: Run) -> None:
-        try:
+        if run.mode == "plain":
             super().train(run)
-        except (lightck.RegionBusyError, lightck.UnrestoredError) as error:
-            run.write(lost=type(error).__name__, why=str(error))
+            return
+        self.setup()
+        self.meet()
+        try:
+            begin = run.begin()
+        except lightck.RegionBusyError as error:
+            run.write(lost=str(error))
+            self.outlive(self.owner_that_was_told())
+            begin = run.begin()
+        else:
+            run.write(owner=os.getpid())
+            self.say(f"owner {os.getpid()}")
+            self.hear("lost")
+            self.leave = self.ask_to_be_killed
+        for t in range(begin + 1, run.last + 1):
+            if t > begin + self.params["lead"]:
+                self.leave()
+            run.now = t
+            run.done(t, self.step(t, run))
+        run.finish()
 
-    def attach(self, run: Run) -> lightck.Handle:
-        handle = super().attach(run)
-        run.write(owned=time.monotonic_ns())
-        return handle
+    def meet(self) -> None:
+        """Neither goes on before both are here. From now on each knows when the other is gone."""
+        names = (self.params["hears"], self.params["says"])
+        order = ((0, "r"), (1, "w")) if names[0] < names[1] else ((1, "w"), (0, "r"))
+        found = {i: open(names[i], how, buffering=1) for i, how in order}  # noqa: SIM115
+        self.hears, self.says = found[0], found[1]
+
+    def say(self, text: str) -> None:
+        print(text, file=self.says)
+
+    def hear(self, expected: str) -> str:
+        """What follows `expected` in the other's next line."""
+        line = self.hears.readline()
+        assert line.startswith(expected), f"heard {line!r} instead of {expected!r}"
+        return line.removeprefix(expected).strip()
+
+    def owner_that_was_told(self) -> int:
+        """Descriptor of the owner's process, which holds the region for as long as this takes."""
+        owner = os.pidfd_open(int(self.hear("owner")))
+        self.say("lost")
+        return owner
+
+    def outlive(self, owner: int) -> None:
+        """Kill the owner and wait until it is gone: a process's locks go before its end is seen."""
+        self.hear("kill me")
+        signal.pidfd_send_signal(owner, signal.SIGKILL)
+        select.select([owner], [], [])
+        os.close(owner)
+
+    def ask_to_be_killed(self) -> None:
+        self.leave = lambda: None
+        self.say("kill me")
+
+    def finished(self, run: Run) -> None:
+        """The owner does not come to an end of its own."""
+        if self.leave is not die:
+            self.leave()
+            self.hear("nothing: killed while it waits here")
