@@ -120,13 +120,16 @@ class Trained(Plain):
         if t == self.params.get("at") and self.params["phase"] in DELAYS and run.handle:
             self.arm("growth" if self.params["phase"] == "growth" else "")
         chosen = torch.randperm(64, generator=self.order)[:12]
-        loss = F.cross_entropy(self.model(self.x[chosen]), self.y[chosen])
+        # Drawn before the forward, dropout in it: the generator must be right at both instants.
+        x = self.x[chosen] + 0.1 * torch.randn(12, 6)
+        loss = F.cross_entropy(self.model(x), self.y[chosen])
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         self.extras["scheduler"].step()
         if t % 6 == 0:  # soon the region is too small
-            self.log["history"].append(torch.rand(60_000))
+            # Not drawn: after a restore to the end of this update nobody would draw it again.
+            self.log["history"].append(torch.arange(60_000) + loss.detach())
         return loss.detach()
 
     def arm(self, phase: str) -> None:
