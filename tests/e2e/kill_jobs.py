@@ -95,7 +95,8 @@ def die_in_call(name: str, count: int, after: bool) -> None:
 class Trained(Plain):
     """BatchNorm, dropout, momentum or AdamW, a scheduler, shuffled data, an extra that grows.
 
-    params: `optimizer`, `settings` for attach, and `phase` (with `at`, a step) to die in.
+    params: `optimizer`, `settings` for attach, and `phase` (with `at`, a step) to die in; or
+    `held_at`, the step from which on no commit gets anywhere.
     """
 
     steps = 60
@@ -119,6 +120,9 @@ class Trained(Plain):
     def step(self, t: int, run: Run) -> Any:
         if t == self.params.get("at") and self.params["phase"] in DELAYS and run.handle:
             self.arm("growth" if self.params["phase"] == "growth" else "")
+        if t == self.params.get("held_at") and run.handle:
+            run.handle.wait()  # every slot but one is free then: the next snapshot cannot slip
+            faults.delay(faults.COMMIT, _DELAY_S)  # longer than it lives
         chosen = torch.randperm(64, generator=self.order)[:12]
         # Drawn before the forward, dropout in it: the generator must be right at both instants.
         x = self.x[chosen] + 0.1 * torch.randn(12, 6)

@@ -201,6 +201,19 @@ def test_death_inside_every_phase_of_recovery_and_commit_loses_nothing(
     assert os.listdir(life.path) == ["region-00000.lck"]
 
 
+def test_a_snapshot_that_is_captured_but_not_durable_is_not_acknowledged(
+    server: Server, region_dir: Path
+) -> None:
+    golden = server.run(request(Trained, region_dir, "plain"))[0].check_ended()
+    life = Life(server, region_dir / "run", golden)
+    held_at = 7
+    death = {"kill_step": held_at, "kill_where": "after"}
+    died = life.live(params={"held_at": held_at}, **death).check_killed()
+    assert died.value("captured") == held_at - 1
+    assert life.acknowledged == held_at - 2
+    life.live().check_ended()
+
+
 # ---- Two trainers, one region -------------------------------------------------------------------
 
 

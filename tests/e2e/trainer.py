@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -149,7 +148,8 @@ class Run:
             t=t, loss=value, state=digest(json.dumps(state_of(self.job, rng=True), sort_keys=True))
         )
         if self.handle is not None and not self.settle:
-            self.write(acked=self.handle.last_committed_step, ns=time.monotonic_ns())
+            handle = self.handle
+            self.write(acked=handle.last_committed_step, captured=handle.last_captured_step)
         if self.handle is not None and self.settle:
             self.handle.wait()  # what is captured is committed: which step resumes is then known
         self.die("after")
