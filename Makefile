@@ -72,6 +72,7 @@ test: venv native-test crash order kill ## Run the native tests, crash images, t
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest
 
 soak: CRASH_IMAGES = 1000000
+soak: CRASH_REPORT = crash-soak
 soak: KILL_CYCLES = 2000
 soak: venv native-test crash order kill fuzz ## Run the long tests
 	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -m soak --timeout 3600
@@ -123,13 +124,14 @@ warnings:
 # Every store to a region traced, crash images of real commits enumerated, and mistakes in the commit
 # order, made on purpose, caught. CRASH_IMAGES=1000000 soaks.
 CRASH_IMAGES = 120000
+CRASH_REPORT = crash
 CRASH_OBJECTS = $(SOURCES:native/src/%.c=$(OUT)/crash/%.o) $(CRASH_SOURCES:native/crash/%.c=$(OUT)/crash/%.o)
 CRASH_COMPILE = $(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -g -DLCK_TRACE -DLCK_GUARD -c -o $@ $<
 
 crash: $(OUT)/crash/crash ## Enumerate crash images and mutants of the commit order
 	@mkdir -p build/proof
 	CC='$(CC)' bash native/crash/same_code.sh $(OUT)/same-code $(DIALECT) $(INCLUDES)
-	$(OUT)/crash/crash --images $(CRASH_IMAGES) --json build/proof/crash.json
+	$(OUT)/crash/crash --images $(CRASH_IMAGES) --json build/proof/$(CRASH_REPORT).json
 
 $(OUT)/crash/crash: $(CRASH_OBJECTS)
 	$(CC) -pthread -o $@ $^

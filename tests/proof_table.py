@@ -36,8 +36,9 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> list[str]
     return ["| " + " | ".join(line) + " |" for line in text] + [""]
 
 
-def crash(proof: Numbers) -> list[str]:
+def crash(proof: Numbers, soak: Numbers) -> list[str]:
     """Images per medium and protocol step, and the mutants."""
+    soaked = [cell for found in soak["media"].values() for cell in found["steps"].values()]
     media: Mapping[str, Any] = proof["media"]
     steps = list(next(iter(media.values()))["steps"])
     rows = []
@@ -55,6 +56,8 @@ def crash(proof: Numbers) -> list[str]:
         "checksums ignored):",
         "",
         *table(["medium", *steps, "all", "bad", "unsummed"], rows),
+        f"The last `make soak`: {soak['images']:,} images,"
+        f" {sum(cell['bad'] + cell['bad_unsummed'] for cell in soaked)} bad.",
         f"Mistakes made on purpose in the order of stores: {len(mutants)}, caught: {caught}.",
         "",
     ]
@@ -146,7 +149,7 @@ def guest(proof: Numbers) -> list[str]:
 
 
 RENDERERS: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
-    "crash images": (crash, ("crash",)),
+    "crash images": (crash, ("crash", "crash-soak")),
     "instructions": (order, ("order",)),
     "training": (python_images, ("python_images",)),
     "kills": (kill, ("kill", "kill-native")),

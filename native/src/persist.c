@@ -215,10 +215,9 @@ void lck_persist_fence(lck_region *region) {
  * promise what never reached the medium. Nor does it report the failure twice: of two threads whose
  * pages were lost the second would hear of none, but for the latch. Under region->sync. */
 static int sync_file(lck_region *region) {
-  int latched = atomic_load(&region->latched);
-  if (latched != 0)
-    return lck_fail(LCK_E_PREVIOUS, "the region is latched by an earlier failure, code %d",
-                    latched);
+  int rc = lck_region_previous(region);
+  if (rc != 0)
+    return rc;
   if (lck_call_fdatasync(region->fd) == 0)
     return 0;
   if (LCK_MUTANT(MUTANT_SYNC_RETRIED)) {

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
@@ -44,16 +45,23 @@ int lck_region_writable(const lck_region *region) {
     return rc;
   if (region->flags & LCK_READ_ONLY)
     return lck_fail(LCK_E_INVALID, "the region is open read-only");
+  return lck_region_previous(region);
+}
+
+int lck_region_previous(const lck_region *region) {
   int latched = atomic_load(&region->latched);
   if (latched != 0)
-    return lck_fail(LCK_E_PREVIOUS, "the region is latched by an earlier failure, code %d",
-                    latched);
+    return lck_fail(LCK_E_PREVIOUS, "the region is latched by an earlier failure, code %d: %s",
+                    latched, atomic_load(&region->explained) ? region->why : "");
   return 0;
 }
 
 int lck_region_latch(lck_region *region, int code) {
   int healthy = 0;
-  atomic_compare_exchange_strong(&region->latched, &healthy, code);
+  if (atomic_compare_exchange_strong(&region->latched, &healthy, code)) {
+    snprintf(region->why, sizeof(region->why), "%s", lck_last_error());
+    atomic_store(&region->explained, 1);
+  }
   return code;
 }
 

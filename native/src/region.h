@@ -40,7 +40,9 @@ struct lck_region {
   superblock_disk super; /* as last written */
   lck_layout layouts[LCK_MAX_SLOTS];
   lck_journal journal;
-  _Atomic int latched;      /* first failure, 0 while healthy */
+  _Atomic int latched;   /* first failure, 0 while healthy */
+  _Atomic int explained; /* `why` is written: its text, never changed after */
+  char why[512];
   _Atomic uint32_t writing; /* bit per slot with an open snapshot */
   uint32_t leased;          /* bit per slot leased through this handle; guarded as the list is */
   _Atomic pid_t owner;      /* process that opened it; in a forked child -1 */
@@ -55,7 +57,10 @@ int lck_region_alive(const lck_region *region);
  */
 int lck_region_writable(const lck_region *region);
 
-/* Latch the first failure; returns `code`. Any thread. */
+/* 0, or LCK_E_PREVIOUS with the text of the failure that latched the region. Any thread. */
+int lck_region_previous(const lck_region *region);
+
+/* Latch the first failure, with the calling thread's error text; returns `code`. Any thread. */
 int lck_region_latch(lck_region *region, int code);
 
 /* 1 when [offset, +length) lies in the slot's own space, in one segment. Any thread. */

@@ -81,7 +81,7 @@ def test_a_picture_is_drawn(traced: Path, tmp_path: Path, capsys: Any, suffix: s
     assert out.read_bytes().startswith(starts[suffix])
     if suffix == "svg":
         text = out.read_text()
-        for word in ("training thread", "worker 0", "step 3", "step 6", "5 committed", "fence"):
+        for word in ("training thread", "step 3", "step 6", "5 committed", "fence"):
             assert word in text
         assert "step 7" not in text
     assert main(["timeline", str(traced), "-o", str(out)]) == 2
@@ -169,7 +169,8 @@ def test_a_running_trainer_is_seen_from_outside(
     said = region["published"]
     assert said["process"] == child.pid and said["process_runs"]
     assert (said["step"], said["steps"], said["slipped"], said["torn"]) == (5, 5, 0, 0)
-    assert said["committed_step"] == 4 and said["bytes_copied"] > 0 and said["step_s"] > 0
+    # The page is written as step 5 ends: the commit of 4 may be known a moment later.
+    assert said["committed_step"] in (3, 4) and said["bytes_copied"] > 0 and said["step_s"] > 0
     assert {"boundary", "fence", "step"} <= said["stall_s"].keys()
     assert region["committed"]["step"] == 4, "the last step waits for its forward"
     assert main(["top", "--once", str(path)]) == 0

@@ -106,7 +106,7 @@ class Machine:
             *("qemu-system-x86_64", *self.hardware.arguments(self.folder)),
             *("-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2"),
             *("-kernel", str(self.image.kernel), "-initrd", str(self.image.initramfs)),
-            *("-append", f"console=ttyS0 panic=-1 quiet -- {' '.join(self.words)}"),
+            *("-append", f"console=ttyS0 panic=-1 no_timer_check quiet -- {' '.join(self.words)}"),
             *("-nic", "none", "-nodefaults", "-no-user-config", "-display", "none"),
             *("-no-reboot", "-serial", "stdio"),
         ]

@@ -102,7 +102,8 @@ def test_a_kill_inside_a_snapshot_leaves_the_older_one(
     child.kill()
     assert child.join() == -signal.SIGKILL
     found = stored(ground.path)
-    assert list(found) == [2] and same(found[2], wrote[2])
+    # On page media the slot is invalidated in the background: killed before, it keeps step 1.
+    assert list(found) in ([2], [2, 1]) and all(same(found[step], wrote[step]) for step in found)
     with ground.book() as book:
         assert newest(book.region)[0] == 2
         assert book.commit(3, wrote[3])

@@ -21,6 +21,7 @@ from loops import Loop, adam_loop, attach, of_live, of_stored, restored, steps_a
 import lightck
 from lightck import examine
 from lightck.cli.main import main as command
+from lightck.errors import PreviousPersistError
 
 PLACES = [("tmpfs", "direct"), ("tmpfs", "staged"), ("file", "auto")]
 CUTS: dict[str, Callable[[int], int]] = {
@@ -226,7 +227,8 @@ def test_poison_at_any_access_of_a_training_is_told_and_costs_no_older_snapshot(
         assert losses == expected
         told = bool(reports)
         for error in reports:
-            assert isinstance(error, lightck.RegionIOError), error
+            # The keeper may come across it in what nobody waits for; the next one is told why.
+            assert isinstance(error, lightck.RegionIOError | PreviousPersistError), error
             assert "poisoned" in str(error) and str(run) in str(error)
         assert len(reports) <= 1
         info, again = restored(run)
