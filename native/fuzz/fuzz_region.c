@@ -23,6 +23,7 @@
   } while (0)
 
 #define EXTENTS 6u
+#define TIMELINE (UINT64_MAX / 3)        /* of the owner: no mutant comes by it */
 #define READ_AT_MOST (UINT64_C(1) << 22) /* of what the file really holds */
 
 size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t room);
@@ -92,6 +93,63 @@ static uint32_t check_slots(const lck_region *region, const lck_region_info *inf
   return whole;
 }
 
+/* The newest entry of a kind: what is read is in the file, of this timeline, and fits. */
+static int check_entry(const lck_region *region, const lck_region_info *info, uint32_t kind,
+                       lck_journal_entry *out) {
+  static unsigned char blob[READ_AT_MOST + 1], bytes[READ_AT_MOST];
+  uint64_t half = LCK_JOURNAL_HALF(info->journal_length);
+  uint64_t room = 0;
+  int rc = lck_journal_read(region, kind, out, NULL, 0), found = 0;
+  if (rc != 0 && rc != LCK_E_EMPTY && rc != LCK_E_CORRUPT)
+    DIE("read the journal: %d", rc);
+  if (rc != 0)
+    return rc;
+  if (out->timeline != info->timeline || (kind != 0 && out->kind != kind) ||
+      out->length > half - sizeof(journal_disk) || out->length > LCK_TABLE_LIMIT ||
+      out->sequence == 0 || out->sequence > LCK_COUNT_LIMIT || out->step > LCK_COUNT_LIMIT)
+    DIE("kind %u: entry %lu of step %lu, timeline %lu, kind %u, %lu bytes", kind, out->sequence,
+        out->step, out->timeline, out->kind, out->length);
+  uint64_t sequence = out->sequence;
+  rc = LCK_E_FULL;
+  out->length = 0;
+  /* A damaged newer entry that does not fit is not looked at, and may ask for room as well. */
+  for (uint32_t ask = 0; rc == LCK_E_FULL && ask <= LCK_JOURNAL_HALVES; ask++) {
+    room = out->length;
+    blob[room] = 0xa5;
+    rc = lck_journal_read(region, kind, out, blob, room);
+  }
+  if (rc != 0 || out->sequence != sequence || out->length > room || blob[room] != 0xa5)
+    DIE("read %lu bytes of entry %lu: %d, %lu bytes of entry %lu", room, sequence, rc, out->length,
+        out->sequence);
+  for (uint64_t i = 0; i < LCK_JOURNAL_HALVES; i++) {
+    uint64_t at = info->journal_offset + i * half + sizeof(journal_disk);
+    found |= pread(file, bytes, out->length, (off_t)at) == (ssize_t)out->length &&
+             memcmp(blob, bytes, out->length) == 0;
+  }
+  if (!found)
+    DIE("the blob of entry %lu is in neither half", out->sequence);
+  if (out->length > 0 && lck_journal_read(region, kind, out, blob, out->length - 1) != LCK_E_FULL)
+    DIE("read %lu bytes into less", out->length);
+  return 0;
+}
+
+static void check_journal(const lck_region *region, const lck_region_info *info) {
+  lck_journal_entry any, of_kind[LCK_JOURNAL_FORWARD + 1];
+  int rc = check_entry(region, info, 0, &any), found = 0;
+  for (uint32_t kind = LCK_JOURNAL_STEP_END; kind <= LCK_JOURNAL_FORWARD; kind++) {
+    if (check_entry(region, info, kind, &of_kind[kind]) != 0)
+      continue;
+    found |= rc == 0 && of_kind[kind].sequence == any.sequence;
+    if (rc != 0 || of_kind[kind].sequence > any.sequence)
+      DIE("kind %u has entry %lu, of any kind the newest is %lu", kind, of_kind[kind].sequence,
+          any.sequence);
+  }
+  if (rc == 0 && !found)
+    DIE("entry %lu is of no kind: %u", any.sequence, any.kind);
+  if (lck_journal_read(region, LCK_JOURNAL_FORWARD + 1, &any, NULL, 0) != LCK_E_INVALID)
+    DIE("an unknown kind");
+}
+
 /* Extents out of the input, as a layout table would have them: taken as they are, or refused. */
 static void fetch_anything(const lck_region *region, const lck_region_info *info,
                            const uint8_t *input, uint64_t bytes) {
@@ -139,24 +197,49 @@ static void commit(lck_region *region, const lck_region_info *info, uint32_t slo
   lck_slot_unclaim(region, slot);
 }
 
+/* Two entries beyond all that there were, of the timeline that has just begun. */
+static void write_journal(lck_region *region, const lck_region_info *info, uint64_t timeline) {
+  static const char blob[] = "boundary";
+  lck_journal_entry found;
+  int room = LCK_JOURNAL_HALF(info->journal_length) > 0;
+  uint64_t highest = lck_journal_read(region, 0, &found, NULL, 0) == 0 ? found.sequence : 0;
+  if (lck_region_branch(region, timeline, &(lck_branch){info->timeline, 1}, 1) != 0)
+    DIE("branch");
+  if (lck_journal_read(region, 0, &found, NULL, 0) == 0)
+    DIE("entry %lu is of a timeline that had not begun", found.sequence);
+  for (uint32_t kind = LCK_JOURNAL_STEP_END; kind <= LCK_JOURNAL_FORWARD; kind++) {
+    lck_journal_entry entry = {
+        .step = 50, .timeline = timeline, .length = sizeof(blob), .kind = kind};
+    int rc = lck_journal_write(region, &entry, blob);
+    if (rc != (room ? 0 : LCK_E_FULL))
+      DIE("write to a journal of %lu bytes: %d", info->journal_length, rc);
+    if (!room)
+      continue;
+    if (lck_journal_read(region, 0, &found, NULL, 0) != 0 || found.kind != kind ||
+        found.sequence <= highest)
+      DIE("wrote kind %u beyond entry %lu, and read %u, %lu", kind, highest, found.kind,
+          found.sequence);
+    highest = found.sequence;
+  }
+}
+
 /* What an owner wrote is there, and what it did not touch is as it was. */
 static void write_and_read(lck_region *region, const lck_region_info *info, uint32_t whole) {
   uint32_t slot = info->slot_count - 1;
-  lck_branch lineage = {info->timeline, 1};
   lck_region_info after;
   lck_record record;
   commit(region, info, slot);
-  if (lck_region_branch(region, 99, &lineage, 1) != 0)
-    DIE("branch");
+  write_journal(region, info, TIMELINE);
   int rc = lck_region_grow(region, LCK_HEADER_PAGE);
   if (rc != (info->segment_count < LCK_MAX_SEGMENTS ? 0 : LCK_E_FULL))
     DIE("grow beyond %u segments: %d", info->segment_count, rc);
   lck_region_close(region);
   if (lck_region_open(file, lock_file, LCK_READ_ONLY, -1, &region) != 0)
     DIE("open what an owner has written");
-  if (lck_region_describe(region, &after) != 0 || after.timeline != 99)
+  if (lck_region_describe(region, &after) != 0 || after.timeline != TIMELINE)
     DIE("timeline %lu", after.timeline);
   check_info(&after);
+  check_journal(region, &after);
   uint32_t now = check_slots(region, &after);
   if ((now & ~(1u << slot)) != (whole & ~(1u << slot)))
     DIE("slots %x, before %x and %u", now, whole, slot);
@@ -177,6 +260,7 @@ static void open_and_look(const uint8_t *input, uint64_t bytes, uint32_t flags) 
     DIE("describe");
   check_info(&info);
   uint32_t whole = check_slots(region, &info);
+  check_journal(region, &info);
   fetch_anything(region, &info, input, bytes);
   for (uint32_t slot = 0; slot <= info.slot_count; slot++) {
     rc = lck_slot_lease(region, slot, 1);

@@ -26,6 +26,11 @@ static uint64_t table_offset(uint32_t slot) {
   return LCK_GRANULE + slot * SLOT_BYTES;
 }
 
+/* Where an entry of the journal lies in the sound region. */
+static uint64_t entry_offset(uint32_t half) {
+  return LCK_JOURNAL_OFFSET + half * LCK_JOURNAL_HALF(JOURNAL_BYTES);
+}
+
 static uint64_t table_bytes(uint64_t bytes) {
   uint64_t rest = bytes - sizeof(image);
   return rest < FUZZ_TABLE_BYTES ? rest : FUZZ_TABLE_BYTES;
@@ -71,6 +76,19 @@ static record_disk sound_record(uint32_t slot, uint64_t sequence) {
   return record;
 }
 
+static journal_disk sound_entry(uint32_t half, uint64_t sequence) {
+  journal_disk entry = {.sequence = sequence | LCK_PUBLISHED,
+                        .magic = LCK_JOURNAL_MAGIC,
+                        .version = LCK_FORMAT_VERSION,
+                        .step = 30,
+                        .timeline = 7,
+                        .length = 250,
+                        .kind = half == 0 ? LCK_JOURNAL_STEP_END : LCK_JOURNAL_FORWARD,
+                        .half = half,
+                        .uuid = "fuzzed region"};
+  return entry;
+}
+
 uint64_t image_sound(uint8_t *input, uint64_t room, int grown) {
   image *head = (image *)(void *)input;
   if (room < sizeof(image) + 520)
@@ -80,6 +98,8 @@ uint64_t image_sound(uint8_t *input, uint64_t room, int grown) {
   head->super[0] = head->super[1] = sound_superblock(grown);
   head->record[0] = sound_record(0, 2);
   head->record[1] = sound_record(1, 3);
+  head->journal[0] = sound_entry(0, 8);
+  head->journal[1] = sound_entry(1, 9);
   for (uint64_t i = 0; i < 520; i++)
     input[sizeof(image) + i] = (uint8_t)(i * 7 + 1);
   image_seal(input, sizeof(image) + 520);
@@ -100,6 +120,16 @@ static uint32_t blob_crc(const uint8_t *input, uint64_t bytes, uint64_t offset, 
   return lck_crc32c(0, space + at, length);
 }
 
+/* Of what follows the header of an entry: the tables' bytes, then zeros; of more than that 0. */
+static uint32_t entry_blob_crc(const uint8_t *input, uint64_t bytes, uint64_t length) {
+  static uint8_t space[JOURNAL_BYTES];
+  if (length > sizeof(space))
+    return 0;
+  memset(space, 0, sizeof(space));
+  memcpy(space, input + sizeof(image), table_bytes(bytes));
+  return lck_crc32c(0, space, length);
+}
+
 void image_seal(uint8_t *input, uint64_t bytes) {
   image *head = (image *)(void *)input;
   for (int i = 0; i < 2; i++)
@@ -111,6 +141,11 @@ void image_seal(uint8_t *input, uint64_t bytes) {
     record->layout_crc = blob_crc(input, bytes, record->layout_offset, record->layout_length);
     record->manifest_crc = blob_crc(input, bytes, record->manifest_offset, record->manifest_length);
     record->crc = lck_crc32c(0, record, offsetof(record_disk, crc));
+  }
+  for (uint32_t i = 0; i < LCK_JOURNAL_HALVES; i++) {
+    journal_disk *entry = &head->journal[i];
+    entry->blob_crc = entry_blob_crc(input, bytes, entry->length);
+    entry->crc = lck_crc32c(0, entry, offsetof(journal_disk, crc));
   }
 }
 
@@ -155,9 +190,18 @@ void image_set_field(uint8_t *input, uint64_t *random) {
   uint64_t fields = offsetof(record_disk, reserved);
   uint64_t value = 0;
   int both = image_draw(random) % 4 != 0; /* a superblock is believed when it is the newer one */
-  if (image_draw(random) % 2) {
+  switch (image_draw(random) % 4) {
+  case 0:
+  case 1:
     start = (uint8_t *)&head->super[0];
     fields = offsetof(superblock_disk, segments) + 3 * sizeof(segment_disk);
+    break;
+  case 2:
+    start = (uint8_t *)&head->journal[image_draw(random) % LCK_JOURNAL_HALVES];
+    fields = offsetof(journal_disk, reserved);
+    break;
+  default:
+    break;
   }
   uint64_t width = image_draw(random) % 2 ? 8 : 4;
   uint64_t at = image_draw(random) % (fields / width) * width;
@@ -194,5 +238,12 @@ void image_store(const uint8_t *input, uint64_t bytes, int fd) {
   for (uint32_t i = 0; i < FUZZ_SLOTS; i++) {
     put(fd, LCK_RECORD_OFFSET(i), &head->record[i], sizeof(record_disk), end);
     put(fd, table_offset(i), input + sizeof(image), table_bytes(bytes), end);
+  }
+  for (uint32_t half = 0; half < LCK_JOURNAL_HALVES; half++) {
+    uint64_t at = entry_offset(half), after = at + sizeof(journal_disk);
+    uint64_t room = LCK_JOURNAL_HALF(JOURNAL_BYTES) - sizeof(journal_disk);
+    uint64_t length = table_bytes(bytes) < room ? table_bytes(bytes) : room;
+    put(fd, at, &head->journal[half], sizeof(journal_disk), end);
+    put(fd, after, input + sizeof(image), length, end);
   }
 }

@@ -27,9 +27,15 @@ static uint64_t half_offset(const superblock_disk *super, uint32_t half) {
   return super->journal_offset + half * LCK_JOURNAL_HALF(super->journal_length);
 }
 
+/* Readers take as much memory as an entry says it has bytes: as of tables, there is a limit. */
 static uint64_t capacity(const superblock_disk *super) {
   uint64_t half = LCK_JOURNAL_HALF(super->journal_length);
-  return half == 0 ? 0 : half - sizeof(journal_disk);
+  uint64_t room = half == 0 ? 0 : half - sizeof(journal_disk);
+  return room < LCK_TABLE_LIMIT ? room : LCK_TABLE_LIMIT;
+}
+
+static int is_kind(uint32_t kind) {
+  return kind == LCK_JOURNAL_STEP_END || kind == LCK_JOURNAL_FORWARD;
 }
 
 static uint32_t entry_crc(const journal_disk *entry) {
@@ -58,6 +64,15 @@ static enum state judge(const superblock_disk *super, uint32_t half, const journ
   }
   if (memcmp(entry->uuid, super->uuid, sizeof(entry->uuid)) != 0)
     return ABSENT;
+  uint64_t sequence = entry->sequence ^ LCK_PUBLISHED; /* far too high without that bit */
+  if (sequence == 0 || sequence > LCK_COUNT_LIMIT || entry->step > LCK_COUNT_LIMIT ||
+      !is_kind(entry->kind)) {
+    (void)lck_fail(LCK_E_CORRUPT,
+                   "journal half %u: sequence %" PRIu64 ", step %" PRIu64 " (both at most %" PRIu64
+                   "), kind %u",
+                   half, sequence, entry->step, LCK_COUNT_LIMIT, entry->kind);
+    return DAMAGED;
+  }
   if (entry->magic == LCK_JOURNAL_MAGIC && entry->version == LCK_FORMAT_VERSION &&
       entry->half == half && entry->length <= capacity(super))
     return WHOLE;
@@ -244,8 +259,11 @@ static int check_write(const superblock_disk *super, const lck_journal_entry *en
                        const void *blob) {
   if (entry == NULL || (blob == NULL && entry->length > 0))
     return lck_fail(LCK_E_INVALID, "entry or blob is NULL");
-  if (entry->kind != LCK_JOURNAL_STEP_END && entry->kind != LCK_JOURNAL_FORWARD)
+  if (!is_kind(entry->kind))
     return lck_fail(LCK_E_INVALID, "journal entry of unknown kind %u", entry->kind);
+  if (entry->step > LCK_COUNT_LIMIT)
+    return lck_fail(LCK_E_INVALID, "journal entry of step %" PRIu64 ", at most %" PRIu64,
+                    entry->step, LCK_COUNT_LIMIT);
   if (entry->timeline != super->timeline)
     return lck_fail(LCK_E_INVALID,
                     "journal entry of timeline %" PRIu64 ", the region is in %" PRIu64,

@@ -146,6 +146,8 @@ static void test_misuse_is_refused(void) {
   lck_journal_entry entry = {.step = 1, .timeline = TIMELINE, .length = 1, .kind = 3};
   CHECK(lck_journal_write(region, &entry, "x") == LCK_E_INVALID, "unknown kind");
   entry.kind = LCK_JOURNAL_FORWARD;
+  entry.step = LCK_COUNT_LIMIT + 1;
+  CHECK(lck_journal_write(region, &entry, "x") == LCK_E_INVALID, "a step beyond all counts");
   CHECK(lck_journal_write(region, NULL, "x") == LCK_E_INVALID, "no entry");
   CHECK(lck_journal_write(region, &entry, NULL) == LCK_E_INVALID, "no blob");
   CHECK(lck_journal_read(region, 3, &entry, NULL, 0) == LCK_E_INVALID, "unknown kind");
@@ -194,6 +196,34 @@ static void test_damage_is_found_and_the_other_entry_serves(void) {
   region = must_open(path, 0);
   must_write(region, LCK_JOURNAL_FORWARD, 5, length);
   CHECK(read_entry(region, 0) == FORWARD(5), "writing goes on over damage");
+  must_close(region);
+}
+
+/* Rewrite the entry in half 0 with a right checksum, and see what serves. */
+static void serves_instead(lck_region *region, const journal_disk *entry, const char *what) {
+  journal_disk sealed = *entry;
+  sealed.crc = lck_crc32c(0, &sealed, offsetof(journal_disk, crc));
+  CHECK(pwrite(raw, &sealed, sizeof(sealed), LCK_JOURNAL_OFFSET) == sizeof(sealed), "pwrite");
+  CHECK(read_entry(region, 0) == END(1), "%s: %ld", what, read_entry(region, 0));
+}
+
+static void test_an_entry_that_no_writer_writes_is_damage_whatever_its_checksum(void) {
+  lck_region *region = make(4 * LCK_HEADER_PAGE);
+  journal_disk sound, entry;
+  must_write(region, LCK_JOURNAL_FORWARD, 0, 8);
+  must_write(region, LCK_JOURNAL_STEP_END, 1, 8);
+  must_write(region, LCK_JOURNAL_FORWARD, 1, 8);
+  if (pread(raw, &sound, sizeof(sound), LCK_JOURNAL_OFFSET) != sizeof(sound))
+    CHECK(0, "pread");
+  CHECK(sound.kind == LCK_JOURNAL_FORWARD && sound.step == 1, "half 0 holds the newest");
+  entry = sound, entry.kind = 0;
+  serves_instead(region, &entry, "no kind");
+  entry = sound, entry.step = LCK_COUNT_LIMIT + 1;
+  serves_instead(region, &entry, "a step beyond all counts");
+  entry = sound, entry.sequence = LCK_PUBLISHED | (LCK_COUNT_LIMIT + 1);
+  serves_instead(region, &entry, "a sequence beyond all counts");
+  entry = sound, entry.sequence &= ~LCK_PUBLISHED;
+  serves_instead(region, &entry, "a sequence that was not published");
   must_close(region);
 }
 
@@ -321,6 +351,7 @@ int main(void) {
   test_a_half_holds_an_entry_and_no_more();
   test_misuse_is_refused();
   test_damage_is_found_and_the_other_entry_serves();
+  test_an_entry_that_no_writer_writes_is_damage_whatever_its_checksum();
   test_entries_of_another_region_or_half_do_not_count();
   test_two_halves_that_were_cut_short_hold_no_entry();
   test_a_reader_beside_a_writer_sees_whole_entries_only();
