@@ -107,7 +107,8 @@ def kill(proof: Numbers, native: Numbers) -> list[str]:
         "SIGKILL at random instants, each recovery compared with the golden trajectory:",
         "",
         *table(["killed on", *cycles, "losses"], [["cycles", *cycles.values(), losses]]),
-        f"Two trainers started at once for one region: {proof['races']} races, one owner in each.",
+        f"Two trainers racing for one region: {proof['races']} rounds, one owner and one told loser"
+        " in each; the owner is killed, the other takes over.",
         "",
     ]
 
