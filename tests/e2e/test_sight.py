@@ -69,7 +69,9 @@ def test_the_numbers_are_those_of_the_snapshots(
         assert 0 < row["lightck_ms"] < row["ms"]
         assert row["forward"] > 0 and row["backward"] > 0 and row["update"] > 0
         assert row["forward"] + row["backward"] + row["update"] < row["ms"]
-    assert [step for row in rows for step in row["committed"]] == list(range(1, 8))
+    committed = [step for row in rows for step in row["committed"]]
+    # That of step 7 may end behind the last step, in no row.
+    assert committed in (list(range(1, 8)), list(range(1, 7)))
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
