@@ -91,7 +91,8 @@ def order(proof: Numbers) -> list[str]:
 
 def python_images(proof: Numbers) -> list[str]:
     """Images of a real training job, restored by the whole package."""
-    media = ", ".join(f"{medium} {count:,}" for medium, count in proof["by_medium"].items())
+    seen = proof["by_medium"].items()
+    media = ", ".join(f"{medium} {found['images']:,}" for medium, found in seen)
     return [
         f"Images of real training, restored through Python and compared tensor by tensor:"
         f" {proof['images']:,} ({media}), bad: {proof['bad']}.",
@@ -127,13 +128,24 @@ def damage(flips: Numbers, hypothesis: Numbers, fuzzer: Numbers) -> list[str]:
     ]
 
 
+def media(proof: Numbers) -> list[str]:
+    """System calls and accesses that fail."""
+    return [
+        f"{proof['calls']} system calls on the medium failed at each of their calls, with"
+        f" {proof['errnos']} errnos: {proof['cases']:,} cases; SIGBUS at each of"
+        f" {proof['accesses_with_sigbus']} accesses; processes that died of it:"
+        f" {proof['process_deaths']}.",
+        "",
+    ]
+
+
 def guest(proof: Numbers) -> list[str]:
     """What a machine with emulated persistent memory showed."""
     columns = ["job", "medium", "granularity", "says_survives", "killed", "expected"]
     rows = [
         [
             *(job[column] or "-" for column in columns),
-            f"{job['acknowledged']} / {job['recovered']}",
+            f"{job['acknowledged']} / {job['recovered'] or 'nothing'}",
             "as expected" if job["passed"] else "FAILED",
         ]
         for job in proof["jobs"]
@@ -155,6 +167,7 @@ RENDERERS: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
     "training": (python_images, ("python_images",)),
     "kills": (kill, ("kill", "kill-native")),
     "damage": (damage, ("flips", "fuzz", "fuzz-native")),
+    "media": (media, ("media",)),
     "guest": (guest, ("guest",)),
 }
 """What draws each part, and the subjects it draws from."""
