@@ -198,7 +198,7 @@ def main() -> int:
     proofs: dict[str, Numbers] = json.loads(STORED.read_text()) if STORED.exists() else {}
     if not check:
         proofs |= {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
-        STORED.write_text(json.dumps(proofs, indent=1, sort_keys=True) + "\n")
+        STORED.write_text(json.dumps(proofs, indent=1) + "\n")
     now = DOCUMENT.read_text()
     wanted = replaced(now, render(proofs))
     if check:
