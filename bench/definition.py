@@ -13,7 +13,7 @@ from bench.errors import BenchError
 from bench.place import DEFINITIONS, MEDIA
 from bench.work import MODELS, NEEDS, OPTIMIZERS, Work
 
-KINDS = ("training", "idle", "native", "restore", "commit", "memory")
+KINDS = ("training", "idle", "native", "restore", "commit", "memory", "trace")
 WAITS = ("default", "passive", "active")
 POLICIES = ("pairs", "blocks")
 

@@ -18,12 +18,13 @@ _MAIN = {
     "training": ("extra", "cost_ratio", "overhead", "step", "sync_copy"),
     "idle": ("idle_hooks", "idle_seconds", "step"),
     "native": ("write", "nt_copy", "memcpy", "write_ratio"),
-    "restore": ("restore", "memcpy", "restore_ratio"),
+    "restore": ("restore", "call", "memcpy", "restore_ratio"),
     "commit": ("commit", "seal", "boundary"),
     "memory": ("extra_dram",),
+    "trace": ("trace_overhead", "trace_cpu", "step", "copies"),
 }
 _SORTED_BY = {"training": "extra", "restore": "restore", "commit": "commit", "memory": "extra_dram"}
-_SHARES = ("overhead", "idle_hooks")
+_SHARES = ("overhead", "idle_hooks", "trace_overhead", "trace_cpu")
 
 
 def render(results: Sequence[Result], charts: dict[str, str]) -> str:
@@ -33,7 +34,7 @@ def render(results: Sequence[Result], charts: dict[str, str]) -> str:
         results: in the order in which they shall appear.
         charts: definition to the chart's file name, relative to the report.
     """
-    parts = ["# Benchmarks of lightck", _origin(results), "## Targets", _targets(results)]
+    parts = ["# Benchmarks of lightck", _origin(results), "## Targets", targets(results)]
     for result in results:
         parts += _section(result, charts)
     return "\n\n".join(parts) + "\n"
@@ -59,7 +60,8 @@ def _origin(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def _targets(results: Sequence[Result]) -> str:
+def targets(results: Sequence[Result]) -> str:
+    """All targets of the results, misses first, with what was found."""
     found = verdicts(results)
     states = list(dict.fromkeys(verdict.state for verdict in found))
     counts = ", ".join(f"{sum(v.state == s for v in found)} {s}" for s in states)
@@ -133,10 +135,11 @@ def _row(result: Result, label: str, kind: str) -> list[str]:
     first = records[0]
     samples = "" if first is None else f"{len(first.samples) or 1}{', capped' * first.capped}"
     note = "" if first is None else first.note
-    return [label, *map(_cell, records), samples, note]
+    return [label, *map(cell, records), samples, note]
 
 
-def _cell(record: Record | None) -> str:
+def cell(record: Record | None) -> str:
+    """A value with its interval; nothing where nothing was measured."""
     if record is None:
         return ""
     text = _quantity(record.value, record.unit, record.measure)
@@ -148,7 +151,7 @@ def _cell(record: Record | None) -> str:
 
 def _stalls(result: Result, labels: Sequence[str]) -> str:
     rows = [
-        [record.engine, record.measure.removeprefix("stall."), _cell(record)]
+        [record.engine, record.measure.removeprefix("stall."), cell(record)]
         for label in labels
         for record in result.records
         if record.engine == label and record.measure.startswith("stall.")

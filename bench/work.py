@@ -127,6 +127,12 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def steps(self, count: int) -> None:
+        """So many whole steps, with nobody looking: warming up, or having optimizer state."""
+        for _ in range(count):
+            self.compute()
+            self.update()
+
     def state(self) -> State:
         """Model and optimizer state; it shares memory with the live tensors."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

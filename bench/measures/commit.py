@@ -29,11 +29,9 @@ def measure(job: Job) -> list[Record]:
     if job.contender.engine != "lightck":
         raise BenchError(f"{job.contender.label}: only lightck tells how long a commit takes")
     training = Training(job.work)
-    for _ in range(job.method.warmup):
-        training.compute()
-        training.update()
+    training.steps(job.method.warmup)
     engine = _Prompt({"schedule": "eager", **job.contender.settings})
-    loop = Loop(training, engine, patient=job.method.patient)
+    loop = Loop.of(job, training, engine)
     loop.attach(job.folder)
     loop.run(then=True)
     for _ in range(job.method.settle):

@@ -8,7 +8,6 @@ Records:
 
 from __future__ import annotations
 
-from bench import engines
 from bench.errors import BenchError
 from bench.measures import Job
 from bench.measures.loop import Loop
@@ -18,11 +17,7 @@ from bench.work import Training
 
 def measure(job: Job) -> list[Record]:
     """See the module and `bench.measures.run`."""
-    loop = Loop(
-        Training(job.work),
-        engines.make(job.contender.engine, job.contender.settings),
-        patient=job.method.patient,
-    )
+    loop = Loop.of(job, Training(job.work))
     loop.attach(job.folder)
     for _ in range(job.method.warmup):
         loop.run(then=False)

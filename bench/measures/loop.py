@@ -6,9 +6,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench import engines
 from bench.engines.base import Counts, Engine, Plan
 from bench.engines.none import Nothing
 from bench.errors import BenchError
+from bench.measures import Job
 from bench.work import Training, copied, difference
 
 
@@ -25,6 +27,12 @@ class Loop:
     plan: Plan = field(default_factory=Plan)
     patient: bool = False  # see `Method`
     step: int = 0  # the last complete one, counted from attach
+
+    @classmethod
+    def of(cls, job: Job, training: Training, engine: Engine | None = None) -> Loop:
+        """A loop as a job asks for it; with the job's engine, unless one is given."""
+        made = engine or engines.make(job.contender.engine, job.contender.settings)
+        return cls(training, made, patient=job.method.patient)
 
     def attach(self, folder: Path) -> None:
         """Attach the engine. The first step after it carries nothing."""

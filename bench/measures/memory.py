@@ -23,14 +23,10 @@ def measure(job: Job) -> list[Record]:
     """See the module and `bench.measures.run`."""
     engine = engines.make(job.contender.engine, job.contender.settings)  # its imports do not count
     training = Training(job.work)
-    for _ in range(job.method.warmup):
-        training.compute()
-        training.update()
+    training.steps(job.method.warmup)
     with _Peak() as without:
-        for _ in range(job.method.least):
-            training.compute()
-            training.update()
-    loop = Loop(training, engine, patient=job.method.patient)
+        training.steps(job.method.least)
+    loop = Loop.of(job, training, engine)
     with _Peak() as attached:
         loop.attach(job.folder)
         for i in range(job.method.least):

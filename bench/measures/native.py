@@ -21,8 +21,7 @@ from bench.yardstick import SyncCopy
 def measure(job: Job) -> list[Record]:
     """See the module and `bench.measures.run`."""
     training = Training(job.work)
-    training.compute()
-    training.update()
+    training.steps(1)
     state = tensors(training.state())
     state_bytes = sum(t.nbytes for t in state)
     yardstick = SyncCopy(job.folder, state)

@@ -1,8 +1,15 @@
 """How long it takes to bring a snapshot back into live tensors, against a plain memcpy of it.
 
+A restore may leave work to the training: tensors that are mapped from a file are copied page by
+page when the first update writes to them. So the first update after it counts, by what it takes
+longer than the second.
+
 Records:
-    restore: seconds; a repetition restores into a model and an optimizer that exist already.
-    memcpy: seconds, one thread, of the same bytes into the same tensors.
+    restore: seconds; a repetition restores into a model and an optimizer that exist already. The
+        call and what it leaves to the first update.
+    call: seconds of the call alone.
+    memcpy: seconds, one thread, of the same bytes into the same tensors, after both updates: by
+        then the training has written to every page and owns it.
     restore_ratio: restore / memcpy, repetition by repetition.
     state: bytes.
 """
@@ -13,7 +20,6 @@ import time
 
 import torch
 
-from bench import engines
 from bench.errors import BenchError
 from bench.measures import Job
 from bench.measures.loop import Loop
@@ -25,40 +31,41 @@ from bench.yardstick import Kernels
 def measure(job: Job) -> list[Record]:
     """See the module and `bench.measures.run`."""
     training = Training(job.work)
-    for _ in range(job.method.warmup):
-        training.compute()
-        training.update()
-    loop = Loop(
-        training,
-        engines.make(job.contender.engine, job.contender.settings),
-        patient=job.method.patient,
-    )
+    training.steps(job.method.warmup)
+    loop = Loop.of(job, training)
     loop.attach(job.folder)
     loop.run(then=True)
     kept = copied(training.state())
     verified = loop.finish(Training(job.work, seed=1))
     fresh = Training(job.work, seed=2)
-    fresh.compute()
-    fresh.update()
-    restores, copies = [], []
+    fresh.steps(1)
+    calls, restores, copies = [], [], []
     for i in range(job.method.least):
         begin = time.perf_counter()
         loop.engine.restore(fresh)
-        restores.append(time.perf_counter() - begin)
+        calls.append(time.perf_counter() - begin)
         problem = difference(kept, fresh.state())
         if problem is not None:
             raise BenchError(f"repetition {i}: the restored state differs: {problem}")
+        first, second = _update(fresh), _update(fresh)
+        restores.append(calls[-1] + first - second)
         copies.append(_memcpy(tensors(kept), tensors(fresh.state())))
-        fresh.compute()
-        fresh.update()
         job.tell(f"{i + 1} of {job.method.least} repetitions")
     ratios = [r / c for r, c in zip(restores, copies, strict=True)]
     return [
         sampled("restore", "s", restores, note=verified),
+        sampled("call", "s", calls),
         sampled("memcpy", "s", copies),
         sampled("restore_ratio", "", ratios),
         single("state", "B", sum(t.nbytes for t in tensors(kept))),
     ]
+
+
+def _update(training: Training) -> float:
+    training.compute()
+    begin = time.perf_counter()
+    training.update()
+    return time.perf_counter() - begin
 
 
 def _memcpy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> float:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bench import engines
 from bench.errors import BenchError
 from bench.measures import Job
 from bench.measures.loop import Loop
@@ -40,14 +39,8 @@ class _Series:
 def measure(job: Job) -> list[Record]:
     """See the module and `bench.measures.run`."""
     training = Training(job.work)
-    for _ in range(job.method.warmup):
-        training.compute()
-        training.update()
-    loop = Loop(
-        training,
-        engines.make(job.contender.engine, job.contender.settings),
-        patient=job.method.patient,
-    )
+    training.steps(job.method.warmup)
+    loop = Loop.of(job, training)
     loop.attach(job.folder)
     if loop.engine.spills and job.method.policy == "pairs":
         raise BenchError(

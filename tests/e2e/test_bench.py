@@ -23,7 +23,12 @@ from bench.errors import BenchError
 from bench.record import Result
 
 _ROOT = Path(__file__).parents[2]
-_MAIN = {"training": "extra", "idle": "idle_hooks", "memory": "extra_dram"}
+_MAIN = {
+    "training": "extra",
+    "idle": "idle_hooks",
+    "memory": "extra_dram",
+    "trace": "trace_overhead",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -96,7 +96,8 @@ def test_every_definition_is_sound(name: str) -> None:
 def test_every_requirement_on_speed_has_a_target() -> None:
     rows = [target for name in definition.names() for target in definition.load(name).targets]
     bounds = sorted(t.bound for t in rows if t.bound is not None)
-    # Issue 4's table: what each row asks for. Two rows on the native writer are one here.
-    ratios = [0.001, 0.002, 0.01, 0.02, 0.05, 0.20, 0.50, 0.855, 2.0, 20]
+    # Issue 4's table: what each row asks for. Two rows on the native writer are one here, and the
+    # trace's cost is one more.
+    ratios = [0.001, 0.002, 0.01, 0.01, 0.02, 0.05, 0.20, 0.50, 0.95, 2.0, 20]
     assert bounds == [*ratios, 64 << 20, 64 << 20]
-    assert len([t for t in rows if t.unavailable]) == 1
+    assert not [t.row for t in rows if t.unavailable]
