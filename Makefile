@@ -34,7 +34,8 @@ OUT = build/native
 TESTING = $(abspath $(OUT)/lightck-testing.so)
 CROSS = aarch64-linux-gnu-gcc
 
-.PHONY: help venv demo test lint bench bench-micro native-test crash asan tsan pmem-guest kill fuzz
+.PHONY: help venv demo test lint bench bench-record bench-micro native-test crash asan tsan
+.PHONY: pmem-guest kill fuzz
 .PHONY: soak clean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -90,6 +91,11 @@ bench: $(BENCH_STAMP) ## Measure lightck and its peers, the essential rows; repo
 	$(BIN)/python -m bench run $(BENCH)
 	$(BIN)/python -m bench report -o build/bench/report.md
 	@echo build/bench/report.md
+
+# What README shows: the newest results and one traced run. On an idle machine, after `make bench`.
+bench-record: $(BENCH_STAMP) ## Store the results of build/bench, draw and render them into README
+	$(BIN)/python -m bench picture
+	$(BIN)/python -m bench readme --take
 
 bench-micro: $(BENCH_STAMP) ## Measure copies, submitting, completing and the step boundary
 	@mkdir -p build/bench

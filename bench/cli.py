@@ -1,4 +1,4 @@
-"""`python -m bench`: list, run and report."""
+"""`python -m bench`: list, run, report, and what README shows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import charts, definition, engines, execute, record, report, verdict
+from bench import charts, definition, engines, execute, picture, readme, record, report, verdict
 from bench.errors import BenchError
 from bench.place import BUILD
 
@@ -23,6 +23,8 @@ examples:
   python -m bench run --tiny                    all of them on a toy: does everything work?
   python -m bench report -o report.md           from the newest result of each definition
   python -m bench report build/bench/stress.parquet -o stress.md
+  python -m bench readme --take                 store the results, render README from them
+  python -m bench picture                       README's picture, from a run of half a minute
 
 Results go to build/bench/<definition>.parquet, with machine, versions, command and commit. Numbers
 count only from a machine on which nothing else runs. How: bench/METHODOLOGY.md.
@@ -70,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     each.add_argument("--no-charts", action="store_true", help="Markdown only")
     each.add_argument("--check", action="store_true", help="status 1 unless every target is met")
     each.set_defaults(run=_report)
+    each = commands.add_parser("readme", help="render README's part from the stored results")
+    each.add_argument("--take", action="store_true", help="first store the results of build/bench")
+    each.add_argument("--check", action="store_true", help="change nothing; status 1 if stale")
+    each.set_defaults(run=_readme)
+    each = commands.add_parser("picture", help="trace GPT-2 small, draw README's picture")
+    each.add_argument("-o", "--output", type=Path, default=picture.PICTURE, help="%(default)s")
+    each.set_defaults(run=_picture)
     return parser
 
 
@@ -152,10 +161,7 @@ def _progress(name: str) -> Iterator[Callable[[str], None]]:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    files = arguments.files or sorted(BUILD.glob("*.parquet"))
-    if not files:
-        raise BenchError(f"no results in {BUILD}: run `python -m bench run` first")
-    results = [record.read(file) for file in files]
+    results = [record.read(file) for file in arguments.files or _results()]
     drawn: dict[str, str] = {}
     if arguments.output and not arguments.no_charts:
         drawn = _charts(results, arguments.output)
@@ -166,6 +172,31 @@ def _report(arguments: argparse.Namespace) -> int:
         print(text, end="")
     missed = any(found.state != verdict.MET for found in verdict.verdicts(results))
     return 1 if arguments.check and missed else 0
+
+
+def _readme(arguments: argparse.Namespace) -> int:
+    if arguments.take:
+        for file in readme.take(_results()):
+            print(file)
+    now = readme.README.read_text()
+    wanted = readme.replaced(now, readme.render(readme.stored()))
+    if arguments.check:
+        return int(wanted != now)
+    readme.README.write_text(wanted)
+    return 0
+
+
+def _picture(arguments: argparse.Namespace) -> int:
+    picture.draw(arguments.output)
+    print(arguments.output)
+    return 0
+
+
+def _results() -> list[Path]:
+    files = sorted(BUILD.glob("*.parquet"))
+    if not files:
+        raise BenchError(f"no results in {BUILD}: run `python -m bench run` first")
+    return files
 
 
 def _charts(results: list[record.Result], output: Path) -> dict[str, str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -28,10 +30,14 @@ _COLOURS = {
     "invalidate": "#adb5bd",
     "commit": "#2a9d8f",
 }
+_PARTS = "YlGnBu", 0.12, 0.72
+"""Colours of a model's parts, from its first to its last: a map, and which stretch of it."""
 _SNAPSHOTS = ("#2f7f4f", "#7fbf7b", "#b8860b")
 """One after the other: neighbours differ."""
 _LANE = 0.74
 """Height of a bar in its row."""
+_STRIP = 0.26
+"""The same of a strip at its bottom."""
 _COPY_LANE = 0.6
 """The same where a line of text is below it."""
 _GAP_MS = 0.08
@@ -42,17 +48,22 @@ def draw(recording: Recording, out: Path, suffix: str) -> None:
     """Draw all of the recording."""
     with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 10, "svg.fonttype": "none"}):
         figure = _figure(recording)
-        figure.savefig(out, format=suffix[1:], dpi=150, facecolor="white")
+        smaller = {"pil_kwargs": {"optimize": True}} if suffix == ".png" else {}
+        figure.savefig(out, format=suffix[1:], dpi=150, facecolor="white", **smaller)
 
 
 def _figure(recording: Recording) -> Figure:
     workers = [t for t in recording.tracks if t.startswith("worker")]
     rows = [TRAINING, "lightck there", *workers, "commits"]
-    figure = Figure(figsize=(15, 3.6 + 0.62 * len(rows)))
+    wide = len(recording.steps) > 1
+    figure = Figure(figsize=(15 if wide else 11, (3.6 if wide else 3.9) + 0.62 * len(rows)))
     top, bottom = figure.subplots(
         2, 1, sharex=True, height_ratios=[len(rows) * 0.62 + 0.3, 1.5], gridspec_kw={"hspace": 0.09}
     )
-    figure.subplots_adjust(left=0.1, right=0.985, top=0.83, bottom=0.135)
+    if wide:
+        figure.subplots_adjust(left=0.1, right=0.985, top=0.83, bottom=0.135)
+    else:
+        figure.subplots_adjust(left=0.13, right=0.985, top=0.81, bottom=0.165)
     end = recording.steps[-1].end
     for axes in (top, bottom):
         axes.set_xlim(0, end)
@@ -111,12 +122,62 @@ def _says(axes: Any, bar: Bar, y: float, texts: Sequence[str], end: float, **how
     return False
 
 
+def _parts(recording: Recording) -> dict[str, str]:
+    """The model's parts, first to last, each with its colour; none where snapshots are told apart.
+
+    Gradients come from the last part to the first. In a picture of one step a colour is a part's,
+    of several a snapshot's.
+    """
+    if len(recording.steps) > 1:
+        return {}
+    last_first = dict.fromkeys(_part(bar.name) for bar in recording.of("gradient"))
+    found = [*reversed(last_first)]
+    found += sorted({_part(bar.name) for bar in recording.of("copy")} - set(found))
+    name, low, high = _PARTS
+    steps = max(1, len(found) - 1)
+    colours = mpl.colormaps[name]
+    return {p: to_hex(colours(low + (high - low) * i / steps)) for i, p in enumerate(found)}
+
+
+def _part(layer: str) -> str:
+    """A layer's name up to its first number (a block of a stack), or all of it; the end of that."""
+    words = layer.split(".")
+    numbers = [i for i, word in enumerate(words) if word.isdigit()]
+    return ".".join(words[: numbers[0] + 1][-2:]) if numbers else words[-1]
+
+
+def _runs(bars: Sequence[Bar]) -> list[Bar]:
+    """Bars by part, those of one that follow each other joined."""
+    runs: list[Bar] = []
+    for bar in sorted(bars, key=lambda b: b.begin):
+        part = _part(bar.name)
+        if runs and runs[-1].name == part and bar.begin - runs[-1].end < _GAP_MS:
+            bar = replace(bar, begin=runs.pop().begin)
+        runs.append(replace(bar, name=part))
+    return runs
+
+
+def _coloured(
+    axes: Any, bars: Sequence[Bar], y: float, colours: dict[str, str], end: float, height: float
+) -> None:
+    """Bars by part in its colour, with its name where there is room."""
+    for run in _runs(bars):
+        _bars(axes, [(run.begin, run.end)], y, colours[run.name], height=height)
+        _says(axes, run, y, [run.name], end, fontsize=7.5)
+
+
 def _phases(axes: Any, recording: Recording, y: int, end: float) -> None:
+    parts = _parts(recording)
     for phase in PHASES:
         found = recording.of(phase)
         _bars(axes, [(b.begin, b.end) for b in found], y, _COLOURS[phase])
         for bar in found:
-            _says(axes, bar, y, [f"{phase}  {bar.length:.0f} ms", phase], end)
+            raised = _STRIP / 2 if parts and phase == "backward" else 0.0
+            _says(axes, bar, y + raised, [f"{phase}  {bar.length:.0f} ms", phase], end)
+    if parts:
+        strip = y - (_LANE - _STRIP) / 2
+        _coloured(axes, recording.of("gradient"), strip, parts, end, _STRIP)
+        return
     layers = [b for b in recording.of("gradient") if b.length > end / 400]
     for bar in layers:
         axes.plot([bar.end] * 2, [y - _LANE / 2, y - _LANE / 4], color="white", linewidth=0.8)
@@ -144,9 +205,13 @@ def _copies(axes: Any, recording: Recording, track: str, y: int, end: float) -> 
     drains = [bar for bar in recording.of("drain") if bar.track == track]
     _bars(axes, _joined(drains), y + 0.06, _COLOURS["drain"], height=_COPY_LANE)
     copies = [bar for bar in recording.of("copy") if bar.track == track]
+    parts = _parts(recording)
     for snapshot in sorted({bar.args["snapshot"] or 0 for bar in copies}):
         own = [bar for bar in copies if (bar.args["snapshot"] or 0) == snapshot]
-        _bars(axes, _joined(own), y + 0.06, _colour_of(snapshot), height=_COPY_LANE)
+        if parts:
+            _coloured(axes, own, y + 0.06, parts, end, _COPY_LANE)
+        else:
+            _bars(axes, _joined(own), y + 0.06, _colour_of(snapshot), height=_COPY_LANE)
         moved, busy = sum(b.args["bytes"] for b in own), sum(b.length for b in own)
         rate = f"snapshot {snapshot}:  {size(moved)} at {moved / max(busy, 1e-9) / 1e6:.1f} GB/s"
         axes.text(max(own[0].begin, 0.0), y - 0.44, rate, va="center", fontsize=8.5, color=_FAINT)
@@ -238,19 +303,29 @@ def _words(figure: Figure, recording: Recording) -> None:
             causes[cause] = causes.get(cause, 0.0) + ms / len(rows)
     parts = ", ".join(f"{cause} {ms:.1f}" for cause, ms in sorted(causes.items()))
     made = len({snapshot for row in rows for snapshot in row["snapshots"]})
-    title = f"{len(rows)} steps of {spent / len(rows):.0f} ms, {made} snapshots in the background"
-    figure.text(0.012, 0.955, title, fontsize=15, weight="bold", color=_INK)
+    title = (
+        f"{_counted(len(rows), 'step')} of {spent / len(rows):.0f} ms,"
+        f" {_counted(made, 'snapshot')} in the background"
+    )
+    figure.text(0.012, 0.95, title, fontsize=15, weight="bold", color=_INK)
     text = (
         f"lightck held the training thread up for {stalled / len(rows):.1f} ms per step,"
-        f" {100 * stalled / spent:.1f} %  ({parts} ms).   {about.get('medium')}, survives"
-        f" {about.get('survives')}; {_threads(about)},"
-        f" schedule {about.get('schedule')}"
+        f" {100 * stalled / spent:.1f} %  ({parts} ms).",
+        f"{about.get('medium')}, survives {about.get('survives')}; {_threads(about)},"
+        f" schedule {about.get('schedule')}",
     )
-    figure.text(0.012, 0.912, text, fontsize=10, color=_FAINT)
+    wide = len(rows) > 1
+    told = ("   " if wide else "\n").join(text)
+    figure.text(0.012, 0.935, told, fontsize=10, color=_FAINT, va="top", linespacing=1.4)
     stalls = [c for c in ("boundary", "fence", "step", "request") if c in causes]
     handles: list[Any] = [Patch(color=_COLOURS[name], label=name) for name in PHASES]
     handles += [Patch(color=_COLOURS[name], label=_MEANING[name]) for name in stalls]
-    handles.append(Patch(color=_SNAPSHOTS[1], label="copies, a colour per snapshot"))
+    if wide:
+        handles.append(Patch(color=_SNAPSHOTS[1], label="copies, a colour per snapshot"))
+    else:
+        shown = list(_parts(recording).values()) or [_SNAPSHOTS[1]]
+        label = "gradients, copies: a colour per layer"
+        handles.append(Patch(color=shown[len(shown) // 2], label=label))
     if recording.of("drain"):
         handles.append(Patch(color=_COLOURS["drain"], label="DRAM to region"))
     handles.append(
@@ -259,9 +334,14 @@ def _words(figure: Figure, recording: Recording) -> None:
     handles.append(Line2D([], [], color=_FAINT, linestyle=(0, (3, 2)), label="released"))
     handles.append(Line2D([], [], color=_SNAPSHOTS[0], label="copied"))
     figure.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0.008, 0.0), ncol=len(handles),
+        handles=handles, loc="lower left", bbox_to_anchor=(0.008, 0.0),
+        ncol=len(handles) if wide else -(-len(handles) // 2),
         frameon=False, fontsize=9, handlelength=1.1, columnspacing=1.3, handletextpad=0.5,
     )  # fmt: skip
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _threads(about: dict[str, Any]) -> str:

@@ -23,7 +23,8 @@ A trace comes from training with
 holds the last steps, some twenty of a model of 1.5 GB; https://ui.perfetto.dev opens it, too.
 
 In the picture: what the training thread computes, under it what lightck cost it there, the copies
-(a colour per snapshot), the commits, and how much of a snapshot was released and copied when."""
+(a colour per snapshot; in a picture of one step, per block of layers), the commits, and how much of
+a snapshot was released and copied when."""
 EXAMPLES = """\
   lightck timeline run.json
   lightck timeline run.json -o run.png

@@ -18,7 +18,7 @@ import processes
 import pytest
 import torch
 
-from bench import definition, engines, execute, record, report, runner
+from bench import definition, engines, execute, picture, record, report, runner
 from bench.errors import BenchError
 from bench.record import Result
 
@@ -103,6 +103,20 @@ def test_checkfreq_chooses_its_own_interval_when_asked_to(
     result = execute.run(definition.load(str(file)), "a test", forked, lambda text: None)
     found = result.of("checkfreq", "extra")
     assert found is not None and "equal bit for bit" in found.note
+
+
+def test_readme_s_picture_is_a_step_of_a_traced_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="SKIPPED: no matplotlib, nothing was drawn")
+    drawn: list[list[str]] = []
+    do = picture._do
+    monkeypatch.setattr(picture, "_do", lambda how, where: drawn.append(how) or do(how, where))
+    picture.draw(tmp_path / "docs" / "timeline.png", steps=9, model="tiny")
+    assert (tmp_path / "docs" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    _, command = drawn
+    first, last = command[command.index("--steps") + 1].split(":")
+    assert first == last and 3 <= int(first) <= 9, "one step, after the first ones"
 
 
 def test_the_command_runs_a_definition_in_processes_of_its_own(tmp_path: Path) -> None:
