@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
 from lightck.cli.output import OK, Refusal, pairs, size, table
 from lightck.cli.place import add_path
@@ -57,20 +58,36 @@ def _positive(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit status."""
+    """Do it; returns the exit status. Ctrl-C is how watching ends, not an error."""
+    if arguments.once:
+        _print(arguments, _look(arguments.path, {}), "")
+        return OK
+    try:
+        _watch(arguments)
+    except KeyboardInterrupt:
+        if sys.stdout.isatty():
+            print()  # the terminal has put ^C where the shell's prompt is to be
+        return OK
+
+
+def _watch(arguments: argparse.Namespace) -> NoReturn:
     before: dict[str, Row] = {}
-    shown = 0
+    shown = ""
     while True:
         rows = _look(arguments.path, before)
-        if arguments.json:
-            _print_json(arguments, rows)
-        else:
-            text = "\n\n".join(_block(row) for row in rows) if len(rows) < 3 else _table(rows)
-            shown = _show(text, 0 if arguments.once else shown)
-        if arguments.once:
-            return OK
+        shown = _print(arguments, rows, shown)
         before = {row["file"]: row for row in rows}
         time.sleep(arguments.every)
+
+
+def _print(arguments: argparse.Namespace, rows: list[Row], shown: str) -> str:
+    """Print what was seen, in place of what is `shown`; returns what is shown now."""
+    if arguments.json:
+        _print_json(arguments, rows)
+        return ""
+    text = "\n\n".join(_block(row) for row in rows) if len(rows) < 3 else _table(rows)
+    _show(text, shown)
+    return text
 
 
 def _look(path: str | None, before: dict[str, Row]) -> list[Row]:
@@ -105,15 +122,15 @@ def _print_json(arguments: argparse.Namespace, rows: list[Row]) -> None:
     print(flush=True)
 
 
-def _show(text: str, lines_above: int) -> int:
-    """Print over what was printed last, on a terminal; returns how many lines it has."""
-    if not sys.stdout.isatty():
-        print(text, flush=True)
-        return 0
-    if lines_above:
-        sys.stdout.write(f"\x1b[{lines_above}F\x1b[J")
-    print(text, flush=True)
-    return text.count("\n") + 1
+def _show(text: str, shown: str) -> None:
+    """Print; on a terminal over what was printed last. In one write, so that nothing flickers."""
+    erase = ""
+    if shown and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        above = sum(max(1, -(-len(line) // width)) for line in shown.splitlines())
+        erase = f"\x1b[{above}F\x1b[J"  # the cursor stops at the top: a low screen is all erased
+    sys.stdout.write(f"{erase}{text}\n")
+    sys.stdout.flush()
 
 
 # ---- one or two regions: a block each ------------------------------------------------------------
@@ -184,7 +201,7 @@ def _committed(row: Row) -> str:
 def _written(row: Row) -> str:
     said = row["published"]
     helped = 100 * said["bytes_helped"] / said["bytes_copied"] if said["bytes_copied"] else 0.0
-    over = "since attach" if row["since_s"] is None else f"in {_span(row['since_s'])}"
+    over = "since attach" if row["since_s"] is None else f"over the last {_span(row['since_s'])}"
     return (
         f"{_rate(said['write_rate'])} {over}; {_rate(said['copy_rate'])} while copying,"
         f" {helped:.0f} % by the training thread; commits take {_span(said['commit_s'])}"
