@@ -1,11 +1,13 @@
 """How the live tensors are arranged: their extents, and which copies go together.
 
-Kept while nothing moves, so that a snapshot costs a few list comprehensions and no more.
+Kept while nothing moves, so that a snapshot reads every tensor's form, version and address, and
+compares them with the last ones: no Python code runs per tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,17 +21,41 @@ from lightck.region import allocator
 from lightck.region.layout import Entry
 from lightck.region.region import Region
 
+_FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
+    operator.attrgetter("shape"),
+    torch.Tensor.stride,
+    operator.attrgetter("dtype"),
+    operator.attrgetter("is_cpu"),
+)
+"""What an entry depends on besides the name; `p.data = ...` changes it in place."""
+_RARE_FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
+    operator.attrgetter("device"),
+    torch.Tensor.is_conj,
+)
+"""More of it, for tensors that are complex or not in CPU memory."""
+_version = operator.attrgetter("_version")
+
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the copies of one part start from, and what keeps that memory alive.
+    """Where the copies of one part start from at (b), and what keeps that memory alive.
 
     A parameter does not own its memory for good: `p.data = ...` lets go of it while workers read.
     """
 
     tensors: list[torch.Tensor]
-    pointers: npt.NDArray[np.uint64]
+    pointers: list[int]
+    versions: list[int]
+    """Of the live tensors."""
     storages: list[torch.UntypedStorage]
+
+    def changed(self) -> list[int]:
+        """Which of the live tensors, that the copies started from, were touched since (b)."""
+        pointers, versions = pointers_of(self.tensors), versions_of(self.tensors)
+        if pointers == self.pointers and versions == self.versions:
+            return []
+        rows = zip(pointers, self.pointers, versions, self.versions, strict=True)
+        return [i for i, (at, was, now, then) in enumerate(rows) if at != was or now != then]
 
 
 @dataclass(eq=False)
@@ -42,8 +68,23 @@ class Part:
     positions: npt.NDArray[np.intp]
     order: tuple[int, ...]
     """The positions as Python integers."""
+    free: npt.NDArray[np.bool_]
+    """Per copy, whether no optimizer holds the tensor."""
+    versions: list[int] = field(default_factory=list)
+    """Of the live tensors at the last snapshot."""
     last: Sources | None = None
     """Of the last snapshot: while no pointer has moved, its storages are the ones to hold."""
+
+    def unmoved(self, versions: list[int]) -> npt.NDArray[np.bool_]:
+        """Tensors that no optimizer holds and whose version is that of the last snapshot.
+
+        Only those may be skipped as unchanged, if their digest agrees. Remembers `versions`.
+        """
+        before, self.versions = self.versions, versions
+        if not before or not self.free.any():
+            return np.zeros(len(versions), np.bool_)
+        same: npt.NDArray[np.bool_] = np.array(versions) == np.array(before)
+        return same & self.free
 
 
 @dataclass(eq=False)
@@ -52,12 +93,13 @@ class Arrangement:
 
     region: Region
     lives: tuple[Live, ...] = ()
-    forms: list[Any] = field(default_factory=list)
-    """What an entry depends on besides the name; `p.data = ...` changes it in place."""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """Of `lives`."""
     entries: tuple[Entry, ...] = ()
     parts: tuple[Part, ...] = ()
-    versions: list[int] = field(default_factory=list)
-    """Version counters at the last snapshot; empty when the layout is new."""
+    _forms: list[list[Any]] = field(default_factory=list)
+    _rare: list[int] = field(default_factory=list)
+    _rare_forms: list[list[Any]] = field(default_factory=list)
     _plan: allocator.Plan | None = None
 
     def update(self, lives: Sequence[Live], boundary_bytes: int) -> allocator.Plan:
@@ -70,23 +112,33 @@ class Arrangement:
         Raises:
             RegionFullError: the medium has no room; the last arrangement stays.
         """
-        tensors = [live.tensor for live in lives]
-        forms = [
-            [t.shape for t in tensors],
-            [t.stride() for t in tensors],
-            [t.dtype for t in tensors],
-            [t.device for t in tensors],
-            [t.is_conj() for t in tensors],
-        ]
         found = tuple(lives)
-        if found != self.lives or forms != self.forms:
-            entries = tuple(staging.describe(live) for live in lives)
+        tensors = [live.tensor for live in found]
+        if found == self.lives and self._formed(tensors):
+            plan = self._fit(self.entries, boundary_bytes)
+        else:
+            entries = tuple(staging.describe(live) for live in found)
             plan = self._fit(entries, boundary_bytes)
             self.parts = _parts(found, entries)
-            self.lives, self.forms = found, forms
-            return plan
-        self.lives = found
-        return self._fit(self.entries, boundary_bytes)
+            self._forms = [list(map(read, tensors)) for read in _FORM]
+            self._rare = [i for i, t in enumerate(tensors) if t.is_complex() or not t.is_cpu]
+            rare = [tensors[i] for i in self._rare]
+            self._rare_forms = [list(map(read, rare)) for read in _RARE_FORM]
+        self.lives, self.tensors = found, tensors
+        return plan
+
+    def _formed(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether no tensor has another form than last time.
+
+        One value after the other: lists of them would be 200,000 new tuples for 100,000 tensors,
+        and so bring on the garbage collector, which takes longer than everything here.
+        """
+        rare = [tensors[i] for i in self._rare]
+        readings = [*zip(_FORM, self._forms, strict=True)]
+        seldom = [*zip(_RARE_FORM, self._rare_forms, strict=True)]
+        return all(all(map(operator.eq, map(f, tensors), then)) for f, then in readings) and all(
+            list(map(f, rare)) == then for f, then in seldom
+        )
 
     def _fit(self, entries: tuple[Entry, ...], boundary_bytes: int) -> allocator.Plan:
         plan = self._plan
@@ -94,18 +146,8 @@ class Arrangement:
         if plan is None or entries != self.entries or needed > plan.manifest_bytes:
             capacity = allocator.manifest_capacity(len(entries), boundary_bytes)
             plan = self.region.fit(entries, capacity)
-            self._plan, self.entries, self.versions = plan, entries, []
+            self._plan, self.entries = plan, entries
         return plan
-
-    def unmoved(self, versions: list[int]) -> npt.NDArray[np.bool_]:
-        """Tensors that no optimizer holds and whose version is that of the last snapshot.
-
-        Only those may be skipped as unchanged, if their digest agrees. Remembers `versions`.
-        """
-        before = self.versions or [-1] * len(versions)
-        self.versions = versions
-        pairs = zip(self.lives, versions, before, strict=True)
-        return np.array([not v.holders and now == then for v, now, then in pairs], np.bool_)
 
 
 def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...]) -> tuple[Part, ...]:
@@ -118,28 +160,37 @@ def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...]) -> tuple[Part, .
     parts = []
     for (own, holders), wanted in members.items():
         order = sorted(wanted, key=lambda i: -entries[i].length)
-        parts.append(Part(holders, own, np.array(order, np.intp), tuple(order)))
+        free = np.array([not lives[i].holders for i in order], np.bool_)
+        parts.append(Part(holders, own, np.array(order, np.intp), tuple(order), free))
     return tuple(parts)
 
 
 def sources(part: Part, arrangement: Arrangement) -> Sources:
     """What the part's copies start from; private copies are made now."""
-    lives, entries = arrangement.lives, arrangement.entries
+    live = [arrangement.tensors[i] for i in part.order]
+    versions = versions_of(live)
     if part.owned:
-        tensors = [staging.owned(lives[i], entries[i]) for i in part.order]
-    else:
-        tensors = [lives[i].tensor for i in part.order]
-    pointers = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
-    if part.owned:
-        return Sources(tensors, pointers, [])
+        lives, entries = arrangement.lives, arrangement.entries
+        copies = [staging.owned(lives[i], entries[i]) for i in part.order]
+        return Sources(copies, pointers_of(copies), versions, [])
+    pointers = pointers_of(live)
     # An address cannot be another storage's while the last one at it is still held.
-    if part.last is not None and np.array_equal(pointers, part.last.pointers):
-        part.last = Sources(tensors, pointers, part.last.storages)
+    if part.last is not None and pointers == part.last.pointers:
+        storages = part.last.storages
     else:
-        part.last = Sources(tensors, pointers, [t.untyped_storage() for t in tensors])
+        storages = [t.untyped_storage() for t in live]
+    part.last = Sources(live, pointers, versions, storages)
     return part.last
 
 
-def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+def pointers_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Addresses of the first elements."""
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Version counters; those that have none (inference tensors) read as -1."""
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]

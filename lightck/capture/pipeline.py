@@ -17,7 +17,7 @@ from threading import Thread
 import numpy as np
 import numpy.typing as npt
 
-from lightck.capture.arrange import Arrangement, Sources, sources, versions_of
+from lightck.capture.arrange import Arrangement, Sources, sources
 from lightck.capture.placement import Placement
 from lightck.capture.state import Collected, Live
 from lightck.capture.trace import Trace, moments_of, now_ns
@@ -37,7 +37,6 @@ class Group:
     batch: Batch
     sources: Sources | None
     """Keeps the memory that is copied alive; None once it is captured."""
-    versions: list[int]
     owned: bool
     """Sources are private copies: nothing can tear them."""
 
@@ -45,15 +44,6 @@ class Group:
     def captured(self) -> bool:
         """Every copy has left its source."""
         return self.sources is None
-
-    def changed(self) -> list[int]:
-        """Positions in the batch of sources that were touched since (b)."""
-        assert self.sources is not None
-        tensors = self.sources.tensors
-        pointers = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
-        moved = (pointers != self.sources.pointers).tolist()
-        touched = zip(versions_of(tensors), self.versions, moved, strict=True)
-        return [i for i, (now, then, gone) in enumerate(touched) if now != then or gone]
 
 
 @dataclass(eq=False)
@@ -327,14 +317,12 @@ class Pipeline:
 
     def _load(self, flight: Flight, arrangement: Arrangement) -> None:
         """Queue every copy; those from private copies may run at once."""
-        versions = versions_of(live.tensor for live in arrangement.lives)
-        may_skip = arrangement.unmoved(versions)
         staged = self._placed(flight, arrangement)
         for part in arrangement.parts:
             chosen, at = sources(part, arrangement), part.positions
-            batch = flight.writer.add(at, chosen.pointers, may_skip[at], staged[at])
-            now = [versions[i] for i in part.order]
-            flight.groups.append(Group(part.holders, batch, chosen, now, part.owned))
+            pointers, may_skip = np.array(chosen.pointers, np.uint64), part.unmoved(chosen.versions)
+            batch = flight.writer.add(at, pointers, may_skip, staged[at])
+            flight.groups.append(Group(part.holders, batch, chosen, part.owned))
             if part.owned:
                 flight.writer.release(batch)
 
@@ -363,7 +351,8 @@ class Pipeline:
         """Tensors that changed inside the window, as far as can be seen (I5)."""
         if group.owned:
             return []
-        moved = group.changed()
+        assert group.sources is not None
+        moved = group.sources.changed()
         if moved:
             entries = flight.writer.layout.entries
             return [entries[int(group.batch.positions[i])].name for i in moved]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 SMALL_EXTRA_BYTES = 64 << 10
 """An extra's tensor up to this size is copied at (b) at once: cheaper than finding it torn."""
 BASE_ATTRIBUTES = frozenset({"defaults", "state", "param_groups"})
+_TOLD_BY_IDENTITY = (torch.Tensor, int, float, str, type(None))
+"""While an optimizer's state holds the same object, what is captured of it is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,13 @@ class Collected:
 
 @dataclass(eq=False)
 class _Cache:
+    """What was found, for as long as `objects` are the same ones."""
+
     objects: list[Any]
     lives: tuple[Live, ...]
     states: list[dict[str, Any]]
+    held: list[list[list[str]]]
+    """Per optimizer and group the names of its parameters."""
 
 
 @dataclass(eq=False)
@@ -78,13 +85,12 @@ class Inventory:
         objects, reusable = self._objects()
         cache = self._cache
         if cache is None or not _identical(cache.objects, objects):
-            lives = list(self._model_lives())
-            states = [self._optimizer_state(i, o, lives) for i, o in enumerate(self.optimizers)]
-            cache = _Cache(objects, tuple(lives), states)
+            cache = self._find(objects)
         self._cache = cache if reusable else None
         more: list[Live] = []
         sync = self.always_sync
-        groups = [_groups(i, o, self.names(), more, sync) for i, o in enumerate(self.optimizers)]
+        held = zip(self.optimizers, cache.held, strict=True)
+        groups = [_groups(i, o, names, more, sync) for i, (o, names) in enumerate(held)]
         attributes = [_attributes(i, o, more, sync) for i, o in enumerate(self.optimizers)]
         optimizers = [
             {"class": _class_name(o), "groups": g, "state": s, "attributes": a}
@@ -105,7 +111,12 @@ class Inventory:
 
     def buffers(self) -> list[torch.Tensor]:
         """The model's persistent buffers."""
-        return [buffer for _, buffer in named_buffers(self.model)]
+        return [
+            buffer
+            for module in _modules(self.model)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
 
     def names(self) -> dict[int, str]:
         """Name of each of the model's parameters, by identity; the first name counts."""
@@ -116,23 +127,32 @@ class Inventory:
 
     def _objects(self) -> tuple[list[Any], bool]:
         """Every object that the cached part depends on, and whether identity proves it the same."""
-        objects: list[Any] = []
-        for module in self.model.modules():
-            objects.append(module)
-            objects += module._parameters.values()
-            objects += module._buffers.values()
-        reusable = True
+        modules = _modules(self.model)
+        objects: list[Any] = [*modules]
+        for kept in (operator.attrgetter("_parameters"), operator.attrgetter("_buffers")):
+            objects += chain.from_iterable(map(dict.values, map(kept, modules)))
+        kinds: set[type] = set()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 objects.append(group)
                 objects += group["params"]
-            for key, state in optimizer.state.items():
-                objects.append(key)
-                for value in state.values() if isinstance(state, dict) else (state,):
-                    objects.append(value)
-                    if not isinstance(value, torch.Tensor | int | float | str | None):
-                        reusable = False
-        return objects, reusable
+            states = optimizer.state.values()
+            values = list(chain.from_iterable(s.values() for s in states if isinstance(s, dict)))
+            objects += [*optimizer.state, *states, *values]
+            kinds.update(map(type, values))
+        return objects, all(issubclass(kind, _TOLD_BY_IDENTITY) for kind in kinds)
+
+    def _find(self, objects: list[Any]) -> _Cache:
+        """Look everything up anew."""
+        lives = list(self._model_lives())
+        states = [self._optimizer_state(i, o, lives) for i, o in enumerate(self.optimizers)]
+        names = self.names()
+        known = [parameter_names(i, o, names) for i, o in enumerate(self.optimizers)]
+        held = [
+            [[labels[parameter] for parameter in group["params"]] for group in o.param_groups]
+            for o, labels in zip(self.optimizers, known, strict=True)
+        ]
+        return _Cache(objects, tuple(lives), states, held)
 
     def _model_lives(self) -> Iterator[Live]:
         holders: dict[int, set[int]] = {}
@@ -238,6 +258,17 @@ def must_be_dense(path: str, tensor: torch.Tensor) -> None:
         raise StateError(f"{path} is a {kind} tensor; only dense tensors can be saved", path=path)
 
 
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """Every module once; `nn.Module.modules` takes four times as long, and this runs every step."""
+    found, seen = [model], {id(model)}
+    for module in found:
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The model's parameters under every name they have, wrappers' prefixes removed."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -275,21 +306,19 @@ def parameter_names(i: int, optimizer: Optimizer, names: dict[int, str]) -> dict
 
 
 def _groups(
-    i: int, optimizer: Optimizer, names: dict[int, str], lives: list[Live], sync: set[str]
+    i: int, optimizer: Optimizer, held: list[list[str]], lives: list[Live], sync: set[str]
 ) -> list[dict[str, Any]]:
-    known = parameter_names(i, optimizer, names)
     place = _Placing(lives, "optimizer", "", frozenset((i,)), sync)
     groups = []
     for g, group in enumerate(optimizer.param_groups):
         base = f"optim/{i}/@group/{g}"
         options = {k: plain(v, join(base, k), place) for k, v in group.items() if k != "params"}
-        groups.append({"params": [known[p] for p in group["params"]], "options": options})
+        groups.append({"params": held[g], "options": options})
     return groups
 
 
 def _attributes(i: int, optimizer: Optimizer, lives: list[Live], sync: set[str]) -> dict[str, Any]:
     """State that custom optimizers keep as attributes: public plain values, and any tensor."""
-    held = {id(p) for p in held_parameters(optimizer)}
     kept: dict[str, Any] = {}
     for name, value in vars(optimizer).items():
         if name in BASE_ATTRIBUTES or callable(value):
@@ -300,7 +329,8 @@ def _attributes(i: int, optimizer: Optimizer, lives: list[Live], sync: set[str])
             tree = plain(value, f"optim/{i}/@attribute/{name}", place)
         except StateError:
             continue  # configuration objects (process groups, hooks): nothing a step computes
-        if any(id(live.tensor) in held for live in found):
+        tensors = {id(live.tensor) for live in found}
+        if tensors and not tensors.isdisjoint(map(id, held_parameters(optimizer))):
             continue  # LBFGS keeps its parameters again
         if found or not name.startswith("_"):
             lives += found
