@@ -34,6 +34,8 @@ _RARE_FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
 )
 """More of it, for tensors that are complex or not in CPU memory."""
 _version = operator.attrgetter("_version")
+_RUN = 512
+"""Tensors that are read together: what one reading brings into the cache serves the next."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Sources:
 
     def changed(self) -> list[int]:
         """Which of the live tensors, that the copies started from, were touched since (b)."""
-        pointers, versions = pointers_of(self.tensors), versions_of(self.tensors)
+        pointers, versions = read(self.tensors)
         if pointers == self.pointers and versions == self.versions:
             return []
         rows = zip(pointers, self.pointers, versions, self.versions, strict=True)
@@ -120,24 +122,24 @@ class Arrangement:
             entries = tuple(staging.describe(live) for live in found)
             plan = self._fit(entries, boundary_bytes)
             self.parts = _parts(found, entries)
-            self._forms = [list(map(read, tensors)) for read in _FORM]
+            self._forms = [list(map(form, tensors)) for form in _FORM]
             self._rare = [i for i, t in enumerate(tensors) if t.is_complex() or not t.is_cpu]
             rare = [tensors[i] for i in self._rare]
-            self._rare_forms = [list(map(read, rare)) for read in _RARE_FORM]
+            self._rare_forms = [list(map(form, rare)) for form in _RARE_FORM]
         self.lives, self.tensors = found, tensors
         return plan
 
     def _formed(self, tensors: list[torch.Tensor]) -> bool:
         """Whether no tensor has another form than last time.
 
-        One value after the other: lists of them would be 200,000 new tuples for 100,000 tensors,
-        and so bring on the garbage collector, which takes longer than everything here.
+        Run by run: 200,000 tuples at a time, for 100,000 tensors, would bring on the garbage
+        collector, which takes longer than everything here.
         """
         rare = [tensors[i] for i in self._rare]
-        readings = [*zip(_FORM, self._forms, strict=True)]
-        seldom = [*zip(_RARE_FORM, self._rare_forms, strict=True)]
-        return all(all(map(operator.eq, map(f, tensors), then)) for f, then in readings) and all(
-            list(map(f, rare)) == then for f, then in seldom
+        return [list(map(form, rare)) for form in _RARE_FORM] == self._rare_forms and not any(
+            list(map(form, tensors[at : at + _RUN])) != then[at : at + _RUN]
+            for at in range(0, len(tensors), _RUN)
+            for form, then in zip(_FORM, self._forms, strict=True)
         )
 
     def _fit(self, entries: tuple[Entry, ...], boundary_bytes: int) -> allocator.Plan:
@@ -168,12 +170,11 @@ def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...]) -> tuple[Part, .
 def sources(part: Part, arrangement: Arrangement) -> Sources:
     """What the part's copies start from; private copies are made now."""
     live = [arrangement.tensors[i] for i in part.order]
-    versions = versions_of(live)
     if part.owned:
         lives, entries = arrangement.lives, arrangement.entries
         copies = [staging.owned(lives[i], entries[i]) for i in part.order]
-        return Sources(copies, pointers_of(copies), versions, [])
-    pointers = pointers_of(live)
+        return Sources(copies, [copy.data_ptr() for copy in copies], versions_of(live), [])
+    pointers, versions = read(live)
     # An address cannot be another storage's while the last one at it is still held.
     if part.last is not None and pointers == part.last.pointers:
         storages = part.last.storages
@@ -183,9 +184,15 @@ def sources(part: Part, arrangement: Arrangement) -> Sources:
     return part.last
 
 
-def pointers_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Addresses of the first elements."""
-    return list(map(torch.Tensor.data_ptr, tensors))
+def read(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Addresses of the first elements, and version counters."""
+    pointers: list[int] = []
+    versions: list[int] = []
+    for at in range(0, len(tensors), _RUN):
+        run = tensors[at : at + _RUN]
+        pointers += map(torch.Tensor.data_ptr, run)
+        versions += versions_of(run)
+    return pointers, versions
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:

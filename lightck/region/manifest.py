@@ -20,6 +20,9 @@ SCHEMA = pa.schema(
         pa.field("at_forward", pa.large_binary(), nullable=False),
     ]
 )
+_HEAD: bytes = SCHEMA.serialize().to_pybytes()
+_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""End of an Arrow IPC stream. A stream writer writes the same, at five times the cost of a row."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,8 @@ def encode(manifest: Manifest) -> bytes:
         pa.array([manifest.at_step], pa.large_binary()),
         pa.array([manifest.at_forward], pa.large_binary()),
     ]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        writer.write_batch(pa.record_batch(row, schema=SCHEMA))
-    result: bytes = sink.getvalue().to_pybytes()
-    return result
+    batch = pa.RecordBatch.from_arrays(row, schema=SCHEMA)
+    return b"".join((_HEAD, batch.serialize(), _END))
 
 
 def decode(data: bytes, *, count: int, sequence: int, context: str) -> Manifest:

@@ -11,6 +11,7 @@
 #include "snapshot.h"
 
 #define WINDOW UINT64_C(4096)
+#define AHEAD 16 /* pieces whose bytes are fetched early: small ones lie anywhere in memory */
 
 typedef struct draw {
   uint32_t layer;
@@ -73,6 +74,10 @@ static void compare(void *argument) {
   const lck_batch *batch = to->batch;
   for (uint64_t i = 0, length; i < batch->piece_count && to->different == NULL;) {
     const lck_piece *piece = &batch->pieces[i];
+    if (batch->piece_count - i > AHEAD) {
+      __builtin_prefetch(piece[AHEAD].source);
+      __builtin_prefetch(to->snapshot->region->base + piece[AHEAD].offset);
+    }
     i += copy_pieces(batch, i, &length);
     uint64_t window = length < WINDOW ? length : WINDOW;
     uint64_t start = splitmix64(to->seed) % (length - window + 1);

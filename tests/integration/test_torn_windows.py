@@ -118,7 +118,13 @@ def test_the_sampled_audit_finds_a_tensor_that_changed_as_a_whole(
 ) -> None:
     loop, reports = overwriter_loop(), Reports()
     handle = lightck.attach(
-        loop.model, list(loop.optimizers), run_dir, slots=8, schedule="eager", on_error=reports
+        loop.model,
+        list(loop.optimizers),
+        run_dir,
+        slots=8,
+        schedule="eager",
+        on_error=reports,
+        placement="direct",  # a trial of staging could slip a snapshot
     )
     for name, parameter in loop.model.named_parameters():
         torn = handle.stats().torn
