@@ -287,13 +287,17 @@ static void disarm(void) {
   must(lck_fault_arm(LCK_FAULT_SYNC, -1, 0));
 }
 
+static lck_region_spec spec_of_a_bed(void) {
+  return (lck_region_spec){.run_id = "crash",
+                           .world = 1,
+                           .slot_count = 2,
+                           .slot_bytes = SLOT_BYTES,
+                           .journal_bytes = JOURNAL_BYTES,
+                           .numa_node = -1};
+}
+
 void bed_create(bed *b, int fd, lck_trace_log *log) {
-  lck_region_spec spec = {.run_id = "crash",
-                          .world = 1,
-                          .slot_count = 2,
-                          .slot_bytes = SLOT_BYTES,
-                          .journal_bytes = JOURNAL_BYTES,
-                          .numa_node = -1};
+  lck_region_spec spec = spec_of_a_bed();
   lck_region *region;
   int lock_fd = reopened(fd);
   lck_trace_start(log);
@@ -312,12 +316,7 @@ void bed_create(bed *b, int fd, lck_trace_log *log) {
 }
 
 void bed_create_over(bed *b, int fd, void *base, uint64_t size, lck_trace_log *log) {
-  lck_region_spec spec = {.run_id = "crash",
-                          .world = 1,
-                          .slot_count = 2,
-                          .slot_bytes = SLOT_BYTES,
-                          .journal_bytes = JOURNAL_BYTES,
-                          .numa_node = -1};
+  lck_region_spec spec = spec_of_a_bed();
   lck_backing backing = {.base = base, .length = size};
   lck_region *region;
   int lock_fd = reopened(fd);
