@@ -138,10 +138,11 @@ def _progress(name: str) -> Iterator[Callable[[str], None]]:
     if sys.stderr.isatty():
         try:
             from tqdm import tqdm
-
+        except ModuleNotFoundError as missing:
+            if missing.name != "tqdm":
+                raise  # it is there, and broken; without it there is no bar
+        else:
             bar = tqdm(desc=name, bar_format="{desc} {elapsed} {postfix}", leave=False)
-        except ImportError:
-            pass
     last = ""
 
     def tell(text: str) -> None:

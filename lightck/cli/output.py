@@ -82,7 +82,10 @@ def progress(title: str, total: int, unit: str = "B") -> Iterator[Callable[[int]
     if sys.stderr.isatty():
         try:
             from tqdm import tqdm
-
+        except ModuleNotFoundError as missing:
+            if missing.name != "tqdm":
+                raise  # it is there, and broken; without it there is no bar
+        else:
             scaled = unit == "B"
             bar = tqdm(
                 total=total,
@@ -92,8 +95,6 @@ def progress(title: str, total: int, unit: str = "B") -> Iterator[Callable[[int]
                 unit_divisor=1024,
                 leave=False,
             )
-        except ImportError:
-            pass
     try:
         yield bar.update if bar is not None else lambda more: None
     finally:

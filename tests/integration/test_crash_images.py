@@ -6,6 +6,7 @@ writes a sample of the images that a machine can be left with; here each is rest
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -105,10 +106,8 @@ def _cannot_go_on(run: Path) -> str | None:
     """What is wrong when the job is started again as after any crash, or None."""
     model, optimizer = traced.build()
     info = None
-    try:
+    with contextlib.suppress(NoSnapshotError):  # the job then starts from the beginning
         info = lightck.restore(model, optimizer, run)
-    except NoSnapshotError:
-        pass
     try:
         with lightck.attach(model, optimizer, run, overwrite=info is None) as handle:
             traced.train_step(model, optimizer, lambda: None)
