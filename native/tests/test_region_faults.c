@@ -141,10 +141,13 @@ static void test_sync_errors(void) {
       break;
     }
     CHECK(rc == LCK_E_IO && says("Input/output error"), "%d %s", rc, lck_last_error());
+    char first[400];
+    snprintf(first, sizeof(first), "%s", lck_last_error());
     CHECK(describe(region).latched == (uint32_t)-LCK_E_IO, "%u", describe(region).latched);
-    CHECK(write_snapshot(region, 1, 3) == LCK_E_PREVIOUS, "%s", lck_last_error());
-    CHECK(lck_region_grow(region, 1) == LCK_E_PREVIOUS, "%s", lck_last_error());
-    CHECK(lck_region_branch(region, 1, NULL, 0) == LCK_E_PREVIOUS, "%s", lck_last_error());
+    CHECK(write_snapshot(region, 1, 3) == LCK_E_PREVIOUS && says(first), "%s", lck_last_error());
+    CHECK(lck_region_grow(region, 1) == LCK_E_PREVIOUS && says(first), "%s", lck_last_error());
+    CHECK(lck_region_branch(region, 1, NULL, 0) == LCK_E_PREVIOUS && says(first), "%s",
+          lck_last_error());
     CHECK(sequence_in(region, 0) == 1, "reading goes on: %s", lck_last_error());
     /* The next owner would protect a record that is in the page cache only, and overwrite slot 0.
      */

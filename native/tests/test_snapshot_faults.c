@@ -6,15 +6,18 @@
 
 enum { HELP_ONLY, WORKERS_ONLY, BOTH };
 
-/* After the failure: latched, said so in words, slot 0 intact, slot 1 empty or (when it was never
- * invalidated) as before. */
+/* After the failure: latched, said so in words, and in the same ones from then on; slot 0 intact,
+ * slot 1 empty or (when it was never invalidated) as before. */
 static void check_failed(bed *b, lck_pool *pool, lck_snapshot *s, const char *text) {
   int state = -1, rc = lck_snapshot_wait(s, -1, &state);
   CHECK(rc == LCK_E_IO && state == LCK_SNAP_FAILED, "%d %d", rc, state);
   CHECK(strstr(lck_last_error(), text), "'%s' not in '%s'", text, lck_last_error());
+  char first[400];
+  snprintf(first, sizeof(first), "%s", lck_last_error());
   CHECK(lck_snapshot_free(s) == 0, "%s", lck_last_error());
   CHECK(lck_region_describe(b->region, &b->info) == 0 && b->info.latched == -LCK_E_IO, "latch");
   CHECK(lck_snapshot_begin(pool, b->region, 2, &s) == LCK_E_PREVIOUS, "latch");
+  CHECK(strstr(lck_last_error(), first), "'%s' not in '%s'", first, lck_last_error());
   bed_holds(b, 0, 1);
   bed_reopen(b);
   CHECK(lck_region_describe(b->region, &b->info) == 0 && b->info.latched == 0, "latch");
