@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Thread
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.capture.arrange import Arrangement, Sources, sources
-from lightck.capture.placement import Placement
+from lightck.capture.placement import Placement, behind
 from lightck.capture.state import Collected, Live
 from lightck.capture.trace import Trace, moments_of, now_ns
 from lightck.config import Config
@@ -104,8 +104,8 @@ class Pipeline:
     on_torn: Callable[[Flight, Sequence[str]], None] = lambda flight, names: None
     _abandoning: list[tuple[Thread, Flight]] = field(default_factory=list)
     """Dropped on page media: the memory they read is held until they are freed."""
-    _mapping: Thread | None = None
-    """Maps DRAM in the pool."""
+    _mapping: Future[None] | None = None
+    """DRAM that is being mapped in the pool."""
     _last_stats: dict[str, int] | None = None
     _dice: random.Random = field(default_factory=random.Random)
     """For audits only; the global generators belong to the user."""
@@ -272,19 +272,8 @@ class Pipeline:
 
     def _map_dram(self, size: int) -> Future[None]:
         """Map DRAM for staging off the training thread."""
-        mapped: Future[None] = Future()
-
-        def work() -> None:
-            try:
-                self.pool.stage(size)
-            except LightckError as error:
-                mapped.set_exception(error)
-            else:
-                mapped.set_result(None)
-
-        self._mapping = Thread(target=work, name="lightck-staging")
-        self._mapping.start()
-        return mapped
+        self._mapping = behind(self.pool.stage, size)
+        return self._mapping
 
     def _reap(self) -> None:
         """Free snapshots that an interrupt (Ctrl-C) left without a flight."""
@@ -307,7 +296,7 @@ class Pipeline:
             thread.join()
         self._abandoning.clear()
         if self._mapping is not None:
-            self._mapping.join()
+            wait([self._mapping])
         if self._last_stats is None:
             self._reap()
             self._last_stats = self.pool.stats()

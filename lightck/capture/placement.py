@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Literal
 
 import numpy as np
@@ -55,6 +56,29 @@ def dram_rate(sample_bytes: int = 16 << 20) -> float:
     return best
 
 
+def behind(map_dram: Callable[[int], None], size: int) -> Future[None]:
+    """Map DRAM on a thread of its own; whatever goes wrong there is the future's.
+
+    No executor: it takes no work any more when the interpreter ends, and a handle that is closed
+    only then still makes its last snapshot.
+    """
+    mapped: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            map_dram(size)
+        except BaseException as error:
+            mapped.set_exception(error)
+        else:
+            mapped.set_result(None)
+
+    try:
+        Thread(target=work, name="lightck-staging").start()
+    except RuntimeError as error:  # no more threads
+        mapped.set_exception(error)
+    return mapped
+
+
 @dataclass(eq=False)
 class Placement:
     """Chooses, snapshot by snapshot, and learns from the fence. Used by the training thread."""
@@ -84,7 +108,7 @@ class Placement:
         """Map the DRAM that staging is certain to use; said beforehand. May take a second.
 
         Raises:
-            LightckError: there is none.
+            LightckError: there is none. Whatever else the mapping met is raised as it is.
         """
         if self.mode == "staged" and not self.paged and payload_bytes > self.room_bytes:
             self._make_room(payload_bytes).result()

@@ -11,6 +11,7 @@ from loops import adam_loop, steps_at
 
 import lightck
 from lightck.capture import placement
+from lightck.region.pool import NativePool
 
 SLOW = 4 << 20  # bytes per second
 
@@ -48,6 +49,20 @@ def test_the_dram_is_said_before_it_is_used(
     assert names.index("staging") < names.index("committed")
     (said,) = messages(caplog, "staging")
     assert said["bytes"] == said["payload_bytes"] > 0
+
+
+def test_what_nobody_expected_while_mapping_dram_reaches_the_caller(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stage(pool: NativePool, size: int) -> None:
+        raise ZeroDivisionError(f"of {size}")
+
+    loop = adam_loop()
+    handle = lightck.attach(loop.model, list(loop.optimizers), run_dir, placement="staged")
+    monkeypatch.setattr(NativePool, "stage", stage)
+    with pytest.raises(ZeroDivisionError, match=r"of \d+"):
+        loop.run(1)
+    handle.detach()
 
 
 def test_a_slow_medium_lets_steps_slip_and_never_makes_the_fence_wait(run_dir: Path) -> None:

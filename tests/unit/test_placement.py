@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from threading import Thread
 
 import numpy as np
 import pytest
 
-from lightck.capture.placement import LOOKS, PATIENCE, SPARE, Mode, Placement
+from lightck.capture.placement import LOOKS, PATIENCE, SPARE, Mode, Placement, behind
 
 LENGTHS = np.array([600, 300, 100], np.uint64)
 PAYLOAD = 1000
@@ -84,6 +85,26 @@ def test_dram_that_cannot_be_had_leaves_copies_direct() -> None:
     snapshots(placement, LOOKS, 5.0)
     dram.future.set_exception(MemoryError())
     assert not any(snapshots(placement, PATIENCE, 5.0))
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
+def test_whatever_ends_the_mapping_ends_the_wait_for_it(error: BaseException) -> None:
+    def map_dram(size: int) -> None:
+        raise error
+
+    placement = Placement("staged", reserve=lambda size: behind(map_dram, size))
+    with pytest.raises(type(error)):
+        placement.prepare(PAYLOAD)
+    assert not placement.staging
+
+
+def test_a_machine_without_another_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        behind(lambda size: None, PAYLOAD).result(timeout=0)
 
 
 def test_short_dram_takes_the_copies_that_fit_and_leaves_the_rest_direct() -> None:
