@@ -133,7 +133,7 @@ class Stats:
     Attributes:
         captured: snapshots whose every copy has left the live tensors.
         committed: snapshots that are durable on the medium's terms and visible to restore.
-        slipped: due steps without a snapshot because the slot was still busy.
+        slipped: due steps without a snapshot because the slots, or the DRAM for staging, were busy.
         torn: snapshots dropped because a tensor changed inside the window.
         failed: snapshots dropped because of an error.
         skipped_unchanged_bytes: bytes not written again because they were proved unchanged.

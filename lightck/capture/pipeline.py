@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from threading import Thread
 
 import numpy as np
@@ -86,6 +87,13 @@ class Counters:
     last_committed_step: int | None = None
 
 
+class Slip(StrEnum):
+    """Why a due snapshot cannot be opened now."""
+
+    SLOTS = "every slot is busy"
+    DRAM = "the DRAM for staging still holds the last snapshot"
+
+
 @dataclass(eq=False)
 class Pipeline:
     """Owns the flights into one region. Used by the training thread; `tick` by autograd's."""
@@ -135,11 +143,11 @@ class Pipeline:
 
     def open(
         self, step: int, state: Collected, at_step: bytes, at_forward: bytes, *, flags: int = 0
-    ) -> Flight | None:
+    ) -> Flight | Slip:
         """Begin snapshot `step`: from now to the fence the sources must not change.
 
-        Buffers and other sources that cannot wait are copied before this returns. None when no slot
-        is free, or the DRAM for staging still holds the last snapshot: nothing was done.
+        Buffers and other sources that cannot wait are copied before this returns. A slip says why
+        it has to come later: nothing was done.
 
         Raises:
             RegionFullError: the state has outgrown the medium.
@@ -148,12 +156,12 @@ class Pipeline:
         assert self.window is None, "two snapshots in one window"
         self._reap()
         if self._dram_taken:
-            return None
+            return Slip.DRAM
         plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
         begin = now_ns()
         writer = SlotWriter.open(self.region, self.pool, plan)
         if writer is None:
-            return None
+            return Slip.SLOTS
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
         flight = Flight(step, writer, at_step, at_forward, flags)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightck.capture.due import Due
 from lightck.capture.hooks import Watched
 from lightck.capture.instants import Instants
-from lightck.capture.pipeline import Flight, Pipeline, torn_error
+from lightck.capture.pipeline import Flight, Pipeline, Slip, torn_error
 from lightck.capture.stall import Stalls
 from lightck.capture.state import Collected, Inventory
 from lightck.capture.steps import Steps
@@ -80,6 +80,7 @@ class Recorder:
     """The last forward ran where no hook can see it (a compiled loop, a CUDA graph), or none has
     run yet: buffers are taken at the step's end, in case the next one goes unseen, too."""
     _warned: bool = False
+    _slip: Slip | None = None  # of the last snapshot that slipped
     _buffers: list[int] | None = None
     """Version counters of the buffers when this iteration's forward began; None before it."""
 
@@ -209,7 +210,7 @@ class Recorder:
         self._room_made = True
 
     def _open(self, *, flags: int = 0, seen: bool = True, synchronous: bool = False) -> None:
-        """Open the due snapshot; a busy slot makes it slip to a later step.
+        """Open the due snapshot; without a slot or the DRAM for it, it slips to a later step.
 
         `seen`: a forward is about to run, so that the RNG states are those of (b).
         """
@@ -222,8 +223,8 @@ class Recorder:
             collected = self.instants.collect()
             at_step, at_forward = self.instants.encode(collected, step, seen=seen)
             flight = self.pipeline.open(step, collected, at_step, at_forward, flags=flags)
-            if flight is None:
-                self._slipped(step)
+            if isinstance(flight, Slip):
+                self._slipped(step, flight)
                 return
             # What was asked for is copied at once: its future may be waited for on this thread,
             # which then never comes to the fence.
@@ -232,12 +233,13 @@ class Recorder:
                 flight.futures, self.wanted = self.wanted, []
                 self.pipeline.fence(None)
 
-    def _slipped(self, step: int) -> None:
+    def _slipped(self, step: int, why: Slip) -> None:
+        self._slip = why
         self.pipeline.counters.slipped += 1
         self.cadence.overdue = True
-        event("slipped", step=step, why="every slot is busy")
+        event("slipped", step=step, why=why)
         if self.pipeline.trace is not None:
-            self.pipeline.trace.lost_snapshot("slipped", step, "every slot is busy")
+            self.pipeline.trace.lost_snapshot("slipped", step, why)
 
     def _missed_forward(self, where: str) -> None:
         """No forward was seen: open here, with what is still exact."""
@@ -322,7 +324,8 @@ class Recorder:
             if self.latched and isinstance(error, RegionIOError | PreviousPersistError):
                 event("skipped", logging.DEBUG, step=self.steps.step, why=error)
                 return
-            self.latched = isinstance(error, RegionIOError | PreviousPersistError)
+            if isinstance(error, RegionIOError | PreviousPersistError):
+                self.latched = True  # for good, whatever else fails
             self.report(error)
 
     def fail_wanted(self, error: LightckError) -> None:
@@ -386,8 +389,9 @@ class Recorder:
         else:
             event("skipped", step=self.steps.step, why="a forward has changed the buffers")
         if counters.slipped > slipped:
-            text = f"step {self.steps.step}, the last one, has no snapshot: every slot is busy"
-            self.report(RegionBusyError(f"{text} (is a reader holding one?)"))
+            ask = " (is a reader holding one?)" if self._slip is Slip.SLOTS else ""
+            text = f"step {self.steps.step}, the last one, has no snapshot: {self._slip}{ask}"
+            self.report(RegionBusyError(text))
 
     def open_early(self) -> None:
         """Copy the due snapshot now: (b) is still to come, so it is marked early (I2)."""

@@ -90,6 +90,41 @@ def test_a_failure_is_told_once_latched_and_leaves_the_older_snapshot(
     again.check(path, [survivor + 1, survivor + 2])
 
 
+class Scheduler:
+    """An extra whose state can be spoilt."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, object] = {"rate": 1.0}
+
+    def state_dict(self) -> dict[str, object]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.state = state
+
+
+def test_a_latched_region_is_told_once_whatever_else_fails_afterwards(run_dir: Path) -> None:
+    loop, reports, extra = adam_loop(), Reports(), Scheduler()
+    handle = lightck.attach(
+        loop.model, list(loop.optimizers), run_dir, on_error=reports, extras={"rate": extra}
+    )
+    loop.run(2)
+    handle.wait()
+    faults.arm(faults.COMMIT)
+    loop.run(2)
+    handle.wait()
+    assert [type(error) for error in reports] == [lightck.RegionIOError]
+    whole, extra.state = extra.state, {"rate": lambda: 1.0}
+    loop.run(1)
+    extra.state = whole
+    loop.run(3)
+    assert reports[1:], "the spoilt state was not met"
+    kinds = {type(error) for error in reports[1:]}
+    assert kinds == {lightck.StateError}
+    with pytest.raises(lightck.RegionIOError):
+        handle.close()
+
+
 def test_the_default_is_one_warning_and_an_error_in_the_log(
     run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

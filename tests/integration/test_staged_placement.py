@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loops import adam_loop, steps_at
+import torch
+from loops import Loop, adam_loop, attach, mlp, steps_at
 
 import lightck
 from lightck.capture import placement
 from lightck.region.pool import NativePool
 
+HUGE_PAGE = 2 << 20
 SLOW = 4 << 20  # bytes per second
 
 
@@ -79,6 +82,34 @@ def test_a_slow_medium_lets_steps_slip_and_never_makes_the_fence_wait(run_dir: P
     handle._recorder.pipeline.pool.limit(0)  # or the close would take its time, too
     handle.close()
     assert steps_at(run_dir)[-1] == loop.step
+    loop.check(run_dir, steps_at(run_dir))
+
+
+def test_one_staged_snapshot_holds_the_dram_although_slots_are_free(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO, "lightck")
+    model = mlp(1200, 2)  # so large that a second snapshot does not fit into what is mapped
+    loop = Loop(model, torch.optim.AdamW(model.parameters()), width=1200)
+    slow = {"write_limit": 1 << 14, "chunk_bytes": 4096}
+    handle = attach(run_dir, loop, placement="staged", slots=4, trace=True, **slow)
+    loop.run(1)
+    while handle.stats().slipped < 3:
+        loop.run(1)
+        assert loop.step < 1000, "every step found a free slot"
+    stats = handle.stats()
+    (said,) = messages(caplog, "staging")
+    assert stats.captured == 1
+    assert said["payload_bytes"] <= stats.staging_bytes < said["payload_bytes"] + HUGE_PAGE
+    assert len(handle._recorder.pipeline.region.free_slots()) > 0
+    why = "the DRAM for staging still holds the last snapshot"
+    assert {slip["why"] for slip in messages(caplog, "slipped")} == {why}
+    handle._recorder.pipeline.pool.limit(0)
+    loop.note()
+    handle.close()
+    document = json.loads(handle.trace(tmp_path / "run.json").read_text())
+    slips = [e["args"]["why"] for e in document["traceEvents"] if e["name"].startswith("slipped")]
+    assert len(slips) >= 3 and set(slips) == {why}
     loop.check(run_dir, steps_at(run_dir))
 
 
