@@ -1,10 +1,37 @@
 #include "memory.h"
 
 #include <inttypes.h>
+#include <limits.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "medium.h"
+
+/* What is left of DRAM, of swap, and (v1) of both together. */
+typedef struct room {
+  uint64_t memory, swap, both;
+} room;
+
+typedef struct rules {
+  const char *folder, *limit, *usage;
+  const char *swap_limit, *swap_usage; /* v1: of memory and swap together */
+  const char *cache;                   /* files' pages, which give way when memory runs short */
+  int together;
+} rules;
+
+static const rules V1 = {.folder = "/sys/fs/cgroup/memory",
+                         .limit = "memory.limit_in_bytes",
+                         .usage = "memory.usage_in_bytes",
+                         .swap_limit = "memory.memsw.limit_in_bytes",
+                         .swap_usage = "memory.memsw.usage_in_bytes",
+                         .cache = "total_inactive_file ",
+                         .together = 1};
+static const rules V2 = {.folder = "/sys/fs/cgroup",
+                         .limit = "memory.max",
+                         .usage = "memory.current",
+                         .swap_limit = "memory.swap.max",
+                         .swap_usage = "memory.swap.current",
+                         .cache = "inactive_file "};
 
 /* The value behind a word at the start of a line. */
 static int find_number(const char *path, const char *word, uint64_t *value) {
@@ -20,50 +47,75 @@ static int find_number(const char *path, const char *word, uint64_t *value) {
   return found;
 }
 
-/* Its file caches give way when memory runs short. Without a limit v2 says "max", no number. */
-static uint64_t left_in_group(const char *root, const char *group, const char *limit_name,
-                              const char *usage_name, const char *cache_word) {
-  char path[700];
-  uint64_t limit, usage, cache = 0;
-  snprintf(path, sizeof(path), "%s%s/%s", root, group, limit_name);
+static void bound(uint64_t *left, uint64_t by) {
+  *left = by < *left ? by : *left;
+}
+
+/* Without a limit v2 says "max", no number. */
+static uint64_t left_of(const char *group, const char *limit_name, const char *usage_name,
+                        uint64_t cache) {
+  char path[3 * PATH_MAX];
+  uint64_t limit, usage;
+  snprintf(path, sizeof(path), "%s/%s", group, limit_name);
   if (lck_medium_number(path, &limit) != 0)
     return LCK_MEMORY_UNKNOWN;
-  snprintf(path, sizeof(path), "%s%s/%s", root, group, usage_name);
+  snprintf(path, sizeof(path), "%s/%s", group, usage_name);
   if (lck_medium_number(path, &usage) != 0)
     return LCK_MEMORY_UNKNOWN;
-  snprintf(path, sizeof(path), "%s%s/memory.stat", root, group);
-  (void)find_number(path, cache_word, &cache);
   uint64_t used = usage > cache ? usage - cache : 0;
   return limit > used ? limit - used : 0;
 }
 
-/* Of the group that this process is in; v1 has a hierarchy per resource. */
-static uint64_t left_to_us(void) {
-  FILE *file = fopen("/proc/self/cgroup", "re");
-  uint64_t least = LCK_MEMORY_UNKNOWN;
-  char line[512];
+static void bound_by_group(room *left, const rules *of, const char *group) {
+  char path[3 * PATH_MAX];
+  uint64_t cache = 0;
+  snprintf(path, sizeof(path), "%s/memory.stat", group);
+  (void)find_number(path, of->cache, &cache);
+  bound(&left->memory, left_of(group, of->limit, of->usage, cache));
+  bound(of->together ? &left->both : &left->swap,
+        left_of(group, of->swap_limit, of->swap_usage, of->together ? cache : 0));
+}
+
+/* By the group that this process is in; v1 has a hierarchy per resource. */
+static void bound_by_groups(room *left, const char *root) {
+  char path[PATH_MAX], line[PATH_MAX];
+  snprintf(path, sizeof(path), "%s/proc/self/cgroup", root);
+  FILE *file = fopen(path, "re");
   while (file != NULL && fgets(line, sizeof(line), file) != NULL) {
-    uint64_t left = LCK_MEMORY_UNKNOWN;
-    char *group = strchr(line, '/');
+    const rules *of = NULL;
+    const char *group = strchr(line, '/');
     line[strcspn(line, "\n")] = '\0';
     if (group != NULL && strstr(line, ":memory:/") != NULL)
-      left = left_in_group("/sys/fs/cgroup/memory", group, "memory.limit_in_bytes",
-                           "memory.usage_in_bytes", "total_inactive_file ");
+      of = &V1;
     else if (group != NULL && strncmp(line, "0::", 3) == 0)
-      left =
-          left_in_group("/sys/fs/cgroup", group, "memory.max", "memory.current", "inactive_file ");
-    least = left < least ? left : least;
+      of = &V2;
+    if (of == NULL)
+      continue;
+    char where[2 * PATH_MAX];
+    snprintf(where, sizeof(where), "%s%s%s", root, of->folder, group);
+    bound_by_group(left, of, where);
   }
   if (file != NULL)
     fclose(file);
-  return least;
+}
+
+uint64_t lck_memory_left(const char *root) {
+  char path[PATH_MAX];
+  uint64_t machine, swap = 0;
+  room left = {LCK_MEMORY_UNKNOWN, LCK_MEMORY_UNKNOWN, LCK_MEMORY_UNKNOWN};
+  snprintf(path, sizeof(path), "%s/proc/meminfo", root);
+  if (find_number(path, "MemAvailable:", &machine))
+    left.memory = machine * 1024;
+  (void)find_number(path, "SwapFree:", &swap);
+  left.swap = swap * 1024;
+  bound_by_groups(&left, root);
+  if (left.memory == LCK_MEMORY_UNKNOWN)
+    return left.both;
+  uint64_t all = left.memory + left.swap;
+  bound(&all, left.both);
+  return all;
 }
 
 uint64_t lck_memory_available(void) {
-  uint64_t machine, swap = 0, ours = left_to_us();
-  int known = find_number("/proc/meminfo", "MemAvailable:", &machine);
-  (void)find_number("/proc/meminfo", "SwapFree:", &swap);
-  uint64_t left = known ? machine * 1024 : LCK_MEMORY_UNKNOWN;
-  left = ours < left ? ours : left;
-  return left == LCK_MEMORY_UNKNOWN ? left : left + swap * 1024;
+  return lck_memory_left("");
 }
