@@ -22,7 +22,7 @@ SCHEMA = pa.schema(
 )
 _HEAD: bytes = SCHEMA.serialize().to_pybytes()
 _END = b"\xff\xff\xff\xff\0\0\0\0"
-"""End of an Arrow IPC stream. A stream writer writes the same, at five times the cost of a row."""
+"""End of an Arrow IPC stream, as a stream writer writes it."""
 
 
 @dataclass(frozen=True)
