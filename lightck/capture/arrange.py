@@ -28,11 +28,14 @@ _FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
     operator.attrgetter("is_cpu"),
 )
 """What an entry depends on besides the name; `p.data = ...` changes it in place."""
-_RARE_FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
-    operator.attrgetter("device"),
-    torch.Tensor.is_conj,
+_RARE_FORM: tuple[tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor], Any]], ...] = (
+    (lambda tensor: not tensor.is_cpu, operator.attrgetter("device")),
+    (torch.Tensor.is_complex, torch.Tensor.is_conj),
+    # A lazily negated view is the imaginary part of a conjugate: with two elements or more its
+    # strides tell it from a dense tensor.
+    (lambda tensor: tensor.numel() == 1, torch.Tensor.is_neg),
 )
-"""More of it, for tensors that are complex or not in CPU memory."""
+"""More of it: which tensors it may differ for, whose other form stays, and what it is."""
 _version = operator.attrgetter("_version")
 _RUN = 512
 """Tensors that are read together: what one reading brings into the cache serves the next."""
@@ -100,7 +103,8 @@ class Arrangement:
     entries: tuple[Entry, ...] = ()
     parts: tuple[Part, ...] = ()
     _forms: list[list[Any]] = field(default_factory=list)
-    _rare: list[int] = field(default_factory=list)
+    _rare: list[list[int]] = field(default_factory=list)
+    """For each of `_RARE_FORM`, the tensors it concerns."""
     _rare_forms: list[list[Any]] = field(default_factory=list)
     _plan: allocator.Plan | None = None
 
@@ -116,16 +120,18 @@ class Arrangement:
         """
         found = tuple(lives)
         tensors = [live.tensor for live in found]
-        if found == self.lives and self._formed(tensors):
+        if self._known(found) and self._formed(tensors):
             plan = self._fit(self.entries, boundary_bytes)
         else:
             entries = tuple(staging.describe(live) for live in found)
             plan = self._fit(entries, boundary_bytes)
             self.parts = _parts(found, entries)
             self._forms = [list(map(form, tensors)) for form in _FORM]
-            self._rare = [i for i, t in enumerate(tensors) if t.is_complex() or not t.is_cpu]
-            rare = [tensors[i] for i in self._rare]
-            self._rare_forms = [list(map(form, rare)) for form in _RARE_FORM]
+            self._rare = [
+                [i for i, tensor in enumerate(tensors) if concerns(tensor)]
+                for concerns, _ in _RARE_FORM
+            ]
+            self._rare_forms = _rare_forms(self._rare, tensors)
         self.lives, self.tensors = found, tensors
         return plan
 
@@ -135,11 +141,26 @@ class Arrangement:
         Run by run: 200,000 tuples at a time, for 100,000 tensors, would bring on the garbage
         collector, which takes longer than everything here.
         """
-        rare = [tensors[i] for i in self._rare]
-        return [list(map(form, rare)) for form in _RARE_FORM] == self._rare_forms and not any(
-            list(map(form, tensors[at : at + _RUN])) != then[at : at + _RUN]
-            for at in range(0, len(tensors), _RUN)
-            for form, then in zip(_FORM, self._forms, strict=True)
+        return (
+            not any(
+                list(map(form, tensors[at : at + _RUN])) != then[at : at + _RUN]
+                for at in range(0, len(tensors), _RUN)
+                for form, then in zip(_FORM, self._forms, strict=True)
+            )
+            and _rare_forms(self._rare, tensors) == self._rare_forms
+        )
+
+    def _known(self, found: tuple[Live, ...]) -> bool:
+        """Whether the same is known of the tensors, which may be other objects than last time.
+
+        Another object may have no version counter (an inference tensor); the same one keeps its
+        own, whatever its `data`.
+        """
+        if len(found) == len(self.lives) and all(map(operator.is_, found, self.lives)):
+            return True
+        return found == self.lives and all(
+            now.tensor is then.tensor or now.tensor.is_inference() == then.tensor.is_inference()
+            for now, then in zip(found, self.lives, strict=True)
         )
 
     def _fit(self, entries: tuple[Entry, ...], boundary_bytes: int) -> allocator.Plan:
@@ -150,6 +171,12 @@ class Arrangement:
             plan = self.region.fit(entries, capacity)
             self._plan, self.entries = plan, entries
         return plan
+
+
+def _rare_forms(rare: list[list[int]], tensors: list[torch.Tensor]) -> list[list[Any]]:
+    """Of `_RARE_FORM`, for the tensors that each concerns."""
+    forms = zip(rare, _RARE_FORM, strict=True)
+    return [list(map(form, map(tensors.__getitem__, some))) for some, (_, form) in forms]
 
 
 def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...]) -> tuple[Part, ...]:

@@ -129,16 +129,18 @@ class Inventory:
         """Every object that the cached part depends on, and whether identity proves it the same."""
         modules = _modules(self.model)
         objects: list[Any] = [*modules]
-        for kept in (operator.attrgetter("_parameters"), operator.attrgetter("_buffers")):
-            objects += chain.from_iterable(map(dict.values, map(kept, modules)))
+        for kept in map(operator.attrgetter, ("_parameters", "_buffers", "_modules")):
+            found = list(map(kept, modules))
+            objects += [*chain.from_iterable(found), *chain.from_iterable(map(dict.values, found))]
         kinds: set[type] = set()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 objects.append(group)
                 objects += group["params"]
             states = optimizer.state.values()
-            values = list(chain.from_iterable(s.values() for s in states if isinstance(s, dict)))
-            objects += [*optimizer.state, *states, *values]
+            dicts = [state for state in states if isinstance(state, dict)]
+            values = list(chain.from_iterable(map(dict.values, dicts)))
+            objects += [*optimizer.state, *states, *chain.from_iterable(dicts), *values]
             kinds.update(map(type, values))
         return objects, all(issubclass(kind, _TOLD_BY_IDENTITY) for kind in kinds)
 

@@ -18,7 +18,8 @@ Digests = dict[str, str]
 
 def digest(tensor: torch.Tensor) -> str:
     """Of dtype, shape and bytes."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    data = plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     label = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
     return hashlib.blake2b(label + data, digest_size=8).hexdigest()
 
