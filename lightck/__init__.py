@@ -7,6 +7,7 @@ info = lightck.restore(model)
 from importlib.metadata import PackageNotFoundError, version
 
 from lightck.capture.extras import at_forward, at_step
+from lightck.capture.sampler import ResumableSampler
 from lightck.checkpointer import Handle, attach
 from lightck.config import Config
 from lightck.errors import (
@@ -57,6 +58,7 @@ __all__ = [
     "RegionFullError",
     "RegionIOError",
     "RestoreInfo",
+    "ResumableSampler",
     "RestoreMismatchError",
     "StateError",
     "Stats",

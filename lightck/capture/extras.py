@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lightck.capture import rng
+from lightck.capture import loading, rng
 from lightck.errors import StateError
 from lightck.types import Stateful
 
@@ -57,7 +57,7 @@ class Extra:
             return subject.bit_generator.state
         if isinstance(subject, random.Random):
             return rng.packed(subject.getstate())
-        return subject.state_dict()
+        return {} if loading.not_begun(subject) else subject.state_dict()
 
     def load(self, state: Any) -> None:
         """Put a restored state into the subject; a dict is filled in place."""
@@ -73,6 +73,7 @@ class Extra:
             subject.setstate(rng.unpacked(state))
         else:
             subject.load_state_dict(state)
+            loading.settle(subject)
 
 
 def parse(extras: Mapping[str, Any] | None) -> tuple[Extra, ...]:

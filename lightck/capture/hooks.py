@@ -24,6 +24,8 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from lightck.capture import loading
+
 _COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,8 +48,8 @@ class Listener(Protocol):
     def gradient(self) -> None:
         """A layer's gradient has been accumulated."""
 
-    def iterating(self, loader: Any) -> None:
-        """`iter(loader)` is about to be made."""
+    def iterating(self, loader: Any, drawing: bool = False) -> None:
+        """`iter(loader)` is about to be made; or (`drawing`) an extra's next batch is."""
 
 
 def untraced(function: F) -> F:
@@ -115,8 +117,10 @@ class Hooks:
         ]
         self._install_gradients()
         _observe(torch.amp.GradScaler, "step", listener, _scaler_step)
-        kinds = {DataLoader} | {type(loader) for loader in self.loaders}
-        for kind in kinds:
+        for loader in self.loaders:
+            loading.listen(loader, listener)
+        kinds = {type(each) for each in self.loaders if not isinstance(each, loading.Telling)}
+        for kind in kinds | {DataLoader}:
             _observe(kind, "__iter__", listener, _iterating)
 
     def _install_gradients(self) -> None:
@@ -156,6 +160,8 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for loader in self.loaders:
+            loading.ignore(loader, self.listener)
         for observed in _observed.values():
             observed.listeners.discard(self.listener)
 

@@ -24,11 +24,13 @@ class Instants:
     """(a): extras whose position the loop advances before the next forward."""
     _early: tuple[dict[str, Any] | None, dict[str, Any]] | None = None
     """Generators (None: unknown) and buffers of (b), taken before (b) is seen."""
+    _drawn: bool = False
+    """A batch has been drawn since (a)."""
     _types: Any = None
 
     def step_ended(self) -> None:
         """Take (a)."""
-        self._early, self._extras = None, None
+        self._early, self._extras, self._drawn = None, None, False
         self._rng = rng.capture()
         with users_code():
             self._extras = {
@@ -45,12 +47,22 @@ class Instants:
             if self._extras is not None and extra.instant == "both":
                 self._extras[extra.name] = _private(extra)
 
-    def iterating(self, loader: Any) -> None:
-        """A loader starts anew after (a): position and generators are those just before."""
+    def iterating(self, loader: Any, drawing: bool) -> None:
+        """A loader starts anew after (a): position and generators are those just before.
+
+        `drawing`: the next batch is about to be drawn from an extra. Validation may have drawn
+        since (a), and what this batch draws comes after the snapshot: generators are those of now.
+        """
+        ours = [e for e in self.inventory.extras if e.subject is loader and e.instant != "forward"]
+        if self._drawn and (drawing or not ours):
+            return
+        self._drawn = self._drawn or drawing
         self._rng = rng.capture()
-        for extra in self.inventory.extras:
-            if self._extras is not None and extra.subject is loader and extra.instant != "forward":
-                self._extras[extra.name] = _private(extra)
+        moved = [e for e in self.inventory.extras if e.instant == "both"]
+        with users_code():
+            for extra in moved if drawing else [*moved, *ours]:
+                if self._extras is not None:
+                    self._extras[extra.name] = _private(extra)
 
     def before_forward(self, *, generators: bool) -> None:
         """Take what a training forward changes, once: (b) itself comes later or goes unseen."""

@@ -59,9 +59,9 @@ class Phases:
         """Passed on."""
         self.recorder.gradient()
 
-    def iterating(self, loader: Any) -> None:
+    def iterating(self, loader: Any, drawing: bool = False) -> None:
         """Passed on."""
-        self.recorder.iterating(loader)
+        self.recorder.iterating(loader, drawing)
 
     def mark_begin(self) -> None:
         """`handle.before_update()`."""

@@ -134,10 +134,10 @@ class Recorder:
             self._missed_forward("a gradient hook")
         self.pipeline.tick()
 
-    def iterating(self, loader: Any) -> None:
-        """A loader starts anew between (a) and (b): position and RNG are those just before."""
+    def iterating(self, loader: Any, drawing: bool = False) -> None:
+        """A loader starts anew, or draws, between (a) and (b): RNG is that just before."""
         if self.enabled and not self._gradients and not self.steps.updating:
-            self.instants.iterating(loader)
+            self.instants.iterating(loader, drawing)
 
     # ---- the instants ----------------------------------------------------------------------
 

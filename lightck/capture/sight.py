@@ -55,7 +55,7 @@ class Sight:
             "region": str(region.place.file),
             "medium": region.info.medium,
             "survives": region.survives,
-            "threads": self.recorder.pipeline.pool.threads,
+            "threads": config.threads,
             "chunk_bytes": config.chunk_bytes,
             "schedule": config.schedule,
         }

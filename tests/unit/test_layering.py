@@ -38,12 +38,12 @@ _SAME_FLOOR = {
     ("examine", "restore"),
     ("watch", "load"),
 }
-# Faces use what users use; __init__ hands out names of these, and the marks of instants.
+# Faces use what users use; __init__ hands out names of these, the marks of instants, the sampler.
 _FACES_USE = {
     *("checkpointer", "restore", "load", "examine", "pmdk", "watch"),
     *("config", "errors", "policy", "types", "__init__"),
 }
-_HANDED_OUT = {"lightck.capture.extras"}
+_HANDED_OUT = {"lightck.capture.extras", "lightck.capture.sampler"}
 _CLOCKS = {"time", "datetime", "random", "secrets"}
 _BANNED = re.compile(r"utils?\b|helper|manager", re.I)
 
