@@ -93,7 +93,7 @@ def _state(said: Reading) -> str:
 def _published(said: Reading) -> dict[str, Any]:
     numbers, process = said.numbers, said.process
     assert process is not None
-    seconds = numbers["copy_ns"] / 1e9
+    seconds, drain_s = numbers["copy_ns"] / 1e9, numbers["drain_ns"] / 1e9
     lived = (numbers["updated_ns"] - numbers["began_ns"]) / 1e9
     steps = numbers["step"] - numbers["began_step"]
     stalls = {cause: ns / 1e9 for cause, ns in (said.stalls_ns or {}).items()}
@@ -113,6 +113,8 @@ def _published(said: Reading) -> dict[str, Any]:
         "bytes_skipped": numbers["bytes_skipped"],
         "bytes_helped": numbers["bytes_helped"],
         "staging_bytes": numbers["staging_bytes"],
+        "bytes_drained": numbers["bytes_drained"],
+        "drain_rate": numbers["bytes_drained"] / drain_s if drain_s else 0.0,
         "copy_rate": numbers["bytes_copied"] / seconds if seconds else 0.0,
         "write_rate": numbers["bytes_copied"] / lived if lived > 0 else 0.0,
         "commit_s": numbers["commit_ns"] / 1e9 / max(1, numbers["committed"]),

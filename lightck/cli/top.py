@@ -149,6 +149,7 @@ def _block(row: Row) -> str:
             ("step", f"{said['step']}{_step_time(said)}"),
             ("committed", _committed(row)),
             ("written", _written(row)),
+            *_drained(said),
             ("stalls", _stalls(said)),
             ("missed", f"{said['slipped']} slipped, {said['torn']} torn, {said['failed']} failed"),
             ("error", said["last_error"] or "none"),
@@ -206,6 +207,14 @@ def _written(row: Row) -> str:
         f"{_rate(said['write_rate'])} {over}; {_rate(said['copy_rate'])} while copying,"
         f" {helped:.0f} % by the training thread; commits take {_span(said['commit_s'])}"
     )
+
+
+def _drained(said: Row) -> list[tuple[str, str]]:
+    """A line where snapshots go through DRAM, none elsewhere."""
+    if not said["bytes_drained"]:
+        return []
+    text = f"{size(said['bytes_drained'])} from DRAM to the medium at {_rate(said['drain_rate'])}"
+    return [("drained", f"{text}; {size(said['staging_bytes'])} of DRAM held")]
 
 
 def _stalls(said: Row) -> str:

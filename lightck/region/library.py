@@ -51,7 +51,8 @@ typedef struct { uint8_t boot_id[16]; uint64_t process_start; uint32_t process, 
   uint64_t began_ns, updated_ns, began_step, step, captured_step, committed_step, step_ns;
   uint64_t captured, committed, slipped, torn, failed;
   uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns, commit_ns, staging_bytes;
-  uint64_t payload_bytes, errors; lck_stall stalls[8]; char last_error[576]; } lck_statistics;
+  uint64_t payload_bytes, errors; lck_stall stalls[8]; char last_error[560];
+  uint64_t bytes_drained, drain_ns; } lck_statistics;
 uint32_t lck_abi_version(void);
 const char *lck_last_error(void);
 int lck_kernel(const char *select, const char **name);

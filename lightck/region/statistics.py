@@ -13,11 +13,12 @@ from lightck.region.pool import NativePool
 from lightck.region.process import Process
 
 NO_STEP = 2**64 - 1
-_CAUSE_BYTES, _ERROR_BYTES, _CAUSES = 15, 575, 8
+_CAUSE_BYTES, _ERROR_BYTES, _CAUSES = 15, 559, 8
 _NUMBERS = (
     *("ended", "began_ns", "updated_ns", "began_step", "step", "step_ns", "payload_bytes"),
     *("captured", "committed", "slipped", "torn", "failed", "errors"),
     *("bytes_copied", "bytes_skipped", "bytes_helped", "copy_ns", "commit_ns", "staging_bytes"),
+    *("bytes_drained", "drain_ns"),
 )
 
 

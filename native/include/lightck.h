@@ -158,8 +158,7 @@ int lck_region_measure(const lck_region_spec *spec, uint64_t *bytes);
 int lck_region_grow(lck_region *region, uint64_t slot_bytes);
 
 /* Begin a timeline: durably record its id and the ancestors it continues, each up to the sequence
- * where it branched off. Errors: LCK_E_INVALID, LCK_E_PREVIOUS, LCK_E_IO. May block on the medium.
- */
+ * where it branched off. May block on the medium. LCK_E_INVALID, LCK_E_PREVIOUS, LCK_E_IO. */
 int lck_region_branch(lck_region *region, uint64_t timeline, const lck_branch *lineage,
                       uint32_t count);
 
@@ -324,8 +323,7 @@ typedef struct lck_copy {
 /* Open `slot` for a new snapshot. Its old content is invalid, durably, before the first payload
  * byte changes: at once on byte, line and memory media, as a background task on page media. There
  * every copy is staged (LCK_COPY_STAGED), so that neither capture nor training ever waits for a
- * sync. Errors: LCK_E_LEASED; LCK_E_PREVIOUS; LCK_E_BUSY (a snapshot is
- * open in the slot). */
+ * sync. Errors: LCK_E_LEASED; LCK_E_PREVIOUS; LCK_E_BUSY (a snapshot is open in the slot). */
 int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot, lck_snapshot **out);
 
 /* Add a batch of copies, held back until released. They are copied in the given order. *batch
@@ -376,7 +374,8 @@ typedef struct lck_statistics {
   uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns, commit_ns, staging_bytes;
   uint64_t payload_bytes, errors;   /* of the last snapshot; so far */
   lck_stall stalls[LCK_MAX_STALLS]; /* of the training thread, by cause */
-  char last_error[576];             /* UTF-8, zero-terminated */
+  char last_error[560];             /* UTF-8, zero-terminated */
+  uint64_t bytes_drained, drain_ns; /* DRAM to region, summed over threads */
 } lck_statistics;
 
 /* Put `said` on the region's statistics page, with the pool's counters. Not durable; never waits

@@ -39,6 +39,8 @@ static statistics_disk compose(const lck_pool *pool, const lck_statistics *said)
   page.said.copy_ns = counter(&pool->copy_ns);
   page.said.commit_ns = counter(&pool->commit_ns);
   page.said.staging_bytes = counter(&pool->staging_bytes);
+  page.said.bytes_drained = counter(&pool->bytes_drained);
+  page.said.drain_ns = counter(&pool->drain_ns);
   page.crc = page_crc(&page);
   return page;
 }

@@ -43,6 +43,10 @@ static void test_what_is_said_is_read(bed *b) {
   lck_stats stats;
   CHECK(lck_pool_stats(pool, &stats) == 0, "%s", lck_last_error());
   CHECK(found.bytes_copied == stats.bytes_copied && stats.bytes_copied > 0, "pool's counters");
+  CHECK(found.bytes_drained == stats.bytes_drained && found.drain_ns == stats.drain_ns &&
+            (found.bytes_drained > 0) == b->staged,
+        "%llu bytes drained, the pool says %llu", (unsigned long long)found.bytes_drained,
+        (unsigned long long)stats.bytes_drained);
   CHECK(found.step == 4 && found.captured_step == 12 && found.stalls[1].ns == 28, "numbers");
   CHECK(!strcmp(found.last_error, "of step 4") && !strcmp(found.stalls[1].cause, "fence"), "texts");
   bed_holds(b, 1, 1);

@@ -125,13 +125,13 @@ def test_what_is_no_trace_is_refused(traced: Path, tmp_path: Path, capsys: Any) 
 # ---- lightck top ---------------------------------------------------------------------------------
 
 
-def trainer(path: Path, steps: int, *, error: bool = False) -> Any:
+def trainer(path: Path, steps: int, *, error: bool = False, **more: Any) -> Any:
     """A job for `processes.start` that trains, tells so, and waits with its handle open."""
 
     def job(parent: processes.Parent) -> None:
         what = model()
         optimizer = torch.optim.AdamW(what.parameters())
-        settings = {"on_error": lambda e: None} if error else {}
+        settings = {"on_error": lambda e: None, **more} if error else more
         handle = lightck.attach(what, optimizer, path, overwrite=True, **settings)
         train(handle, what, optimizer, steps)
         if error:  # torn: reported, and counted
@@ -181,6 +181,28 @@ def test_a_running_trainer_is_seen_from_outside(
     assert re.search(rf"trainer +process {child.pid}, running, last step ended .* ago", text)
     assert re.search(r"committed +step 4, 1 behind, .* ago", text)
     assert "survives process death" in text and "error      none" in text
+
+
+def test_the_rate_to_the_medium_is_shown_where_snapshots_go_through_dram(
+    region_dir: Path, capsys: Any
+) -> None:
+    for placement in ("staged", "direct"):
+        path = region_dir / placement
+        child = processes.start(trainer(path, 4, placement=placement))
+        assert child.receive() == 4
+        said = top(path, capsys)["published"]
+        assert main(["top", "--once", str(path)]) == 0
+        text = capsys.readouterr().out
+        if placement == "staged":
+            # Snapshots 1 and 2 are committed for certain: their bytes have left the DRAM.
+            assert said["bytes_drained"] >= 2 * said["payload_bytes"] > 0
+            assert said["drain_rate"] > 0
+            assert re.search(r"drained +\d.* from DRAM to the medium at \d.*/s; \d.* held", text)
+        else:
+            assert (said["bytes_drained"], said["drain_rate"]) == (0, 0.0)
+            assert "drained" not in text
+        child.kill()
+        child.join()
 
 
 def test_a_killed_trainer_is_gone_and_its_last_words_stay(
