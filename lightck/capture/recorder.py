@@ -137,7 +137,8 @@ class Recorder:
     def iterating(self, loader: Any, drawing: bool = False) -> None:
         """A loader starts anew, or draws, between (a) and (b): RNG is that just before."""
         if self.enabled and not self._gradients and not self.steps.updating:
-            self.instants.iterating(loader, drawing)
+            with self.stalls.of("boundary"):
+                self.instants.iterating(loader, drawing)
 
     # ---- the instants ----------------------------------------------------------------------
 
@@ -373,8 +374,7 @@ class Recorder:
         """Make sure the last complete step has a snapshot, due or not, if it can have one."""
         self.finish_window()
         counters = self.pipeline.counters
-        done = counters.last_captured_step == self.steps.step
-        if done or not self.cadence.began:
+        if counters.last_captured_step == self.steps.step or not self.cadence.began:
             return
         if self.steps.updating or self.steps.between_updates:
             event("skipped", step=self.steps.step, why="an update is half done")

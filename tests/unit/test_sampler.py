@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -297,6 +299,15 @@ def test_rank_without_world_and_ranks_before_they_are_known_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(lightck.ConfigError, match="WORLD_SIZE is 4.*init_process_group"):
         lightck.ResumableSampler(range(10))
+
+
+def test_rank_and_world_are_those_of_the_process_group() -> None:
+    dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    try:
+        sampler = lightck.ResumableSampler(range(10))
+    finally:
+        dist.destroy_process_group()
+    assert (sampler.rank, sampler.world, len(sampler)) == (1, 3, 4)
 
 
 class Noise(TensorDataset):
