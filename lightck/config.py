@@ -33,10 +33,13 @@ class Config:
         path: folder of the run, a devdax device or a libpmemobj pool; `~` is expanded.
         policy: which steps are due; an int (every that many steps) or a table becomes a policy.
         slots: whole snapshots the region has room for, 2 to 16. Several ranks use 3 and more.
-        threads: copying threads, 1 to 64.
+        threads: copying threads, 1 to 64; 0 is one for each CPU that the process may use when it
+            attaches, 4 at most.
         chunk_bytes: bytes of one piece of a copy, a multiple of 4096, at most 1 GiB.
-        nice: niceness of the copying threads, 0 to 19. At 19 they take what training leaves idle,
-            and what they leave is copied at the fence.
+        priority: of the copying threads. `idle`: they share the process's CPUs out among
+            themselves and take what everything else leaves of them (SCHED_IDLE); what they leave is
+            copied at the fence. `normal`: that of the training, on any CPU, for machines with CPUs
+            to spare.
         schedule: when copies run: `eager` (all at once when a snapshot opens), `backward` (paced by
             the gradient hooks), or `auto` (tries both and keeps what costs less).
         placement: `direct` (tensor to region), `staged` (through as much DRAM as the state has, to
@@ -68,9 +71,9 @@ class Config:
     path: Path = Path(_DEFAULT_PATH)
     policy: Policy = EverySteps(1)
     slots: int = 2
-    threads: int = 1
+    threads: int = 0
     chunk_bytes: int = 262_144
-    nice: int = 19
+    priority: Literal["idle", "normal"] = "idle"
     schedule: Literal["auto", "eager", "backward"] = "auto"
     placement: Literal["auto", "direct", "staged"] = "auto"
     write_limit: int = 0
@@ -258,14 +261,23 @@ def _error_action(value: object) -> object:
     raise ValueError("must be 'warn', 'raise' or a function of one exception")
 
 
-_TEXTS = ("path", "schedule", "placement", "backend", "durability", "on_error", "run_id")
+_TEXTS = (
+    "path",
+    "priority",
+    "schedule",
+    "placement",
+    "backend",
+    "durability",
+    "on_error",
+    "run_id",
+)
 _CHECKS: dict[str, Callable[[object], object]] = {
     "path": _path,
     "policy": parse,
     "slots": _integer(2, 16),
-    "threads": _integer(1, 64),
+    "threads": _integer(0, 64),
     "chunk_bytes": _integer(4096, 1 << 30, multiple=4096),
-    "nice": _integer(0, 19),
+    "priority": _choice("idle", "normal"),
     "schedule": _choice("auto", "eager", "backward"),
     "placement": _choice("auto", "direct", "staged"),
     "write_limit": _integer(0, 1 << 50),

@@ -53,7 +53,7 @@ class Book:
         else:
             spec = RegionSpec(bytes(16), slots, slot_bytes, process_durable=not durable)
             self.region = Region.create(self.where, spec)
-        self.pool = NativePool(threads=1, chunk_bytes=4096, nice=0)
+        self.pool = NativePool(threads=1, chunk_bytes=4096, idle=False)
 
     def __enter__(self) -> Book:
         return self

@@ -125,8 +125,8 @@ class Pipeline:
     @classmethod
     def start(cls, region: Region, schedule: ReleaseSchedule, config: Config) -> Pipeline:
         """Start the workers."""
-        moments = moments_of(config)
-        pool = NativePool(config.threads, config.chunk_bytes, config.nice, moments)
+        idle, moments = config.priority == "idle", moments_of(config)
+        pool = NativePool(config.threads, config.chunk_bytes, idle=idle, moments=moments)
         pool.limit(config.write_limit)
         pipeline = cls(region, pool, schedule, proof=config.proof)
         pipeline.placement = Placement(config.placement, region.staged, pipeline._map_dram)

@@ -55,7 +55,7 @@ class Sight:
             "region": str(region.place.file),
             "medium": region.info.medium,
             "survives": region.survives,
-            "threads": config.threads,
+            "threads": self.recorder.pipeline.pool.threads,
             "chunk_bytes": config.chunk_bytes,
             "schedule": config.schedule,
         }

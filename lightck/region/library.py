@@ -15,7 +15,7 @@ from cffi import FFI
 
 from lightck.errors import LightckError, from_native
 
-ABI = 3
+ABI = 5
 
 CDEF = """
 typedef struct lck_region lck_region;
@@ -39,7 +39,7 @@ typedef struct { uint64_t sequence, step, timeline, parent;
 typedef struct { uint64_t step, timeline, length, sequence, wall_time_ns;
   uint32_t kind, flags; } lck_journal_entry;
 typedef struct { uint64_t offset, length; void *destination; uint32_t crc, reserved; } lck_read;
-typedef struct { uint32_t threads, chunk_bytes; int32_t nice; uint32_t moments; } lck_pool_spec;
+typedef struct { uint32_t threads, chunk_bytes, idle, moments; } lck_pool_spec;
 typedef struct { uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns,
   bytes_drained, drain_ns, commits, commit_ns, staging_bytes; } lck_stats;
 typedef struct { uint64_t begin_ns, end_ns, bytes, start; uint32_t did, thread, slot, batch, copy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ SNAP_OPEN, SNAP_SEALED, SNAP_COMMITTED, SNAP_FAILED = 0, 1, 2, 3
 DID_COPY, DID_DRAIN, DID_INVALIDATE, DID_TABLES, DID_SYNC, DID_RECORD = 1, 2, 3, 4, 5, 6
 THREAD_KEEPER, THREAD_CALLER = 64, 65
 E_TIMEOUT, E_MISMATCH = -10, -13
+_MOST_THREADS = 4  # unless more are asked for: a few of them have all of a memory's bandwidth
 
 COPY_DTYPE = np.dtype(
     [("offset", "<u8"), ("source", "<u8"), ("length", "<u8"), ("layer", "<u4"), ("flags", "<u4"),
@@ -31,10 +33,18 @@ MOMENT_DTYPE = np.dtype(
 class NativePool:
     """Owns one `lck_pool`: the worker threads."""
 
-    def __init__(self, threads: int, chunk_bytes: int, nice: int, moments: int = 0) -> None:
-        """Start the workers; each keeps its last `moments` for `timeline` (0: none)."""
+    def __init__(self, threads: int, chunk_bytes: int, *, idle: bool, moments: int = 0) -> None:
+        """Start the workers.
+
+        Args:
+            threads: their number; 0: one for each CPU of the calling thread, 4 at most.
+            chunk_bytes: of one piece of a copy.
+            idle: they take what everything else leaves of their CPUs.
+            moments: each keeps its last ones for `timeline`; 0: none.
+        """
+        self.threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         spec = ffi.new("lck_pool_spec *")
-        spec.threads, spec.chunk_bytes, spec.nice = threads, chunk_bytes, nice
+        spec.threads, spec.chunk_bytes, spec.idle = self.threads, chunk_bytes, idle
         spec.moments = moments
         out = ffi.new("lck_pool **")
         check(library().lck_pool_create(spec, out), "start the worker pool")

@@ -25,7 +25,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 3u
+#define LCK_ABI 5u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -253,8 +253,8 @@ typedef struct lck_snapshot lck_snapshot;
 typedef struct lck_pool_spec {
   uint32_t threads;     /* 1..64 */
   uint32_t chunk_bytes; /* a copy is cut into pieces of this size; multiple of 4096 */
-  int32_t nice;         /* of the workers, 0..19; the keeper, who does little, keeps its own */
-  uint32_t moments;     /* of the timeline, kept per thread; 0: none is recorded; at most 2^24 */
+  uint32_t idle;    /* 1: workers take what all others leave of a CPU (a wish); 0: as the caller */
+  uint32_t moments; /* of the timeline, kept per thread; 0: none is recorded; at most 2^24 */
 } lck_pool_spec;
 
 typedef struct lck_stats {
@@ -265,7 +265,8 @@ typedef struct lck_stats {
   uint64_t staging_bytes; /* DRAM held for staged snapshots */
 } lck_stats;
 
-/* Start the workers. All signals but SIGBUS are blocked in them. */
+/* Start the workers. All signals but SIGBUS are blocked in them. Idle ones share the caller's CPUs
+ * out among themselves, and get the CPU of whoever has to wait for them. */
 int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
 
 /* Set the workers' pace in thousandths of full speed; 0 pauses copies (not commits). A caller that
@@ -301,8 +302,7 @@ typedef struct lck_moment {
 int lck_pool_timeline(lck_pool *pool, lck_moment *moments, uint64_t room, uint64_t *count,
                       uint64_t *lost);
 
-/* Stop the workers (the chunk in hand is finished) and free the pool. No snapshot may be open.
- * NULL is allowed. */
+/* Finish the chunks in hand, stop the workers, free the pool (or NULL). No snapshot may be open. */
 int lck_pool_destroy(lck_pool *pool);
 
 enum {

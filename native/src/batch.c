@@ -333,7 +333,7 @@ void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, l
     note_lap(snapshot, batch, index, LCK_DID_DRAIN, run.moved, lap);
   if (atomic_fetch_add(&batch->drained, 1) + 1 == batch->chunk_count) {
     atomic_fetch_add(&snapshot->drained, 1);
-    pthread_mutex_lock(&snapshot->pool->lock);
+    lck_pool_lock(snapshot->pool);
     pthread_cond_signal(&snapshot->pool->duty);
     pthread_mutex_unlock(&snapshot->pool->lock);
   }

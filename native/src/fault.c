@@ -20,6 +20,9 @@
 static _Atomic uint64_t armed[LCK_FAULT_POINTS];
 static _Atomic uint64_t delay_ns[LCK_FAULT_POINTS];
 
+typedef int gate(void);
+static _Atomic(gate *) gates[LCK_FAULT_POINTS];
+
 int lck_fault_arm(uint32_t point, int64_t after, int error) {
   if (point >= LCK_FAULT_POINTS)
     return lck_fail(LCK_E_INVALID, "fault point %u is not below %d", point, LCK_FAULT_POINTS);
@@ -41,7 +44,17 @@ int lck_fault_delay(uint32_t point, uint64_t ns) {
   return 0;
 }
 
+void lck_fault_gate(enum lck_fault_point point, gate *open) {
+  atomic_store(&gates[point], open);
+}
+
+static void pass_gate(enum lck_fault_point point) {
+  for (gate *open; (open = atomic_load(&gates[point])) && !open();)
+    nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+}
+
 int lck_fault_visit(enum lck_fault_point point) {
+  pass_gate(point);
   uint64_t ns = atomic_load(&delay_ns[point]);
   if (ns != 0) {
     struct timespec left = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};

@@ -3,6 +3,8 @@
  * A test build (-DLCK_TESTING) exports lck_fault_arm(point, after, error) and
  * lck_fault_delay(point, ns). `after` visits of the point pass, the next one fails with `error`,
  * an errno; the point is then disarmed (after < 0 disarms at once). A delay sleeps at every visit.
+ * Native tests may also put up a gate, lck_fault_gate(point, open): who visits the point stays
+ * until open() says 1 (NULL takes the gate away).
  */
 #ifndef LCK_FAULT_H
 #define LCK_FAULT_H
@@ -32,6 +34,7 @@ enum lck_fault_point {
 #define LCK_TEST_API __attribute__((visibility("default")))
 LCK_TEST_API int lck_fault_arm(uint32_t point, int64_t after, int error);
 LCK_TEST_API int lck_fault_delay(uint32_t point, uint64_t ns);
+void lck_fault_gate(enum lck_fault_point point, int (*open)(void));
 int lck_fault_visit(enum lck_fault_point point); /* 0, or the errno to fail with */
 void lck_fault_poison(void *address);            /* SIGBUS there, with 2 MiB lost */
 #else

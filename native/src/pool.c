@@ -6,8 +6,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -66,29 +64,32 @@ void lck_pool_throttle(lck_pool *pool, uint64_t bytes) {
   }
 }
 
+/* Holding the lock in between sees to it that who counted itself is asleep by now; letting go of it
+ * before the broadcast, that nobody wakes up to find it held by a thread that it has displaced. */
 void lck_pool_wake(lck_pool *pool) {
   if (atomic_load(&pool->sleepers) > 0) {
-    pthread_mutex_lock(&pool->lock);
-    pthread_cond_broadcast(&pool->work);
+    lck_pool_lock(pool);
     pthread_mutex_unlock(&pool->lock);
+    pthread_cond_broadcast(&pool->work);
   }
 }
 
 void lck_pool_notify(lck_pool *pool) {
   if (atomic_load(&pool->waiters) > 0) {
-    pthread_mutex_lock(&pool->lock);
-    pthread_cond_broadcast(&pool->progress);
+    lck_pool_lock(pool);
     pthread_mutex_unlock(&pool->lock);
+    pthread_cond_broadcast(&pool->progress);
   }
 }
 
 /* ---- Choosing work; all under the pool's lock ------------------------------------------------ */
 
-static int find_capture(lck_snapshot *snapshot, int waited_for, task *out) {
+static int find_capture(lck_snapshot *snapshot, lck_lane *lane, int waited_for, task *out) {
   uint32_t count = atomic_load(&snapshot->batch_count);
   for (uint32_t i = snapshot->scan_from; i < count; i++) {
     lck_batch *batch = lck_snapshot_batch(snapshot, i);
     if (!waited_for || atomic_load(&batch->waiting) > 0) {
+      atomic_store(&lane->holds, batch);
       uint64_t chunk = lck_batch_claim(batch);
       if (chunk != LCK_NO_CHUNK) {
         *out = (task){.snapshot = snapshot, .batch = batch, .chunk = chunk};
@@ -101,12 +102,13 @@ static int find_capture(lck_snapshot *snapshot, int waited_for, task *out) {
   return 0;
 }
 
-static int find_drain(lck_snapshot *snapshot, task *out) {
+static int find_drain(lck_snapshot *snapshot, lck_lane *lane, task *out) {
   if (!atomic_load(&snapshot->staged) || !atomic_load(&snapshot->erased))
     return 0;
   uint32_t count = atomic_load(&snapshot->batch_count);
   for (uint32_t i = snapshot->drain_from; i < count; i++) {
     lck_batch *batch = lck_snapshot_batch(snapshot, i);
+    atomic_store(&lane->holds, batch);
     uint64_t chunk = lck_batch_claim_drain(batch);
     if (chunk != LCK_NO_CHUNK) {
       *out = (task){.snapshot = snapshot, .batch = batch, .chunk = chunk, .drain = 1};
@@ -127,10 +129,10 @@ static uint64_t resume_at(const lck_pool *pool, const lck_lap *lap) {
 
 /* A drain of a snapshot that lck_snapshot_free waits for: in a paused pool it would wait for ever.
  */
-static int find_freed(lck_pool *pool, task *out) {
+static int find_freed(lck_pool *pool, lck_lane *lane, task *out) {
   for (lck_snapshot *s = pool->first; s; s = s->next)
     if (atomic_load(&s->urgent) > 0 && s->phase == LCK_PHASE_SEALED && !atomic_load(&s->halted) &&
-        find_drain(s, out))
+        find_drain(s, lane, out))
       return 1;
   return 0;
 }
@@ -141,19 +143,20 @@ static int find_task(lck_pool *pool, const lck_lap *lap, task *out, uint64_t *ag
   *again = LCK_ALL;
   if (atomic_load(&pool->urgent) > 0) {
     for (lck_snapshot *s = pool->first; s; s = s->next)
-      if (atomic_load(&s->urgent) > 0 && !atomic_load(&s->halted) && find_capture(s, 1, out))
+      if (atomic_load(&s->urgent) > 0 && !atomic_load(&s->halted) &&
+          find_capture(s, lap->lane, 1, out))
         return 1;
   }
   uint64_t resume = resume_at(pool, lap);
   if (resume == LCK_ALL || (resume > lap->finished && resume > lck_now_ns())) {
     *again = resume;
-    return atomic_load(&pool->urgent) > 0 && find_freed(pool, out);
+    return atomic_load(&pool->urgent) > 0 && find_freed(pool, lap->lane, out);
   }
   for (lck_snapshot *s = pool->first; s; s = s->next)
-    if (!atomic_load(&s->halted) && find_capture(s, 0, out))
+    if (!atomic_load(&s->halted) && find_capture(s, lap->lane, 0, out))
       return 1;
   for (lck_snapshot *s = pool->first; s; s = s->next)
-    if (!atomic_load(&s->halted) && find_drain(s, out))
+    if (!atomic_load(&s->halted) && find_drain(s, lap->lane, out))
       return 1;
   return 0;
 }
@@ -179,31 +182,28 @@ static void run_task(lck_pool *pool, const task *todo, lck_lap *lap) {
   }
 }
 
-static void lower_priority(const lck_pool *pool) {
-  /* A wish: refused when the process itself is already nicer than that. */
-  (void)setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), pool->nice);
-}
-
 void *lck_worker_main(void *argument) {
   lck_lane *lane = argument;
   lck_pool *pool = lane->pool;
   lck_lap lap = {.lane = lane};
   lck_bus_own_thread();
-  lower_priority(pool);
-  pthread_mutex_lock(&pool->lock);
+  lck_lane_settle(lane);
+  lck_pool_lock(pool);
   while (!pool->stop) {
     task todo;
     uint64_t again;
     atomic_fetch_add(&pool->sleepers, 1);
     int found = find_task(pool, &lap, &todo, &again);
-    if (!found)
+    if (!found) {
+      atomic_store(&lane->holds, NULL);
       lck_pool_sleep(pool, &pool->work, again);
+    }
     atomic_fetch_sub(&pool->sleepers, 1);
     if (found) {
       todo.snapshot->users++;
       pthread_mutex_unlock(&pool->lock);
       run_task(pool, &todo, &lap);
-      pthread_mutex_lock(&pool->lock);
+      lck_pool_lock(pool);
       if (--todo.snapshot->users == 0 && atomic_load(&todo.snapshot->halted))
         pthread_cond_broadcast(&pool->progress);
     }
@@ -222,7 +222,7 @@ static int due(const lck_snapshot *snapshot) {
 void *lck_keeper_main(void *argument) {
   lck_pool *pool = ((lck_lane *)argument)->pool;
   lck_bus_own_thread();
-  pthread_mutex_lock(&pool->lock);
+  lck_pool_lock(pool);
   for (;;) {
     lck_snapshot *s = pool->first;
     while (s && !s->doomed && !due(s))
@@ -242,7 +242,7 @@ void *lck_keeper_main(void *argument) {
       lck_snapshot_erase(s);
     else
       lck_snapshot_commit(s);
-    pthread_mutex_lock(&pool->lock);
+    lck_pool_lock(pool);
     s->users--;
     pthread_cond_broadcast(&pool->progress);
   }
@@ -279,11 +279,12 @@ static int start_all(lck_pool *pool) {
 }
 
 static void stop_and_free(lck_pool *pool) {
-  pthread_mutex_lock(&pool->lock);
+  lck_pool_lock(pool);
   pool->stop = 1;
   pthread_cond_broadcast(&pool->work);
   pthread_cond_broadcast(&pool->duty);
   pthread_mutex_unlock(&pool->lock);
+  (void)lck_lanes_lend(pool, NULL); /* to their end */
   for (uint32_t i = 0; i < pool->started; i++)
     pthread_join(pool->members[i], NULL);
   lck_staging_drop(pool, pool->cached);
@@ -297,10 +298,10 @@ static void stop_and_free(lck_pool *pool) {
 
 LCK_API int lck_pool_create(const lck_pool_spec *spec, lck_pool **out) {
   if (!spec || !out || spec->threads < 1 || spec->threads > LCK_MAX_THREADS ||
-      spec->chunk_bytes == 0 || spec->chunk_bytes % 4096 != 0 || spec->nice < 0 ||
-      spec->nice > 19 || spec->moments > MOST_MOMENTS) {
-    return lck_fail(LCK_E_INVALID, "pool of %u threads, chunks of %u bytes, nice %d, %u moments",
-                    spec ? spec->threads : 0, spec ? spec->chunk_bytes : 0, spec ? spec->nice : 0,
+      spec->chunk_bytes == 0 || spec->chunk_bytes % 4096 != 0 || spec->idle > 1 ||
+      spec->moments > MOST_MOMENTS) {
+    return lck_fail(LCK_E_INVALID, "pool of %u threads, chunks of %u bytes, idle %u, %u moments",
+                    spec ? spec->threads : 0, spec ? spec->chunk_bytes : 0, spec ? spec->idle : 0,
                     spec ? spec->moments : 0);
   }
   lck_pool *pool = calloc(1, sizeof *pool);
@@ -309,7 +310,7 @@ LCK_API int lck_pool_create(const lck_pool_spec *spec, lck_pool **out) {
   pool->owner = getpid();
   pool->threads = spec->threads;
   pool->chunk_bytes = spec->chunk_bytes;
-  pool->nice = spec->nice;
+  pool->idle = spec->idle != 0;
   atomic_store(&pool->pace, FULL_PACE);
   pthread_condattr_t monotonic;
   pthread_condattr_init(&monotonic);
@@ -319,6 +320,7 @@ LCK_API int lck_pool_create(const lck_pool_spec *spec, lck_pool **out) {
   pthread_cond_init(&pool->duty, &monotonic);
   pthread_cond_init(&pool->progress, &monotonic);
   pthread_condattr_destroy(&monotonic);
+  lck_lanes_make(pool);
   int rc = lck_timeline_make(pool, spec->moments);
   if (rc == 0)
     rc = start_all(pool);
@@ -374,7 +376,7 @@ LCK_API int lck_pool_destroy(lck_pool *pool) {
   int rc = lck_pool_usable(pool);
   if (rc)
     return rc;
-  pthread_mutex_lock(&pool->lock);
+  lck_pool_lock(pool);
   int open = pool->first != NULL;
   pthread_mutex_unlock(&pool->lock);
   if (open)

@@ -10,6 +10,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "lane.h"
 #include "lightck.h"
 #include "statistics.h"
 #include "timeline.h"
@@ -26,11 +27,12 @@ typedef struct lck_area {
 struct lck_pool {
   pid_t owner; /* process that created it; any other is a forked child */
   uint32_t threads, chunk_bytes;
-  int nice;
+  int idle; /* workers take what others leave of their CPUs, see lane.h */
 
   /* Protects the list of snapshots, their `users`, `phase`, `doomed` and `claimed` fields and their
    * failure, the cached areas, the notice, and every sleep. Held for short scans only: never across
-   * a copy, a sync or a system call that may block. */
+   * a copy, a sync or a system call that may block for longer than a worker takes to move. Taken
+   * with lck_pool_lock. */
   pthread_mutex_t lock;
   pthread_cond_t work;     /* workers: something became claimable, or the pace changed */
   pthread_cond_t duty;     /* the keeper: something to invalidate or to commit */
@@ -54,8 +56,7 @@ struct lck_pool {
   _Atomic uint64_t bytes_drained, drain_ns;
   _Atomic uint64_t staging_bytes;
 
-  lck_lane
-      lanes[LCK_LANES]; /* indexed by lck_moment.thread; what a thread needs to know of itself */
+  lck_lane lanes[LCK_LANES]; /* indexed by lck_moment.thread */
 
   uint32_t started; /* threads to join */
   pthread_t members[LCK_MAX_THREADS + 1];
@@ -63,6 +64,9 @@ struct lck_pool {
 
 /* 0, or LCK_E_INVALID / LCK_E_FORKED with text. */
 int lck_pool_usable(const lck_pool *pool);
+
+/* Take pool->lock. */
+void lck_pool_lock(lck_pool *pool);
 
 /* Wake workers, if any sleeps, after something became claimable. */
 void lck_pool_wake(lck_pool *pool);

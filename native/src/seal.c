@@ -74,7 +74,7 @@ LCK_API int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, 
     return rc;
   }
   lck_pool *pool = snapshot->pool;
-  pthread_mutex_lock(&pool->lock);
+  lck_pool_lock(pool);
   snapshot->record = *record;
   snapshot->record.slot = snapshot->slot;
   snapshot->record.payload_bytes = snapshot->payload_bytes;
@@ -99,7 +99,7 @@ void lck_snapshot_erase(lck_snapshot *snapshot) {
     else
       atomic_store(&snapshot->erased, 1);
   }
-  pthread_mutex_lock(&pool->lock);
+  lck_pool_lock(pool);
   snapshot->doomed = 0;
   pthread_mutex_unlock(&pool->lock);
   lck_pool_wake(pool);
@@ -121,7 +121,7 @@ void lck_snapshot_commit(lck_snapshot *snapshot) {
   lck_slot_unclaim(snapshot->region, snapshot->slot);
   atomic_fetch_add_explicit(&pool->commits, 1, memory_order_relaxed);
   atomic_fetch_add_explicit(&pool->commit_ns, lck_now_ns() - started, memory_order_relaxed);
-  pthread_mutex_lock(&pool->lock);
+  lck_pool_lock(pool);
   snapshot->claimed = 0;
   snapshot->phase = LCK_PHASE_COMMITTED;
   pthread_cond_broadcast(&pool->progress);

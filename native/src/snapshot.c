@@ -27,7 +27,7 @@ void lck_snapshot_fail(lck_snapshot *snapshot, int code) {
   char text[sizeof snapshot->text];
   snprintf(text, sizeof text, "%s", lck_last_error());
   lck_region_latch(snapshot->region, code);
-  pthread_mutex_lock(&pool->lock);
+  lck_pool_lock(pool);
   if (!atomic_load(&snapshot->failure)) {
     memcpy(snapshot->text, text, sizeof text);
     atomic_store(&snapshot->failure, code);
@@ -49,7 +49,7 @@ lck_batch *lck_snapshot_batch(const lck_snapshot *snapshot, uint32_t batch) {
 
 static void enlist(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
-  pthread_mutex_lock(&pool->lock);
+  lck_pool_lock(pool);
   if (pool->last)
     pool->last->next = snapshot;
   else
@@ -112,7 +112,7 @@ int lck_snapshot_open(lck_snapshot *snapshot) {
     rc = lck_snapshot_failure(snapshot);
   if (rc)
     return rc;
-  pthread_mutex_lock(&snapshot->pool->lock);
+  lck_pool_lock(snapshot->pool);
   int phase = snapshot->phase;
   pthread_mutex_unlock(&snapshot->pool->lock);
   return phase == LCK_PHASE_OPEN ? 0 : lck_fail(LCK_E_STATE, "the snapshot is sealed already");
@@ -146,6 +146,58 @@ LCK_API int lck_snapshot_add(lck_snapshot *snapshot, const lck_copy *copies, uin
   atomic_store(&snapshot->batch_count, index + 1);
   *batch = index;
   return 0;
+}
+
+/* ---- Waiting for workers --------------------------------------------------------------------- */
+
+/* Somebody who waits for what workers do; see lane.h. */
+typedef struct vigil {
+  lck_snapshot *snapshot;
+  const lck_batch *batch; /* NULL: all of the snapshot's */
+  uint64_t finished;      /* chunks of it, at the last look */
+  uint64_t lent;          /* workers, a bit each */
+} vigil;
+
+static uint64_t finished(const vigil *v) {
+  if (v->batch)
+    return atomic_load(&v->batch->done);
+  uint64_t sum = 0;
+  for (uint32_t i = 0; i < atomic_load(&v->snapshot->batch_count); i++) {
+    const lck_batch *batch = lck_snapshot_batch(v->snapshot, i);
+    sum += atomic_load(&batch->done) + atomic_load(&batch->drained);
+  }
+  return sum;
+}
+
+/* Whether a worker may have a part in what is waited for; else it is the keeper, who may sync for
+ * long and whom nobody displaces for long. */
+static int on_workers(const vigil *v) {
+  const lck_snapshot *snapshot = v->snapshot;
+  if (v->batch || snapshot->phase != LCK_PHASE_SEALED)
+    return v->batch || snapshot->users > 0;
+  return atomic_load(&snapshot->staged) &&
+         atomic_load(&snapshot->drained) < atomic_load(&snapshot->batch_count);
+}
+
+/* Sleep, under the pool's lock, until there may be something to see. Workers that got nothing done
+ * meanwhile are lent a CPU; others are left alone, because many get more done on their own CPUs
+ * than all of them here. */
+static void keep_vigil(vigil *v, uint64_t deadline) {
+  lck_pool *pool = v->snapshot->pool;
+  int workers = on_workers(v);
+  uint64_t again = workers ? lck_now_ns() + LCK_LEND_AGAIN_NS : LCK_ALL;
+  lck_pool_sleep(pool, &pool->progress, deadline < again ? deadline : again);
+  uint64_t now = finished(v);
+  if (workers && now == v->finished) {
+    pthread_mutex_unlock(&pool->lock);
+    v->lent |= lck_lanes_lend(pool, v->batch);
+    lck_pool_lock(pool);
+  }
+  v->finished = now;
+}
+
+static void end_vigil(const vigil *v) {
+  lck_lanes_take_home(v->snapshot->pool, v->lent);
 }
 
 /* ---- Release and capture --------------------------------------------------------------------- */
@@ -197,6 +249,19 @@ static void help_batch(lck_snapshot *snapshot, lck_batch *batch, uint64_t deadli
   }
 }
 
+/* Nothing is left to claim. Workers that run have their last chunk done sooner than anybody could
+ * be moved; those that do not get this CPU. */
+static void lend_to_last(vigil *v) {
+  lck_pool *pool = v->snapshot->pool;
+  uint64_t until = lck_now_ns() + LCK_PATIENCE_NS;
+  int done;
+  while (!(done = settled(v->snapshot, v->batch)) && !lck_lanes_behind(pool, v->batch) &&
+         lck_now_ns() < until)
+    lck_pause();
+  if (!done)
+    v->lent = lck_lanes_lend(pool, v->batch);
+}
+
 LCK_API int lck_snapshot_capture(lck_snapshot *snapshot, uint32_t batch, int64_t timeout_ns,
                                  int help) {
   int rc = lck_snapshot_usable(snapshot);
@@ -214,14 +279,19 @@ LCK_API int lck_snapshot_capture(lck_snapshot *snapshot, uint32_t batch, int64_t
     atomic_fetch_add(&pool->urgent, 1);
     raise_to(wanted, wanted->chunk_count);
     lck_pool_wake(pool);
-    if (help)
+    vigil v = {.snapshot = snapshot, .batch = wanted};
+    if (help) {
       help_batch(snapshot, wanted, deadline);
-    pthread_mutex_lock(&pool->lock);
+      lend_to_last(&v);
+    }
+    v.finished = finished(&v);
+    lck_pool_lock(pool);
     atomic_fetch_add(&pool->waiters, 1);
     while (!(done = settled(snapshot, wanted)) && lck_now_ns() < deadline)
-      lck_pool_sleep(pool, &pool->progress, deadline);
+      keep_vigil(&v, deadline);
     atomic_fetch_sub(&pool->waiters, 1);
     pthread_mutex_unlock(&pool->lock);
+    end_vigil(&v);
     atomic_fetch_sub(&pool->urgent, 1);
     atomic_fetch_sub(&snapshot->urgent, 1);
     atomic_fetch_sub(&wanted->waiting, 1);
@@ -253,15 +323,17 @@ LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *s
   }
   lck_pool *pool = snapshot->pool;
   uint64_t deadline = deadline_of(timeout_ns);
-  pthread_mutex_lock(&pool->lock);
+  vigil v = {.snapshot = snapshot, .finished = LCK_ALL};
+  lck_pool_lock(pool);
   atomic_fetch_add(&pool->waiters, 1);
   int seen = public_state(snapshot);
   while (seen == LCK_SNAP_SEALED && lck_now_ns() < deadline) {
-    lck_pool_sleep(pool, &pool->progress, deadline);
+    keep_vigil(&v, deadline);
     seen = public_state(snapshot);
   }
   atomic_fetch_sub(&pool->waiters, 1);
   pthread_mutex_unlock(&pool->lock);
+  end_vigil(&v);
   if (state)
     *state = seen;
   if (seen == LCK_SNAP_FAILED)
@@ -276,16 +348,17 @@ LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *s
  * it. */
 static void retire(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
-  pthread_mutex_lock(&pool->lock);
+  vigil v = {.snapshot = snapshot, .finished = LCK_ALL};
+  lck_pool_lock(pool);
   atomic_fetch_add(&snapshot->urgent, 1);
   atomic_fetch_add(&pool->urgent, 1);
   pthread_cond_broadcast(&pool->work);
   while (public_state(snapshot) == LCK_SNAP_SEALED)
-    pthread_cond_wait(&pool->progress, &pool->lock);
+    keep_vigil(&v, LCK_ALL);
   atomic_fetch_sub(&pool->urgent, 1);
   atomic_store(&snapshot->halted, 1);
   while (snapshot->users > 0 || snapshot->doomed)
-    pthread_cond_wait(&pool->progress, &pool->lock);
+    keep_vigil(&v, LCK_ALL);
   lck_snapshot **at = &pool->first, *before = NULL;
   while (*at != snapshot) {
     before = *at;
@@ -295,6 +368,7 @@ static void retire(lck_snapshot *snapshot) {
   if (pool->last == snapshot)
     pool->last = before;
   pthread_mutex_unlock(&pool->lock);
+  end_vigil(&v);
 }
 
 LCK_API int lck_snapshot_free(lck_snapshot *snapshot) {

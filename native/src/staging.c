@@ -57,7 +57,7 @@ void lck_staging_drop(lck_pool *pool, lck_area *areas) {
  * needed has outgrown it, and DRAM that serves nobody is not kept. */
 static lck_area *take_cached(lck_pool *pool, uint64_t length, lck_area **misfits) {
   lck_area **best = NULL;
-  pthread_mutex_lock(&pool->lock);
+  lck_pool_lock(pool);
   for (lck_area **at = &pool->cached; *at; at = &(*at)->next)
     if ((*at)->length >= length && (!best || (*at)->length < (*best)->length))
       best = at;
@@ -96,7 +96,7 @@ unsigned char *lck_staging_take(lck_pool *pool, lck_area **held, uint64_t length
 }
 
 void lck_staging_give(lck_pool *pool, lck_area **held) {
-  pthread_mutex_lock(&pool->lock);
+  lck_pool_lock(pool);
   while (*held) {
     lck_area *area = *held;
     *held = area->next;

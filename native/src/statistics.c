@@ -59,7 +59,7 @@ LCK_API int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_stati
   if (region->granularity != LCK_GRAN_PAGE && region->medium != LCK_FILE) {
     return lck_persist_note(region, LCK_STATISTICS_OFFSET, &page, sizeof(page));
   }
-  pthread_mutex_lock(&pool->lock);
+  lck_pool_lock(pool);
   pool->notice = (lck_notice){.region = region, .page = page};
   pthread_cond_signal(&pool->duty);
   pthread_mutex_unlock(&pool->lock);
@@ -74,7 +74,7 @@ int lck_statistics_store(lck_pool *pool) {
   pthread_mutex_unlock(&pool->lock);
   /* What fails has latched the region, which is where the trainer hears of it. */
   (void)lck_persist_note(notice.region, LCK_STATISTICS_OFFSET, &notice.page, sizeof(notice.page));
-  pthread_mutex_lock(&pool->lock);
+  lck_pool_lock(pool);
   return 1;
 }
 

@@ -21,8 +21,6 @@ int lck_timeline_make(lck_pool *pool, uint32_t moments) {
     cells *= 2;
   for (uint32_t i = 0; i < LCK_LANES; i++) {
     lck_lane *lane = &pool->lanes[i];
-    lane->pool = pool;
-    lane->thread = i;
     lane->mask = cells - 1;
     if (moments == 0 || !has_lane(pool, i))
       continue;

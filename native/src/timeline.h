@@ -9,25 +9,16 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#include "lane.h"
 #include "lightck.h"
 
 #define LCK_MOMENT_WORDS (sizeof(lck_moment) / sizeof(uint64_t))
-#define LCK_LANES (LCK_THREAD_CALLER + 1u)
 
 /* `stamp` is the moment's number plus one while `words` hold it, and 0 while they change. */
 typedef struct lck_cell {
   _Atomic uint64_t stamp;
   _Atomic uint64_t words[LCK_MOMENT_WORDS];
 } lck_cell;
-
-/* The ring of one thread, or of all callers together. */
-typedef struct lck_lane {
-  lck_pool *pool;
-  lck_cell *cells; /* NULL: nothing is recorded */
-  uint64_t mask;   /* cells - 1; a power of two less one */
-  uint32_t thread; /* LCK_THREAD_*, or the worker's number */
-  _Atomic uint64_t next;
-} lck_lane;
 
 /* Give every thread of the pool a ring of `moments` (rounded up to a power of two; 0: none). */
 int lck_timeline_make(lck_pool *pool, uint32_t moments);

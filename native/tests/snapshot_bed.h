@@ -87,7 +87,7 @@ static inline uint64_t bed_blobs(const bed *b, uint32_t slot) {
 
 static inline lck_pool *bed_pool(uint32_t threads, uint32_t chunk_bytes) {
   lck_pool *pool;
-  lck_pool_spec spec = {.threads = threads, .chunk_bytes = chunk_bytes, .nice = 5};
+  lck_pool_spec spec = {.threads = threads, .chunk_bytes = chunk_bytes, .idle = 1};
   CHECK(lck_pool_create(&spec, &pool) == 0, "%s", lck_last_error());
   return pool;
 }

@@ -265,7 +265,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"proof": True},
     {"slots": 3},
     {"policy": 3},
-    {"nice": 19, "slots": 5, "policy": 2},
+    {"priority": "normal", "threads": 1, "slots": 5, "policy": 2},
 ]
 
 

@@ -43,17 +43,18 @@ def test_there_are_at_most_twenty_settings() -> None:
 def test_argument_beats_environment_beats_file_beats_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = _file(tmp_path, "slots = 3\nthreads = 3\nnice = 3\n")
+    file = _file(tmp_path, "slots = 3\nthreads = 3\npriority = 'normal'\n")
     monkeypatch.setenv("LIGHTCK_SLOTS", "4")
     monkeypatch.setenv("LIGHTCK_THREADS", "4")
     config = Config.resolve(file, slots=5)
-    assert (config.slots, config.threads, config.nice, config.chunk_bytes) == (5, 4, 3, 262_144)
+    assert (config.slots, config.threads, config.priority) == (5, 4, "normal")
+    assert config.chunk_bytes == 262_144
 
 
 def test_a_config_object_stands_where_a_file_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTCK_THREADS", "4")
-    config = Config.resolve(Config(slots=3, threads=3, nice=3), slots=5)
-    assert (config.slots, config.threads, config.nice) == (5, 4, 3)
+    config = Config.resolve(Config(slots=3, threads=3, priority="normal"), slots=5)
+    assert (config.slots, config.threads, config.priority) == (5, 4, "normal")
 
 
 def test_none_means_not_given() -> None:
@@ -67,6 +68,7 @@ def test_every_type_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
         "CHUNK_BYTES": "1_048_576",
         "NUMA_NODE": "1",
         "ON_ERROR": "raise",
+        "PRIORITY": "normal",
         "OVERWRITE": "1",
         "PROOF": "true",
         "RUN_ID": "42",
@@ -81,6 +83,7 @@ def test_every_type_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
         chunk_bytes=1 << 20,
         numa_node=1,
         on_error="raise",
+        priority="normal",
         overwrite=True,
         proof=True,
         run_id="42",
@@ -125,10 +128,10 @@ def test_the_presets_are_the_promised_ones() -> None:
         ("slots", 17, "from 2 to 16"),
         ("slots", 2.0, "integer"),
         ("slots", True, "integer"),
-        ("threads", 0, "from 1 to 64"),
+        ("threads", 65, "from 0 to 64"),
         ("chunk_bytes", 4097, "multiple of 4096"),
         ("chunk_bytes", 0, "from 4096"),
-        ("nice", 20, "from 0 to 19"),
+        ("priority", 19, "'idle', 'normal'"),
         ("schedule", "forward", "'eager', 'backward'"),
         ("durability", "host", "'medium', 'process'"),
         ("numa_node", -1, "from 0"),

@@ -102,7 +102,7 @@ def test_damage_is_an_error_and_never_an_entry(path: Path) -> None:
 
 
 def test_a_latched_region_takes_no_entry(path: Path) -> None:
-    with _opened(path) as region, closing(NativePool(1, 4096, 0)) as pool:
+    with _opened(path) as region, closing(NativePool(1, 4096, idle=False)) as pool:
         faults.arm(faults.INVALIDATE)
         with pytest.raises(RegionIOError):
             NativeSnapshot(pool, region, 0)

@@ -86,7 +86,7 @@ def test_the_newest_events_stay_and_the_others_are_counted(monkeypatch: Any) -> 
 
 def test_both_clocks_are_one() -> None:
     before = trace.now_ns()
-    pool = NativePool(1, 4096, 0, moments=4)
+    pool = NativePool(1, 4096, idle=False, moments=4)
     try:
         rows, lost = pool.timeline()
         assert len(rows) == 0 and lost == 0

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from lightck.region.pool import NativePool
+
+
+@pytest.fixture
+def cpus() -> Iterator[set[int]]:
+    """The CPUs of this process, given back afterwards."""
+    allowed = os.sched_getaffinity(0)
+    yield allowed
+    os.sched_setaffinity(0, allowed)
+
+
+def test_no_number_of_threads_means_one_for_each_cpu_and_at_most_four(cpus: set[int]) -> None:
+    with closing(NativePool(0, 4096, idle=True)) as pool:
+        assert pool.threads == min(4, len(cpus))
+    os.sched_setaffinity(0, {min(cpus)})
+    with closing(NativePool(0, 4096, idle=True)) as pool:
+        assert pool.threads == 1
+
+
+def test_a_number_of_threads_holds_whatever_the_cpus(cpus: set[int]) -> None:
+    os.sched_setaffinity(0, {min(cpus)})
+    with closing(NativePool(3, 4096, idle=True)) as pool:
+        assert pool.threads == 3
+
+
+def test_idle_workers_leave_the_priority_and_the_cpus_of_others_alone(cpus: set[int]) -> None:
+    before = {int(thread) for thread in os.listdir("/proc/self/task")}
+    with closing(NativePool(2, 4096, idle=True)):
+        pass
+    for thread in before & {int(thread) for thread in os.listdir("/proc/self/task")}:
+        assert os.sched_getscheduler(thread) == os.SCHED_OTHER
+        assert os.sched_getaffinity(thread) == cpus
