@@ -13,7 +13,7 @@ from cffi import FFI
 import lightck
 from bench.errors import BenchError
 
-ABI = 5  # of the declarations below, a part of native/include/lightck.h
+ABI = 6  # of the declarations below, a part of native/include/lightck.h
 _SLOT = 0
 _PAGE = 4096  # extents start on pages, as large ones do in lightck
 
@@ -38,6 +38,7 @@ uint32_t lck_abi_version(void);
 const char *lck_last_error(void);
 int lck_kernel(const char *select, const char **name);
 uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length);
+uint64_t lck_memory_available(int swap);
 int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_region **out);
 int lck_region_describe(const lck_region *region, lck_region_info *out);
 int lck_region_close(lck_region *region);

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.events import event
+from lightck.region.library import free_dram_bytes
 
 TOO_SLOW = 2.0
 """A fence that waits longer than this many plain copies of the payload to DRAM is worth a trial."""
@@ -34,15 +35,6 @@ SPARE = 0.75
 """Part of the free DRAM that staging may take."""
 
 Mode = Literal["auto", "direct", "staged"]
-
-
-def free_dram_bytes() -> int:
-    """Bytes that a new allocation may take without pushing others out; 0 if nobody says."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def dram_rate(sample_bytes: int = 16 << 20) -> float:

@@ -15,7 +15,8 @@ from cffi import FFI
 
 from lightck.errors import LightckError, from_native
 
-ABI = 5
+ABI = 6
+_UNKNOWN = 2**64 - 1
 
 CDEF = """
 typedef struct lck_region lck_region;
@@ -57,6 +58,7 @@ uint32_t lck_abi_version(void);
 const char *lck_last_error(void);
 int lck_kernel(const char *select, const char **name);
 uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length);
+uint64_t lck_memory_available(int swap);
 int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_region **out);
 int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_region **out);
 int lck_region_create_on(const lck_backing *backing, int fd, int lock_fd,
@@ -131,6 +133,12 @@ def library() -> Any:
     if found != ABI:
         raise LightckError(f"{path}: native ABI {found}, expected {ABI}; reinstall lightck")
     return lib
+
+
+def free_dram_bytes() -> int:
+    """Bytes that may be taken without pushing others out, swap left alone; 0 if nobody says."""
+    found = int(library().lck_memory_available(0))
+    return 0 if found == _UNKNOWN else found
 
 
 def last_error() -> str:

@@ -25,7 +25,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 5u
+#define LCK_ABI 6u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -62,6 +62,10 @@ int lck_kernel(const char *select, const char **name);
 
 /* CRC32C (Castagnoli) of `length` bytes, continuing from `crc` (0 to start). Any thread. */
 uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length);
+
+/* Bytes that this process can take without waking the OOM killer: of the machine's and its control
+ * groups' DRAM, with `swap` of both and swap. LCK_ALL: nobody says. Any thread. */
+uint64_t lck_memory_available(int swap);
 
 /* ---- Regions ------------------------------------------------------------------------------- */
 
@@ -130,10 +134,9 @@ typedef struct lck_region_info {
  * a partial region, which lck_region_open refuses with LCK_E_FORMAT. */
 int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_region **out);
 
-/* Open an existing region. Without LCK_READ_ONLY the owner lock is taken.
- * Either superblock suffices; the newer valid one counts, and a writer repairs the other.
- * Errors: LCK_E_BUSY; LCK_E_FORMAT (not a region, other version, truncated); LCK_E_CORRUPT (both
- * superblocks fail); LCK_E_IO. */
+/* Open an existing region. Without LCK_READ_ONLY the owner lock is taken. Either superblock
+ * suffices; the newer valid one counts, and a writer repairs the other. Errors: LCK_E_BUSY;
+ * LCK_E_FORMAT (no region, other version, truncated); LCK_E_CORRUPT (both fail); LCK_E_IO. */
 int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_region **out);
 
 /* The same on a mapping that somebody else made. `fd` and `lock_fd` are of the file it maps: for
@@ -273,9 +276,8 @@ int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
  * helps is never paced. Any thread. */
 int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
 
-/* Write at most `bytes_per_s` to the region, all threads and callers together; 0: no limit. For a
- * medium that others use, too. What is limited is captured late, unless it goes through DRAM
- * (LCK_COPY_STAGED). Any thread. */
+/* Write at most `bytes_per_s` to the (shared) region, all threads together; 0: no limit. What is
+ * limited is captured late, unless it goes through DRAM (LCK_COPY_STAGED). Any thread. */
 int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s);
 
 /* Map DRAM for staged copies of `bytes` in all, and fault it in. Any thread, for as long as that
@@ -340,8 +342,7 @@ int lck_snapshot_release(lck_snapshot *snapshot, uint32_t batch, uint64_t bytes)
 int lck_snapshot_capture(lck_snapshot *snapshot, uint32_t batch, int64_t timeout_ns, int help);
 
 /* Compare a captured batch with its live sources: a random 4 KiB of every copy and one random chunk
- * of every layer, or (`everything`) all of it. Errors: LCK_E_MISMATCH with *bad = index of a copy
- * that differs. */
+ * of every layer, or (`everything`) all of it. Errors: LCK_E_MISMATCH, *bad = a copy's index. */
 int lck_snapshot_audit(lck_snapshot *snapshot, uint32_t batch, uint64_t seed, int everything,
                        uint64_t *bad);
 

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "api.h"
 #include "medium.h"
 
 /* What is left of DRAM, of swap, and (v1) of both together. */
@@ -99,7 +100,7 @@ static void bound_by_groups(room *left, const char *root) {
     fclose(file);
 }
 
-uint64_t lck_memory_left(const char *root) {
+uint64_t lck_memory_left(const char *root, int with_swap) {
   char path[PATH_MAX];
   uint64_t machine, swap = 0;
   room left = {LCK_MEMORY_UNKNOWN, LCK_MEMORY_UNKNOWN, LCK_MEMORY_UNKNOWN};
@@ -111,11 +112,11 @@ uint64_t lck_memory_left(const char *root) {
   bound_by_groups(&left, root);
   if (left.memory == LCK_MEMORY_UNKNOWN)
     return left.both;
-  uint64_t all = left.memory + left.swap;
+  uint64_t all = left.memory + (with_swap ? left.swap : 0);
   bound(&all, left.both);
   return all;
 }
 
-uint64_t lck_memory_available(void) {
-  return lck_memory_left("");
+LCK_API uint64_t lck_memory_available(int swap) {
+  return lck_memory_left("", swap);
 }

@@ -2,15 +2,11 @@
 #ifndef LCK_MEMORY_H
 #define LCK_MEMORY_H
 
-#include <stdint.h>
+#include "lightck.h"
 
-#define LCK_MEMORY_UNKNOWN UINT64_MAX
+#define LCK_MEMORY_UNKNOWN LCK_ALL
 
-/* Bytes that this process can still take without waking the OOM killer: of the machine and of its
- * own control group; of swap, what both have left. */
-uint64_t lck_memory_available(void);
-
-/* The same by the proc and sys below `root`, a folder; "": the machine's own. */
-uint64_t lck_memory_left(const char *root);
+/* lck_memory_available by the proc and sys below `root`, a folder; "": the machine's own. */
+uint64_t lck_memory_left(const char *root, int swap);
 
 #endif

@@ -159,7 +159,7 @@ static uint64_t free_bytes(const lck_region *region) {
   if (region->medium == LCK_HUGETLBFS)
     memory = free_huge_pages(region->page_bytes);
   else if (region->medium == LCK_TMPFS)
-    memory = lck_memory_available(); /* a tmpfs may promise more than there is */
+    memory = lck_memory_available(1); /* a tmpfs may promise more than there is */
   return bytes < memory ? bytes : memory;
 }
 

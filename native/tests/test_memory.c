@@ -30,17 +30,19 @@ static void number(const char *name, uint64_t value) {
   put(name, text);
 }
 
-static void left(uint64_t mib) {
-  uint64_t found = lck_memory_left(root);
-  CHECK(found == mib * MIB, "%llu bytes, expected %llu MiB", (unsigned long long)found,
-        (unsigned long long)mib);
+static void left(uint64_t mib, int swap) {
+  uint64_t found = lck_memory_left(root, swap);
+  CHECK(found == mib * MIB, "swap %d: %llu bytes, expected %llu MiB", swap,
+        (unsigned long long)found, (unsigned long long)mib);
 }
 
 /* 1000 MiB of DRAM and 400 of swap. */
 static void test_without_a_group_swap_counts_whole(void) {
-  CHECK(lck_memory_left(root) == LCK_MEMORY_UNKNOWN, "nobody says");
+  CHECK(lck_memory_left(root, 1) == LCK_MEMORY_UNKNOWN, "nobody says");
+  CHECK(lck_memory_left(root, 0) == LCK_MEMORY_UNKNOWN, "nobody says of DRAM alone");
   put("/proc/meminfo", "MemTotal: 9999999 kB\nMemAvailable: 1024000 kB\nSwapFree: 409600 kB\n");
-  left(1400);
+  left(1400, 1);
+  left(1000, 0);
 }
 
 static void test_a_group_has_its_own_limits_of_memory_and_of_swap(void) {
@@ -48,15 +50,18 @@ static void test_a_group_has_its_own_limits_of_memory_and_of_swap(void) {
   number("/sys/fs/cgroup/job/memory.current", 300 * MIB);
   put("/sys/fs/cgroup/job/memory.max", "max\n");
   put("/sys/fs/cgroup/job/memory.swap.max", "max\n");
-  left(1400);
+  left(1400, 1);
+  left(1000, 0);
   number("/sys/fs/cgroup/job/memory.max", 500 * MIB);
   put("/sys/fs/cgroup/job/memory.stat", "anon 1\ninactive_file 104857600\n");
-  left(300 + 400);
+  left(300 + 400, 1);
+  left(300, 0);
   number("/sys/fs/cgroup/job/memory.swap.current", 50 * MIB);
   number("/sys/fs/cgroup/job/memory.swap.max", 80 * MIB);
-  left(300 + 30);
+  left(300 + 30, 1);
+  left(300, 0);
   number("/sys/fs/cgroup/job/memory.swap.max", 0);
-  left(300);
+  left(300, 1);
 }
 
 /* v1 limits memory, and memory with swap. */
@@ -64,12 +69,16 @@ static void test_the_older_groups_limit_both_together(void) {
   put("/proc/self/cgroup", "4:memory:/job\n0::/\n");
   number("/sys/fs/cgroup/memory/job/memory.limit_in_bytes", 500 * MIB);
   number("/sys/fs/cgroup/memory/job/memory.usage_in_bytes", 200 * MIB);
-  left(300 + 400); /* a kernel that does not account swap */
+  left(300 + 400, 1); /* a kernel that does not account swap */
+  left(300, 0);
   number("/sys/fs/cgroup/memory/job/memory.memsw.usage_in_bytes", 200 * MIB);
   number("/sys/fs/cgroup/memory/job/memory.memsw.limit_in_bytes", 600 * MIB);
-  left(400);
+  left(400, 1);
+  left(300, 0);
   number("/sys/fs/cgroup/memory/job/memory.memsw.limit_in_bytes", 500 * MIB);
-  left(300);
+  left(300, 1);
+  number("/sys/fs/cgroup/memory/job/memory.memsw.limit_in_bytes", 400 * MIB);
+  left(200, 0); /* what is taken counts against both limits */
 }
 
 int main(void) {

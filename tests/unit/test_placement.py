@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lightck.capture.placement import LOOKS, PATIENCE, SPARE, Mode, Placement, behind
+from lightck.region import library as native
 
 LENGTHS = np.array([600, 300, 100], np.uint64)
 PAYLOAD = 1000
@@ -27,6 +28,17 @@ class Dram:
     def __call__(self, size: int) -> Future[None]:
         self.asked.append(size)
         return self.future
+
+
+class Kernel:
+    """Stands for the native library on a machine with this much free DRAM, and much swap."""
+
+    def __init__(self, dram: int | None) -> None:
+        self._dram = dram
+
+    def lck_memory_available(self, swap: int) -> int:
+        """As the native one: all ones where nobody says."""
+        return 2**64 - 1 if self._dram is None else self._dram + swap * 10 * PAYLOAD
 
 
 def placed(
@@ -114,6 +126,25 @@ def test_short_dram_takes_the_copies_that_fit_and_leaves_the_rest_direct() -> No
     assert placement.choose(LENGTHS).tolist() == [True, True, False]
     assert dram.asked == [placement.room_bytes]
     assert 900 <= placement.room_bytes < 1000
+
+
+def test_where_nobody_says_what_dram_is_free_nothing_is_staged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: Kernel(None))
+    dram = Dram()
+    placement = Placement("staged", False, dram, rate=lambda: RATE)
+    placement.prepare(PAYLOAD)
+    assert dram.asked == [0]
+    assert not placement.choose(LENGTHS).any()
+
+
+def test_what_dram_is_free_is_asked_for_without_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: Kernel(int(600 / SPARE)))
+    dram = Dram()
+    placement = Placement("staged", False, dram, rate=lambda: RATE)
+    placement.prepare(PAYLOAD)
+    assert dram.asked == [600]
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])
