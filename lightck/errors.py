@@ -132,7 +132,11 @@ class WaitTimeoutError(LightckError, TimeoutError):
 
 
 class CoordinationError(LightckError, TimeoutError):
-    """The ranks could not agree in time; no snapshot of this step becomes visible."""
+    """The ranks could not agree, or not in time; no snapshot of this step becomes visible."""
+
+
+class StoreError(CoordinationError):
+    """The job's store did not answer; whether the call had its effect is not known."""
 
 
 # Codes of native/include/lightck.h; a test compares the two. What is missing here, and any code

@@ -1,0 +1,134 @@
+"""One round of agreement: every rank says something, rank 0 decides, every rank reads that.
+
+Five messages per rank whatever the number of ranks: claim, count, wait, read, delete; rank 0 reads
+what all said, in large batches. No other rank does: at 10,000 ranks these were 10^8 messages.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightck.distributed.store import Store
+from lightck.errors import CoordinationError
+
+MAX_BYTES = 4096  # of what one rank may say
+_NAMED = 16  # missing ranks named in a message
+
+Said = dict[str, Any]
+Decide = Callable[[Sequence[Said]], Said]
+
+
+@dataclass
+class Rounds:
+    """Numbers the rounds of one kind, so that no key is used twice.
+
+    Every rank must take part in every round, in the same order, like in a collective; at attach and
+    restore only, on the thread that called them.
+    """
+
+    store: Store
+    rank: int
+    world: int
+    timeout_s: float = 120.0
+    _number: int = 0
+
+    def agree(self, kind: str, said: Said, decide: Decide) -> Said:
+        """Take part in the next round.
+
+        Args:
+            kind: of the round, such as `attach`; a rank that is in another kind of round is named.
+            said: what this rank says; JSON, at most `MAX_BYTES`.
+            decide: called on rank 0 with what every rank said, in order; pure. What it raises as
+                `CoordinationError` is raised on every rank.
+
+        Returns:
+            What rank 0 decided.
+
+        Raises:
+            CoordinationError: a rank is missing, or the decision was an error.
+            StoreError: the store does not answer.
+        """
+        base, self._number = f"round/{self._number}", self._number + 1
+        text = json.dumps({"kind": kind, **said}, separators=(",", ":"))
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"rank {self.rank} says {len(text)} bytes, more than {MAX_BYTES}")
+        began = time.monotonic()
+        mine = f"{base}/in/{self.rank}"
+        if self.store.claim(mine, text.encode()) != text.encode():
+            # A nonce inside `said` is not needed: two lives of one rank that say the same thing are
+            # found by the count, which then exceeds the world.
+            raise self._stale(mine)
+        count = self.store.add(f"{base}/count")
+        if count > self.world:
+            raise self._stale(f"{base}/count")
+        if count == self.world:
+            self.store.set(f"{base}/all", b"1")
+        if self.rank == 0:
+            answer = self._decide(base, kind, decide, began)
+            self.store.set(f"{base}/out", json.dumps(answer).encode())
+        else:
+            answer = self._await(base, kind, began)
+        if "error" in answer:
+            raise CoordinationError(answer["error"])
+        self._sweep()
+        return answer
+
+    def _decide(self, base: str, kind: str, decide: Decide, began: float) -> Said:
+        if not self.store.wait(f"{base}/all", self.timeout_s):
+            missing = [r for r in range(self.world) if self.store.read(f"{base}/in/{r}") is None]
+            waited = time.monotonic() - began
+            return {"error": _absent(kind, missing, self.world, base, waited)}
+        raw = self.store.read_many([f"{base}/in/{r}" for r in range(self.world)])
+        said = [json.loads(each) for each in raw]
+        other = [(r, each["kind"]) for r, each in enumerate(said) if each["kind"] != kind]
+        if other:
+            rank, theirs = other[0]
+            return {
+                "error": f"rank 0 is in {kind} and rank {rank} in {theirs}: every rank must call "
+                "lightck.restore and lightck.attach in the same order"
+            }
+        try:
+            return decide(said)
+        except CoordinationError as error:
+            return {"error": str(error)}
+
+    def _await(self, base: str, kind: str, began: float) -> Said:
+        # Half as long again as rank 0, whose answer then names the ranks that are missing.
+        if not self.store.wait(f"{base}/out", 1.5 * self.timeout_s):
+            waited = time.monotonic() - began
+            raise CoordinationError(_absent(kind, [0], self.world, base, waited))
+        answer: Said = json.loads(self.store.read(f"{base}/out") or b"{}")
+        return answer
+
+    def _sweep(self) -> None:
+        """Delete what nobody reads any more: whoever is counted here has left the last round.
+
+        Round 0's count stays, so that another life of the job over the same keys is found out.
+        """
+        before = self._number - 2
+        if before < 0:
+            return
+        names = [f"in/{self.rank}"]
+        if self.rank == 0:
+            names += ["out", "all"] + (["count"] if before else [])
+        self.store.delete([f"round/{before}/{name}" for name in names])
+
+    def _stale(self, key: str) -> CoordinationError:
+        return CoordinationError(
+            f"rank {self.rank} of {self.world} finds {key} in the store already: another job or an "
+            "earlier life of this one wrote it; give each job a store of its own, and torchrun "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 if it restarts workers"
+        )
+
+
+def _absent(kind: str, missing: Sequence[int], world: int, base: str, waited: float) -> str:
+    named = ", ".join(str(r) for r in missing[:_NAMED])
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    return (
+        f"{kind}: rank(s) {named}{more} of {world} did not come in {waited:.1f} s (key {base}): "
+        "every rank must call it; see their logs, or raise the time-out if they are only slow"
+    )

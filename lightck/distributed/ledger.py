@@ -1,0 +1,341 @@
+"""One write-once fate per opened snapshot: the protocol as a state machine, without any I/O.
+
+Keys: `c/STEP` counts local commits, `f/STEP` is the fate, `b/BLOCK` counts the ranks that know
+every fate of a block of due steps. The rank whose `add` completes `c` claims `f` as whole; a rank
+that slips, tears, fails or loses patience claims it as dead. The first claim stands for ever, so
+that no order of messages gives a step two fates, and nobody acts on a fate before having read it.
+
+An `add` is sent at most once. If its answer is lost, nobody can know whether it counted: the rank
+then claims `dead`, which is right in either case. A lost claim is simply repeated.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+BLOCK = 64  # due steps whose keys are deleted together: one more message per rank and 64 snapshots
+_RETRY_S = (0.1, 5.0)  # pause after a failed call: the first, and the longest of its doublings
+
+
+class Fate(enum.Enum):
+    """What became of a step, over all ranks."""
+
+    UNKNOWN = "unknown"
+    WHOLE = "whole"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A step that every rank shall snapshot.
+
+    Attributes:
+        step: the step.
+        ordinal: its place among the due steps of its source; consecutive from 0 on every rank.
+        source: `p` for steps that a pure policy gives, `a` for announced ones.
+    """
+
+    step: int
+    ordinal: int
+    source: str = "p"
+
+    @property
+    def block(self) -> str:
+        """The block of due steps it belongs to."""
+        return f"{self.source}{self.ordinal // BLOCK}"
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Add 1 to `key`, once."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Set `key` to `value` unless it has one."""
+
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read `key` without waiting for it."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete keys that no rank will touch again."""
+
+    keys: tuple[str, ...]
+
+
+Call = Add | Claim | Read | Delete
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """Why a step is dead.
+
+    Attributes:
+        rank: who said so.
+        why: in words.
+        for_good: that rank takes no more snapshots.
+    """
+
+    rank: int
+    why: str
+    for_good: bool = False
+
+    def encode(self) -> bytes:
+        """Return the value of the fate key."""
+        return f"dead {self.rank} {int(self.for_good)} {self.why}".encode("ascii", "replace")[:200]
+
+    @staticmethod
+    def decode(value: bytes) -> Death | None:
+        """Read a fate key's value; None if it says whole."""
+        if value == WHOLE:
+            return None
+        word, rank, for_good, why = value.decode("ascii").split(" ", 3)
+        if word != "dead":
+            raise ValueError(f"a fate must be 'whole' or 'dead ...', not {value!r}")
+        return Death(int(rank), why, for_good == "1")
+
+
+WHOLE = b"whole"
+
+
+class _Stage(enum.Enum):
+    OPEN = "being copied"
+    REPORT = "to be counted"
+    FINISH = "counted last"
+    AWAIT = "waiting for the other ranks"
+    LOSE = "lost here"
+
+
+@dataclass(slots=True)
+class _Case:
+    due: Due
+    stage: _Stage
+    since_s: float
+    death: Death | None = None
+
+
+@dataclass
+class Ledger:
+    """What one rank knows and has still to say.
+
+    Give it events (`opened`, `committed`, `lost`, `heard`); make the calls that `next_call`
+    returns, one at a time, and give each one's outcome to `answered` or `failed`.
+
+    Thread: none of its own; the caller holds one lock around every call.
+    """
+
+    rank: int
+    world: int
+    restored: tuple[int, int] | None = None
+    """(timeline, step) that is protected until the first whole step of this timeline."""
+    timeline: int = 0
+    patience_s: float = 300.0
+    """After this long without a fate, a step that this rank committed is claimed dead."""
+    on_fate: Callable[[Due, Fate, Death | None], None] = lambda due, fate, death: None
+    reachable: bool = True
+    ended: Death | None = None
+    """A rank takes no more snapshots: no step can become whole any more."""
+    newest_whole: int | None = None
+    _cases: dict[int, _Case] = field(default_factory=dict)
+    _blocks: dict[str, list[int]] = field(default_factory=dict)
+    _fates: dict[int, Fate] = field(default_factory=dict)
+    _chores: deque[Call] = field(default_factory=deque)
+    _call: tuple[Call, _Case | None] | None = None
+    _highest: int = -1
+    _retry_at_s: float = 0.0
+    _pause_s: float = _RETRY_S[0]
+
+    # ---- events from this rank ----
+
+    def opened(self, due: Due, now_s: float) -> None:
+        """Note that this rank invalidates a slot for `due` and begins to copy."""
+        if due.step in self._cases or due.step <= self._highest:
+            raise ValueError(f"step {due.step} is not above {self._highest}, the last one noted")
+        self._highest = due.step
+        self._cases[due.step] = _Case(due, _Stage.OPEN, now_s)
+
+    def committed(self, step: int, now_s: float) -> None:
+        """Note that this rank's record of `step` is durable."""
+        case = self._cases.get(step)
+        if case is None and step > self._highest:
+            raise ValueError(f"step {step} was never opened; the last one noted is {self._highest}")
+        # Not open any more: abandoned meanwhile, and dead whatever this rank commits.
+        if case is not None and case.stage is _Stage.OPEN:
+            case.stage, case.since_s = _Stage.REPORT, now_s
+
+    def lost(self, due: Due, why: str, now_s: float, *, for_good: bool = False) -> None:
+        """Note that this rank has no snapshot of `due`: slipped, torn, failed or never known."""
+        case = self._cases.get(due.step)
+        if case is None:
+            self._highest = max(self._highest, due.step)
+            case = self._cases[due.step] = _Case(due, _Stage.LOSE, now_s)
+        elif case.stage is not _Stage.OPEN:
+            raise ValueError(f"step {due.step} cannot be lost: it is {case.stage.value}")
+        case.stage, case.death = _Stage.LOSE, Death(self.rank, why, for_good)
+
+    def heard(self, step: int, value: bytes) -> None:
+        """Take in a fate that a watch has read."""
+        case = self._cases.get(step)
+        if case is not None:
+            self._settle(case, value)
+
+    def abandon(self, why: str) -> None:
+        """Claim whatever this rank still waits for as dead: nobody will be here to learn it."""
+        for case in self._cases.values():
+            if case.stage in (_Stage.AWAIT, _Stage.OPEN):
+                case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
+
+    # ---- questions ----
+
+    def fate(self, step: int) -> Fate:
+        """The fate of a step of this timeline, as far as this rank has read and still knows it."""
+        return self._fates.get(step, Fate.UNKNOWN)
+
+    def reusable(self, timeline: int, step: int) -> bool:
+        """Whether the slot that holds this snapshot may be overwritten (I6).
+
+        Never with an unknown fate, and never the newest whole one.
+        """
+        if timeline != self.timeline:
+            return self.newest_whole is not None or (timeline, step) != self.restored
+        if step in self._cases or step > self._highest:
+            return False
+        return step != self.newest_whole
+
+    @property
+    def unsettled(self) -> list[int]:
+        """Steps of unknown fate, oldest first."""
+        return sorted(self._cases)
+
+    @property
+    def watched(self) -> int | None:
+        """The step whose fate key a watcher shall wait for: the oldest that others decide."""
+        return min((s for s, c in self._cases.items() if c.stage is _Stage.AWAIT), default=None)
+
+    def wake_at_s(self) -> float | None:
+        """When `next_call` may have something new to say; None: only after an event."""
+        if not self.reachable:
+            return self._retry_at_s
+        awaiting = [c.since_s for c in self._cases.values() if c.stage is _Stage.AWAIT]
+        return min(awaiting) + self.patience_s if awaiting else None
+
+    # ---- calls ----
+
+    def next_call(self, now_s: float) -> Call | None:
+        """Return the call to make now; None if there is none. One at a time."""
+        if self._call is not None:
+            raise RuntimeError(f"{self._call[0]} has not been answered yet")
+        if not self.reachable and now_s < self._retry_at_s:
+            return None
+        self._call = self._choose(now_s)
+        return self._call[0] if self._call else None
+
+    def _choose(self, now_s: float) -> tuple[Call, _Case | None] | None:
+        for case in self._cases.values():
+            if case.stage is _Stage.AWAIT and now_s - case.since_s >= self.patience_s:
+                why = f"no fate within {self.patience_s:.0f} s"
+                case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
+        # What completes or ends a step for everybody goes first.
+        for stage in (_Stage.FINISH, _Stage.REPORT, _Stage.LOSE):
+            for step, case in self._cases.items():
+                if case.stage is not stage:
+                    continue
+                if stage is _Stage.REPORT:
+                    return Add(f"c/{step}"), case
+                value = case.death.encode() if case.death else WHOLE
+                return Claim(f"f/{step}", value), case
+        if self._chores:
+            return self._chores[0], None
+        return None if self.reachable else (Read("probe"), None)
+
+    def answered(self, answer: object, now_s: float) -> None:
+        """Take in the outcome of the call."""
+        call, case = self._taken()
+        self.reachable, self._pause_s = True, _RETRY_S[0]
+        if case is None:
+            self._chore_done(call, answer)
+        elif isinstance(call, Add):
+            assert isinstance(answer, int)
+            if answer < self.world:
+                # A watch, or `heard`, may have settled it meanwhile: then nobody looks at it.
+                case.stage, case.since_s = _Stage.AWAIT, now_s
+            elif answer == self.world:
+                case.stage = _Stage.FINISH
+            else:
+                why = f"counted {answer} commits of {self.world} ranks; keys of another attach?"
+                case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
+        else:
+            assert isinstance(answer, bytes)
+            self._settle(case, answer)
+
+    def failed(self, now_s: float) -> None:
+        """Take in that the call had no answer: it may or may not have had its effect."""
+        call, case = self._taken()
+        self.unanswered(now_s)
+        if isinstance(call, Add):
+            if case is None:
+                self._chores.popleft()  # the block stays in the store: a second add ends it early
+            else:
+                case.stage = _Stage.LOSE
+                case.death = Death(self.rank, "its count had no answer from the store")
+
+    def unanswered(self, now_s: float) -> None:
+        """Note that the store did not answer; the next call waits for the end of a pause."""
+        self.reachable = False
+        self._retry_at_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
+
+    def _taken(self) -> tuple[Call, _Case | None]:
+        if self._call is None:
+            raise RuntimeError("no call is under way")
+        taken, self._call = self._call, None
+        return taken
+
+    def _settle(self, case: _Case, value: bytes) -> None:
+        step = case.due.step
+        if self._cases.pop(step, None) is None:
+            return
+        death = Death.decode(value)
+        if death is None:
+            self.newest_whole = max(step, self.newest_whole or step)
+        elif death.for_good:
+            self.ended = death
+        fate = Fate.DEAD if death else Fate.WHOLE
+        self._fates[step] = fate
+        if len(self._fates) > 2 * BLOCK:
+            del self._fates[next(iter(self._fates))]
+        self._close_block(case.due)
+        self.on_fate(case.due, fate, death)
+
+    def _close_block(self, due: Due) -> None:
+        # Counted only when this rank knows all fates of the block, so that it never touches these
+        # keys again: a claim on a deleted key would give a step a second fate.
+        steps = self._blocks.setdefault(due.block, [])
+        steps.append(due.step)
+        if len(steps) == BLOCK:
+            self._chores.append(Add(f"b/{due.block}"))
+
+    def _chore_done(self, call: Call, answer: object) -> None:
+        if isinstance(call, Read):
+            return
+        self._chores.popleft()
+        if isinstance(call, Add):
+            block = call.key.partition("/")[2]
+            steps = self._blocks.pop(block)
+            if answer == self.world:
+                keys = [f"{kind}/{step}" for step in steps for kind in "cf"]
+                self._chores.append(Delete((*keys, call.key)))

@@ -1,0 +1,127 @@
+"""Who takes part: rank, world, which ranks share a node, and the run id that all agree on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightck.distributed.exchange import Rounds, Said
+from lightck.errors import CoordinationError
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """This rank's place in the job.
+
+    Attributes:
+        rank: of `world`.
+        world: number of ranks.
+        local_rank: its place among the ranks of its node, in order of rank.
+        local_world: number of ranks on its node.
+        node: number of its node, in order of the first rank there.
+        peers: the ranks of its node, itself among them, in order.
+        run_id: 16 bytes, the same on every rank.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    node: int = 0
+    peers: tuple[int, ...] = (0,)
+    run_id: bytes = bytes(16)
+
+
+def here() -> tuple[int, int]:
+    """Return (rank, world) of torch.distributed; one rank if it is not initialized."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def run_digest(name: str) -> bytes:
+    """Make the 16 bytes that stand for a run's name, as in a region's superblock."""
+    return hashlib.blake2b(name.encode(), digest_size=16).digest()
+
+
+def find(
+    rounds: Rounds | None,
+    *,
+    name: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+    node: str | None = None,
+) -> Topology:
+    """Find this rank's place and agree on the run id with the others.
+
+    Args:
+        rounds: over the job's store; None with one rank.
+        name: of the run; else `LIGHTCK_RUN_ID`, else `TORCHELASTIC_RUN_ID`. Ranks that have a name
+            must have the same one; with none at all rank 0 draws the run id.
+        environment: where the names are looked up.
+        node: what identifies this node; default host name and the kernel's boot id.
+
+    Raises:
+        CoordinationError: names differ, or a rank did not come in time; on every rank.
+    """
+    variables = ("LIGHTCK_RUN_ID", "TORCHELASTIC_RUN_ID")
+    name = name or next((environment[v] for v in variables if environment.get(v)), None)
+    # torchrun's own default is the same in every job, so that it names none.
+    name = None if name == "none" else name
+    if rounds is None:
+        return Topology(run_id=run_digest(name) if name else secrets.token_bytes(16))
+    said = {"name": name, "node": node or _this_node(), "world": rounds.world}
+    decision = rounds.agree("start", said, settle)
+    return place(rounds.rank, decision)
+
+
+def settle(said: Sequence[Said]) -> Said:
+    """Rank 0's decision: the run id, and nodes as runs of ranks (short if contiguous)."""
+    worlds = {each["world"] for each in said}
+    if worlds != {len(said)}:
+        raise CoordinationError(f"the ranks count differently: worlds of {sorted(worlds)}")
+    names: dict[str, int] = {}
+    for rank, each in enumerate(said):
+        if each["name"] is not None:
+            names.setdefault(each["name"], rank)
+    if len(names) > 1:
+        found = ", ".join(f"{name!r} on rank {rank}" for name, rank in list(names.items())[:8])
+        raise CoordinationError(
+            f"the ranks belong to different runs: {found}; give all of them the same "
+            "LIGHTCK_RUN_ID (or run_id=)"
+        )
+    run_id = run_digest(next(iter(names))) if names else secrets.token_bytes(16)
+    numbers: dict[str, int] = {}
+    nodes = [numbers.setdefault(each["node"], len(numbers)) for each in said]
+    runs = [[node, len(list(group))] for node, group in groupby(nodes)]
+    return {"run_id": run_id.hex(), "runs": runs}
+
+
+def place(rank: int, decision: Mapping[str, Any]) -> Topology:
+    """This rank's view of a decision of `settle`."""
+    nodes = [node for node, count in decision["runs"] for _ in range(count)]
+    peers = tuple(r for r, node in enumerate(nodes) if node == nodes[rank])
+    return Topology(
+        rank=rank,
+        world=len(nodes),
+        local_rank=peers.index(rank),
+        local_world=len(peers),
+        node=nodes[rank],
+        peers=peers,
+        run_id=bytes.fromhex(decision["run_id"]),
+    )
+
+
+def _this_node() -> str:
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    return f"{socket.gethostname()} {boot}"
