@@ -1,0 +1,125 @@
+"""The commit protocol over every order of messages of two and three ranks."""
+
+from __future__ import annotations
+
+import interleavings
+import pytest
+from interleavings import Rank, explore, world
+
+from lightck.distributed import ledger as module
+from lightck.distributed.ledger import Add, Claim, Due, Ledger
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"ranks": 2, "due": 3, "slots": 3},
+        {"ranks": 2, "due": 2, "slots": 3, "tears": 2},
+        {"ranks": 2, "due": 3, "slots": 2},
+        {"ranks": 2, "due": 2, "slots": 3, "outages": 1},
+        {"ranks": 2, "due": 2, "slots": 3, "deaths": 1},
+        {"ranks": 2, "due": 1, "slots": 2, "outages": 3, "tears": 1},
+        {"ranks": 3, "due": 1, "slots": 3, "tears": 1, "outages": 1},
+        {"ranks": 3, "due": 2, "slots": 3},
+    ],
+    ids=str,
+)
+def test_no_order_gives_two_fates_or_costs_the_last_whole_step(case: dict[str, int]) -> None:
+    found = explore(world(**case))
+    print(f"{case}: {found}")
+    assert found.whole, "no order made a step whole: the search shows nothing"
+    if case.keys() & {"tears", "outages", "deaths"}:
+        assert found.dead, "no order made a step dead: the search shows nothing"
+
+
+def test_keys_of_finished_blocks_are_deleted_and_never_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "BLOCK", 1)
+    deleted = []
+    monkeypatch.setattr(
+        interleavings, "_check_end", lambda state, found: deleted.append(dict(state.store))
+    )
+    explore(world(2, 2, slots=3))
+    explore(world(2, 1, slots=3, tears=1))
+    assert deleted
+    assert all(store == {} for store in deleted)
+
+
+def test_a_rank_that_would_reuse_a_slot_of_unknown_fate_is_caught() -> None:
+    def careless(rank: Rank) -> int | None:
+        free = interleavings.free_slot(rank)
+        others = [i for i, s in enumerate(rank.slots) if s != rank.opened]
+        return free if free is not None else others[0]
+
+    with pytest.raises(AssertionError, match="is whole, and all ranks hold"):
+        explore(world(2, 3, slots=2), choose=careless)
+
+
+def test_a_fate_that_is_not_written_once_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Overwritten(dict[str, bytes]):
+        def setdefault(self, key: str, value: bytes) -> bytes:  # type: ignore[override]
+            self[key] = value
+            return value
+
+    start = world(2, 1, slots=3, deaths=1)
+    start.store = Overwritten()
+    monkeypatch.setattr(interleavings, "Overwritten", Overwritten, raising=False)
+    Overwritten.__module__, Overwritten.__qualname__ = "interleavings", "Overwritten"
+    with pytest.raises(AssertionError, match="step 1 is"):
+        explore(start)
+
+
+def test_an_add_repeated_after_a_lost_answer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(self: Ledger, now_s: float) -> None:
+        self._taken()  # the case stays in its stage, so that the add is sent again
+        self.unanswered(now_s)
+
+    monkeypatch.setattr(Ledger, "failed", again)
+    with pytest.raises(AssertionError):
+        explore(world(2, 2, slots=3, outages=1))
+
+
+def test_a_lagging_rank_makes_others_slip_and_stalls_nobody() -> None:
+    start = world(3, 6, slots=3)
+    lagging = start.ranks[2]
+    interleavings._step(start, lagging, interleavings.free_slot)  # opens step 1, stops in its copy
+    for rank in start.ranks[:2]:
+        for _ in range(6):
+            interleavings._step(start, rank, interleavings.free_slot)
+            if rank.opened is not None:
+                interleavings._commit(rank)
+            while rank.ledger.next_call(0.0) is not None:
+                rank.ledger._call = None
+                interleavings._call(start, rank, True, True)
+        assert rank.at == 6
+        assert rank.records == {1, 2, 3}, "three slots of unknown fate"
+        assert rank.ledger.unsettled == [1, 2, 3]
+    assert all(start.store[f"f/{step}"].startswith(b"dead") for step in (4, 5, 6))
+    for _ in range(5):
+        interleavings._commit(lagging)
+        interleavings._step(start, lagging, interleavings.free_slot)
+        while lagging.ledger.next_call(0.0) is not None:
+            lagging.ledger._call = None
+            interleavings._call(start, lagging, True, True)
+    assert start.store["f/1"] == start.store["f/2"] == b"whole"
+
+
+def test_steps_that_a_rank_has_passed_keep_their_order() -> None:
+    ledger = Ledger(0, 2)
+    ledger.opened(Due(4, 0), 0.0)
+    with pytest.raises(ValueError, match="step 4 is not above 4"):
+        ledger.opened(Due(4, 1), 0.0)
+    with pytest.raises(ValueError, match="step 5 was never opened"):
+        ledger.committed(5, 0.0)
+
+
+def test_more_commits_than_ranks_never_make_a_step_whole() -> None:
+    ledger = Ledger(0, 2)
+    ledger.opened(Due(1, 0), 0.0)
+    ledger.committed(1, 0.0)
+    assert ledger.next_call(0.0) == Add("c/1")
+    ledger.answered(3, 0.0)
+    claim = ledger.next_call(0.0)
+    assert isinstance(claim, Claim)
+    assert claim.value.startswith(b"dead 0 0 counted 3 commits of 2 ranks")
