@@ -32,7 +32,7 @@ from lightck.errors import (
 )
 from lightck.load import load, snapshots
 from lightck.restore import restore
-from lightck.types import Moment, Policy, RestoreInfo, Stats
+from lightck.types import Layerwise, Moment, Policy, RestoreInfo, Stats
 
 try:
     __version__ = version("lightck")
@@ -45,6 +45,7 @@ __all__ = [
     "CoordinationError",
     "CorruptSnapshotError",
     "Handle",
+    "Layerwise",
     "LightckError",
     "Moment",
     "NoSnapshotError",

@@ -19,13 +19,12 @@ from torch.optim import Optimizer
 
 from lightck.capture import predict
 from lightck.capture.counted import stats_of
-from lightck.capture.due import Due
 from lightck.capture.extras import is_loader, parse
 from lightck.capture.hooks import Hooks, Watched
 from lightck.capture.instants import Instants
+from lightck.capture.layer_recorder import Kinds
 from lightck.capture.optimizer import install_pending, tell_unfilled
-from lightck.capture.pipeline import Pipeline, layer_count
-from lightck.capture.recorder import Recorder
+from lightck.capture.pipeline import layer_count
 from lightck.capture.release import schedule
 from lightck.capture.report import Reporter
 from lightck.capture.sight import Sight
@@ -128,26 +127,27 @@ class Handle:
         for i, each in enumerate(optimizers):
             install_pending(self._progress.pending, i, each, inventory.names())
         tell_unfilled(self._progress.pending)
+        kinds = Kinds.of(config.update, model, inventory, ends_step is not None)
         tell_synchronous(inventory.collect().lives, config.sync_warn_bytes)
         entries, manifest_bytes = predict.expected(inventory)
         self.region = claim(config, entries, manifest_bytes)
         self._undo.append(self.region.close)
         try:
-            self._wire(inventory, watched, steps)
+            self._wire(inventory, watched, steps, kinds)
         except BaseException as error:
             self._release(error)
 
-    def _wire(self, inventory: Inventory, watched: Watched, steps: Steps) -> None:
+    def _wire(self, inventory: Inventory, watched: Watched, steps: Steps, kinds: Kinds) -> None:
         config, region = self.config, self.region
         collected = inventory.collect()
         release = schedule(config.schedule, layer_count(collected.lives))
-        pipeline = Pipeline.start(region, release, config)
-        self._recorder = recorder = Recorder(
+        pipeline = kinds.pipeline.start(region, release, config)
+        self._recorder = recorder = kinds.recorder(
             inventory=inventory,
             instants=Instants(inventory),
             pipeline=pipeline,
             steps=steps,
-            cadence=Due(config.policy),
+            cadence=kinds.due(config.policy),
             watched=watched,
             report=self._reporter,
             settled=steps.settled,
@@ -162,7 +162,7 @@ class Handle:
         loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
         self._hooks = Hooks(sight.listener, watched, loaders)
         recorder.arm = lambda on: self._hooks.arm_forward() if on else self._hooks.disarm_forward()
-        self._undo += [self._hooks.remove, sight.remove]
+        self._undo += [kinds.stop, self._hooks.remove, sight.remove]
         recorder.start()
         recorder.check_state(collected)
         region.begin_timeline(region.continued)

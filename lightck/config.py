@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from lightck.errors import ConfigError
 from lightck.policy import EverySteps, parse
-from lightck.types import Policy
+from lightck.types import Layerwise, Policy
 
 _log = logging.getLogger(__name__)
 _ENV_PREFIX = "LIGHTCK_"
@@ -62,6 +62,11 @@ class Config:
             finishes open snapshots, so it may take as long as the medium's sync.
         trace: record what every thread does in the last steps: a file that `close()` writes (for
             https://ui.perfetto.dev and `lightck timeline`), or true, for `handle.trace(file)`.
+        update: `plain` (the optimizer's step updates everything), or `layerwise`: each layer is
+            updated as soon as its gradient is final, and its copy begins while other layers still
+            compute. Bit for bit the plain result, or an error that says why it cannot be. With
+            micro-batches: `lightck.Layerwise(accumulation=4)`, in a file `{accumulation = 4}`.
+            Copies that begin early need a free slot: `slots=3` when every step is due.
         sync_warn_bytes: warn when more than this must be copied synchronously at the boundary.
 
     Raises:
@@ -87,6 +92,8 @@ class Config:
     close_timeout_s: float = 60.0
     sync_warn_bytes: int = 64 * _MIB
     trace: bool | Path = False
+    update: Literal["plain", "layerwise"] | Layerwise = "plain"
+    """`"layerwise"` is taken for `Layerwise()`."""
 
     def __post_init__(self) -> None:
         for name in _CHECKS:
@@ -261,6 +268,20 @@ def _error_action(value: object) -> object:
     raise ValueError("must be 'warn', 'raise' or a function of one exception")
 
 
+def _update(value: object) -> object:
+    known = {f.name for f in fields(Layerwise)}
+    if isinstance(value, dict) and value.keys() <= known:
+        value = Layerwise(**value)
+    if value == "layerwise":
+        return Layerwise()
+    if value == "plain":
+        return value
+    if isinstance(value, Layerwise) and isinstance(value.accumulation, int):
+        if not isinstance(value.accumulation, bool) and value.accumulation >= 1:
+            return value
+    raise ValueError("must be 'plain', 'layerwise' or lightck.Layerwise(accumulation=1 or more)")
+
+
 _TEXTS = (
     "path",
     "priority",
@@ -291,4 +312,5 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "close_timeout_s": _seconds,
     "sync_warn_bytes": _integer(0, (1 << 63) - 1),
     "trace": _trace,
+    "update": _update,
 }

@@ -36,6 +36,17 @@ class Moment:
     step_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Layerwise:
+    """Update each layer as soon as its gradient is final, and copy it from then on.
+
+    Attributes:
+        accumulation: backward passes (micro-batches) whose gradients one step sums up.
+    """
+
+    accumulation: int = 1
+
+
 @runtime_checkable
 class Policy(Protocol):
     """Decides which steps are due; any object with this one method serves."""

@@ -102,11 +102,12 @@ class Arrangement:
     """Of `lives`."""
     entries: tuple[Entry, ...] = ()
     parts: tuple[Part, ...] = ()
+    plan: allocator.Plan | None = None
+    """Of the entries; None before the first."""
     _forms: list[list[Any]] = field(default_factory=list)
     _rare: list[list[int]] = field(default_factory=list)
     """For each of `_RARE_FORM`, the tensors it concerns."""
     _rare_forms: list[list[Any]] = field(default_factory=list)
-    _plan: allocator.Plan | None = None
 
     def update(self, lives: Sequence[Live], boundary_bytes: int) -> allocator.Plan:
         """Arrange these tensors; the last arrangement serves when nothing moved.
@@ -164,12 +165,12 @@ class Arrangement:
         )
 
     def _fit(self, entries: tuple[Entry, ...], boundary_bytes: int) -> allocator.Plan:
-        plan = self._plan
+        plan = self.plan
         needed = 4 * len(entries) + boundary_bytes + allocator.MANIFEST_SLACK_BYTES
         if plan is None or entries != self.entries or needed > plan.manifest_bytes:
             capacity = allocator.manifest_capacity(len(entries), boundary_bytes)
             plan = self.region.fit(entries, capacity)
-            self._plan, self.entries = plan, entries
+            self.plan, self.entries = plan, entries
         return plan
 
 

@@ -18,7 +18,7 @@ from threading import Thread
 import numpy as np
 import numpy.typing as npt
 
-from lightck.capture.arrange import Arrangement, Sources, sources
+from lightck.capture.arrange import Arrangement, Part, Sources, sources
 from lightck.capture.placement import Placement, behind
 from lightck.capture.state import Collected, Live
 from lightck.capture.trace import Trace, moments_of, now_ns
@@ -192,11 +192,7 @@ class Pipeline:
         flight = self.window
         if flight is None:
             return True
-        wanted = [
-            g
-            for g in flight.groups
-            if not g.captured and (optimizer is None or optimizer in g.holders or not g.holders)
-        ]
+        wanted = [g for g in flight.groups if not g.captured and self._concerns(g, optimizer)]
         began = time.perf_counter()
         try:
             for group in wanted:
@@ -264,9 +260,11 @@ class Pipeline:
     def drop(self) -> None:
         """Give up the snapshot in the window; its slot stays invalid and is reused first."""
         flight, self.window = self.window, None
-        if flight is None:
-            return
-        self.schedule.close()
+        if flight is not None:
+            self.schedule.close()
+            self._abandon(flight)
+
+    def _abandon(self, flight: Flight) -> None:
         if not self.region.staged:
             flight.writer.abandon()
             return
@@ -316,12 +314,17 @@ class Pipeline:
         """Queue every copy; those from private copies may run at once."""
         staged = self._placed(flight, arrangement)
         for part in arrangement.parts:
-            chosen, at = sources(part, arrangement), part.positions
-            pointers, may_skip = np.array(chosen.pointers, np.uint64), part.unmoved(chosen.versions)
-            batch = flight.writer.add(at, pointers, may_skip, staged[at])
-            flight.groups.append(Group(part.holders, batch, chosen, part.owned))
-            if part.owned:
-                flight.writer.release(batch)
+            self._queue(flight, part, staged)
+
+    def _queue(self, flight: Flight, part: Part, staged: npt.NDArray[np.bool_]) -> Group:
+        chosen, at = sources(part, self.arrangement), part.positions
+        pointers, may_skip = np.array(chosen.pointers, np.uint64), part.unmoved(chosen.versions)
+        batch = flight.writer.add(at, pointers, may_skip, staged[at])
+        group = Group(part.holders, batch, chosen, part.owned)
+        flight.groups.append(group)
+        if part.owned:
+            flight.writer.release(batch)
+        return group
 
     def _placed(self, flight: Flight, arrangement: Arrangement) -> npt.NDArray[np.bool_]:
         """Per entry, whether its copy goes through DRAM; in copy order, should DRAM be short."""
@@ -343,6 +346,10 @@ class Pipeline:
             with suppress(LightckError):
                 flight.writer.release(group.batch, min(total_bytes, group.batch.total_bytes))
             total_bytes -= group.batch.total_bytes
+
+    def _concerns(self, group: Group, optimizer: int | None) -> bool:
+        """Whether what `optimizer` (None: anyone) is about to change is copied in this group."""
+        return optimizer is None or optimizer in group.holders or not group.holders
 
     def _torn(self, flight: Flight, group: Group) -> list[str]:
         """Tensors that changed inside the window, as far as can be seen (I5)."""

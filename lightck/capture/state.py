@@ -7,7 +7,7 @@ tensor in an optimizer but in no module is `optim/<i>/@<group>.<position>`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -74,6 +74,8 @@ class Inventory:
     extras: tuple[Extra, ...] = ()
     always_sync: set[str] = field(default_factory=set)
     """Tensors found torn twice (I4)."""
+    assign: Callable[[list[Live]], list[Live]] = lambda lives: lives
+    """Says whose update changes each tensor, where that is not the whole optimizer's."""
     _cache: _Cache | None = field(default=None, init=False)
 
     def collect(self) -> Collected:
@@ -97,7 +99,7 @@ class Inventory:
             for o, g, s, a in zip(self.optimizers, groups, cache.states, attributes, strict=True)
         ]
         extras = {e.name: self._extra(e, more) for e in self.extras if e.instant != "step"}
-        lives = [*cache.lives, *more]
+        lives = self.assign([*cache.lives, *more])
         return Collected(tuple(lives), {"optimizers": optimizers, "extras": extras})
 
     def invalidate(self) -> None:

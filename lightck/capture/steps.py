@@ -24,6 +24,8 @@ class Steps:
     counts: list[int] = field(default_factory=list)
     nested: set[int] = field(default_factory=set)
     """Optimizers that step inside another one: they count with it."""
+    partial: bool = False
+    """Some layers are updated, and their optimizers have not stepped yet (layer-wise update)."""
     _inside: list[tuple[int, FrameType | None]] = field(default_factory=list)
     """Updates that have begun: (optimizer or MARK, the frame that runs the step)."""
 
@@ -45,8 +47,8 @@ class Steps:
 
     @property
     def between_updates(self) -> bool:
-        """Some optimizers have stepped since the last complete step and others have not."""
-        return any(count > self.step for count in self.counts)
+        """Some optimizers, or layers, have stepped since the last complete step, others not."""
+        return self.partial or any(count > self.step for count in self.counts)
 
     def begin(self, who: int) -> bool:
         """An update begins; True unless it runs inside another one.

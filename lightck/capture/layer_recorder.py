@@ -1,0 +1,185 @@
+"""The training loop with layers that are updated as soon as their gradients are final.
+
+LightCheck's order: gradient, update, copy, per layer; the fence of a layer is before its next
+update. Everything else of a snapshot keeps its instant (I2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightck.capture.due import Due
+from lightck.capture.gradients import Finality, accumulated
+from lightck.capture.layer_pipeline import MIXED, LayerPipeline
+from lightck.capture.layer_updates import Updates, refuse
+from lightck.capture.pipeline import Pipeline
+from lightck.capture.recorder import Recorder
+from lightck.capture.state import Inventory
+from lightck.capture.units import Unit, Units
+from lightck.types import Layerwise, Policy
+
+
+@dataclass(eq=False)
+class AskedAhead(Due):
+    """Asked when a step's first layer is updated, so that copies can begin; asked once per step."""
+
+    _answer: tuple[int, bool] | None = None
+
+    def ask(self, step: int, cost_s: float | None, persist_s: float | None, wanted: bool) -> bool:
+        """As asked before, if it was; what has become due since comes at this step, too."""
+        if self._answer is not None and self._answer[0] == step:
+            due = self._answer[1] or self.overdue or wanted
+            self.overdue = False
+            return due
+        due = super().ask(step, cost_s, persist_s, wanted)
+        self._answer = (step, due)
+        return due
+
+
+@dataclass(eq=False, kw_only=True)
+class LayerRecorder(Recorder):
+    """A recorder that also updates."""
+
+    pipeline: LayerPipeline
+    updates: Updates
+    final: Finality = accumulated
+    _ahead: bool = False
+    """The step that is being computed is due: its copies may begin."""
+
+    # ---- hooks -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Take (a), and listen to gradients."""
+        super().start()
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Find the units; `add_param_group` and `requires_grad_` change them."""
+        self.updates.arrange(self.final, self._come)
+        units = self.updates.units.all
+        self.pipeline.owners = {unit.number: unit.optimizer for unit in units}
+        self.pipeline.content = {unit.number: self.steps.step for unit in units}
+
+    def _come(self, parameter: torch.Tensor) -> None:
+        if not self.enabled:
+            return
+        unit = self.updates.come(parameter, inside_update=self.steps.updating)
+        if unit is not None:
+            self._update(unit)
+
+    def _update(self, unit: Unit) -> None:
+        step = self.steps.step + 1
+        if self.due:
+            self._missed_forward("a layer's update")
+        if not self.steps.partial:
+            self.steps.partial = True
+            self._ahead = self._ask(step)
+        with self.stalls.of("fence"), self.lock, self._reported():
+            self.pipeline.fence(unit.number)
+        self.pipeline.content[unit.number] = MIXED
+        self.updates.update(unit)
+        self.pipeline.content[unit.number] = step
+        if self._ahead:
+            self._ahead = False  # not again in this step, should it fail
+            with self.stalls.of("boundary"), self.lock, self._reported():
+                if self.pipeline.begun is None:
+                    self.poll()  # a commit gives a slot back
+                self.pipeline.begin(step, unit.number)
+                self._ahead = True
+
+    def _ask(self, step: int) -> bool:
+        counters = self.pipeline.counters
+        cost = self.stalls.total() / counters.captured if counters.captured else None
+        due = self.cadence.ask(step, cost, counters.persist_s, bool(self.wanted))
+        return due and not self._synchronous
+
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """The user's step: the check, and the update of what is left."""
+        self.updates.own.put_back()  # an interrupt may have kept a step from its end
+        super().update_begins(optimizer)
+        index = self._index(optimizer)
+        if index is not None:
+            self.updates.own.behind_hooks(optimizer, lambda: self._complete(index))
+
+    def _complete(self, index: int) -> None:
+        self.updates.check(index)
+        if not self.updates.active:
+            return
+        self.steps.partial = True
+        for unit in self.updates.units.all:
+            if unit.optimizer == index and not self.updates.done(unit):
+                self.pipeline.content[unit.number] = MIXED
+        self.updates.rest(index)
+
+    def update_ends(self, optimizer: Optimizer) -> None:
+        """Everything that this optimizer holds is updated."""
+        self.updates.own.put_back()
+        super().update_ends(optimizer)
+
+    def update_skipped(self, optimizer: Optimizer) -> None:
+        """A GradScaler decides on the whole step after the backward: too late here.
+
+        Raises:
+            ConfigError: always.
+        """
+        if self._index(optimizer) is not None:
+            raise self.updates.wrong("a GradScaler skipped a step")
+
+    def mark_begin(self) -> None:
+        """Updates that the loop makes itself are not the optimizers'.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise self.updates.wrong("the loop marks its updates itself")
+
+    def add_optimizer(self, optimizer: Optimizer) -> int:
+        """Every optimizer must be known at attach.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise self.updates.wrong(f"a {type(optimizer).__name__} was not given to attach")
+
+    def _step_ended(self) -> None:
+        self.steps.partial = self._ahead = False
+        self.updates.step_ended()
+        self._arrange()
+        super()._step_ended()
+
+    def finish_window(self) -> None:
+        """Capture what is open: layers that were updated had their fence, the others are intact."""
+        with self.stalls.of("request"), self.lock, self._reported():
+            self.pipeline.fence(None)
+
+
+@dataclass(eq=False)
+class Kinds:
+    """What attach makes, by the setting `update`."""
+
+    pipeline: type[Pipeline] = Pipeline
+    recorder: Callable[..., Recorder] = Recorder
+    due: Callable[[Policy], Due] = Due
+    stop: Callable[[], None] = lambda: None
+    """Ends what the recorder has begun besides."""
+
+    @classmethod
+    def of(cls, update: object, model: nn.Module, inventory: Inventory, boundary: bool) -> Kinds:
+        """Plain ones, or layer-wise ones where that can be.
+
+        Raises:
+            ConfigError: layer-wise update cannot be had here, and why.
+        """
+        if not isinstance(update, Layerwise):
+            return cls()
+        refuse(model, inventory, boundary=boundary)
+        updates = Updates(Units(inventory), update.accumulation)
+        inventory.assign = updates.units.assign
+        recorder = partial(LayerRecorder, updates=updates)
+        return cls(LayerPipeline, recorder, AskedAhead, updates.stop)
