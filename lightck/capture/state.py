@@ -75,7 +75,8 @@ class Inventory:
     always_sync: set[str] = field(default_factory=set)
     """Tensors found torn twice (I4)."""
     assign: Callable[[list[Live]], list[Live]] = lambda lives: lives
-    """Says whose update changes each tensor, where that is not the whole optimizer's."""
+    """Says whose update changes each tensor, where that is not the whole optimizer's; asked again
+    after `invalidate`."""
     _cache: _Cache | None = field(default=None, init=False)
 
     def collect(self) -> Collected:
@@ -99,7 +100,7 @@ class Inventory:
             for o, g, s, a in zip(self.optimizers, groups, cache.states, attributes, strict=True)
         ]
         extras = {e.name: self._extra(e, more) for e in self.extras if e.instant != "step"}
-        lives = self.assign([*cache.lives, *more])
+        lives = [*cache.lives, *more]
         return Collected(tuple(lives), {"optimizers": optimizers, "extras": extras})
 
     def invalidate(self) -> None:
@@ -156,7 +157,7 @@ class Inventory:
             [[labels[parameter] for parameter in group["params"]] for group in o.param_groups]
             for o, labels in zip(self.optimizers, known, strict=True)
         ]
-        return _Cache(objects, tuple(lives), states, held)
+        return _Cache(objects, tuple(self.assign(lives)), states, held)
 
     def _model_lives(self) -> Iterator[Live]:
         holders: dict[int, set[int]] = {}

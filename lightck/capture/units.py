@@ -43,8 +43,6 @@ class Units:
     _of_parameter: dict[int, Unit] = field(default_factory=dict)
     _of_path: dict[str, Unit] = field(default_factory=dict)
     """By the path of a parameter's state."""
-    _assigned: dict[int, tuple[Live, Live]] = field(default_factory=dict)
-    """By identity of what the inventory found (kept, so that no other can have it)."""
 
     def find(self) -> bool:
         """Find the units anew, if the optimizers' parameters changed; returns whether they did.
@@ -74,7 +72,7 @@ class Units:
             for unit in self.all
             for p in unit.parameters
         }
-        self._assigned.clear()
+        self.inventory.invalidate()
         return True
 
     def of(self, parameter: torch.Tensor) -> Unit | None:
@@ -86,19 +84,12 @@ class Units:
         return [self._assign(live) for live in lives]
 
     def _assign(self, live: Live) -> Live:
-        known = self._assigned.get(id(live))
-        if known is not None:
-            return known[1]
         unit = None
         if live.role == "parameter":
             unit = self._of_parameter.get(id(live.tensor))
         elif live.role == "optimizer":
             unit = self._of_path.get("/".join(live.name.split("/", 3)[:3]))
-        if unit is None:
-            return live
-        held = replace(live, holders=frozenset((unit.number,)))
-        self._assigned[id(live)] = (live, held)
-        return held
+        return live if unit is None else replace(live, holders=frozenset((unit.number,)))
 
 
 def step_only(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
