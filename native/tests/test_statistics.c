@@ -81,6 +81,7 @@ static void test_publishing_is_in_nobodys_way(bed *b) {
   bed_create(b, "way");
   lck_pool *pool = bed_pool(1, 4096);
   lck_statistics wanted = said(9);
+  lck_region *other = reader(b);
   unsigned char *page = lck_guard_store(b->region, LCK_STATISTICS_OFFSET);
   bed_snapshot(b, pool, 0, 1);
   if (b->staged) { /* out of reach for whoever publishes, while the keeper is in a sync */
@@ -96,9 +97,8 @@ static void test_publishing_is_in_nobodys_way(bed *b) {
   lck_region_latch(b->region, LCK_E_IO);
   CHECK(lck_pool_publish(pool, b->region, &wanted) == 0, "%s", lck_last_error());
   lck_statistics found;
-  EVENTUALLY(look(b->region, &found) == 0 && found.step == 9);
+  EVENTUALLY(look(other, &found) == 0 && found.step == 9);
   CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
-  lck_region *other = reader(b);
   pool = bed_pool(1, 4096);
   CHECK(lck_pool_publish(pool, other, &wanted) == LCK_E_INVALID, "a reader says nothing");
   CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
@@ -110,20 +110,22 @@ static void test_publishing_is_in_nobodys_way(bed *b) {
 static void test_damage_is_seen(bed *b) {
   bed_create(b, "damage");
   lck_pool *pool = bed_pool(1, 4096);
+  lck_region *other = reader(b); /* a mapping of its own, as another process has */
   lck_statistics found, wanted = said(2);
   bed_snapshot(b, pool, 2, 8);
   CHECK(lck_pool_publish(pool, b->region, &wanted) == 0, "%s", lck_last_error());
-  EVENTUALLY(look(b->region, &found) == 0);
+  EVENTUALLY(look(other, &found) == 0);
   unsigned char *page = lck_guard_store(b->region, LCK_STATISTICS_OFFSET);
   for (uint64_t byte = offsetof(statistics_disk, magic); byte < sizeof(statistics_disk); byte++) {
     page[byte] ^= (unsigned char)(1 << byte % 8);
-    int rc = look(b->region, &found);
+    int rc = look(other, &found);
     CHECK(rc == LCK_E_CORRUPT, "byte %llu: %d", (unsigned long long)byte, rc);
     page[byte] ^= (unsigned char)(1 << byte % 8);
   }
   memset(page, 0x5a, LCK_HEADER_PAGE);
-  CHECK(look(b->region, &found) == LCK_E_CORRUPT, "nonsense");
+  CHECK(look(other, &found) == LCK_E_CORRUPT, "nonsense");
   CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+  CHECK(lck_region_close(other) == 0, "%s", lck_last_error());
   bed_reopen(b);
   bed_holds(b, 2, 8);
   bed_destroy(b);
