@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import select
 import shutil
+import signal
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any
 
 from lightck.cli.output import OK, Refusal, pairs, size, table
 from lightck.cli.place import add_path
@@ -62,22 +67,43 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once:
         _print(arguments, _look(arguments.path, {}), "")
         return OK
+    with _interruptions() as interrupted, suppress(KeyboardInterrupt):
+        _watch(arguments, interrupted)
+    if sys.stdout.isatty():
+        print()  # the terminal has put ^C where the shell's prompt is to be
+    return OK
+
+
+@contextmanager
+def _interruptions() -> Iterator[int]:
+    """A descriptor that can be read once Ctrl-C was pressed; a second one raises.
+
+    An exception in the middle of a look could come out inside a finalizer, where Python drops it.
+    The second is for output that is stuck.
+    """
+    interrupted, pressed = os.pipe()
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        if select.select([interrupted], [], [], 0)[0]:
+            raise KeyboardInterrupt
+        os.write(pressed, b".")
+
+    before = signal.signal(signal.SIGINT, tell)
     try:
-        _watch(arguments)
-    except KeyboardInterrupt:
-        if sys.stdout.isatty():
-            print()  # the terminal has put ^C where the shell's prompt is to be
-        return OK
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+        os.close(interrupted)
+        os.close(pressed)
 
 
-def _watch(arguments: argparse.Namespace) -> NoReturn:
+def _watch(arguments: argparse.Namespace, interrupted: int) -> None:
     before: dict[str, Row] = {}
-    shown = ""
-    while True:
+    shown, wait_s = "", 0.0
+    while not select.select([interrupted], [], [], wait_s)[0]:
         rows = _look(arguments.path, before)
-        shown = _print(arguments, rows, shown)
+        shown, wait_s = _print(arguments, rows, shown), arguments.every
         before = {row["file"]: row for row in rows}
-        time.sleep(arguments.every)
 
 
 def _print(arguments: argparse.Namespace, rows: list[Row], shown: str) -> str:

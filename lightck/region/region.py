@@ -77,8 +77,8 @@ class Slot:
     """Of the layout table that its last commit made durable."""
     digests: tuple[bytes, npt.NDArray[np.uint32]] | None = None
     """Layout digest and CRCs of content that this process wrote completely or read and verified."""
-    layout: tuple[allocator.Plan, Layout] | None = field(default=None, repr=False)
-    """The plan last used here, with its extents in this slot."""
+    layout: tuple[allocator.Plan, Layout, list[int]] | None = field(default=None, repr=False)
+    """The plan last used here, with its extents in this slot; offsets of table and manifest."""
     writer: NativeSnapshot | None = field(default=None, repr=False)
 
 

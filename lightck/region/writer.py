@@ -43,6 +43,8 @@ class SlotWriter:
     slot: Slot
     plan: allocator.Plan
     layout: Layout
+    places: list[int]
+    """Offsets of layout table and manifest."""
     known: npt.NDArray[np.uint32] | None
     """CRCs of what the extents hold now, if this process knows; for copies that may be skipped."""
     batches: list[Batch] = field(default_factory=list)
@@ -60,11 +62,16 @@ class SlotWriter:
             return None
         if slot.layout is None or slot.layout[0] is not plan:
             space = allocator.Space(region.info.segments)
-            slot.layout = (plan, Layout(plan.entries, space.offsets(plan.at, slot.index)))
-        layout = slot.layout[1]
+            metadata = np.array([plan.table_at, plan.manifest_at], np.uint64)
+            slot.layout = (
+                plan,
+                Layout(plan.entries, space.offsets(plan.at, slot.index)),
+                space.offsets(metadata, slot.index).tolist(),
+            )
+        _, layout, places = slot.layout
         held, slot.digests = slot.digests, None
         known = held[1] if held is not None and held[0] == layout.digest else None
-        return cls(region, slot, plan, layout, known)
+        return cls(region, slot, plan, layout, places, known)
 
     @property
     def _snapshot(self) -> NativeSnapshot:
@@ -125,9 +132,7 @@ class SlotWriter:
         sequence, region.next_sequence = region.next_sequence, region.next_sequence + 1
         blob = manifest.encode(Manifest(step, sequence, crcs, at_step, at_forward))
         assert len(blob) <= plan.manifest_bytes, (len(blob), plan.manifest_bytes)
-        space = allocator.Space(region.info.segments)
-        places = np.array([plan.table_at, plan.manifest_at], np.uint64)
-        table_at, manifest_at = (int(x) for x in space.offsets(places, slot.index))
+        table_at, manifest_at = self.places
         fields = {
             "sequence": sequence,
             "step": step,

@@ -198,8 +198,8 @@ def test_ctrl_c_ends_watching_without_an_error(
     terminal = terminals(path)
     terminal.see(_step(2))
     terminal.press(b"\x03")
-    assert terminal.top.receive() == 0
     text = terminal.see(lambda text: "^C" in text)
+    assert terminal.top.receive() == 0
     assert "error:" not in text and "Traceback" not in text
 
 
