@@ -48,7 +48,7 @@ def draw(recording: Recording, out: Path, suffix: str) -> None:
     """Draw all of the recording."""
     with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 10, "svg.fonttype": "none"}):
         figure = _figure(recording)
-        smaller = {"pil_kwargs": {"optimize": True}} if suffix == ".png" else {}
+        smaller: dict[str, Any] = {"pil_kwargs": {"optimize": True}} if suffix == ".png" else {}
         figure.savefig(out, format=suffix[1:], dpi=150, facecolor="white", **smaller)
 
 
