@@ -148,11 +148,10 @@ def test_a_restart_is_not_blocked_by_a_worker_that_outlives_its_killed_trainer(
         for _ in range(3):
             loop.run(1)
             handle.wait()
-        worker = processes.fork()
-        if worker == 0:
-            signal.pause()  # a data-loader worker
+        if processes.fork() == 0:  # a data-loader worker; it has dropped what a fork drops
+            parent.send((os.getpid(), loop.seen))
+            signal.pause()
             os._exit(0)
-        parent.send((worker, loop.seen))
         parent.pause()
 
     child = processes.start(job)
