@@ -19,8 +19,9 @@ from lightck.errors import (
     RegionBusyError,
     RegionIOError,
 )
-from lightck.load import SNAPSHOTS, region_files, row, rows_of, threads
+from lightck.load import SNAPSHOTS, region_files, row, rows_of
 from lightck.region.choice import nothing_whole
+from lightck.region.pool import usual_threads
 from lightck.region.region import Candidate, Region, survey
 
 TENSORS = pa.schema(
@@ -216,7 +217,7 @@ def _damaged(region: Region, candidate: Candidate, progress: Callable[[int], obj
     while begin < len(rows):
         sizes = np.cumsum(rows["length"][begin:])
         end = begin + max(1, int(np.searchsorted(sizes, CHECKED_AT_ONCE_BYTES)))
-        found = region.native.fetch(rows[begin:end], threads())
+        found = region.native.fetch(rows[begin:end], usual_threads())
         if found is not None:
             bad.append(names[begin + found])
             end = begin + found + 1

@@ -18,6 +18,7 @@ from lightck.errors import CorruptSnapshotError, NoSnapshotError
 from lightck.region import backing, native, place
 from lightck.region.choice import first_whole, is_there
 from lightck.region.layout import Entry
+from lightck.region.pool import usual_threads
 from lightck.region.region import Candidate, Region, survey
 from lightck.restore import fresh
 
@@ -146,7 +147,7 @@ def verify(region: Region, candidate: Candidate) -> None:
         CorruptSnapshotError: names the tensor.
     """
     rows, names = rows_of(candidate)
-    region.fetch(candidate, rows, names, threads())
+    region.fetch(candidate, rows, names, usual_threads())
 
 
 def rows_of(candidate: Candidate) -> tuple[np.ndarray[Any, Any], list[str]]:
@@ -157,11 +158,6 @@ def rows_of(candidate: Candidate) -> tuple[np.ndarray[Any, Any], list[str]]:
     rows["crc"] = candidate.manifest.crcs
     chosen = np.flatnonzero(candidate.layout.lengths > 0)
     return rows[chosen], [entries[i].name for i in chosen]
-
-
-def threads() -> int:
-    """How many to read with, the caller included."""
-    return max(1, min(4, len(os.sched_getaffinity(0))))
 
 
 def _mapped(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
@@ -201,7 +197,7 @@ def _copies(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
     found = {e.name: fresh(e) for e in candidate.layout.entries if e.alias_of is None}
     rows, names = rows_of(candidate)
     rows["destination"] = [found[name].data_ptr() for name in names]
-    region.fetch(candidate, rows, names, threads())
+    region.fetch(candidate, rows, names, usual_threads())
     region.close()
     return found
 

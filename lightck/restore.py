@@ -31,6 +31,7 @@ from lightck.events import event
 from lightck.region import backing, native, place
 from lightck.region.choice import first_whole
 from lightck.region.layout import Entry
+from lightck.region.pool import usual_threads
 from lightck.region.region import Candidate, Region
 from lightck.types import RestoreInfo
 
@@ -143,9 +144,9 @@ def _restore_from(
         filling = Filling(candidate, live, second, strict)
         filling.check(first)
         reads, names = filling.reads(verify_only=True)
-        region.fetch(candidate, reads, names, threads=_threads())
+        region.fetch(candidate, reads, names, threads=usual_threads())
         reads, names = filling.reads(verify_only=False)
-        region.fetch(candidate, reads, names, threads=_threads())
+        region.fetch(candidate, reads, names, threads=usual_threads())
     finally:
         region.native.lease(record.slot, False)
     filling.finish(first)
@@ -167,10 +168,6 @@ def _restore_from(
     )
     event("restored", step=info.step, slot=info.slot, path=info.path)
     return info
-
-
-def _threads() -> int:
-    return max(1, min(4, len(os.sched_getaffinity(0))))
 
 
 class Filling:

@@ -30,6 +30,11 @@ MOMENT_DTYPE = np.dtype(
 )  # fmt: skip
 
 
+def usual_threads() -> int:
+    """How many threads copy, there and back: one for each CPU of the calling thread, 4 at most."""
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
 class NativePool:
     """Owns one `lck_pool`: the worker threads."""
 
@@ -42,7 +47,7 @@ class NativePool:
             idle: they take what everything else leaves of their CPUs.
             moments: each keeps its last ones for `timeline`; 0: none.
         """
-        self.threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        self.threads = threads or usual_threads()
         spec = ffi.new("lck_pool_spec *")
         spec.threads, spec.chunk_bytes, spec.idle = self.threads, chunk_bytes, idle
         spec.moments = moments
