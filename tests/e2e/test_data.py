@@ -116,6 +116,16 @@ class Sampled(Job):
         run.now = t + 1
         return t
 
+    def step(self, run: Run, t: int, index: torch.Tensor, x: torch.Tensor) -> int:
+        """One step on one batch; its number."""
+        self.optimizer.zero_grad()
+        self.seen = []
+        loss = self.learn(index, x)
+        self.optimizer.step()
+        run.done(t + 1, loss)
+        run.now = t + 2
+        return t + 1
+
     def learn(self, index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """One micro-batch; mixed with noise by the loop itself."""
         self.seen += [index, x]
@@ -174,13 +184,7 @@ class Whole(Sampled):
         t = self.begin(run)
         while t < run.last:
             for index, x in self.loader:
-                self.optimizer.zero_grad()
-                self.seen = []
-                loss = self.learn(index, x)
-                self.optimizer.step()
-                t += 1
-                run.done(t, loss)
-                run.now = t + 1
+                t = self.step(run, t, index, x)
             self.scheduler.step()
             self.validate()
         run.finish()
@@ -207,16 +211,10 @@ class Leaving(Sampled):
         for epoch in range(self.sampler.epoch, 99):
             self.sampler.set_epoch(epoch)
             for index, x in self.loader:
-                self.optimizer.zero_grad()
-                self.seen = []
                 if int(index[0]) % 3 == 0:
                     self.skipped["count"] += 1
                     continue
-                loss = self.learn(index, x)
-                self.optimizer.step()
-                t += 1
-                run.done(t, loss)
-                run.now = t + 1
+                t = self.step(run, t, index, x)
                 if t == run.last or self.sampler.consumed >= 36:
                     break
             if self.sampler.consumed >= 36:
@@ -284,13 +282,7 @@ class StatefulLeaving(Stateful):
         t = self.begin(run)
         while t < run.last:
             for index, x in self.loader:
-                self.optimizer.zero_grad()
-                self.seen = []
-                loss = self.learn(index, x)
-                self.optimizer.step()
-                t += 1
-                run.done(t, loss)
-                run.now = t + 1
+                t = self.step(run, t, index, x)
                 if t == run.last or t % 3 == 0:
                     break
         run.finish()
