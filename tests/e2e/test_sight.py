@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 import lightck
 from lightck.cli.main import main
+from lightck.watch import readings
 
 STATISTICS = 8192 + 16 * 4096
 """Offset of the page, see DESIGN.md section 3."""
@@ -318,14 +320,15 @@ def test_looking_again_shows_what_happened_in_between(
     path, _ = running
     looks = []
 
-    def enough(seconds: float) -> None:
-        looks.append(seconds)
+    def enough(where: str | None) -> list[Any]:
+        looks.append(where)
         if len(looks) == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+        return readings(where)
 
-    monkeypatch.setattr("time.sleep", enough)
-    assert main(["top", "--json", "--every", "0.5", str(path)]) == 0
+    monkeypatch.setattr("lightck.cli.top.readings", enough)
+    assert main(["top", "--json", "--every", "0.05", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["regions"][0]["published"]["step"] for line in lines] == [5, 5]
-    assert looks == [0.5, 0.5]
+    assert looks == [str(path)] * 2, "the interrupt lets the look end, and is the last"
     assert main(["top", "--every", "0", str(path)]) == 2
