@@ -75,6 +75,8 @@ class Part:
     """The positions as Python integers."""
     free: npt.NDArray[np.bool_]
     """Per copy, whether no optimizer holds the tensor."""
+    begins: npt.NDArray[np.uint64]
+    """First byte of each tensor that is copied."""
     versions: list[int] = field(default_factory=list)
     """Of the live tensors at the last snapshot."""
     last: Sources | None = None
@@ -191,7 +193,8 @@ def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...]) -> tuple[Part, .
     for (own, holders), wanted in members.items():
         order = sorted(wanted, key=lambda i: -entries[i].length)
         free = np.array([not lives[i].holders for i in order], np.bool_)
-        parts.append(Part(holders, own, np.array(order, np.intp), tuple(order), free))
+        begins = np.array([entries[i].begin or 0 for i in order], np.uint64)
+        parts.append(Part(holders, own, np.array(order, np.intp), tuple(order), free, begins))
     return tuple(parts)
 
 

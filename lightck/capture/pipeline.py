@@ -318,7 +318,8 @@ class Pipeline:
 
     def _queue(self, flight: Flight, part: Part, staged: npt.NDArray[np.bool_]) -> Group:
         chosen, at = sources(part, self.arrangement), part.positions
-        pointers, may_skip = np.array(chosen.pointers, np.uint64), part.unmoved(chosen.versions)
+        pointers = np.array(chosen.pointers, np.uint64) + part.begins
+        may_skip = part.unmoved(chosen.versions)
         batch = flight.writer.add(at, pointers, may_skip, staged[at])
         group = Group(part.holders, batch, chosen, part.owned)
         flight.groups.append(group)

@@ -21,16 +21,18 @@ def describe(live: Live) -> Entry:
     """
     tensor = live.tensor
     strides = tuple(tensor.stride()) if is_dense(tensor) else row_major(tuple(tensor.shape))
+    begin, end = live.span or (0, tensor.numel() * tensor.element_size())
     return Entry(
         name=live.name,
         role=live.role,
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
         strides=strides,
-        length=0 if live.alias_of else tensor.numel() * tensor.element_size(),
+        length=0 if live.alias_of else end - begin,
         layer=live.layer,
         device=tensor.device.type,
         alias_of=live.alias_of,
+        begin=begin if live.span else None,
     )
 
 
@@ -45,9 +47,8 @@ def check(entries: Iterable[Entry], *, context: str) -> None:
         if not isinstance(dtype, torch.dtype) or entry.dtype.startswith(("qint", "quint")):
             raise CorruptSnapshotError(f"{context}: {entry.name} has dtype {entry.dtype!r}")
         size = math.prod(entry.shape) * dtype.itemsize
-        if entry.alias_of is None and (
-            size != entry.length or not _fill(entry.shape, entry.strides)
-        ):
+        fits = size == entry.length if entry.begin is None else entry.begin + entry.length <= size
+        if entry.alias_of is None and not (fits and _fill(entry.shape, entry.strides)):
             raise CorruptSnapshotError(
                 f"{context}: {entry.name} has {entry.length} bytes for {entry.dtype}"
                 f"{list(entry.shape)} with strides {list(entry.strides)}"

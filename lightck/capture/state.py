@@ -43,6 +43,8 @@ class Live:
     sync: bool = False
     """Changes inside the window (buffers): copied at (b)."""
     alias_of: str | None = None
+    span: tuple[int, int] | None = None
+    """First byte and end of what this rank captures of a tensor that others hold; None: all."""
 
 
 @dataclass(frozen=True)

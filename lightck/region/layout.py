@@ -27,6 +27,8 @@ SCHEMA = pa.schema(
         pa.field("alias_of", pa.string()),
         pa.field("offset", pa.uint64(), nullable=False),
         pa.field("length", pa.uint64(), nullable=False),
+        # First byte of the tensor that the extent holds; null: all of the tensor is there.
+        pa.field("begin", pa.uint64()),
         # Shards of a DTensor; null for a tensor that this rank holds whole.
         pa.field("global_shape", pa.list_(pa.int64())),
         pa.field("global_offset", pa.list_(pa.int64())),
@@ -34,16 +36,30 @@ SCHEMA = pa.schema(
     ]
 )
 
+_SHARD = ("global_shape", "global_offset", "placements")
 MAX_DIMS = 1024
 """Of a tensor; torch and NumPy stop far below in all but the simplest operations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a local tensor is of a DTensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    offset: tuple[int, ...]
+    """Of the local tensor's first element in the whole, per dimension."""
+    placements: str
+    """Mesh and placements, in words that two equal ones share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor's description, without its place.
 
-    Strides count elements and describe the bytes in the extent: those of the live tensor when it is
-    dense, row-major otherwise. An alias shares the extent of the entry it names.
+    Strides count elements and describe the bytes of the tensor: those of the live tensor when it is
+    dense, row-major otherwise. An alias shares the extent of the entry it names. A rank that shares
+    a replicated tensor with others may hold a part of its bytes: `length` of them, from `begin`.
     """
 
     name: str
@@ -54,12 +70,15 @@ class Entry:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     length: int
-    """Bytes; 0 for an empty tensor and for an alias."""
+    """Bytes of the extent; 0 for an empty tensor and for an alias."""
     layer: str = ""
     """Module that owns it: the unit of release and audit."""
     device: str = "cpu"
     """cpu, or the kind of device it lived on."""
     alias_of: str | None = None
+    begin: int | None = None
+    """First byte of the tensor in the extent; None: the extent holds the whole tensor."""
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +120,7 @@ class Layout:
 
 def encode(entries: Sequence[Entry], offsets: npt.NDArray[np.uint64]) -> bytes:
     """Serialize; the length does not depend on the offsets."""
-    nothing = [None] * len(entries)
+    shards = [e.shard for e in entries]
     columns: list[Any] = [
         [e.name for e in entries],
         [e.role for e in entries],
@@ -113,9 +132,10 @@ def encode(entries: Sequence[Entry], offsets: npt.NDArray[np.uint64]) -> bytes:
         [e.alias_of for e in entries],
         offsets,
         np.array([e.length for e in entries], np.uint64),
-        nothing,
-        nothing,
-        nothing,
+        [e.begin for e in entries],
+        [s and s.shape for s in shards],
+        [s and s.offset for s in shards],
+        [s and s.placements for s in shards],
     ]
     arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
     sink = pa.BufferOutputStream()
@@ -133,11 +153,12 @@ def decode(table: bytes, *, context: str) -> Layout:
     """
     rows = read(table, SCHEMA, context=f"{context}: layout table")
     try:
-        wanted = ("name", "role", "dtype", "shape", "strides", "length", "layer", "device")
-        columns = {name: rows.column(name).to_pylist() for name in (*wanted, "alias_of")}
+        plain = ("name", "role", "dtype", "shape", "strides", "length", "layer", "device")
+        columns = [rows.column(name).to_pylist() for name in (*plain, "alias_of", "begin")]
+        whole = [rows.column(name).to_pylist() for name in _SHARD]
         entries = tuple(
-            Entry(n, r, d, tuple(sh), tuple(st), le, la, de, al)
-            for n, r, d, sh, st, le, la, de, al in zip(*columns.values(), strict=True)
+            Entry(n, r, d, tuple(sh), tuple(st), le, la, de, al, begin, _shard(*shard))
+            for n, r, d, sh, st, le, la, de, al, begin, *shard in zip(*columns, *whole, strict=True)
         )
         offsets = rows.column("offset").to_numpy().astype(np.uint64, copy=False)
     except (pa.ArrowException, OSError, TypeError, ValueError) as error:
@@ -152,13 +173,32 @@ def decode(table: bytes, *, context: str) -> Layout:
     return layout
 
 
+def _shard(
+    shape: list[int] | None, offset: list[int] | None, placements: str | None
+) -> Shard | None:
+    if shape is None and offset is None and placements is None:
+        return None
+    if shape is None or offset is None or placements is None:
+        raise ValueError(f"a shard with shape {shape}, offset {offset}, placements {placements}")
+    return Shard(tuple(shape), tuple(offset), placements)
+
+
 def _problem(entry: Entry, layout: Layout) -> str:
+    shard = entry.shard
     if max(len(entry.shape), len(entry.strides)) > MAX_DIMS:
         return f"has {len(entry.shape)} dimensions and {len(entry.strides)} strides"
     if len(entry.shape) != len(entry.strides) or min((*entry.shape, *entry.strides, 0)) < 0:
         return f"has shape {list(entry.shape)} and strides {list(entry.strides)}"
+    if shard is not None and (
+        not len(shard.shape) == len(shard.offset) == len(entry.shape)
+        or min((*shard.shape, *shard.offset, 0)) < 0
+        or any(o + n > w for o, n, w in zip(shard.offset, entry.shape, shard.shape, strict=True))
+    ):
+        return f"of shape {list(entry.shape)} is no part of {list(shard.shape)} at {shard.offset}"
     if entry.alias_of is None:
         return ""
+    if entry.begin is not None:
+        return "is an alias, and of a part"
     target = layout.index.get(entry.alias_of)
     if target is None:
         return f"is an alias of {entry.alias_of}, which is not there"

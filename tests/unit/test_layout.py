@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightck.errors import CorruptSnapshotError
 from lightck.region import layout
-from lightck.region.layout import Entry, Layout
+from lightck.region.layout import Entry, Layout, Shard
 
 names = st.text(st.characters(codec="utf-8"), max_size=40)
 numbers = st.integers(0, 1 << 40)
@@ -27,6 +27,8 @@ tables = st.lists(
         length=st.integers(0, 1 << 60),
         layer=names,
         device=st.sampled_from(["cpu", "cuda"]),
+        begin=st.none() | st.integers(0, 1 << 60),
+        shard=st.none() | st.just(Shard((1 << 50, 1 << 50), (3, 4), "mesh(2), shard 0")),
     ),
     unique_by=lambda entry: entry.name,
     max_size=12,
@@ -123,6 +125,8 @@ def rewritten(**columns: Any) -> bytes:
         ({"offset": [48, None, 8]}, "nulls in its column"),
         ({"shape": [[3, 4], [3, 4], [-1]]}, "model/0"),
         ({"strides": [[4], [4, 1], []]}, "model/a"),
+        ({"global_shape": [[6, 4], None, None]}, "does not parse: a shard with"),
+        ({"begin": [None, 4, None]}, "model/b is an alias, and of a part"),
     ],
 )
 def test_a_table_that_parses_but_makes_no_sense_is_corrupt(
@@ -151,6 +155,8 @@ def changed(**fields: Any) -> bytes:
         {"strides": (1, 4)},
         {"dtype": "int32"},
         {"alias_of": None, "shape": (1 << 40,) * 2000, "strides": (1,) * 2000},
+        {"shard": Shard((6, 4), (4, 0), "beyond the end")},
+        {"shard": Shard((6,), (0,), "of other dimensions")},
     ],
     ids=lambda fields: next(iter(fields)),
 )
