@@ -11,8 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import charts, definition, engines, execute, picture, readme, record, report, verdict
-from bench.errors import BenchError
+from bench import (
+    charts,
+    definition,
+    engines,
+    execute,
+    launch,
+    picture,
+    readme,
+    record,
+    report,
+    verdict,
+)
+from bench.errors import BenchError, Unavailable
 from bench.place import BUILD
 
 _EXAMPLES = """\
@@ -103,8 +114,14 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.tiny:
         chosen = [definition.tiny(each) for each in chosen]
     for each in chosen:
-        with _progress(each.name) as tell:
-            result = execute.run(each, _command(arguments), execute.in_process_of_its_own, tell)
+        try:
+            with _progress(each.name) as tell:
+                result = execute.run(
+                    each, _command(arguments), launch.in_processes_of_their_own, tell
+                )
+        except Unavailable as why:
+            print(f"SKIPPED: {each.name}: {why}", file=sys.stderr)
+            continue
         result.about["tiny"] = arguments.tiny
         path = arguments.out / f"{each.name}.parquet"
         record.write(result, path)

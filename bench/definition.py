@@ -13,7 +13,8 @@ from bench.errors import BenchError
 from bench.place import DEFINITIONS, MEDIA
 from bench.work import MODELS, NEEDS, OPTIMIZERS, Work
 
-KINDS = ("training", "idle", "native", "restore", "commit", "memory", "trace")
+RANKS = ("ranks", "commit_ranks", "restore_ranks")
+KINDS = ("training", "idle", "native", "restore", "commit", "memory", "trace", *RANKS)
 WAITS = ("default", "passive", "active")
 POLICIES = ("pairs", "blocks")
 
@@ -27,7 +28,7 @@ class Method:
     Attributes:
         policy: `pairs` (every other step carries a snapshot) or `blocks` (blocks of steps with one
             each, between blocks without).
-        block: steps of a block.
+        block: steps of a block; with several ranks also pairs in a row.
         warmup: steps before the engine is attached.
         settle: pairs or blocks after it, not counted.
         least: samples (pairs, blocks, repetitions) in any case.
@@ -58,11 +59,13 @@ class Contender:
         settings: of the engine.
         method: what differs from the definition's.
         work: what differs from the definition's.
+        threads: of torch; 0: the definition's.
     """
 
     label: str
     engine: str
     medium: str = "tmpfs"
+    threads: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     method: Mapping[str, Any] = field(default_factory=dict)
     work: Mapping[str, Any] = field(default_factory=dict)
@@ -152,12 +155,13 @@ def tiny(definition: Definition) -> Definition:
         work: dict[str, Any] = dict(contender.work)
         if "tensors" in work:
             work["tensors"] = min(work["tensors"], 64)
+        work["link"] = 0
         if "model" in work and work["model"] != "bag":
             work["model"] = "tiny"
-        return replace(contender, work=work, method={**contender.method, **small})
+        return replace(contender, work=work, method={**contender.method, **small}, threads=1)
 
     model = definition.work.model if definition.work.model == "bag" else "tiny"
-    work = replace(definition.work, model=model, batch=1, sequence=8, tensors=64)
+    work = replace(definition.work, model=model, batch=1, sequence=8, tensors=64, link=0)
     contenders = tuple(map(shrunk, definition.contenders))
     return replace(definition, work=work, threads=1, contenders=contenders)
 
@@ -227,6 +231,10 @@ def _check_contender(definition: Definition, contender: Contender) -> None:
     _choice(f"{where}: model", work.model, tuple(MODELS))
     _choice(f"{where}: optimizer", work.optimizer, tuple(OPTIMIZERS))
     _choice(f"{where}: policy", method.policy, POLICIES)
+    if work.world < 1 or (work.world > 1 and definition.kind not in RANKS):
+        raise BenchError(f"{where}: world = {work.world}: only {', '.join(RANKS)} take several")
+    if work.link and work.world != 2:
+        raise BenchError(f"{where}: link = {work.link} joins two ranks, not world = {work.world}")
 
 
 def _target(table: dict[str, Any], contenders: Iterable[Contender]) -> Target:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from bench import machine
+from bench import machine, measures
 from bench.definition import Contender, Definition
 from bench.errors import BenchError
-from bench.place import ROOT
+from bench.group import Place
+from bench.place import scratch
 from bench.record import Record, Result
 
 Tell = Callable[[str], None]
@@ -31,7 +26,7 @@ def run(definition: Definition, command: str, launch: Launch, tell: Tell) -> Res
     Args:
         definition: what.
         command: how it was asked for, kept in the result.
-        launch: `in_process_of_its_own`, or a test's.
+        launch: `bench.launch.in_processes_of_their_own`, or a test's.
         tell: takes progress: a line per change.
 
     Raises:
@@ -50,10 +45,7 @@ def run(definition: Definition, command: str, launch: Launch, tell: Tell) -> Res
     }
     records: list[Record] = []
     for contender in definition.contenders:
-        job = job_of(definition, contender)
-        outcome = launch(job, lambda text, label=contender.label: tell(f"{label}: {text}"))  # type: ignore[misc]
-        if "error" in outcome:
-            raise BenchError(f"{definition.name}: {contender.label}: {outcome['error']}")
+        outcome = _measured(definition, contender, launch, tell)
         if outcome["versions"] != versions:
             raise BenchError(
                 f"{definition.name}: {contender.label} ran with {outcome['versions']}, expected"
@@ -65,16 +57,32 @@ def run(definition: Definition, command: str, launch: Launch, tell: Tell) -> Res
     return Result(about, records)
 
 
+def _measured(
+    definition: Definition, contender: Contender, launch: Launch, tell: Tell
+) -> dict[str, Any]:
+    """The outcome of an engine's last phase; all of them share a folder."""
+    with scratch(contender.medium) as folder:
+        for phase in measures.phases(definition.kind):
+            job = {**job_of(definition, contender), "kind": phase, "folder": str(folder)}
+            if phase != definition.kind:  # it prepares, perhaps with other ranks
+                job["work"]["world"] = job["work"]["saved_by"] or job["work"]["world"]
+            outcome = launch(job, lambda text: tell(f"{contender.label}: {text}"))
+            if "error" in outcome:
+                raise BenchError(f"{definition.name}: {contender.label}: {outcome['error']}")
+    return outcome
+
+
 def job_of(definition: Definition, contender: Contender) -> dict[str, Any]:
     """What `bench.runner` needs to know."""
     whole = definition.as_json()
     return {
         "kind": definition.kind,
+        "place": Place().as_json(),
         "contender": next(c for c in whole["contenders"] if c["label"] == contender.label),
         "work": {**whole["work"], **contender.work},
         "method": {**whole["method"], **contender.method},
         "precision": precision(definition, contender),
-        "threads": definition.threads,
+        "threads": contender.threads or definition.threads,
         "wait": definition.wait,
         "packages": definition.packages,
     }
@@ -90,40 +98,3 @@ def precision(definition: Definition, contender: Contender) -> dict[str, float]:
         and (bound := target.bound) is not None
     }
     return found or {"relative": _RELATIVE}
-
-
-def in_process_of_its_own(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Perform a job in a new Python, with the threads and the OpenMP wait policy it asks for."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"])}
-    environment.pop("OMP_WAIT_POLICY", None)
-    if job["wait"] != "default":
-        environment["OMP_WAIT_POLICY"] = job["wait"]
-    with tempfile.TemporaryDirectory(prefix="lightck-bench-") as name:
-        folder = Path(name)
-        (folder / "job").write_text(json.dumps(job))
-        with open(folder / "stderr", "w+") as stderr:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "bench.runner", folder / "job", folder / "outcome"],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-            try:
-                return _outcome(child, folder, tell)
-            finally:
-                child.kill()  # Ctrl-C, or an error of ours: never leave it training on its own
-                child.wait()
-
-
-def _outcome(child: subprocess.Popen[str], folder: Path, tell: Tell) -> dict[str, Any]:
-    assert child.stdout is not None
-    for line in child.stdout:
-        tell(line.rstrip())
-    status = child.wait()
-    if not (folder / "outcome").exists():
-        said = (folder / "stderr").read_text()[-4000:]
-        return {"error": f"its process ended with status {status} and no outcome\n{said}"}
-    outcome: dict[str, Any] = json.loads((folder / "outcome").read_text())
-    return outcome

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -22,12 +24,19 @@ MEDIA = {
 
 @contextmanager
 def scratch(medium: str) -> Iterator[Path]:
-    """An empty folder on a medium; removed afterwards."""
+    """An empty folder on a medium; removed afterwards, or if this is killed by the next maker.
+
+    Only what dead processes left is swept: a folder's name has its maker's number.
+    """
     if medium not in MEDIA:
         raise BenchError(f"medium {medium!r}: must be one of {', '.join(MEDIA)}")
     root = MEDIA[medium]
     root.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="lightck-bench-", dir=root))
+    for left in root.glob("lightck-bench-*"):
+        found = re.fullmatch(r"lightck-bench-(\d+)-\w+", left.name)
+        if found and not Path("/proc", found[1]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"lightck-bench-{os.getpid()}-", dir=root))
     try:
         yield folder
     finally:

@@ -22,9 +22,23 @@ _MAIN = {
     "commit": ("commit", "seal", "boundary"),
     "memory": ("extra_dram",),
     "trace": ("trace_overhead", "trace_cpu", "step", "copies"),
+    "ranks": (
+        *("extra", "cost_ratio", "cost_ratio_alone", "overhead", "step", "compute", "sync_copy"),
+        "written_share",
+    ),
+    "commit_ranks": ("commit", "seal", "tensors"),
+    "restore_ranks": ("restore", "state"),
 }
-_SORTED_BY = {"training": "extra", "restore": "restore", "commit": "commit", "memory": "extra_dram"}
-_SHARES = ("overhead", "idle_hooks", "trace_overhead", "trace_cpu")
+_SORTED_BY = {
+    "training": "extra",
+    "restore": "restore",
+    "commit": "commit",
+    "memory": "extra_dram",
+    "ranks": "extra",
+    "commit_ranks": "commit",
+    "restore_ranks": "restore",
+}
+_SHARES = ("overhead", "idle_hooks", "trace_overhead", "trace_cpu", "written_share")
 
 
 def render(results: Sequence[Result], charts: dict[str, str]) -> str:
@@ -120,11 +134,15 @@ def _section(result: Result, charts: dict[str, str]) -> list[str]:
 def _how(definition: dict[str, Any]) -> str:
     work, method = definition["work"], definition["method"]
     count = f"{method['least']} samples"
-    if definition["kind"] == "training":
+    if definition["kind"] in ("training", "ranks"):
         most, seconds = method["most"], method["seconds"]
         count = f"{method['policy']}, {method['least']} to {most} samples or {seconds:g} s"
+    ranks = ""
+    if work.get("world", 1) > 1:
+        link = f"{work['link']:,} Mbit/s each way" if work["link"] else "loopback"
+        ranks = f" on each of {work['world']} ranks (DDP, gloo, {link})"
     return (
-        f"{work['model']}, {work['optimizer']}, batch {work['batch']} x {work['sequence']};"
+        f"{work['model']}, {work['optimizer']}, batch {work['batch']} x {work['sequence']}{ranks};"
         f" {definition['threads']} threads, OMP_WAIT_POLICY {definition['wait']}; {count}, unless"
         " an engine has its own. In brackets: 95 % bootstrap interval of the 20 % trimmed mean."
     )

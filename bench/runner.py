@@ -1,13 +1,16 @@
 """The process in which one engine is measured: a job in JSON in, records in JSON out.
 
-Nothing else runs here, so that threads, memory and OpenMP settings are the engine's own. Progress
-goes to stdout, a line at a time; the outcome goes to a file.
+Nothing else runs here, so that threads, memory and OpenMP settings are the engine's own. Of several
+ranks each has such a process. Progress goes to stdout, a line at a time; the outcome to a file. The
+process ends when its standard input does: whoever started it is gone then.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +19,8 @@ from typing import Any
 from bench import measures
 from bench.definition import Contender, Method
 from bench.errors import BenchError
+from bench.group import Place, joined
 from bench.machine import versions
-from bench.place import scratch
 from bench.work import Work
 
 
@@ -36,7 +39,7 @@ def _measured(job: dict[str, Any]) -> list[dict[str, Any]]:
 
     torch.set_num_threads(job["threads"])
     contender = Contender(**job["contender"])
-    with scratch(contender.medium) as folder:
+    with joined(Place(**job["place"])) as group:
         records = measures.run(
             measures.Job(
                 kind=job["kind"],
@@ -44,8 +47,9 @@ def _measured(job: dict[str, Any]) -> list[dict[str, Any]]:
                 work=Work(**job["work"]),
                 method=Method(**job["method"]),
                 precision=job["precision"],
-                folder=folder,
+                folder=Path(job["folder"]),
                 tell=lambda text: print(text, flush=True),
+                group=group,
             )
         )
     return [{**asdict(record), "engine": contender.label} for record in records]
@@ -53,9 +57,16 @@ def _measured(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """`python -m bench.runner JOB OUTCOME`."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     job, outcome = map(Path, sys.argv[1:])
     done = perform(json.loads(job.read_text()))
     outcome.write_text(json.dumps(done))
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(3)
 
 
 if __name__ == "__main__":

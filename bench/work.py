@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from bench.errors import BenchError
 
 State = dict[str, Any]
+_LINE = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -23,9 +30,12 @@ class Work:
     Attributes:
         model: a key of `MODELS`.
         optimizer: a key of `OPTIMIZERS`.
-        batch: sequences (or rows) per step.
+        batch: sequences (or pictures) per step, of each rank.
         sequence: tokens per sequence; models without tokens ignore it.
         tensors: of state, for the model `bag`.
+        world: ranks that train it together, data parallel.
+        link: Mbit/s of the network between them, each way; 0: loopback.
+        saved_by: ranks that wrote the snapshot that `world` ranks restore; 0: as many.
     """
 
     model: str
@@ -33,6 +43,9 @@ class Work:
     batch: int = 1
     sequence: int = 64
     tensors: int = 450
+    world: int = 1
+    link: int = 0
+    saved_by: int = 0
 
 
 class Tiny(nn.Module):
@@ -93,34 +106,88 @@ class Gpt2(nn.Module):
         return loss
 
 
+class Vgg16(nn.Module):
+    """VGG-16 as its paper has it (Simonyan and Zisserman, 2015, table 1, D): no BatchNorm."""
+
+    PIXELS, CLASSES = 224, 1000
+    _CHANNELS = ((3, 64, 64), (64, 128, 128), (128, 256, 256, 256), (256, *[512] * 3), [512] * 4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for block in self._CHANNELS:
+            for inputs, outputs in pairwise(block):
+                layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(inplace=True)]
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Sequential(
+            nn.Flatten(),
+            *(nn.Linear(512 * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout()),
+            *(nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout()),
+            nn.Linear(4096, self.CLASSES),
+        )
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        """Mean loss of a guess; one picture of each class in turn."""
+        guess = self.classifier(self.features(pictures))
+        return functional.cross_entropy(guess, torch.arange(len(guess)) % self.CLASSES)
+
+
 MODELS: dict[str, Callable[[Work], nn.Module]] = {
     "tiny": lambda work: Tiny(),
     "bag": lambda work: Bag(work.tensors),
     "gpt2": lambda work: Gpt2(),
+    "vgg16": lambda work: Vgg16(),
 }
-VOCABULARY = {"tiny": 64, "bag": 8, "gpt2": 50257}
+VOCABULARY = {"tiny": 64, "bag": 8, "gpt2": 50257}  # the others look at pictures
 NEEDS = {"gpt2": "transformers"}  # model -> package beyond torch
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True),
 }
 
 
 class Training:
-    """A model, its optimizer and endless random tokens; one per process side of a comparison."""
+    """A model, its optimizer and endless random batches; one per process side of a comparison.
 
-    def __init__(self, work: Work, seed: int = 0) -> None:
+    Attributes:
+        plain: the model itself.
+        model: what is trained: the model, or DistributedDataParallel around it.
+        rank: this one of `world` that train together.
+    """
+
+    def __init__(self, work: Work, seed: int = 0, *, rank: int | None = None) -> None:
+        """`rank`: train together with the ranks of torch.distributed, each on its own batches."""
         torch.manual_seed(seed)
         self.work = work
-        self.model = MODELS[work.model](work).train()
-        self.optimizer = OPTIMIZERS[work.optimizer](self.model.parameters())
-        self._tokens = torch.Generator().manual_seed(seed)
+        self.rank, self.world = rank or 0, 1 if rank is None else dist.get_world_size()
+        self.plain = self.model = MODELS[work.model](work).train()
+        self.optimizer = OPTIMIZERS[work.optimizer](self.plain.parameters())
+        self._random = torch.Generator().manual_seed(seed + self.rank)
+        if rank is not None:
+            self.model = DistributedDataParallel(self.plain)
 
     def compute(self) -> None:
-        """Forward and backward of a new batch; gradients are then there."""
-        shape = (self.work.batch, self.work.sequence)
-        high = VOCABULARY[self.work.model]
-        loss = self.model(torch.randint(high, shape, generator=self._tokens))
-        loss.backward()
+        """Forward and backward of a new batch; gradients are then there, those of all ranks."""
+        self.model(self._batch()).backward()
+
+    def compute_alone(self) -> float:
+        """Forward and backward that no other rank hears of; gradients are gone again. Seconds."""
+        model = self.model
+        alone = model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        begin = time.perf_counter()
+        with alone:
+            self.compute()
+        spent = time.perf_counter() - begin
+        self.optimizer.zero_grad()
+        return spent
+
+    def _batch(self) -> torch.Tensor:
+        high = VOCABULARY.get(self.work.model)
+        if high is None:
+            pixels = Vgg16.PIXELS
+            return torch.rand(self.work.batch, 3, pixels, pixels, generator=self._random)
+        return torch.randint(high, (self.work.batch, self.work.sequence), generator=self._random)
 
     def update(self) -> None:
         """The optimizer's step; gradients are then gone."""
@@ -135,11 +202,11 @@ class Training:
 
     def state(self) -> State:
         """Model and optimizer state; it shares memory with the live tensors."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"model": self.plain.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: State) -> None:
         """Take a state over."""
-        self.model.load_state_dict(state["model"])
+        self.plain.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
@@ -167,6 +234,41 @@ def tensors(state: State) -> list[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             found.setdefault(value.data_ptr(), value)
     return list(found.values())
+
+
+def digests(state: State) -> State:
+    """A state to compare others with, in which a digest stands for the bytes of each tensor."""
+    found: State = {}
+    for name, value in leaves(state):
+        if isinstance(value, torch.Tensor):
+            content = hashlib.blake2b(_bits(value).numpy().data, digest_size=16)
+            value = f"{value.dtype} {tuple(value.shape)} {content.hexdigest()}"
+        found[name] = value
+    return found
+
+
+def share(tensors: Sequence[torch.Tensor], rank: int, world: int) -> list[tuple[int, int, int]]:
+    """One rank's part of tensors that all have, as (index, begin, end) in bytes.
+
+    Together the ranks' parts are everything once, of equal size but for two lines; a tensor may be
+    cut.
+    """
+    total = sum(t.nbytes for t in tensors)
+    low, high = (total * r // world // _LINE * _LINE for r in (rank, rank + 1))
+    if rank == world - 1:
+        high = total
+    parts, at = [], 0
+    for index, tensor in enumerate(tensors):
+        begin, end = max(low - at, 0), min(high - at, tensor.nbytes)
+        if begin < end:
+            parts.append((index, begin, end))
+        at += tensor.nbytes
+    return parts
+
+
+def part(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Some bytes of a dense tensor; they share its memory."""
+    return tensor.detach().view(-1).view(torch.uint8)[begin:end]
 
 
 def difference(expected: State, found: State) -> str | None:

@@ -49,7 +49,7 @@ KINDS = {
     ),
     "dcp": Kind(
         "bench.engines.dcp",
-        "torch.distributed.checkpoint.async_save, one process",
+        "torch.distributed.checkpoint.async_save, by every rank",
         ("torch",),
         {"checkpointer": "thread"},
     ),  # fmt: skip

@@ -12,9 +12,15 @@ from bench.work import Training
 
 @dataclass
 class Plan:
-    """Which steps are due; decided before the step ends, never changed afterwards."""
+    """Which steps are due; decided before the step ends, never changed afterwards.
+
+    Attributes:
+        due: those decided so far.
+        every: if not 0, it is every that many steps from the start, and engines can rely on it.
+    """
 
     due: set[int] = field(default_factory=set)
+    every: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class Counts:
 
 class Engine(Protocol):
     """One way of taking snapshots. All calls come from the training thread, in this order.
+
+    With several ranks each has one; what they keep is in the same folder.
 
     Per step: `begin` (if the last step is due), forward and backward, `before_update`, update.
 
@@ -61,6 +69,9 @@ class Engine(Protocol):
 
     def restore(self, training: Training) -> int:
         """Bring the newest snapshot into a fresh training; its step. Called after `finish`."""
+
+    def written(self) -> int:
+        """Bytes that this rank wrote for one snapshot; called after `finish`."""
 
     def stalls(self) -> Mapping[str, float]:
         """Seconds by cause that the training thread spent in the engine, if it knows."""

@@ -7,19 +7,19 @@ import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench.engines.base import Counts, Plan
-from bench.work import Training, leaves
+from bench.work import Training, part, share, tensors
 from bench.yardstick import SyncCopy
 
 
 class Blocking:
     """One slot, no checksum, no crash safety: what any engine is up against.
 
-    The copy is the yardstick's own, so that its cost ratio is 1 but for noise.
+    The copy is the yardstick's own, so that its cost ratio is 1 but for noise. Of several ranks
+    each copies its share, all of them at the same time.
     """
 
     spills = False
@@ -27,18 +27,12 @@ class Blocking:
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
-        self._folder = folder / "blocking"
-        self._folder.mkdir()
-        self._plain: dict[str, Any] = {}
-        self._named: dict[str, torch.Tensor] = {}
-        for name, value in leaves(training.state()):
-            if isinstance(value, torch.Tensor):
-                self._named[name] = value
-            else:
-                self._plain[name] = value
-        unique = {value.data_ptr(): value for value in self._named.values()}
-        self._places = {pointer: i for i, pointer in enumerate(unique)}
-        self._copy = SyncCopy(self._folder, list(unique.values()))
+        self._root, self._world = folder / "blocking", training.world
+        self._folder = self._root / str(training.rank)
+        self._folder.mkdir(parents=True)
+        live = tensors(training.state())
+        self._parts = share(live, training.rank, training.world)
+        self._copy = SyncCopy(self._folder, [part(live[i], b, e) for i, b, e in self._parts])
         self._step = self._begun = 0
 
     def begin(self, step: int) -> None:
@@ -55,32 +49,34 @@ class Blocking:
 
     def finish(self) -> Counts:
         """See `Engine`."""
-        extents = {
-            name: self._copy.offsets[self._places[value.data_ptr()]]
-            for name, value in self._named.items()
-        }
-        (self._folder / "index").write_text(json.dumps({"step": self._step, "at": extents}))
+        places = list(zip(self._parts, self._copy.offsets, strict=True))
+        (self._folder / "index").write_text(json.dumps({"step": self._step, "parts": places}))
         return Counts(self._begun)
 
     def restore(self, training: Training) -> int:
         """See `Engine`."""
-        index = json.loads((self._folder / "index").read_text())
         # A fresh optimizer has no state until it is loaded: zeros of the right kind first.
-        state = training.state()
-        if not state["optimizer"]["state"]:
+        if not training.state()["optimizer"]["state"]:
             training.compute()
             training.update()
-            state = training.state()
-        with open(self._folder / "yardstick", "r+b") as file:
+        live = tensors(training.state())
+        steps = {self._read(self._root / str(rank), live) for rank in range(self._world)}
+        return min(steps)
+
+    def _read(self, folder: Path, live: list[torch.Tensor]) -> int:
+        """Bring back one rank's share; the step it is of."""
+        index = json.loads((folder / "index").read_text())
+        with open(folder / "yardstick", "r+b") as file:
             mapping = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size)
-        for name, value in leaves(state):
-            if isinstance(value, torch.Tensor):
-                source = torch.frombuffer(
-                    mapping, dtype=value.dtype, count=value.numel(), offset=index["at"][name]
-                )
-                value.detach().copy_(source.view(value.shape))
+        for (i, begin, end), offset in index["parts"]:
+            source = torch.frombuffer(mapping, dtype=torch.uint8, count=end - begin, offset=offset)
+            part(live[i], begin, end).copy_(source)
         step: int = index["step"]
         return step
+
+    def written(self) -> int:
+        """See `Engine`."""
+        return self._copy.bytes
 
     def stalls(self) -> Mapping[str, float]:
         """See `Engine`."""

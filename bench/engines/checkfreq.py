@@ -4,6 +4,7 @@ Two phases. `snapshot`: a consistent copy of the state in memory, made by a back
 the next forward and backward; the weight update waits for it. `persist`: torch.save and fsync of
 that copy, behind it. One checkpoint in flight: a new one waits for the previous one's persist.
 The published code spins at the update; here the wait sleeps, which costs training less.
+Of several ranks, rank 0 saves, as there; the others wait for it where they need its gradients.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class CheckFreq:
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
         self._training, self._path = training, folder / "snapshot.pt"
+        self._saves = training.rank == 0
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkfreq")
         self._snapshot: Future[State] | None = None
         self._persist: Future[None] | None = None
@@ -98,6 +100,9 @@ class CheckFreq:
 
     def begin(self, step: int) -> None:
         """See `Engine`."""
+        if not self._saves:
+            self._complete += 1
+            return
         self.drain()
 
         def snapshot() -> State:
@@ -132,6 +137,10 @@ class CheckFreq:
     def restore(self, training: Training) -> int:
         """See `Engine`."""
         return read(self._path, training, mapped=False)
+
+    def written(self) -> int:
+        """See `Engine`."""
+        return self._path.stat().st_size if self._saves else 0
 
     def stalls(self) -> Mapping[str, float]:
         """See `Engine`."""

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint.async_save as its documentation shows it, in a single process."""
+"""torch.distributed.checkpoint.async_save as its documentation shows it, called by every rank."""
 
 from __future__ import annotations
 
@@ -39,10 +39,14 @@ class Dcp:
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
         self._training, self._folder = training, folder
-        # A group of one: async_save wants a CPU backend, and its process variant a group to copy.
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1
-        )
+        self._rank = training.rank
+        if training.world == 1:
+            # async_save wants a CPU backend, and its process variant a group to copy.
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1
+            )
+        # Its collectives run on a thread beside the training's, so that they need their own group.
+        self._group = dist.new_group(backend="gloo") if training.world > 1 else None
         self._running: Future[Any] | None = None
         self._begun = self._complete = self._step = 0
 
@@ -57,6 +61,7 @@ class Dcp:
             saved = async_save(
                 state,
                 checkpoint_id=self._target(),
+                process_group=self._group,
                 async_checkpointer_type=AsyncCheckpointerType(self.checkpointer),
             )
         if not isinstance(saved, Future):
@@ -85,7 +90,7 @@ class Dcp:
     def restore(self, training: Training) -> int:
         """See `Engine`."""
         state = {"step": torch.tensor(-1), **_state(training)}
-        load(state, checkpoint_id=self._target())
+        load(state, checkpoint_id=self._target(), process_group=self._group)
         set_state_dict(
             training.model,
             training.optimizer,
@@ -93,6 +98,11 @@ class Dcp:
             optim_state_dict=state["optimizer"],
         )
         return int(state["step"])
+
+    def written(self) -> int:
+        """See `Engine`."""
+        files = self._target().glob(f"__{self._rank}_*.distcp")
+        return sum(file.stat().st_size for file in files)
 
     def stalls(self) -> Mapping[str, float]:
         """See `Engine`."""

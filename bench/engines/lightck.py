@@ -26,10 +26,14 @@ class Planned:
 
 @dataclass
 class Lightck:
-    """Its own hooks do everything; the runner's calls are only counted."""
+    """Its own hooks do everything; the runner's calls are only counted.
+
+    Not `interleaved`: the same snapshots, but training waits until all is copied before it goes on.
+    """
 
     settings: dict[str, Any]
     interval: int = 1
+    interleaved: bool = True
     spills: bool = field(default=False, init=False)
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
@@ -39,10 +43,14 @@ class Lightck:
             training.model,
             training.optimizer,
             self._path,
-            policy=Planned(plan),
+            policy=_policy(training, plan),
             on_error="raise",
             **self.settings,
         )
+        if not self.interleaved:
+            # Called after lightck's own hook, which opens a due snapshot: it knows of the outermost
+            # module, or of any forward.
+            training.plain.register_forward_pre_hook(lambda module, inputs: self.handle.fence())
         # Committed in the window where nothing needs a sync; else the medium decides how long.
         self.spills = self.handle.survives != "process death"
 
@@ -60,22 +68,47 @@ class Lightck:
         """See `Engine`."""
         self.handle.wait()
         stats = self.handle.stats()
+        self._written = stats.bytes_copied // max(1, stats.captured)
         self.handle.detach()
         lost = {"slipped": stats.slipped, "torn": stats.torn, "failed": stats.failed}
         return Counts(stats.committed, lost)
 
     def restore(self, training: Training) -> int:
         """See `Engine`."""
-        info = lightck.restore(training.model, training.optimizer, self._path)
-        if info is None:
-            raise BenchError(f"lightck found nothing at {self._path}")
-        return info.step
+        return restored(training, self._path)
+
+    def written(self) -> int:
+        """See `Engine`."""
+        return self._written
 
     def stalls(self) -> Mapping[str, float]:
         """See `Engine`."""
         return self.handle.stats().stall_s
 
 
-def make(interval: int = 1, **settings: Any) -> Lightck:
+def _policy(training: Training, plan: Plan) -> int | lightck.Policy:
+    """The plan; over ranks a period, since other policies' steps are announced, and come later.
+
+    Raises:
+        BenchError: the plan has none.
+    """
+    if training.world > 1 and not plan.every:
+        raise BenchError('lightck over ranks needs a fixed period: policy = "pairs"')
+    return plan.every if training.world > 1 else Planned(plan)
+
+
+def restored(training: Training, path: Path) -> int:
+    """Restore the newest snapshot at a path; its step.
+
+    Raises:
+        BenchError: there is none.
+    """
+    info = lightck.restore(training.model, training.optimizer, path)
+    if info is None:
+        raise BenchError(f"lightck found nothing at {path}")
+    return info.step
+
+
+def make(interval: int = 1, interleaved: bool = True, **settings: Any) -> Lightck:
     """See `bench.engines.make`; `interval`: steps per snapshot in blocks."""
-    return Lightck(settings, interval)
+    return Lightck(settings, interval, interleaved)

@@ -37,6 +37,10 @@ class Nothing:
         """There is nothing to restore from."""
         raise NotImplementedError
 
+    def written(self) -> int:
+        """See `Engine`."""
+        return 0
+
     def stalls(self) -> Mapping[str, float]:
         """See `Engine`."""
         return {}

@@ -73,6 +73,10 @@ class TorchSave:
         """See `Engine`."""
         return read(self._path, training, mapped=self.mmap)
 
+    def written(self) -> int:
+        """See `Engine`."""
+        return self._path.stat().st_size
+
     def stalls(self) -> Mapping[str, float]:
         """See `Engine`."""
         return {}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.definition import Contender, Method
+from bench.group import Group
 from bench.record import Record
 from bench.work import Work
 
 
 @dataclass(frozen=True)
 class Job:
-    """One engine to measure, in this process.
+    """One engine to measure, in this process (and in those of the other ranks).
 
     Attributes:
         kind: module in this package.
@@ -22,8 +23,9 @@ class Job:
         work: what is trained.
         method: how it is measured.
         precision: measure to wanted half-width of its interval (`relative`: share of the value).
-        folder: empty, on the contender's medium.
+        folder: on the contender's medium, the same for all ranks and all phases; empty at first.
         tell: takes a word on how far it is.
+        group: the ranks that measure it together.
     """
 
     kind: str
@@ -33,6 +35,15 @@ class Job:
     precision: dict[str, float]
     folder: Path
     tell: Callable[[str], None] = print
+    group: Group = field(default_factory=Group)
+
+
+_BEFORE = {"restore_ranks": ("save_ranks",)}
+
+
+def phases(kind: str) -> tuple[str, ...]:
+    """The modules that make up a kind, each in new processes; the last one has the records."""
+    return (*_BEFORE.get(kind, ()), kind)
 
 
 def run(job: Job) -> list[Record]:

@@ -40,6 +40,8 @@ class Loop:
 
     def run(self, *, then: bool) -> float:
         """One step; `then`: the next one carries a snapshot. Seconds."""
+        if self.plan.every and then != ((self.step + 1) % self.plan.every == 0):
+            raise ValueError(f"step {self.step + 1}: every {self.plan.every} steps, then={then}")
         if then:
             self.plan.due.add(self.step + 1)
         if self.patient:

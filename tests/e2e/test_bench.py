@@ -7,8 +7,12 @@ command line and new processes.
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +22,9 @@ import processes
 import pytest
 import torch
 
-from bench import definition, engines, execute, picture, record, report, runner
-from bench.errors import BenchError
+from bench import definition, engines, execute, launch, link, picture, record, report, runner
+from bench.errors import BenchError, Unavailable
+from bench.group import Place
 from bench.record import Result
 
 _ROOT = Path(__file__).parents[2]
@@ -42,15 +47,23 @@ def loaded() -> None:
 
 
 def forked(job: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    """What `execute.in_process_of_its_own` does, without loading torch again."""
+    """What `launch.in_processes_of_their_own` does over loopback, without loading torch again."""
+    world = job["work"]["world"]
+    with tempfile.TemporaryDirectory() as folder:
 
-    def perform() -> dict[str, Any]:
-        warnings.resetwarnings()  # pytest turns them into errors; users of an engine do not
-        torch.manual_seed(0)
-        return runner.perform(job)
+        def perform(rank: int) -> dict[str, Any]:
+            warnings.resetwarnings()  # pytest turns them into errors; users of an engine do not
+            torch.manual_seed(0)
+            place = Place(rank, world, os.path.join(folder, "meeting"))
+            return runner.perform({**job, "place": place.as_json()})
 
-    outcome: dict[str, Any] = processes.run(perform)
-    return outcome
+        ranks = [processes.start(lambda _, rank=rank: perform(rank)) for rank in range(world)]  # type: ignore[misc]
+        try:
+            return launch.merged({rank: child.receive() for rank, child in enumerate(ranks)})
+        finally:
+            for child in ranks:
+                child.kill()
+                child.join()
 
 
 def _ran(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[definition.Definition, Result]:
@@ -130,3 +143,99 @@ def test_the_command_runs_a_definition_in_processes_of_its_own(tmp_path: Path) -
     assert result.about["tiny"] is True
     assert result.of("lightck", "write_ratio") is not None
     assert [file.name for file in tmp_path.iterdir()] == ["native.parquet"]
+
+
+_SLOW = """
+about = "x"
+kind = "ranks"
+threads = 1
+[work]
+model = "tiny"
+sequence = 8
+world = 2
+link = 100
+[method]
+block = 2
+warmup = 1
+settle = 1
+least = 2
+most = 2
+patient = true
+[[engine]]
+engine = "blocking"
+"""
+
+
+def _command(tmp_path: Path, text: str) -> list[str]:
+    (tmp_path / "slow.toml").write_text(text)
+    arguments = ["run", str(tmp_path / "slow.toml"), "--out", str(tmp_path / "out")]
+    return [sys.executable, "-m", "bench", *arguments]
+
+
+@pytest.fixture
+def a_link() -> None:
+    """Skips where no slow network can be made."""
+    if not (_ROOT / ".git").exists():
+        pytest.skip("SKIPPED: no git checkout, and results need a commit")
+    try:
+        with link.between(2, 100):
+            pass
+    except Unavailable as why:
+        pytest.skip(f"SKIPPED: {why}")
+
+
+def test_the_command_trains_two_ranks_over_a_slow_network(a_link: None, tmp_path: Path) -> None:
+    done = subprocess.run(_command(tmp_path, _SLOW), cwd=_ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = record.read(tmp_path / "out" / "slow.parquet").of("blocking", "extra")
+    assert found is not None and found.note.endswith("restored and equal bit for bit on 2 ranks")
+
+
+def test_where_no_slow_network_can_be_made_the_definition_is_skipped_visibly(
+    tmp_path: Path,
+) -> None:
+    if not (_ROOT / ".git").exists():
+        pytest.skip("SKIPPED: no git checkout, and results need a commit")
+    command = _command(tmp_path, _SLOW)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "git").symlink_to("/usr/bin/git")
+    environment = {**os.environ, "PATH": str(tools)}
+    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "SKIPPED: slow: a link of 100 Mbit/s needs ip, tc, unshare, nsenter" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_left_of_a_run_that_was_killed(a_link: None, tmp_path: Path) -> None:
+    endless = _SLOW.replace("most = 2", "most = 1_000_000\nseconds = 1000")
+    endless = endless.replace("least = 2", "least = 1_000_000")
+    run = subprocess.Popen(
+        _command(tmp_path, endless),
+        cwd=_ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    )
+    _wait_for(lambda: len(_mentioning(tmp_path)) == 5, "the run, its two ranks and two keepers")
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    _wait_for(lambda: not _mentioning(tmp_path), "no process left")
+
+
+def _wait_for(state: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 50
+    while not state():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def _mentioning(folder: Path) -> list[int]:
+    """Processes that have a folder's name in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder).encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:  # gone, or another user's
+            continue
+    return found

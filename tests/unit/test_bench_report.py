@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bench import charts, cli, definition, execute, record, report, verdict
+from bench import charts, cli, definition, execute, launch, record, report, verdict
 from bench.errors import BenchError
 from bench.record import Record, Result
 
@@ -120,12 +120,12 @@ def _run(tmp_path: Path, text: str = _DEFINITION) -> int:
 def test_nothing_is_published_if_one_engine_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def launch(job: dict[str, object], tell: object) -> dict[str, object]:
+    def failing(job: dict[str, object], tell: object) -> dict[str, object]:
         if job["contender"]["label"] == "blocking":  # type: ignore[index]
             return {"error": "the restored state of step 7 is not what was saved: x: 1 of 4 bytes"}
         return {"records": [], "versions": execute.machine.versions(["torch"])}
 
-    monkeypatch.setattr(execute, "in_process_of_its_own", launch)
+    monkeypatch.setattr(launch, "in_processes_of_their_own", failing)
     monkeypatch.setattr(execute.machine, "commit", lambda: "0123")
     monkeypatch.setattr(execute.machine, "versions", lambda packages: {"torch": "1"})
     assert _run(tmp_path) == 2
@@ -136,7 +136,7 @@ def test_nothing_is_published_if_one_engine_fails(
 def test_nothing_runs_for_an_unknown_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(execute, "in_process_of_its_own", None)
+    monkeypatch.setattr(launch, "in_processes_of_their_own", None)
     assert _run(tmp_path, _DEFINITION.replace('"blocking"', '"nebula"')) == 2
     assert "unknown engine 'nebula'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -150,7 +150,7 @@ def test_nothing_runs_if_a_package_is_missing(
             raise execute.machine.PackageNotFoundError(package)
         return "1"
 
-    monkeypatch.setattr(execute, "in_process_of_its_own", None)
+    monkeypatch.setattr(launch, "in_processes_of_their_own", None)
     monkeypatch.setattr(execute.machine, "version", version)
     assert _run(tmp_path, _DEFINITION.replace('"tiny"', '"gpt2"')) == 2
     assert "package transformers is not installed, so nothing was run" in capsys.readouterr().err
