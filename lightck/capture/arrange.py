@@ -76,7 +76,7 @@ class Part:
     free: npt.NDArray[np.bool_]
     """Per copy, whether no optimizer holds the tensor."""
     begins: npt.NDArray[np.uint64]
-    """First byte of each tensor that is copied."""
+    """First byte of each source that is copied."""
     versions: list[int] = field(default_factory=list)
     """Of the live tensors at the last snapshot."""
     last: Sources | None = None
@@ -193,7 +193,8 @@ def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...]) -> tuple[Part, .
     for (own, holders), wanted in members.items():
         order = sorted(wanted, key=lambda i: -entries[i].length)
         free = np.array([not lives[i].holders for i in order], np.bool_)
-        begins = np.array([entries[i].begin or 0 for i in order], np.uint64)
+        # A private copy is made of the part alone.
+        begins = np.array([0 if own else entries[i].begin or 0 for i in order], np.uint64)
         parts.append(Part(holders, own, np.array(order, np.intp), tuple(order), free, begins))
     return tuple(parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightck.capture import boundary, rng
@@ -92,7 +92,7 @@ class Instants:
             else v
             for v in collected.lives
         )
-        return Collected(lives, collected.tree)
+        return replace(collected, lives=lives)
 
     def encode(self, collected: Collected, step: int, *, seen: bool) -> tuple[bytes, bytes]:
         """The blobs of (a) and (b); proved to come back whenever their types have changed.

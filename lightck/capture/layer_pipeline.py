@@ -105,6 +105,7 @@ class LayerPipeline(Pipeline):
         assert self.window is None, "two snapshots in one window"
         flight = self.window = begun.flight
         flight.at_step, flight.at_forward, flight.flags = at_step, at_forward, flags
+        flight.share_digest = state.share_digest
         try:
             for k, part in enumerate(begun.parts):
                 if k not in begun.done:

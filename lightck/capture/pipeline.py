@@ -24,6 +24,7 @@ from lightck.capture.state import Collected, Live
 from lightck.capture.trace import Trace, moments_of, now_ns
 from lightck.config import Config
 from lightck.errors import LightckError, TornSnapshotError, WaitTimeoutError
+from lightck.region.native import HOLDS_ALL
 from lightck.region.pool import NativePool
 from lightck.region.region import Region
 from lightck.region.writer import Batch, SlotWriter
@@ -56,6 +57,7 @@ class Flight:
     at_step: bytes
     at_forward: bytes
     flags: int
+    share_digest: bytes = HOLDS_ALL
     groups: list[Group] = field(default_factory=list)
     opened_s: float = field(default_factory=time.monotonic)
     captured_s: float = 0.0
@@ -164,7 +166,7 @@ class Pipeline:
             return Slip.SLOTS
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
-        flight = Flight(step, writer, at_step, at_forward, flags)
+        flight = Flight(step, writer, at_step, at_forward, flags, state.share_digest)
         self.window = flight
         try:
             self._load(flight, self.arrangement)
@@ -366,7 +368,8 @@ class Pipeline:
 
     def _seal(self, flight: Flight) -> None:
         begin = now_ns()
-        flight.writer.seal(flight.step, flight.at_step, flight.at_forward, flight.flags)
+        said = (flight.at_step, flight.at_forward, flight.flags, flight.share_digest)
+        flight.writer.seal(flight.step, *said)
         if self.trace is not None:
             self.trace.note("part", "seal", begin, now_ns())
         self.window = None

@@ -124,7 +124,7 @@ def must_own(live: Live) -> bool:
 
 def tell_synchronous(lives: Iterable[Live], most_bytes: int) -> None:
     """Warn `attach`'s caller when more than that must be copied while training waits."""
-    size = sum(live.tensor.nbytes for live in lives if must_own(live) and not live.alias_of)
+    size = sum(describe(live).length for live in lives if must_own(live))
     if size > most_bytes:
         warnings.warn(
             f"lightck copies {size >> 20} MiB at the start of a forward with a snapshot,"
@@ -134,7 +134,11 @@ def tell_synchronous(lives: Iterable[Live], most_bytes: int) -> None:
 
 
 def owned(live: Live, entry: Entry) -> torch.Tensor:
-    """A private CPU copy with the entry's strides, made now, on this thread."""
+    """A private CPU copy of what the entry holds, made now, on this thread."""
+    if live.span is not None and is_dense(live.tensor):
+        begin, end = (at // live.tensor.element_size() for at in live.span)
+        flat = live.tensor.detach().as_strided((live.tensor.numel(),), (1,))
+        return torch.empty(end - begin, dtype=flat.dtype).copy_(flat[begin:end])
     source = live.tensor.detach().resolve_conj().resolve_neg()
     result = torch.empty_strided(entry.shape, entry.strides, dtype=source.dtype)
     return result.copy_(source)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightck.capture.boundary import join, plain, reference
 from lightck.capture.extras import Extra
 from lightck.errors import StateError
+from lightck.region.native import HOLDS_ALL
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that torch.compile and activation checkpointing put into names; they come and go."""
@@ -48,12 +49,24 @@ class Live:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """What this rank captures, where others capture the rest."""
+
+    lives: tuple[Live, ...]
+    digest: bytes = HOLDS_ALL
+    """Of the share map, for the commit record."""
+    told: dict[str, Any] | None = None
+    """Who shares, for the boundary state; None: this rank holds all."""
+
+
+@dataclass(frozen=True)
 class Collected:
     """The state at one instant."""
 
     lives: tuple[Live, ...]
     tree: dict[str, Any]
     """Everything else, in types the restricted loader takes."""
+    share_digest: bytes = HOLDS_ALL
 
 
 @dataclass(eq=False)
@@ -61,7 +74,9 @@ class _Cache:
     """What was found, for as long as `objects` are the same ones."""
 
     objects: list[Any]
-    lives: tuple[Live, ...]
+    everything: tuple[Live, ...]
+    shared: Shared
+    """Of everything."""
     states: list[dict[str, Any]]
     held: list[list[list[str]]]
     """Per optimizer and group the names of its parameters."""
@@ -79,6 +94,8 @@ class Inventory:
     assign: Callable[[list[Live]], list[Live]] = lambda lives: lives
     """Says whose update changes each tensor, where that is not the whole optimizer's; asked again
     after `invalidate`."""
+    share: Callable[[Sequence[Live]], Shared] = lambda lives: Shared(tuple(lives))
+    """Chooses what this rank captures of what several hold alike; asked again likewise."""
     _cache: _Cache | None = field(default=None, init=False)
 
     def collect(self) -> Collected:
@@ -87,11 +104,7 @@ class Inventory:
         Raises:
             StateError: something could not be restored; its path is named.
         """
-        objects, reusable = self._objects()
-        cache = self._cache
-        if cache is None or not _identical(cache.objects, objects):
-            cache = self._find(objects)
-        self._cache = cache if reusable else None
+        cache = self._known()
         more: list[Live] = []
         sync = self.always_sync
         held = zip(self.optimizers, cache.held, strict=True)
@@ -102,8 +115,14 @@ class Inventory:
             for o, g, s, a in zip(self.optimizers, groups, cache.states, attributes, strict=True)
         ]
         extras = {e.name: self._extra(e, more) for e in self.extras if e.instant != "step"}
-        lives = [*cache.lives, *more]
-        return Collected(tuple(lives), {"optimizers": optimizers, "extras": extras})
+        tree: dict[str, Any] = {"optimizers": optimizers, "extras": extras}
+        if cache.shared.told is not None:
+            tree["share"] = cache.shared.told
+        return Collected((*cache.shared.lives, *more), tree, cache.shared.digest)
+
+    def everything(self) -> tuple[Live, ...]:
+        """Every tensor of model and optimizers, also those that other ranks capture."""
+        return self._known().everything
 
     def invalidate(self) -> None:
         """Forget what was found before: tensors were added, or found torn."""
@@ -149,6 +168,15 @@ class Inventory:
             kinds.update(map(type, values))
         return objects, all(issubclass(kind, _TOLD_BY_IDENTITY) for kind in kinds)
 
+    def _known(self) -> _Cache:
+        """What was found before, where nothing has changed since."""
+        objects, reusable = self._objects()
+        cache = self._cache
+        if cache is None or not _identical(cache.objects, objects):
+            cache = self._find(objects)
+        self._cache = cache if reusable else None
+        return cache
+
     def _find(self, objects: list[Any]) -> _Cache:
         """Look everything up anew."""
         lives = list(self._model_lives())
@@ -159,7 +187,8 @@ class Inventory:
             [[labels[parameter] for parameter in group["params"]] for group in o.param_groups]
             for o, labels in zip(self.optimizers, known, strict=True)
         ]
-        return _Cache(objects, tuple(self.assign(lives)), states, held)
+        assigned = tuple(self.assign(lives))
+        return _Cache(objects, assigned, self.share(assigned), states, held)
 
     def _model_lives(self) -> Iterator[Live]:
         holders: dict[int, set[int]] = {}

@@ -18,6 +18,8 @@ LINE_BYTES = 64
 MAX_LINEAGE = 16
 READ_ONLY = 1
 RECORD_EARLY, RECORD_SUSPECT, RECORD_JIT = 1, 2, 4
+HOLDS_ALL = bytes(16)
+"""Share digest of a rank that holds all of its state."""
 E_EMPTY, E_CORRUPT, E_LEASED, E_BUSY, E_FULL = -6, -5, -8, -7, -9
 MEDIA = {1: "fsdax", 2: "devdax", 3: "file", 4: "tmpfs", 5: "hugetlbfs"}
 
@@ -91,6 +93,8 @@ class Record:
     slot: int
     rank: int
     world: int
+    share_digest: bytes = HOLDS_ALL
+    """Of the share map; equal on the ranks that share."""
 
     @property
     def early(self) -> bool:
@@ -255,4 +259,6 @@ class NativeRegion:
 
 
 def _record(raw: Any) -> Record:
-    return Record(**{name: int(getattr(raw, name)) for name in Record.__dataclass_fields__})
+    numbers = Record.__dataclass_fields__.keys() - {"share_digest"}
+    found = {name: int(getattr(raw, name)) for name in numbers}
+    return Record(**found, share_digest=bytes(raw.share_digest))

@@ -149,7 +149,7 @@ class NativeSnapshot:
         check(library().lck_snapshot_digests(self.handle, batch, crcs), self.label)
         return out
 
-    def seal(self, fields: dict[str, int], layout: bytes | None, manifest: bytes) -> None:
+    def seal(self, fields: dict[str, Any], layout: bytes | None, manifest: bytes) -> None:
         """Commit in the background. `fields` are those of the record that the caller decides."""
         record = ffi.new("lck_record *", fields)
         table = ffi.NULL if layout is None else ffi.from_buffer(layout)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from lightck.region import allocator, manifest
 from lightck.region.layout import Layout
 from lightck.region.manifest import Manifest
-from lightck.region.native import Record
+from lightck.region.native import HOLDS_ALL, Record
 from lightck.region.pool import (
     ALL,
     COPY_DTYPE,
@@ -120,7 +120,14 @@ class SlotWriter:
         bad = self._snapshot.audit(batch.number, seed, everything)
         return None if bad is None else self.layout.entries[batch.positions[bad]].name
 
-    def seal(self, step: int, at_step: bytes, at_forward: bytes, flags: int = 0) -> None:
+    def seal(
+        self,
+        step: int,
+        at_step: bytes,
+        at_forward: bytes,
+        flags: int = 0,
+        share_digest: bytes = HOLDS_ALL,
+    ) -> None:
         """Commit in the background; every batch must be captured.
 
         The layout table is written only when the slot does not hold it already.
@@ -133,7 +140,7 @@ class SlotWriter:
         blob = manifest.encode(Manifest(step, sequence, crcs, at_step, at_forward))
         assert len(blob) <= plan.manifest_bytes, (len(blob), plan.manifest_bytes)
         table_at, manifest_at = self.places
-        fields = {
+        fields: dict[str, Any] = {
             "sequence": sequence,
             "step": step,
             "timeline": region.timeline,
@@ -144,6 +151,7 @@ class SlotWriter:
             "manifest_length": len(blob),
             "wall_time_ns": time.time_ns(),
             "flags": flags,
+            "share_digest": share_digest,
         }
         there = slot.table_digest == self.layout.digest
         slot.table_digest = b""

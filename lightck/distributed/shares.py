@@ -1,0 +1,164 @@
+"""What each rank writes of state that several hold alike: a share of the bytes, nothing twice.
+
+A pure function of the state's description, so that ranks with the same state agree without a word.
+The tensors, sorted by name, are laid end to end and cut into ranges of equal size. A cut falls on a
+page of the tensor it cuts; the largest element has 16 bytes, so it is between elements, too. What
+has no plain bytes cannot be cut and goes to one rank whole. What no optimizer changes is divided by
+itself: it is written once and then skipped, and nobody shall have more of the rest for it.
+
+Ranks whose descriptions differ cut differently. The digest of the map tells: shares are put together
+only with those of the same map (`capture/pieces.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from lightck.capture import pieces, staging
+from lightck.capture.state import Live, Shared
+from lightck.distributed.topology import Topology
+
+PAGE_BYTES = 4096
+"""Unit of cuts: no page of a live tensor is read by two ranks' copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A tensor that all ranks hold."""
+
+    name: str
+    length: int
+    may_cut: bool
+    held: bool
+    """An optimizer changes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one rank writes of one tensor."""
+
+    name: str
+    place: int
+    """Of the rank among those that share."""
+    begin: int
+    end: int
+
+
+def divide(items: Sequence[Item], ranks: int) -> list[Cut]:
+    """Divide tensors among ranks; every byte, and every empty tensor, goes to exactly one.
+
+    Without tensors that cannot be cut, no rank has more than two pages above its part of the sum.
+    The order of the items does not matter.
+    """
+    cuts: list[Cut] = []
+    for held in (True, False):
+        alike = sorted((i for i in items if i.held is held), key=lambda item: item.name)
+        whole = [item for item in alike if not item.may_cut]
+        loads = [0] * ranks
+        for item in sorted(whole, key=lambda item: -item.length):
+            place = loads.index(min(loads))
+            loads[place] += item.length
+            cuts.append(Cut(item.name, place, 0, item.length))
+        cuts += _ranges([item for item in alike if item.may_cut], loads)
+    return cuts
+
+
+def _ranges(items: Sequence[Item], loads: Sequence[int]) -> list[Cut]:
+    """Consecutive ranges, of such sizes that all ranks end with the same load if they can."""
+    starts = [0, *accumulate(item.length for item in items)]
+    bounds = [0, *accumulate(_quotas(loads, starts[-1]))]
+    bounds[1:-1] = [_rounded(bound, starts) for bound in bounds[1:-1]]
+    cuts = []
+    for item, start in zip(items, starts, strict=False):
+        # The last rank whose range begins here or before: the next one begins further on.
+        place = min(bisect_right(bounds, start), len(loads)) - 1
+        at, end = start, start + item.length
+        while True:
+            until = min(end, bounds[place + 1])
+            if until > at or not item.length:
+                cuts.append(Cut(item.name, place, at - start, until - start))
+            at, place = until, place + 1
+            if at == end:
+                break
+    return cuts
+
+
+def _rounded(bound: int, starts: Sequence[int]) -> int:
+    """The nearest position where a tensor may be cut, or one begins."""
+    i = bisect_right(starts, bound) - 1
+    if i == len(starts) - 1:
+        return starts[-1]
+    low = starts[i] + (bound - starts[i]) // PAGE_BYTES * PAGE_BYTES
+    high = min(low + PAGE_BYTES, starts[i + 1])
+    return low if bound - low <= high - bound else high
+
+
+def _quotas(loads: Sequence[int], free: int) -> list[int]:
+    """How much each rank takes of `free` bytes: the least loaded are filled up to one level."""
+    order = sorted(range(len(loads)), key=lambda place: loads[place])
+    count, total = len(loads), free + sum(loads)
+    while loads[order[count - 1]] * count > total:
+        count -= 1
+        total -= loads[order[count]]
+    quotas = [0] * len(loads)
+    for i, place in enumerate(order[:count]):
+        quotas[place] = (total + i) // count - loads[place]
+    return quotas
+
+
+@dataclass(eq=False)
+class Sharing:
+    """Chooses this rank's share of an inventory's tensors (`Inventory.share`)."""
+
+    topology: Topology
+    replicated: Callable[[Sequence[Live]], set[str]]
+    """Names of the tensors that hold the same on every rank."""
+
+    def __call__(self, lives: Sequence[Live]) -> Shared:
+        """Drop what peers write, and set the spans of what they write a part of.
+
+        Every tensor that is shared gets a span, also one that this rank writes whole. An alias
+        stays where a part of its target does.
+        """
+        peers, world = self.topology.peers, self.topology.world
+        alike = self.replicated(lives) if len(peers) > 1 else set()
+        entries = {
+            live.name: staging.describe(live)
+            for live in lives
+            if live.name in alike and not live.alias_of
+        }
+        if not entries:
+            return Shared(tuple(lives))
+        cuts = divide(
+            [
+                Item(v.name, entries[v.name].length, staging.is_dense(v.tensor), bool(v.holders))
+                for v in lives
+                if v.name in entries
+            ],
+            len(peers),
+        )
+        mine = {c.name: (c.begin, c.end) for c in cuts if peers[c.place] == self.topology.rank}
+        aliases = [(-1, staging.describe(v)) for v in lives if v.alias_of in entries]
+        placed = [
+            (peers[c.place], replace(entries[c.name], begin=c.begin, length=c.end - c.begin))
+            for c in cuts
+        ]
+        return Shared(
+            tuple(_kept(lives, entries.keys(), mine)),
+            pieces.digest(world, [*placed, *aliases]),
+            {"rank": self.topology.rank, "world": world, "peers": list(peers)},
+        )
+
+
+def _kept(
+    lives: Sequence[Live], shared: Set[str], mine: Mapping[str, tuple[int, int]]
+) -> Iterator[Live]:
+    for live in lives:
+        target = live.alias_of or live.name
+        if target not in shared:
+            yield live
+        elif target in mine:
+            yield live if live.alias_of else replace(live, span=mine[target])
