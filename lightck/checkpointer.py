@@ -140,7 +140,7 @@ class Handle:
     def _wire(self, inventory: Inventory, watched: Watched, steps: Steps, kinds: Kinds) -> None:
         config, region = self.config, self.region
         collected = inventory.collect()
-        release = schedule(config.schedule, layer_count(collected.lives))
+        release = schedule(config.schedule, layer_count(inventory.everything()))
         pipeline = kinds.pipeline.start(region, release, config)
         self._recorder = recorder = kinds.recorder(
             inventory=inventory,

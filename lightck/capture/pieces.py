@@ -183,9 +183,7 @@ def _complete(candidates: Sequence[Candidate]) -> bool:
     record = candidates[0].record
     if record.share_digest == HOLDS_ALL:
         return not any(e.begin is not None for e in candidates[0].layout.entries)
-    placed = (
-        (c.record.rank, e) for c in candidates for e in c.layout.entries if _is_shared(c, e)
-    )
+    placed = ((c.record.rank, e) for c in candidates for e in c.layout.entries if _is_shared(c, e))
     return digest(record.world, placed) == record.share_digest
 
 

@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 
 from lightck.capture import boundary, staging
 from lightck.capture.boundary import join
-from lightck.capture.state import Inventory, parameter_names
+from lightck.capture.state import Inventory, Live, parameter_names
 from lightck.region import allocator
 from lightck.region.layout import Entry
 
 _SMALL = (2, 3, 5, 7, 11, 13)
+_Made = tuple[str, torch.dtype, tuple[int, ...]]
+"""Key, dtype and shape of a tensor in a state."""
 BOUNDARY_RESERVE_BYTES = 64 << 10
 """For random generators (about 20 KiB) and small extras, which attach does not weigh."""
 
@@ -27,19 +29,26 @@ BOUNDARY_RESERVE_BYTES = 64 << 10
 def expected(inventory: Inventory) -> tuple[tuple[Entry, ...], int]:
     """Entries of the first snapshot as far as they can be known, and room for its manifest."""
     collected = inventory.collect()
-    entries = [staging.describe(live) for live in collected.lives]
+    everything = inventory.everything()
     names = inventory.names()
-    for i, optimizer in enumerate(inventory.optimizers):
-        entries += missing_state(i, optimizer, names) or ()
+    missing = [
+        live
+        for i, optimizer in enumerate(inventory.optimizers)
+        for live in missing_state(i, optimizer, names) or ()
+    ]
+    known = {live.name for live in everything}
+    others = [live for live in collected.lives if live.name not in known]
+    lives = [*inventory.share([*everything, *missing]).lives, *others]
     blob = len(boundary.encode(collected.tree))
-    return tuple(entries), allocator.manifest_capacity(len(entries), blob + BOUNDARY_RESERVE_BYTES)
+    capacity = allocator.manifest_capacity(len(lives), blob + BOUNDARY_RESERVE_BYTES)
+    return tuple(map(staging.describe, lives)), capacity
 
 
-def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[Entry, ...] | None:
-    """Entries for state that `optimizer` will create in its first step.
+def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[Live, ...] | None:
+    """Tensors without bytes for the state that `optimizer` will create in its first step.
 
     Returns:
-        The entries, or None when the clone cannot be made or stepped, or makes state that cannot be
+        The tensors, or None when the clone cannot be made or stepped, or makes state that cannot be
         scaled: then sizes are settled at the end of the first step. Draws nothing from the
         global generators and changes nothing of the optimizer.
     """
@@ -47,9 +56,9 @@ def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[
         (g, p) for g, group in enumerate(optimizer.param_groups) for p in group["params"]
         if p not in optimizer.state and p.requires_grad
     ]  # fmt: skip
-    kinds: dict[Any, list[Entry]] = {}
+    kinds: dict[Any, list[_Made]] = {}
     known = parameter_names(i, optimizer, names)
-    entries: list[Entry] = []
+    lives: list[Live] = []
     for g, parameter in wanted:
         if parameter.dim() > len(_SMALL):
             return None
@@ -60,11 +69,16 @@ def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[
                 return None
             kinds[kind] = found
         base = f"optim/{i}/{join('', known[parameter])}"
-        entries += [_scaled(entry, parameter, base) for entry in kinds[kind]]
-    return tuple(entries)
+        for key, dtype, shape in kinds[kind]:
+            # Small dimensions become the real ones.
+            sizes = dict(zip(_SMALL, parameter.shape, strict=False))
+            scaled = [sizes.get(size, size) for size in shape]
+            tensor = torch.empty(scaled, dtype=dtype, device="meta")
+            lives.append(Live(join(base, key), "optimizer", "", tensor, frozenset((i,))))
+    return tuple(lives)
 
 
-def _step_clone(optimizer: Optimizer, group: int, parameter: torch.Tensor) -> list[Entry] | None:
+def _step_clone(optimizer: Optimizer, group: int, parameter: torch.Tensor) -> list[_Made] | None:
     """State that one step makes for a tiny parameter like this one; None if that fails."""
     options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
     tiny = torch.zeros(_SMALL[: parameter.dim()], dtype=parameter.dtype, requires_grad=True)
@@ -91,7 +105,7 @@ def _step_clone(optimizer: Optimizer, group: int, parameter: torch.Tensor) -> li
             shape = tuple(value.shape)
             if any(size != 1 and size not in tiny.shape for size in shape):
                 return None
-            found.append(_entry(str(key), value.dtype, shape))
+            found.append((str(key), value.dtype, shape))
         elif isinstance(value, list | tuple | dict):
             return None
     return found
@@ -99,15 +113,3 @@ def _step_clone(optimizer: Optimizer, group: int, parameter: torch.Tensor) -> li
 
 def _detached(options: dict[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-
-
-def _scaled(entry: Entry, parameter: torch.Tensor, base: str) -> Entry:
-    """The same state for the real parameter: small dimensions become the real ones."""
-    sizes = dict(zip(_SMALL, parameter.shape, strict=False))
-    shape = tuple(sizes.get(size, size) for size in entry.shape)
-    return _entry(join(base, entry.name), getattr(torch, entry.dtype), shape)
-
-
-def _entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Entry:
-    length = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return Entry(name, "optimizer", str(dtype).removeprefix("torch."), shape, (), length)

@@ -55,6 +55,8 @@ class Shared:
     lives: tuple[Live, ...]
     digest: bytes = HOLDS_ALL
     """Of the share map, for the commit record."""
+    form: bytes = b""
+    """What every rank of the job must say alike of the state that all hold alike."""
     told: dict[str, Any] | None = None
     """Who shares, for the boundary state; None: this rank holds all."""
 
@@ -67,6 +69,8 @@ class Collected:
     tree: dict[str, Any]
     """Everything else, in types the restricted loader takes."""
     share_digest: bytes = HOLDS_ALL
+    form: bytes = b""
+    """See `Shared`."""
 
 
 @dataclass(eq=False)
@@ -118,7 +122,8 @@ class Inventory:
         tree: dict[str, Any] = {"optimizers": optimizers, "extras": extras}
         if cache.shared.told is not None:
             tree["share"] = cache.shared.told
-        return Collected((*cache.shared.lives, *more), tree, cache.shared.digest)
+        shared = cache.shared
+        return Collected((*shared.lives, *more), tree, shared.digest, shared.form)
 
     def everything(self) -> tuple[Live, ...]:
         """Every tensor of model and optimizers, also those that other ranks capture."""

@@ -14,7 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightck.distributed.announce import Announcer, Calendar, key
-from lightck.distributed.ledger import Add, Call, Claim, Death, Delete, Due, Fate, Ledger, Read
+from lightck.distributed.ledger import (
+    UNLIKE,
+    Add,
+    Call,
+    Claim,
+    Death,
+    Delete,
+    Due,
+    Fate,
+    Ledger,
+    Read,
+)
 from lightck.distributed.store import Store
 from lightck.errors import CoordinationError, StoreError
 from lightck.events import event
@@ -97,6 +108,7 @@ class GlobalCommit:
         self._call_began_s: float | None = None
         self._closing = self._stopped = False
         self._broken: BaseException | None = None
+        self._unlike = False  # told already, and no step has become whole since
         self._threads = [
             threading.Thread(target=self._guard, args=(run,), name=f"lightck-{name}", daemon=True)
             for name, run in (("commit", self._run), ("watch", self._watch))
@@ -133,10 +145,16 @@ class GlobalCommit:
         with self._changed:
             self._ledger.opened(due, time.monotonic())
 
-    def committed(self, step: int) -> None:
-        """Note that this rank's record of `step` is durable."""
+    def committed(self, step: int, form: bytes = b"") -> None:
+        """Note that this rank's record of `step` is durable.
+
+        Args:
+            step: that was opened.
+            form: a digest of what the state has in common with that of every other rank; a step
+                with different ones is dead.
+        """
         with self._changed:
-            self._ledger.committed(step, time.monotonic())
+            self._ledger.committed(step, time.monotonic(), form)
             self._changed.notify_all()
 
     def lost(self, due: Due, why: str, *, for_good: bool = False) -> None:
@@ -273,7 +291,7 @@ class GlobalCommit:
         match call:
             case Add():
                 self.traffic.reports += 1
-                return self._store.add(call.key)
+                return self._store.add(call.key, call.amount)
             case Claim():
                 self.traffic.claims += 1
                 return self._store.claim(call.key, call.value)
@@ -352,6 +370,10 @@ class GlobalCommit:
         self._news.append((due, fate, death))
         if death and death.why == LATE:
             self._announcer.came_late()
+        if death and death.why == UNLIKE and not self._unlike:
+            self._troubles.append(CoordinationError(f"step {due.step} is in no snapshot: {UNLIKE}"))
+        if death is None or death.why == UNLIKE:
+            self._unlike = death is not None
         if death and death.for_good:
             self._troubles.append(
                 CoordinationError(f"rank {death.rank} takes no more snapshots: {death.why}")

@@ -5,6 +5,9 @@ every fate of a block of due steps. The rank whose `add` completes `c` claims `f
 that slips, tears, fails or loses patience claims it as dead. The first claim stands for ever, so
 that no order of messages gives a step two fates, and nobody acts on a fate before having read it.
 
+What a rank adds to `c` beside its 1 stands for the form of the state that all ranks hold alike. The
+sum shows whether every form was the same: ranks that hold other tensors make no step whole.
+
 An `add` is sent at most once. If its answer is lost, nobody can know whether it counted: the rank
 then claims `dead`, which is right in either case. A lost claim is simply repeated.
 """
@@ -17,6 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 BLOCK = 64  # due steps whose keys are deleted together: one more message per rank and 64 snapshots
+UNLIKE = "replicated state differs between the ranks in names, shapes or dtypes"  # why of a death
+_COUNT_BITS = 20  # of a sum, for the number of ranks
+_FORM_BITS = 22  # of one form: the sum of a million of them and the count stay below 2^63
 _RETRY_S = (0.1, 5.0)  # pause after a failed call: the first, and the longest of its doublings
 
 
@@ -50,9 +56,10 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Add 1 to `key`, once."""
+    """Add to `key`, once."""
 
     key: str
+    amount: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,7 @@ class _Case:
     stage: _Stage
     since_s: float
     death: Death | None = None
+    form: int = 0
 
 
 @dataclass
@@ -168,14 +176,15 @@ class Ledger:
         self._highest = due.step
         self._cases[due.step] = _Case(due, _Stage.OPEN, now_s)
 
-    def committed(self, step: int, now_s: float) -> None:
-        """Note that this rank's record of `step` is durable."""
+    def committed(self, step: int, now_s: float, form: bytes = b"") -> None:
+        """Note that this rank's record of `step` is durable; see `GlobalCommit.committed`."""
         case = self._cases.get(step)
         if case is None and step > self._highest:
             raise ValueError(f"step {step} was never opened; the last one noted is {self._highest}")
         # Not open any more: abandoned meanwhile, and dead whatever this rank commits.
         if case is not None and case.stage is _Stage.OPEN:
             case.stage, case.since_s = _Stage.REPORT, now_s
+            case.form = int.from_bytes(form[:4], "little") % (1 << _FORM_BITS)
 
     def lost(self, due: Due, why: str, now_s: float, *, for_good: bool = False) -> None:
         """Note that this rank has no snapshot of `due`: slipped, torn, failed or never known."""
@@ -255,7 +264,7 @@ class Ledger:
                 if case.stage is not stage:
                     continue
                 if stage is _Stage.REPORT:
-                    return Add(f"c/{step}"), case
+                    return Add(f"c/{step}", 1 + (case.form << _COUNT_BITS)), case
                 value = case.death.encode() if case.death else WHOLE
                 return Claim(f"f/{step}", value), case
         if self._chores:
@@ -270,17 +279,23 @@ class Ledger:
             self._chore_done(call, answer)
         elif isinstance(call, Add):
             assert isinstance(answer, int)
-            if answer < self.world:
-                # A watch, or `heard`, may have settled it meanwhile: then nobody looks at it.
-                case.stage, case.since_s = _Stage.AWAIT, now_s
-            elif answer == self.world:
-                case.stage = _Stage.FINISH
-            else:
-                why = f"counted {answer} commits of {self.world} ranks; keys of another attach?"
-                case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
+            self._counted(case, answer, now_s)
         else:
             assert isinstance(answer, bytes)
             self._settle(case, answer)
+
+    def _counted(self, case: _Case, total: int, now_s: float) -> None:
+        count, forms = total % (1 << _COUNT_BITS), total >> _COUNT_BITS
+        if count > self.world:
+            why = f"counted {count} commits of {self.world} ranks; keys of another attach?"
+            case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
+        elif forms != count * case.form:
+            case.stage, case.death = _Stage.LOSE, Death(self.rank, UNLIKE)
+        elif count < self.world:
+            # A watch, or `heard`, may have settled it meanwhile: then nobody looks at it.
+            case.stage, case.since_s = _Stage.AWAIT, now_s
+        else:
+            case.stage = _Stage.FINISH
 
     def failed(self, now_s: float) -> None:
         """Take in that the call had no answer: it may or may not have had its effect."""

@@ -6,8 +6,8 @@ page of the tensor it cuts; the largest element has 16 bytes, so it is between e
 has no plain bytes cannot be cut and goes to one rank whole. What no optimizer changes is divided by
 itself: it is written once and then skipped, and nobody shall have more of the rest for it.
 
-Ranks whose descriptions differ cut differently. The digest of the map tells: shares are put together
-only with those of the same map (`capture/pieces.py`).
+Ranks whose descriptions differ cut differently. The digest of the map tells: shares are put
+together only with those of the same map (`capture/pieces.py`).
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class Sharing:
             len(peers),
         )
         mine = {c.name: (c.begin, c.end) for c in cuts if peers[c.place] == self.topology.rank}
+        # An alias has no bytes: it is in the map once, whoever holds its target.
         aliases = [(-1, staging.describe(v)) for v in lives if v.alias_of in entries]
         placed = [
             (peers[c.place], replace(entries[c.name], begin=c.begin, length=c.end - c.begin))
@@ -149,6 +150,7 @@ class Sharing:
         return Shared(
             tuple(_kept(lives, entries.keys(), mine)),
             pieces.digest(world, [*placed, *aliases]),
+            pieces.digest(world, [*((-1, entry) for entry in entries.values()), *aliases]),
             {"rank": self.topology.rank, "world": world, "peers": list(peers)},
         )
 

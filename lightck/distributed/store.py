@@ -44,8 +44,8 @@ class Store(Protocol):
         """Set the key unless it has a value; return the one in force. Write-once by convention."""
         ...
 
-    def add(self, key: str) -> int:
-        """Add 1; return the sum, which starts from 0."""
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add; return the sum, which starts from 0 and stays below 2^63."""
         ...
 
     def wait(self, key: str, seconds: float) -> bool:
@@ -113,9 +113,9 @@ class JobStore:
         name = self._name(key)
         return bytes(self._call("claim", key, lambda c: c.compare_set(name, "", value.decode())))
 
-    def add(self, key: str) -> int:
+    def add(self, key: str, amount: int = 1) -> int:
         """See `Store`."""
-        return int(self._call("add to", key, lambda c: c.add(self._name(key), 1)))
+        return int(self._call("add to", key, lambda c: c.add(self._name(key), amount)))
 
     def wait(self, key: str, seconds: float) -> bool:
         """See `Store`. torch's client prints two lines on stderr when the time is over."""

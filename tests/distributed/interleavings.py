@@ -38,6 +38,8 @@ class World:
     outages: int
     deaths: int = 0
     """Ranks that may lose patience at any instant."""
+    unlike: int = 0
+    """Up to this step the last rank's state has another form than the others'."""
     whole: list[int] = field(default_factory=list)
 
 
@@ -50,13 +52,20 @@ class Found:
 
 
 def world(
-    ranks: int, due: int, *, slots: int, tears: int = 0, outages: int = 0, deaths: int = 0
+    ranks: int,
+    due: int,
+    *,
+    slots: int,
+    tears: int = 0,
+    outages: int = 0,
+    deaths: int = 0,
+    unlike: int = 0,
 ) -> World:
     members = [
         Rank(Ledger(r, ranks, patience_s=NEVER, on_fate=_ignore), [None] * slots)
         for r in range(ranks)
     ]
-    return World(members, {}, due, tears, outages, deaths)
+    return World(members, {}, due, tears, outages, deaths, unlike)
 
 
 def _ignore(due: object, fate: object, death: object) -> None:
@@ -106,7 +115,7 @@ def _moves(state: World, choose: Callable[[Rank], int | None]) -> Iterator[Calla
         if rank.opened is None and rank.at < state.due:
             yield lambda w, r=r: _step(w, w.ranks[r], choose)
         if rank.opened is not None:
-            yield lambda w, r=r: _commit(w.ranks[r])
+            yield lambda w, r=r: _commit(w, w.ranks[r])
             if state.tears:
                 yield lambda w, r=r: _tear(w, w.ranks[r])
         watched = rank.ledger.watched
@@ -136,11 +145,12 @@ def _step(state: World, rank: Rank, choose: Callable[[Rank], int | None]) -> Non
     rank.slots[slot] = rank.opened = due.step
 
 
-def _commit(rank: Rank) -> None:
+def _commit(state: World, rank: Rank) -> None:
     step, rank.opened = rank.opened, None
     assert step is not None
     rank.records.add(step)
-    rank.ledger.committed(step, 0.0)
+    other = step <= state.unlike and rank is state.ranks[-1]
+    rank.ledger.committed(step, 0.0, b"other" if other else b"form")
 
 
 def _tear(state: World, rank: Rank) -> None:
@@ -164,8 +174,8 @@ def _call(state: World, rank: Rank, effect: bool, answer: bool) -> None:
     store = state.store
     if effect:
         match call:
-            case Add(key):
-                result = int(store.get(key, b"0")) + 1
+            case Add(key, amount):
+                result = int(store.get(key, b"0")) + amount
                 store[key] = str(result).encode()
             case Claim(key, value):
                 result = store.setdefault(key, value)
@@ -194,6 +204,7 @@ def _check(state: World) -> None:
         assert len(said) == 1, f"step {step} is {said}"
         stored = state.store.get(f"f/{step}")
         assert stored is None or (stored == b"whole") == (said == {"whole"})
+    assert all(step > state.unlike for step in state.whole), "whole with states that differ"
     # What a crash at this very instant leaves: the newest whole step, or a newer one, everywhere.
     if state.whole:
         common = set.intersection(*(rank.records for rank in state.ranks))

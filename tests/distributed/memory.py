@@ -53,9 +53,9 @@ class MemoryStore:
     def claim(self, key: str, value: bytes) -> bytes:
         return self._do("claim", key, lambda v: v.setdefault(key, value))  # type: ignore
 
-    def add(self, key: str) -> int:
+    def add(self, key: str, amount: int = 1) -> int:
         def effect(values: dict[str, bytes]) -> int:
-            values[key] = str(int(values.get(key, b"0")) + 1).encode()
+            values[key] = str(int(values.get(key, b"0")) + amount).encode()
             return int(values[key])
 
         return self._do("add", key, effect)  # type: ignore[return-value]

@@ -124,7 +124,7 @@ class Simulation:
     def _serve(self, rank: int, call: Call, done: float) -> None:
         answer: object
         if isinstance(call, Add):
-            answer = int(self._values.get(call.key, b"0")) + 1
+            answer = int(self._values.get(call.key, b"0")) + call.amount
             self._values[call.key] = str(answer).encode()
             self._bytes += size("add", call.key)
         else:

@@ -12,7 +12,7 @@ from memory import Fault, MemoryStore, Server
 
 from lightck.distributed.announce import Calendar
 from lightck.distributed.fates import LATE, GlobalCommit, Limits
-from lightck.distributed.ledger import BLOCK, Death, Due, Fate, Ledger
+from lightck.distributed.ledger import BLOCK, WHOLE, Add, Claim, Death, Due, Fate, Ledger
 from lightck.errors import CoordinationError
 
 LONG_S = 30.0  # far beyond what any of these needs
@@ -80,6 +80,32 @@ def test_one_rank_that_slips_makes_the_step_dead_and_reusable_everywhere() -> No
         ranks[2].lost(due(ranks[2], 1), "slipped: every slot is busy")
         assert [rank.wait(1, LONG_S) for rank in ranks] == [Fate.DEAD] * 3
         assert all(rank.reusable(0, 1) for rank in ranks)
+
+
+def test_ranks_with_other_states_hear_of_it_once_and_go_on_once_they_agree() -> None:
+    troubles: list[CoordinationError] = []
+    with job(3, on_trouble=troubles.append) as ranks:
+        for step, forms in enumerate(["aab", "aba", "ccc", "cdd"], start=1):
+            for rank, form in zip(ranks, forms, strict=True):
+                rank.opened(due(rank, step))
+                rank.committed(step, form.encode())
+            fate = Fate.WHOLE if step == 3 else Fate.DEAD
+            assert [rank.wait(step, LONG_S) for rank in ranks] == [fate] * 3
+            until(lambda told=3 * (1 + (step > 3)): len(troubles) >= told)
+    assert len(troubles) == 6, "each rank, once before step 3 and once after it"
+    assert all("replicated state differs" in str(error) for error in troubles)
+
+
+def test_forms_count_at_the_largest_world_without_an_overflow() -> None:
+    last = Ledger(0, 1 << 19)
+    last.opened(Due(1, 0), 0.0)
+    last.committed(1, 0.0, b"\xff" * 16)
+    call = last.next_call(0.0)
+    assert isinstance(call, Add)
+    total = (1 << 19) * call.amount
+    assert total < 1 << 63
+    last.answered(total, 0.0)
+    assert last.next_call(0.0) == Claim("f/1", WHOLE)
 
 
 def test_the_restored_snapshot_is_kept_until_a_newer_one_is_whole() -> None:

@@ -32,6 +32,22 @@ def test_no_order_gives_two_fates_or_costs_the_last_whole_step(case: dict[str, i
         assert found.dead, "no order made a step dead: the search shows nothing"
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"ranks": 2, "due": 2, "slots": 3, "unlike": 1},
+        {"ranks": 2, "due": 1, "slots": 2, "unlike": 1, "outages": 2},
+        {"ranks": 2, "due": 1, "slots": 2, "unlike": 1, "deaths": 1},
+        {"ranks": 3, "due": 1, "slots": 2, "unlike": 1},
+    ],
+    ids=str,
+)
+def test_ranks_with_other_states_make_no_step_whole_in_any_order(case: dict[str, int]) -> None:
+    found = explore(world(**case))
+    assert found.dead >= found.ends, "no order made such a step dead: the search shows nothing"
+    assert (found.whole > 0) == (case["due"] > case["unlike"])
+
+
 def test_keys_of_finished_blocks_are_deleted_and_never_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -88,7 +104,7 @@ def test_a_lagging_rank_makes_others_slip_and_stalls_nobody() -> None:
         for _ in range(6):
             interleavings._step(start, rank, interleavings.free_slot)
             if rank.opened is not None:
-                interleavings._commit(rank)
+                interleavings._commit(start, rank)
             while rank.ledger.next_call(0.0) is not None:
                 rank.ledger._call = None
                 interleavings._call(start, rank, True, True)
@@ -97,7 +113,7 @@ def test_a_lagging_rank_makes_others_slip_and_stalls_nobody() -> None:
         assert rank.ledger.unsettled == [1, 2, 3]
     assert all(start.store[f"f/{step}"].startswith(b"dead") for step in (4, 5, 6))
     for _ in range(5):
-        interleavings._commit(lagging)
+        interleavings._commit(start, lagging)
         interleavings._step(start, lagging, interleavings.free_slot)
         while lagging.ledger.next_call(0.0) is not None:
             lagging.ledger._call = None

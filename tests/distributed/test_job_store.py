@@ -75,6 +75,7 @@ def test_a_wait_ends_and_the_client_lives_on(server: dist.TCPStore) -> None:
     store = JobStore(server)
     assert store.wait("never", 0.02) is False
     assert store.add("n") == 1
+    assert store.add("n", (1 << 62) - 1) == 1 << 62
 
 
 def test_a_wait_in_one_client_holds_up_no_other(server: dist.TCPStore) -> None:

@@ -30,7 +30,9 @@ def _advance(ledger: Ledger, store: JobStore) -> int:
     while (call := ledger.next_call(0.0)) is not None:
         assert isinstance(call, Add | Claim)
         answer: object = (
-            store.add(call.key) if isinstance(call, Add) else store.claim(call.key, call.value)
+            store.add(call.key, call.amount)
+            if isinstance(call, Add)
+            else store.claim(call.key, call.value)
         )
         ledger.answered(answer, 0.0)
         count += 1

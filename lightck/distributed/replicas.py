@@ -1,0 +1,97 @@
+"""Which tensors hold the same on every rank: what DistributedDataParallel keeps alike.
+
+A wrong yes loses state: ranks would write parts of different contents. So everything is a rank's
+own that is not known to be a replica. Whether replicas are equal indeed is watched elsewhere, by
+comparing digests of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from lightck.capture.boundary import join
+from lightck.capture.state import Inventory, Live, held_parameters
+
+_AVERAGES_LATER = "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer"
+_REDUCES_NOTHING = {"noop_hook", "post_localSGD_hook"}
+"""Communication hooks of torch that leave each rank, or each node, its own gradients."""
+
+
+@dataclass(eq=False)
+class Replicas:
+    """Finds the replicated ones among an inventory's tensors.
+
+    Parameters: those below a DistributedDataParallel over all ranks, frozen ones among them; not
+    what it was told to ignore, nor what local SGD or LBFGS (which looks at the rank's own loss)
+    moves. Optimizer state: that of such parameters, in torch's own optimizers. Those step each
+    parameter alike on every rank; others may well divide the work among the ranks, as
+    ZeroRedundancyOptimizer and Muon's distributed forms do, and hold state of some on each.
+    """
+
+    inventory: Inventory
+    world: int
+
+    def __call__(self, lives: Sequence[Live]) -> set[str]:
+        """Names of the tensors that are the same on every rank; aliases are not named."""
+        parameters = self._parameters()
+        names = self.inventory.names()
+        states = {
+            f"optim/{i}/{join('', names[id(p)])}"
+            for i, optimizer in enumerate(self.inventory.optimizers)
+            if self._steps_alike(optimizer)
+            for p in held_parameters(optimizer)
+            if id(p) in parameters
+        }
+        return {
+            live.name
+            for live in lives
+            if live.alias_of is None
+            and (
+                (live.role == "parameter" and id(live.tensor) in parameters)
+                or (live.role == "optimizer" and _of_parameter(live.name) in states)
+            )
+        }
+
+    def _parameters(self) -> set[int]:
+        found: dict[int, torch.Tensor] = {}
+        for module in self.inventory.model.modules():
+            if isinstance(module, DistributedDataParallel) and self._reduces(module):
+                ignored = module.parameters_to_ignore
+                named = module.module.named_parameters()
+                found |= {id(p): p for name, p in named if name not in ignored}
+        for optimizer in self.inventory.optimizers:
+            if isinstance(optimizer, LBFGS) or _AVERAGES_LATER in _kinds(optimizer):
+                for p in held_parameters(optimizer):
+                    found.pop(id(p), None)
+        return set(found)
+
+    def _reduces(self, wrapper: DistributedDataParallel) -> bool:
+        """Its gradients are the same on all ranks of the job."""
+        hooks = {getattr(hook, "__name__", "") for hook, _ in wrapper._comm_hooks}
+        group = dist.get_world_size(wrapper.process_group)
+        return group == self.world and hooks.isdisjoint(_REDUCES_NOTHING)
+
+    def _steps_alike(self, optimizer: Optimizer) -> bool:
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            return False
+        return not any(  # it steps some parameters of one that divides them
+            any(value is optimizer for value in vars(other).values())
+            for other in self.inventory.optimizers
+            if other is not optimizer
+        )
+
+
+def _of_parameter(name: str) -> str:
+    """The path of the parameter whose state this is."""
+    return "/".join(name.split("/", 3)[:3])
+
+
+def _kinds(value: Any) -> set[str]:
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}
