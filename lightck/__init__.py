@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lightck.capture.extras import at_forward, at_step
 from lightck.capture.sampler import ResumableSampler
-from lightck.checkpointer import Handle, attach
+from lightck.checkpointer import attach
 from lightck.config import Config
 from lightck.errors import (
     ConfigError,
@@ -30,6 +30,7 @@ from lightck.errors import (
     UnrestoredError,
     WaitTimeoutError,
 )
+from lightck.handle import Handle
 from lightck.load import load, snapshots
 from lightck.restore import restore
 from lightck.types import Layerwise, Moment, Policy, RestoreInfo, Stats

@@ -32,7 +32,8 @@ class Config:
     Attributes:
         path: folder of the run, a devdax device or a libpmemobj pool; `~` is expanded.
         policy: which steps are due; an int (every that many steps) or a table becomes a policy.
-        slots: whole snapshots the region has room for, 2 to 16. Several ranks use 3 and more.
+        slots: whole snapshots the region has room for, 2 to 16; 0 is 2, of several ranks 3: one
+            that counts, one whose fate the others have not settled yet, one to write.
         threads: copying threads, 1 to 64; 0 is one for each CPU that the process may use when it
             attaches, 4 at most.
         chunk_bytes: bytes of one piece of a copy, a multiple of 4096, at most 1 GiB.
@@ -75,7 +76,7 @@ class Config:
 
     path: Path = Path(_DEFAULT_PATH)
     policy: Policy = EverySteps(1)
-    slots: int = 2
+    slots: int = 0
     threads: int = 0
     chunk_bytes: int = 262_144
     priority: Literal["idle", "normal"] = "idle"
@@ -217,6 +218,10 @@ def _integer(low: int, high: int, multiple: int = 1) -> Callable[[object], int]:
     return check
 
 
+def _slots(value: object) -> int:
+    return 0 if value == 0 and type(value) is int else _integer(2, 16)(value)
+
+
 def _choice(*allowed: str) -> Callable[[object], object]:
     def check(value: object) -> object:
         if isinstance(value, str) and value in allowed:
@@ -295,7 +300,7 @@ _TEXTS = (
 _CHECKS: dict[str, Callable[[object], object]] = {
     "path": _path,
     "policy": parse,
-    "slots": _integer(2, 16),
+    "slots": _slots,
     "threads": _integer(0, 64),
     "chunk_bytes": _integer(4096, 1 << 30, multiple=4096),
     "priority": _choice("idle", "normal"),

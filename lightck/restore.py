@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightck.capture import boundary, parts, rng
 from lightck.capture.extras import Extra, parse
 from lightck.capture.hooks import before_next_forward
+from lightck.capture.modules import innermost
 from lightck.capture.optimizer import Saved, install, match
 from lightck.capture.staging import fill, is_dense
 from lightck.capture.state import Inventory, Live
@@ -63,8 +64,7 @@ def _lasting(model: nn.Module) -> nn.Module:
     """What lives as long as the user's model."""
     if isinstance(model, nn.ModuleList) and len(model):
         model = model[0]  # the list is made anew by each call
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
+    return innermost(model)
 
 
 def restore(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -34,6 +35,16 @@ class Moment:
     cost_s: float | None = None
     persist_s: float | None = None
     step_s: float | None = None
+
+
+class Fate(enum.Enum):
+    """What became of a step's snapshot over all ranks (I6)."""
+
+    UNKNOWN = "unknown"
+    WHOLE = "whole"
+    """Every rank has committed it."""
+    DEAD = "dead"
+    """A rank has not, and never will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +154,21 @@ class Stats:
 
     Attributes:
         captured: snapshots whose every copy has left the live tensors.
-        committed: snapshots that are durable on the medium's terms and visible to restore.
-        slipped: due steps without a snapshot because the slots, or the DRAM for staging, were busy.
+        committed: snapshots that are durable on the medium's terms and visible to restore; of
+            several ranks: on every one of them.
+        slipped: due steps without a snapshot because the slots, or the DRAM for staging, were busy,
+            or because this rank could not reach the others.
         torn: snapshots dropped because a tensor changed inside the window.
         failed: snapshots dropped because of an error.
+        dead: snapshots that this rank has committed and another has not: it slipped, failed, ...
         skipped_unchanged_bytes: bytes not written again because they were proved unchanged.
         bytes_copied: bytes copied, by workers and by the training thread.
         bytes_helped: the part of `bytes_copied` that the training thread copied at the fence.
         stall_s: training-thread seconds spent in lightck, by cause (`fence`, `boundary`, ...).
         copy_rate: bytes per second of one copying thread; 0 until known.
         commit_s: mean seconds from the last copy to the durable commit record; 0 until known.
+        whole_s: mean seconds from this rank's commit record to knowing that every rank has its own;
+            0 with one rank, and until known.
         staging_bytes: DRAM held for staged snapshots now.
     """
 
@@ -161,10 +177,12 @@ class Stats:
     slipped: int = 0
     torn: int = 0
     failed: int = 0
+    dead: int = 0
     skipped_unchanged_bytes: int = 0
     bytes_copied: int = 0
     bytes_helped: int = 0
     stall_s: Mapping[str, float] = field(default_factory=dict)
     copy_rate: float = 0.0
     commit_s: float = 0.0
+    whole_s: float = 0.0
     staging_bytes: int = 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from lightck.capture.barrier import Alone, Barrier
 from lightck.types import Moment, Policy
 
 
 @dataclass(eq=False)
 class Due:
-    """Asks the policy and remembers its last yes."""
+    """Asks the policy, through the barrier of all ranks, and remembers its last yes."""
 
     policy: Policy
+    barrier: Barrier = field(default_factory=Alone)
     epoch: int = 0
     """Epochs that the loop has marked."""
     overdue: bool = False
@@ -51,7 +53,8 @@ class Due:
             persist_s=persist_s,
             step_s=self.step_s,
         )
-        due = self.policy.due(moment) or self.overdue or wanted
+        due = self.barrier.due(moment, self.policy) or self.overdue
+        due = due or (wanted and self.barrier.request(step))
         if due:
             self._last = moment
             self.overdue = False

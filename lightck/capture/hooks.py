@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lightck.capture import loading
+from lightck.capture.modules import named_modules
 
 _COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 F = TypeVar("F", bound=Callable[..., Any])
@@ -238,7 +239,11 @@ def _iterating(original: Callable[..., Any], listeners: weakref.WeakSet[Any]) ->
 
 def layers(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Name of each module that owns parameters, and the first that it trains."""
-    for name, module in model.named_modules():
+    seen = set()
+    for name, module in named_modules(model):
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
         own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
         if own and own[0].is_leaf:
             yield name, own[0]

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.capture.arrange import Part
-from lightck.capture.pipeline import Flight, Group, Pipeline, Slip
+from lightck.capture.flight import Flight, Group
+from lightck.capture.pipeline import Pipeline
 from lightck.capture.state import Collected
 from lightck.capture.trace import now_ns
 from lightck.region.writer import SlotWriter
@@ -75,6 +76,8 @@ class LayerPipeline(Pipeline):
         one_by_one = self.region.staged or self.placement.staging
         if one_by_one and (self.window is not None or self.persisting):
             return False
+        if self.barrier.opening(step) is not None:
+            return False
         begin = now_ns()
         writer = SlotWriter.open(self.region, self.pool, plan)
         if writer is None:
@@ -88,7 +91,7 @@ class LayerPipeline(Pipeline):
 
     def open(
         self, step: int, state: Collected, at_step: bytes, at_forward: bytes, *, flags: int = 0
-    ) -> Flight | Slip:
+    ) -> Flight | str:
         """As ever; a snapshot of this step that has begun goes on, if it still can."""
         begun, self.begun = self.begun, None
         if begun is None:
@@ -96,7 +99,8 @@ class LayerPipeline(Pipeline):
         try:
             plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
             joins = plan is begun.flight.writer.plan and self._still(begun, step)
-        except BaseException:
+        except BaseException as error:
+            self.barrier.lost(step, f"failed: {error}")
             self._abandon(begun.flight)
             raise
         if not joins:
@@ -105,13 +109,13 @@ class LayerPipeline(Pipeline):
         assert self.window is None, "two snapshots in one window"
         flight = self.window = begun.flight
         flight.at_step, flight.at_forward, flight.flags = at_step, at_forward, flags
-        flight.share_digest = state.share_digest
+        flight.share_digest, flight.form = state.share_digest, state.form
         try:
             for k, part in enumerate(begun.parts):
                 if k not in begun.done:
                     self._queue(flight, part, begun.staged)
-        except BaseException:
-            self.drop()
+        except BaseException as error:
+            self.drop(f"failed: {error}")
             raise
         held = sum(g.batch.total_bytes for g in flight.groups if not g.owned)
         self.schedule.open(held)
@@ -167,5 +171,6 @@ class LayerPipeline(Pipeline):
         """A snapshot that has not reached (b) is given up."""
         begun, self.begun = self.begun, None
         if begun is not None:
+            self.barrier.lost(begun.flight.step, "closed")
             self._abandon(begun.flight)
         super().close()

@@ -34,7 +34,7 @@ class AskedAhead(Due):
     def ask(self, step: int, cost_s: float | None, persist_s: float | None, wanted: bool) -> bool:
         """As asked before, if it was; what has become due since comes at this step, too."""
         if self._answer is not None and self._answer[0] == step:
-            due = self._answer[1] or self.overdue or wanted
+            due = self._answer[1] or self.overdue or (wanted and self.barrier.request(step))
             self.overdue = False
             return due
         due = super().ask(step, cost_s, persist_s, wanted)
@@ -80,14 +80,14 @@ class LayerRecorder(Recorder):
         if not self.steps.partial:
             self.steps.partial = True
             self._ahead = self._ask(step)
-        with self.stalls.of("fence"), self.lock, self._reported():
+        with self.stalls.of("fence"), self.lock, self.outcomes.reported():
             self.pipeline.fence(unit.number)
         self.pipeline.content[unit.number] = MIXED
         self.updates.update(unit)
         self.pipeline.content[unit.number] = step
         if self._ahead:
             self._ahead = False  # not again in this step, should it fail
-            with self.stalls.of("boundary"), self.lock, self._reported():
+            with self.stalls.of("boundary"), self.lock, self.outcomes.reported():
                 if self.pipeline.begun is None:
                     self.poll()  # a commit gives a slot back
                 self.pipeline.begin(step, unit.number)
@@ -96,8 +96,8 @@ class LayerRecorder(Recorder):
     def _ask(self, step: int) -> bool:
         counters = self.pipeline.counters
         cost = self.stalls.total() / counters.captured if counters.captured else None
-        due = self.cadence.ask(step, cost, counters.persist_s, bool(self.wanted))
-        return due and not self._synchronous
+        due = self.cadence.ask(step, cost, counters.persist_s, bool(self.outcomes.wanted))
+        return due and not self.outcomes.synchronous
 
     def update_begins(self, optimizer: Optimizer) -> None:
         """The user's step: the check, and the update of what is left."""
@@ -155,7 +155,7 @@ class LayerRecorder(Recorder):
 
     def finish_window(self) -> None:
         """Capture what is open: layers that were updated had their fence, the others are intact."""
-        with self.stalls.of("request"), self.lock, self._reported():
+        with self.stalls.of("request"), self.lock, self.outcomes.reported():
             self.pipeline.fence(None)
 
 

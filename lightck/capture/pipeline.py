@@ -1,7 +1,8 @@
 """From live tensors through the pool, one snapshot at a time, fenced before the update.
 
-A *flight* is a snapshot between its opening at (b) and its commit. Its copies form groups, one per
-set of optimizers that change them, so that each optimizer's step waits for its own tensors only.
+A flight (`flight.py`) is opened at (b), captured by the fence and sealed, made durable by the pool,
+and counts once the barrier knows it whole. The barrier hears of every step that a flight was due
+for: this file is where it is told of its opening, its commit and its loss.
 """
 
 from __future__ import annotations
@@ -12,88 +13,24 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from threading import Thread
 
 import numpy as np
 import numpy.typing as npt
 
-from lightck.capture.arrange import Arrangement, Part, Sources, sources
+from lightck.capture.arrange import Arrangement, Part, sources
+from lightck.capture.barrier import Alone, Barrier, is_final
+from lightck.capture.flight import Counters, Flight, Group, Slip
 from lightck.capture.placement import Placement, behind
 from lightck.capture.state import Collected, Live
 from lightck.capture.trace import Trace, moments_of, now_ns
 from lightck.config import Config
-from lightck.errors import LightckError, TornSnapshotError, WaitTimeoutError
-from lightck.region.native import HOLDS_ALL
+from lightck.errors import CoordinationError, LightckError, WaitTimeoutError
+from lightck.events import event
 from lightck.region.pool import NativePool
 from lightck.region.region import Region
-from lightck.region.writer import Batch, SlotWriter
-from lightck.types import ReleaseSchedule
-
-
-@dataclass(eq=False)
-class Group:
-    """Copies whose sources the same optimizers change."""
-
-    holders: frozenset[int]
-    batch: Batch
-    sources: Sources | None
-    """Keeps the memory that is copied alive; None once it is captured."""
-    owned: bool
-    """Sources are private copies: nothing can tear them."""
-
-    @property
-    def captured(self) -> bool:
-        """Every copy has left its source."""
-        return self.sources is None
-
-
-@dataclass(eq=False)
-class Flight:
-    """One snapshot from (b) to its commit."""
-
-    step: int
-    writer: SlotWriter
-    at_step: bytes
-    at_forward: bytes
-    flags: int
-    share_digest: bytes = HOLDS_ALL
-    groups: list[Group] = field(default_factory=list)
-    opened_s: float = field(default_factory=time.monotonic)
-    captured_s: float = 0.0
-    waited_s: float = 0.0
-    """Seconds at fences so far."""
-    futures: list[Future[int]] = field(default_factory=list)
-    """Whoever waits for this very snapshot."""
-
-    def fail(self, error: BaseException) -> None:
-        """Tell those who wait that it will not come."""
-        for future in self.futures:
-            if not future.done():
-                future.set_exception(error)
-
-
-@dataclass(eq=False)
-class Counters:
-    """What happened, for `handle.stats()`."""
-
-    captured: int = 0
-    committed: int = 0
-    slipped: int = 0
-    torn: int = 0
-    failed: int = 0
-    commit_s: float = 0.0
-    persist_s: float | None = None
-    """Opening to commit of the last snapshot."""
-    last_captured_step: int | None = None
-    last_committed_step: int | None = None
-
-
-class Slip(StrEnum):
-    """Why a due snapshot cannot be opened now."""
-
-    SLOTS = "every slot is busy"
-    DRAM = "the DRAM for staging still holds the last snapshot"
+from lightck.region.writer import SlotWriter
+from lightck.types import Fate, ReleaseSchedule
 
 
 @dataclass(eq=False)
@@ -105,11 +42,16 @@ class Pipeline:
     schedule: ReleaseSchedule
     placement: Placement = field(default_factory=Placement)
     proof: bool = False
+    barrier: Barrier = field(default_factory=Alone)
     counters: Counters = field(default_factory=Counters)
     window: Flight | None = None
     """The flight whose sources must not change: opened, not yet captured."""
     persisting: list[Flight] = field(default_factory=list)
     """Captured and sealed; the pool commits them."""
+    awaiting: list[Flight] = field(default_factory=list)
+    """Durable on this rank; whether on every other one is not known yet."""
+    newest: Flight | None = None
+    """The last one that became durable on this rank."""
     trace: Trace | None = None
     on_torn: Callable[[Flight, Sequence[str]], None] = lambda flight, names: None
     _abandoning: list[tuple[Thread, Flight]] = field(default_factory=list)
@@ -145,11 +87,11 @@ class Pipeline:
 
     def open(
         self, step: int, state: Collected, at_step: bytes, at_forward: bytes, *, flags: int = 0
-    ) -> Flight | Slip:
+    ) -> Flight | str:
         """Begin snapshot `step`: from now to the fence the sources must not change.
 
-        Buffers and other sources that cannot wait are copied before this returns. A slip says why
-        it has to come later: nothing was done.
+        Buffers and other sources that cannot wait are copied before this returns. A text says why
+        it slips: nothing was done, and the barrier knows.
 
         Raises:
             RegionFullError: the state has outgrown the medium.
@@ -157,21 +99,24 @@ class Pipeline:
         """
         assert self.window is None, "two snapshots in one window"
         self._reap()
-        if self._dram_taken:
-            return Slip.DRAM
-        plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
-        begin = now_ns()
-        writer = SlotWriter.open(self.region, self.pool, plan)
+        slip: str | None = Slip.DRAM if self._dram_taken else self.barrier.opening(step)
+        writer = None
+        if slip is None:
+            plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
+            begin = now_ns()
+            writer = SlotWriter.open(self.region, self.pool, plan)
         if writer is None:
-            return Slip.SLOTS
+            slip = slip or Slip.SLOTS
+            self.barrier.lost(step, f"slipped: {slip}")
+            return slip
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
-        flight = Flight(step, writer, at_step, at_forward, flags, state.share_digest)
+        flight = Flight(step, writer, at_step, at_forward, flags, state.share_digest, state.form)
         self.window = flight
         try:
             self._load(flight, self.arrangement)
-        except BaseException:
-            self.drop()
+        except BaseException as error:
+            self.drop(f"failed: {error}")
             raise
         held = sum(g.batch.total_bytes for g in flight.groups if not g.owned)
         self._release(flight, self.schedule.open(held))
@@ -205,7 +150,7 @@ class Pipeline:
                 if self.trace is not None:
                     self.trace.fenced(begin, captured)
                 if torn:
-                    self.drop()
+                    self.drop(f"torn: {torn[0]}")
                     self.counters.torn += 1
                     self.on_torn(flight, torn)
                     return False
@@ -214,13 +159,13 @@ class Pipeline:
             if all(group.captured for group in flight.groups):
                 self._seal(flight)
         except BaseException as error:
-            self.drop()
+            self.drop(f"failed: {error}", for_good=is_final(error))
             flight.fail(error)
             raise
         return True
 
     def poll(self, timeout_s: float | None = 0.0) -> Iterator[Flight]:
-        """Flights whose commit has become durable, one by one; waits up to `timeout_s` in all.
+        """Flights that are committed now, one by one; waits up to `timeout_s` for this rank's own.
 
         Raises:
             LightckError: a background failure; that snapshot is dropped.
@@ -234,15 +179,67 @@ class Pipeline:
                     break
             except Exception as error:
                 self.persisting.remove(flight)
+                self.barrier.lost(flight.step, f"failed: {error}", for_good=is_final(error))
                 flight.fail(error)
                 raise
             self.persisting.remove(flight)
-            now = time.monotonic()
-            self.counters.committed += 1
-            self.counters.commit_s += now - flight.captured_s
-            self.counters.persist_s = now - flight.opened_s
-            self.counters.last_committed_step = flight.step
-            yield flight
+            self.awaiting.append(flight)
+            flight.durable_s = time.monotonic()
+            self.counters.durable += 1
+            self.counters.commit_s += flight.durable_s - flight.captured_s
+            self.newest = flight
+            self.barrier.committed(flight.step, flight.form)
+        for flight in [*self.awaiting]:
+            fate = self.barrier.fate(flight.step)
+            if fate is Fate.WHOLE:
+                self._whole(flight)
+                yield flight
+            elif fate is Fate.DEAD:
+                self._dead(flight)
+
+    def _whole(self, flight: Flight) -> None:
+        """Every rank has committed it: it is protected, and what was protected is free (I6)."""
+        self.region.whole(flight.writer.slot)
+        self.awaiting = [each for each in self.awaiting if each is not flight]
+        counters, now = self.counters, time.monotonic()
+        counters.committed += 1
+        counters.whole_s += now - flight.durable_s
+        counters.persist_s = now - flight.opened_s
+        # Fates need not come in the order of the steps.
+        counters.last_committed_step = max(flight.step, counters.last_committed_step or 0)
+
+    def count_last(self) -> None:
+        """Every rank holds the newest, as they found at their close, whatever its fate was."""
+        flight = self.newest
+        if flight is not None and self.counters.last_committed_step != flight.step:
+            assert flight.writer.record is not None
+            self.region.committed(flight.writer.slot, flight.writer.record)
+            self._whole(flight)
+            for future in flight.futures:
+                if not future.done():
+                    future.set_result(flight.step)
+
+    def _dead(self, flight: Flight) -> None:
+        """Another rank has not: the slot is reused first."""
+        self.region.dead(flight.writer.slot)
+        self.awaiting.remove(flight)
+        self.counters.dead += 1
+        why = self.barrier.why_dead(flight.step)
+        event("dead", step=flight.step, why=why)
+        if self.trace is not None:
+            self.trace.lost_snapshot("dead", flight.step, why)
+        flight.fail(CoordinationError(f"snapshot of step {flight.step} does not count: {why}"))
+
+    @property
+    def in_flight(self) -> list[Flight]:
+        """Sealed, and neither committed on every rank nor given up."""
+        return [*self.persisting, *self.awaiting]
+
+    def await_fates(self, seconds: float) -> None:
+        """Wait until the fate of what this rank has committed is known, or `seconds`."""
+        deadline = time.monotonic() + seconds
+        for flight in self.awaiting:
+            self.barrier.wait(flight.step, max(0.0, deadline - time.monotonic()))
 
     def pool_stats(self) -> dict[str, int]:
         """The pool's counters, the last ones once it is closed."""
@@ -251,18 +248,18 @@ class Pipeline:
     @property
     def busy(self) -> bool:
         """A snapshot can only be opened once one that persists is committed."""
-        slots = (s for s in self.region.slots if s.index != self.region.protected)
-        return self._dram_taken or all(slot.writer is not None for slot in slots)
+        return self._dram_taken or not self.region.free_slots()
 
     @property
     def _dram_taken(self) -> bool:
         """The last snapshot has not left the DRAM for staging: there is room for one."""
         return self.placement.staging and bool(self.persisting)
 
-    def drop(self) -> None:
+    def drop(self, why: str = "given up", *, for_good: bool = False) -> None:
         """Give up the snapshot in the window; its slot stays invalid and is reused first."""
         flight, self.window = self.window, None
         if flight is not None:
+            self.barrier.lost(flight.step, why, for_good=for_good)
             self.schedule.close()
             self._abandon(flight)
 
@@ -295,11 +292,13 @@ class Pipeline:
 
     def close(self) -> None:
         """Drop what is not sealed and stop the workers. Idempotent."""
-        self.drop()
+        self.drop("closed")
         for flight in self.persisting:
             flight.writer.abandon()
+        for flight in self.in_flight:
             flight.fail(WaitTimeoutError(f"step {flight.step} was not committed before the close"))
         self.persisting.clear()
+        self.awaiting.clear()
         for thread, _ in self._abandoning:
             thread.join()
         self._abandoning.clear()
@@ -379,17 +378,6 @@ class Pipeline:
         self.persisting.append(flight)
         self.counters.captured += 1
         self.counters.last_captured_step = flight.step
-
-
-def torn_error(names: Sequence[str], step: int) -> TornSnapshotError:
-    """The error that reports a torn snapshot."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return TornSnapshotError(
-        f"snapshot of step {step} was dropped: {names[0]}{more} changed between the forward and the"
-        " next optimizer step. The next snapshot is copied at once; a tensor that changes there"
-        " again is copied at the start of the forward from then on",
-        names=names,
-    )
 
 
 def layer_count(lives: Sequence[Live]) -> int:

@@ -1,39 +1,36 @@
 """The training loop as lightck sees it: steps end, forwards begin, updates come; snapshots follow.
 
-Implements I1-I5 over the pipeline. Runs on the training thread; `poll` may also run on a waiter's
-thread, so one lock guards what both touch (the list of persisting snapshots and the slots).
+Implements I1-I5 over the pipeline. Runs on the training thread; what becomes of the snapshots is
+for `Outcomes`, whose lock guards what a waiter's thread touches, too.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from lightck.capture.barrier import is_final
 from lightck.capture.due import Due
+from lightck.capture.flight import Slip
 from lightck.capture.hooks import Watched
 from lightck.capture.instants import Instants
-from lightck.capture.pipeline import Flight, Pipeline, Slip, torn_error
+from lightck.capture.outcomes import Outcomes
+from lightck.capture.pipeline import Pipeline
 from lightck.capture.stall import Stalls
 from lightck.capture.state import Collected, Inventory
 from lightck.capture.steps import Steps
-from lightck.errors import (
-    LightckError,
-    PreviousPersistError,
-    RegionBusyError,
-    RegionIOError,
-    TornSnapshotError,
-)
+from lightck.errors import CoordinationError, RegionBusyError
 from lightck.events import event
 from lightck.region.native import RECORD_EARLY
+
+FATE_S = 10.0
+"""How long a snapshot that is asked for waits until other ranks have settled an older one."""
 
 
 @dataclass(eq=False)
@@ -46,14 +43,11 @@ class Recorder:
     steps: Steps
     cadence: Due
     watched: Watched
-    report: Callable[[LightckError], None]
-    """Gives a background error to the user, as `on_error` says."""
+    outcomes: Outcomes
     settled: bool
     """All optimizers of the job are known."""
     on_found: Callable[[int, Optimizer], None]
     """Called before the first step of an optimizer that was found by itself."""
-    surface: Callable[[], None] = lambda: None
-    """Raise an error that a waiter's thread came across, if the user wants errors raised."""
     arm: Callable[[bool], None] = lambda on: None
     """Report the next forwards, or stop."""
     on_step: Callable[[], None] = lambda: None
@@ -63,26 +57,22 @@ class Recorder:
     """False in forked children and after detach."""
     due: bool = False
     """The last complete step gets a snapshot, not opened yet."""
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    wanted: list[Future[int]] = field(default_factory=list)
-    """`snapshot()` calls that wait for the next boundary."""
     _gradients: int = 0
     """Gradient hooks since the last step ended: inside an iteration when > 0."""
     _ended_in: int = -1
     """The backward inside which the last step ended, with optimizers that step there."""
-    latched: bool = False
-    """The region takes no more snapshots, and the user knows."""
     _room_made: bool = False
-    _synchronous: bool = False
-    """The last snapshot was torn: the next one is copied at once."""
-    _torn_once: set[str] = field(default_factory=set)
     _forward_unseen: bool = True
     """The last forward ran where no hook can see it (a compiled loop, a CUDA graph), or none has
     run yet: buffers are taken at the step's end, in case the next one goes unseen, too."""
     _warned: bool = False
-    _slip: Slip | None = None  # of the last snapshot that slipped
     _buffers: list[int] | None = None
     """Version counters of the buffers when this iteration's forward began; None before it."""
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Guards what a waiter's thread touches, too."""
+        return self.outcomes.lock
 
     # ---- hooks -----------------------------------------------------------------------------
 
@@ -171,7 +161,7 @@ class Recorder:
         """Wait, helping, until the copies have left what `optimizer` (None: anyone) changes."""
         if not self.enabled:
             return
-        with self.stalls.of("fence"), self.lock, self._reported():
+        with self.stalls.of("fence"), self.lock, self.outcomes.reported():
             if self.due:
                 self._missed_forward("the update")
             self.pipeline.fence(optimizer)
@@ -183,20 +173,23 @@ class Recorder:
             # (a) first: whatever is raised below, a later snapshot must not find the last step's.
             self._gradients, self._buffers = 0, None
             self._ended_in = torch._C._current_graph_task_id()
-            with self._reported():
+            with self.outcomes.reported():
                 self.instants.step_ended()
             self.arm(True)
-            self.surface()
+            self.outcomes.tell_troubles()
+            self.outcomes.surface()
             self.poll()
             if not self._room_made:
                 self._make_room()
             counters = self.pipeline.counters
             cost = self.stalls.total() / counters.captured if counters.captured else None
-            if self.cadence.ask(self.steps.step, cost, counters.persist_s, bool(self.wanted)):
+            if self.cadence.ask(
+                self.steps.step, cost, counters.persist_s, bool(self.outcomes.wanted)
+            ):
                 self.due = True
                 if self._forward_unseen:
                     self.instants.before_forward(generators=False)
-            with self._reported():
+            with self.outcomes.reported():
                 self.on_step()
 
     def _make_room(self) -> None:
@@ -215,32 +208,28 @@ class Recorder:
 
         `seen`: a forward is about to run, so that the RNG states are those of (b).
         """
-        with self.lock, self._reported():
+        with self.lock, self.outcomes.reported():
             self.due = False
-            if self.pipeline.window is not None:
-                self.pipeline.fence(None)
-            self.poll()
-            step = self.steps.step
-            collected = self.instants.collect()
-            at_step, at_forward = self.instants.encode(collected, step, seen=seen)
-            flight = self.pipeline.open(step, collected, at_step, at_forward, flags=flags)
-            if isinstance(flight, Slip):
-                self._slipped(step, flight)
-                return
-            # What was asked for is copied at once: its future may be waited for on this thread,
-            # which then never comes to the fence.
-            if self._synchronous or synchronous or self.wanted:
-                self._synchronous = False
-                flight.futures, self.wanted = self.wanted, []
-                self.pipeline.fence(None)
-
-    def _slipped(self, step: int, why: Slip) -> None:
-        self._slip = why
-        self.pipeline.counters.slipped += 1
-        self.cadence.overdue = True
-        event("slipped", step=step, why=why)
-        if self.pipeline.trace is not None:
-            self.pipeline.trace.lost_snapshot("slipped", step, why)
+            step, barrier, outcomes = self.steps.step, self.pipeline.barrier, self.outcomes
+            try:
+                if self.pipeline.window is not None:
+                    self.pipeline.fence(None)
+                self.poll()
+                collected = self.instants.collect()
+                at_step, at_forward = self.instants.encode(collected, step, seen=seen)
+                flight = self.pipeline.open(step, collected, at_step, at_forward, flags=flags)
+                if isinstance(flight, str):
+                    outcomes.slipped(step, flight)
+                    self.cadence.overdue = barrier.alone
+                # What was asked for is copied at once: its future may be waited for on this
+                # thread, which then never comes to the fence.
+                elif outcomes.synchronous or synchronous or outcomes.wanted:
+                    outcomes.synchronous = False
+                    flight.futures, outcomes.wanted = outcomes.wanted, []
+                    self.pipeline.fence(None)
+            except BaseException as error:
+                barrier.lost(step, f"failed: {error}", for_good=is_final(error))
+                raise
 
     def _missed_forward(self, where: str) -> None:
         """No forward was seen: open here, with what is still exact."""
@@ -287,53 +276,9 @@ class Recorder:
         event("skipped", step=self.steps.step, why="the optimizers were found during it")
         self._make_room()
 
-    # ---- results ---------------------------------------------------------------------------
-
     def poll(self, timeout_s: float | None = 0.0) -> None:
-        """Take note of commits; errors go to `report`."""
-        with self.lock, self._reported():
-            for flight in self.pipeline.poll(timeout_s):
-                event("committed", step=flight.step, survives=self.pipeline.region.survives)
-                for future in flight.futures:
-                    future.set_result(flight.step)
-
-    def torn(self, flight: Flight, names: Sequence[str]) -> None:
-        """The pipeline dropped a snapshot (I5): the next due one is copied at once."""
-        step = flight.step
-        self._synchronous = True
-        new = [name for name in names if name not in self._torn_once]
-        if len(new) < len(names):
-            self.inventory.always_sync.update(self._torn_once.intersection(names))
-            self.inventory.invalidate()
-        self._torn_once.update(new)
-        flight.fail(torn_error(names, step))
-        if new:
-            self.report(torn_error(new, step))
-
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Report errors; what follows from a latched region is counted, not told again."""
-        try:
-            yield
-        except TornSnapshotError:
-            raise  # reported where it was found
-        except LightckError as error:
-            if isinstance(error, PreviousPersistError) and not self.latched:
-                self.poll(1.0)  # what latched the region is about to be known: told first
-            self.pipeline.counters.failed += 1
-            self.fail_wanted(error)
-            if self.latched and isinstance(error, RegionIOError | PreviousPersistError):
-                event("skipped", logging.DEBUG, step=self.steps.step, why=error)
-                return
-            if isinstance(error, RegionIOError | PreviousPersistError):
-                self.latched = True  # for good, whatever else fails
-            self.report(error)
-
-    def fail_wanted(self, error: LightckError) -> None:
-        """No snapshot will come for those who wait for one that is not open yet."""
-        for future in self.wanted:
-            future.set_exception(error)
-        self.wanted = []
+        """Take note of commits and fates. Any thread."""
+        self.outcomes.poll(timeout_s)
 
     # ---- on request ------------------------------------------------------------------------
 
@@ -351,20 +296,39 @@ class Recorder:
         """Declare (b) reached and copy the state of the last complete step at once.
 
         The generators are taken as they stand: what is drawn next comes after the snapshot.
-        Waits for a slot if every one is persisting: the caller asked for it.
+        Waits for a slot if every one is persisting, for other ranks' commits not longer than
+        `FATE_S`: the caller asked for it.
         """
         with self.stalls.of("request"), self.lock:
             if self.pipeline.window is not None:
-                with self._reported():
+                with self.outcomes.reported():
                     self.pipeline.fence(None)
+            if not self.pipeline.barrier.request(self.steps.step):
+                self._join(self.steps.step)
+                return
             if self.pipeline.busy:
                 self.poll(None)
+                self.pipeline.await_fates(FATE_S)
+                self.poll()
             self.instants.generators_stand()
             self._open(seen=False, synchronous=True)
 
+    def _join(self, step: int) -> None:
+        """Several ranks take one snapshot of a step at most: wait for the one that there is."""
+        pipeline, outcomes = self.pipeline, self.outcomes
+        for flight in [*pipeline.persisting, *pipeline.awaiting]:
+            if flight.step == step:
+                flight.futures += outcomes.wanted
+                outcomes.wanted = []
+        if pipeline.counters.last_committed_step == step:
+            for future in outcomes.wanted:
+                future.set_result(step)
+            outcomes.wanted = []
+        outcomes.fail_wanted(CoordinationError(f"step {step} has lost its snapshot already"))
+
     def finish_window(self) -> None:
         """Capture what is open; outside an update only."""
-        with self.stalls.of("request"), self.lock, self._reported():
+        with self.stalls.of("request"), self.lock, self.outcomes.reported():
             if self.steps.updating:
                 self.pipeline.drop()
             else:
@@ -373,11 +337,12 @@ class Recorder:
     def finish_last_step(self) -> None:
         """Make sure the last complete step has a snapshot, due or not, if it can have one."""
         self.finish_window()
+        self.pipeline.barrier.begin_close()
         counters = self.pipeline.counters
         if counters.last_captured_step == self.steps.step or not self.cadence.began:
             return
         if self.steps.updating or self.steps.between_updates:
-            event("skipped", step=self.steps.step, why="an update is half done")
+            self._no_last("an update is half done")
             return
         slipped = counters.slipped
         now = [buffer._version for buffer in self.inventory.buffers()]
@@ -387,11 +352,16 @@ class Recorder:
             self.poll(None)
             self._open(flags=RECORD_EARLY, seen=False, synchronous=True)
         else:
-            event("skipped", step=self.steps.step, why="a forward has changed the buffers")
+            self._no_last("a forward has changed the buffers")
         if counters.slipped > slipped:
-            ask = " (is a reader holding one?)" if self._slip is Slip.SLOTS else ""
-            text = f"step {self.steps.step}, the last one, has no snapshot: {self._slip}{ask}"
-            self.report(RegionBusyError(text))
+            slip = self.outcomes.slip
+            ask = " (is a reader holding one?)" if slip is Slip.SLOTS else ""
+            text = f"step {self.steps.step}, the last one, has no snapshot: {slip}{ask}"
+            self.outcomes.report(RegionBusyError(text))
+
+    def _no_last(self, why: str) -> None:
+        self.outcomes.why_not_last = why
+        event("skipped", step=self.steps.step, why=why)
 
     def open_early(self) -> None:
         """Copy the due snapshot now: (b) is still to come, so it is marked early (I2)."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightck.capture import perfetto
+from lightck.capture.flight import Flight
 from lightck.capture.hooks import Watched
 from lightck.capture.phases import Phases
-from lightck.capture.pipeline import Flight
 from lightck.capture.recorder import Recorder
 from lightck.capture.report import Reporter
 from lightck.capture.trace import Trace
@@ -50,7 +50,7 @@ class Sight:
         region, config = self.recorder.pipeline.region, self.config
         return {
             "rank": region.info.rank,
-            "world": region.info.world,
+            "world": region.world,
             "process": Process.this().number,
             "region": str(region.place.file),
             "medium": region.info.medium,
@@ -96,18 +96,18 @@ class Sight:
 
     def _lost(self, error: RegionIOError) -> None:
         """The region's memory is gone: told once, by a snapshot in hand if that meets it too."""
-        recorder = self.recorder
-        if not recorder.latched:
-            recorder.poll(1.0)
-        if not recorder.latched:
-            recorder.latched = True
-            recorder.report(error)
+        outcomes = self.recorder.outcomes
+        if not outcomes.latched:
+            outcomes.poll(1.0)
+        if not outcomes.latched:
+            outcomes.latched = True
+            outcomes.report(error)
 
     def torn(self, flight: Flight, names: Sequence[str]) -> None:
         """The pipeline dropped a snapshot."""
         if self.trace is not None:
             self.trace.lost_snapshot("torn", flight.step, names[0])
-        self.recorder.torn(flight, names)
+        self.recorder.outcomes.torn(flight, names)
 
     def ended(self) -> None:
         """The last word, while the pool is still there."""

@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 
 from lightck.capture.boundary import join, plain, reference
 from lightck.capture.extras import Extra
+from lightck.capture.modules import named_buffers, named_parameters
 from lightck.errors import StateError
 from lightck.region.native import HOLDS_ALL
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Prefixes that torch.compile and activation checkpointing put into names; they come and go."""
 SMALL_EXTRA_BYTES = 64 << 10
 """An extra's tensor up to this size is copied at (b) at once: cheaper than finding it torn."""
 BASE_ATTRIBUTES = frozenset({"defaults", "state", "param_groups"})
@@ -308,27 +307,6 @@ def _modules(model: nn.Module) -> list[nn.Module]:
                 seen.add(id(child))
                 found.append(child)
     return found
-
-
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's parameters under every name they have, wrappers' prefixes removed."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield strip(name), parameter
-
-
-def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's persistent buffers under every name they have."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield strip(f"{prefix}.{name}" if prefix else name), buffer
-
-
-def strip(name: str) -> str:
-    """Remove the prefixes that wrapping modules add to a name."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def held_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Waiting for commits, on the training thread."""
+"""Waiting for commits and fates, on the training thread."""
 
 from __future__ import annotations
 
@@ -7,54 +7,91 @@ import time
 
 from lightck.capture.recorder import Recorder
 from lightck.capture.report import Reporter
-from lightck.errors import PersistError, WaitTimeoutError
+from lightck.errors import CoordinationError, PersistError, WaitTimeoutError
 from lightck.events import event
 
 POLL_S = 0.002
+LEAST_S = 2.0
+"""How long ranks wait for each other at their close, however little time the medium has left."""
+FATES_S = 600.0
+"""Twice as long as a rank waits for the others before it claims a step dead."""
 
 
 def drain(recorder: Recorder, step: int | None, deadline: float | None) -> bool:
-    """Poll until nothing is open, or one of `step` or newer is committed; False at the deadline."""
+    """Poll until nothing is open, or one of `step` or newer is committed; False at the deadline.
+
+    The medium is waited for without one, other ranks are not: their store may be gone for good.
+    """
     recorder.poll()
-    while recorder.pipeline.persisting and not (step is not None and _reached(recorder, step)):
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
+    pipeline, fates_due = recorder.pipeline, time.monotonic() + FATES_S
+    while recorder.pipeline.in_flight and not (step is not None and _reached(recorder, step)):
+        now = time.monotonic()
+        if pipeline.persisting:
+            fates_due = now + FATES_S
+        left = min(POLL_S, (deadline or fates_due) - now, fates_due - now)
+        if left <= 0:
             return False
-        recorder.poll(POLL_S if left is None else min(POLL_S, left))
+        recorder.poll(left)
+        pipeline.await_fates(left)
+        recorder.poll()
     return True
 
 
 def drain_for_close(recorder: Recorder, deadline: float) -> None:
     """Wait for whatever is sealed: it cannot be given up, so the deadline is for a word only."""
-    if not drain(recorder, None, deadline):
-        steps = [flight.step for flight in recorder.pipeline.persisting]
-        event("closing_late", logging.WARNING, steps=steps, why="the medium has not synced yet")
-        drain(recorder, None, None)
+    recorder.poll()
+    pipeline, told = recorder.pipeline, False
+    while pipeline.persisting:
+        if time.monotonic() >= deadline and not told:
+            told, steps = True, [flight.step for flight in pipeline.persisting]
+            event("closing_late", logging.WARNING, steps=steps, why="the medium has not synced yet")
+        recorder.poll(POLL_S)
+
+
+def settle_for_close(recorder: Recorder, deadline: float, *, last_step: bool) -> None:
+    """Part from the other ranks: agree on the last step, or say that there is none; bounded."""
+    pipeline, outcomes = recorder.pipeline, recorder.outcomes
+    seconds = max(deadline - time.monotonic(), LEAST_S)
+    if not last_step:
+        pipeline.barrier.leave("detached", seconds)
+        recorder.poll()
+        return
+    held = pipeline.newest.step if pipeline.newest is not None else None
+    last = recorder.steps.step if held == recorder.steps.step else None
+    why = "" if last is not None or not recorder.cadence.began else outcomes.why_not_last
+    try:
+        if pipeline.barrier.close(last, why, seconds) is not None:
+            pipeline.count_last()
+    except CoordinationError as error:
+        outcomes.report(error)
+    finally:
+        recorder.poll()
+        outcomes.tell_troubles()
 
 
 def wait(recorder: Recorder, reporter: Reporter, step: int | None, timeout: float | None) -> None:
     """What `handle.wait` does."""
     pipeline, counters = recorder.pipeline, recorder.pipeline.counters
-    lost = counters.failed + counters.torn
+    lost = counters.failed + counters.torn + counters.dead
     deadline = None if timeout is None else time.monotonic() + timeout
     recorder.finish_window()
     ready = True
-    if step is not None and not any(flight.step >= step for flight in pipeline.persisting):
+    if step is not None and not any(flight.step >= step for flight in recorder.pipeline.in_flight):
         if recorder.due and recorder.steps.step >= step and not _reached(recorder, step):
             ready = drain(recorder, step, deadline)  # its slot may be busy
             if ready:
                 recorder.open_early()
     if not (ready and drain(recorder, step, deadline)):
-        waiting = [flight.step for flight in pipeline.persisting]
+        waiting = [flight.step for flight in recorder.pipeline.in_flight]
         raise WaitTimeoutError(f"not committed after {timeout} s: steps {waiting}")
     reporter.surface()
     if step is None or _reached(recorder, step):
         return
     last = counters.last_committed_step
-    if counters.failed + counters.torn > lost:
+    if counters.failed + counters.torn + counters.dead > lost:
+        why = reporter.latest or f"step {step}: {pipeline.barrier.why_dead(step)}"
         raise PersistError(
-            f"no snapshot of step {step} or newer was committed, the last one is {last}:"
-            f" {reporter.latest}"
+            f"no snapshot of step {step} or newer was committed, the last one is {last}: {why}"
         ) from reporter.latest
     raise WaitTimeoutError(
         f"no snapshot of step {step} or newer is open; the last committed one is {last}"

@@ -78,6 +78,7 @@ class Identity:
         slots: per region.
         policy: how due steps are decided, such as `every 5 steps`.
         restored: (timeline, step) that this rank continues; None for a fresh start.
+        step: the last complete one: training goes on after it.
     """
 
     run_id: bytes
@@ -86,6 +87,7 @@ class Identity:
     slots: int
     policy: str = ""
     restored: tuple[int, int] | None = None
+    step: int = 0
 
 
 def agree_on_attach(rounds: Rounds, identity: Identity) -> int:
@@ -107,6 +109,7 @@ def decide_attach(said: Sequence[Said]) -> Said:
         "slots": "give every rank the same slots=",
         "policy": "give every rank the same policy=",
         "restored": "every rank must restore the same snapshot, or none",
+        "step": "every rank must attach at the same step",
     }
     for field, remedy in remedies.items():
         values: dict[str, list[int]] = {}

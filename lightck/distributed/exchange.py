@@ -1,5 +1,7 @@
 """One round of agreement: every rank says something, rank 0 decides, every rank reads that.
 
+A rank that cannot take part says so and why, and does not wait: the others then hear of it at once.
+
 Five messages per rank whatever the number of ranks: claim, count, wait, read, delete; rank 0 reads
 what all said, in large batches. No other rank does: at 10,000 ranks these were 10^8 messages.
 """
@@ -17,6 +19,7 @@ from lightck.errors import CoordinationError
 
 MAX_BYTES = 4096  # of what one rank may say
 _NAMED = 16  # missing ranks named in a message
+_FAILURE = 1500  # characters of a failure
 
 Said = dict[str, Any]
 Decide = Callable[[Sequence[Said]], Said]
@@ -34,7 +37,8 @@ class Rounds:
     rank: int
     world: int
     timeout_s: float = 120.0
-    _number: int = 0
+    number: int = 0
+    """Of the next round."""
 
     def agree(self, kind: str, said: Said, decide: Decide) -> Said:
         """Take part in the next round.
@@ -52,21 +56,8 @@ class Rounds:
             CoordinationError: a rank is missing, or the decision was an error.
             StoreError: the store does not answer.
         """
-        base, self._number = f"round/{self._number}", self._number + 1
-        text = json.dumps({"kind": kind, **said}, separators=(",", ":"))
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"rank {self.rank} says {len(text)} bytes, more than {MAX_BYTES}")
-        began = time.monotonic()
-        mine = f"{base}/in/{self.rank}"
-        if self.store.claim(mine, text.encode()) != text.encode():
-            # A nonce inside `said` is not needed: two lives of one rank that say the same thing are
-            # found by the count, which then exceeds the world.
-            raise self._stale(mine)
-        count = self.store.add(f"{base}/count")
-        if count > self.world:
-            raise self._stale(f"{base}/count")
-        if count == self.world:
-            self.store.set(f"{base}/all", b"1")
+        base, began = self._next(), time.monotonic()
+        self._say(base, {"kind": kind, **said})
         if self.rank == 0:
             answer = self._decide(base, kind, decide, began)
             self.store.set(f"{base}/out", json.dumps(answer).encode())
@@ -77,6 +68,36 @@ class Rounds:
         self._sweep()
         return answer
 
+    def fail(self, kind: str, error: BaseException) -> None:
+        """Say in the next round, where the others are or will be, that this rank cannot go on.
+
+        Returns at once. They raise a `CoordinationError` that names this rank and the error.
+        """
+        base, text = self._next(), f"{type(error).__name__}: {error}"
+        text = text.encode("ascii", "replace").decode()[:_FAILURE]
+        self._say(base, {"kind": kind, "failure": text})
+        if self.rank == 0:
+            self.store.set(f"{base}/out", json.dumps({"error": _failed(kind, {0: text})}).encode())
+
+    def _next(self) -> str:
+        base, self.number = f"round/{self.number}", self.number + 1
+        return base
+
+    def _say(self, base: str, said: Said) -> None:
+        text = json.dumps(said, separators=(",", ":"))
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"rank {self.rank} says {len(text)} bytes, more than {MAX_BYTES}")
+        mine = f"{base}/in/{self.rank}"
+        if self.store.claim(mine, text.encode()) != text.encode():
+            # A nonce inside `said` is not needed: two lives of one rank that say the same thing are
+            # found by the count, which then exceeds the world.
+            raise self._stale(mine)
+        count = self.store.add(f"{base}/count")
+        if count > self.world:
+            raise self._stale(f"{base}/count")
+        if count == self.world:
+            self.store.set(f"{base}/all", b"1")
+
     def _decide(self, base: str, kind: str, decide: Decide, began: float) -> Said:
         if not self.store.wait(f"{base}/all", self.timeout_s):
             missing = [r for r in range(self.world) if self.store.read(f"{base}/in/{r}") is None]
@@ -84,6 +105,9 @@ class Rounds:
             return {"error": _absent(kind, missing, self.world, base, waited)}
         raw = self.store.read_many([f"{base}/in/{r}" for r in range(self.world)])
         said = [json.loads(each) for each in raw]
+        failures = {r: each["failure"] for r, each in enumerate(said) if "failure" in each}
+        if failures:
+            return {"error": _failed(kind, failures)}
         other = [(r, each["kind"]) for r, each in enumerate(said) if each["kind"] != kind]
         if other:
             rank, theirs = other[0]
@@ -109,7 +133,7 @@ class Rounds:
 
         Round 0's count stays, so that another life of the job over the same keys is found out.
         """
-        before = self._number - 2
+        before = self.number - 2
         if before < 0:
             return
         names = [f"in/{self.rank}"]
@@ -123,6 +147,12 @@ class Rounds:
             "earlier life of this one wrote it; give each job a store of its own, and torchrun "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 if it restarts workers"
         )
+
+
+def _failed(kind: str, failures: dict[int, str]) -> str:
+    named = list(failures.items())[:_NAMED]
+    more = f" and {len(failures) - _NAMED} more" if len(failures) > _NAMED else ""
+    return f"no rank can {kind}: " + "; ".join(f"rank {r}: {why}" for r, why in named) + more
 
 
 def _absent(kind: str, missing: Sequence[int], world: int, base: str, waited: float) -> str:

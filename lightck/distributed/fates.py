@@ -14,21 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightck.distributed.announce import Announcer, Calendar, key
-from lightck.distributed.ledger import (
-    UNLIKE,
-    Add,
-    Call,
-    Claim,
-    Death,
-    Delete,
-    Due,
-    Fate,
-    Ledger,
-    Read,
-)
+from lightck.distributed.ledger import UNLIKE, Add, Call, Claim, Death, Delete, Due, Ledger, Read
 from lightck.distributed.store import Store
 from lightck.errors import CoordinationError, StoreError
 from lightck.events import event
+from lightck.types import Fate
 
 LATE = "not known in time"  # why of a step that a rank passed before it had read the announcement
 _IDLE_S = 60.0  # longest sleep of the thread without an event
@@ -139,6 +129,14 @@ class GlobalCommit:
             if began is not None and time.monotonic() - began > self._limits.call_s:
                 return f"the job's store has not answered for {time.monotonic() - began:.0f} s"
             return None if self._ledger.reachable else "the job's store does not answer"
+
+    @property
+    def reachable(self) -> bool:
+        """The store answers, as far as is known."""
+        with self._lock:
+            began = self._call_began_s
+            hangs = began is not None and time.monotonic() - began > self._limits.call_s
+            return self._ledger.reachable and not hangs and self._broken is None
 
     def opened(self, due: Due) -> None:
         """Note that a slot is about to be invalidated for `due`."""

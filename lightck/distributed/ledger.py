@@ -19,19 +19,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lightck.types import Fate
+
 BLOCK = 64  # due steps whose keys are deleted together: one more message per rank and 64 snapshots
 UNLIKE = "replicated state differs between the ranks in names, shapes or dtypes"  # why of a death
 _COUNT_BITS = 20  # of a sum, for the number of ranks
 _FORM_BITS = 22  # of one form: the sum of a million of them and the count stay below 2^63
 _RETRY_S = (0.1, 5.0)  # pause after a failed call: the first, and the longest of its doublings
-
-
-class Fate(enum.Enum):
-    """What became of a step, over all ranks."""
-
-    UNKNOWN = "unknown"
-    WHOLE = "whole"
-    DEAD = "dead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +35,8 @@ class Due:
     Attributes:
         step: the step.
         ordinal: its place among the due steps of its source; consecutive from 0 on every rank.
-        source: `p` for steps that a pure policy gives, `a` for announced ones.
+        source: `p` for steps that a pure policy gives, `a` for announced ones, `r` for one that
+            the loop asked for on every rank; that is a block of its own, since a rank may not have.
     """
 
     step: int
@@ -51,7 +46,12 @@ class Due:
     @property
     def block(self) -> str:
         """The block of due steps it belongs to."""
-        return f"{self.source}{self.ordinal // BLOCK}"
+        return f"{self.source}{self.ordinal // self.block_size}"
+
+    @property
+    def block_size(self) -> int:
+        """Number of due steps in that block."""
+        return 1 if self.source == "r" else BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +327,7 @@ class Ledger:
         death = Death.decode(value)
         if death is None:
             self.newest_whole = max(step, self.newest_whole or step)
+            self._pass_over(step)
         elif death.for_good:
             self.ended = death
         fate = Fate.DEAD if death else Fate.WHOLE
@@ -336,12 +337,23 @@ class Ledger:
         self._close_block(case.due)
         self.on_fate(case.due, fate, death)
 
+    def _pass_over(self, newer: int) -> None:
+        """Wait no more for older steps: every rank has said all that it will ever say of them.
+
+        Ranks count their commits in the order of the steps, and all have counted `newer`. A fate
+        that somebody has set already stands against the claim.
+        """
+        for step, case in self._cases.items():
+            if step < newer and case.stage is _Stage.AWAIT:
+                why = f"not committed on every rank when step {newer} was"
+                case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
+
     def _close_block(self, due: Due) -> None:
         # Counted only when this rank knows all fates of the block, so that it never touches these
         # keys again: a claim on a deleted key would give a step a second fate.
         steps = self._blocks.setdefault(due.block, [])
         steps.append(due.step)
-        if len(steps) == BLOCK:
+        if len(steps) == due.block_size:
             self._chores.append(Add(f"b/{due.block}"))
 
     def _chore_done(self, call: Call, answer: object) -> None:

@@ -61,6 +61,7 @@ def find(
     name: str | None = None,
     environment: Mapping[str, str] = os.environ,
     node: str | None = None,
+    found: bytes | None = None,
 ) -> Topology:
     """Find this rank's place and agree on the run id with the others.
 
@@ -70,9 +71,12 @@ def find(
             must have the same one; with none at all rank 0 draws the run id.
         environment: where the names are looked up.
         node: what identifies this node; default host name and the kernel's boot id.
+        found: run id of the region that this rank has already. Those of all ranks must be the same,
+            and stand for the job from then on: a restart may well have another name.
 
     Raises:
-        CoordinationError: names differ, or a rank did not come in time; on every rank.
+        CoordinationError: names or regions' runs differ, or a rank did not come in time; on every
+            rank.
     """
     variables = ("LIGHTCK_RUN_ID", "TORCHELASTIC_RUN_ID")
     name = name or next((environment[v] for v in variables if environment.get(v)), None)
@@ -81,6 +85,7 @@ def find(
     if rounds is None:
         return Topology(run_id=run_digest(name) if name else secrets.token_bytes(16))
     said = {"name": name, "node": node or _this_node(), "world": rounds.world}
+    said["found"] = found.hex() if found else None
     decision = rounds.agree("start", said, settle)
     return place(rounds.rank, decision)
 
@@ -100,11 +105,32 @@ def settle(said: Sequence[Said]) -> Said:
             f"the ranks belong to different runs: {found}; give all of them the same "
             "LIGHTCK_RUN_ID (or run_id=)"
         )
-    run_id = run_digest(next(iter(names))) if names else secrets.token_bytes(16)
+    run_id = _found(said)
+    if run_id is None:
+        run_id = run_digest(next(iter(names))) if names else secrets.token_bytes(16)
     numbers: dict[str, int] = {}
     nodes = [numbers.setdefault(each["node"], len(numbers)) for each in said]
     runs = [[node, len(list(group))] for node, group in groupby(nodes)]
     return {"run_id": run_id.hex(), "runs": runs}
+
+
+def _found(said: Sequence[Said]) -> bytes | None:
+    """Run id of the regions that are there.
+
+    Raises:
+        CoordinationError: they belong to different runs.
+    """
+    runs: dict[str, list[int]] = {}
+    for rank, each in enumerate(said):
+        if each.get("found"):
+            runs.setdefault(each["found"], []).append(rank)
+    if len(runs) > 1:
+        listed = "; ".join(f"run {run} on rank(s) {ranks[:8]}" for run, ranks in runs.items())
+        raise CoordinationError(
+            f"the ranks' regions belong to different runs: {listed}; give every rank the same path="
+            " with the regions of one job, or move the others' away"
+        )
+    return bytes.fromhex(next(iter(runs))) if runs else None
 
 
 def place(rank: int, decision: Mapping[str, Any]) -> Topology:

@@ -1,12 +1,23 @@
-"""Claim a path for writing: open the region that is there if nothing would be lost, or make one."""
+"""Claim a path for writing: open the region that is there if nothing would be lost, or make one.
+
+In two parts, since ranks have to know of the regions that all of them find before any is made.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+from dataclasses import dataclass
 
 from lightck.config import Config
-from lightck.errors import ConfigError, LightckError, RegionBusyError, UnrestoredError
+from lightck.errors import (
+    ConfigError,
+    LightckError,
+    RegionBusyError,
+    RegionError,
+    UnrestoredError,
+)
 from lightck.events import event
 from lightck.region import allocator, backing, place, statistics
 from lightck.region.layout import Entry
@@ -16,41 +27,120 @@ from lightck.region.spec import RegionSpec
 HUGE_PAGE_BYTES = 2 << 20
 
 
-def claim(config: Config, entries: tuple[Entry, ...], manifest_bytes: int) -> Region:
-    """Open the region that is there, if it may be written, or make one of the right size."""
-    where = place.locate(config.path, 0, create=True, backend=config.backend)
+@dataclass(eq=False)
+class Claim:
+    """A place that this process may write to, and the region in it, if there is one."""
+
+    where: place.Place
+    region: Region | None
+    """Owned by this process."""
+
+    @property
+    def run_id(self) -> bytes | None:
+        """Of the run that the region was made for."""
+        return None if self.region is None else self.region.info.run_id
+
+    def close(self) -> None:
+        """Give the region up; idempotent."""
+        if self.region is not None:
+            self.region.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Whose region it is.
+
+    Attributes:
+        rank: of `world`.
+        world: number of ranks that write now; a region outlives a change of it.
+        run_id: of a region that has to be made; None: as the config names it.
+    """
+
+    rank: int = 0
+    world: int = 1
+    run_id: bytes | None = None
+
+
+def find(config: Config, rank: int = 0) -> Claim:
+    """Own what is there, if it may be written.
+
+    Raises:
+        UnrestoredError: snapshots are there that were not restored; nothing was overwritten.
+        RegionBusyError: another process owns the region.
+        RegionError: it is another rank's.
+    """
+    where = place.locate(config.path, rank, create=True, backend=config.backend)
     if where.backend != "native" and config.numa_node is not None:
         raise ConfigError(
             f"numa_node = {config.numa_node}: with backend {where.backend!r} PMDK maps the memory;"
             ' only backend = "auto" binds it to a node'
         )
+    if not where.exists or backing.is_blank(where):
+        return Claim(where, None)
     durable = config.durability == "process"
-    if where.exists and not backing.is_blank(where):
-        try:
-            region = Region.open(
-                where, writable=True, process_durable=durable, numa_node=config.numa_node
-            )
-        except RegionBusyError as error:
-            raise _naming_owner(error, where) from error
-        try:
-            _take_over(region, config)
-            region.fit(entries, manifest_bytes)
-            if region.info.slot_count != config.slots:  # fixed when the region was made
-                event("slots_kept", slots=region.info.slot_count, asked=config.slots)
-        except BaseException:
-            region.close()
-            raise
-        return region
+    try:
+        region = Region.open(
+            where, writable=True, process_durable=durable, numa_node=config.numa_node
+        )
+    except RegionBusyError as error:
+        raise _naming_owner(error, where) from error
+    try:
+        _check_rank(region, rank)
+        _take_over(region, config)
+    except BaseException:
+        region.close()
+        raise
+    return Claim(where, region)
+
+
+def take(
+    claim: Claim, config: Config, seat: Seat, entries: tuple[Entry, ...], manifest_bytes: int
+) -> Region:
+    """Make the region that is not there yet, or make room in the one that is."""
+    slots = config.slots or (2 if seat.world == 1 else 3)
+    if seat.world > 1 and slots == 2:
+        why = "due steps slip while it is not known whether every rank has committed the last one"
+        event("two_slots", logging.WARNING, world=seat.world, why=why)
+    if claim.region is None:
+        claim.region = _make(claim.where, config, seat, slots, entries, manifest_bytes)
+    else:
+        claim.region.fit(entries, manifest_bytes)
+    region = claim.region
+    if region.info.slot_count != slots:  # fixed when the region was made
+        event("slots_kept", slots=region.info.slot_count, asked=slots)
+    region.world = seat.world
+    return region
+
+
+def _make(
+    where: place.Place,
+    config: Config,
+    seat: Seat,
+    slots: int,
+    entries: tuple[Entry, ...],
+    manifest_bytes: int,
+) -> Region:
     needed = allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, _page_bytes(where))
     assert needed is not None
+    named = hashlib.blake2b(config.run_id.encode(), digest_size=16).digest()
     spec = RegionSpec(
-        run_id=hashlib.blake2b(config.run_id.encode(), digest_size=16).digest(),
-        slot_count=config.slots,
+        run_id=seat.run_id or named,
+        rank=seat.rank,
+        world=seat.world,
+        slot_count=slots,
         slot_bytes=needed.needed_bytes,
-        process_durable=durable,
+        process_durable=config.durability == "process",
         numa_node=config.numa_node,
     )
     return Region.create(where, spec)
+
+
+def _check_rank(region: Region, rank: int) -> None:
+    if region.info.rank != rank:
+        raise RegionError(
+            f"{region.place.file} is the region of rank {region.info.rank}, this is rank {rank}:"
+            " was the file renamed or copied? Put it back, or choose another path"
+        )
 
 
 def _naming_owner(error: RegionBusyError, where: place.Place) -> RegionBusyError:
@@ -84,7 +174,8 @@ def _take_over(region: Region, config: Config) -> None:
     """
     recovery = region.recover()
     known = [c.record for c in (*recovery.candidates, *recovery.abandoned)]
-    if region.continued in known and not region.overtaken:
+    ours = region.continued in known or (region.continued is None and region.written_here)
+    if ours and not region.overtaken:
         return
     if recovery.is_empty or config.overwrite:
         region.start_anew()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,8 +71,10 @@ class Slot:
     """What this process knows about one slot."""
 
     index: int
-    sequence: int = 0
-    """Of the committed snapshot it holds; 0: none that counts."""
+    record: Record | None = None
+    """Of the committed snapshot it holds; None: none that counts."""
+    fate_open: bool = False
+    """Other ranks decide whether it counts, and what they decided has not been taken in here."""
     table_digest: bytes = b""
     """Of the layout table that its last commit made durable."""
     digests: tuple[bytes, npt.NDArray[np.uint32]] | None = None
@@ -93,8 +95,12 @@ class Region:
         self.slots = [Slot(i) for i in range(self.info.slot_count)]
         self.protected: int | None = None
         """Slot of the newest whole snapshot (I6): never invalidated, moved or overwritten."""
+        self.reusable: Callable[[int, int], bool] | None = None
+        """Several ranks: whether the slot that holds (timeline, step) may be reused."""
         self.next_sequence = 1 + max((seq for _, seq in self.info.lineage), default=0)
         self.timeline = self.info.timeline
+        self.world = self.info.world
+        """Number of ranks that write now; the superblock keeps that of the region's making."""
 
     @classmethod
     def create(cls, where: Place, spec: RegionSpec) -> Region:
@@ -164,7 +170,7 @@ class Region:
             (good if self.counts(candidate.record) else abandoned).append(candidate)
         good.sort(key=lambda c: c.record.sequence, reverse=True)
         for candidate in good:
-            self.slots[candidate.record.slot].sequence = candidate.record.sequence
+            self.slots[candidate.record.slot].record = candidate.record
         return Recovery(tuple(_exact_first(good)), tuple(abandoned), tuple(problems))
 
     def _read(self, slot: int) -> Candidate:
@@ -228,14 +234,23 @@ class Region:
         _newest.pop(self.info.uuid, None)
 
     @property
+    def written_here(self) -> bool:
+        """This process has restored from here or written here."""
+        return self.info.uuid in _newest
+
+    @property
     def overtaken(self) -> bool:
         """Another process has committed here since this one restored or wrote its last snapshot."""
         return self.next_sequence - 1 > _newest.get(self.info.uuid, 0)
 
-    def begin_timeline(self, continued: Record | None) -> None:
+    def begin_timeline(self, continued: Record | None, timeline: int | None = None) -> None:
         """Durably begin a new timeline that continues `continued`, or nothing.
 
         Snapshots beyond the branch point are abandoned from here on. May block on the medium.
+
+        Args:
+            continued: the snapshot that the live state continues.
+            timeline: what the ranks agreed on; one rank draws its own.
         """
         lineage: list[tuple[int, int]] = []
         if continued is not None:
@@ -245,13 +260,13 @@ class Region:
                 for timeline, sequence in self.info.lineage
                 if sequence < continued.sequence and timeline != continued.timeline
             ]
-        self.timeline = secrets.randbits(63) | 1
+        self.timeline = timeline or secrets.randbits(63) | 1
         self.native.branch(self.timeline, lineage[: native.MAX_LINEAGE])
         self.info = self.native.describe()
         self.protected = continued.slot if continued is not None else None
         for slot in self.slots:
-            if continued is None or slot.sequence > continued.sequence:
-                slot.sequence = 0
+            if slot.record and (continued is None or slot.record.sequence > continued.sequence):
+                slot.record = None
 
     def fit(self, entries: Sequence[Entry], manifest_bytes: int) -> allocator.Plan:
         """Plan the entries into a slot, growing the region when they do not fit.
@@ -293,7 +308,16 @@ class Region:
     def free_slots(self) -> list[Slot]:
         """Slots that may be overwritten, those without a snapshot that counts first (I6)."""
         free = [s for s in self.slots if s.writer is None and s.index != self.protected]
-        return sorted(free, key=lambda slot: slot.sequence)
+        return sorted(
+            (slot for slot in free if self._settled(slot)),
+            key=lambda slot: slot.record.sequence if slot.record else 0,
+        )
+
+    def _settled(self, slot: Slot) -> bool:
+        """Not of unknown fate, and not the newest that is whole over the ranks."""
+        if slot.fate_open or self.reusable is None or slot.record is None:
+            return not slot.fate_open
+        return self.reusable(slot.record.timeline, slot.record.step)
 
     def begin(self, pool: NativePool) -> Slot | None:
         """Open a free slot for a new snapshot, or None when every one is protected, busy or leased.
@@ -306,15 +330,33 @@ class Region:
                 slot.writer = NativeSnapshot(pool, self.native, slot.index)
             except RegionBusyError:
                 continue
-            slot.sequence = 0
+            slot.record = None
             return slot
         return None
 
     def committed(self, slot: Slot, record: Record) -> None:
-        """The slot's snapshot is durable: it is the protected one from now on."""
-        slot.sequence = record.sequence
-        self.protected = slot.index
-        self.carry_on(record)
+        """The slot's snapshot is durable; of several ranks, its fate is still to come."""
+        slot.record = record
+        _newest[self.info.uuid] = self.next_sequence - 1
+        slot.fate_open = self.reusable is not None
+        if not slot.fate_open:
+            self.whole(slot)
+
+    def whole(self, slot: Slot) -> None:
+        """The slot's snapshot is durable on every rank: it is protected, if none newer is.
+
+        Idempotent. The live state continues it: attach may write here again.
+        """
+        newest = self.slots[self.protected].record if self.protected is not None else None
+        assert slot.record is not None, "overwritten before its fate was known"
+        slot.fate_open = False
+        if newest is None or newest.sequence <= slot.record.sequence:
+            self.protected = slot.index
+            self.carry_on(slot.record)
+
+    def dead(self, slot: Slot) -> None:
+        """The slot's snapshot does not count: it is reused first."""
+        slot.record, slot.fate_open = None, False
 
     def close(self) -> None:
         """Unmap and unlock; idempotent. No writer may be open."""

@@ -152,6 +152,7 @@ class SlotWriter:
             "wall_time_ns": time.time_ns(),
             "flags": flags,
             "share_digest": share_digest,
+            "world": region.world,
         }
         there = slot.table_digest == self.layout.digest
         slot.table_digest = b""
@@ -161,7 +162,6 @@ class SlotWriter:
             payload_bytes=self.layout.payload_bytes,
             slot=slot.index,
             rank=region.info.rank,
-            world=region.info.world,
             **fields,
         )
 

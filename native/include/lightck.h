@@ -351,8 +351,8 @@ int lck_snapshot_digests(const lck_snapshot *snapshot, uint32_t batch, uint32_t 
 
 /* Commit in the background once every batch is captured: payload, layout table (when `layout` is
  * not NULL; else the one that the slot already holds at record->layout_offset), manifest, record,
- * each durable before the next. The blobs are copied; their CRCs, run_id, slot, rank, world and
- * payload_bytes of the record are filled in here. Errors: LCK_E_STATE, a batch is not captured. */
+ * each durable before the next. The blobs are copied; their CRCs, run_id, slot, rank, payload_bytes
+ * and a world of 0 are filled in here. Errors: LCK_E_STATE, a batch is not captured. */
 int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, const void *layout,
                       const void *manifest);
 

@@ -225,7 +225,7 @@ int lck_slot_invalidate(lck_region *region, uint32_t slot) {
   return rc != 0 || LCK_MUTANT(MUTANT_INVALIDATION_UNSYNCED) ? rc : lck_persist_sync(region);
 }
 
-/* Everything of the block; run id, rank, world and identity are the region's. */
+/* Everything of the block; run id, rank and identity are the region's, and the world if not given. */
 static record_disk compose(const lck_region *region, uint32_t slot, const lck_record *record,
                            uint32_t layout, uint32_t manifest) {
   superblock_disk super = lck_superblock_copy(region);
@@ -247,7 +247,7 @@ static record_disk compose(const lck_region *region, uint32_t slot, const lck_re
       .payload_bytes = record->payload_bytes,
       .wall_time_ns = record->wall_time_ns,
       .rank = super.rank,
-      .world = super.world,
+      .world = record->world ? record->world : super.world,
   };
   memcpy(block.run_id, super.run_id, sizeof(block.run_id));
   memcpy(block.share_digest, record->share_digest, sizeof(block.share_digest));

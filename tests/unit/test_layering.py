@@ -24,13 +24,14 @@ _FLOORS = {
     4: {"capture"},
     5: {"restore", "load", "examine", "pmdk", "watch", "distributed"},
     6: {"failure"},
-    7: {"checkpointer"},
+    7: {"checkpointer", "handle"},
     8: {"integrations", "cli", "__init__"},
 }
 _FLOOR_OF = {room: floor for floor, rooms in _FLOORS.items() for room in rooms}
 # One way only: a config is checked when it is made, its policy included; looking into a region
 # takes restore's choice of a snapshot, examining it takes load's reading.
 _SAME_FLOOR = {
+    ("checkpointer", "handle"),
     ("config", "policy"),
     ("load", "restore"),
     ("examine", "load"),
@@ -40,7 +41,7 @@ _SAME_FLOOR = {
 }
 # Faces use what users use; __init__ hands out names of these, the marks of instants, the sampler.
 _FACES_USE = {
-    *("checkpointer", "restore", "load", "examine", "pmdk", "watch"),
+    *("checkpointer", "handle", "restore", "load", "examine", "pmdk", "watch"),
     *("config", "errors", "policy", "types", "__init__"),
 }
 _HANDED_OUT = {"lightck.capture.extras", "lightck.capture.sampler"}

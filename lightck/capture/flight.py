@@ -1,0 +1,102 @@
+"""A snapshot on its way: what it copies, who waits for it, and what became of those before it.
+
+A *flight* is a snapshot between its opening at (b) and its fate. Its copies form groups, one per
+set of optimizers that change them, so that each optimizer's step waits for its own tensors only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from lightck.capture.arrange import Sources
+from lightck.errors import TornSnapshotError
+from lightck.region.native import HOLDS_ALL
+from lightck.region.writer import Batch, SlotWriter
+
+
+@dataclass(eq=False)
+class Group:
+    """Copies whose sources the same optimizers change."""
+
+    holders: frozenset[int]
+    batch: Batch
+    sources: Sources | None
+    """Keeps the memory that is copied alive; None once it is captured."""
+    owned: bool
+    """Sources are private copies: nothing can tear them."""
+
+    @property
+    def captured(self) -> bool:
+        """Every copy has left its source."""
+        return self.sources is None
+
+
+@dataclass(eq=False)
+class Flight:
+    """One snapshot from (b) to its fate."""
+
+    step: int
+    writer: SlotWriter
+    at_step: bytes
+    at_forward: bytes
+    flags: int
+    share_digest: bytes = HOLDS_ALL
+    form: bytes = b""
+    """See `state.Shared`."""
+    groups: list[Group] = field(default_factory=list)
+    opened_s: float = field(default_factory=time.monotonic)
+    captured_s: float = 0.0
+    durable_s: float = 0.0
+    waited_s: float = 0.0
+    """Seconds at fences so far."""
+    futures: list[Future[int]] = field(default_factory=list)
+    """Whoever waits for this very snapshot."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell those who wait that it will not come."""
+        for future in self.futures:
+            if not future.done():
+                future.set_exception(error)
+
+
+@dataclass(eq=False)
+class Counters:
+    """What happened, for `handle.stats()`."""
+
+    captured: int = 0
+    durable: int = 0
+    """On this rank."""
+    committed: int = 0
+    """On every rank."""
+    slipped: int = 0
+    torn: int = 0
+    failed: int = 0
+    dead: int = 0
+    commit_s: float = 0.0
+    whole_s: float = 0.0
+    persist_s: float | None = None
+    """Opening to commit of the last snapshot."""
+    last_captured_step: int | None = None
+    last_committed_step: int | None = None
+
+
+class Slip(StrEnum):
+    """Why a due snapshot cannot be opened now."""
+
+    SLOTS = "every slot is busy"
+    DRAM = "the DRAM for staging still holds the last snapshot"
+
+
+def torn_error(names: Sequence[str], step: int) -> TornSnapshotError:
+    """The error that reports a torn snapshot."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return TornSnapshotError(
+        f"snapshot of step {step} was dropped: {names[0]}{more} changed between the forward and the"
+        " next optimizer step. The next snapshot is copied at once; a tensor that changes there"
+        " again is copied at the start of the forward from then on",
+        names=names,
+    )

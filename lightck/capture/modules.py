@@ -1,0 +1,62 @@
+"""The module tree as the user wrote it: names do not depend on what wraps a module.
+
+`DistributedDataParallel` instances are looked through wherever they are. torch.compile and
+activation checkpointing put prefixes into names, which are taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""Prefixes that torch.compile and activation checkpointing put into names; they come and go."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside of `DistributedDataParallel`, else itself."""
+    while isinstance(module, DistributedDataParallel):
+        module = module.module
+    return module
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The user's own module, under every wrapper."""
+    while True:
+        inner = getattr(unwrapped(module), "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return unwrapped(module)
+        module = inner
+
+
+def named_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module under every path it has, parents first."""
+    model = unwrapped(model)
+    yield strip(path), model
+    for name, child in model._modules.items():
+        if child is not None:
+            yield from named_modules(child, f"{path}.{name}" if path else name)
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's parameters under every name they have."""
+    for path, module in named_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{name}" if path else name, parameter
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's persistent buffers under every name they have."""
+    for path, module in named_modules(model):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def strip(path: str) -> str:
+    """Remove what torch.compile and activation checkpointing add to a path."""
+    return ".".join(part for part in path.split(".") if f"{part}." not in WRAPPERS)

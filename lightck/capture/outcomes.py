@@ -1,0 +1,125 @@
+"""What became of the snapshots, and who hears of it: futures, the user's `on_error`, the log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from lightck.capture.barrier import is_final
+from lightck.capture.flight import Flight, torn_error
+from lightck.capture.pipeline import Pipeline
+from lightck.capture.state import Inventory
+from lightck.capture.steps import Steps
+from lightck.errors import (
+    LightckError,
+    PreviousPersistError,
+    RegionBusyError,
+    TornSnapshotError,
+    WaitTimeoutError,
+)
+from lightck.events import event
+
+
+@dataclass(eq=False)
+class Outcomes:
+    """Used by the training thread; `poll` also by threads that wait for a future.
+
+    One lock guards what these share: the pipeline's lists of flights, the slots, what is wanted.
+    """
+
+    pipeline: Pipeline
+    inventory: Inventory
+    steps: Steps
+    report: Callable[[LightckError], None]
+    """Gives a background error to the user, as `on_error` says."""
+    surface: Callable[[], None] = lambda: None
+    """Raise an error that a waiter's thread came across, if the user wants errors raised."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    wanted: list[Future[int]] = field(default_factory=list)
+    """`snapshot()` calls that wait for the next boundary."""
+    latched: bool = False
+    """The region takes no more snapshots, and the user knows."""
+    synchronous: bool = False
+    """The last snapshot was torn: the next one is copied at once."""
+    slip: str | None = None
+    """Why the last snapshot that slipped did."""
+    why_not_last: str = "its snapshot was lost"
+    """Why the last step of all has none."""
+    _torn_once: set[str] = field(default_factory=set)
+
+    def poll(self, timeout_s: float | None = 0.0) -> None:
+        """Take note of commits and fates; errors go to `report`."""
+        with self.lock, self.reported():
+            for flight in self.pipeline.poll(timeout_s):
+                event("committed", step=flight.step, survives=self.pipeline.region.survives)
+                for future in flight.futures:
+                    future.set_result(flight.step)
+
+    def tell_troubles(self) -> None:
+        """Report what went wrong between the ranks; not while an error is being reported."""
+        for trouble in self.pipeline.barrier.troubles():
+            self.report(trouble)
+
+    def slipped(self, step: int, why: str) -> None:
+        """A due snapshot could not be opened; with several ranks nothing makes up for it."""
+        self.slip = self.why_not_last = why
+        self.pipeline.counters.slipped += 1
+        event("slipped", step=step, why=why)
+        if self.pipeline.trace is not None:
+            self.pipeline.trace.lost_snapshot("slipped", step, why)
+        if not self.pipeline.barrier.alone:
+            self.fail_wanted(RegionBusyError(f"step {step} has no snapshot: {why}"))
+
+    def torn(self, flight: Flight, names: Sequence[str]) -> None:
+        """The pipeline dropped a snapshot (I5): the next due one is copied at once."""
+        step = flight.step
+        self.synchronous = True
+        new = [name for name in names if name not in self._torn_once]
+        if len(new) < len(names):
+            self.inventory.always_sync.update(self._torn_once.intersection(names))
+            self.inventory.invalidate()
+        self._torn_once.update(new)
+        flight.fail(torn_error(names, step))
+        if new:
+            self.report(torn_error(new, step))
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """Report errors; what follows from a latched region is counted, not told again."""
+        try:
+            yield
+        except TornSnapshotError:
+            raise  # reported where it was found
+        except LightckError as error:
+            if isinstance(error, PreviousPersistError) and not self.latched:
+                self.poll(1.0)  # what latched the region is about to be known: told first
+            self.pipeline.counters.failed += 1
+            self.why_not_last = str(error)
+            self.fail_wanted(error)
+            if self.latched and is_final(error):
+                event("skipped", logging.DEBUG, step=self.steps.step, why=error)
+                return
+            self.latched = self.latched or is_final(error)  # for good, whatever else fails
+            self.report(error)
+
+    def fail_wanted(self, error: LightckError) -> None:
+        """No snapshot will come for those who wait for one that is not open yet."""
+        for future in self.wanted:
+            future.set_exception(error)
+        self.wanted = []
+
+    def stop(self) -> None:
+        """End the pipeline; whoever waits for a snapshot is told."""
+        pipeline, closed = self.pipeline, WaitTimeoutError("the handle was closed")
+        with self.lock:  # the thread of a future may be polling
+            flights = [*pipeline.in_flight, *filter(None, [pipeline.window])]
+            try:
+                pipeline.close()
+            finally:
+                for flight in flights:
+                    flight.fail(closed)
+                self.fail_wanted(closed)

@@ -1,0 +1,86 @@
+"""The round at close: the last step counts if every rank holds it, whatever its fate was before.
+
+What counts at restore is the content of the regions, so that a step that one rank lost while
+training went on, and has copied again at its close, counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from lightck.distributed.exchange import Rounds, Said
+from lightck.distributed.store import Store, bounded
+from lightck.distributed.topology import Topology
+from lightck.errors import CoordinationError, LightckError, StoreError
+
+_SEE_OFF_S = 5.0
+_SHORT_S = 5.0
+
+
+class Closing:
+    """Of one attach; on the training thread."""
+
+    def __init__(self, store: Store, topology: Topology) -> None:
+        """`store` is below a prefix of its own."""
+        self._store = store
+        self._rounds = Rounds(store, topology.rank, topology.world)
+
+    def agree(self, last: int | None, why: str, seconds: float) -> int | None:
+        """The last step, if every rank holds it.
+
+        Args:
+            last: the step that this rank holds a durable snapshot of; None if it holds none.
+            why: why not; empty if there has been nothing to copy.
+            seconds: how long to wait for the other ranks, about.
+
+        Returns:
+            The step; None if no rank had anything to copy.
+
+        Raises:
+            CoordinationError: a rank lacks it, has left or did not come; on every rank.
+        """
+        self._rounds.timeout_s = seconds / 1.5  # the others wait half as long again as rank 0
+        said = {"step": last, "why": why.encode("ascii", "replace").decode()[:1000]}
+        answer = bounded(
+            "close", seconds + _SHORT_S, lambda: self._rounds.agree("close", said, decide_close)
+        )
+        step = answer["step"]
+        return None if step is None else int(step)
+
+    def leave(self, why: str, seconds: float) -> None:
+        """Say that this rank takes no part, without waiting."""
+        # A store that is away cannot be told; the others find out by their time-out.
+        with suppress(CoordinationError):
+            bounded("leave", min(seconds, _SHORT_S), lambda: self._rounds.fail("close", _Left(why)))
+
+    def see_off(self) -> None:
+        """On rank 0, whose process may serve the store: wait, a little, until all have read."""
+        with suppress(StoreError):
+            bounded("close", _SEE_OFF_S + 1, self._see_off)
+
+    def _see_off(self) -> None:
+        rank, world = self._rounds.rank, self._rounds.world
+        if self._store.add("gone") == world:
+            self._store.set("empty", b"1")
+        elif rank == 0:
+            self._store.wait("empty", _SEE_OFF_S)
+
+
+class _Left(LightckError):
+    """A rank took its leave; the name is part of what the others read."""
+
+
+def decide_close(said: Sequence[Said]) -> Said:
+    """Rank 0's decision at close."""
+    steps = {each["step"] for each in said}
+    if len(steps) == 1 and not any(each["why"] for each in said):
+        return {"step": steps.pop()}
+    found = [
+        f"rank {rank}: {each['why'] or 'nothing to copy'}"
+        if each["step"] is None
+        else f"rank {rank} holds step {each['step']}"
+        for rank, each in enumerate(said)
+    ]
+    more = f" and {len(found) - 16} more" if len(found) > 16 else ""
+    raise CoordinationError("; ".join(found[:16]) + more)

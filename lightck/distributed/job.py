@@ -1,0 +1,280 @@
+"""What the ranks of one job share from attach to close: due steps, fates, the last commit.
+
+`Job` is capture's barrier over a `GlobalCommit`. It keeps the book of due steps, so that each is
+opened or lost, and then committed or lost, exactly once, whatever the training loop does.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from lightck.capture.barrier import Alone, Barrier
+from lightck.config import Config
+from lightck.distributed.agreement import Identity, agree_on_attach
+from lightck.distributed.announce import Calendar
+from lightck.distributed.closing import Closing
+from lightck.distributed.fates import GlobalCommit, Limits
+from lightck.distributed.ledger import Death, Due, Ledger
+from lightck.distributed.meeting import Meeting
+from lightck.distributed.topology import Topology, find
+from lightck.errors import CoordinationError, LightckError
+from lightck.policy import EverySteps
+from lightck.region.region import Region
+from lightck.types import Fate, Moment, Policy
+
+_REMEMBERED = 256  # due steps whose turn is over
+
+
+def place_of(ranks: Meeting, config: Config, found: bytes | None) -> Topology:
+    """This rank's place in the job, and the run that all belong to.
+
+    Args:
+        ranks: the meeting.
+        config: of this rank; its `run_id`, where one is stated, must be the same everywhere.
+        found: run id of the region that this rank has already.
+    """
+    name = None if config.run_id == "default" else config.run_id
+    return ranks.agree(lambda rounds: find(rounds, name=name, found=found))
+
+
+def begin(
+    ranks: Meeting, topology: Topology, region: Region, config: Config, step: int
+) -> tuple[int | None, Barrier]:
+    """Agree on a timeline; nothing that a rank could refuse on its own may come after this.
+
+    Args:
+        ranks: the meeting, which ends here.
+        topology: this rank's place.
+        region: claimed, and large enough.
+        config: of this rank.
+        step: the last complete one.
+
+    Returns:
+        The timeline's id, None if one rank draws its own; and the barrier.
+
+    Raises:
+        CoordinationError: what differs, or which rank failed and why; on every rank.
+    """
+    if ranks.rounds is None:
+        return None, Alone()
+    continued = region.continued
+    restored = None if continued is None else (continued.timeline, continued.step)
+    identity = Identity(
+        run_id=region.info.run_id,
+        world=topology.world,
+        path=_common(region),
+        slots=config.slots,
+        policy=_in_words(config.policy),
+        step=step,
+        restored=restored,
+    )
+    timeline = ranks.agree(lambda rounds: agree_on_attach(rounds, identity) if rounds else 0)
+    ranks.part()
+    every = config.policy.n if isinstance(config.policy, EverySteps) else None
+    job = Job(topology, Calendar(every=every, announced=every is None, start=step))
+    job.start(ranks, timeline, restored)
+    region.reusable = job.reusable
+    return timeline, job
+
+
+def _common(region: Region) -> str:
+    """What must be the same on every rank of where the regions are."""
+    where = region.place
+    return "a device or pool of its own" if where.path == where.file else os.fspath(where.path)
+
+
+def _in_words(policy: Policy) -> str:
+    """The same text for the same policy in every process: no addresses."""
+    kind = type(policy)
+    return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(policy)
+
+
+@dataclass(eq=False)
+class _Turn:
+    """What this rank has said of one due step."""
+
+    due: Due
+    opened: bool = False
+    over: bool = False
+    """Committed here, or lost."""
+
+
+class Job:
+    """The barrier of several ranks; see `capture.barrier.Barrier`.
+
+    Thread: any. Its own lock is held for looks into memory only, and never while the global commit
+    calls back.
+    """
+
+    alone = False
+
+    def __init__(self, topology: Topology, calendar: Calendar) -> None:
+        """Nothing is told yet; see `start`."""
+        self.topology = topology
+        self._calendar = calendar
+        self._lock = threading.RLock()
+        self._turns: dict[int, _Turn] = {}
+        self._asked = calendar.start
+        self._requests = 0
+        self._deaths: dict[int, Death] = {}
+        self._troubles: deque[LightckError] = deque()
+        self._closing = self._parted = False
+        self._last_whole: int | None = None
+
+    def start(self, ranks: Meeting, timeline: int, restored: tuple[int, int] | None) -> None:
+        """Begin to keep in touch, below a prefix that belongs to this attach alone.
+
+        Raises:
+            StoreError: no connection.
+        """
+        store = ranks.store.below(f"t{timeline:x}")
+        self._closing_round = Closing(store.below("close"), self.topology)
+        ledger = Ledger(self.topology.rank, self.topology.world, restored, timeline)
+        ledger.on_fate = self._note
+        self.commit = GlobalCommit(
+            store, ledger, self._calendar, limits=Limits(), on_trouble=self._troubles.append
+        )
+
+    # ---- due steps ----
+
+    def due(self, moment: Moment, policy: Policy) -> bool:
+        """A pure period needs no word; any other policy is asked on rank 0, which announces."""
+        if self._calendar.announced and self.topology.rank == 0 and policy.due(moment):
+            self.commit.announce(moment.step, moment.step_s)
+        with self._lock:
+            # The step counter leaps where optimizers were found during a step.
+            for step in range(self._asked + 1, moment.step + 1):
+                found = self.commit.due(step)
+                if found is not None:
+                    self._turns[step] = _Turn(found)
+            self._asked = max(self._asked, moment.step)
+            for step in [s for s, t in self._turns.items() if s < moment.step and not t.opened]:
+                self.lost(step, "passed over")
+            self._forget()
+            turn = self._turns.get(moment.step)
+            return turn is not None and not turn.over
+
+    def request(self, step: int) -> bool:
+        """The loop asks, on every rank at the same step: like a collective."""
+        with self._lock:
+            turn = self._turns.get(step)
+            if turn is None:
+                turn = self._turns[step] = _Turn(Due(step, self._requests, "r"))
+                self._requests += 1
+            return self._closing or not (turn.opened or turn.over)
+
+    def opening(self, step: int) -> str | None:
+        """Not without the others' word: no rank acts where it could not learn the fate."""
+        with self._lock:
+            turn = self._turns.get(step)
+            if turn is None or turn.over:
+                return None if self._closing else f"step {step} is not due on every rank"
+            if not turn.opened:
+                why = self.commit.why_not_open()
+                if why is not None:
+                    return why
+                self.commit.opened(turn.due)
+                turn.opened = True
+            return None
+
+    # ---- what becomes of them ----
+
+    def committed(self, step: int, form: bytes) -> None:
+        """Tell, unless the step is the last and of nobody's book."""
+        with self._lock:
+            turn = self._turns.get(step)
+            if turn is not None and turn.opened and not turn.over:
+                turn.over = True
+                self.commit.committed(step, form)
+
+    def lost(self, step: int, why: str, *, for_good: bool = False) -> None:
+        """Tell once."""
+        with self._lock:
+            turn = self._turns.get(step)
+            if turn is not None and not turn.over:
+                turn.over = True
+                self.commit.lost(turn.due, why, for_good=for_good)
+
+    def fate(self, step: int) -> Fate:
+        """From memory."""
+        return Fate.WHOLE if step == self._last_whole else self.commit.fate(step)
+
+    def why_dead(self, step: int) -> str:
+        """In the words of the rank that said so."""
+        death = self._deaths.get(step)
+        return f"rank {death.rank}: {death.why}" if death else "its fate is not known"
+
+    def reusable(self, timeline: int, step: int) -> bool:
+        """Whether the slot that holds this snapshot may be overwritten (I6)."""
+        return self.commit.reusable(timeline, step)
+
+    def wait(self, step: int, seconds: float) -> None:
+        """On the training thread only where the user waits."""
+        if step != self._last_whole:
+            self.commit.wait(step, seconds)
+
+    def troubles(self) -> list[LightckError]:
+        """A store that does not answer, once per outage; a rank that takes no more snapshots."""
+        found: list[LightckError] = []
+        while self._troubles:
+            found.append(self._troubles.popleft())
+        return found
+
+    def _note(self, due: Due, fate: Fate, death: Death | None) -> None:
+        """On a background thread."""
+        if death is not None:
+            self._deaths[due.step] = death
+            if len(self._deaths) > _REMEMBERED:
+                del self._deaths[next(iter(self._deaths))]
+
+    def _forget(self) -> None:
+        for step in [*self._turns][:-_REMEMBERED]:
+            if self._turns[step].over:
+                del self._turns[step]
+
+    # ---- the end ----
+
+    def begin_close(self) -> None:
+        """The last step has a snapshot on every rank, due or not; it is settled by a round."""
+        self._closing = True
+
+    def close(self, last: int | None, why: str, seconds: float) -> int | None:
+        """Agree on the last step, settle what is open, leave. Bounded by `seconds`, about.
+
+        Raises:
+            CoordinationError: it does not count, and which rank is why.
+        """
+        self._parted = True
+        try:
+            if not self.commit.reachable:
+                raise CoordinationError("the job's store does not answer")
+            self._last_whole = self._closing_round.agree(last, why, seconds / 2)
+            self.commit.close(seconds / 2)
+            self._closing_round.see_off()
+        except CoordinationError as error:
+            self.commit.close(min(seconds / 2, 2.0))
+            raise CoordinationError(f"the last step does not count: {error}") from error
+        return self._last_whole
+
+    def leave(self, why: str, seconds: float) -> None:
+        """Without a last step: the others need not wait for this rank. Idempotent."""
+        if self._parted:
+            return
+        self._parted = True
+        with self._lock:
+            following = (self._calendar.periodic(s) for s in _ahead(self._asked, self._calendar))
+            due = next((d for d in following if d is not None and d.step not in self._turns), None)
+            for step in [*self._turns]:
+                self.lost(step, why)
+        if due is not None:
+            self.commit.lost(due, why, for_good=True)
+        if self.commit.reachable:
+            self._closing_round.leave(why, seconds)
+        self.commit.close(seconds if self.commit.reachable else 2.0)
+
+
+def _ahead(step: int, calendar: Calendar) -> range:
+    return range(step + 1, step + 2 + 2 * (calendar.every or 0))

@@ -1,0 +1,116 @@
+"""Where ranks meet, at attach and at restore: what one cannot do, all hear of; nobody hangs.
+
+    with meeting("attach") as ranks:
+        ...                                # whatever may fail here, on this rank alone
+        ranks.agree(lambda rounds: ...)    # a round; raises the same on every rank
+        ...
+        ranks.part()                       # from here on nobody waits for anybody
+
+One rank meets nobody: `rounds` is None, and nothing happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightck.distributed.exchange import Rounds
+from lightck.distributed.store import JobStore, bounded, default_store
+from lightck.distributed.topology import here
+from lightck.errors import StoreError
+
+MOST_S = 120.0
+"""How long ranks wait for each other at attach and restore; less if torch's own time-out is."""
+_GRACE_S = 10.0  # for messages after the last rank has come
+
+T = TypeVar("T")
+
+_rounds: tuple[Any, Rounds] | None = None
+"""The default process group and the rounds over its store: one count for the process's life."""
+
+
+@dataclass(eq=False)
+class Meeting:
+    """One meeting, seen from this rank."""
+
+    kind: str
+    rank: int = 0
+    world: int = 1
+    rounds: Rounds | None = None
+    parted: bool = False
+
+    @property
+    def store(self) -> JobStore:
+        """The job's store; with several ranks only."""
+        assert self.rounds is not None and isinstance(self.rounds.store, JobStore)
+        return self.rounds.store
+
+    def agree(self, ask: Callable[[Rounds | None], T]) -> T:
+        """Hold a round, if there are several ranks; every rank must, in the same order.
+
+        Args:
+            ask: is given the rounds, None with one rank; what it raises it raises on every rank.
+
+        Raises:
+            CoordinationError: names the ranks that failed or did not come, and why; on every rank.
+            StoreError: the store does not answer.
+        """
+        if self.rounds is None:
+            return ask(None)
+        rounds, seconds = self.rounds, 1.5 * self.rounds.timeout_s + _GRACE_S
+        try:
+            return bounded(f"{self.kind} on rank {self.rank}", seconds, lambda: ask(rounds))
+        except BaseException:
+            self.parted = True  # the others raise, too, or wait in vain for a bounded time
+            raise
+
+    def part(self) -> None:
+        """There is no further round: a failure from here on is this rank's own."""
+        self.parted = True
+
+
+@contextmanager
+def meeting(kind: str) -> Iterator[Meeting]:
+    """Take part; a failure inside, before `part`, makes every other rank fail, too.
+
+    Args:
+        kind: what the ranks want to do together, for messages.
+    """
+    rank, world = here()
+    if world == 1:
+        yield Meeting(kind)
+        return
+    rounds = _over_default_store(rank, world)
+    ranks = Meeting(kind, rank, world, rounds)
+    try:
+        yield ranks
+    except BaseException as error:
+        if not ranks.parted:
+            ranks.part()
+            cause = error
+            # A store that is away must not hide what went wrong here.
+            with suppress(StoreError):
+                bounded(kind, _GRACE_S, lambda: rounds.fail(kind, cause))
+        raise
+
+
+def _over_default_store(rank: int, world: int) -> Rounds:
+    global _rounds
+    group = dist.group.WORLD
+    if _rounds is None or _rounds[0] is not group:
+        # A group made anew may have the old one's store: keys go on from the last round.
+        number = _rounds[1].number if _rounds else 0
+        rounds = Rounds(default_store(), rank, world, _patience(), number=number)
+        _rounds = (group, rounds)
+    return _rounds[1]
+
+
+def _patience() -> float:
+    store: Any = dist.distributed_c10d._get_default_store()
+    own: timedelta = store.timeout
+    return min(MOST_S, own.total_seconds())

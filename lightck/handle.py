@@ -1,0 +1,282 @@
+"""The handle on a running engine: what it says, what the loop may call, how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from lightck.capture.counted import stats_of
+from lightck.capture.hooks import Hooks
+from lightck.capture.recorder import Recorder
+from lightck.capture.report import Reporter
+from lightck.capture.sight import Sight
+from lightck.capture.waiting import POLL_S, drain_for_close, settle_for_close, wait
+from lightck.config import Config
+from lightck.errors import LightckError
+from lightck.events import event
+from lightck.region.region import Region
+from lightck.restore import Progress
+from lightck.types import Stats
+
+_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+@dataclass(eq=False)
+class Engine:
+    """What attach has put together."""
+
+    config: Config
+    region: Region
+    recorder: Recorder
+    reporter: Reporter
+    hooks: Hooks
+    sight: Sight
+    progress: Progress
+    undo: list[Callable[[], object]]
+    """Takes it apart; the last one is called first."""
+
+
+def release(undo: list[Callable[[], object]], first: BaseException | None = None) -> None:
+    """Undo attach, newest part first, whatever a part raises; the first error is raised."""
+    while undo:
+        try:
+            undo.pop()()
+        except BaseException as error:  # noqa: BLE001
+            first = first or error
+    if first is not None:
+        raise first
+
+
+class Handle:
+    """A running engine. Methods are for the training thread unless they say otherwise."""
+
+    def __init__(self, engine: Engine) -> None:
+        """See `attach`; the engine is complete, and its hooks are installed."""
+        self.config, self.region = engine.config, engine.region
+        self._recorder, self._reporter = engine.recorder, engine.reporter
+        self._hooks, self._sight, self._progress = engine.hooks, engine.sight, engine.progress
+        self._closed = False
+        self._pid = os.getpid()
+        # Below what follows: the hooks have gone when the pipeline is stopped.
+        self._undo = engine.undo
+        self._undo.append(self._leave)
+        self._progress.attached.append(self._recorder.steps)
+        self.stats()
+        _handles.add(self)
+        atexit.register(self._at_exit)
+        event("attached", path=self.region.place.path, step=self.step, survives=self.survives)
+
+    # ---- what it says ----------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The last complete step."""
+        return self._recorder.steps.step
+
+    @property
+    def last_captured_step(self) -> int | None:
+        """Newest step whose copies have all left the live tensors; not durable yet."""
+        return self._recorder.pipeline.counters.last_captured_step
+
+    @property
+    def last_committed_step(self) -> int | None:
+        """Newest step whose commit record is durable on the medium's own terms.
+
+        Of several ranks: on every one of them, as far as this rank knows.
+        """
+        if not self._inherited:
+            self._recorder.poll()
+        return self._recorder.pipeline.counters.last_committed_step
+
+    @property
+    def survives(self) -> str:
+        """What a committed snapshot outlives: "power loss" or "process death"."""
+        return self.region.survives
+
+    def stats(self) -> Stats:
+        """Counters since attach, as of now; in a forked child, what the parent last asked for."""
+        if not self._inherited:
+            self._recorder.poll()
+            self._stats = stats_of(self._recorder)
+        return self._stats
+
+    def trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write what every thread did in the last steps; returns the path.
+
+        For https://ui.perfetto.dev and `lightck timeline`; also after `close`. Needs `trace=True`,
+        or a file for `close` to write, at attach.
+        """
+        self._require_own()
+        return self._sight.write(Path(path))
+
+    # ---- what the loop may call ------------------------------------------------------------
+
+    def snapshot(self) -> Future[int]:
+        """A snapshot of the current state, copied before this returns.
+
+        Between micro-batches, or inside an update, it waits for the next boundary. The future gives
+        the step once the snapshot is committed, or the error. It may be waited for on any thread,
+        but on the training thread not before the boundary: that would never come.
+
+        With several ranks every rank calls it at the same step, as with a collective. On a step
+        that has a snapshot already, the future is that one's.
+        """
+        self._require_open()
+        self._reporter.surface()
+        recorder = self._recorder
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # its snapshot cannot be called back
+        recorder.outcomes.wanted.append(future)
+        if recorder.can_open_now():
+            recorder.open_now()
+        threading.Thread(
+            target=self._await, args=(future,), name="lightck-wait", daemon=True
+        ).start()
+        return future
+
+    def _await(self, future: Future[int]) -> None:
+        while not future.done() and not self._closed:
+            self._recorder.poll()
+            time.sleep(POLL_S)
+
+    def wait(self, step: int | None = None, timeout: float | None = None) -> None:
+        """Return when every opened snapshot, or one of `step` or newer, is committed.
+
+        Copies that are still held back are made now. If the last step is due, and none of `step` or
+        newer is open, it is opened before its forward and marked early: restore prefers an exact
+        one that is a step older.
+
+        Raises:
+            WaitTimeoutError: the time ran out; the commit goes on. Or no such snapshot is open.
+            PersistError: none of `step` or newer is committed, because it failed.
+            LightckError: a background failure (with `on_error="raise"`).
+        """
+        self._require_own()
+        wait(self._recorder, self._reporter, step, timeout)
+
+    def fence(self) -> None:
+        """Return when live tensors may be changed; the engine does this before each update."""
+        self._require_open()
+        self._recorder.fence(None)
+
+    def before_update(self) -> None:
+        """Mark the start of an update where no optimizer hook can fire (CUDA graph replay)."""
+        self._require_open()
+        self._sight.listener.mark_begin()
+
+    def after_update(self) -> None:
+        """Mark the end of an update: it completes a step."""
+        self._require_own()
+        self._sight.listener.mark_end()
+
+    def epoch(self) -> None:
+        """Mark the end of an epoch, for policies that count epochs."""
+        self._require_own()
+        self._recorder.cadence.epoch += 1
+
+    def detach(self) -> None:
+        """Stop: opened snapshots are committed, hooks removed, the region released. Idempotent."""
+        if not self._inherited:
+            self._shut(last_step=False)
+            self._reporter.surface()
+
+    def close(self) -> None:
+        """Commit the last complete step, due or not, and detach. Idempotent.
+
+        A snapshot whose copies are made is always finished: this takes as long as the medium's
+        sync does, `close_timeout_s` or not. With several ranks every rank calls it, at the same
+        step; they wait for each other, `close_timeout_s` at most.
+
+        Raises:
+            LightckError: the first background error since attach, once. CoordinationError: the
+                last step is not committed on every rank, and why.
+        """
+        if self._inherited:
+            return
+        self._shut(last_step=True)
+        error = self._reporter.take()
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.detach()
+        except Exception as ours:  # noqa: BLE001
+            error.add_note(f"lightck, while closing: {ours}")
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    @property
+    def _inherited(self) -> bool:
+        """This is a forked child: the engine stayed with its parent."""
+        return os.getpid() != self._pid
+
+    def _require_own(self) -> None:
+        if self._inherited:
+            raise LightckError(
+                f"the handle belongs to process {self._pid}, its parent: a forked child must not"
+                " write"
+            )
+
+    def _require_open(self) -> None:
+        self._require_own()
+        if self._closed:
+            raise LightckError(f"the handle on {self.region.place.path} is closed")
+
+    def _shut(self, *, last_step: bool) -> None:
+        if self._closed:
+            return
+        recorder, deadline = self._recorder, time.monotonic() + self.config.close_timeout_s
+        self._reporter.closing = True
+        self._undo.append(lambda: settle_for_close(recorder, deadline, last_step=last_step))
+        self._undo.append(lambda: drain_for_close(recorder, deadline))
+        self._undo.append(recorder.finish_last_step if last_step else recorder.finish_window)
+        release(self._undo)
+
+    def _leave(self) -> None:
+        self._closed = True
+        self._recorder.enabled = False
+        self._progress.step = self.step
+        self._progress.attached.remove(self._recorder.steps)
+        atexit.unregister(self._at_exit)
+        _handles.discard(self)
+
+    def _at_exit(self) -> None:
+        """The interpreter exits without close(): commit what is open, begin nothing new."""
+        if not self._closed and not self._inherited:
+            event("exit_without_close", logging.WARNING, step=self.step)
+            self._shut(last_step=False)
+
+
+def _in_child() -> None:
+    """A forked child must not write: its handles are dead, its hooks do nothing."""
+    for handle in list(_handles):
+        handle._recorder.enabled = False
+        # Another thread of the parent may hold the old one.
+        handle._recorder.outcomes.lock = threading.RLock()
+        handle._hooks.disarm_forward()
+        handle._progress.attached.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

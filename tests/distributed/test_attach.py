@@ -1,0 +1,39 @@
+"""attach(ddp_model): one region per rank, one timeline, and steps that count when all hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from training import Training
+
+from lightck.region.place import locate
+from lightck.region.region import survey
+
+
+def records(path: Path, rank: int) -> dict[int, Any]:
+    """The records in a rank's region, by step."""
+    region, recovery = survey(locate(path, rank, create=False))
+    try:
+        return {c.record.step: c.record for c in recovery.candidates}
+    finally:
+        region.close()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_step_is_committed_on_every_rank(world: int, region_dir: Path) -> None:
+    def train(me: ranks.Me) -> tuple[int | None, int]:
+        training = Training(me.rank)
+        with training.attach(region_dir) as handle:
+            training.steps(6)
+        return handle.last_committed_step, handle.stats().committed
+
+    with ranks.started(world, train) as job:
+        results = job.results()
+    assert [last for last, _ in results] == [6] * world
+    found = [records(region_dir, rank) for rank in range(world)]
+    assert all(6 in each for each in found)
+    assert len({each[6].timeline for each in found}) == 1
+    assert [(each[6].rank, each[6].world) for each in found] == [(r, world) for r in range(world)]
