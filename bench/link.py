@@ -94,8 +94,9 @@ def _namespace() -> Iterator[int]:
             raise Unavailable(f"no network namespace: {keeper.stderr.read().strip()}")
         yield keeper.pid
     finally:
-        keeper.stdin.close()
+        keeper.kill()
         keeper.wait()
+        keeper.stdin.close()
         keeper.stdout.close()
         keeper.stderr.close()
 

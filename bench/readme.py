@@ -19,8 +19,11 @@ from bench.record import Result
 RESULTS = Path(__file__).parent / "results"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+_LINK = "A snapshot every step of {}, two ranks over 1 Gbit/s"
 _ENGINES = {
     "stress": ("A snapshot every step of GPT-2 small", ("extra", "cost_ratio", "step")),
+    "ddp-link-gpt2": (_LINK.format("GPT-2 small"), ("extra", "cost_ratio", "step")),
+    "ddp-link-vgg16": (_LINK.format("VGG-16"), ("extra", "cost_ratio", "step")),
     "restore": ("The state back into live tensors", ("restore", "memcpy", "restore_ratio")),
 }
 _WORDS = {
