@@ -33,6 +33,9 @@ _MAIN = {
     "idle": "idle_hooks",
     "memory": "extra_dram",
     "trace": "trace_overhead",
+    "ranks": "extra",
+    "commit_ranks": "commit",
+    "restore_ranks": "restore",
 }
 
 
