@@ -99,5 +99,7 @@ def test_every_requirement_on_speed_has_a_target() -> None:
     # Issue 4's table: what each row asks for. Two rows on the native writer are one here, and the
     # trace's cost and one training thread are two more.
     ratios = [0.001, 0.002, 0.01, 0.01, 0.02, 0.05, 0.20, 0.20, 0.50, 0.95, 2.0, 20]
-    assert bounds == [*ratios, 64 << 20, 64 << 20]
+    # Issue 5's, and that peers cost no less; the first group for each of two models.
+    ranks = 2 * [0.1, 0.1, 2.0, 0.505, 1.0] + 2 * [1.0] + [0.005] + 2 * [0.667]
+    assert bounds == sorted([*ratios, 64 << 20, 64 << 20, *ranks])
     assert not [t.row for t in rows if t.unavailable]
