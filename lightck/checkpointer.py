@@ -24,8 +24,10 @@ from lightck.capture.sight import Sight
 from lightck.capture.staging import tell_synchronous
 from lightck.capture.state import Inventory
 from lightck.capture.steps import Steps
+from lightck.capture.traffic import Traffic
 from lightck.config import Config
 from lightck.distributed import job
+from lightck.distributed.communication import Communication
 from lightck.distributed.meeting import Meeting, meeting
 from lightck.handle import Engine, Handle, release
 from lightck.region import claim
@@ -151,7 +153,9 @@ class _Parts:
     def _wire(self, region: Region, steps: Steps, kinds: Kinds) -> Engine:
         config, reporter, inventory, undo = self.config, self.reporter, self.inventory, self.undo
         collected = inventory.collect()
-        release_when = schedule(config.schedule, layer_count(inventory.everything()))
+        communication = Communication(inventory.model)
+        layers = layer_count(inventory.everything())
+        release_when = schedule(config.schedule, layers, communicates=bool(communication.buckets))
         pipeline = kinds.pipeline.start(region, release_when, config)
         outcomes = Outcomes(pipeline, inventory, steps, reporter, reporter.surface)
         recorder = kinds.recorder(
@@ -171,7 +175,7 @@ class _Parts:
         loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
         hooks = Hooks(sight.listener, self.watched, loaders)
         recorder.arm = lambda on: hooks.arm_forward() if on else hooks.disarm_forward()
-        undo += [kinds.stop, hooks.remove, sight.remove]
+        undo += [kinds.stop, hooks.remove, communication.remove, sight.remove]
         recorder.start()
         recorder.check_state(collected)
         timeline, barrier = job.begin(self.ranks, self.topology, region, config, steps.step)
@@ -179,6 +183,7 @@ class _Parts:
         pipeline.barrier = recorder.cadence.barrier = barrier
         region.begin_timeline(region.continued, timeline)
         hooks.install()
+        communication.install(Traffic(recorder))
         sight.install()
         return Engine(config, region, recorder, reporter, hooks, sight, self.progress, undo)
 

@@ -42,7 +42,9 @@ class Config:
             copied at the fence. `normal`: that of the training, on any CPU, for machines with CPUs
             to spare.
         schedule: when copies run: `eager` (all at once when a snapshot opens), `backward` (paced by
-            the gradient hooks), or `auto` (tries both and keeps what costs less).
+            the gradient hooks), `comm` (with data parallel: while gradients are communicated, at
+            full speed once the training thread only waits for them), or `auto` (tries those that
+            can differ and keeps what costs less).
         placement: `direct` (tensor to region), `staged` (through as much DRAM as the state has, to
             the region behind the training: for media slower than a step), or `auto` (tries
             staging when the fence waits for the medium). Ordinary files are always staged.
@@ -80,7 +82,7 @@ class Config:
     threads: int = 0
     chunk_bytes: int = 262_144
     priority: Literal["idle", "normal"] = "idle"
-    schedule: Literal["auto", "eager", "backward"] = "auto"
+    schedule: Literal["auto", "eager", "backward", "comm"] = "auto"
     placement: Literal["auto", "direct", "staged"] = "auto"
     write_limit: int = 0
     backend: Literal["auto", "pmem2", "pmemobj"] = "auto"
@@ -304,7 +306,7 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "threads": _integer(0, 64),
     "chunk_bytes": _integer(4096, 1 << 30, multiple=4096),
     "priority": _choice("idle", "normal"),
-    "schedule": _choice("auto", "eager", "backward"),
+    "schedule": _choice("auto", "eager", "backward", "comm"),
     "placement": _choice("auto", "direct", "staged"),
     "write_limit": _integer(0, 1 << 50),
     "backend": _choice("auto", "pmem2", "pmemobj"),

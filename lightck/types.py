@@ -88,11 +88,12 @@ class Stateful(Protocol):
 class ReleaseSchedule(Protocol):
     """Decides when the copies of a snapshot may run; never what is copied, nor in which order.
 
-    One object lives as long as its handle and sees one `open`, any number of `tick`s and one
-    `close` per snapshot, so that it can learn the number and timing of a step's ticks.
+    One object lives as long as its handle and sees one `open`, any number of `tick`s, `flies` and
+    `waits`, and one `close` per snapshot, so that it can learn the number and timing of a step's.
 
-    Thread: `open` and `close` on the training thread, `tick` on whichever thread runs the gradient
-    hook (autograd's device thread on a GPU), never two calls at the same time; none may block.
+    Thread: `open` and `close` on the training thread, the others on whichever thread runs the
+    gradient hook (autograd's device thread on a GPU), never two calls at the same time; none may
+    block.
     """
 
     def open(self, total_bytes: int) -> int:
@@ -111,6 +112,25 @@ class ReleaseSchedule(Protocol):
 
         Returns:
             Bytes released in all from now on; never less than before.
+        """
+        ...
+
+    def flies(self, share: float) -> int:
+        """Note that gradients are being communicated while the training goes on computing.
+
+        Args:
+            share: of this backward's gradient bytes, how much is under way or done, 0 to 1.
+
+        Returns:
+            As `tick`.
+        """
+        ...
+
+    def waits(self) -> int:
+        """Note that the training thread computes nothing: it waits for communication to end.
+
+        Returns:
+            As `tick`.
         """
         ...
 

@@ -1,8 +1,9 @@
 """A trace as a Chrome/Perfetto document: https://ui.perfetto.dev opens it, `lightck timeline` too.
 
-One process per rank; a track per thread: the training thread with step > forward, backward, fence,
-update, and inside them what lightck did there; autograd's, if it is another one; workers; the
-keeper. Times are microseconds of CLOCK_MONOTONIC: files of several ranks of a host fit together.
+One process per rank; a track per thread: the training thread with step > forward, backward, wait
+(for other ranks' gradients), fence, update, and inside them what lightck did there; autograd's, if
+it is another one; the reduction of gradients; workers; the keeper. Times are microseconds of
+CLOCK_MONOTONIC: files of several ranks of a host fit together.
 """
 
 from __future__ import annotations
@@ -28,8 +29,14 @@ from lightck.region.pool import (
     THREAD_KEEPER,
 )
 
-TRAINING, AUTOGRAD, WORKER, KEEPER = 1, 2, 10, 90
+TRAINING, AUTOGRAD, REDUCTION, WORKER, KEEPER = 1, 2, 3, 10, 90
 """Track numbers; worker k is WORKER + k."""
+_NAMES = {
+    TRAINING: "training thread",
+    AUTOGRAD: "autograd thread",
+    REDUCTION: "gradients reduced",
+    KEEPER: "keeper",
+}
 _STAGES = {
     DID_INVALIDATE: "invalidate",
     DID_TABLES: "manifest",
@@ -68,7 +75,7 @@ def write(recorded: Recorded, path: Path) -> None:
 def document(recorded: Recorded) -> dict[str, Any]:
     """The trace-event document."""
     found = _Snapshots(recorded.openings)
-    slices = _nested([*_training(recorded), *_native(recorded, found)])
+    slices = _nested([*_training(recorded), *_reduced(recorded), *_native(recorded, found)])
     process = int(recorded.about.get("rank", 0))
     timed = [
         *(_complete(each) for each in slices),
@@ -90,7 +97,7 @@ def document(recorded: Recorded) -> dict[str, Any]:
 
 def _training(recorded: Recorded) -> Iterator[_Slice]:
     for event in recorded.events:
-        if event.kind in ("step", "forward", "update", "stall", "part"):
+        if event.kind in ("step", "forward", "wait", "update", "stall", "part"):
             yield _Slice(
                 TRAINING if event.thread == recorded.training_thread else AUTOGRAD,
                 event.name,
@@ -130,6 +137,50 @@ def _layers(recorded: Recorded, begin: int, ticks: list[Event]) -> Iterator[_Sli
         track = TRAINING if tick.thread == recorded.training_thread else AUTOGRAD
         yield _Slice(track, tick.name, "gradient", begin, tick.end_ns, step)
         begin = tick.end_ns
+
+
+def _reduced(recorded: Recorded) -> Iterator[_Slice]:
+    """Buckets of gradients, one after the other: each from when the one before was reduced."""
+    done = 0
+    for event in sorted(_of(recorded, "allreduce"), key=lambda e: e.end_ns):
+        begin, done = max(event.begin_ns, done), event.end_ns
+        yield _reduction(event, begin, done, "seen: launch and end")
+    launched = _of(recorded, "launched")
+    for wait in _of(recorded, "wait"):
+        mine = [e for e in launched if e.begin_ns <= wait.end_ns]
+        launched = launched[len(mine) :]
+        for event, begin, end in _evenly(mine, wait.end_ns):
+            yield _reduction(event, begin, end, "seen: launch; estimated: end, at an even rate")
+
+
+def _of(recorded: Recorded, kind: str) -> list[Event]:
+    return sorted((e for e in recorded.events if e.kind == kind), key=lambda e: e.begin_ns)
+
+
+def _reduction(event: Event, begin: int, end: int, known: str) -> _Slice:
+    args = {"step": event.step, "bytes": event.amount, "known": known}
+    args["queued_ms"] = (begin - event.begin_ns) / 1e6
+    return _Slice(REDUCTION, event.name, "allreduce", begin, end, args)
+
+
+def _evenly(launched: Sequence[Event], end_ns: int) -> list[tuple[Event, int, int]]:
+    """One after the other at the rate at which the last one ends with the wait."""
+
+    def at(ns_per_byte: float) -> list[tuple[Event, int, int]]:
+        spans: list[tuple[Event, int, int]] = []
+        for event in launched:
+            begin = max(event.begin_ns, spans[-1][2] if spans else 0)
+            spans.append((event, begin, begin + int(event.amount * ns_per_byte)))
+        return spans
+
+    total = sum(event.amount for event in launched)
+    if not total:
+        return at(0)
+    low, high = 0.0, (end_ns - launched[0].begin_ns) / total
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if at(middle)[-1][2] > end_ns else (middle, high)
+    return at(low)
 
 
 def _native(recorded: Recorded, found: _Snapshots) -> Iterator[_Slice]:
@@ -290,9 +341,7 @@ def _names(recorded: Recorded, tracks: set[int], process: int) -> Iterator[dict[
     title = f"rank {process} (process {about.get('process')})"
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": title}}
     for track in sorted(tracks):
-        name = {TRAINING: "training thread", AUTOGRAD: "autograd thread", KEEPER: "keeper"}.get(
-            track, f"worker {track - WORKER}"
-        )
+        name = _NAMES.get(track, f"worker {track - WORKER}")
         thread = {"ph": "M", "pid": process, "tid": track}
         yield {**thread, "name": "thread_name", "args": {"name": name}}
         yield {**thread, "name": "thread_sort_index", "args": {"sort_index": track}}

@@ -124,8 +124,12 @@ class Pipeline:
 
     def tick(self) -> None:
         """A layer's gradient is ready: let more copies run. Any thread."""
+        self.pace(self.schedule.tick)
+
+    def pace(self, says: Callable[[], int]) -> None:
+        """Let as many copies run as the schedule says. Any thread."""
         if self.window is not None:
-            self._release(self.window, self.schedule.tick())
+            self._release(self.window, says())
 
     def fence(self, optimizer: int | None = None) -> bool:
         """Return when every copy of what `optimizer` (None: anyone) changes has left its source.

@@ -36,6 +36,14 @@ class Eager:
         """Nothing is held back."""
         return self.total_bytes
 
+    def flies(self, share: float) -> int:
+        """Nothing is held back."""
+        return self.total_bytes
+
+    def waits(self) -> int:
+        """Nothing is held back."""
+        return self.total_bytes
+
     def close(self) -> None:
         """Nothing to learn."""
 
@@ -52,23 +60,90 @@ class Backward:
     total_bytes: int = field(default=0, init=False)
     ticks: int = field(default=0, init=False)
     expected: int = field(default=0, init=False)
+    waited: bool = field(default=False, init=False)
+    """In this window: all is released."""
 
     def open(self, total_bytes: int) -> int:
         """Release the forward's part."""
-        self.total_bytes, self.ticks = total_bytes, 0
+        self.total_bytes, self.ticks, self.waited = total_bytes, 0, False
         self.expected = max(1, self.expected or self.layers)
         return int(total_bytes * FORWARD_SHARE)
 
     def tick(self) -> int:
         """One more share."""
         self.ticks += 1
+        return self._due()
+
+    def _due(self) -> int:
+        if self.waited:
+            return self.total_bytes
         done = min(1.0, self.ticks / (LAST_TICK * self.expected))
         return int(self.total_bytes * (FORWARD_SHARE + (1 - FORWARD_SHARE) * done))
+
+    def flies(self, share: float) -> int:
+        """Communication is nothing to it."""
+        return self._due()
+
+    def waits(self) -> int:
+        """The backward is over: there is nothing to pace by."""
+        self.waited = True
+        return self.total_bytes
 
     def close(self) -> None:
         """Learn the window's number of ticks."""
         if self.ticks:
             self.expected = self.ticks
+
+
+@dataclass
+class Comm:
+    """Nothing while the training thread computes alone; all that is left while it only waits.
+
+    In between, while buckets of gradients are under way and the backward goes on, as large a part
+    as that of the gradients under way. A window in which nothing was communicated makes the next
+    one like `Backward`, so that it serves where no communication is seen, too.
+    """
+
+    layers: int
+    """As for `Backward`."""
+    total_bytes: int = field(default=0, init=False)
+    seen: bool = field(default=False, init=False)
+    """The last window had communication."""
+
+    def __post_init__(self) -> None:
+        """Paced by layers until communication has been seen."""
+        self._plain = Backward(self.layers)
+        self._released = 0
+        self._heard = False
+
+    def open(self, total_bytes: int) -> int:
+        """Hold everything back if communication is to come."""
+        self.total_bytes, self._released, self._heard = total_bytes, 0, False
+        return self._rise(self._plain.open(total_bytes), paced=True)
+
+    def tick(self) -> int:
+        """A layer alone releases nothing."""
+        return self._rise(self._plain.tick(), paced=True)
+
+    def flies(self, share: float) -> int:
+        """As large a part."""
+        self._heard = True
+        return self._rise(int(self.total_bytes * min(1.0, share)))
+
+    def waits(self) -> int:
+        """All."""
+        self._heard = True
+        return self._rise(self.total_bytes)
+
+    def _rise(self, to: int, *, paced: bool = False) -> int:
+        if not (paced and self.seen):
+            self._released = max(self._released, to)
+        return self._released
+
+    def close(self) -> None:
+        """Learn whether there was communication."""
+        self._plain.close()
+        self.seen = self._heard
 
 
 @dataclass
@@ -103,6 +178,14 @@ class Auto:
         """As the candidate whose turn it is."""
         return self.candidates[self.chosen].tick()
 
+    def flies(self, share: float) -> int:
+        """As the candidate whose turn it is."""
+        return self.candidates[self.chosen].flies(share)
+
+    def waits(self) -> int:
+        """As the candidate whose turn it is."""
+        return self.candidates[self.chosen].waits()
+
     def close(self) -> None:
         """Learn the window's length; it may decide, or begin a new comparison."""
         self.candidates[self.chosen].close()
@@ -132,8 +215,20 @@ class Auto:
             self.trials = [[] for _ in self.candidates]
 
 
-def schedule(name: str, layers: int) -> ReleaseSchedule:
-    """The schedule that a setting names; `layers` is the number of modules with parameters."""
-    if name == "auto":
-        return Auto((Eager(), Backward(layers)))
-    return Eager() if name == "eager" else Backward(layers)
+def schedule(name: str, layers: int, *, communicates: bool = False) -> ReleaseSchedule:
+    """The schedule that a setting names.
+
+    Args:
+        name: of the setting.
+        layers: number of modules with parameters.
+        communicates: gradients are seen on their way to other ranks.
+    """
+    every: dict[str, Callable[[], ReleaseSchedule]] = {
+        "eager": Eager,
+        "backward": lambda: Backward(layers),
+        "comm": lambda: Comm(layers),
+    }
+    if name != "auto":
+        return every[name]()
+    tried = ["eager", "backward"] + ["comm"] * communicates
+    return Auto(tuple(every[each]() for each in tried))

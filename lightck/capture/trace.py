@@ -51,7 +51,8 @@ class Event(NamedTuple):
     """A phase of a thread, or (with `end_ns` = `begin_ns`) an instant."""
 
     kind: str
-    """`step`, `forward`, `update`, `stall`, `part` (of a stall), `tick`, `released`, `slipped`,
+    """`step`, `forward`, `wait` (for gradients), `update`, `stall`, `part` (of a stall), `tick`,
+    `launched` and `allreduce` (a bucket whose end is not seen, or is), `released`, `slipped`,
     `torn`."""
     name: str
     begin_ns: int
@@ -60,7 +61,7 @@ class Event(NamedTuple):
     step: int
     """The step that is being computed; of `released`, `slipped` and `torn` that of the snapshot."""
     amount: int = 0
-    """Bytes released in all."""
+    """Bytes released in all; or of the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,13 @@ class Trace:
         now = now_ns()
         thread = threading.get_ident()
         self._add(Event("released", "released", now, now, thread, step, total_bytes))
+
+    def bucket(self, number: int, size: int, begin_ns: int, end_ns: int | None = None) -> None:
+        """A bucket of gradients was launched, and reduced if that was seen. Any thread."""
+        kind = "launched" if end_ns is None else "allreduce"
+        end_ns = begin_ns if end_ns is None else end_ns
+        thread = threading.get_ident()
+        self._add(Event(kind, f"bucket {number}", begin_ns, end_ns, thread, self.step, size))
 
     def lost_snapshot(self, kind: str, step: int, why: str) -> None:
         """A due snapshot `slipped`, or was `torn`."""

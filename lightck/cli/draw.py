@@ -14,13 +14,15 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from lightck.cli.output import size
-from lightck.cli.recording import PHASES, TRAINING, Bar, Recording, row_of
+from lightck.cli.recording import PHASES, REDUCTION, TRAINING, Bar, Recording, row_of
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _INK, _FAINT, _GRID = "#1f2430", "#6b7280", "#d5d9e0"
 _COLOURS = {
     "forward": "#8ecae6",
     "backward": "#4895c4",
+    "wait": "#e3e7ec",
+    "allreduce": "#f2cc8f",
     "update": "#c3b1e1",
     "boundary": "#f4a261",
     "fence": "#d62828",
@@ -54,7 +56,8 @@ def draw(recording: Recording, out: Path, suffix: str) -> None:
 
 def _figure(recording: Recording) -> Figure:
     workers = [t for t in recording.tracks if t.startswith("worker")]
-    rows = [TRAINING, "lightck there", *workers, "commits"]
+    reductions = [REDUCTION] if recording.of("allreduce") else []
+    rows = [TRAINING, "lightck there", *reductions, *workers, "commits"]
     wide = len(recording.steps) > 1
     figure = Figure(figsize=(15 if wide else 11, (3.6 if wide else 3.9) + 0.62 * len(rows)))
     top, bottom = figure.subplots(
@@ -89,6 +92,8 @@ def _row(axes: Any, recording: Recording, row: str, y: int, end: float) -> None:
         _phases(axes, recording, y, end)
     elif row == "lightck there":
         _stalls(axes, recording, y, end)
+    elif row == REDUCTION:
+        _reductions(axes, recording, y, end)
     elif row == "commits":
         _commits(axes, recording, y, end)
     else:
@@ -199,6 +204,14 @@ def _stalls(axes: Any, recording: Recording, y: int, end: float) -> None:
         total = f"{sum(parts.values()):.1f} ms"
         if parts:
             _says(axes, step, y, [f"{total}:  {told}", total], end, fontsize=9, color=_FAINT)
+
+
+def _reductions(axes: Any, recording: Recording, y: int, end: float) -> None:
+    for bar in recording.of("allreduce"):
+        hatch = "///" if "estimated" in bar.args["known"] else ""
+        _bars(axes, [(bar.begin, bar.end)], y, _COLOURS["allreduce"], height=_COPY_LANE,
+              hatch=hatch, edgecolor="white")  # fmt: skip
+        _says(axes, bar, y, [bar.name, bar.name.removeprefix("bucket ")], end, fontsize=7.5)
 
 
 def _copies(axes: Any, recording: Recording, track: str, y: int, end: float) -> None:
@@ -318,7 +331,9 @@ def _words(figure: Figure, recording: Recording) -> None:
     told = ("   " if wide else "\n").join(text)
     figure.text(0.012, 0.935, told, fontsize=10, color=_FAINT, va="top", linespacing=1.4)
     stalls = [c for c in ("boundary", "fence", "step", "request") if c in causes]
-    handles: list[Any] = [Patch(color=_COLOURS[name], label=name) for name in PHASES]
+    handles: list[Any] = [
+        Patch(color=_COLOURS[name], label=name) for name in PHASES if recording.of(name)
+    ]
     handles += [Patch(color=_COLOURS[name], label=_MEANING[name]) for name in stalls]
     if wide:
         handles.append(Patch(color=_SNAPSHOTS[1], label="copies, a colour per snapshot"))

@@ -11,7 +11,8 @@ from typing import Any
 from lightck.cli.output import BAD_DATA, Refusal
 
 TRAINING = "training thread"
-PHASES = ("forward", "backward", "update")
+REDUCTION = "gradients reduced"
+PHASES = ("forward", "backward", "wait", "update")
 STALLS = ("boundary", "fence", "step", "request")
 
 

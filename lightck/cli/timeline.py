@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightck.cli.output import OK, Refusal, print_json, size, table
-from lightck.cli.recording import Recording, read, row_of
+from lightck.cli.recording import PHASES, Recording, read, row_of
 from lightck.cli.replace import replaced
 
 SUMMARY = "show where the time of a traced run went"
@@ -22,9 +22,12 @@ A trace comes from training with
 (close() writes the file), or with trace=True and handle.trace("run.json") whenever you like. It
 holds the last steps, some twenty of a model of 1.5 GB; https://ui.perfetto.dev opens it, too.
 
-In the picture: what the training thread computes, under it what lightck cost it there, the copies
-(a colour per snapshot; in a picture of one step, per block of layers), the commits, and how much of
-a snapshot was released and copied when."""
+With data parallel, "wait" is from the last gradient to the end of their reduction.
+
+In the picture: what the training thread computes, under it what lightck cost it there, the
+reduction of gradients (hatched: its end is estimated), the copies (a colour per snapshot; in a
+picture of one step, per block of layers), the commits, and how much of a snapshot was released and
+copied when."""
 EXAMPLES = """\
   lightck timeline run.json
   lightck timeline run.json -o run.png
@@ -90,11 +93,12 @@ def _draw(recording: Recording, arguments: argparse.Namespace) -> None:
 
 
 def _table(recording: Recording, rows: list[dict[str, Any]]) -> str:
+    phases = [phase for phase in PHASES if phase != "wait" or any(row["wait"] for row in rows)]
     lines = [
         [
             str(row["step"]),
             f"{row['ms']:.1f}",
-            *(f"{row[phase]:.1f}" for phase in ("forward", "backward", "update")),
+            *(f"{row[phase]:.1f}" for phase in phases),
             f"{row['lightck_ms']:.2f}",
             f"{100 * row['lightck_ms'] / row['ms']:.1f} %",
             ", ".join(map(str, row["snapshots"])) or "-",
@@ -105,8 +109,8 @@ def _table(recording: Recording, rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    headings = ["STEP", "MS", "FORWARD", "BACKWARD", "UPDATE", "LIGHTCK", "OF STEP", "SNAPSHOT"]
-    headings += ["COPIED", "GB/S", "COMMITTED", ""]
+    headings = ["STEP", "MS", *(phase.upper() for phase in phases), "LIGHTCK", "OF STEP"]
+    headings += ["SNAPSHOT", "COPIED", "GB/S", "COMMITTED", ""]
     lost = recording.about["lost"]
     more = f"\n{lost} older moments are gone: the trace keeps the last ones" if lost else ""
     return table(headings, lines, left=0) + more

@@ -4,28 +4,81 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightck.capture.release import LAST_TICK, ROUNDS, Auto, Backward, Eager, schedule
+from lightck.capture.release import (
+    LAST_TICK,
+    ROUNDS,
+    Auto,
+    Backward,
+    Comm,
+    Eager,
+    schedule,
+)
 from lightck.types import ReleaseSchedule
 
 totals = st.integers(0, 1 << 50)
-windows = st.lists(st.tuples(totals, st.integers(0, 60)), min_size=1, max_size=6)
+events = st.lists(
+    st.one_of(st.just("tick"), st.just("waits"), st.floats(0, 1.5)), min_size=0, max_size=60
+)
+windows = st.lists(st.tuples(totals, events), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("name", ["auto", "eager", "backward"])
+def told(chosen: ReleaseSchedule, event: str | float) -> int:
+    if isinstance(event, float):
+        return chosen.flies(event)
+    return chosen.tick() if event == "tick" else chosen.waits()
+
+
+@pytest.mark.parametrize("name", ["auto", "eager", "backward", "comm"])
 @given(windows=windows, layers=st.integers(0, 100))
 def test_releases_never_go_back_and_never_exceed_what_there_is(
-    name: str, windows: list[tuple[int, int]], layers: int
+    name: str, windows: list[tuple[int, list[str | float]]], layers: int
 ) -> None:
-    chosen = schedule(name, layers)
+    chosen = schedule(name, layers, communicates=True)
     assert isinstance(chosen, ReleaseSchedule)
-    for total, ticks in windows:
+    for total, seen in windows:
         released = chosen.open(total)
         assert 0 <= released <= total
-        for _ in range(ticks):
-            more = chosen.tick()
+        for each in seen:
+            more = told(chosen, each)
             assert released <= more <= total
             released = more
+            assert each != "waits" or released == total
         chosen.close()
+
+
+@given(total=totals, layers=st.integers(0, 20), ticks=st.integers(0, 30))
+def test_comm_holds_copies_back_while_the_training_computes_alone(
+    total: int, layers: int, ticks: int
+) -> None:
+    chosen = Comm(layers)
+    chosen.open(total)
+    chosen.flies(1.0)  # communication is learned of
+    chosen.close()
+    assert chosen.open(total) == 0
+    assert [chosen.tick() for _ in range(ticks)] == [0] * ticks
+    assert chosen.flies(0.25) == total // 4
+    assert chosen.tick() == total // 4
+    assert chosen.waits() == total
+    chosen.close()
+
+
+@given(total=totals, layers=st.integers(0, 20), ticks=st.integers(0, 30))
+def test_comm_without_communication_is_backward(total: int, layers: int, ticks: int) -> None:
+    comm, backward = Comm(layers), Backward(layers)
+    for _ in range(3):
+        for chosen in (comm, backward):
+            assert chosen.open(total) == int(total / 3)
+        assert [comm.tick() for _ in range(ticks)] == [backward.tick() for _ in range(ticks)]
+        comm.close()
+        backward.close()
+
+
+def test_auto_tries_comm_only_where_gradients_are_communicated() -> None:
+    kinds = [
+        [type(each) for each in schedule("auto", 3, communicates=seen).candidates]  # type: ignore[attr-defined]
+        for seen in (False, True)
+    ]
+    assert kinds == [[Eager, Backward], [Eager, Backward, Comm]]
 
 
 @given(total=totals, layers=st.integers(0, 200), micro_batches=st.integers(1, 5))

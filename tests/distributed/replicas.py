@@ -1,0 +1,144 @@
+"""A small model under DDP on every rank, trained with lightck and without, in all of DDP's ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what torch would load on first use, in every rank by itself
+import torch.distributed as dist
+from ranks import Me
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import lightck
+
+STEPS = 6
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+}
+
+
+class Net(nn.Module):
+    """Unequal layers, one of them in channels-last memory, and branches that may be left out."""
+
+    def __init__(self, branches: int) -> None:
+        super().__init__()
+        self.look = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.wide = nn.Linear(5 * 4 * 4, 67)
+        self.branches = nn.ModuleList(nn.Linear(67, 67, bias=False) for _ in range(branches))
+        self.narrow = nn.Linear(67, 3)
+
+    def forward(self, x: torch.Tensor, take: Sequence[int]) -> torch.Tensor:
+        x = torch.relu(self.wide(torch.relu(self.look(x)).flatten(1)))
+        for i in take:
+            x = x + torch.tanh(self.branches[i](x))
+        out: torch.Tensor = self.narrow(x)
+        return out
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of DDP."""
+    hook: str = ""
+    """A user's: `allreduce`, `fp16` or `power`; none."""
+    optimizer: str = "momentum"
+    accumulation: int = 1
+    to_none: bool = True
+    """`zero_grad` lets go of the gradients."""
+    branches: str = "all"
+    """`all`, `same` (the second is never used), `own` (each rank and step leaves another out)."""
+
+    def __str__(self) -> str:
+        options = [k if v is True else f"{k}={v}" for k, v in self.options.items()]
+        more = [f"{self.accumulation} micro-batches"] * (self.accumulation > 1)
+        more += ["gradients kept"] * (not self.to_none) + [self.branches] * (self.branches != "all")
+        return ", ".join([self.optimizer, *filter(None, [self.hook]), *options, *more])
+
+    def taken(self, rank: int, step: int, micro: int) -> list[int]:
+        """The branches of a micro-batch."""
+        if self.branches == "own":
+            return [i for i in range(3) if i != (rank + step + micro) % 4]
+        return [0, 2] if self.branches == "same" else [0, 1, 2]
+
+
+def register(case: Case, module: DistributedDataParallel) -> None:
+    """The user's hook."""
+    group = dist.group.WORLD
+    if case.hook == "allreduce":
+        module.register_comm_hook(group, default_hooks.allreduce_hook)
+    elif case.hook == "fp16":
+        module.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    elif case.hook == "power":
+        state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=3, min_compression_rate=1)
+        module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def made(case: Case) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    """Model and optimizer, in several buckets."""
+    torch.manual_seed(7)
+    module = DistributedDataParallel(Net(3), **{"bucket_cap_mb": 0.006} | case.options)
+    return module, OPTIMIZERS[case.optimizer](module.parameters())
+
+
+def micro_batch(
+    case: Case, module: DistributedDataParallel, rank: int, step: int, micro: int
+) -> None:
+    """Forward and backward."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    x = torch.randn(4, 3, 6, 6, generator=generator)
+    last = micro == case.accumulation - 1
+    with nullcontext() if last else module.no_sync():
+        out = module(x, case.taken(rank, step, micro))
+        (out.pow(2).mean() / case.accumulation).backward()
+
+
+def train(
+    me: Me,
+    case: Case,
+    folder: Path | None = None,
+    *,
+    late_hook: bool = True,
+    each_step: Callable[[Any], object] = lambda handle: None,
+    **settings: Any,
+) -> list[torch.Tensor]:
+    """Gradients of every step and the parameters at last; with lightck if there is a folder."""
+    module, optimizer = made(case)
+    if not late_hook:
+        register(case, module)
+    handle = None
+    if folder is not None:
+        handle = lightck.attach(module, optimizer, folder / "run", on_error="raise", **settings)
+    if late_hook:
+        register(case, module)
+    seen: list[torch.Tensor] = []
+    for step in range(STEPS):
+        for micro in range(case.accumulation):
+            micro_batch(case, module, me.rank, step, micro)
+        seen += [torch.zeros(1) if p.grad is None else p.grad.clone() for p in module.parameters()]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=case.to_none)
+        if handle is not None:
+            each_step(handle)
+    if handle is not None:
+        handle.close()
+    return seen + [p.detach().clone() for p in module.parameters()]
+
+
+def same_bits(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Whether two trainings are one."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))

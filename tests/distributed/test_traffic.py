@@ -1,0 +1,168 @@
+"""Copies are paced by communication, and the timeline shows it, rank by rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from ranks import Me
+from replicas import STEPS, Case, train
+
+import lightck
+from lightck.capture.perfetto import document
+from lightck.capture.trace import Event, Recorded, Trace
+from lightck.cli import recording
+
+
+def traced(me: Me, case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
+    """The document of a training."""
+    file = folder / f"{me.rank}.json"
+    train(me, case, folder, trace=file, **settings)
+    return json.loads(file.read_text())
+
+
+def slices(document: dict[str, Any], category: str) -> list[dict[str, Any]]:
+    return [e for e in document["traceEvents"] if e["ph"] == "X" and e["cat"] == category]
+
+
+CASES = [
+    (Case(), "estimated"),
+    (Case({"static_graph": True}), "estimated"),
+    (Case({"find_unused_parameters": True}, branches="same"), "estimated"),
+    (Case(hook="fp16"), "seen: launch and end"),
+    (Case(accumulation=2), "estimated"),
+    (Case({"gradient_as_bucket_view": True}, accumulation=2, hook="allreduce"), "launch and end"),
+]
+
+
+@pytest.mark.parametrize("case, known", CASES, ids=str)
+def test_the_timeline_shows_buckets_and_the_wait_for_them(
+    case: Case, known: str, tmp_path: Path
+) -> None:
+    with ranks.started(2, lambda me: traced(me, case, tmp_path, schedule="comm")) as job:
+        documents = job.results()
+    for each in documents:
+        buckets, waits = slices(each, "allreduce"), slices(each, "wait")
+        steps = slices(each, "step")
+        assert len(steps) == STEPS
+        for step in steps[4:]:  # by then DDP has told how it has arranged its buckets
+            begin, end = step["ts"], step["ts"] + step["dur"]
+            mine = [b for b in buckets if begin <= b["ts"] < end]
+            waited = [w for w in waits if begin <= w["ts"] < end]
+            names = {b["name"] for b in mine}
+            if case.branches == "all":  # else the gradient that completes one may never come
+                assert names == {f"bucket {i}" for i in range(len(mine))}
+            assert len(names) == len(mine) > 2
+            assert all(known in b["args"]["known"] for b in mine)
+            assert len(waited) == 1
+            over = waited[0]["ts"] + waited[0]["dur"] + 1e-2
+            assert all(b["ts"] <= over for b in mine)
+
+
+def test_comm_releases_as_buckets_are_launched_and_all_when_nothing_is_left_to_compute(
+    tmp_path: Path,
+) -> None:
+    def code(me: Me) -> list[list[Event]]:
+        events: list[list[Event]] = []
+
+        def step_ended(handle: lightck.Handle) -> None:
+            assert handle._sight.trace is not None
+            events.append(list(handle._sight.trace.events))
+            handle.wait()
+
+        train(
+            me,
+            Case(),
+            tmp_path,
+            schedule="comm",
+            trace=True,
+            each_step=step_ended,
+        )
+        return events
+
+    with ranks.started(2, code) as job:
+        (mine, _) = job.results()
+    last = [e for e in mine[-1] if e not in mine[-2]]
+    released = {e.begin_ns: e.amount for e in last if e.kind == "released"}
+    (wait,) = [e for e in last if e.kind == "wait"]
+    launches = [e.begin_ns for e in last if e.kind == "launched"]
+    assert [amount for at, amount in released.items() if at < launches[0]][-1] == 0
+    after = [amount for at, amount in released.items() if launches[0] <= at < wait.begin_ns]
+    assert 0 < after[0] < after[-1]
+    at_wait = min(at for at in released if at >= wait.begin_ns)
+    assert released[at_wait] == max(released.values()) > after[0]
+    assert at_wait <= wait.end_ns
+
+
+def event(kind: str, name: str, begin: int, end: int | None = None, amount: int = 0) -> Event:
+    return Event(kind, name, begin, begin if end is None else end, 1, 1, amount)
+
+
+def drawn(events: list[Event]) -> list[tuple[str, float, float]]:
+    trace = Trace({}, 1)
+    trace.events.extend(events)
+    found: Recorded = trace.recorded()
+    return [(s["name"], s["ts"], s["ts"] + s["dur"]) for s in slices(document(found), "allreduce")]
+
+
+def test_ends_that_were_not_seen_are_estimated_one_after_the_other() -> None:
+    bars = drawn(
+        [
+            event("launched", "bucket 0", 1000, amount=100),
+            event("launched", "bucket 1", 2000, amount=300),
+            event("launched", "bucket 2", 9000, amount=100),
+            event("wait", "wait", 9000, 11000),
+        ]
+    )
+    # The link moves 500 bytes from 1000 to 11000, if it never idles: 20 ns a byte.
+    assert [bar[0] for bar in bars] == ["bucket 0", "bucket 1", "bucket 2"]
+    assert [end * 1000 for _, _, end in bars] == pytest.approx([3000, 9000, 11000], abs=3)
+    assert [begin * 1000 for _, begin, _ in bars] == pytest.approx([1000, 3000, 9000], abs=3)
+
+
+def test_a_bucket_is_drawn_from_when_the_one_before_has_landed() -> None:
+    bars = drawn(
+        [
+            event("allreduce", "bucket 1", 1500, 9000, 10),
+            event("allreduce", "bucket 0", 1000, 4000, 10),
+        ]
+    )
+    assert bars == [("bucket 0", 1.0, 4.0), ("bucket 1", 4.0, 9.0)]
+
+
+def test_a_picture_has_a_row_for_the_reduction(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from lightck.cli import draw
+
+    with ranks.started(2, lambda me: traced(me, Case(), tmp_path, schedule="comm")) as job:
+        job.results()
+    shown = recording.read(tmp_path / "0.json")
+    assert recording.REDUCTION in shown.tracks
+    draw.draw(shown, tmp_path / "picture.svg", ".svg")
+    text = (tmp_path / "picture.svg").read_text()
+    assert recording.REDUCTION in text and ">wait<" in text
+
+
+def test_a_wait_is_a_phase_of_its_own_in_the_table(tmp_path: Path) -> None:
+    with ranks.started(2, lambda me: traced(me, Case(), tmp_path)) as job:
+        job.results()
+    shown = recording.read(tmp_path / "1.json")
+    assert all(recording.row_of(shown, step)["wait"] > 0 for step in shown.steps)
+
+
+def test_without_data_parallel_nothing_is_listened_to(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lightck.attach(model, optimizer, tmp_path / "run", schedule="comm") as handle:
+        hooks = getattr(model.weight, "_post_accumulate_grad_hooks")  # noqa: B009 - torch's own
+        assert len(hooks) == 1, "that of the layer"
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            handle.wait()
+        assert handle.stats().captured >= 2
