@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightck.config import Config
 from lightck.distributed import job
 from lightck.distributed.communication import Communication
 from lightck.distributed.meeting import Meeting, meeting
+from lightck.distributed.reduced import finality
 from lightck.handle import Engine, Handle, release
 from lightck.region import claim
 from lightck.region.region import Region
@@ -115,9 +117,8 @@ class _Parts:
     def compose(self, optimizers: list[Optimizer], ends_step: Optimizer | None) -> Engine:
         """Everything."""
         steps = self._take_in(optimizers, ends_step)
-        kinds = Kinds.of(
-            self.config.update, self.inventory.model, self.inventory, ends_step is not None
-        )
+        final = partial(finality, self.inventory.model)
+        kinds = Kinds.of(self.config.update, self.inventory, ends_step is not None, final)
         tell_synchronous(self.inventory.collect().lives, self.config.sync_warn_bytes)
         region = self._claim()
         return self._wire(region, steps, kinds)

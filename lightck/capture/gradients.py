@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,21 +21,76 @@ _dice = random.Random()
 """The global generators belong to the user."""
 
 
+class Listener(Protocol):
+    """Hears of gradients; on the thread that runs the backward."""
+
+    def come(self, parameter: torch.Tensor, *, final: bool) -> None:
+        """A gradient was added to the parameter's; `final`: with what other ranks add to it.
+
+        Raises:
+            ConfigError: layer-wise update cannot follow.
+        """
+
+    def filled(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
+        """`p.grad` should hold, from now on, what `come` has called final.
+
+        Raises:
+            ConfigError: it does not.
+        """
+
+
 class Finality(Protocol):
     """Says when a parameter's gradient has come. Data parallel says it after the reduction."""
 
-    def __call__(
-        self, parameters: Iterable[torch.Tensor], come: Callable[[torch.Tensor], None]
+    def refusal(self) -> str | None:
+        """Why it cannot, in words."""
+
+    def listen(
+        self, parameters: Iterable[torch.Tensor], listener: Listener
     ) -> list[RemovableHandle]:
-        """Call `come` with each of these parameters, every time that a gradient was added to it."""
+        """Tell of each of these parameters, every time that a gradient was added to it."""
+
+    def in_place(self, parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+        """Inside it `p.grad` is what is final."""
+
+    def step_begins(self) -> None:
+        """Tell of what was added and will not become final in this step.
+
+        Raises:
+            ConfigError: the listener's.
+        """
+
+    def stop(self) -> None:
+        """Listen no more."""
 
 
-def accumulated(
-    parameters: Iterable[torch.Tensor], come: Callable[[torch.Tensor], None]
-) -> list[RemovableHandle]:
+class Accumulated:
     """`Finality` of a single process: autograd has accumulated it."""
-    hook = untraced(come)
-    return [p.register_post_accumulate_grad_hook(hook) for p in parameters]
+
+    def refusal(self) -> str | None:
+        """It always can."""
+        return None
+
+    def listen(
+        self, parameters: Iterable[torch.Tensor], listener: Listener
+    ) -> list[RemovableHandle]:
+        """A hook each."""
+
+        @untraced
+        def hook(parameter: torch.Tensor) -> None:
+            listener.come(parameter, final=True)
+
+        return [p.register_post_accumulate_grad_hook(hook) for p in parameters]
+
+    def in_place(self, parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+        """It always is."""
+        return nullcontext()
+
+    def step_begins(self) -> None:
+        """Nothing is left."""
+
+    def stop(self) -> None:
+        """Nothing was begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +125,12 @@ class Noted:
         if parameter._version != self.parameter_version:
             return "its value was changed"
         return None
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether elements drawn at random hold the same bytes."""
+    first = _dice.randrange(_stride(one))
+    return torch.equal(_sample(one, first), _sample(other, first))
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

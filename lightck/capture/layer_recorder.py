@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lightck.capture.due import Due
-from lightck.capture.gradients import Finality, accumulated
+from lightck.capture.gradients import Accumulated, Finality
 from lightck.capture.layer_pipeline import MIXED, LayerPipeline
 from lightck.capture.layer_updates import Updates, refuse
 from lightck.capture.pipeline import Pipeline
@@ -48,7 +47,6 @@ class LayerRecorder(Recorder):
 
     pipeline: LayerPipeline
     updates: Updates
-    final: Finality = accumulated
     _ahead: bool = False
     """The step that is being computed is due: its copies may begin."""
 
@@ -61,17 +59,24 @@ class LayerRecorder(Recorder):
 
     def _arrange(self) -> None:
         """Find the units; `add_param_group` and `requires_grad_` change them."""
-        self.updates.arrange(self.final, self._come)
+        self.updates.arrange(self)
         units = self.updates.units.all
         self.pipeline.owners = {unit.number: unit.optimizer for unit in units}
         self.pipeline.content = {unit.number: self.steps.step for unit in units}
 
-    def _come(self, parameter: torch.Tensor) -> None:
+    def come(self, parameter: torch.Tensor, *, final: bool) -> None:
+        """A gradient: perhaps the last one that its layer needs."""
         if not self.enabled:
             return
-        unit = self.updates.come(parameter, inside_update=self.steps.updating)
+        updating = self.steps.updating and final
+        unit = self.updates.come(parameter, inside_update=updating, final=final)
         if unit is not None:
             self._update(unit)
+
+    def filled(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
+        """Its gradient is what its layer was updated from."""
+        if self.enabled:
+            self.updates.filled(parameter, final)
 
     def _update(self, unit: Unit) -> None:
         step = self.steps.step + 1
@@ -170,16 +175,22 @@ class Kinds:
     """Ends what the recorder has begun besides."""
 
     @classmethod
-    def of(cls, update: object, model: nn.Module, inventory: Inventory, boundary: bool) -> Kinds:
-        """Plain ones, or layer-wise ones where that can be.
+    def of(
+        cls,
+        update: object,
+        inventory: Inventory,
+        boundary: bool,
+        final: Callable[[], Finality] = Accumulated,
+    ) -> Kinds:
+        """Plain ones, or layer-wise ones where that can be; `final` makes their `Finality`.
 
         Raises:
             ConfigError: layer-wise update cannot be had here, and why.
         """
         if not isinstance(update, Layerwise):
             return cls()
-        refuse(model, inventory, boundary=boundary)
-        updates = Updates(Units(inventory), update.accumulation)
+        updates = Updates(Units(inventory), update.accumulation, final())
+        refuse(updates.final, inventory, boundary=boundary)
         inventory.assign = updates.units.assign
         recorder = partial(LayerRecorder, updates=updates)
         return cls(LayerPipeline, recorder, AskedAhead, updates.stop)

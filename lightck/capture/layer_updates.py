@@ -6,16 +6,24 @@ updated as soon as its gradients are final, and the user's `step()` becomes the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightck.capture.gradients import Finality, Noted, Options, option_changed, options_of
+from lightck.capture.gradients import (
+    Accumulated,
+    Finality,
+    Listener,
+    Noted,
+    Options,
+    alike,
+    option_changed,
+    options_of,
+)
 from lightck.capture.state import Inventory, held_parameters
 from lightck.capture.units import OwnSteps, Unit, Units, step_only
 from lightck.errors import ConfigError
@@ -42,6 +50,7 @@ class Updates:
 
     units: Units
     accumulation: int
+    final: Finality = field(default_factory=Accumulated)
     step: int = 0
     """Complete steps since attach."""
     failed: str = ""
@@ -56,12 +65,12 @@ class Updates:
     own: OwnSteps = field(default_factory=OwnSteps)
     _heard: list[RemovableHandle] = field(default_factory=list)
 
-    def arrange(self, final: Finality, come: Callable[[torch.Tensor], None]) -> None:
+    def arrange(self, listener: Listener) -> None:
         """Find the units and listen to their gradients; again when the parameters changed."""
         if self.units.find():
             self._silence()
             every = (p for unit in self.units.all for p in unit.parameters)
-            self._heard = final(every, come)
+            self._heard = self.final.listen(every, listener)
 
     def _silence(self) -> None:
         for handle in self._heard:
@@ -72,13 +81,16 @@ class Updates:
         """Listen no more; idempotent."""
         self.own.put_back()
         self._silence()
+        self.final.stop()
 
     @property
     def active(self) -> bool:
         """Layers are updated by themselves."""
         return self.step >= PLAIN_STEPS
 
-    def come(self, parameter: torch.Tensor, *, inside_update: bool) -> Unit | None:
+    def come(
+        self, parameter: torch.Tensor, *, inside_update: bool, final: bool = True
+    ) -> Unit | None:
         """A gradient was added; returns the unit that is to be updated now.
 
         Raises:
@@ -100,6 +112,14 @@ class Updates:
         if any(p.grad is None for p in unit.parameters if p is parameter or id(p) in self._come):
             raise self.wrong(f"a gradient of {unit.layer or name} is cleared inside the backward")
         self._come[id(parameter)] = self._come.get(id(parameter), 0) + 1
+        if not final:
+            if self._come[id(parameter)] >= self.accumulation:
+                raise self.wrong(
+                    f"gradient {self._come[id(parameter)]} of {name} in this step, of"
+                    f" accumulation={self.accumulation}, is this rank's alone: no_sync(), or DDP"
+                    " still waits for parameters without a gradient"
+                )
+            return None
         if not self.active:
             self._note(unit, (parameter,))
             return None
@@ -109,7 +129,8 @@ class Updates:
     def update(self, unit: Unit) -> None:
         """Update one unit, whose copies have left it."""
         self._updated.add(unit.number)
-        self._step(unit.optimizer, unit.parameters)
+        with self.final.in_place(unit.parameters):
+            self._step(unit.optimizer, unit.parameters)
         self._note(unit, unit.parameters)
 
     def _step(self, i: int, parameters: Sequence[torch.Tensor]) -> None:
@@ -130,6 +151,20 @@ class Updates:
             self._options[unit.optimizer] = options_of(optimizer)
         self._noted |= {id(p): Noted.of(p) for p in parameters}
 
+    def filled(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
+        """The backward has ended: from now on nobody but the loop writes to the gradient.
+
+        Raises:
+            ConfigError: it is not the one that was used.
+        """
+        noted = self._noted.get(id(parameter))
+        if noted is None:
+            return
+        if parameter.grad is not noted.gradient or not alike(noted.gradient, final):
+            name = self.units.names[id(parameter)]
+            raise self.wrong(f"the gradient of {name} is not the one that was reduced")
+        self._noted[id(parameter)] = Noted.of(parameter)
+
     def check(self, i: int) -> None:
         """The user's step begins: what its update is made from is what it was, or would have been.
 
@@ -137,6 +172,7 @@ class Updates:
             ConfigError: something has changed in between; with layers updated, for good.
         """
         self._go_on()
+        self.final.step_begins()
         optimizer = self.units.inventory.optimizers[i]
         wrong = self._difference(i, optimizer)
         if wrong is None and not self.active:
@@ -214,25 +250,23 @@ class Updates:
         )
 
 
-def refuse(model: nn.Module, inventory: Inventory, *, boundary: bool) -> None:
+def refuse(final: Finality, inventory: Inventory, *, boundary: bool) -> None:
     """Say at attach why there can be no layer-wise update.
 
     Raises:
         ConfigError: the reason.
     """
-    why = _reason(model, inventory, boundary)
+    why = _reason(inventory, boundary) or final.refusal()
     if why is not None:
         raise ConfigError(f"{_ASKED}{why}; {_PLAINLY}")
 
 
-def _reason(model: nn.Module, inventory: Inventory, boundary: bool) -> str | None:
+def _reason(inventory: Inventory, boundary: bool) -> str | None:
     optimizers = inventory.optimizers
     if not optimizers or not inventory.covered():
         return "it needs all optimizers: give attach every one, for every trainable parameter"
     if boundary:
         return "boundary= means that optimizers step at different rates"
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        return "under DistributedDataParallel hooks see gradients before their reduction"
     holders: dict[int, int] = {}
     for i, optimizer in enumerate(optimizers):
         why = _kind(optimizer)

@@ -280,19 +280,6 @@ def test_optimizers_must_be_given_and_must_not_share(run_dir: Path) -> None:
         )  # fmt: skip
 
 
-def test_data_parallel_is_refused_until_it_says_when_gradients_are_reduced(run_dir: Path) -> None:
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(lightck.ConfigError, match="before their reduction"):
-            lightck.attach(model, optimizer, run_dir, update="layerwise")
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def clip(training: Training) -> None:
     nn.utils.clip_grad_norm_(training.model.parameters(), 1e9)  # changes no value, yet
 

@@ -1,0 +1,311 @@
+"""Gradients under DDP, final once their bucket is reduced; while others are still on their way.
+
+DDP takes one hook for its life and calls it with undivided gradients. Layer-wise update needs to
+see buckets land, so it registers one that does what DDP does without a hook, bit for bit; a hook
+that the user registers later takes its place (`seat.py`). Updates never run inside the hook, which
+DDP calls under its lock: they run at later gradients, and at the end of the backward, on the thread
+that runs it. Errors wait until DDP has ended the backward: other ranks are not left in a reduction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from lightck.capture import staging
+from lightck.capture.gradients import Accumulated, Finality, Listener
+from lightck.capture.hooks import untraced
+from lightck.capture.trace import now_ns
+from lightck.distributed.communication import (
+    after_backward,
+    backward_now,
+    reduced_parameters,
+    replicated,
+)
+from lightck.distributed.seat import Seat, leave, seated, sit
+from lightck.errors import ConfigError
+
+_JOINED = "DDP's join() with divide_by_initial_world_size=False"
+
+
+@dataclass(eq=False)
+class Plain:
+    """What DDP does without a hook: the same operations on the same values.
+
+    It multiplies by 1/world while it copies a gradient into its bucket, but divides by world what
+    is in its bucket already (gradient_as_bucket_view, from the second gradient on), or the whole
+    bucket at once (batched_grad_copy).
+    """
+
+    module: weakref.ref[DistributedDataParallel]
+    """DDP's reducer holds this for good."""
+    _backward: int = -1
+    _at: dict[int, int] = field(default_factory=dict)
+    """By parameter: where its gradient was before DDP looked at it."""
+
+    def listen(self) -> None:
+        """Note where gradients are, before DDP moves them into their bucket."""
+        module = self.module()
+        assert module is not None
+        if not module.gradient_as_bucket_view or module.batched_grad_copy:
+            return
+        every = [weakref.ref(p) for p in reduced_parameters(module)]
+
+        @untraced
+        def came(parameter: torch.Tensor) -> None:
+            if self._backward != backward_now():
+                self._backward = backward_now()
+                for each in every:  # those that get no gradient now are in a bucket, too
+                    self._look(each())
+            self._look(parameter)
+
+        for each in every:
+            parameter = each()
+            assert parameter is not None
+            parameter.register_post_accumulate_grad_hook(came)
+
+    def _look(self, parameter: torch.Tensor | None) -> None:
+        if parameter is not None:
+            gradient = parameter.grad
+            self._at[id(parameter)] = 0 if gradient is None else gradient.data_ptr()
+
+    def __call__(self, _: Any, bucket: Any) -> Future[Any]:
+        """Reduce a bucket."""
+        module = self.module()
+        assert module is not None, "the module calls, and is gone"
+        if module._join_config.enable and not module._divide_by_initial_world_size:
+            raise ConfigError(f'update="layerwise" was asked for, but {_JOINED} is used')
+        world = module.process_group.size()
+        buffer = bucket.buffer()
+        if module.batched_grad_copy:
+            buffer.div_(world)
+        elif not module.gradient_as_bucket_view:
+            buffer.mul_(1.0 / world)
+        else:
+            for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if self._at.get(id(parameter)) == part.data_ptr():
+                    part.div_(world)
+                else:
+                    part.mul_(1.0 / world)
+        reducer: Any = module.reducer
+        summed: Future[Any] = reducer._run_allreduce_hook(bucket)
+        return summed.then(_first)  # DDP takes nothing but one tensor from Python
+
+
+def _first(summed: Future[Any]) -> torch.Tensor:
+    value = summed.value()
+    tensor: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
+    return tensor
+
+
+@dataclass(eq=False)
+class Flying:
+    """A bucket on its way."""
+
+    future: Future[Any]
+    last: bool
+    parts: list[tuple[nn.Parameter, int]]
+    """Its parameters, and where in the bucket their gradients begin, in elements."""
+
+    @classmethod
+    def of(cls, bucket: Any, future: Future[Any]) -> Flying:
+        """As DDP's hook gave it back."""
+        start = bucket.buffer().storage_offset()
+        places = [part.storage_offset() - start for part in bucket.gradients()]
+        parts = list(zip(bucket.parameters(), places, strict=True))
+        return cls(future, bucket.is_last(), parts)
+
+    def land(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Wait; then parameters and their reduced gradients, laid out as DDP will lay them out.
+
+        Raises:
+            RuntimeError: the reduction failed.
+        """
+        self.future.wait()
+        whole: torch.Tensor = self.future.value()
+        for p, place in self.parts:
+            at = whole.storage_offset() + place
+            strides = p.stride() if staging.is_dense(p) else staging.row_major(tuple(p.shape))
+            yield p, whole.as_strided(p.shape, strides, at)
+
+
+@dataclass(eq=False)
+class Reduced:
+    """`Finality` of one model with DDP modules in it."""
+
+    modules: list[DistributedDataParallel]
+    _seats: list[Seat] = field(default_factory=list)
+    _listener: Listener | None = None
+    _pending: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By identity: what was added to a gradient here has not been reduced."""
+    _flying: deque[Flying] = field(default_factory=deque)
+    _final: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By identity: parameters and their reduced gradients, until DDP has ended the backward."""
+    _backward: int = -1
+    _ending: bool = False
+    """Every bucket of some module is on its way: this backward ends with its reduction."""
+    _error: Exception | None = None
+
+    def refusal(self) -> str | None:
+        """Hooks from before cannot be wrapped, and some of DDP's modes update by themselves."""
+        for module in self.modules:
+            if module.mixed_precision is not None:
+                return "DDP's mixed_precision reduces with a hook of its own"
+            if not seated(module) and _has_hook(module):
+                return (
+                    "a communication hook was registered before attach, and DDP cannot let go of"
+                    " it: register it afterwards"
+                )
+            if any(getattr(m, "sparse", False) is True for m in module.modules()):
+                return "DDP reduces the sparse gradients of an embedding by themselves"
+            if any(hasattr(p, "_in_backward_optimizers") for p in module.parameters()):
+                return "DDP itself updates in its backward (_apply_optimizer_in_backward)"
+            if module._use_python_reducer or module._delay_all_reduce_params:
+                return "this DDP module does not reduce in buckets"
+        return None
+
+    def listen(
+        self, parameters: Iterable[torch.Tensor], listener: Listener
+    ) -> list[RemovableHandle]:
+        """Those that no DDP module reduces are final when they are accumulated."""
+        self._listener = listener
+        if not self._seats:
+            self._seats = [self._sit(module) for module in self.modules]
+        shared = {id(p) for module in self.modules for p in reduced_parameters(module)}
+        every = list(parameters)
+        own = [p for p in every if id(p) not in shared]
+
+        @untraced
+        def hook(parameter: torch.Tensor) -> None:
+            self._came(parameter)
+
+        handles = [p.register_post_accumulate_grad_hook(hook) for p in every if id(p) in shared]
+        return handles + Accumulated().listen(own, listener)
+
+    def _sit(self, module: DistributedDataParallel) -> Seat:
+        seat = sit(module, self, now_ns)
+        if not seat.taken:
+            plain = Plain(weakref.ref(module))
+            seat.occupy(plain)
+            plain.listen()
+        return seat
+
+    def bucket(self, bucket: Any, begin_ns: int, future: Future[Any]) -> None:
+        """DDP's hook has launched one; on a rank that has joined early nothing is pending."""
+        if self._pending:
+            self._flying.append(Flying.of(bucket, future))
+            self._ending = self._ending or self._flying[-1].last
+
+    def _came(self, parameter: torch.Tensor) -> None:
+        backward = backward_now()
+        if backward != self._backward:
+            self._backward = backward
+            after_backward(self._over)
+        self._unless_failed(lambda: self._take(parameter))
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        if id(parameter) in self._pending:
+            self._tell(self._pending.pop(id(parameter)), final=False)
+        self._pending[id(parameter)] = parameter
+        while self._flying and self._flying[0].future.done():
+            self._land()
+
+    def _land(self) -> None:
+        """The oldest one that flies."""
+        flying = self._flying.popleft()
+        mine = [(p, final) for p, final in flying.land() if id(p) in self._pending]
+        self._final |= {id(p): (p, final) for p, final in mine}
+        for p, _ in mine:
+            del self._pending[id(p)]
+            self._tell(p, final=True)
+
+    def _tell(self, parameter: torch.Tensor, *, final: bool) -> None:
+        assert self._listener is not None
+        self._listener.come(parameter, final=final)
+
+    def _unless_failed(self, action: Callable[[], None]) -> None:
+        """After an error nothing more is done in this backward; it is raised at its end."""
+        if self._error is None:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001
+                self._error = error
+
+    def _over(self) -> None:
+        """Every gradient has come; DDP's own callback is behind this one."""
+        if not self._ending:
+            self._raise()
+            return
+        after_backward(self._settle)
+        self._unless_failed(self._land_all)
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land()
+
+    def _settle(self) -> None:
+        """DDP has put every reduced gradient where it belongs."""
+        self._ending = False
+        self._flying.clear()
+        self._unless_failed(self._compare)
+        self._final.clear()
+        self._raise()
+
+    def _compare(self) -> None:
+        assert self._listener is not None
+        for parameter, gradient in self._final.values():
+            self._listener.filled(parameter, gradient)
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            self._pending.clear()
+            raise error
+
+    @contextmanager
+    def in_place(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """DDP fills `p.grad` at the end only: until then the bucket's part stands for it."""
+        swapped: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        try:
+            for p in parameters:
+                final = self._final.get(id(p))
+                if final is not None:
+                    swapped.append((p, p.grad))
+                    p.grad = final[1]
+            yield
+        finally:
+            for p, gradient in swapped:
+                p.grad = gradient
+
+    def step_begins(self) -> None:
+        """What is pending was added under no_sync."""
+        while self._pending:
+            _, parameter = self._pending.popitem()
+            self._tell(parameter, final=False)
+
+    def stop(self) -> None:
+        """The seats are left; a hook of ours that DDP holds goes on as DDP would."""
+        for module in self.modules:
+            leave(module, self)
+        self._seats.clear()
+
+
+def _has_hook(module: DistributedDataParallel) -> bool:
+    """Also a built-in one, which is only in what DDP logs."""
+    return bool(module._comm_hooks) or "comm_hook" in module._get_ddp_logging_data()
+
+
+def finality(model: nn.Module) -> Finality:
+    """When gradients of this model are final."""
+    modules = replicated(model)
+    return Reduced(modules) if modules else Accumulated()
