@@ -46,7 +46,7 @@ class Listener(Protocol):
     def forward(self, training: bool) -> None:
         """A module that holds watched parameters is about to run; `training`: with gradients."""
 
-    def gradient(self) -> None:
+    def gradient(self, layer: str) -> None:
         """A layer's gradient has been accumulated."""
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
@@ -127,12 +127,12 @@ class Hooks:
     def _install_gradients(self) -> None:
         """One hook per layer: on the first parameter that a module owns itself."""
         listener = self.listener
+        for name, parameter in layers(self.watched.model):
 
-        @untraced
-        def tick(parameter: torch.Tensor) -> None:
-            listener.gradient()
+            @untraced
+            def tick(_: torch.Tensor, name: str = name) -> None:
+                listener.gradient(name)
 
-        for _, parameter in layers(self.watched.model):
             self._handles.append(parameter.register_post_accumulate_grad_hook(tick))
 
     def arm_forward(self) -> None:

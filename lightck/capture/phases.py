@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightck.capture.hooks import Watched, is_weight, layers, untraced
+from lightck.capture.hooks import Watched, is_weight, untraced
 from lightck.capture.recorder import Recorder
 from lightck.capture.trace import Trace, now_ns
 
@@ -28,10 +28,13 @@ class Phases:
     watched: Watched
     _updates: list[int] = field(default_factory=list)
     """When the updates that are running began, outermost first."""
-    _handles: list[RemovableHandle] = field(default_factory=list)
+    _hooks: tuple[Any, ...] = ()
+    """Before a module's forward, and after it."""
     _forward: RemovableHandle | None = None
     """Waits for the next forward; None while one runs."""
     _ends: RemovableHandle | None = None
+    _began_ns: int = 0
+    """Of the forward that runs."""
 
     # ---- the listener ----------------------------------------------------------------------
 
@@ -55,9 +58,10 @@ class Phases:
         """Passed on."""
         self.recorder.forward(training)
 
-    def gradient(self) -> None:
-        """Passed on."""
-        self.recorder.gradient()
+    def gradient(self, layer: str) -> None:
+        """Noted, and passed on."""
+        self.trace.note("tick", layer, now_ns())
+        self.recorder.gradient(layer)
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
         """Passed on."""
@@ -90,48 +94,35 @@ class Phases:
     # ---- hooks of its own ------------------------------------------------------------------
 
     def install(self) -> None:
-        """Watch forwards, and the gradient of each layer."""
-        trace = self.trace
-        for name, parameter in layers(self.watched.model):
-
-            @untraced
-            def tick(_: torch.Tensor, name: str = name) -> None:
-                trace.note("tick", name, now_ns())
-
-            self._handles.append(parameter.register_post_accumulate_grad_hook(tick))
+        """Watch forwards. Hooks are made once: keeping dynamo out of one costs more than it."""
+        self._hooks = untraced(self._module_begins), untraced(self._module_ends)
         self._await_forward()
 
     def _await_forward(self) -> None:
-        @untraced
-        def before(module: nn.Module, args: Any) -> None:
-            if torch.is_grad_enabled() and module.training and self.watched.holds(module):
-                if not is_weight(module):
-                    self._forward_begins(module)
+        self._forward = register_module_forward_pre_hook(self._hooks[0])
 
-        self._forward = register_module_forward_pre_hook(before)
-
-    def _forward_begins(self, module: nn.Module) -> None:
+    def _module_begins(self, module: nn.Module, args: Any) -> None:
         """The outermost module is the first to be called; its parts are left alone."""
-        if self._forward is None or module._compiled_call_impl is not None:
-            return  # a hook that comes and goes would make dynamo compile anew
+        if not (torch.is_grad_enabled() and module.training and self.watched.holds(module)):
+            return
+        if is_weight(module) or self._forward is None or module._compiled_call_impl is not None:
+            return  # of a compiled one, a hook that comes and goes would make dynamo compile anew
         self._forward.remove()
         self._forward = None
-        begin = now_ns()
+        self._began_ns = now_ns()
+        self._ends = module.register_forward_hook(self._hooks[1], always_call=True)
 
-        @untraced
-        def after(module: nn.Module, args: Any, result: Any) -> None:
-            self.trace.note("forward", "forward", begin, now_ns())
-            if self._ends is not None:
-                self._ends.remove()
-                self._ends = None
-                self._await_forward()
-
-        self._ends = module.register_forward_hook(after, always_call=True)
+    def _module_ends(self, module: nn.Module, args: Any, result: Any) -> None:
+        self.trace.note("forward", "forward", self._began_ns, now_ns())
+        if self._ends is not None:
+            self._ends.remove()
+            self._ends = None
+            self._await_forward()
 
     def remove(self) -> None:
         """Stop watching; idempotent."""
-        for handle in (*self._handles, self._forward, self._ends):
+        for handle in (self._forward, self._ends):
             if handle is not None:
                 handle.remove()
-        self._handles.clear()
         self._forward = self._ends = None
+        self._hooks = ()

@@ -113,7 +113,7 @@ class Recorder:
             elif self.due:
                 self.instants.before_forward(generators=True)
 
-    def gradient(self) -> None:
+    def gradient(self, layer: str) -> None:
         """A layer's gradient is ready."""
         if self._ended_in >= 0 and torch._C._current_graph_task_id() == self._ended_in:
             return  # the rest of the backward whose last update ended the step

@@ -6,12 +6,14 @@ that they lie on one axis. Without a trace nobody keeps anything: one branch per
 
 from __future__ import annotations
 
-import threading
+import itertools
+import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +31,9 @@ EVENTS = 1 << 15
 """Kept of Python's: some 250 steps of GPT-2 small."""
 OPENINGS = 4096
 """Snapshots whose tensors' names are kept."""
+
+_ROW = struct.Struct("=7q")
+"""An event as it is kept: number from 1 on (0: none), code, begin, end, thread, step, amount."""
 
 now_ns = time.perf_counter_ns
 """CLOCK_MONOTONIC on Linux, like the pool's."""
@@ -93,25 +98,44 @@ class Recorded:
 
 @dataclass(eq=False)
 class Trace:
-    """Notes what happens to one handle. `note` on any thread, the rest on the training thread."""
+    """Notes what happens to one handle. `note` on any thread, the rest on the training thread.
+
+    Events are rows of numbers in a ring: no object outlives its noting, so that however many there
+    are, they are no work for the garbage collector.
+    """
 
     about: dict[str, Any]
     step: int
     """The step that is being computed."""
     pool: NativePool | None = None
-    training_thread: int = field(default_factory=threading.get_ident)
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS))
+    training_thread: int = field(default_factory=get_ident)
     openings: deque[Opening] = field(default_factory=lambda: deque(maxlen=OPENINGS))
-    _noted: int = 0
+    _rows: bytearray = field(default_factory=lambda: bytearray(EVENTS * _ROW.size))
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Of the rows; taking one is a single step for the interpreter, whatever other threads do."""
+    _codes: dict[tuple[str, str], int] = field(default_factory=dict)
+    """What stands for kind and name."""
+    _next_code: Iterator[int] = field(default_factory=itertools.count)
     _began_ns: int = field(default_factory=now_ns)
     """Of the step that is being computed."""
+    _released: tuple[int, int] = (-1, 0)
+    """Step and bytes that were last noted as released."""
     _last: tuple[npt.NDArray[Any], int] | None = None
     """The pool's moments, once it is closed."""
 
     def note(self, kind: str, name: str, begin_ns: int, end_ns: int | None = None) -> None:
-        """Add a phase that has just ended, or an instant."""
-        end_ns = begin_ns if end_ns is None else end_ns
-        self._add(Event(kind, name, begin_ns, end_ns, threading.get_ident(), self.step))
+        """Add a phase that has just ended, or an instant, of the step that is being computed."""
+        self._put(kind, name, begin_ns, begin_ns if end_ns is None else end_ns, self.step)
+
+    def _put(
+        self, kind: str, name: str, begin_ns: int, end_ns: int, step: int, amount: int = 0
+    ) -> None:
+        code = self._codes.get((kind, name))
+        if code is None:
+            code = self._codes.setdefault((kind, name), next(self._next_code))
+        number = next(self._numbers)
+        at = number * _ROW.size % len(self._rows)
+        _ROW.pack_into(self._rows, at, number, code, begin_ns, end_ns, get_ident(), step, amount)
 
     def stall(self, cause: str, begin_ns: int, end_ns: int) -> None:
         """The training thread was held up."""
@@ -126,7 +150,7 @@ class Trace:
         """A step is complete; the next one begins."""
         now = now_ns()
         self.step = step
-        self.note("step", f"step {step}", self._began_ns, now)
+        self.note("step", "step", self._began_ns, now)
         self.step, self._began_ns = step + 1, now
 
     def opened(self, step: int, writer: SlotWriter, begin_ns: int) -> None:
@@ -145,9 +169,11 @@ class Trace:
 
     def released(self, step: int, total_bytes: int) -> None:
         """So many bytes of the snapshot may be copied by now. Any thread."""
+        if self._released == (step, total_bytes):
+            return  # a tick that let nothing more run
+        self._released = (step, total_bytes)
         now = now_ns()
-        thread = threading.get_ident()
-        self._add(Event("released", "released", now, now, thread, step, total_bytes))
+        self._put("released", "released", now, now, step, total_bytes)
 
     def bucket(self, number: int, size: int, begin_ns: int, end_ns: int | None = None) -> None:
         """A bucket of gradients was launched, and reduced if that was seen. Any thread."""
@@ -159,11 +185,23 @@ class Trace:
     def lost_snapshot(self, kind: str, step: int, why: str) -> None:
         """A due snapshot `slipped`, or was `torn`."""
         now = now_ns()
-        self._add(Event(kind, why, now, now, threading.get_ident(), step))
+        self._put(kind, why, now, now, step)
 
-    def _add(self, event: Event) -> None:
-        self._noted += 1  # only a count of what is gone: a lost update between threads is no harm
-        self.events.append(event)
+    @property
+    def events(self) -> list[Event]:
+        """Those that newer ones have not displaced, in the order in which they were noted."""
+        return self._kept()[0]
+
+    def _kept(self) -> tuple[list[Event], int]:
+        """`events`, and how many were displaced."""
+        rows = sorted(row for row in _ROW.iter_unpack(bytes(self._rows)) if row[0])
+        names = {code: each for each, code in self._codes.items()}  # later: a code precedes its row
+        found = []
+        for _, code, begin, end, thread, step, amount in rows:
+            kind, name = names[code]
+            name = f"step {step}" if kind == "step" else name
+            found.append(Event(kind, name, begin, end, thread, step, amount))
+        return found, rows[-1][0] - len(rows) if rows else 0
 
     def finish(self) -> None:
         """The pool is about to end: keep what it has."""
@@ -175,8 +213,8 @@ class Trace:
         if self.pool is not None:
             self._last = self.pool.timeline()
         moments, lost = self._last or (np.zeros(0, MOMENT_DTYPE), 0)
-        events = list(self.events)
-        lost += max(0, self._noted - len(events))
+        events, displaced = self._kept()
+        lost += displaced
         return Recorded(
             events, list(self.openings), moments, lost, self.training_thread, self.about
         )

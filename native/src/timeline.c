@@ -1,7 +1,7 @@
 #include "timeline.h"
 
-#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "api.h"
 #include "error.h"
@@ -15,6 +15,19 @@ static int has_lane(const lck_pool *pool, uint32_t thread) {
   return thread < pool->threads || thread >= LCK_THREAD_KEEPER;
 }
 
+/* NULL: no memory. Every page is there already: a worker of the idle class that loses its CPU
+ * inside a page fault would hold up whoever in the process maps or unmaps memory, the training for
+ * one. For the same reason a fork leaves the pages alone. */
+static lck_cell *map_cells(uint64_t cells) {
+  size_t length = cells * sizeof(lck_cell);
+  void *raw = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (raw == MAP_FAILED)
+    return NULL;
+  madvise(raw, length, MADV_HUGEPAGE); /* both are wishes */
+  madvise(raw, length, MADV_DONTFORK);
+  return memset(raw, 0, length); /* zeros: no cell holds moment 0 - 1 */
+}
+
 int lck_timeline_make(lck_pool *pool, uint32_t moments) {
   uint64_t cells = 1;
   while (cells < moments)
@@ -24,7 +37,7 @@ int lck_timeline_make(lck_pool *pool, uint32_t moments) {
     lane->mask = cells - 1;
     if (moments == 0 || !has_lane(pool, i))
       continue;
-    lane->cells = calloc(cells, sizeof *lane->cells); /* zeros: no cell holds moment 0 - 1 */
+    lane->cells = map_cells(cells);
     if (!lane->cells)
       return lck_fail(LCK_E_NOMEM, "no memory for a timeline of %llu moments per thread",
                       (unsigned long long)cells);
@@ -33,8 +46,11 @@ int lck_timeline_make(lck_pool *pool, uint32_t moments) {
 }
 
 void lck_timeline_free(lck_pool *pool) {
-  for (uint32_t i = 0; i < LCK_LANES; i++)
-    free(pool->lanes[i].cells);
+  for (uint32_t i = 0; i < LCK_LANES; i++) {
+    lck_lane *lane = &pool->lanes[i];
+    if (lane->cells)
+      munmap(lane->cells, (lane->mask + 1) * sizeof *lane->cells);
+  }
 }
 
 /* The words are stored with release, so that a reader who sees one of them also sees that the stamp
