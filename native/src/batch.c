@@ -161,7 +161,7 @@ static void store_piece(lck_snapshot *snapshot, lck_piece *piece) {
     uint32_t crc = 0;
     (void)lck_persist_payload(snapshot->region, piece->offset, piece->source, piece->length, &crc);
     piece->crc = crc;
-    lck_pool_throttle(snapshot->pool, piece->length);
+    lck_pool_throttle(snapshot->pool, piece->length, 0);
   }
 }
 
@@ -303,7 +303,7 @@ static void drain_pieces(void *argument) {
       run->crc = crc;
     }
     drained += piece->length;
-    lck_pool_throttle(snapshot->pool, piece->length);
+    lck_pool_throttle(snapshot->pool, piece->length, LCK_AHEAD_NS);
   }
   if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
     lck_persist_fence(snapshot->region);
@@ -331,7 +331,10 @@ void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, l
   finish_lap(&snapshot->pool->drain_ns, started, lap);
   if (run.moved > 0)
     note_lap(snapshot, batch, index, LCK_DID_DRAIN, run.moved, lap);
+  const lck_chunk *chunk = run.chunk;
+  atomic_fetch_add(&snapshot->drained_bytes, chunk[1].start - chunk[0].start);
   if (atomic_fetch_add(&batch->drained, 1) + 1 == batch->chunk_count) {
+    lck_pool_throttle(snapshot->pool, 0, 0); /* the medium has it all, and no commit comes before */
     atomic_fetch_add(&snapshot->drained, 1);
     lck_pool_lock(snapshot->pool);
     pthread_cond_signal(&snapshot->pool->duty);

@@ -11,18 +11,11 @@
 
 #include "api.h"
 #include "bus.h"
+#include "drain.h"
 #include "error.h"
 #include "snapshot.h"
 
-#define FULL_PACE 1000u
 #define MOST_MOMENTS (1u << 24)
-
-typedef struct task {
-  lck_snapshot *snapshot;
-  lck_batch *batch;
-  uint64_t chunk;
-  int drain;
-} task;
 
 int lck_pool_usable(const lck_pool *pool) {
   if (!pool)
@@ -48,22 +41,6 @@ void lck_pool_sleep(lck_pool *pool, pthread_cond_t *condition, uint64_t deadline
   pthread_cond_timedwait(condition, &pool->lock, &until);
 }
 
-/* Each write books its time behind the one before and ends no sooner. */
-void lck_pool_throttle(lck_pool *pool, uint64_t bytes) {
-  uint64_t rate = atomic_load_explicit(&pool->limit, memory_order_relaxed);
-  if (rate == 0)
-    return;
-  uint64_t now = lck_now_ns(), needed = (uint64_t)((double)bytes * 1e9 / (double)rate), end;
-  uint64_t booked = atomic_load(&pool->booked);
-  do
-    end = (booked > now ? booked : now) + needed;
-  while (!atomic_compare_exchange_weak(&pool->booked, &booked, end));
-  struct timespec until = {.tv_sec = (time_t)(end / UINT64_C(1000000000)),
-                           .tv_nsec = (long)(end % UINT64_C(1000000000))};
-  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR) {
-  }
-}
-
 /* Holding the lock in between sees to it that who counted itself is asleep by now; letting go of it
  * before the broadcast, that nobody wakes up to find it held by a thread that it has displaced. */
 void lck_pool_wake(lck_pool *pool) {
@@ -84,7 +61,7 @@ void lck_pool_notify(lck_pool *pool) {
 
 /* ---- Choosing work; all under the pool's lock ------------------------------------------------ */
 
-static int find_capture(lck_snapshot *snapshot, lck_lane *lane, int waited_for, task *out) {
+static int find_capture(lck_snapshot *snapshot, lck_lane *lane, int waited_for, lck_task *out) {
   uint32_t count = atomic_load(&snapshot->batch_count);
   for (uint32_t i = snapshot->scan_from; i < count; i++) {
     lck_batch *batch = lck_snapshot_batch(snapshot, i);
@@ -92,7 +69,7 @@ static int find_capture(lck_snapshot *snapshot, lck_lane *lane, int waited_for, 
       atomic_store(&lane->holds, batch);
       uint64_t chunk = lck_batch_claim(batch);
       if (chunk != LCK_NO_CHUNK) {
-        *out = (task){.snapshot = snapshot, .batch = batch, .chunk = chunk};
+        *out = (lck_task){.snapshot = snapshot, .batch = batch, .chunk = chunk};
         return 1;
       }
     }
@@ -102,44 +79,26 @@ static int find_capture(lck_snapshot *snapshot, lck_lane *lane, int waited_for, 
   return 0;
 }
 
-static int find_drain(lck_snapshot *snapshot, lck_lane *lane, task *out) {
-  if (!atomic_load(&snapshot->staged) || !atomic_load(&snapshot->erased))
-    return 0;
-  uint32_t count = atomic_load(&snapshot->batch_count);
-  for (uint32_t i = snapshot->drain_from; i < count; i++) {
-    lck_batch *batch = lck_snapshot_batch(snapshot, i);
-    atomic_store(&lane->holds, batch);
-    uint64_t chunk = lck_batch_claim_drain(batch);
-    if (chunk != LCK_NO_CHUNK) {
-      *out = (task){.snapshot = snapshot, .batch = batch, .chunk = chunk, .drain = 1};
-      return 1;
-    }
-    if (i == snapshot->drain_from && atomic_load(&batch->drain_next) == batch->chunk_count)
-      snapshot->drain_from++;
-  }
-  return 0;
-}
-
 /* When this worker may copy again: a chunk that took t is followed by a pause of t * (1/pace - 1).
  */
 static uint64_t resume_at(const lck_pool *pool, const lck_lap *lap) {
   uint64_t pace = atomic_load(&pool->pace);
-  return pace == 0 ? LCK_ALL : lap->finished + lap->spent * (FULL_PACE - pace) / pace;
+  return pace == 0 ? LCK_ALL : lap->finished + lap->spent * (LCK_FULL_PACE - pace) / pace;
 }
 
 /* A drain of a snapshot that lck_snapshot_free waits for: in a paused pool it would wait for ever.
  */
-static int find_freed(lck_pool *pool, lck_lane *lane, task *out) {
+static int find_freed(lck_pool *pool, lck_lane *lane, lck_task *out) {
   for (lck_snapshot *s = pool->first; s; s = s->next)
     if (atomic_load(&s->urgent) > 0 && s->phase == LCK_PHASE_SEALED && !atomic_load(&s->halted) &&
-        find_drain(s, lane, out))
+        lck_drain_find(s, lane, out))
       return 1;
   return 0;
 }
 
 /* What somebody waits for comes first and is never paced; then captures, because sources wait for
  * them; then drains. Returns 0 with the time to look again. */
-static int find_task(lck_pool *pool, const lck_lap *lap, task *out, uint64_t *again) {
+static int find_task(lck_pool *pool, const lck_lap *lap, lck_task *out, uint64_t *again) {
   *again = LCK_ALL;
   if (atomic_load(&pool->urgent) > 0) {
     for (lck_snapshot *s = pool->first; s; s = s->next)
@@ -156,7 +115,7 @@ static int find_task(lck_pool *pool, const lck_lap *lap, task *out, uint64_t *ag
     if (!atomic_load(&s->halted) && find_capture(s, lap->lane, 0, out))
       return 1;
   for (lck_snapshot *s = pool->first; s; s = s->next)
-    if (!atomic_load(&s->halted) && find_drain(s, lap->lane, out))
+    if (!atomic_load(&s->halted) && lck_drain_find(s, lap->lane, out))
       return 1;
   return 0;
 }
@@ -164,7 +123,7 @@ static int find_task(lck_pool *pool, const lck_lap *lap, task *out, uint64_t *ag
 /* ---- Threads --------------------------------------------------------------------------------- */
 
 /* Claims further chunks of the batch without the lock, until something might matter more. */
-static void run_task(lck_pool *pool, const task *todo, lck_lap *lap) {
+static void run_task(lck_pool *pool, const lck_task *todo, lck_lap *lap) {
   lck_batch *batch = todo->batch;
   if (todo->drain) {
     lck_chunk_drain(todo->snapshot, batch, todo->chunk, lap);
@@ -175,11 +134,17 @@ static void run_task(lck_pool *pool, const task *todo, lck_lap *lap) {
     lck_chunk_capture(todo->snapshot, batch, chunk, 0, lap);
     int waited_for = atomic_load(&batch->waiting) > 0;
     if (atomic_load(&todo->snapshot->halted) ||
-        (!waited_for && (atomic_load(&pool->pace) < FULL_PACE || atomic_load(&pool->urgent) > 0))) {
+        (!waited_for &&
+         (atomic_load(&pool->pace) < LCK_FULL_PACE || atomic_load(&pool->urgent) > 0))) {
       return;
     }
     chunk = lck_batch_claim(batch);
   }
+}
+
+static void let_go(lck_snapshot *snapshot) {
+  if (--snapshot->users == 0 && atomic_load(&snapshot->halted))
+    pthread_cond_broadcast(&snapshot->pool->progress);
 }
 
 void *lck_worker_main(void *argument) {
@@ -190,7 +155,7 @@ void *lck_worker_main(void *argument) {
   lck_lane_settle(lane);
   lck_pool_lock(pool);
   while (!pool->stop) {
-    task todo;
+    lck_task todo;
     uint64_t again;
     atomic_fetch_add(&pool->sleepers, 1);
     int found = find_task(pool, &lap, &todo, &again);
@@ -204,8 +169,7 @@ void *lck_worker_main(void *argument) {
       pthread_mutex_unlock(&pool->lock);
       run_task(pool, &todo, &lap);
       lck_pool_lock(pool);
-      if (--todo.snapshot->users == 0 && atomic_load(&todo.snapshot->halted))
-        pthread_cond_broadcast(&pool->progress);
+      let_go(todo.snapshot);
     }
   }
   pthread_mutex_unlock(&pool->lock);
@@ -219,8 +183,29 @@ static int due(const lck_snapshot *snapshot) {
          atomic_load(&snapshot->drained) == atomic_load(&snapshot->batch_count);
 }
 
+/* Without an invalidation or a commit to do: late drains, statistics, sleep. Returns whether drains
+ * are late. */
+static int fill_in(lck_pool *pool, lck_lap *lap, int behind) {
+  lck_task todo;
+  uint64_t again;
+  if (lck_statistics_store(pool))
+    return behind;
+  if (!lck_drain_late(pool, lap->lane, behind, &todo, &again)) {
+    lck_pool_sleep(pool, &pool->duty, again);
+    return 0;
+  }
+  todo.snapshot->users++;
+  pthread_mutex_unlock(&pool->lock);
+  lck_chunk_drain(todo.snapshot, todo.batch, todo.chunk, lap);
+  lck_pool_lock(pool);
+  let_go(todo.snapshot);
+  return 1;
+}
+
 void *lck_keeper_main(void *argument) {
-  lck_pool *pool = ((lck_lane *)argument)->pool;
+  lck_lap lap = {.lane = argument};
+  lck_pool *pool = lap.lane->pool;
+  int behind = 0;
   lck_bus_own_thread();
   lck_pool_lock(pool);
   for (;;) {
@@ -228,11 +213,9 @@ void *lck_keeper_main(void *argument) {
     while (s && !s->doomed && !due(s))
       s = s->next;
     if (!s) {
-      if (lck_statistics_store(pool))
-        continue;
-      if (pool->stop)
+      if (pool->stop && !pool->notice.region)
         break;
-      pthread_cond_wait(&pool->duty, &pool->lock);
+      behind = fill_in(pool, &lap, behind);
       continue;
     }
     int doomed = s->doomed;
@@ -311,7 +294,7 @@ LCK_API int lck_pool_create(const lck_pool_spec *spec, lck_pool **out) {
   pool->threads = spec->threads;
   pool->chunk_bytes = spec->chunk_bytes;
   pool->idle = spec->idle != 0;
-  atomic_store(&pool->pace, FULL_PACE);
+  atomic_store(&pool->pace, LCK_FULL_PACE);
   pthread_condattr_t monotonic;
   pthread_condattr_init(&monotonic);
   pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -336,7 +319,7 @@ LCK_API int lck_pool_pace(lck_pool *pool, uint32_t per_mille) {
   int rc = lck_pool_usable(pool);
   if (rc)
     return rc;
-  if (per_mille > FULL_PACE)
+  if (per_mille > LCK_FULL_PACE)
     return lck_fail(LCK_E_INVALID, "pace of %u per mille", per_mille);
   atomic_store(&pool->pace, per_mille);
   lck_pool_wake(pool);

@@ -1,7 +1,8 @@
 /* pool.h -- the threads behind the snapshots, and the DRAM that staged ones go through.
  *
  * `threads` workers copy chunks. One more thread, the keeper, invalidates slots and commits: those
- * may sync, and a worker that syncs would be missing where somebody waits for a capture. */
+ * may sync, and a worker that syncs would be missing where somebody waits for a capture. Besides,
+ * it drains what idle workers are late with (drain.h). */
 #ifndef LCK_POOL_H
 #define LCK_POOL_H
 
@@ -16,6 +17,8 @@
 #include "timeline.h"
 
 #define LCK_MAX_THREADS 64u
+#define LCK_FULL_PACE 1000u
+#define LCK_AHEAD_NS UINT64_C(8000000) /* so far drains run ahead of the limit */
 
 /* Anonymous memory, held by one snapshot or cached for the next. */
 typedef struct lck_area {
@@ -40,6 +43,7 @@ struct lck_pool {
   int stop;
   lck_snapshot *first, *last; /* open snapshots, oldest first; bounded by the regions' slots */
   lck_notice notice;          /* statistics that the keeper has yet to store */
+  uint64_t began, interval;   /* of the last snapshot; between it and the one before; ns, or 0 */
   lck_area *cached;           /* unbounded in number, but emptied whenever none of them fits */
 
   /* A sleeper counts itself and then looks for work; whoever makes work stores it and then reads
@@ -76,8 +80,9 @@ void lck_pool_notify(lck_pool *pool);
 
 uint64_t lck_now_ns(void); /* monotonic */
 
-/* Sleep until the medium may take more, after `bytes` were written. */
-void lck_pool_throttle(lck_pool *pool, uint64_t bytes);
+/* Sleep until the medium may take more, after `bytes` were written; or do not yet, if it will
+ * within `ahead` ns. */
+void lck_pool_throttle(lck_pool *pool, uint64_t bytes, uint64_t ahead);
 
 /* Sleep on `condition` under the pool's lock until about `deadline` (monotonic; LCK_ALL: none). */
 void lck_pool_sleep(lck_pool *pool, pthread_cond_t *condition, uint64_t deadline);

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "api.h"
+#include "drain.h"
 #include "error.h"
 #include "region.h"
 #include "snapshot.h"
@@ -81,6 +82,7 @@ LCK_API int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, 
   snapshot->layout = layout_copy;
   snapshot->manifest = manifest_copy;
   snapshot->phase = LCK_PHASE_SEALED;
+  lck_drain_sealed(snapshot);
   pthread_cond_signal(&pool->duty);
   pthread_mutex_unlock(&pool->lock);
   return 0;

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "api.h"
+#include "drain.h"
 #include "error.h"
 #include "mutant.h"
 #include "region.h"
@@ -56,6 +57,7 @@ static void enlist(lck_snapshot *snapshot) {
     pool->first = snapshot;
   pool->last = snapshot;
   snapshot->claimed = 1;
+  lck_drain_begins(snapshot);
   if (snapshot->paged) {
     snapshot->doomed = 1;
     pthread_cond_signal(&pool->duty);

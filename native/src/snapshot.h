@@ -65,19 +65,22 @@ struct lck_snapshot {
   /* Under the pool's lock. */
   uint32_t users; /* workers or the keeper hold it: it must not be freed */
   int phase;
-  int claimed;         /* the slot is ours */
-  int doomed;          /* the keeper has yet to invalidate the slot */
-  uint32_t scan_from;  /* batches below have no unclaimed chunk */
-  uint32_t drain_from; /* batches below have no unclaimed drain */
-  char text[512];      /* of the failure; constant once `failure` is set */
+  int claimed;                     /* the slot is ours */
+  int doomed;                      /* the keeper has yet to invalidate the slot */
+  uint32_t scan_from;              /* batches below have no unclaimed chunk */
+  uint32_t drain_from;             /* batches below have no unclaimed drain */
+  uint64_t deadline;               /* of the drains, ns; see drain.h */
+  uint64_t sealed_at, sealed_left; /* ns; bytes not drained then */
+  char text[512];                  /* of the failure; constant once `failure` is set */
 
   _Atomic int failure; /* first one, or 0 */
   _Atomic int halted;  /* failed or given up: nobody touches a source or the region any more */
   _Atomic int erased;  /* the slot's old content is invalid, durably: drains may run */
   _Atomic int staged;  /* some copy is: every chunk has its drain, which may find nothing to do */
   _Atomic uint32_t urgent;
-  _Atomic uint32_t batch_count; /* stored after the batch and its block */
-  _Atomic uint32_t drained;     /* batches */
+  _Atomic uint32_t batch_count;   /* stored after the batch and its block */
+  _Atomic uint32_t drained;       /* batches */
+  _Atomic uint64_t drained_bytes; /* of the payload, also where a chunk had nothing to drain */
   lck_batch **blocks[LCK_BATCHES / LCK_BATCH_BLOCK];
 
   lck_area *areas; /* staging in use */

@@ -1,0 +1,92 @@
+/* drain.c -- which drain is next, whether it is late, and how fast the medium takes it. */
+#include "drain.h"
+
+#include <errno.h>
+#include <time.h>
+
+/* ---- The limit ------------------------------------------------------------------------------- */
+
+static void sleep_until(uint64_t end) {
+  struct timespec until = {.tv_sec = (time_t)(end / UINT64_C(1000000000)),
+                           .tv_nsec = (long)(end % UINT64_C(1000000000))};
+  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR) {
+  }
+}
+
+/* Each write books its time behind the one before. Half of what may run ahead is used up before the
+ * thread wakes again: in the other half it can wait for a CPU while the medium goes on. */
+void lck_pool_throttle(lck_pool *pool, uint64_t bytes, uint64_t ahead) {
+  uint64_t rate = atomic_load_explicit(&pool->limit, memory_order_relaxed);
+  if (rate == 0)
+    return;
+  uint64_t now = lck_now_ns(), needed = (uint64_t)((double)bytes * 1e9 / (double)rate), end;
+  uint64_t booked = atomic_load(&pool->booked);
+  do
+    end = (booked > now ? booked : now) + needed;
+  while (!atomic_compare_exchange_weak(&pool->booked, &booked, end));
+  if (end > now + ahead)
+    sleep_until(end - ahead / 2);
+}
+
+/* ---- Choosing; under the pool's lock --------------------------------------------------------- */
+
+int lck_drain_find(lck_snapshot *snapshot, lck_lane *lane, lck_task *out) {
+  if (!atomic_load(&snapshot->staged) || !atomic_load(&snapshot->erased))
+    return 0;
+  uint32_t count = atomic_load(&snapshot->batch_count);
+  for (uint32_t i = snapshot->drain_from; i < count; i++) {
+    lck_batch *batch = lck_snapshot_batch(snapshot, i);
+    atomic_store(&lane->holds, batch);
+    uint64_t chunk = lck_batch_claim_drain(batch);
+    if (chunk != LCK_NO_CHUNK) {
+      *out = (lck_task){.snapshot = snapshot, .batch = batch, .chunk = chunk, .drain = 1};
+      return 1;
+    }
+    if (i == snapshot->drain_from && atomic_load(&batch->drain_next) == batch->chunk_count)
+      snapshot->drain_from++;
+  }
+  return 0;
+}
+
+/* ---- Late ------------------------------------------------------------------------------------ */
+
+/* The shorter one of the last two intervals counts: one that a slip has stretched would let the
+ * next snapshot slip, too. An eighth of it is left for what remains to be done. */
+void lck_drain_begins(lck_snapshot *snapshot) {
+  lck_pool *pool = snapshot->pool;
+  uint64_t now = lck_now_ns(), last = pool->interval;
+  pool->interval = pool->began ? now - pool->began : 0; /* 0: not known, so that it is late */
+  pool->began = now;
+  uint64_t least = last > 0 && last < pool->interval ? last : pool->interval;
+  snapshot->deadline = now + least / 8 * 7;
+}
+
+void lck_drain_sealed(lck_snapshot *snapshot) {
+  snapshot->sealed_at = lck_now_ns();
+  snapshot->sealed_left = snapshot->payload_bytes - atomic_load(&snapshot->drained_bytes);
+}
+
+uint64_t lck_drain_due(const lck_snapshot *snapshot) {
+  uint64_t left = snapshot->payload_bytes - atomic_load(&snapshot->drained_bytes);
+  if (snapshot->deadline <= snapshot->sealed_at || snapshot->sealed_left == 0)
+    return snapshot->sealed_at;
+  double done = (double)(snapshot->sealed_left - left) / (double)snapshot->sealed_left;
+  return snapshot->sealed_at +
+         (uint64_t)((double)(snapshot->deadline - snapshot->sealed_at) * done);
+}
+
+int lck_drain_late(lck_pool *pool, lck_lane *lane, int behind, lck_task *out, uint64_t *again) {
+  *again = LCK_ALL;
+  if (!pool->idle || atomic_load(&pool->pace) != LCK_FULL_PACE)
+    return 0; /* the workers are no slower than we are, or shall be */
+  for (lck_snapshot *s = pool->first; s; s = s->next) {
+    if (s->phase != LCK_PHASE_SEALED || atomic_load(&s->halted) || !atomic_load(&s->staged))
+      continue;
+    uint64_t due = lck_drain_due(s);
+    if (lck_now_ns() + (behind ? LCK_AHEAD_NS : 0) < due)
+      *again = due < *again ? due : *again;
+    else if (lck_drain_find(s, lane, out))
+      return 1;
+  }
+  return 0;
+}
