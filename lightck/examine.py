@@ -159,8 +159,9 @@ def check(
         progress: called with how many more bytes were read.
 
     Returns:
-        One dict per snapshot: `step`, `slot`, `rank`, `file`, `bytes`, `state` (`good`, `damaged`,
-        or `gone`: a trainer replaced it meanwhile), `damaged` (names of tensors), `problem`.
+        One dict per snapshot: `step`, `slot`, `rank`, `file`, `bytes`, `suspect` (replicas were
+        found to differ: sound bytes, perhaps of wrong values), `state` (`good`, `damaged`, or
+        `gone`: a trainer replaced it meanwhile), `damaged` (names of tensors), `problem`.
     """
     results: list[dict[str, Any]] = []
     for where in region_files(path):
@@ -188,6 +189,7 @@ def _check(
         "rank": record.rank,
         "file": str(region.place.file),
         "bytes": record.payload_bytes,
+        "suspect": record.suspect,
         "state": "gone",
         "damaged": [],
         "problem": None,

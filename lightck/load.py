@@ -34,6 +34,7 @@ SNAPSHOTS = pa.schema(
         ("tensors", pa.uint64()),
         ("payload_bytes", pa.uint64()),
         ("early", pa.bool_()),
+        ("suspect", pa.bool_()),
         ("survives", pa.string()),
         ("problem", pa.string()),
         ("file", pa.string()),
@@ -88,6 +89,7 @@ def row(region: Region, candidate: Candidate, state: str) -> dict[str, Any]:
         "tensors": len(candidate.layout.entries),
         "payload_bytes": record.payload_bytes,
         "early": record.early,
+        "suspect": record.suspect,
         "survives": region.survives,
         "file": str(region.place.file),
     }

@@ -161,6 +161,7 @@ def _restore_from(
         wall_time=datetime.fromtimestamp(record.wall_time_ns / 1e9, UTC),
         path=region.place.path,
         early=record.early,
+        suspect=record.suspect,
         timeline=record.timeline,
         leftover=filling.leftover(first),
         skipped=filling.skipped,

@@ -153,7 +153,8 @@ class RestoreInfo:
         timeline: the timeline that wrote it.
         leftover: names of extras in the snapshot that nobody took.
         skipped: name to reason, for state that was not restored (`strict=False`).
-        fell_back: one message for each newer snapshot that was not whole, newest first.
+        fell_back: one message for each newer snapshot that is not whole, or suspect, newest first.
+        suspect: replicas were found to differ there or before; no other snapshot was whole.
     """
 
     step: int
@@ -166,6 +167,7 @@ class RestoreInfo:
     leftover: tuple[str, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
     fell_back: tuple[str, ...] = ()
+    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

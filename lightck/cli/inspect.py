@@ -130,9 +130,9 @@ def _region_text(region: dict[str, Any]) -> str:
 def _snapshot_text(held: Contents, every: bool) -> str:
     row = held.snapshot
     written: datetime = row["wall_time"]
-    early = ", early" if row["early"] else ""
+    marks = "".join(f", {word}" for word in ("early", "suspect") if row[word])
     head = [
-        ("snapshot", f"step {row['step']} ({row['state']}{early})"),
+        ("snapshot", f"step {row['step']} ({row['state']}{marks})"),
         ("written", f"{written:%Y-%m-%d %H:%M:%S} UTC, {age(written)}"),
         ("slot", f"{row['slot']}, commit {row['sequence']}"),
         ("timeline", timeline(row["timeline"]) or ""),

@@ -54,7 +54,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
             str(row["tensors"]),
             str(row["slot"]),
             row["survives"],
-            "early" if row["early"] else "",
+            ", ".join(word for word in ("early", "suspect") if row[word]),
         ]
         for row in listed
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from lightck.cli.output import BAD_DATA, OK, print_json, progress, size, table
 from lightck.cli.place import add_path, add_step, rows_at
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     known = [result for result in results if "step" in result]
     if known:
         lines = [
-            [str(r["step"]), str(r["rank"]), str(r["slot"]), size(r["bytes"]), r["state"]]
+            [str(r["step"]), str(r["rank"]), str(r["slot"]), size(r["bytes"]), _state(r)]
             for r in known
         ]
         print(table(["STEP", "RANK", "SLOT", "SIZE", "STATE"], lines, left=0))
@@ -53,3 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not bad:
         print("all good" if results else "no snapshots yet: nothing to verify")
     return BAD_DATA if bad else OK
+
+
+def _state(result: dict[str, Any]) -> str:
+    return result["state"] + (", suspect: replicas differed" if result["suspect"] else "")

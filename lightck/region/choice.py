@@ -44,7 +44,7 @@ def first_whole(
     for _ in range(_TRIES):
         region, recovery = survey(where)
         try:
-            problems, overtaken = list(recovery.problems), False
+            problems, overtaken = [*recovery.problems, *_distrusted(where, recovery, step)], False
             for candidate in wanted(recovery, step):
                 try:
                     return take(region, candidate, problems)
@@ -67,6 +67,18 @@ def first_whole(
 def wanted(recovery: Recovery, step: int | Literal["latest"]) -> list[Candidate]:
     """Candidates for a step, best first."""
     return [c for c in recovery.candidates if step in ("latest", c.record.step)]
+
+
+def _distrusted(where: Place, recovery: Recovery, step: int | Literal["latest"]) -> list[str]:
+    """Which newer snapshots are passed over since replicas differ; or that the best one is such."""
+    best, *others = [c.record for c in wanted(recovery, step)] or [None]
+    if best is None:
+        return []
+    newer = [r for r in others if r.suspect and r.sequence > best.sequence]
+    why = "suspect, for replicas were found to differ there or before"
+    none = "; no other was found that is not" if best.suspect else ""
+    told = [best] if best.suspect else newer
+    return [f"{where.file} slot {r.slot} step {r.step}: {why}{none}" for r in told]
 
 
 def is_there(region: Region, candidate: Candidate) -> bool:

@@ -15,7 +15,7 @@ from cffi import FFI
 
 from lightck.errors import LightckError, from_native
 
-ABI = 6
+ABI = 7
 _UNKNOWN = 2**64 - 1
 
 CDEF = """
@@ -30,7 +30,7 @@ typedef struct { uint64_t offset, length, slot_bytes; } lck_segment;
 typedef struct { uint64_t timeline, sequence; } lck_branch;
 typedef struct { uint8_t uuid[16], run_id[16]; uint32_t format_version, rank, world, slot_count;
   uint32_t medium, granularity, page_bytes, latched; uint64_t size, generation, created_ns;
-  uint64_t journal_offset, journal_length, timeline; const void *base;
+  uint64_t journal_offset, journal_length, timeline, suspect; const void *base;
   uint32_t segment_count, lineage_count; lck_segment segments[16];
   lck_branch lineage[16]; } lck_region_info;
 typedef struct { uint64_t sequence, step, timeline, parent;
@@ -69,6 +69,7 @@ int lck_region_measure(const lck_region_spec *spec, uint64_t *bytes);
 int lck_region_grow(lck_region *region, uint64_t slot_bytes);
 int lck_region_branch(lck_region *region, uint64_t timeline, const lck_branch *lineage,
   uint32_t count);
+int lck_region_suspect(lck_region *region, uint64_t sequence);
 int lck_region_describe(const lck_region *region, lck_region_info *out);
 int lck_region_close(lck_region *region);
 int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *out);

@@ -42,6 +42,11 @@ def crc32c(data: bytes | memoryview) -> int:
     return int(library().lck_crc32c(0, ffi.from_buffer(data), len(data)))
 
 
+def crc32c_at(address: int, length: int) -> int:
+    """CRC32C of live memory, which must stay where it is meanwhile."""
+    return int(library().lck_crc32c(0, ffi.cast("const void *", address), length))
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A contiguous range of the region; slot i owns `slot_bytes` from `offset + i * slot_bytes`."""
@@ -100,6 +105,11 @@ class Record:
     def early(self) -> bool:
         """Finished before the boundary instant (b)."""
         return bool(self.flags & RECORD_EARLY)
+
+    @property
+    def suspect(self) -> bool:
+        """Replicas were found to differ at this snapshot, or before it in its timeline."""
+        return bool(self.flags & RECORD_SUSPECT)
 
 
 class NativeRegion:
@@ -194,6 +204,13 @@ class NativeRegion:
         rows = ffi.new("lck_branch[]", [list(pair) for pair in lineage] or 1)
         code = library().lck_region_branch(self.handle, timeline, rows, len(lineage))
         check(code, f"begin timeline in {self.label}")
+
+    def suspect(self, sequence: int) -> None:
+        """Durably mark what the newest timeline has and will have from `sequence` on as suspect.
+
+        Any thread; may block on the medium.
+        """
+        check(library().lck_region_suspect(self.handle, sequence), f"mark in {self.label}")
 
     def read_record(self, slot: int) -> Record:
         """A slot's checked record.

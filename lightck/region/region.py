@@ -171,7 +171,7 @@ class Region:
         good.sort(key=lambda c: c.record.sequence, reverse=True)
         for candidate in good:
             self.slots[candidate.record.slot].record = candidate.record
-        return Recovery(tuple(_exact_first(good)), tuple(abandoned), tuple(problems))
+        return Recovery(tuple(_preferred(good)), tuple(abandoned), tuple(problems))
 
     def _read(self, slot: int) -> Candidate:
         record, table, blob = self.native.read_tables(slot)
@@ -361,6 +361,12 @@ class Region:
     def close(self) -> None:
         """Unmap and unlock; idempotent. No writer may be open."""
         self.native.close()
+
+
+def _preferred(candidates: list[Candidate]) -> list[Candidate]:
+    """Those above suspicion first: where replicas differ, one of them is wrong."""
+    trusted = [c for c in candidates if not c.record.suspect]
+    return [*_exact_first(trusted), *(c for c in candidates if c.record.suspect)]
 
 
 def _exact_first(candidates: list[Candidate]) -> list[Candidate]:

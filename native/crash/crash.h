@@ -26,6 +26,7 @@
 #define JOURNAL_BYTES (2 * LCK_HEADER_PAGE)
 #define ENTRY_MOST (LCK_HEADER_PAGE - sizeof(journal_disk)) /* bytes of a blob in the journal */
 #define ENTRIES 256u
+#define TIMELINES 64u
 
 #define DIE(...)                                                                                   \
   do {                                                                                             \
@@ -61,6 +62,7 @@ typedef enum step {
   STEP_GROW,
   STEP_BRANCH,
   STEP_JOURNAL,
+  STEP_SUSPECT,
   STEPS,
 } step;
 
@@ -75,6 +77,8 @@ enum mark {
   MARK_SEGMENTS,
   MARK_JOURNALING,
   MARK_JOURNALED,
+  MARK_SUSPECTING,
+  MARK_SUSPECTED,
   MARK_CASES,
 };
 
@@ -111,6 +115,7 @@ typedef struct bounds {
   uint64_t timeline_acked, timeline_started;
   uint64_t segments_acked, segments_started; /* 0 acknowledged: creation may be unfinished */
   uint64_t entry_acked, entry_started;       /* of the journal, by number */
+  uint64_t suspect_acked, suspect_started;   /* the newest timeline that was marked */
 } bounds;
 
 typedef struct bed {
@@ -123,6 +128,7 @@ typedef struct bed {
   truth truths[SEQUENCES];
   uint64_t entries; /* of the journal so far, numbered from 1 */
   uint64_t entry_timelines[ENTRIES];
+  uint64_t suspects[TIMELINES]; /* first suspect sequence of each timeline; 0: none */
 } bed;
 
 void fill(unsigned char *bytes, uint64_t length, uint64_t seed);
@@ -141,11 +147,18 @@ void bed_seed(bed *b, medium on, uint64_t seed);
 
 /* ---- recovery ------------------------------------------------------------------------------- */
 
+typedef struct seen {
+  uint64_t sequence, timeline; /* 0: no record that counts */
+  int suspect;
+} seen;
+
 typedef struct outcome {
   int opened;           /* code of lck_region_open */
   uint64_t by_order;    /* highest sequence whose record holds */
   uint64_t by_checksum; /* highest whose payload's checksums hold, too */
   uint64_t timeline, segments;
+  uint64_t suspect; /* first sequence of the timeline that is; 0: none */
+  seen slots[2];
   uint32_t rejected;   /* slots refused by the checksum of a record or table */
   uint32_t torn;       /* slots whose record holds but whose payload's checksum does not */
   const char *wrong;   /* accepted, but not what was written; NULL if there is none */

@@ -207,11 +207,27 @@ static int branch(bed *b, lck_region *region) {
   mark(MARK_STEP, STEP_BRANCH);
   mark(MARK_BRANCHING, next);
   b->now.timeline_started = next;
+  b->suspects[next % TIMELINES] = 0;
   if (failed(b, lck_region_branch(region, next, &from, b->now.timeline_acked > 0)))
     return 0;
   mark(MARK_BRANCHED, next);
   mark(MARK_STEP, STEP_PUBLISH);
   b->now.timeline_acked = next;
+  return 1;
+}
+
+/* From the newest snapshot on, or from the next; once in a timeline. */
+static int suspect(bed *b, lck_region *region) {
+  uint64_t timeline = b->now.timeline_acked, first = b->now.acked + draw_below(&b->random, 2);
+  if (first == 0 || b->suspects[timeline % TIMELINES] != 0)
+    return 1;
+  mark(MARK_STEP, STEP_SUSPECT);
+  mark(MARK_SUSPECTING, timeline);
+  b->suspects[timeline % TIMELINES] = first;
+  if (failed(b, lck_region_suspect(region, first)))
+    return 0;
+  mark(MARK_SUSPECTED, timeline);
+  mark(MARK_STEP, STEP_PUBLISH);
   return 1;
 }
 
@@ -238,6 +254,7 @@ static void go_on(const bed *b, lck_pool *pool, lck_region *region) {
       DIE("a snapshot is begun after a failed sync");
   if (lck_region_branch(region, 99, &from, 1) != LCK_E_PREVIOUS ||
       lck_region_grow(region, SLOT_BYTES) != LCK_E_PREVIOUS ||
+      lck_region_suspect(region, 1) != LCK_E_PREVIOUS ||
       lck_journal_write(region, &entry, "") != LCK_E_PREVIOUS)
     DIE("a region is written after a failed sync");
 }
@@ -268,6 +285,7 @@ static void work(bed *b, lck_region *region, uint32_t commits) {
       b->layout_version++;
     entries_write(b, region, b->now.timeline_acked, 2);
     well = well && commit(b, pool, region);
+    well = well && (draw_below(&b->random, 3) != 0 || suspect(b, region));
   }
   if (well)
     entries_write(b, region, b->now.timeline_acked, 3);
@@ -346,10 +364,14 @@ static void rely(bed *b, lck_region *region, int lock_fd, int fd) {
                     .segments_acked = info.segment_count,
                     .segments_started = info.segment_count,
                     .entry_acked = found.entry,
-                    .entry_started = found.entry};
+                    .entry_started = found.entry,
+                    .suspect_acked = info.timeline,
+                    .suspect_started = info.timeline};
+  b->suspects[info.timeline % TIMELINES] = info.suspect;
   mark(MARK_ACKED, b->now.acked);
   mark(MARK_BRANCHED, info.timeline);
   mark(MARK_JOURNALED, found.entry);
+  mark(MARK_SUSPECTED, info.timeline);
   mark_segments(info.segment_count, info.segment_count);
 }
 

@@ -79,7 +79,9 @@ static void restart_machine(model *m, const bed *from, const kept *image, int ch
   *b = *from;
   b->now = (bounds){image->found.by_checksum, image->found.by_checksum, image->found.timeline,
                     image->found.timeline,    image->found.segments,    image->found.segments,
-                    image->found.entry,       image->found.entry};
+                    image->found.entry,       image->found.entry,       image->found.timeline,
+                    image->found.timeline};
+  b->suspects[image->found.timeline % TIMELINES] = image->found.suspect;
   bounds within = b->now;
   int fd = memory_file(image->bytes, image->size);
   if (bed_continue(b, fd, 2, &log) == 0) {

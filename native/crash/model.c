@@ -245,6 +245,12 @@ static void marked(model *m, uint64_t which, uint64_t value) {
   case MARK_JOURNALED:
     m->within.entry_acked = m->within.entry_started = value;
     break;
+  case MARK_SUSPECTING:
+    m->within.suspect_started = value;
+    break;
+  case MARK_SUSPECTED:
+    m->within.suspect_acked = m->within.suspect_started = value;
+    break;
   case MARK_CASES:
     m->cases = (uint32_t)value;
     return;
@@ -255,11 +261,12 @@ static void marked(model *m, uint64_t which, uint64_t value) {
   m->changed = 1;
 }
 
-/* The protocol step that a store belongs to; creation, opening, growth and branching are marked. */
+/* The protocol step that a store belongs to; creation, opening, growth, branching and
+ * marks are marked. */
 static void classify(model *m, const lck_event *e, const unsigned char *bytes) {
   uint64_t slot = e->offset / LCK_HEADER_PAGE - 2, word = 0;
   if (m->step == STEP_CREATE || m->step == STEP_OPEN || m->step == STEP_GROW ||
-      m->step == STEP_BRANCH)
+      m->step == STEP_BRANCH || m->step == STEP_SUSPECT)
     return;
   if (in_journal(e->offset)) {
     m->step = STEP_JOURNAL;

@@ -69,6 +69,13 @@ static void look_at_slot(const lck_region *region, const bed *b, const unsigned 
     out->by_checksum = record->sequence;
 }
 
+/* Of the newest timeline, or of the ancestor that it continues. */
+static void look_at_mark(const lck_region_info *info, const lck_record *record, seen *slot) {
+  if (record->timeline == info->timeline ||
+      (info->lineage_count > 0 && record->timeline == info->lineage[0].timeline))
+    *slot = (seen){record->sequence, record->timeline, (record->flags & LCK_RECORD_SUSPECT) != 0};
+}
+
 void recover(int fd, int lock_fd, uint32_t flags, const bed *b, outcome *out) {
   lck_region *region;
   lck_region_info info;
@@ -80,19 +87,36 @@ void recover(int fd, int lock_fd, uint32_t flags, const bed *b, outcome *out) {
     DIE("%s", lck_last_error());
   out->timeline = info.timeline;
   out->segments = info.segment_count;
+  out->suspect = info.suspect;
   for (uint32_t slot = 0; slot < info.slot_count; slot++) {
     lck_record record;
     int rc = lck_slot_read(region, slot, &record);
-    if (rc == 0)
+    if (rc == 0) {
       look_at_slot(region, b, info.base, &record, out);
-    else if (rc == LCK_E_CORRUPT)
+      look_at_mark(&info, &record, &out->slots[slot]);
+    } else if (rc == LCK_E_CORRUPT) {
       out->rejected++;
-    else if (rc != LCK_E_EMPTY)
+    } else if (rc != LCK_E_EMPTY) {
       out->wrong = out->by_luck = "a slot cannot be read";
+    }
   }
   entries_recover(region, b, &info, out);
   if (lck_region_close(region) != 0)
     DIE("%s", lck_last_error());
+}
+
+/* A mark covers what it was made for, and stays. */
+static const char *judge_marks(const bed *b, const outcome *out, const bounds *within) {
+  for (int slot = 0; slot < 2; slot++) {
+    const seen *s = &out->slots[slot];
+    uint64_t first = b->suspects[s->timeline % TIMELINES];
+    int covered = s->timeline != 0 && first != 0 && s->sequence >= first;
+    if (s->suspect && !(covered && s->timeline <= within->suspect_started))
+      return "a snapshot is suspect that was never marked";
+    if (covered && !s->suspect && s->timeline <= within->suspect_acked)
+      return "an acknowledged mark is lost";
+  }
+  return NULL;
 }
 
 /* A dirty shutdown may lose what it has lost, as long as that is found out. */
@@ -109,6 +133,9 @@ static const char *judge_lost(const bed *b, const outcome *out, const bounds *wi
   int touched = within->acked && lost->slots >> b->truths[within->acked % SEQUENCES].slot & 1;
   if (out->by_checksum < within->acked && !touched && !lost->superblocks)
     return "an acknowledged snapshot is lost that lost no line";
+  const char *wrong = lost->superblocks ? NULL : judge_marks(b, out, within);
+  if (wrong != NULL)
+    return wrong;
   return entries_judge(b, out, within, lost->journal || lost->superblocks);
 }
 
@@ -134,6 +161,9 @@ const char *judge(const bed *b, const outcome *out, const bounds *within, const 
     return "another timeline than the last one begun";
   if (out->segments < within->segments_acked || out->segments > within->segments_started)
     return "another number of segments than the last one grown";
+  const char *wrong = judge_marks(b, out, within);
+  if (wrong != NULL)
+    return wrong;
   if (ignoring)
     return on_pages(b->medium) ? NULL : out->entry_by_luck;
   return entries_judge(b, out, within, on_pages(b->medium));

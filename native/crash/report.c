@@ -5,8 +5,9 @@
 
 static const char *const medium_names[MEDIA] = {"ADR",     "eADR",      "file",
                                                 "process", "CXL dirty", "file, EIO"};
-const char *const step_names[STEPS] = {"create", "open",    "invalidate", "payload", "tables",
-                                       "record", "publish", "grow",       "branch",  "journal"};
+const char *const step_names[STEPS] = {"create", "open",    "invalidate", "payload",
+                                       "tables", "record",  "publish",    "grow",
+                                       "branch", "journal", "suspect"};
 static const char *const mutant_names[MUTANTS] = {
     [MUTANT_TABLES_NOT_SYNCED] = "record without a sync before it",
     [MUTANT_NO_FENCE_BEFORE_RECORD] = "record without any fence before it",

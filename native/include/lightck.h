@@ -25,7 +25,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 6u
+#define LCK_ABI 7u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -120,6 +120,7 @@ typedef struct lck_region_info {
   uint64_t size, generation, created_ns;
   uint64_t journal_offset, journal_length;
   uint64_t timeline; /* newest; 0 before the first attach */
+  uint64_t suspect;  /* first sequence of it that is suspect; 0: none */
   const void *base;  /* where offset 0 is mapped */
   uint32_t segment_count, lineage_count;
   lck_segment segments[LCK_MAX_SEGMENTS];
@@ -161,9 +162,16 @@ int lck_region_measure(const lck_region_spec *spec, uint64_t *bytes);
 int lck_region_grow(lck_region *region, uint64_t slot_bytes);
 
 /* Begin a timeline: durably record its id and the ancestors it continues, each up to the sequence
- * where it branched off. May block on the medium. LCK_E_INVALID, LCK_E_PREVIOUS, LCK_E_IO. */
+ * where it branched off. What is suspect of an ancestor stays so; nothing of the new timeline is.
+ * May block on the medium. LCK_E_INVALID, LCK_E_PREVIOUS, LCK_E_IO. */
 int lck_region_branch(lck_region *region, uint64_t timeline, const lck_branch *lineage,
                       uint32_t count);
+
+/* Durably declare every snapshot of the newest timeline from `sequence` on suspect, whether it is
+ * committed already or to come: their records are read with LCK_RECORD_SUSPECT. No record and no
+ * payload is touched. An earlier mark stays. Any thread, also beside commits and growth; may block
+ * on the medium. LCK_E_INVALID (also: no timeline), LCK_E_PREVIOUS, LCK_E_IO. */
+int lck_region_suspect(lck_region *region, uint64_t sequence);
 
 /* Describe the region. Any thread. */
 int lck_region_describe(const lck_region *region, lck_region_info *out);
@@ -175,7 +183,7 @@ int lck_region_close(lck_region *region);
 
 enum {
   LCK_RECORD_EARLY = 1u << 0,   /* finished before the boundary instant (b) */
-  LCK_RECORD_SUSPECT = 1u << 1, /* replicas disagreed about its content */
+  LCK_RECORD_SUSPECT = 1u << 1, /* replicas disagreed: said at its seal, or of its sequence since */
   LCK_RECORD_JIT = 1u << 2,     /* made by the failure path */
 };
 

@@ -163,8 +163,11 @@ LCK_API int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *o
     rc = read_record(region, slot, &record);
   if (rc != 0)
     return rc;
+  superblock_disk super = lck_superblock_copy(region);
+  uint64_t sequence = record.sequence & ~LCK_PUBLISHED;
+  uint32_t since = lck_region_suspects(&super, record.timeline, sequence) ? LCK_RECORD_SUSPECT : 0;
   *out = (lck_record){
-      .sequence = record.sequence & ~LCK_PUBLISHED,
+      .sequence = sequence,
       .step = record.step,
       .timeline = record.timeline,
       .parent = record.parent,
@@ -176,7 +179,7 @@ LCK_API int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *o
       .wall_time_ns = record.wall_time_ns,
       .layout_crc = record.layout_crc,
       .manifest_crc = record.manifest_crc,
-      .flags = record.flags,
+      .flags = record.flags | since,
       .slot = record.slot,
       .rank = record.rank,
       .world = record.world,

@@ -28,6 +28,7 @@ LCK_API int lck_region_describe(const lck_region *region, lck_region_info *out) 
       .journal_offset = super.journal_offset,
       .journal_length = super.journal_length,
       .timeline = super.timeline,
+      .suspect = super.suspect,
       .base = region->base,
       .segment_count = super.segment_count,
       .lineage_count = super.lineage_count,

@@ -62,10 +62,11 @@ typedef struct superblock_disk {
   uint64_t journal_offset, journal_length;
   uint64_t timeline; /* newest; 0 before the first attach */
   uint32_t lineage_count, flags;
-  uint64_t reserved0;
+  uint64_t suspect; /* first sequence of `timeline` that is suspect; 0: none */
   segment_disk segments[LCK_MAX_SEGMENTS];
   branch_disk lineage[LCK_MAX_LINEAGE];
-  uint8_t reserved[188];
+  uint64_t suspect_before[LCK_MAX_LINEAGE]; /* the same of each ancestor */
+  uint8_t reserved[60];
   uint32_t crc;
 } superblock_disk;
 
@@ -145,6 +146,7 @@ _Static_assert(sizeof(branch_disk) == 16, "branch_disk");
 _Static_assert(sizeof(superblock_disk) == 960, "superblock_disk");
 _Static_assert(offsetof(superblock_disk, segments) == 128, "superblock_disk.segments");
 _Static_assert(offsetof(superblock_disk, lineage) == 512, "superblock_disk.lineage");
+_Static_assert(offsetof(superblock_disk, suspect_before) == 768, "superblock_disk.suspect_before");
 _Static_assert(offsetof(superblock_disk, crc) == 956, "superblock_disk.crc");
 _Static_assert(sizeof(record_disk) == 256, "record_disk");
 _Static_assert(offsetof(record_disk, layout_offset) == 64, "record_disk.layout_offset");

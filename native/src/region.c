@@ -68,6 +68,7 @@ int lck_region_latch(lck_region *region, int code) {
 /* ---- making and freeing a handle ---------------------------------------------------------- */
 
 static void forget(lck_region *region) {
+  pthread_mutex_destroy(&region->changing);
   pthread_mutex_destroy(&region->sync);
   pthread_mutex_destroy(&region->mutex);
   free(region);
@@ -106,6 +107,7 @@ static int acquire(const lck_backing *backing, int fd, int lock_fd, uint32_t fla
   region->numa_node = numa_node;
   pthread_mutex_init(&region->mutex, NULL);
   pthread_mutex_init(&region->sync, NULL);
+  pthread_mutex_init(&region->changing, NULL);
   rc = lck_lock_adopt(region, fd, lock_fd);
   if (rc != 0) {
     forget(region);
@@ -353,15 +355,10 @@ LCK_API int lck_region_open_on(const lck_backing *backing, int fd, int lock_fd, 
 
 /* ---- change ------------------------------------------------------------------------------- */
 
-LCK_API int lck_region_grow(lck_region *region, uint64_t slot_bytes) {
-  int rc = lck_region_writable(region);
-  if (rc != 0)
-    return rc;
+static int grow(lck_region *region, uint64_t slot_bytes) {
   superblock_disk next = region->super;
-  if (slot_bytes == 0)
-    return lck_fail(LCK_E_INVALID, "slot_bytes is 0");
   segment_disk added;
-  rc = place_segment(region, next.size, next.slot_count, slot_bytes, &added);
+  int rc = place_segment(region, next.size, next.slot_count, slot_bytes, &added);
   if (rc != 0)
     return rc;
   if (next.segment_count == LCK_MAX_SEGMENTS)
@@ -371,26 +368,17 @@ LCK_API int lck_region_grow(lck_region *region, uint64_t slot_bytes) {
   next.size = added.offset + added.length;
   rc = lck_space_extend(region, round_up(region->super.size, region->page_bytes), next.size);
   /* Once a superblock may name the segment, its space is never given back. */
-  if (rc == 0)
-    rc = lck_superblock_write(region, &next);
-  return rc == LCK_E_IO ? lck_region_latch(region, rc) : rc;
+  return rc != 0 ? rc : lck_superblock_write(region, &next);
 }
 
-LCK_API int lck_region_branch(lck_region *region, uint64_t timeline, const lck_branch *lineage,
-                              uint32_t count) {
+LCK_API int lck_region_grow(lck_region *region, uint64_t slot_bytes) {
   int rc = lck_region_writable(region);
   if (rc != 0)
     return rc;
-  if (timeline == 0 || count > LCK_MAX_LINEAGE || (count > 0 && lineage == NULL))
-    return lck_fail(LCK_E_INVALID,
-                    "timeline %" PRIu64
-                    " with %u ancestors, expected a timeline > 0 and at most %u",
-                    timeline, count, LCK_MAX_LINEAGE);
-  superblock_disk next = region->super;
-  next.timeline = timeline;
-  next.lineage_count = count;
-  memset(next.lineage, 0, sizeof(next.lineage));
-  for (uint32_t i = 0; i < count; i++)
-    next.lineage[i] = (branch_disk){lineage[i].timeline, lineage[i].sequence};
-  return lck_superblock_write(region, &next);
+  if (slot_bytes == 0)
+    return lck_fail(LCK_E_INVALID, "slot_bytes is 0");
+  pthread_mutex_lock(&region->changing);
+  rc = grow(region, slot_bytes);
+  pthread_mutex_unlock(&region->changing);
+  return rc == LCK_E_IO ? lck_region_latch(region, rc) : rc;
 }

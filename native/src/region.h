@@ -34,10 +34,11 @@ struct lck_region {
   void (*flush)(const void *address, size_t length); /* a backing's, or NULL: our own */
   void (*drain)(void);                               /* a backing's, besides our own fence */
   uint64_t page_bytes;                               /* of the mapping: 4 KiB, or a huge page */
-  uint64_t granule;      /* mapped lengths are multiples: LCK_GRANULE, or a larger huge page */
-  pthread_mutex_t mutex; /* guards `super` and `layouts`: a commit may run beside a growth */
-  pthread_mutex_t sync;  /* one at a time: the kernel tells one caller only of a lost page */
-  superblock_disk super; /* as last written */
+  uint64_t granule;         /* mapped lengths are multiples: LCK_GRANULE, or a larger huge page */
+  pthread_mutex_t mutex;    /* guards `super` and `layouts`: a commit may run beside a growth */
+  pthread_mutex_t sync;     /* one at a time: the kernel tells one caller only of a lost page */
+  pthread_mutex_t changing; /* held from reading `super` to having written the next one */
+  superblock_disk super;    /* as last written */
   lck_layout layouts[LCK_MAX_SLOTS];
   lck_journal journal;
   _Atomic int latched;   /* first failure, 0 while healthy */
@@ -62,6 +63,9 @@ int lck_region_previous(const lck_region *region);
 
 /* Latch the first failure, with the calling thread's error text; returns `code`. Any thread. */
 int lck_region_latch(lck_region *region, int code);
+
+/* 1 when what the superblock says makes this snapshot suspect. */
+int lck_region_suspects(const superblock_disk *super, uint64_t timeline, uint64_t sequence);
 
 /* 1 when [offset, +length) lies in the slot's own space, in one segment. Any thread. */
 int lck_slot_contains(const lck_region *region, uint32_t slot, uint64_t offset, uint64_t length);

@@ -28,6 +28,7 @@ static void make(void) {
   lck_branch lineage = {1, 2};
   CHECK(write_snapshot(region, 0, 4) == 0, "%s", lck_last_error());
   CHECK(lck_region_branch(region, 2, &lineage, 1) == 0, "%s", lck_last_error());
+  CHECK(lck_region_suspect(region, 5) == 0, "%s", lck_last_error());
   must_close(region);
 }
 
