@@ -93,6 +93,24 @@ class TornSnapshotError(LightckError):
         self.names = tuple(names)
 
 
+class DivergenceError(LightckError):
+    """Ranks that must hold the same bytes do not; the snapshots from there on are suspect.
+
+    Attributes:
+        step: at which it was found; the difference may be older.
+        names: the tensors that differ, as far as they are known.
+        ranks: those that differ from most; all of them if no value is most ranks'.
+    """
+
+    def __init__(
+        self, message: str, *, step: int = 0, names: Iterable[str] = (), ranks: Iterable[int] = ()
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.names = tuple(names)
+        self.ranks = tuple(ranks)
+
+
 class NoSnapshotError(LightckError):
     """There is no whole snapshot of the wanted kind."""
 

@@ -57,4 +57,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _state(result: dict[str, Any]) -> str:
-    return result["state"] + (", suspect: replicas differed" if result["suspect"] else "")
+    return f"{result['state']}{', suspect: replicas differed' if result['suspect'] else ''}"

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightck.distributed.announce import Announcer, Calendar, key
-from lightck.distributed.ledger import UNLIKE, Add, Call, Claim, Death, Delete, Due, Ledger, Read
+from lightck.distributed.calls import Add, Call, Claim, Delete, Read, Traffic
+from lightck.distributed.ledger import UNLIKE, Due, Ledger
 from lightck.distributed.store import Store
+from lightck.distributed.words import Death
 from lightck.errors import CoordinationError, StoreError
 from lightck.events import event
 from lightck.types import Fate
@@ -38,24 +40,13 @@ class Limits:
     patience_s: float = 300.0
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Messages of this rank to the store so far."""
-
-    reports: int = 0
-    claims: int = 0
-    watches: int = 0
-    looks: int = 0
-    deletions: int = 0
-    failures: int = 0
-
-
 class GlobalCommit:
     """Tells which steps are due and what became of them over all ranks.
 
     Thread: every method may be called from any thread and returns at once, but `wait` and `close`.
-    `on_fate` and `on_trouble` are called on background threads, without any lock held; what they
-    raise ends the thread, goes to `threading.excepthook`, and no snapshot is opened any more.
+    `on_fate`, `on_suspect` and `on_trouble` are called on background threads, without any lock
+    held; what they raise ends the thread, goes to `threading.excepthook`, and no snapshot is opened
+    any more.
     """
 
     def __init__(
@@ -71,7 +62,7 @@ class GlobalCommit:
 
         Args:
             store: below a prefix that belongs to this attach alone; cloned for the watcher.
-            ledger: of this rank, fresh; its `patience_s` and `on_fate` are set here.
+            ledger: of this rank, fresh; its `patience_s`, `on_fate`, `on_suspect` are set here.
             calendar: of this rank, fresh.
             limits: see `Limits`.
             on_trouble: hears of a store that stops answering (once per outage) and of a rank that
@@ -85,13 +76,14 @@ class GlobalCommit:
         self._limits = limits or Limits()
         self._ledger, self._calendar = ledger, calendar
         self._told, ledger.on_fate = ledger.on_fate, self._note_fate
+        self._warned, ledger.on_suspect = ledger.on_suspect, self._note_suspect
         ledger.patience_s = self._limits.patience_s
         self._announcer = Announcer(calendar)
         self._on_trouble = on_trouble or _log_trouble
         self._lock = threading.Lock()  # ledger, calendar, announcer, _outbox, flags below
         self._changed = threading.Condition(self._lock)
         self._outbox: list[tuple[str, bytes]] = []
-        self._news: list[tuple[Due, Fate, Death | None]] = []
+        self._news: list[Callable[[], None]] = []
         self._troubles: list[CoordinationError] = []
         self._looks = calendar.announced and ledger.rank != 0  # rank 0 knows what it published
         self._look_at_s = 0.0
@@ -143,16 +135,17 @@ class GlobalCommit:
         with self._changed:
             self._ledger.opened(due, time.monotonic())
 
-    def committed(self, step: int, form: bytes = b"") -> None:
+    def committed(self, step: int, form: bytes = b"", digest: bytes = b"") -> None:
         """Note that this rank's record of `step` is durable.
 
         Args:
             step: that was opened.
             form: a digest of what the state has in common with that of every other rank; a step
                 with different ones is dead.
+            digest: of a sample of its bytes; a step with different ones is suspect. See `Sample`.
         """
         with self._changed:
-            self._ledger.committed(step, time.monotonic(), form)
+            self._ledger.committed(step, time.monotonic(), form, digest)
             self._changed.notify_all()
 
     def lost(self, due: Due, why: str, *, for_good: bool = False) -> None:
@@ -365,7 +358,7 @@ class GlobalCommit:
     # ---- what is told ----
 
     def _note_fate(self, due: Due, fate: Fate, death: Death | None) -> None:
-        self._news.append((due, fate, death))
+        self._news.append(lambda: self._told(due, fate, death))
         if death and death.why == LATE:
             self._announcer.came_late()
         if death and death.why == UNLIKE and not self._unlike:
@@ -377,6 +370,9 @@ class GlobalCommit:
                 CoordinationError(f"rank {death.rank} takes no more snapshots: {death.why}")
             )
 
+    def _note_suspect(self, step: int, differed: int) -> None:
+        self._news.append(lambda: self._warned(step, differed))
+
     def _lost_touch(self, was_reachable: bool, error: StoreError) -> None:
         self.traffic.failures += 1
         if was_reachable:
@@ -386,8 +382,8 @@ class GlobalCommit:
         with self._lock:
             news, self._news = self._news, []
             troubles, self._troubles = self._troubles, []
-        for due, fate, death in news:
-            self._told(due, fate, death)
+        for tell in news:
+            tell()
         for trouble in troubles:
             self._on_trouble(trouble)
 

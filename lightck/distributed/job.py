@@ -17,9 +17,10 @@ from lightck.distributed.agreement import Identity, agree_on_attach
 from lightck.distributed.announce import Calendar
 from lightck.distributed.closing import Closing
 from lightck.distributed.fates import GlobalCommit, Limits
-from lightck.distributed.ledger import Death, Due, Ledger
+from lightck.distributed.ledger import Due, Ledger
 from lightck.distributed.meeting import Meeting
 from lightck.distributed.topology import Topology, find
+from lightck.distributed.words import Death
 from lightck.errors import CoordinationError, LightckError
 from lightck.policy import EverySteps
 from lightck.region.region import Region

@@ -5,6 +5,10 @@ every fate of a block of due steps. The rank whose `add` completes `c` claims `f
 that slips, tears, fails or loses patience claims it as dead. The first claim stands for ever, so
 that no order of messages gives a step two fates, and nobody acts on a fate before having read it.
 
+Where ranks hold replicas, `d/STEP` is the first one's digest of them. A rank whose own is another
+says so in `x/STEP` before it counts itself, there and at every later step: whoever completes `c`
+has only to look, and the fate tells every rank that the step is suspect.
+
 What a rank adds to `c` beside its 1 stands for the form of the state that all ranks hold alike. The
 sum shows whether every form was the same: ranks that hold other tensors make no step whole.
 
@@ -19,6 +23,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lightck.distributed.calls import Add, Call, Claim, Delete, Read
+from lightck.distributed.words import SUSPECT, WHOLE, Death
 from lightck.types import Fate
 
 BLOCK = 64  # due steps whose keys are deleted together: one more message per rank and 64 snapshots
@@ -54,73 +60,9 @@ class Due:
         return 1 if self.source == "r" else BLOCK
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Add to `key`, once."""
-
-    key: str
-    amount: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Set `key` to `value` unless it has one."""
-
-    key: str
-    value: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Read `key` without waiting for it."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """Delete keys that no rank will touch again."""
-
-    keys: tuple[str, ...]
-
-
-Call = Add | Claim | Read | Delete
-
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    """Why a step is dead.
-
-    Attributes:
-        rank: who said so.
-        why: in words.
-        for_good: that rank takes no more snapshots.
-    """
-
-    rank: int
-    why: str
-    for_good: bool = False
-
-    def encode(self) -> bytes:
-        """Return the value of the fate key."""
-        return f"dead {self.rank} {int(self.for_good)} {self.why}".encode("ascii", "replace")[:200]
-
-    @staticmethod
-    def decode(value: bytes) -> Death | None:
-        """Read a fate key's value; None if it says whole."""
-        if value == WHOLE:
-            return None
-        word, rank, for_good, why = value.decode("ascii").split(" ", 3)
-        if word != "dead":
-            raise ValueError(f"a fate must be 'whole' or 'dead ...', not {value!r}")
-        return Death(int(rank), why, for_good == "1")
-
-
-WHOLE = b"whole"
-
-
 class _Stage(enum.Enum):
     OPEN = "being copied"
+    COMPARE = "to be compared"
     REPORT = "to be counted"
     FINISH = "counted last"
     AWAIT = "waiting for the other ranks"
@@ -134,6 +76,15 @@ class _Case:
     since_s: float
     death: Death | None = None
     form: int = 0
+    digest: bytes = b""
+    differs: bool = False
+    """From the first one that was said."""
+    accused: bool = False
+    """The other ranks can know that this one differs, here or before."""
+    looked: bool = False
+    """This rank, counted last, knows whether any does."""
+    differed: int | None = None
+    """The step at which one did."""
 
 
 @dataclass
@@ -154,13 +105,24 @@ class Ledger:
     patience_s: float = 300.0
     """After this long without a fate, a step that this rank committed is claimed dead."""
     on_fate: Callable[[Due, Fate, Death | None], None] = lambda due, fate, death: None
+    compares: bool = False
+    """Ranks hold replicas, and say digests; the same on every rank."""
+    on_suspect: Callable[[int, int], None] = lambda step, differed: None
+    """Hears of every suspect step, just before its fate, and of the step whose digests differed."""
+    differed: int | None = None
+    """The first step at which this rank's digest was not the first one said."""
+    compared: int = 0
+    """Steps at which this rank's digest could be held against the first one said."""
+    incomparable: int = 0
+    """Steps at which it was one of something else."""
     reachable: bool = True
     ended: Death | None = None
     """A rank takes no more snapshots: no step can become whole any more."""
-    newest_whole: int | None = None
     _cases: dict[int, _Case] = field(default_factory=dict)
     _blocks: dict[str, list[int]] = field(default_factory=dict)
     _fates: dict[int, Fate] = field(default_factory=dict)
+    _best: tuple[bool, int] | None = None
+    """Whether it is above suspicion, and step, of the newest whole one; these go before others."""
     _chores: deque[Call] = field(default_factory=deque)
     _call: tuple[Call, _Case | None] | None = None
     _highest: int = -1
@@ -176,14 +138,15 @@ class Ledger:
         self._highest = due.step
         self._cases[due.step] = _Case(due, _Stage.OPEN, now_s)
 
-    def committed(self, step: int, now_s: float, form: bytes = b"") -> None:
+    def committed(self, step: int, now_s: float, form: bytes = b"", digest: bytes = b"") -> None:
         """Note that this rank's record of `step` is durable; see `GlobalCommit.committed`."""
         case = self._cases.get(step)
         if case is None and step > self._highest:
             raise ValueError(f"step {step} was never opened; the last one noted is {self._highest}")
         # Not open any more: abandoned meanwhile, and dead whatever this rank commits.
         if case is not None and case.stage is _Stage.OPEN:
-            case.stage, case.since_s = _Stage.REPORT, now_s
+            case.stage, case.since_s = _Stage.COMPARE if digest else _Stage.REPORT, now_s
+            case.digest = digest
             case.form = int.from_bytes(form[:4], "little") % (1 << _FORM_BITS)
 
     def lost(self, due: Due, why: str, now_s: float, *, for_good: bool = False) -> None:
@@ -217,13 +180,20 @@ class Ledger:
     def reusable(self, timeline: int, step: int) -> bool:
         """Whether the slot that holds this snapshot may be overwritten (I6).
 
-        Never with an unknown fate, and never the newest whole one.
+        Never with an unknown fate, and never the newest whole one. One that is suspect replaces
+        none that is not.
         """
         if timeline != self.timeline:
-            return self.newest_whole is not None or (timeline, step) != self.restored
+            trusted = self._best is not None and self._best[0]
+            return trusted or (timeline, step) != self.restored
         if step in self._cases or step > self._highest:
             return False
         return step != self.newest_whole
+
+    @property
+    def newest_whole(self) -> int | None:
+        """The newest whole step of this timeline; suspect ones only if there is no other."""
+        return self._best[1] if self._best else None
 
     @property
     def unsettled(self) -> list[int]:
@@ -258,18 +228,29 @@ class Ledger:
             if case.stage is _Stage.AWAIT and now_s - case.since_s >= self.patience_s:
                 why = f"no fate within {self.patience_s:.0f} s"
                 case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
-        # What completes or ends a step for everybody goes first.
-        for stage in (_Stage.FINISH, _Stage.REPORT, _Stage.LOSE):
+        # What completes or ends a step for everybody goes first; no step is counted while an older
+        # one is to be compared, so that what is found there is known of this one, too.
+        for stage in (_Stage.FINISH, _Stage.COMPARE, _Stage.REPORT, _Stage.LOSE):
             for step, case in self._cases.items():
-                if case.stage is not stage:
-                    continue
-                if stage is _Stage.REPORT:
-                    return Add(f"c/{step}", 1 + (case.form << _COUNT_BITS)), case
-                value = case.death.encode() if case.death else WHOLE
-                return Claim(f"f/{step}", value), case
+                if case.stage is stage:
+                    return self._call_for(step, case), case
         if self._chores:
             return self._chores[0], None
         return None if self.reachable else (Read("probe"), None)
+
+    def _call_for(self, step: int, case: _Case) -> Call:
+        if case.stage is _Stage.COMPARE:
+            return Claim(f"d/{step}", case.digest)
+        if case.stage is _Stage.REPORT:
+            if self.differed is None or self.differed > step or case.accused:
+                return Add(f"c/{step}", 1 + (case.form << _COUNT_BITS))
+            return Claim(f"x/{step}", b"%d" % (step if case.differs else self.differed))
+        if case.death:
+            return Claim(f"f/{step}", case.death.encode())
+        if self.compares and not case.looked:
+            return Read(f"x/{step}")
+        suspicion = None if case.differed is None else SUSPECT + str(case.differed).encode()
+        return Claim(f"f/{step}", suspicion or WHOLE)
 
     def answered(self, answer: object, now_s: float) -> None:
         """Take in the outcome of the call."""
@@ -280,9 +261,32 @@ class Ledger:
         elif isinstance(call, Add):
             assert isinstance(answer, int)
             self._counted(case, answer, now_s)
+        elif isinstance(call, Read):
+            assert isinstance(answer, bytes | None)
+            case.looked, case.differed = True, None if answer is None else int(answer)
         else:
+            assert isinstance(call, Claim)
             assert isinstance(answer, bytes)
-            self._settle(case, answer)
+            self._claimed(call, case, answer)
+
+    def _claimed(self, call: Claim, case: _Case, value: bytes) -> None:
+        match call.key[0]:
+            case "d":
+                case.stage = _Stage.REPORT
+                self._compare(case, value)
+            case "x":
+                case.accused = True
+            case _:
+                self._settle(case, value)
+
+    def _compare(self, case: _Case, first: bytes) -> None:
+        if case.digest.partition(b":")[0] != first.partition(b":")[0]:
+            self.incomparable += 1
+            return
+        self.compared += 1
+        case.differs = case.digest != first
+        if case.differs and self.differed is None:
+            self.differed = case.due.step
 
     def _counted(self, case: _Case, total: int, now_s: float) -> None:
         count, forms = total % (1 << _COUNT_BITS), total >> _COUNT_BITS
@@ -326,7 +330,7 @@ class Ledger:
             return
         death = Death.decode(value)
         if death is None:
-            self.newest_whole = max(step, self.newest_whole or step)
+            self._stands(step, value)
             self._pass_over(step)
         elif death.for_good:
             self.ended = death
@@ -348,6 +352,12 @@ class Ledger:
                 why = f"not committed on every rank when step {newer} was"
                 case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
 
+    def _stands(self, step: int, value: bytes) -> None:
+        trusted = not value.startswith(SUSPECT)
+        self._best = max((trusted, step), self._best or (trusted, step))
+        if not trusted:
+            self.on_suspect(step, int(value.removeprefix(SUSPECT)))
+
     def _close_block(self, due: Due) -> None:
         # Counted only when this rank knows all fates of the block, so that it never touches these
         # keys again: a claim on a deleted key would give a step a second fate.
@@ -364,5 +374,6 @@ class Ledger:
             block = call.key.partition("/")[2]
             steps = self._blocks.pop(block)
             if answer == self.world:
-                keys = [f"{kind}/{step}" for step in steps for kind in "cf"]
+                kinds = "cfdx" if self.compares else "cf"
+                keys = [f"{kind}/{step}" for step in steps for kind in kinds]
                 self._chores.append(Delete((*keys, call.key)))

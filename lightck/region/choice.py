@@ -71,10 +71,11 @@ def wanted(recovery: Recovery, step: int | Literal["latest"]) -> list[Candidate]
 
 def _distrusted(where: Place, recovery: Recovery, step: int | Literal["latest"]) -> list[str]:
     """Which newer snapshots are passed over since replicas differ; or that the best one is such."""
-    best, *others = [c.record for c in wanted(recovery, step)] or [None]
-    if best is None:
+    records = [c.record for c in wanted(recovery, step)]
+    if not records:
         return []
-    newer = [r for r in others if r.suspect and r.sequence > best.sequence]
+    best = records[0]
+    newer = [r for r in records if r.suspect and r.sequence > best.sequence]
     why = "suspect, for replicas were found to differ there or before"
     none = "; no other was found that is not" if best.suspect else ""
     told = [best] if best.suspect else newer

@@ -24,6 +24,7 @@ from lightck.region.manifest import Manifest
 from lightck.region.native import NativeRegion, Record
 from lightck.region.place import Place
 from lightck.region.pool import NativePool, NativeSnapshot
+from lightck.region.preference import preferred
 from lightck.region.spec import PROCESS_DURABLE, RegionSpec
 
 _LOOKS = 4
@@ -171,7 +172,7 @@ class Region:
         good.sort(key=lambda c: c.record.sequence, reverse=True)
         for candidate in good:
             self.slots[candidate.record.slot].record = candidate.record
-        return Recovery(tuple(_preferred(good)), tuple(abandoned), tuple(problems))
+        return Recovery(tuple(preferred(good)), tuple(abandoned), tuple(problems))
 
     def _read(self, slot: int) -> Candidate:
         record, table, blob = self.native.read_tables(slot)
@@ -361,23 +362,6 @@ class Region:
     def close(self) -> None:
         """Unmap and unlock; idempotent. No writer may be open."""
         self.native.close()
-
-
-def _preferred(candidates: list[Candidate]) -> list[Candidate]:
-    """Those above suspicion first: where replicas differ, one of them is wrong."""
-    trusted = [c for c in candidates if not c.record.suspect]
-    return [*_exact_first(trusted), *(c for c in candidates if c.record.suspect)]
-
-
-def _exact_first(candidates: list[Candidate]) -> list[Candidate]:
-    """An early snapshot yields to an exact one that is at most a step older (I2)."""
-    ordered = list(candidates)
-    for i in range(len(ordered) - 1):
-        newer, older = ordered[i], ordered[i + 1]
-        close = newer.record.step - older.record.step <= 1
-        if newer.record.early and not older.record.early and close:
-            ordered[i], ordered[i + 1] = older, newer
-    return ordered
 
 
 def survey(where: Place) -> tuple[Region, Recovery]:

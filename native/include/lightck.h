@@ -17,8 +17,7 @@
  * have. Whoever installs another one later must pass on what is not theirs: call what sigaction()
  * gave them, or put it back and raise the signal, as Python's faulthandler does.
  *
- * After fork() a child inherits neither mapping, lock nor workers: every call on a handle made
- * before the fork returns LCK_E_FORKED there. */
+ * After fork() a child has no mapping, lock or workers: calls on older handles say LCK_E_FORKED. */
 #ifndef LIGHTCK_H
 #define LIGHTCK_H
 
@@ -119,9 +118,8 @@ typedef struct lck_region_info {
   uint32_t medium, granularity, page_bytes, latched; /* latched: 0, or the LCK_E_* code, negated */
   uint64_t size, generation, created_ns;
   uint64_t journal_offset, journal_length;
-  uint64_t timeline; /* newest; 0 before the first attach */
-  uint64_t suspect;  /* first sequence of it that is suspect; 0: none */
-  const void *base;  /* where offset 0 is mapped */
+  uint64_t timeline, suspect; /* newest, 0 before the first attach; its first suspect sequence */
+  const void *base;           /* where offset 0 is mapped */
   uint32_t segment_count, lineage_count;
   lck_segment segments[LCK_MAX_SEGMENTS];
   lck_branch lineage[LCK_MAX_LINEAGE]; /* ancestors of `timeline`, each up to its branch point */
@@ -162,15 +160,13 @@ int lck_region_measure(const lck_region_spec *spec, uint64_t *bytes);
 int lck_region_grow(lck_region *region, uint64_t slot_bytes);
 
 /* Begin a timeline: durably record its id and the ancestors it continues, each up to the sequence
- * where it branched off. What is suspect of an ancestor stays so; nothing of the new timeline is.
- * May block on the medium. LCK_E_INVALID, LCK_E_PREVIOUS, LCK_E_IO. */
+ * where it branched off; suspects stay such. May block. LCK_E_INVALID, LCK_E_PREVIOUS, LCK_E_IO. */
 int lck_region_branch(lck_region *region, uint64_t timeline, const lck_branch *lineage,
                       uint32_t count);
 
-/* Durably declare every snapshot of the newest timeline from `sequence` on suspect, whether it is
- * committed already or to come: their records are read with LCK_RECORD_SUSPECT. No record and no
- * payload is touched. An earlier mark stays. Any thread, also beside commits and growth; may block
- * on the medium. LCK_E_INVALID (also: no timeline), LCK_E_PREVIOUS, LCK_E_IO. */
+/* Durably mark every snapshot of the newest timeline from `sequence` on, there or to come: its
+ * record is read with LCK_RECORD_SUSPECT. Not a byte of a slot changes. An earlier mark stays. Any
+ * thread; may block on the medium. LCK_E_INVALID (also: no timeline), LCK_E_PREVIOUS, LCK_E_IO. */
 int lck_region_suspect(lck_region *region, uint64_t sequence);
 
 /* Describe the region. Any thread. */
@@ -203,9 +199,8 @@ typedef struct lck_record {
  * Errors: LCK_E_EMPTY; LCK_E_CORRUPT, with what does not hold; LCK_E_IO, it cannot be read. */
 int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *out);
 
-/* Take (`hold` 1) or drop (0) a reader's lease: the owner will not reuse the slot meanwhile, even
- * if it belongs to another process. Read the record again after taking it.
- * Errors: LCK_E_LEASED, the owner is writing the slot. */
+/* Take (`hold` 1) or drop (0) a reader's lease: no owner reuses the slot meanwhile. Read the record
+ * again after taking it. Errors: LCK_E_LEASED, the owner is writing the slot. */
 int lck_slot_lease(lck_region *region, uint32_t slot, int hold);
 
 typedef struct lck_read {
@@ -242,10 +237,9 @@ typedef struct lck_journal_entry {
   uint32_t kind, flags;    /* LCK_JOURNAL_*, LCK_RECORD_* */
 } lck_journal_entry;
 
-/* Write an entry over the older of the two. Never blocks on the medium. One thread at a time, which
- * may be another one than the handle's and its snapshots'. Errors: LCK_E_FULL with the bytes needed
- * and there (half of the journal's space holds an entry); LCK_E_INVALID, also for another timeline
- * than the region's newest; LCK_E_PREVIOUS. */
+/* Write an entry over the older of the two. Never blocks on the medium. One thread at a time, not
+ * only the handle's. Errors: LCK_E_FULL with the bytes needed and there (half of the journal);
+ * LCK_E_INVALID, also for another timeline than the region's newest; LCK_E_PREVIOUS. */
 int lck_journal_write(lck_region *region, const lck_journal_entry *entry, const void *blob);
 
 /* Read the newest whole entry of a kind (0: of either) that belongs to the region's newest
@@ -280,16 +274,14 @@ typedef struct lck_stats {
  * out among themselves, and get the CPU of whoever has to wait for them. */
 int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
 
-/* Set the workers' pace in thousandths of full speed; 0 pauses copies (not commits). A caller that
- * helps is never paced. Any thread. */
+/* Set the workers' (no helper's) pace in thousandths; 0 pauses copies, not commits. Any thread. */
 int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
 
 /* Write at most `bytes_per_s` to the (shared) region, all threads together; 0: no limit. What is
  * limited is captured late, unless it goes through DRAM (LCK_COPY_STAGED). Any thread. */
 int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s);
 
-/* Map DRAM for staged copies of `bytes` in all, and fault it in. Any thread, for as long as that
- * takes (a second for some gigabytes). Errors: LCK_E_NOMEM. */
+/* Map DRAM for staged copies of `bytes` in all and fault it in: slow. Any thread. LCK_E_NOMEM. */
 int lck_pool_stage(lck_pool *pool, uint64_t bytes);
 
 /* Counters since the pool began; no lock is taken on the copy path. Any thread. */

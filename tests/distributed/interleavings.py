@@ -11,7 +11,8 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from lightck.distributed.ledger import Add, Claim, Delete, Due, Ledger, Read
+from lightck.distributed.calls import Add, Claim, Delete, Read
+from lightck.distributed.ledger import Due, Ledger
 
 NEVER = 1e9  # patience is a case of its own
 
@@ -41,12 +42,18 @@ class World:
     unlike: int = 0
     """Up to this step the last rank's state has another form than the others'."""
     whole: list[int] = field(default_factory=list)
+    """Whole and above suspicion."""
+    suspect: list[int] = field(default_factory=list)
+    """Whole and suspect."""
+    odd: dict[int, int] = field(default_factory=dict)
+    """Per step the rank whose replica differs there."""
 
 
 @dataclass
 class Found:
     states: int = 0
     whole: int = 0
+    suspect: int = 0
     dead: int = 0
     ends: int = 0
 
@@ -60,15 +67,26 @@ def world(
     outages: int = 0,
     deaths: int = 0,
     unlike: int = 0,
+    odd: dict[int, int] | None = None,
 ) -> World:
     members = [
-        Rank(Ledger(r, ranks, patience_s=NEVER, on_fate=_ignore), [None] * slots)
+        Rank(
+            Ledger(
+                r,
+                ranks,
+                patience_s=NEVER,
+                on_fate=_ignore,
+                on_suspect=_ignore,
+                compares=odd is not None,
+            ),
+            [None] * slots,
+        )
         for r in range(ranks)
     ]
-    return World(members, {}, due, tears, outages, deaths, unlike)
+    return World(members, {}, due, tears, outages, deaths, unlike, odd=odd or {})
 
 
-def _ignore(due: object, fate: object, death: object) -> None:
+def _ignore(*told: object) -> None:
     """Fates are looked up, not told."""
 
 
@@ -150,7 +168,10 @@ def _commit(state: World, rank: Rank) -> None:
     assert step is not None
     rank.records.add(step)
     other = step <= state.unlike and rank is state.ranks[-1]
-    rank.ledger.committed(step, 0.0, b"other" if other else b"form")
+    digest = b""
+    if rank.ledger.compares:
+        digest = b"all:%d" % (state.odd.get(step) == rank.ledger.rank)
+    rank.ledger.committed(step, 0.0, b"other" if other else b"form", digest)
 
 
 def _tear(state: World, rank: Rank) -> None:
@@ -179,8 +200,9 @@ def _call(state: World, rank: Rank, effect: bool, answer: bool) -> None:
                 store[key] = str(result).encode()
             case Claim(key, value):
                 result = store.setdefault(key, value)
-                if result == b"whole":
-                    state.whole = sorted({*state.whole, int(key.partition("/")[2])})
+                if key.startswith("f/") and result.startswith(b"whole"):
+                    found = state.whole if result == b"whole" else state.suspect
+                    found[:] = sorted({*found, int(key.partition("/")[2])})
             case Read(key):
                 result = store.get(key)
             case Delete(keys):
@@ -203,14 +225,23 @@ def _check(state: World) -> None:
     for step, said in fates.items():
         assert len(said) == 1, f"step {step} is {said}"
         stored = state.store.get(f"f/{step}")
-        assert stored is None or (stored == b"whole") == (said == {"whole"})
+        assert stored is None or stored.startswith(b"whole") == (said == {"whole"})
     assert all(step > state.unlike for step in state.whole), "whole with states that differ"
-    # What a crash at this very instant leaves: the newest whole step, or a newer one, everywhere.
+    # What a crash at this very instant leaves: the newest whole step, or a newer one, everywhere;
+    # nothing that is known to be suspect takes the place of one that is not.
+    common = set.intersection(*(rank.records for rank in state.ranks))
+    left, kept = common, state.suspect
     if state.whole:
-        common = set.intersection(*(rank.records for rank in state.ranks))
-        assert common and max(common) >= state.whole[-1], (
-            f"step {state.whole[-1]} is whole, and all ranks hold {sorted(common)}"
+        left, kept = common - {*state.suspect}, state.whole
+    if kept:
+        assert left and max(left) >= kept[-1], (
+            f"step {kept[-1]} is whole, and all ranks hold {sorted(left)}"
         )
+    seen = [step for step in state.odd if step in state.whole + state.suspect]
+    trusted = [step for step in state.whole if seen and step >= min(seen)]
+    assert not trusted, f"replicas differ since step {min(seen)}, and {trusted} are trusted"
+    blamed = [step for step in state.suspect if step < min(state.odd, default=state.due + 1)]
+    assert not blamed, f"{blamed} are suspect, and replicas differ at {sorted(state.odd)}"
 
 
 def _check_end(state: World, found: Found) -> None:
@@ -220,4 +251,5 @@ def _check_end(state: World, found: Found) -> None:
         assert rank.at == state.due, "a rank stopped before the end"
         assert not rank.ledger.unsettled, f"never settled: {rank.ledger.unsettled}"
     found.whole += len(state.whole)
-    found.dead += state.due - len(state.whole)
+    found.suspect += len(state.suspect)
+    found.dead += state.due - len(state.whole) - len(state.suspect)

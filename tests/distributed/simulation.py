@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightck.distributed.ledger import Add, Call, Claim, Due, Fate, Ledger
+from lightck.distributed.calls import Add, Call, Claim
+from lightck.distributed.ledger import Due, Ledger
 from lightck.distributed.store import Store
+from lightck.types import Fate
 
 _PREFIX = len("/default_pg/0//lightck/" + 32 * "f" + "/" + 16 * "f" + "/")
 

@@ -11,9 +11,12 @@ import pytest
 from memory import Fault, MemoryStore, Server
 
 from lightck.distributed.announce import Calendar
+from lightck.distributed.calls import Add, Claim
 from lightck.distributed.fates import LATE, GlobalCommit, Limits
-from lightck.distributed.ledger import BLOCK, WHOLE, Add, Claim, Death, Due, Fate, Ledger
+from lightck.distributed.ledger import BLOCK, Due, Ledger
+from lightck.distributed.words import WHOLE, Death
 from lightck.errors import CoordinationError
+from lightck.types import Fate
 
 LONG_S = 30.0  # far beyond what any of these needs
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import interleavings
 import pytest
 from interleavings import Rank, explore, world
 
 from lightck.distributed import ledger as module
-from lightck.distributed.ledger import Add, Claim, Due, Ledger
+from lightck.distributed.calls import Add, Claim
+from lightck.distributed.ledger import Due, Ledger
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,53 @@ def test_ranks_with_other_states_make_no_step_whole_in_any_order(case: dict[str,
     assert (found.whole > 0) == (case["due"] > case["unlike"])
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"ranks": 2, "due": 2, "slots": 3, "odd": {1: 1}},
+        {"ranks": 2, "due": 2, "slots": 2, "odd": {1: 0}},
+        {"ranks": 2, "due": 2, "slots": 3, "odd": {2: 0}},
+        {"ranks": 2, "due": 2, "slots": 2, "odd": {1: 1}, "tears": 1},
+        {"ranks": 2, "due": 1, "slots": 2, "odd": {1: 1}, "outages": 2},
+        {"ranks": 2, "due": 1, "slots": 2, "odd": {1: 0}, "deaths": 1},
+        {"ranks": 3, "due": 1, "slots": 3, "odd": {1: 2}},
+        {"ranks": 2, "due": 2, "slots": 2, "odd": {}, "tears": 1},
+    ],
+    ids=str,
+)
+def test_no_order_lets_a_difference_pass_or_trusts_what_follows_it(case: dict[str, Any]) -> None:
+    found = explore(world(**case))
+    print(f"{case}: {found}")
+    assert bool(found.suspect) == bool(case["odd"])
+    if 1 not in case["odd"]:
+        assert found.whole, "no order made a step whole before it: the search shows nothing"
+
+
+def test_a_rank_that_counts_itself_before_it_says_that_it_differs_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = Ledger._call_for
+
+    def hasty(self: Ledger, step: int, case: Any) -> Any:
+        case.accused = True
+        return right(self, step, case)
+
+    monkeypatch.setattr(Ledger, "_call_for", hasty)
+    with pytest.raises(AssertionError, match="replicas differ since step 1"):
+        explore(world(2, 1, slots=3, odd={1: 1}))
+
+
+def test_a_suspect_snapshot_that_replaces_the_trusted_one_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def newest(self: Ledger, step: int, value: bytes) -> None:
+        self._best = max((True, step), self._best or (True, step))
+
+    monkeypatch.setattr(Ledger, "_stands", newest)
+    with pytest.raises(AssertionError, match="is whole, and all ranks hold"):
+        explore(world(2, 3, slots=2, odd={2: 1}))
+
+
 def test_keys_of_finished_blocks_are_deleted_and_never_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -58,6 +108,7 @@ def test_keys_of_finished_blocks_are_deleted_and_never_come_back(
     )
     explore(world(2, 2, slots=3))
     explore(world(2, 1, slots=3, tears=1))
+    explore(world(2, 2, slots=3, tears=1, odd={1: 1}))
     assert deleted
     assert all(store == {} for store in deleted)
 

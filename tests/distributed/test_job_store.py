@@ -21,10 +21,11 @@ from lightck.distributed.agreement import Identity, agree_on_attach
 from lightck.distributed.announce import Calendar
 from lightck.distributed.exchange import Rounds
 from lightck.distributed.fates import GlobalCommit, Limits
-from lightck.distributed.ledger import Fate, Ledger
+from lightck.distributed.ledger import Ledger
 from lightck.distributed.store import JobStore, bounded, default_store
 from lightck.distributed.topology import find, here
 from lightck.errors import CoordinationError, StoreError
+from lightck.types import Fate
 
 LONG_S = 30.0
 

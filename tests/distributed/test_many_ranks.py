@@ -13,8 +13,10 @@ import pytest
 import torch.distributed as dist
 from simulation import Costs, Simulation, measure
 
-from lightck.distributed.ledger import Add, Claim, Due, Fate, Ledger
+from lightck.distributed.calls import Add, Claim
+from lightck.distributed.ledger import Due, Ledger
 from lightck.distributed.store import JobStore
+from lightck.types import Fate
 
 WORLD, CLIENTS, STEPS = 1000, 8, 5
 
