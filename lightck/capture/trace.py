@@ -118,8 +118,6 @@ class Trace:
     _next_code: Iterator[int] = field(default_factory=itertools.count)
     _began_ns: int = field(default_factory=now_ns)
     """Of the step that is being computed."""
-    _released: tuple[int, int] = (-1, 0)
-    """Step and bytes that were last noted as released."""
     _last: tuple[npt.NDArray[Any], int] | None = None
     """The pool's moments, once it is closed."""
 
@@ -169,9 +167,6 @@ class Trace:
 
     def released(self, step: int, total_bytes: int) -> None:
         """So many bytes of the snapshot may be copied by now. Any thread."""
-        if self._released == (step, total_bytes):
-            return  # a tick that let nothing more run
-        self._released = (step, total_bytes)
         now = now_ns()
         self._put("released", "released", now, now, step, total_bytes)
 
@@ -179,8 +174,7 @@ class Trace:
         """A bucket of gradients was launched, and reduced if that was seen. Any thread."""
         kind = "launched" if end_ns is None else "allreduce"
         end_ns = begin_ns if end_ns is None else end_ns
-        thread = threading.get_ident()
-        self._add(Event(kind, f"bucket {number}", begin_ns, end_ns, thread, self.step, size))
+        self._put(kind, f"bucket {number}", begin_ns, end_ns, self.step, size)
 
     def lost_snapshot(self, kind: str, step: int, why: str) -> None:
         """A due snapshot `slipped`, or was `torn`."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -14,8 +15,9 @@ from replicas import STEPS, Case, train
 
 import lightck
 from lightck.capture.perfetto import document
-from lightck.capture.trace import Event, Recorded, Trace
+from lightck.capture.trace import Event, Recorded
 from lightck.cli import recording
+from lightck.region.pool import MOMENT_DTYPE
 
 
 def traced(me: Me, case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
@@ -103,9 +105,7 @@ def event(kind: str, name: str, begin: int, end: int | None = None, amount: int 
 
 
 def drawn(events: list[Event]) -> list[tuple[str, float, float]]:
-    trace = Trace({}, 1)
-    trace.events.extend(events)
-    found: Recorded = trace.recorded()
+    found = Recorded(events, [], np.zeros(0, MOMENT_DTYPE), 0, 1, {})
     return [(s["name"], s["ts"], s["ts"] + s["dur"]) for s in slices(document(found), "allreduce")]
 
 
