@@ -31,6 +31,8 @@ from lightck.distributed import job
 from lightck.distributed.communication import Communication
 from lightck.distributed.meeting import Meeting, meeting
 from lightck.distributed.reduced import finality
+from lightck.distributed.replicas import Replicas
+from lightck.distributed.shares import Sharing
 from lightck.handle import Engine, Handle, release
 from lightck.region import claim
 from lightck.region.region import Region
@@ -142,10 +144,13 @@ class _Parts:
         return steps
 
     def _claim(self) -> Region:
-        """This rank's region, once every rank knows its place in the job."""
+        """This rank's region, with room for its share, once every rank knows its place."""
         found = claim.find(self.config, self.ranks.rank)
         self.undo.append(found.close)
         self.topology = job.place_of(self.ranks, self.config, found.run_id)
+        replicas = Replicas(self.inventory, self.topology.world)
+        self.inventory.share = Sharing(self.topology, replicas)
+        self.inventory.invalidate()
         entries, manifest_bytes = predict.expected(self.inventory)
         run_id = self.topology.run_id if self.topology.world > 1 else None
         seat = claim.Seat(self.topology.rank, self.topology.world, run_id)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from lightck.distributed.exchange import Rounds, Said
+from lightck.distributed.ledger import UNLIKE
 from lightck.distributed.store import Store, bounded
 from lightck.distributed.topology import Topology
 from lightck.errors import CoordinationError, LightckError, StoreError
@@ -26,11 +27,12 @@ class Closing:
         self._store = store
         self._rounds = Rounds(store, topology.rank, topology.world)
 
-    def agree(self, last: int | None, why: str, seconds: float) -> int | None:
+    def agree(self, last: int | None, form: bytes, why: str, seconds: float) -> int | None:
         """The last step, if every rank holds it.
 
         Args:
             last: the step that this rank holds a durable snapshot of; None if it holds none.
+            form: what the state has in common with that of every other rank.
             why: why not; empty if there has been nothing to copy.
             seconds: how long to wait for the other ranks, about.
 
@@ -38,10 +40,15 @@ class Closing:
             The step; None if no rank had anything to copy.
 
         Raises:
-            CoordinationError: a rank lacks it, has left or did not come; on every rank.
+            CoordinationError: a rank lacks it, has other state, has left or did not come; on every
+                rank.
         """
         self._rounds.timeout_s = seconds / 1.5  # the others wait half as long again as rank 0
-        said = {"step": last, "why": why.encode("ascii", "replace").decode()[:1000]}
+        said = {
+            "step": last,
+            "form": form.hex() if last is not None else "",
+            "why": why.encode("ascii", "replace").decode()[:1000],
+        }
         answer = bounded(
             "close", seconds + _SHORT_S, lambda: self._rounds.agree("close", said, decide_close)
         )
@@ -75,6 +82,8 @@ def decide_close(said: Sequence[Said]) -> Said:
     """Rank 0's decision at close."""
     steps = {each["step"] for each in said}
     if len(steps) == 1 and not any(each["why"] for each in said):
+        if len({each["form"] for each in said}) > 1:
+            raise CoordinationError(UNLIKE)
         return {"step": steps.pop()}
     found = [
         f"rank {rank}: {each['why'] or 'nothing to copy'}"

@@ -124,6 +124,7 @@ class Job:
         self._troubles: deque[LightckError] = deque()
         self._closing = self._parted = False
         self._last_whole: int | None = None
+        self._form = b""  # of the newest snapshot here
 
     def start(self, ranks: Meeting, timeline: int, restored: tuple[int, int] | None) -> None:
         """Begin to keep in touch, below a prefix that belongs to this attach alone.
@@ -186,6 +187,7 @@ class Job:
     def committed(self, step: int, form: bytes) -> None:
         """Tell, unless the step is the last and of nobody's book."""
         with self._lock:
+            self._form = form
             turn = self._turns.get(step)
             if turn is not None and turn.opened and not turn.over:
                 turn.over = True
@@ -252,7 +254,7 @@ class Job:
         try:
             if not self.commit.reachable:
                 raise CoordinationError("the job's store does not answer")
-            self._last_whole = self._closing_round.agree(last, why, seconds / 2)
+            self._last_whole = self._closing_round.agree(last, self._form, why, seconds / 2)
             self.commit.close(seconds / 2)
             self._closing_round.see_off()
         except CoordinationError as error:

@@ -56,12 +56,8 @@ def view(me: Me, model: nn.Module, *optimizers: Optimizer) -> View:
     return View(
         shared.digest,
         shared.form,
-        {live.name.replace("module.", ""): live.span for live in shared.lives if not live.alias_of},
-        {
-            live.name.replace("module.", ""): live.tensor.nbytes
-            for live in inventory.everything()
-            if not live.alias_of
-        },
+        {live.name: live.span for live in shared.lives if not live.alias_of},
+        {live.name: live.tensor.nbytes for live in inventory.everything() if not live.alias_of},
     )
 
 
