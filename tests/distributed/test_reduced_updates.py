@@ -14,6 +14,8 @@ from ranks import Me
 from replicas import OPTIMIZERS, Case, made, micro_batch, register, same_bits, train
 
 import lightck
+from lightck.capture import layer_updates
+from lightck.capture.units import step_only
 from lightck.errors import ConfigError
 
 VIEW: dict[str, Any] = {"gradient_as_bucket_view": True}
@@ -191,3 +193,68 @@ def test_attaching_again_finds_its_place(tmp_path: Path) -> None:
 
     with ranks.started(2, code) as job:
         job.results()
+
+
+class Broken(Exception):
+    """An update that failed."""
+
+
+FAILS_IN = 4
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["in the backward", "at its end"])
+def test_a_failure_between_updates_leaves_others_in_peace_and_no_mixture_behind(
+    early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(optimizer="adam")
+
+    def parameters(module: Any) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in module.parameters()]
+
+    def code(me: Me) -> list[list[torch.Tensor]]:
+        module, optimizer = made(case)
+        run = tmp_path / "run"
+        handle = lightck.attach(module, optimizer, run, update="layerwise", slots=4)
+        if early:
+            module.register_comm_hook(None, at_once)
+        golden = [parameters(module)]
+        for step in range(FAILS_IN):
+            micro_batch(case, module, me.rank, step, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            golden.append(parameters(module))
+        handle.wait()
+        if me.rank == 0:
+            micro_batch(case, module, me.rank, FAILS_IN, 0)  # nobody is left waiting
+            optimizer.step()
+            handle.detach()
+            return golden
+        updates = []
+
+        def update(optimizer: Any, some: Any) -> None:
+            step_only(optimizer, some[: 1 if len(updates) == 2 else None])
+            updates.append(some)
+            if len(updates) == 3:
+                raise Broken("half of a layer is updated")
+
+        monkeypatch.setattr(layer_updates, "step_only", update)
+        with pytest.raises(Broken):
+            micro_batch(case, module, me.rank, FAILS_IN, 0)
+        assert len(updates) == 3
+        with pytest.raises(ConfigError, match="the state is mixed"):
+            optimizer.step()
+        handle.detach()
+        return golden
+
+    def again(me: Me) -> tuple[int, list[torch.Tensor]]:
+        module, optimizer = made(case)
+        info = lightck.restore(module, optimizer, tmp_path / "run")
+        return info.step, parameters(module)
+
+    with ranks.started(2, code) as job:
+        golden, other = job.results()
+    assert all(map(same_bits, golden, other))
+    with ranks.started(2, again) as job:
+        for step, restored in job.results():
+            assert 0 < step <= FAILS_IN
+            assert same_bits(restored, golden[step])
