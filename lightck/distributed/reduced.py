@@ -49,9 +49,8 @@ class Plain:
 
     module: weakref.ref[DistributedDataParallel]
     """DDP's reducer holds this for good."""
-    _backward: int = -1
     _at: dict[int, int] = field(default_factory=dict)
-    """By parameter: where its gradient was before DDP looked at it."""
+    """By parameter: where its gradient was before DDP looked at it; empty between reductions."""
 
     def listen(self) -> None:
         """Note where gradients are, before DDP moves them into their bucket."""
@@ -63,8 +62,7 @@ class Plain:
 
         @untraced
         def came(parameter: torch.Tensor) -> None:
-            if self._backward != backward_now():
-                self._backward = backward_now()
+            if not self._at:
                 for each in every:  # those that get no gradient now are in a bucket, too
                     self._look(each())
             self._look(parameter)
@@ -97,6 +95,8 @@ class Plain:
                     part.div_(world)
                 else:
                     part.mul_(1.0 / world)
+        if bucket.is_last():
+            self._at.clear()
         reducer: Any = module.reducer
         summed: Future[Any] = reducer._run_allreduce_hook(bucket)
         return summed.then(_first)  # DDP takes nothing but one tensor from Python

@@ -15,6 +15,7 @@ from ranks import Me
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import lightck
 
@@ -33,8 +34,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Net(nn.Module):
     """Unequal layers, one of them in channels-last memory, and branches that may be left out."""
 
-    def __init__(self, branches: int) -> None:
+    def __init__(self, branches: int, checkpointed: bool = False) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.look = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
         self.wide = nn.Linear(5 * 4 * 4, 67)
         self.branches = nn.ModuleList(nn.Linear(67, 67, bias=False) for _ in range(branches))
@@ -43,7 +45,10 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, take: Sequence[int]) -> torch.Tensor:
         x = torch.relu(self.wide(torch.relu(self.look(x)).flatten(1)))
         for i in take:
-            x = x + torch.tanh(self.branches[i](x))
+            branch = self.branches[i]
+            x = x + torch.tanh(
+                checkpoint(branch, x, use_reentrant=True) if self.checkpointed else branch(x)
+            )
         out: torch.Tensor = self.narrow(x)
         return out
 
@@ -60,6 +65,8 @@ class Case:
     accumulation: int = 1
     to_none: bool = True
     """`zero_grad` lets go of the gradients."""
+    checkpointed: bool = False
+    """Branches are computed again in a backward inside the backward."""
     branches: str = "all"
     """`all`, `same` (the second is never used), `own` (each rank and step leaves another out)."""
 
@@ -67,6 +74,7 @@ class Case:
         options = [k if v is True else f"{k}={v}" for k, v in self.options.items()]
         more = [f"{self.accumulation} micro-batches"] * (self.accumulation > 1)
         more += ["gradients kept"] * (not self.to_none) + [self.branches] * (self.branches != "all")
+        more += ["checkpointed"] * self.checkpointed
         return ", ".join([self.optimizer, *filter(None, [self.hook]), *options, *more])
 
     def taken(self, rank: int, step: int, micro: int) -> list[int]:
@@ -91,7 +99,9 @@ def register(case: Case, module: DistributedDataParallel) -> None:
 def made(case: Case) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     """Model and optimizer, in several buckets."""
     torch.manual_seed(7)
-    module = DistributedDataParallel(Net(3), **{"bucket_cap_mb": 0.006} | case.options)
+    module = DistributedDataParallel(
+        Net(3, case.checkpointed), **{"bucket_cap_mb": 0.006} | case.options
+    )
     return module, OPTIMIZERS[case.optimizer](module.parameters())
 
 

@@ -33,6 +33,7 @@ CASES = [
     *(Case({**view, "static_graph": True}, branches="same") for view in VIEWS),
     *(Case({**view, "find_unused_parameters": True}, branches="own") for view in VIEWS),
     Case({"batched_grad_copy": True}),
+    Case(checkpointed=True),
     Case({"find_unused_parameters": True}, "fp16", accumulation=2, branches="own"),
 ]
 

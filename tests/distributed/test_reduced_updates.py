@@ -30,6 +30,7 @@ CASES = [
     *(Case(options | {"find_unused_parameters": True}, branches="own") for options in ({}, VIEW)),
     Case(VIEW | {"find_unused_parameters": True}, branches="own", to_none=False, accumulation=2),
     Case({"find_unused_parameters": True}, "fp16", branches="own", accumulation=2),
+    *(Case(options, checkpointed=True) for options in ({}, VIEW)),
     Case({"batched_grad_copy": True}, to_none=False),
     Case(VIEW | {"batched_grad_copy": True}, to_none=False),
 ]

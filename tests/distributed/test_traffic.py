@@ -11,11 +11,12 @@ import pytest
 import ranks
 import torch
 from ranks import Me
-from replicas import STEPS, Case, train
+from replicas import STEPS, Case, made, micro_batch, train
 
 import lightck
 from lightck.capture.perfetto import document
 from lightck.capture.trace import Event, Recorded
+from lightck.capture.traffic import Traffic
 from lightck.cli import recording
 from lightck.region.pool import MOMENT_DTYPE
 
@@ -98,6 +99,33 @@ def test_comm_releases_as_buckets_are_launched_and_all_when_nothing_is_left_to_c
     at_wait = min(at for at in released if at >= wait.begin_ns)
     assert released[at_wait] == max(released.values()) > after[0]
     assert at_wait <= wait.end_ns
+
+
+def test_the_wait_is_told_before_ddp_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reduction is over only when it was told: were that any later, DDP would wait for ever."""
+    held: list[tuple[Any, torch.Tensor]] = []
+
+    def hold(state, bucket):  # type: ignore[no-untyped-def]
+        held.append((torch.futures.Future(), bucket.buffer()))
+        return held[-1][0]
+
+    def let_go(self: Traffic) -> None:
+        while held:
+            future, value = held.pop()
+            future.set_result(value)
+
+    def code(me: Me) -> None:
+        monkeypatch.setattr(Traffic, "waits", let_go)
+        module, optimizer = made(Case())
+        with lightck.attach(module, optimizer, tmp_path / "run"):
+            module.register_comm_hook(None, hold)
+            for step in range(3):
+                micro_batch(Case(), module, me.rank, step, 0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with ranks.started(1, code, timeout_s=20) as job:
+        job.results()
 
 
 def event(kind: str, name: str, begin: int, end: int | None = None, amount: int = 0) -> Event:
