@@ -179,7 +179,8 @@ class _Parts:
         undo += [sight.write_wanted, outcomes.stop, sight.ended]
         pipeline.on_torn = sight.torn
         loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
-        hooks = Hooks(sight.listener, self.watched, loaders)
+        at_gradient = communication.came if communication.buckets else None
+        hooks = Hooks(sight.listener, self.watched, loaders, at_gradient)
         recorder.arm = lambda on: hooks.arm_forward() if on else hooks.disarm_forward()
         undo += [kinds.stop, hooks.remove, communication.remove, sight.remove]
         recorder.start()

@@ -95,6 +95,8 @@ class Hooks:
     watched: Watched
     loaders: tuple[Any, ...] = ()
     """Extras that the loop iterates over."""
+    at_gradient: Callable[[], None] | None = None
+    """Called at every gradient that is listened to, too: keeping dynamo out of one more costs."""
     _handles: list[RemovableHandle] = field(default_factory=list)
     _forward: RemovableHandle | None = None
 
@@ -126,12 +128,14 @@ class Hooks:
 
     def _install_gradients(self) -> None:
         """One hook per layer: on the first parameter that a module owns itself."""
-        listener = self.listener
+        listener, also = self.listener, self.at_gradient
         for name, parameter in layers(self.watched.model):
 
             @untraced
             def tick(_: torch.Tensor, name: str = name) -> None:
                 listener.gradient(name)
+                if also is not None:
+                    also()
 
             self._handles.append(parameter.register_post_accumulate_grad_hook(tick))
 

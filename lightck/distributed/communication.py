@@ -18,7 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightck.capture.hooks import layers, untraced
+from lightck.capture.hooks import untraced
 from lightck.capture.trace import now_ns
 from lightck.capture.traffic import Traffic
 from lightck.distributed.seat import leave, sit
@@ -173,7 +173,6 @@ class Communication:
     _traffic: Traffic | None = None
     _backward: int = -1
     _began_ns: int = 0
-    _handles: list[RemovableHandle] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Find it."""
@@ -182,21 +181,15 @@ class Communication:
     def install(self, traffic: Traffic) -> None:
         """Begin to tell; without data parallel there is nothing to look at."""
         self._traffic = traffic
-
-        @untraced
-        def came(_: torch.Tensor) -> None:
-            self._came()
-
         for each in self.buckets:
             sit(each.module, each, now_ns)
-            each.came, each.traffic = self._came, traffic
+            each.came, each.traffic = self.came, traffic
             each.learn()
-            for _, parameter in layers(each.module):
-                self._handles.append(parameter.register_post_accumulate_grad_hook(came))
 
-    def _came(self) -> None:
+    def came(self) -> None:
+        """A gradient; the first of a backward asks for the end of it."""
         backward = backward_now()
-        if backward == self._backward or backward < 0:
+        if backward == self._backward or backward < 0 or self._traffic is None:
             return
         self._backward = backward
         for each in self.buckets:
@@ -222,5 +215,3 @@ class Communication:
         self._traffic = None
         for each in self.buckets:
             each.stop()
-        while self._handles:
-            self._handles.pop().remove()
