@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 
 from lightck.capture import boundary, parts
+from lightck.capture.filling import fresh
 from lightck.config import Config
 from lightck.errors import CorruptSnapshotError, NoSnapshotError
 from lightck.region import backing, native, place
@@ -20,7 +21,6 @@ from lightck.region.choice import first_whole, is_there
 from lightck.region.layout import Entry
 from lightck.region.pool import usual_threads
 from lightck.region.region import Candidate, Region, survey
-from lightck.restore import fresh
 
 SNAPSHOTS = pa.schema(
     [

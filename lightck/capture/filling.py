@@ -1,0 +1,212 @@
+"""Match a snapshot with the live objects by name, then fill them: tensors, optimizers, extras."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightck.capture import boundary, rng
+from lightck.capture.extras import Extra
+from lightck.capture.optimizer import Saved, install, match
+from lightck.capture.staging import fill, is_dense
+from lightck.capture.state import Inventory, Live
+from lightck.errors import RestoreMismatchError
+from lightck.region import native
+from lightck.region.layout import Entry
+from lightck.region.region import Candidate
+
+
+class Filling:
+    """Matches one snapshot with the live objects, then fills them."""
+
+    def __init__(
+        self, candidate: Candidate, live: Inventory, second: dict[str, Any], strict: bool
+    ) -> None:
+        """Match by name; nothing is changed until `finish`."""
+        self.candidate, self.live, self.second, self.strict = candidate, live, second, strict
+        self.layout = candidate.layout
+        self.lives = {v.name: v for v in live.collect().lives}
+        self.targets: dict[str, torch.Tensor] = {}
+        """Per entry: where its bytes are read to."""
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(live tensor, fresh one): live tensors that cannot be read into directly."""
+        self.skipped: dict[str, str] = {}
+        self.stateless: set[tuple[int, str]] = set()
+        """(saved optimizer, parameter's part of the path): parameters whose state is skipped."""
+        self.matched = match(second["optimizers"], live.optimizers, live.names())
+        self.pending: list[Saved] = []
+
+    def check(self, first: dict[str, Any]) -> None:
+        """Find what differs.
+
+        Raises:
+            RestoreMismatchError: with every name, when strict; nothing was changed.
+        """
+        missing, different = [], {}
+        index = self.layout.index
+        for name, live in self.lives.items():
+            if not name.startswith("model/"):
+                continue
+            if name not in index:
+                missing.append(name)
+                continue
+            difference = _difference(self.layout.entries[index[name]], live.tensor)
+            if difference:
+                different[name] = difference
+        for entry in self.layout.entries:  # parameters in no module but in an optimizer
+            name = self._live_name(entry.name)
+            if name.startswith("optim/") and entry.role == "parameter" and name in self.lives:
+                difference = _difference(entry, self.lives[name].tensor)
+                if difference:
+                    different[name] = difference
+        unexpected = [
+            name for name in index if name.startswith("model/") and name not in self.lives
+        ]
+        held = {**self.second["extras"], **first["extras"]}
+        missing += [f"extras/{e.name}" for e in self.live.extras if e.name not in held]
+        for i, optimizer in enumerate(self.live.optimizers):
+            if i not in self.matched.values():
+                missing.append(f"optim/{i} ({type(optimizer).__name__} over these parameters)")
+        if self.strict and (missing or unexpected or different):
+            raise RestoreMismatchError(
+                f"the snapshot of step {self.candidate.record.step} does not fit"
+                " (strict=False restores the rest)",
+                missing=missing,
+                unexpected=unexpected,
+                different=different,
+            )
+        self.skipped |= dict.fromkeys(missing, "not in the snapshot")
+        self.skipped |= dict.fromkeys(unexpected, "not in the live model")
+        self.skipped |= different
+        self._skip_state(different)
+
+    def _skip_state(self, different: Iterable[str]) -> None:
+        """State of a parameter that is not restored does not fit it either."""
+        for path in different:
+            kind, _, rest = path.partition("/")
+            for i in range(len(self.second["optimizers"])):
+                owner = f"optim/{self.matched.get(i)}/"
+                if kind == "model":
+                    self.stateless.add((i, boundary.join("", rest)))
+                elif path.startswith(owner):
+                    self.stateless.add((i, path.removeprefix(owner)))
+        for entry in self.layout.entries:
+            if self._is_stateless(entry.name):
+                self.skipped.setdefault(entry.name, "its parameter was not restored")
+
+    def _is_stateless(self, name: str) -> bool:
+        parts = name.split("/")
+        return parts[0] == "optim" and (int(parts[1]), parts[2]) in self.stateless
+
+    def reads(self, *, verify_only: bool) -> tuple[np.ndarray[Any, Any], list[str]]:
+        """Rows for `Region.fetch`, and their names; targets are made on the second call."""
+        rows = np.zeros(len(self.layout.entries), native.READ_DTYPE)
+        rows["offset"], rows["length"] = self.layout.offsets, self.layout.lengths
+        rows["crc"] = self.candidate.manifest.crcs
+        names = [entry.name for entry in self.layout.entries]
+        keep = self.layout.lengths > 0
+        if not verify_only:
+            self._make_targets()
+            for name, target in self.targets.items():
+                rows["destination"][self.layout.index[name]] = target.data_ptr()
+            keep &= rows["destination"] != 0
+        chosen = np.flatnonzero(keep)
+        return rows[chosen], [names[i] for i in chosen]
+
+    def _make_targets(self) -> None:
+        """Live memory where the bytes fit as they are, fresh tensors elsewhere."""
+        for entry in self.layout.entries:
+            name = self._live_name(entry.name)
+            live = self.lives.get(name)
+            if name in self.skipped or self._is_stateless(entry.name):
+                continue
+            fits = live is not None and not _difference(entry, live.tensor)
+            if live is not None and fits and _direct(entry, live.tensor) and not entry.alias_of:
+                self.targets[entry.name] = live.tensor
+                continue
+            if entry.alias_of is None:
+                self.targets[entry.name] = fresh(entry)
+            if live is not None and fits:
+                source = self.targets.get(entry.alias_of or entry.name)
+                if source is not None and source is not live.tensor:
+                    self.copies.append((live.tensor, source))
+
+    def _live_name(self, name: str) -> str:
+        """A saved optimizer may stand at another index now."""
+        if name.startswith("optim/"):
+            _, i, rest = name.split("/", 2)
+            if int(i) in self.matched:
+                return f"optim/{self.matched[int(i)]}/{rest}"
+            return ""  # kept until its optimizer is found
+        return name
+
+    def finish(self, first: dict[str, Any]) -> None:
+        """Everything was read: fill what could not be read into, then optimizers and extras."""
+        with torch.no_grad():
+            for live, source in self.copies:
+                fill(live, source)
+            for target in self.targets.values():
+                torch.autograd.graph.increment_version(target)
+        for i, saved in enumerate(self.second["optimizers"]):
+            kept = {
+                name: tree
+                for name, tree in saved["state"].items()
+                if (i, boundary.join("", name)) not in self.stateless
+            }
+            holding = Saved(i, {**saved, "state": kept}, *self._optimizer_tensors(i))
+            if i in self.matched:
+                j = self.matched[i]
+                install(holding, j, self.live.optimizers[j], self.live.names())
+            else:
+                self.pending.append(holding)
+        for extra in self.live.extras:
+            self._load_extra(extra, first)
+        rng.restore(boundary.rebuild(first["rng"]))
+
+    def _optimizer_tensors(self, i: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Tensors of saved optimizer i by saved name, live ones if there are; device kinds."""
+        prefix = f"optim/{i}/"
+        found, devices = {}, {}
+        for name, target in self.targets.items():
+            if name.startswith(prefix):
+                live: Live | None = self.lives.get(self._live_name(name))
+                entry = self.layout.entries[self.layout.index[name]]
+                usable = live is not None and not _difference(entry, live.tensor)
+                found[name] = live.tensor if live is not None and usable else target
+                devices[name] = entry.device
+        return found, devices
+
+    def _load_extra(self, extra: Extra, first: dict[str, Any]) -> None:
+        early, late = first["extras"], self.second["extras"]
+        order = (early, late) if extra.instant != "forward" else (late, early)
+        for held in order:
+            if extra.name in held:
+                extra.load(boundary.rebuild(held[extra.name], self.targets.__getitem__))
+                return
+
+    def leftover(self, first: dict[str, Any]) -> tuple[str, ...]:
+        """Extras in the snapshot that nobody took."""
+        given = {extra.name for extra in self.live.extras}
+        return tuple(sorted({*first["extras"], *self.second["extras"]} - given))
+
+
+def fresh(entry: Entry) -> torch.Tensor:
+    """An empty CPU tensor for an entry."""
+    return torch.empty_strided(entry.shape, entry.strides, dtype=getattr(torch, entry.dtype))
+
+
+def _difference(entry: Entry, tensor: torch.Tensor) -> str:
+    """In words, or "" when an entry's bytes can become this tensor."""
+    saved = f"{entry.dtype}{list(entry.shape)}"
+    live = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return "" if saved == live else f"saved {saved}, live {live}"
+
+
+def _direct(entry: Entry, tensor: torch.Tensor) -> bool:
+    """The bytes can be read straight into the tensor's memory."""
+    return (
+        tensor.device.type == "cpu" and is_dense(tensor) and tuple(tensor.stride()) == entry.strides
+    )
