@@ -19,7 +19,8 @@ from lightck.errors import (
     RegionBusyError,
     RegionIOError,
 )
-from lightck.load import SNAPSHOTS, region_files, row, rows_of
+from lightck.load import SNAPSHOTS, region_files, row
+from lightck.region import native
 from lightck.region.choice import nothing_whole
 from lightck.region.pool import usual_threads
 from lightck.region.region import Candidate, Region, survey
@@ -117,7 +118,7 @@ def contents(
 
 def _contents(region: Region, candidate: Candidate, state: str) -> Contents:
     label = f"{region.place.file} step {candidate.record.step}"
-    first, second = parts.read(candidate, context=label)
+    first, second = parts.read(candidate, candidate.layout.entries, context=label)
     entries, offsets = candidate.layout.entries, candidate.layout.offsets
     rows = [
         {
@@ -214,7 +215,7 @@ def _check(
 
 def _damaged(region: Region, candidate: Candidate, progress: Callable[[int], object]) -> list[str]:
     """Names of the tensors whose bytes do not match their checksums."""
-    rows, names = rows_of(candidate)
+    rows, names = _rows_of(candidate)
     bad, begin = [], 0
     while begin < len(rows):
         sizes = np.cumsum(rows["length"][begin:])
@@ -226,3 +227,13 @@ def _damaged(region: Region, candidate: Candidate, progress: Callable[[int], obj
         progress(int(rows["length"][begin:end].sum()))
         begin = end
     return bad
+
+
+def _rows_of(candidate: Candidate) -> tuple[np.ndarray[Any, Any], list[str]]:
+    """What to read to check what one region has of a snapshot, and the name of each row."""
+    entries = candidate.layout.entries
+    rows = np.zeros(len(entries), native.READ_DTYPE)
+    rows["offset"], rows["length"] = candidate.layout.offsets, candidate.layout.lengths
+    rows["crc"] = candidate.manifest.crcs
+    chosen = np.flatnonzero(candidate.layout.lengths > 0)
+    return rows[chosen], [entries[i].name for i in chosen]

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from lightck.capture import boundary, parts
+from lightck.capture import boundary
+from lightck.capture.assembled import Assembled, Part
 from lightck.capture.filling import fresh
 from lightck.config import Config
-from lightck.errors import CorruptSnapshotError, NoSnapshotError
-from lightck.region import backing, native, place
-from lightck.region.choice import first_whole, is_there
+from lightck.distributed.meeting import Meeting
+from lightck.distributed.recall import Found, recall
+from lightck.errors import NoSnapshotError
+from lightck.region import backing, place
 from lightck.region.layout import Entry
-from lightck.region.pool import usual_threads
 from lightck.region.region import Candidate, Region, survey
 
 SNAPSHOTS = pa.schema(
@@ -100,12 +102,21 @@ class _Mapping(mmap.mmap):
 
 
 def load(
-    path: str | os.PathLike[str] | None = None, step: int | Literal["latest"] = "latest"
+    path: str | os.PathLike[str] | None = None,
+    step: int | Literal["latest"] = "latest",
+    *,
+    rank: int = 0,
 ) -> dict[str, Any]:
     """A snapshot as a plain state dict, without a model: nothing is read until it is used.
 
-    Tensors are mapped copy-on-write: they may be changed, the region does not see it. Their slot is
-    leased until the last of them is gone; a trainer that needs it slips its snapshots meanwhile.
+    Tensors are mapped copy-on-write: they may be changed, the region does not see it. Their slots
+    are leased until the last of them is gone; a trainer that needs one slips its snapshots
+    meanwhile. A tensor of which several ranks wrote parts is copied together.
+
+    Args:
+        path: as for `snapshots`.
+        step: which one; the newest that is whole by default.
+        rank: of several, whose buffers, extras and random generators to take.
 
     Returns:
         `model` (for `load_state_dict`), `optimizers` (one dict each, as torch's `state_dict` gives
@@ -115,98 +126,98 @@ def load(
         NoSnapshotError: there is none, or none is whole.
         RegionError: the place is not safe or not a region.
     """
-    candidate, tensors = _found(path, step)
-    return as_state_dict(candidate, tensors.__getitem__)
+    snapshot, tensors = _found(path, step, rank)
+    return as_state_dict(snapshot, tensors.__getitem__)
 
 
 def load_tensors(
-    path: str | os.PathLike[str] | None = None, step: int | Literal["latest"] = "latest"
+    path: str | os.PathLike[str] | None = None,
+    step: int | Literal["latest"] = "latest",
+    *,
+    rank: int = 0,
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """The step and every tensor of a snapshot by its name in the region; otherwise as `load`.
 
     Names begin with `model/`, `optim/` or `extras/`; tied tensors are one object.
     """
-    candidate, tensors = _found(path, step)
-    return candidate.record.step, tensors
+    snapshot, tensors = _found(path, step, rank)
+    return snapshot.record.step, tensors
 
 
 def _found(
-    path: str | os.PathLike[str] | None, step: int | Literal["latest"]
-) -> tuple[Candidate, dict[str, torch.Tensor]]:
-    where = place.locate(Config.resolve(path=path).path, 0, create=False)
-    if not where.exists or backing.is_blank(where):
-        raise NoSnapshotError(f"{where.file}: nothing is there")
-    found = first_whole(where, step, lambda region, best, _: (best, _mapped(region, best)))
+    path: str | os.PathLike[str] | None, step: int | Literal["latest"], rank: int
+) -> tuple[Assembled, dict[str, torch.Tensor]]:
+    where = place.locate(Config.resolve(path=path).path, rank, create=False)
+    wanted = None if step == "latest" else step
+    found = recall(Meeting("load", rank), where, wanted, _mapped, lends=False)
     if found is None:
         raise NoSnapshotError(f"{where.file}: no whole snapshot: none was ever written")
     return found
 
 
-def verify(region: Region, candidate: Candidate) -> None:
-    """Check every payload byte of a snapshot against its checksum.
-
-    Raises:
-        CorruptSnapshotError: names the tensor.
-    """
-    rows, names = rows_of(candidate)
-    region.fetch(candidate, rows, names, usual_threads())
-
-
-def rows_of(candidate: Candidate) -> tuple[np.ndarray[Any, Any], list[str]]:
-    """What to read to check a snapshot, and the name of each row."""
-    entries = candidate.layout.entries
-    rows = np.zeros(len(entries), native.READ_DTYPE)
-    rows["offset"], rows["length"] = candidate.layout.offsets, candidate.layout.lengths
-    rows["crc"] = candidate.manifest.crcs
-    chosen = np.flatnonzero(candidate.layout.lengths > 0)
-    return rows[chosen], [entries[i].name for i in chosen]
-
-
-def _mapped(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
-    """Tensors over the slot, verified; takes over `region`, which closes with the last of them."""
-    record = candidate.record
+@contextlib.contextmanager
+def _mapped(
+    found: Found,
+) -> Iterator[Callable[[], tuple[Assembled, dict[str, torch.Tensor]]]]:
+    """Verify a snapshot; the context gives what makes tensors over its slots."""
+    snapshot = found.snapshot
     # Before the caller has them: what cannot be read is passed over for an older one here only.
-    parts.read(candidate, context=f"{region.place.file} step {record.step}")
-    region.native.lease(record.slot, True)
-    try:
-        if not is_there(region, candidate):
-            raise CorruptSnapshotError(
-                f"{region.place.file} step {record.step}: overwritten while it was read"
-            )
-        verify(region, candidate)
-        found = _views(region, candidate) if region.place.is_plain else _copies(region, candidate)
-    except BaseException:
-        region.native.lease(record.slot, False)
-        raise
-    for entry in candidate.layout.entries:
+    snapshot.trees()
+    with snapshot.leased() as leases:
+        snapshot.verify()
+
+        def take() -> tuple[Assembled, dict[str, torch.Tensor]]:
+            tensors = _tensors(found)
+            leases.pop_all()  # they go when their region is closed
+            return snapshot, tensors
+
+        yield take
+
+
+def _tensors(found: Found) -> dict[str, torch.Tensor]:
+    """Tensors over the slots where one piece holds all; copies of the others, and of devices."""
+    snapshot = found.snapshot
+    over: list[tuple[Part, Sequence[int]]] = [
+        (part, _alone(part, snapshot) if part.region.place.is_plain else [])
+        for part in snapshot.parts
+    ]
+    mapped = {part.entries[row] for part, rows in over for row in rows}
+    tensors: dict[str, torch.Tensor] = {}
+    addresses = np.zeros(len(snapshot.entries), np.uint64)
+    for i, entry in enumerate(snapshot.entries):
+        if entry.alias_of is None and i not in mapped:
+            tensors[entry.name] = fresh(entry)
+            addresses[i] = tensors[entry.name].data_ptr()
+    snapshot.read(addresses)
+    for part, rows in over:
+        if len(rows):
+            mapping = _mapping(part.region)
+            found.holdings.keep(part.region)
+            weakref.finalize(mapping, part.region.close)
+        for row in rows:
+            entry = snapshot.entries[part.entries[row]]
+            tensors[entry.name] = _over(mapping, entry, int(part.rows["offset"][row]))
+    for entry in snapshot.entries:
         if entry.alias_of is not None:
-            found[entry.name] = found[entry.alias_of]
+            tensors[entry.name] = tensors[entry.alias_of]
+    return {entry.name: tensors[entry.name] for entry in snapshot.entries}
+
+
+def _alone(part: Part, snapshot: Assembled) -> list[int]:
+    """The rows whose bytes are all of their tensor."""
+    sizes = np.array([snapshot.entries[i].length for i in part.entries], np.uint64)
+    found: list[int] = np.flatnonzero(part.rows["length"] == sizes).tolist()
     return found
 
 
-def _views(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
+def _mapping(region: Region) -> _Mapping:
     with place.opened(region.place, writable=False) as (fd, _):
-        mapping = _Mapping(
+        return _Mapping(
             fd, region.info.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
-    weakref.finalize(mapping, region.close)
-    placed = zip(candidate.layout.entries, candidate.layout.offsets, strict=True)
-    return {e.name: _over(mapping, e, int(at)) for e, at in placed if e.alias_of is None}
-
-
-def _copies(region: Region, candidate: Candidate) -> dict[str, torch.Tensor]:
-    """For devices and pools, which cannot be mapped privately."""
-    found = {e.name: fresh(e) for e in candidate.layout.entries if e.alias_of is None}
-    rows, names = rows_of(candidate)
-    rows["destination"] = [found[name].data_ptr() for name in names]
-    region.fetch(candidate, rows, names, usual_threads())
-    region.close()
-    return found
 
 
 def _over(mapping: _Mapping, entry: Entry, offset: int) -> torch.Tensor:
-    if entry.length == 0:
-        return fresh(entry)
     dtype = getattr(torch, entry.dtype)
     flat = torch.frombuffer(
         mapping, dtype=dtype, count=entry.length // dtype.itemsize, offset=offset
@@ -214,14 +225,13 @@ def _over(mapping: _Mapping, entry: Entry, offset: int) -> torch.Tensor:
     return flat.as_strided(entry.shape, entry.strides)
 
 
-def as_state_dict(candidate: Candidate, tensors: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+def as_state_dict(snapshot: Assembled, tensors: Callable[[str], torch.Tensor]) -> dict[str, Any]:
     """The nested state dict of a snapshot; `tensors` gives each tensor by name."""
-    label = f"step {candidate.record.step}"
-    first, second = parts.read(candidate, context=label)
-    names = [entry.name for entry in candidate.layout.entries]
+    first, second = snapshot.trees()
+    names = [entry.name for entry in snapshot.entries]
     extras = {**second["extras"], **first["extras"]}
     return {
-        "step": candidate.record.step,
+        "step": snapshot.record.step,
         "model": {
             _unescape(n.removeprefix("model/")): tensors(n) for n in names if n.startswith("model/")
         },

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightck.capture import boundary, parts, rng
+from lightck.capture import boundary, rng
 from lightck.capture.extras import parse
 from lightck.capture.filling import Filling
 from lightck.capture.hooks import before_next_forward
@@ -22,12 +23,11 @@ from lightck.capture.optimizer import Saved
 from lightck.capture.state import Inventory
 from lightck.capture.steps import Steps
 from lightck.config import Config
-from lightck.errors import CorruptSnapshotError, LightckError
+from lightck.distributed.meeting import meeting
+from lightck.distributed.recall import Found, recall
+from lightck.errors import LightckError
 from lightck.events import event
-from lightck.region import backing, place
-from lightck.region.choice import first_whole
-from lightck.region.pool import usual_threads
-from lightck.region.region import Candidate, Region
+from lightck.region import place
 from lightck.types import RestoreInfo
 
 
@@ -36,6 +36,8 @@ class Progress:
     """How far this process has brought a model: attach goes on from here."""
 
     step: int = 0
+    restored: tuple[int, int] | None = None
+    """(timeline, step) of the snapshot that was restored last; over ranks the same on each."""
     pending: list[Saved] = field(default_factory=list)
     """Restored state of optimizers that are not there yet."""
     forward_hook: Any = None
@@ -77,6 +79,11 @@ def restore(
     extras are loaded, and the random generators stand where the step ended; at the first training
     forward they are set once more to what they were at that forward.
 
+    Under torch.distributed every rank calls this. They take the newest snapshot of which each can
+    read its whole state, and all of them the same; nothing is changed on any rank before each has
+    checked all of it. Another number of ranks than wrote the snapshot finds replicated state by
+    name; of buffers, extras and data positions rank r has those of rank r modulo that number.
+
     Args:
         model: a module, or several.
         optimizer: one or several; their order does not matter.
@@ -92,26 +99,22 @@ def restore(
     Raises:
         NoSnapshotError: snapshots were there, none is whole, or not the wanted step.
         RestoreMismatchError: the state differs; nothing was changed.
+        CoordinationError: another rank failed, named with its reason, or did not come.
         RegionError: the place is not safe or not a region.
         LightckError: a handle is attached to the model.
 
     Thread: the training thread; blocks for as long as reading and checking takes.
     """
-    root = as_module(model)
-    if progress(root).attached:
-        raise LightckError("a handle records this model: close() or detach() the handle first")
-    config = Config.resolve(path=path)
-    where = place.locate(config.path, 0, create=False)
-    if not where.exists or backing.is_blank(where):
-        return None
-    live = Inventory(root, as_list(optimizer), parse(extras))
-
-    def take(region: Region, candidate: Candidate, fell_back: list[str]) -> RestoreInfo:
-        info = _restore_from(region, candidate, live, strict, fell_back)
-        region.close()
-        return info
-
-    return first_whole(where, step, take)
+    with meeting("restore") as ranks:
+        root = as_module(model)
+        if progress(root).attached:
+            raise LightckError("a handle records this model: close() or detach() the handle first")
+        where = place.locate(Config.resolve(path=path).path, ranks.rank, create=False)
+        live = Inventory(root, as_list(optimizer), parse(extras))
+        wanted = None if step == "latest" else step
+        info = recall(ranks, where, wanted, lambda found: _filled(found, live, strict))
+        ranks.part()
+    return info
 
 
 def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
@@ -126,40 +129,70 @@ def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
-def _restore_from(
-    region: Region, candidate: Candidate, live: Inventory, strict: bool, fell_back: list[str]
-) -> RestoreInfo:
-    record, label = candidate.record, f"{region.place.file} step {candidate.record.step}"
-    first, second = parts.read(candidate, context=label)
-    region.native.lease(record.slot, True)
-    try:
-        if region.native.read_record(record.slot) != record:
-            raise CorruptSnapshotError(f"{label}: overwritten while it was read")
-        filling = Filling(candidate, live, second, strict)
+@contextlib.contextmanager
+def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[], RestoreInfo]]:
+    """Match and verify a snapshot; what the context gives fills the live objects with it."""
+    snapshot = found.snapshot
+    first, second = snapshot.trees()
+    with snapshot.leased():
+        filling = Filling(snapshot, live, second, strict, lent=_lent(found))
         filling.check(first)
-        reads, names = filling.reads(verify_only=True)
-        region.fetch(candidate, reads, names, threads=usual_threads())
-        reads, names = filling.reads(verify_only=False)
-        region.fetch(candidate, reads, names, threads=usual_threads())
-    finally:
-        region.native.lease(record.slot, False)
-    filling.finish(first)
-    _arm_forward(live, second, filling.targets.__getitem__)
-    region.carry_on(record)
-    state = progress(live.model)
-    state.step, state.pending = record.step, filling.pending
+        snapshot.verify()
+
+        def take() -> RestoreInfo:
+            snapshot.read(filling.addresses())
+            filling.finish(first)
+            _arm_forward(live, {} if filling.lent else second, filling.targets.__getitem__)
+            _carry_on(found)
+            state = progress(live.model)
+            state.step, state.pending = found.key.step, filling.pending
+            state.restored = (found.key.timeline, found.key.step)
+            return _told(found, filling, first)
+
+        yield take
+
+
+def _lent(found: Found) -> str:
+    """Why this rank's own state is another's; empty if it is not."""
+    rank, world = found.holdings.rank, found.key.world
+    if rank < world:
+        return ""
+    return (
+        f"{world} rank(s) wrote the snapshot: rank {rank} takes over the state of rank"
+        f" {rank % world}, but no random numbers: its generators stay as they are"
+    )
+
+
+def _carry_on(found: Found) -> None:
+    """Say what attach may go on from in this rank's region, and what it must protect there.
+
+    A rank that has a part of the snapshot keeps it until a newer one is whole, also in another
+    world; one that has none gives up what it has.
+    """
+    own = found.holdings.own
+    if own is not None and own.region is found.snapshot.parts[0].region:
+        own.region.carry_on(found.snapshot.record)
+    elif own is not None:
+        own.region.leave_behind()
+
+
+def _told(found: Found, filling: Filling, first: dict[str, Any]) -> RestoreInfo:
+    record = found.snapshot.record
     info = RestoreInfo(
         step=record.step,
         slot=record.slot,
         sequence=record.sequence,
         wall_time=datetime.fromtimestamp(record.wall_time_ns / 1e9, UTC),
-        path=region.place.path,
-        early=record.early,
-        suspect=record.suspect,
+        path=found.holdings.where.path,
+        early=found.snapshot.early,
+        suspect=found.snapshot.suspect,
         timeline=record.timeline,
         leftover=filling.leftover(first),
         skipped=filling.skipped,
-        fell_back=tuple(fell_back),
+        fell_back=found.fell_back,
+        why=found.why,
+        world=record.world,
+        rank=record.rank,
     )
     event("restored", step=info.step, slot=info.slot, path=info.path)
     return info

@@ -152,9 +152,14 @@ class RestoreInfo:
         early: the snapshot was finished before the boundary instant (b).
         timeline: the timeline that wrote it.
         leftover: names of extras in the snapshot that nobody took.
-        skipped: name to reason, for state that was not restored (`strict=False`).
-        fell_back: one message for each newer snapshot that is not whole, or suspect, newest first.
+        skipped: name to reason, for state that was not restored (`strict=False`); `rng` where
+            another rank's own state was taken over, whose random numbers must not be drawn twice.
+        fell_back: one message for each newer snapshot that is not whole, or part of it, or suspect;
+            on every rank the same.
         suspect: replicas were found to differ there or before; no other snapshot was whole.
+        why: one sentence: why this snapshot.
+        world: number of ranks that wrote it.
+        rank: which of them wrote the buffers, extras and generators that this process has now.
     """
 
     step: int
@@ -168,6 +173,9 @@ class RestoreInfo:
     skipped: Mapping[str, str] = field(default_factory=dict)
     fell_back: tuple[str, ...] = ()
     suspect: bool = False
+    why: str = ""
+    world: int = 1
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

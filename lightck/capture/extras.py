@@ -15,6 +15,7 @@ from lightck.errors import StateError
 from lightck.types import Stateful
 
 Instant = Literal["step", "forward", "both"]
+_GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,11 @@ class Extra:
     name: str
     subject: Any
     instant: Instant
+
+    @property
+    def is_generator(self) -> bool:
+        """What it holds are random numbers to come."""
+        return isinstance(self.subject, _GENERATORS)
 
     def state(self) -> Any:
         """Its state now; may alias what the subject still changes."""
@@ -89,7 +95,7 @@ def _parse(name: Any, given: Any) -> Extra:
     if not isinstance(name, str):
         raise StateError(f"extras: the name {name!r} is not a string")
     subject, instant = (given.subject, given.instant) if isinstance(given, At) else (given, None)
-    if isinstance(subject, torch.Generator | np.random.Generator | random.Random):
+    if isinstance(subject, _GENERATORS):
         return Extra(name, subject, instant or "both")
     if isinstance(subject, dict):
         return Extra(name, subject, instant or "forward")

@@ -6,28 +6,43 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightck.capture import boundary, rng
+from lightck.capture.assembled import Assembled
 from lightck.capture.extras import Extra
 from lightck.capture.optimizer import Saved, install, match
 from lightck.capture.staging import fill, is_dense
 from lightck.capture.state import Inventory, Live
 from lightck.errors import RestoreMismatchError
-from lightck.region import native
 from lightck.region.layout import Entry
-from lightck.region.region import Candidate
 
 
 class Filling:
     """Matches one snapshot with the live objects, then fills them."""
 
     def __init__(
-        self, candidate: Candidate, live: Inventory, second: dict[str, Any], strict: bool
+        self,
+        snapshot: Assembled,
+        live: Inventory,
+        second: dict[str, Any],
+        strict: bool,
+        *,
+        lent: str = "",
     ) -> None:
-        """Match by name; nothing is changed until `finish`."""
-        self.candidate, self.live, self.second, self.strict = candidate, live, second, strict
-        self.layout = candidate.layout
+        """Match by name; nothing is changed until `finish`.
+
+        Args:
+            snapshot: what is there to be filled in.
+            live: what is filled.
+            second: the snapshot's state at (b).
+            strict: refuse what differs.
+            lent: why the snapshot's own state is another rank's, so that generators, which must
+                not draw alike on two ranks, stay as they are; empty if it is this rank's.
+        """
+        self.snapshot, self.live, self.second, self.strict = snapshot, live, second, strict
+        self.lent = lent
         self.lives = {v.name: v for v in live.collect().lives}
         self.targets: dict[str, torch.Tensor] = {}
         """Per entry: where its bytes are read to."""
@@ -46,17 +61,17 @@ class Filling:
             RestoreMismatchError: with every name, when strict; nothing was changed.
         """
         missing, different = [], {}
-        index = self.layout.index
+        index, entries = self.snapshot.index, self.snapshot.entries
         for name, live in self.lives.items():
             if not name.startswith("model/"):
                 continue
             if name not in index:
                 missing.append(name)
                 continue
-            difference = _difference(self.layout.entries[index[name]], live.tensor)
+            difference = _difference(entries[index[name]], live.tensor)
             if difference:
                 different[name] = difference
-        for entry in self.layout.entries:  # parameters in no module but in an optimizer
+        for entry in entries:  # parameters in no module but in an optimizer
             name = self._live_name(entry.name)
             if name.startswith("optim/") and entry.role == "parameter" and name in self.lives:
                 difference = _difference(entry, self.lives[name].tensor)
@@ -72,7 +87,7 @@ class Filling:
                 missing.append(f"optim/{i} ({type(optimizer).__name__} over these parameters)")
         if self.strict and (missing or unexpected or different):
             raise RestoreMismatchError(
-                f"the snapshot of step {self.candidate.record.step} does not fit"
+                f"the snapshot of step {self.snapshot.record.step} does not fit"
                 " (strict=False restores the rest)",
                 missing=missing,
                 unexpected=unexpected,
@@ -93,7 +108,7 @@ class Filling:
                     self.stateless.add((i, boundary.join("", rest)))
                 elif path.startswith(owner):
                     self.stateless.add((i, path.removeprefix(owner)))
-        for entry in self.layout.entries:
+        for entry in self.snapshot.entries:
             if self._is_stateless(entry.name):
                 self.skipped.setdefault(entry.name, "its parameter was not restored")
 
@@ -101,24 +116,18 @@ class Filling:
         parts = name.split("/")
         return parts[0] == "optim" and (int(parts[1]), parts[2]) in self.stateless
 
-    def reads(self, *, verify_only: bool) -> tuple[np.ndarray[Any, Any], list[str]]:
-        """Rows for `Region.fetch`, and their names; targets are made on the second call."""
-        rows = np.zeros(len(self.layout.entries), native.READ_DTYPE)
-        rows["offset"], rows["length"] = self.layout.offsets, self.layout.lengths
-        rows["crc"] = self.candidate.manifest.crcs
-        names = [entry.name for entry in self.layout.entries]
-        keep = self.layout.lengths > 0
-        if not verify_only:
-            self._make_targets()
-            for name, target in self.targets.items():
-                rows["destination"][self.layout.index[name]] = target.data_ptr()
-            keep &= rows["destination"] != 0
-        chosen = np.flatnonzero(keep)
-        return rows[chosen], [names[i] for i in chosen]
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Where the bytes of each entry are read to, for `Assembled.read`; 0: nowhere."""
+        self._make_targets()
+        found = np.zeros(len(self.snapshot.entries), np.uint64)
+        index = self.snapshot.index
+        for name, target in self.targets.items():
+            found[index[name]] = target.data_ptr()
+        return found
 
     def _make_targets(self) -> None:
         """Live memory where the bytes fit as they are, fresh tensors elsewhere."""
-        for entry in self.layout.entries:
+        for entry in self.snapshot.entries:
             name = self._live_name(entry.name)
             live = self.lives.get(name)
             if name in self.skipped or self._is_stateless(entry.name):
@@ -163,8 +172,14 @@ class Filling:
             else:
                 self.pending.append(holding)
         for extra in self.live.extras:
-            self._load_extra(extra, first)
-        rng.restore(boundary.rebuild(first["rng"]))
+            if self.lent and extra.is_generator:
+                self.skipped[f"extras/{extra.name}"] = self.lent
+            else:
+                self._load_extra(extra, first)
+        if self.lent:
+            self.skipped["rng"] = self.lent
+        else:
+            rng.restore(boundary.rebuild(first["rng"]))
 
     def _optimizer_tensors(self, i: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Tensors of saved optimizer i by saved name, live ones if there are; device kinds."""
@@ -173,7 +188,7 @@ class Filling:
         for name, target in self.targets.items():
             if name.startswith(prefix):
                 live: Live | None = self.lives.get(self._live_name(name))
-                entry = self.layout.entries[self.layout.index[name]]
+                entry = self.snapshot.entries[self.snapshot.index[name]]
                 usable = live is not None and not _difference(entry, live.tensor)
                 found[name] = live.tensor if live is not None and usable else target
                 devices[name] = entry.device

@@ -8,7 +8,7 @@ has changed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,34 +16,59 @@ import torch
 from lightck.capture import boundary, rng, staging
 from lightck.capture.state import BASE_ATTRIBUTES
 from lightck.errors import CorruptSnapshotError
+from lightck.region.layout import Entry
 from lightck.region.region import Candidate
 
 _NAME = re.compile(r"(model|extras|optim/(0|[1-9][0-9]{0,8}))/.*", re.DOTALL)
 _INDEXED = re.compile(r"@#-?[0-9]{1,300}")
 
 
-def read(candidate: Candidate, *, context: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(
+    candidate: Candidate, entries: Sequence[Entry], *, context: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The boundary states (a) and (b) of a snapshot, in the form that they were written in.
 
+    Args:
+        candidate: of the rank whose states they are.
+        entries: every tensor that they may refer to, those among them that other ranks hold.
+        context: for messages.
+
     Raises:
-        CorruptSnapshotError: these parts or the layout's names do not have it.
+        CorruptSnapshotError: these parts or the entries' names do not have it.
     """
     state = candidate.manifest
     first = boundary.decode(state.at_step, context=context)
     second = boundary.decode(state.at_forward, context=context)
-    tensors = {e.name for e in candidate.layout.entries if e.alias_of is None}
     try:
-        _check(candidate, first, second, tensors)
+        _check_entries(entries)
+        _check(candidate, first, second, {e.name for e in entries if e.alias_of is None})
     except CorruptSnapshotError as error:
         raise CorruptSnapshotError(f"{context}: {error}") from error
     return first, second
 
 
-def _check(candidate: Candidate, first: Any, second: Any, tensors: set[str]) -> None:
-    for entry in candidate.layout.entries:
+def peers(candidate: Candidate, *, context: str) -> list[int]:
+    """The ranks that shared the state when this one wrote its snapshot, itself among them.
+
+    Raises:
+        CorruptSnapshotError: it does not say.
+    """
+    second = boundary.decode(candidate.manifest.at_forward, context=context)
+    share = second.get("share") if type(second) is dict else None
+    named = share.get("peers") if type(share) is dict else None
+    if type(named) is not list or not all(type(rank) is int and rank >= 0 for rank in named):
+        raise CorruptSnapshotError(f"{context}: its share is one of ranks {named!r}")
+    return named
+
+
+def _check_entries(entries: Sequence[Entry]) -> None:
+    for entry in entries:
         if not _NAME.fullmatch(entry.name):
             raise CorruptSnapshotError(f"the layout table names a tensor {entry.name!r}")
-    staging.check(candidate.layout.entries, context="layout table")
+    staging.check(entries, context="layout table")
+
+
+def _check(candidate: Candidate, first: Any, second: Any, tensors: set[str]) -> None:
     _fields(first, "the state at step end", {"rng": dict, "extras": dict})
     _fields(second, "the state at the forward", {"optimizers": list, "extras": dict, "step": int})
     if not second["step"] == candidate.record.step == candidate.manifest.step:

@@ -229,6 +229,14 @@ class Region:
         _continued[self.info.uuid] = record
         _newest[self.info.uuid] = self.next_sequence - 1
 
+    def leave_behind(self) -> None:
+        """Declare that the live state continues another region's snapshot, which all here yield to.
+
+        Attach may then write here, and protects nothing.
+        """
+        _continued.pop(self.info.uuid, None)
+        _newest[self.info.uuid] = self.next_sequence - 1
+
     def start_anew(self) -> None:
         """Declare that the live state continues no snapshot of this region."""
         _continued.pop(self.info.uuid, None)

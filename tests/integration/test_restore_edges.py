@@ -13,7 +13,7 @@ import torch
 from loops import adam_loop, attach, of_live, of_stored
 
 import lightck
-from lightck.region import choice
+from lightck.distributed import holdings
 from lightck.region.region import Region
 
 
@@ -44,8 +44,8 @@ def _read_while_overtaken(path: Path, reader: str, patch: pytest.MonkeyPatch, mo
         recover = Region.recover
         patch.setattr(Region, "recover", lambda region: (overtake(), recover(region))[1])
     else:
-        survey = choice.survey
-        patch.setattr(choice, "survey", lambda where: (survey(where), overtake())[0])
+        survey = holdings.survey
+        patch.setattr(holdings, "survey", lambda where: (survey(where), overtake())[0])
     if reader == "restore":
         loop = adam_loop()
         info = lightck.restore(loop.model, list(loop.optimizers), path)

@@ -28,15 +28,16 @@ _FLOORS = {
     8: {"integrations", "cli", "__init__"},
 }
 _FLOOR_OF = {room: floor for floor, rooms in _FLOORS.items() for room in rooms}
-# One way only: a config is checked when it is made, its policy included; looking into a region
-# takes restore's choice of a snapshot, examining it takes load's reading.
+# One way only: a config is checked when it is made, its policy included; who reads a snapshot asks
+# what the ranks' regions hold together, examining one takes load's reading.
 _SAME_FLOOR = {
     ("checkpointer", "handle"),
     ("config", "policy"),
-    ("load", "restore"),
+    ("restore", "distributed"),
+    ("load", "distributed"),
+    ("examine", "distributed"),
     ("examine", "load"),
     ("pmdk", "load"),
-    ("examine", "restore"),
     ("watch", "load"),
 }
 # Faces use what users use; __init__ hands out names of these, the marks of instants, the sampler.

@@ -1,0 +1,194 @@
+"""One rank's whole state as it lies in regions: put together, leased, verified and read.
+
+The usual case is a region that holds all: its layout table is taken as it is, without a look at
+single tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck.capture import parts
+from lightck.capture.pieces import assemble
+from lightck.errors import CorruptSnapshotError
+from lightck.region import native
+from lightck.region.choice import is_there
+from lightck.region.layout import Entry
+from lightck.region.native import HOLDS_ALL, RECORD_SUSPECT, Record
+from lightck.region.pool import usual_threads
+from lightck.region.region import Candidate, Region
+
+Source = tuple[Region, Candidate]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one region has of the state."""
+
+    region: Region
+    candidate: Candidate
+    rows: npt.NDArray[Any]
+    """READ_DTYPE, of extents with bytes; destinations are 0."""
+    entries: npt.NDArray[np.intp]
+    """Of each row: which entry of the state its bytes belong to."""
+    begins: npt.NDArray[np.uint64]
+    """Of each row: its first byte's place in that tensor."""
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"{self.region.place.file} step {self.candidate.record.step}"
+
+
+@dataclass(frozen=True, eq=False)
+class Assembled:
+    """A snapshot of one rank's state. Used by one thread; the regions stay the opener's."""
+
+    entries: tuple[Entry, ...]
+    """Every tensor, as if one region held all of it."""
+    parts: tuple[Part, ...]
+    """The rank's own region first."""
+
+    @classmethod
+    def of(cls, sources: Sequence[Source]) -> Assembled:
+        """Put the state together.
+
+        Args:
+            sources: the rank's own snapshot first, then those that share with it.
+
+        Raises:
+            CorruptSnapshotError: they do not belong together, or something is missing.
+        """
+        region, own = sources[0]
+        layout = own.layout
+        if own.record.share_digest == HOLDS_ALL and all(e.begin is None for e in layout.entries):
+            filled = np.flatnonzero(layout.lengths > 0)
+            part = _part(region, own, filled, filled, np.zeros(len(filled), np.uint64))
+            return cls(layout.entries, (part,))
+        found = assemble([candidate for _, candidate in sources])
+        if found.missing:
+            more = f" and {len(found.missing) - 1} more" if len(found.missing) > 1 else ""
+            raise CorruptSnapshotError(
+                f"{region.place.file} step {own.record.step}: missing {found.missing[0]}{more}"
+            )
+        number = {name: i for i, name in enumerate(found.entries)}
+        pieces = [(number[name], p) for name, held in found.pieces.items() for p in held]
+        cut = [
+            _part(
+                region,
+                candidate,
+                np.array([p.position for _, p in pieces if p.source == source], np.intp),
+                np.array([i for i, p in pieces if p.source == source], np.intp),
+                np.array([p.begin for _, p in pieces if p.source == source], np.uint64),
+            )
+            for source, (region, candidate) in enumerate(sources)
+        ]
+        return cls(tuple(found.entries.values()), tuple(cut))
+
+    @property
+    def record(self) -> Record:
+        """Of the rank's own snapshot."""
+        return self.parts[0].candidate.record
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return self.parts[0].label
+
+    @property
+    def early(self) -> bool:
+        """A rank finished it before the boundary instant (b)."""
+        return any(part.candidate.record.early for part in self.parts)
+
+    @property
+    def suspect(self) -> bool:
+        """Replicas were found to differ, by the word of any of the regions."""
+        return any(part.candidate.record.flags & RECORD_SUSPECT for part in self.parts)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each name."""
+        if len(self.parts) == 1 and self.entries is self.parts[0].candidate.layout.entries:
+            return self.parts[0].candidate.layout.index
+        return {entry.name: i for i, entry in enumerate(self.entries)}
+
+    def trees(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The boundary states (a) and (b), checked.
+
+        Raises:
+            CorruptSnapshotError: they have not the form in which they were written.
+        """
+        return parts.read(self.parts[0].candidate, self.entries, context=self.label)
+
+    def is_there(self) -> bool:
+        """No trainer has overwritten any of it since it was found."""
+        return all(is_there(part.region, part.candidate) for part in self.parts)
+
+    @contextlib.contextmanager
+    def leased(self) -> Iterator[contextlib.ExitStack]:
+        """Hold every slot for reading; what the block takes off the stack stays held.
+
+        Raises:
+            RegionBusyError: a trainer is overwriting one.
+            CorruptSnapshotError: one was overwritten since it was found.
+        """
+        with contextlib.ExitStack() as held:
+            for part in self.parts:
+                lease, slot = part.region.native.lease, part.candidate.record.slot
+                lease(slot, True)
+                held.callback(lease, slot, False)
+                if not is_there(part.region, part.candidate):
+                    raise CorruptSnapshotError(f"{part.label}: overwritten while it was read")
+            yield held
+
+    def verify(self) -> None:
+        """Check every byte against its checksum.
+
+        Raises:
+            CorruptSnapshotError: names file, slot, step and tensor.
+            RegionIOError: the medium cannot give it.
+        """
+        for part in self.parts:
+            self._fetch(part, part.rows, part.entries)
+
+    def read(self, addresses: npt.NDArray[np.uint64]) -> None:
+        """Read into memory, and check what was read on the way.
+
+        Args:
+            addresses: per entry; 0 leaves it out.
+
+        Raises:
+            CorruptSnapshotError: as `verify`; what was read is then undefined.
+            RegionIOError: likewise.
+        """
+        for part in self.parts:
+            starts = addresses[part.entries]
+            wanted = np.flatnonzero(starts)
+            rows = part.rows[wanted]
+            rows["destination"] = starts[wanted] + part.begins[wanted]
+            self._fetch(part, rows, part.entries[wanted])
+
+    def _fetch(self, part: Part, rows: npt.NDArray[Any], entries: npt.NDArray[np.intp]) -> None:
+        names = [self.entries[i].name for i in entries]
+        part.region.fetch(part.candidate, rows, names, usual_threads())
+
+
+def _part(
+    region: Region,
+    candidate: Candidate,
+    positions: npt.NDArray[np.intp],
+    entries: npt.NDArray[np.intp],
+    begins: npt.NDArray[np.uint64],
+) -> Part:
+    rows = np.zeros(len(positions), native.READ_DTYPE)
+    rows["offset"] = candidate.layout.offsets[positions]
+    rows["length"] = candidate.layout.lengths[positions]
+    rows["crc"] = candidate.manifest.crcs[positions]
+    return Part(region, candidate, rows, entries, begins)

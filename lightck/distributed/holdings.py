@@ -1,0 +1,254 @@
+"""What a rank can read at a path, and the whole states that it can put together from it.
+
+A rank looks into its own region, and into those of its peers where they share. Where another number
+of ranks wrote, or its own region is away, it looks into every region below the path (`widen`).
+Rank r of a world takes over from rank r modulo the number of ranks that wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightck.capture import parts
+from lightck.capture.assembled import Assembled
+from lightck.capture.pieces import peers_of
+from lightck.distributed.choice import Key, Lineage, Offer, View, branch_points, rule
+from lightck.errors import CorruptSnapshotError, RegionError
+from lightck.region import backing, choice, place
+from lightck.region.native import HOLDS_ALL, Record
+from lightck.region.place import Place
+from lightck.region.region import Candidate, Recovery, Region, survey
+
+
+@dataclass(eq=False)
+class Holding:
+    """One region that was looked into."""
+
+    region: Region
+    recovery: Recovery
+
+    @property
+    def rank(self) -> int:
+        """Whose it is."""
+        return self.region.info.rank
+
+    @property
+    def lineage(self) -> Lineage:
+        """Its timelines, with the steps up to which ancestors count."""
+        info = self.region.info
+        kept = [(c.record.timeline, c.record.step) for c in self.recovery.candidates]
+        ancestors = [timeline for timeline, _ in info.lineage]
+        worlds = [c.record.world for c in self.recovery.candidates]
+        return Lineage(
+            info.timeline,
+            tuple(zip(ancestors, branch_points(ancestors, kept), strict=True)),
+            worlds[0] if worlds else info.world,
+            info.run_id.hex(),
+            self.region.place.file.name,
+        )
+
+
+@dataclass(eq=False)
+class Holdings:
+    """The regions that one rank has looked into; closes what it opened. Used by one thread."""
+
+    where: Place
+    """Of the rank's own region."""
+    rank: int
+    world: int
+    """Number of ranks now."""
+    lends: bool = True
+    """A rank beyond the former world takes another's own state."""
+    regions: list[Holding] = field(default_factory=list)
+    wide: bool = False
+    overtaken: bool = False
+    """A trainer was met that overwrites what was found."""
+    _problems: list[str] = field(default_factory=list)
+    _failed: set[tuple[int, Record]] = field(default_factory=set)
+    """(rank, record) of snapshots that turned out to be damaged."""
+    _assembled: dict[tuple[int, Record], Assembled | str] = field(default_factory=dict)
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(
+        cls, where: Place, rank: int, world: int, *, lends: bool = True
+    ) -> Iterator[Holdings]:
+        """Look into the rank's own region.
+
+        Raises:
+            RegionError: the place is not safe, or what lies there is no region.
+        """
+        found = cls(where, rank, world, lends)
+        try:
+            if where.exists and not backing.is_blank(where):
+                found._look(where)
+            yield found
+        finally:
+            found.close()
+
+    def close(self) -> None:
+        """Close every region that is still held."""
+        while self.regions:
+            self.regions.pop().region.close()
+
+    @property
+    def own(self) -> Holding | None:
+        """The rank's own region, if it is there."""
+        return next((h for h in self.regions if self._is_own(h)), None)
+
+    def keep(self, region: Region) -> None:
+        """Leave a region open when the others are closed: whoever asks closes it."""
+        self.regions = [each for each in self.regions if each.region is not region]
+
+    def widen(self) -> None:
+        """Look into every other region below the path; one that cannot be read is a problem."""
+        self.wide = True
+        for where in place.every_rank(self.where):
+            self._look_once(where)
+        self._assembled.clear()
+
+    def view(self, step: int | None) -> View:
+        """What this rank has to say of it."""
+        offers, problems = [], list(self._problems)
+        for holding in self.regions:
+            problems += holding.recovery.problems
+        for key in self._keys(step):
+            found = self.assembled(key)
+            if isinstance(found, Assembled):
+                offers.append(Offer(key, found.early, found.suspect))
+            else:
+                problems += [found] if found else []
+        # Peers' regions say no more of timelines than the own one does, and may be away.
+        speaking = self.regions if self.wide else [h for h in self.regions if self._is_own(h)]
+        return View(
+            str(self.where.path),
+            step,
+            tuple(offers),
+            rule([h.lineage for h in speaking]) if speaking else None,
+            tuple(problems),
+            self.wide,
+            self._is_lacking(),
+            not problems and all(h.recovery.is_empty for h in self.regions),
+            self.overtaken or self._is_overtaken(step),
+        )
+
+    def assembled(self, key: Key) -> Assembled | str:
+        """The rank's state in a snapshot, or why it cannot be put together, or "" if unknown."""
+        why = ""
+        for holding, own in self._of(key, self.former(key.world)):
+            mark = (holding.rank, own.record)
+            if mark not in self._assembled:
+                self._assembled[mark] = self._assemble(holding, own)
+            found = self._assembled[mark]
+            if isinstance(found, Assembled):
+                return found
+            why = found
+        return why
+
+    def former(self, world: int) -> int:
+        """The rank, of those that wrote, whose own state this rank takes over."""
+        return self.rank % world if self.lends else self.rank
+
+    def failed(self, snapshot: Assembled) -> None:
+        """Note that a snapshot cannot be read after all: it is offered no more."""
+        self._failed.add((snapshot.record.rank, snapshot.record))
+
+    def nothing_whole(self, step: int | None, problems: Sequence[str]) -> str:
+        """Why there is no snapshot to give, with what is there."""
+        wanted: int | Literal["latest"] = "latest" if step is None else step
+        if len(self.regions) == 1:
+            held = self.regions[0]
+            return choice.nothing_whole(held.region.place, held.recovery, wanted, problems)
+        lines = [f"{self.where.path}: no whole snapshot (wanted: {wanted})"]
+        return "\n  ".join([*lines, *problems])
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _look(self, where: Place) -> Holding:
+        holding = Holding(*survey(where))
+        self.regions.append(holding)
+        return holding
+
+    def _look_once(self, where: Place) -> None:
+        """Into a region that is not the rank's own, if it was not looked into before."""
+        if any(where.file == each.region.place.file for each in self.regions):
+            return
+        try:
+            if not backing.is_blank(where):
+                self._look(where)
+        except RegionError as error:
+            self._problems.append(str(error))
+
+    def _is_own(self, holding: Holding) -> bool:
+        return holding.region.place.file == self.where.file
+
+    def _is_lacking(self) -> bool:
+        own = self.own
+        if own is not None and not own.recovery.is_empty:
+            return False
+        return len(place.every_rank(self.where)) > (own is not None)
+
+    def _is_overtaken(self, step: int | None) -> bool:
+        return not all(
+            choice.is_there(h.region, c)
+            for h in self.regions
+            for c in h.recovery.candidates
+            if step in (None, c.record.step)
+        )
+
+    def _keys(self, step: int | None) -> list[Key]:
+        """Snapshots of which the rank whose state is taken over has a part; newest first."""
+        found: dict[Key, None] = {}
+        for holding in self.regions:
+            for candidate in holding.recovery.candidates:
+                key = key_of(candidate)
+                if step in (None, key.step) and candidate.record.rank == self.former(key.world):
+                    found[key] = None
+        return sorted(found, key=lambda key: -key.step)
+
+    def _of(self, key: Key, rank: int) -> list[tuple[Holding, Candidate]]:
+        """A rank's snapshots of that key; exact ones first, then the newest."""
+        found = [
+            (holding, candidate)
+            for holding in self.regions
+            for candidate in holding.recovery.candidates
+            if candidate.record.rank == rank
+            and key_of(candidate) == key
+            and (holding.rank, candidate.record) not in self._failed
+        ]
+        return sorted(found, key=lambda f: (f[1].record.early, -f[1].record.sequence))
+
+    def _assemble(self, holding: Holding, own: Candidate) -> Assembled | str:
+        try:
+            if own.record.share_digest != HOLDS_ALL:
+                self._look_at_peers(holding, own)
+            others = {
+                id(candidate): (each.region, candidate)
+                for each in self.regions
+                for candidate in each.recovery.candidates
+                if (each.rank, candidate.record) not in self._failed
+            }
+            peers = {c.record.rank: c for c in peers_of(own, [c for _, c in others.values()])}
+            sources = [(holding.region, own), *(others[id(c)] for c in peers.values())]
+            return Assembled.of(sources)
+        except CorruptSnapshotError as error:
+            return str(error)
+
+    def _look_at_peers(self, holding: Holding, own: Candidate) -> None:
+        """Open the regions of the ranks that shared with one."""
+        if self.wide:
+            return
+        label = f"{holding.region.place.file} step {own.record.step}"
+        for rank in parts.peers(own, context=label):
+            where = place.locate(self.where.path, rank, create=False)
+            if where.exists:
+                self._look_once(where)
+
+
+def key_of(candidate: Candidate) -> Key:
+    """What a region's snapshot is a part of."""
+    record = candidate.record
+    return Key(record.timeline, record.step, record.world)
