@@ -19,10 +19,11 @@ from lightck.errors import CoordinationError
 
 MAX_OFFERS = 16  # per rank: slots of one region, or a few regions of a larger former world
 MAX_ANCESTORS = 16  # as in a superblock
-_SPOKEN = 5  # problems that a rank tells
-_LETTERS = 300  # of each
+_SPOKEN = 4  # problems that a rank tells
+_LETTERS = 250  # of each
 _LISTED = 12
-_PATH_END = 256  # what is compared of a path
+_PLACE = 60  # letters of a region's name
+_PATH_END = 200  # what is compared of a path
 _UNKNOWN = -1
 """As a branch point: nothing of that ancestor is there that counts."""
 
@@ -118,15 +119,13 @@ class View:
         lineage = self.lineage and asdict(self.lineage)
         if lineage:
             lineage["ancestors"] = [list(a) for a in lineage["ancestors"][:MAX_ANCESTORS]]
+            lineage["where"] = _plain(lineage["where"])[:_PLACE]
         return {
-            "path": self.path[-_PATH_END:],
+            "path": _plain(self.path)[-_PATH_END:],
             "step": self.step,
             "offers": [[*o.key, int(o.early), int(o.suspect)] for o in newest[:MAX_OFFERS]],
             "lineage": lineage,
-            "problems": [
-                text.encode("ascii", "replace").decode()[:_LETTERS]
-                for text in self.problems[:_SPOKEN]
-            ],
+            "problems": [_plain(text)[:_LETTERS] for text in self.problems[:_SPOKEN]],
             "flags": [self.wide, self.lacking, self.void, self.overtaken],
         }
 
@@ -203,14 +202,13 @@ def decide(views: Sequence[View]) -> Choice:
     if not all(view.wide for view in views) and (others or any(v.lacking for v in views)):
         return Choice(None, "another number of ranks wrote this, or regions are away", widen=True)
     broken = _told(views)
-    whole: list[Key] = []
-    for key in counting:
+    whole = [key for key in counting if len(found[key]) == len(views)]
+    chosen, why = _prefer(whole, found, left, broken)
+    newer = counting[: counting.index(chosen)] if chosen in counting else counting
+    for key in newer:
         missing = [r for r, view in enumerate(views) if key not in {o.key for o in view.offers}]
         if missing:
             broken.append(f"step {key.step}: not whole, missing on rank(s) {named(missing)}")
-        else:
-            whole.append(key)
-    chosen, why = _prefer(whole, found, left, broken)
     return Choice(
         chosen,
         why,
@@ -318,6 +316,10 @@ def _must_agree(what: str, values: Sequence[str], remedy: str) -> None:
     if len(ranks) > 1:
         listed = "; ".join(f"{v} on rank(s) {named(r)}" for v, r in list(ranks.items())[:4])
         raise CoordinationError(f"the ranks differ in {what}: {listed}; {remedy}")
+
+
+def _plain(text: str) -> str:
+    return text.encode("ascii", "replace").decode()
 
 
 def _age(lineage: Lineage | None, key: Key) -> int:

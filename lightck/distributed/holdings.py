@@ -121,6 +121,7 @@ class Holdings:
                 offers.append(Offer(key, found.early, found.suspect))
             else:
                 problems += [found] if found else []
+        problems += self._absent()
         # Peers' regions say no more of timelines than the own one does, and may be away.
         speaking = self.regions if self.wide else [h for h in self.regions if self._is_own(h)]
         return View(
@@ -190,6 +191,17 @@ class Holdings:
         if own is not None and not own.recovery.is_empty:
             return False
         return len(place.every_rank(self.where)) > (own is not None)
+
+    def _absent(self) -> list[str]:
+        """Says that the region is not there whose rank's state is to be taken over."""
+        every = [c.record for h in self.regions for c in h.recovery.candidates]
+        if not every:
+            return []
+        newest = max(every, key=lambda record: record.wall_time_ns)
+        former = self.former(newest.world)
+        if any(holding.rank == former for holding in self.regions):
+            return []
+        return [f"{self.where.path}: no region of rank {former}, which wrote step {newest.step}"]
 
     def _is_overtaken(self, step: int | None) -> bool:
         return not all(

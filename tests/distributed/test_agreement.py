@@ -1,28 +1,22 @@
-"""What ranks decide together: run, nodes, timeline, the snapshot to restore."""
+"""What ranks decide together at attach: run, nodes, timeline."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from memory import MemoryStore, Server
 
-from lightck.distributed.agreement import (
-    Candidate,
-    Choice,
-    Identity,
-    agree_on_attach,
-    agree_on_restore,
-    decide_restore,
-)
+from lightck.distributed.agreement import Identity, agree_on_attach
+from lightck.distributed.choice import View, decide_restore
 from lightck.distributed.exchange import Rounds
 from lightck.distributed.topology import Topology, find, place, settle
 from lightck.errors import CoordinationError
 
-T1, T2, T3 = 11, 12, 13
+T1 = 11
 
 
 def together(
@@ -99,7 +93,7 @@ def test_a_rank_that_does_not_come_is_named_on_every_other(absent: int) -> None:
 def test_ranks_in_different_rounds_are_told_so() -> None:
     def code(rounds: Rounds) -> object:
         if rounds.rank == 1:
-            return agree_on_restore(rounds, [], [])
+            return rounds.agree("restore", View("/mnt", None).said(), decide_restore)
         return agree_on_attach(rounds, IDENTITY)
 
     for result in together(2, code):

@@ -1,148 +1,191 @@
-"""Shares as they lie in regions: the ranks of a node, in one process, write and read back."""
+"""Regions of several ranks, written by the engine's own parts in one process; no job, no store.
+
+`Crew` writes steps of a model that all ranks hold alike, with buffers, counters and generators of
+each rank's own, and remembers what every step held.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from lightck.capture import staging
-from lightck.capture.pieces import Assembly, assemble, peers_of
-from lightck.capture.pipeline import Pipeline
-from lightck.capture.placement import Mode, Placement
-from lightck.capture.release import Eager
-from lightck.capture.state import Collected, Live
+from lightck.capture.arrange import Arrangement, sources
+from lightck.capture.extras import parse
+from lightck.capture.instants import Instants
+from lightck.capture.state import Inventory, Live
 from lightck.distributed.shares import Sharing
 from lightck.distributed.topology import Topology
-from lightck.region import native, place
+from lightck.region import place
+from lightck.region.native import Record
 from lightck.region.pool import NativePool
-from lightck.region.region import Candidate, Region, survey
+from lightck.region.region import Region
 from lightck.region.spec import RegionSpec
+from lightck.region.writer import SlotWriter
 
-TIMELINE = 5
-
-
-def sharing(rank: int, world: int, own: Sequence[str] = ()) -> Sharing:
-    """All ranks are on one node; everything is replicated but buffers and what is named."""
-    place_of = Topology(rank, world, rank, world, 0, tuple(range(world)), bytes(16))
-    return Sharing(
-        place_of,
-        lambda lives: {
-            v.name
-            for v in lives
-            if v.role in ("parameter", "optimizer") and not v.alias_of and v.name not in own
-        },
-    )
+RUN = b"run of the tests"
+T1, T2, T3 = 1001, 1002, 1003
 
 
-class Writer:
-    """One rank."""
+class Net(nn.Module):
+    """Parameters that cuts fall into, a tied one, and a buffer."""
 
-    def __init__(
-        self, folder: Path, rank: int, world: int, mode: Mode = "direct", *, proof: bool = True
-    ) -> None:
-        self.share = sharing(rank, world)
-        where = place.locate(folder, rank, create=True)
-        spec = RegionSpec(bytes(16), 3, 1 << 16, rank, world, process_durable=True)
-        self.region = Region.create(where, spec)
-        self.region.native.branch(TIMELINE, [])
-        self.region.info = self.region.native.describe()
-        self.region.timeline = TIMELINE
-        self.pool = NativePool(threads=1, chunk_bytes=4096, idle=False)
-        self.pipeline = Pipeline(self.region, self.pool, Eager(), proof=proof)
-        self.pipeline.placement = Placement(mode, False, self.pipeline._map_dram)
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 60)
+        self.second = nn.Linear(60, 64)
+        self.tied = nn.Linear(64, 60, bias=False)
+        self.tied.weight = self.first.weight
+        self.register_buffer("seen", torch.zeros(3))
 
-    def open(self, step: int, lives: Sequence[Live]) -> None:
-        """From (b) on: sources must not change until the fence."""
-        shared = self.share(lives)
-        collected = Collected(shared.lives, {}, shared.digest)
-        self.pipeline.placement.prepare(sum(staging.describe(v).length for v in shared.lives))
-        flight = self.pipeline.open(step, collected, b"a", b"b")
-        assert not isinstance(flight, str), flight
-
-    def commit(self) -> bool:
-        """Whether what was open is committed; it was torn else."""
-        return self.pipeline.fence() and bool(list(self.pipeline.poll(None)))
-
-    def write(self, step: int, lives: Sequence[Live]) -> None:
-        """A whole snapshot."""
-        self.open(step, lives)
-        assert self.commit()
-
-    def close(self) -> None:
-        """The region stays."""
-        self.pipeline.close()
-        self.region.close()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.tied(self.second(self.first(x)))
+        return out
 
 
-@contextmanager
-def writers(folder: Path, world: int, mode: Mode = "direct") -> Iterator[list[Writer]]:
-    """Every rank."""
-    made: list[Writer] = []
-    try:
-        made += [Writer(folder, rank, world, mode) for rank in range(world)]
-        yield made
-    finally:
-        for each in made:
-            each.close()
+@dataclass
+class Rank:
+    """One rank's live objects."""
 
+    rank: int
+    net: Net = field(default_factory=Net)
+    optimizer: Any = None
+    extras: dict[str, Any] = field(default_factory=dict)
 
-class Readers:
-    """Every rank's region, opened for reading; a context manager."""
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        self.extras = {
+            "position": {"batches": -1},
+            "noise": torch.Generator().manual_seed(900 + self.rank),
+        }
 
-    def __init__(self, folder: Path, world: int) -> None:
-        self._looks = [survey(place.locate(folder, r, create=False)) for r in range(world)]
+    def train(self, step: int) -> None:
+        """The same update on every rank, and other buffers."""
+        torch.manual_seed(step)
+        self.optimizer.zero_grad()
+        self.net(torch.randn(2, 64)).square().mean().backward()
+        self.optimizer.step()
+        self.net.seen.fill_(1000 * self.rank + step)
+        self.extras["position"]["batches"] = 100 * step + self.rank
+        self.extras["noise"].manual_seed(7000 + 100 * self.rank + step)
+        torch.manual_seed(50_000 + 100 * self.rank + step)
 
-    def __enter__(self) -> Readers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for region, _ in self._looks:
-            region.close()
-
-    def found(self, rank: int, step: int) -> list[Candidate]:
-        """A rank's snapshot of a step, if there is one, and its peers'."""
-        every = [[c for c in r.candidates if c.record.step == step] for _, r in self._looks]
-        own = every[rank]
-        others = [c for r, held in enumerate(every) if r != rank for c in held]
-        return [*own, *(peers_of(own[0], others) if own else [])]
-
-    def assembled(self, rank: int, step: int) -> Assembly:
-        """What `rank` would restore."""
-        return assemble(self.found(rank, step))
-
-    def contents(self, rank: int, step: int) -> dict[str, bytes]:
-        """The bytes of every tensor of a rank's state, verified; aliases are resolved."""
-        candidates, assembly = self.found(rank, step), self.assembled(rank, step)
-        assert not assembly.missing, assembly.missing
-        held = {}
-        for name, entry in assembly.entries.items():
-            data = np.zeros(entry.length, np.uint8)
-            for piece in assembly.pieces.get(name, ()):
-                candidate = candidates[piece.source]
-                rows = np.zeros(1, native.READ_DTYPE)
-                rows["offset"] = candidate.layout.offsets[piece.position]
-                rows["length"], rows["crc"] = piece.length, candidate.manifest.crcs[piece.position]
-                rows["destination"] = data.ctypes.data + piece.begin
-                self._looks[candidate.record.rank][0].fetch(candidate, rows, [name], 1)
-            held[name] = data.tobytes()
-        for name, entry in assembly.entries.items():
-            if entry.alias_of is not None:
-                held[name] = held[entry.alias_of]
+    def state(self) -> dict[str, Any]:
+        """Everything, as clones: what a restored rank must equal."""
+        parameters = list(self.net.parameters())
+        held = {f"model/{k}": v.clone() for k, v in self.net.state_dict().items()}
+        for i, parameter in enumerate(parameters):
+            for key, value in self.optimizer.state[parameter].items():
+                held[f"optim/{i}/{key}"] = torch.as_tensor(value).clone()
+        held["position"] = torch.tensor(self.extras["position"]["batches"])
+        held["noise"] = self.extras["noise"].get_state()
+        held["rng"] = torch.get_rng_state()
         return held
 
 
-def stored(tensor: torch.Tensor) -> bytes:
-    """The bytes that a region holds of a tensor."""
-    if not staging.is_dense(tensor):
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names of what is not equal, bit for bit."""
+    assert a.keys() == b.keys()
+    return [name for name in a if not torch.equal(a[name], b[name])]
 
 
-def whole(lives: Sequence[Live]) -> dict[str, bytes]:
-    """The bytes of these tensors."""
-    return {live.name: stored(live.tensor) for live in lives}
+class Crew:
+    """The ranks of one world, training and writing below a folder; a context manager."""
+
+    def __init__(
+        self,
+        folder: Path,
+        world: int,
+        *,
+        timeline: int = T1,
+        continued: Sequence[Record | None] | None = None,
+        step: int = 0,
+        shares: bool = True,
+        run: bytes = RUN,
+        nodes: int = 1,
+    ) -> None:
+        self.folder, self.world, self.run = folder, world, run
+        self.ranks = [Rank(r) for r in range(world)]
+        self.states: dict[tuple[int, int], dict[str, Any]] = {}
+        """By (rank, step)."""
+        self.records: dict[tuple[int, int], Record] = {}
+        self.pool = NativePool(threads=1, chunk_bytes=4096, idle=False)
+        self.regions: list[Region] = []
+        self.shares, self.nodes = shares, nodes
+        torch.manual_seed(1)
+        first = self.ranks[0].net.state_dict()
+        for rank in self.ranks:
+            rank.net.load_state_dict(first)
+            for past in range(1, step + 1):
+                rank.train(past)
+            where = place.locate(folder, rank.rank, create=True)
+            if where.exists:
+                region = Region.open(where, writable=True, process_durable=True)
+                region.recover()
+            else:
+                spec = RegionSpec(
+                    run, 3, 1 << 20, rank=rank.rank, world=world, process_durable=True
+                )
+                region = Region.create(where, spec)
+            region.begin_timeline(continued[rank.rank] if continued else None, timeline)
+            self.regions.append(region)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+        for region in self.regions:
+            region.close()
+
+    def train(self, step: int, *, absent: Sequence[int] = (), flags: int = 0) -> None:
+        """A step on every rank, and its snapshot on all but some."""
+        for rank in self.ranks:
+            rank.train(step)
+            self.states[rank.rank, step] = rank.state()
+            if rank.rank not in absent:
+                self._commit(rank, step, flags)
+
+    def file(self, rank: int) -> Path:
+        """A rank's region."""
+        return self.regions[rank].place.file
+
+    def _commit(self, rank: Rank, step: int, flags: int) -> None:
+        region = self.regions[rank.rank]
+        inventory = Inventory(rank.net, [rank.optimizer], parse(rank.extras))
+        if self.shares and self.world > 1:
+            size = self.world // self.nodes
+            first = rank.rank // size * size
+            peers = tuple(range(first, first + size))
+            inventory.share = Sharing(Topology(rank.rank, self.world, peers=peers), _replicated)
+        instants = Instants(inventory)
+        instants.step_ended()
+        collected = instants.collect()
+        blobs = instants.encode(collected, step, seen=False)
+        arrangement = Arrangement(region)
+        plan = arrangement.update(collected.lives, sum(map(len, blobs)))
+        writer = SlotWriter.open(region, self.pool, plan)
+        assert writer is not None
+        held = []
+        for part in arrangement.parts:
+            chosen = sources(part, arrangement)
+            held.append(chosen)
+            nothing = np.zeros(len(part.positions), np.bool_)
+            pointers = np.array(chosen.pointers, np.uint64) + part.begins
+            writer.capture(writer.add(part.positions, pointers, nothing, nothing))
+        writer.seal(step, *blobs, flags, collected.share_digest)
+        assert writer.wait(None)
+        self.records[rank.rank, step] = next(
+            c.record
+            for c in region.recover().candidates
+            if c.record.step == step and c.record.timeline == region.timeline
+        )
+
+
+def _replicated(lives: Sequence[Live]) -> set[str]:
+    return {live.name for live in lives if live.role in ("parameter", "optimizer")}
