@@ -11,8 +11,10 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from lightck.capture import parts
+from lightck.capture.assembled import Assembled
 from lightck.config import Config
+from lightck.distributed.choice import decide
+from lightck.distributed.holdings import Holdings
 from lightck.errors import (
     CorruptSnapshotError,
     NoSnapshotError,
@@ -20,8 +22,8 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.load import SNAPSHOTS, region_files, row
-from lightck.region import native
-from lightck.region.choice import nothing_whole
+from lightck.region import native, place
+from lightck.region.layout import Entry
 from lightck.region.pool import usual_threads
 from lightck.region.region import Candidate, Region, survey
 
@@ -37,8 +39,11 @@ TENSORS = pa.schema(
         ("layer", pa.string()),
         ("device", pa.string()),
         ("alias_of", pa.string()),
+        ("rank", pa.uint32()),
+        ("begin", pa.uint64()),
     ]
 )
+"""A row for each piece of a tensor; `rank` and `begin` only where there are several regions."""
 GRANULARITIES = ("none", "byte", "cache line", "page")
 CHECKED_AT_ONCE_BYTES = 64 << 20  # between two reports of progress
 
@@ -97,51 +102,73 @@ def contents(
 ) -> Contents:
     """What a snapshot holds: every tensor with its place, the names of extras and optimizers.
 
+    Of several ranks it is rank 0's state, put together from the regions in which it lies.
+
     Raises:
         NoSnapshotError: there is none, or none is whole.
         RegionError: the place is not safe or not a region.
     """
-    where = next(iter(region_files(path)), None)
-    if where is None:
-        raise NoSnapshotError(f"{Config.resolve(path=path).path}: nothing is there")
-    region, recovery = survey(where)
-    try:
-        everything = [(c, "whole") for c in recovery.candidates]
-        everything += [(c, "abandoned") for c in recovery.abandoned if step != "latest"]
-        for candidate, state in everything:
-            if step in ("latest", candidate.record.step):
-                return _contents(region, candidate, state)
-        raise NoSnapshotError(nothing_whole(where, recovery, step, recovery.problems))
-    finally:
-        region.close()
+    files = region_files(path)
+    root = Config.resolve(path=path).path
+    if not files:
+        raise NoSnapshotError(f"{root}: nothing is there")
+    with Holdings.everything(place.locate(root, 0, create=False), files) as held:
+        wanted = None if step == "latest" else step
+        choice = decide([held.view(wanted)])
+        if choice.key is not None:
+            snapshot = held.assembled(choice.key)
+            assert isinstance(snapshot, Assembled), "chosen, but not offered"
+            return _contents(snapshot, "whole", len(files) > 1)
+        for holding in held.regions[:1]:
+            for candidate in holding.recovery.abandoned:
+                if step == candidate.record.step:
+                    return _contents(Assembled.of([(holding.region, candidate)]), "abandoned")
+        raise NoSnapshotError(held.nothing_whole(wanted, choice.fell_back))
 
 
-def _contents(region: Region, candidate: Candidate, state: str) -> Contents:
-    label = f"{region.place.file} step {candidate.record.step}"
-    first, second = parts.read(candidate, candidate.layout.entries, context=label)
-    entries, offsets = candidate.layout.entries, candidate.layout.offsets
-    rows = [
-        {
-            "name": entry.name,
-            "role": entry.role,
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "bytes": entry.length,
-            "offset": int(offset),
-            "crc": int(crc),
-            "layer": entry.layer,
-            "device": entry.device,
-            "alias_of": entry.alias_of,
-        }
-        for entry, offset, crc in zip(entries, offsets, candidate.manifest.crcs, strict=True)
-    ]
-    described = pa.Table.from_pylist([row(region, candidate, state)], schema=SNAPSHOTS)
+def _contents(snapshot: Assembled, state: str, ranks: bool = False) -> Contents:
+    first, second = snapshot.trees()
+    own = snapshot.parts[0]
+    described = row(own.region, own.candidate, state)
+    described["tensors"] = len(snapshot.entries)
+    described["payload_bytes"] = sum(int(part.rows["length"].sum()) for part in snapshot.parts)
+    table = pa.Table.from_pylist(_tensor_rows(snapshot), schema=TENSORS)
     return Contents(
-        described.to_pylist()[0],
-        pa.Table.from_pylist(rows, schema=TENSORS),
+        pa.Table.from_pylist([described], schema=SNAPSHOTS).to_pylist()[0],
+        table if ranks else table.drop_columns(["rank", "begin"]),
         tuple(sorted({*first["extras"], *second["extras"]})),
         tuple(tree["class"] for tree in second["optimizers"]),
     )
+
+
+def _tensor_rows(snapshot: Assembled) -> list[dict[str, Any]]:
+    """A row for every piece, in the order of the tensors and their bytes."""
+    numbered: list[tuple[int, int, dict[str, Any]]] = []
+    for i, entry in enumerate(snapshot.entries):
+        if entry.alias_of is not None or not entry.length:
+            numbered.append((i, 0, {"rank": snapshot.record.rank, "bytes": 0, "offset": 0}))
+    for part in snapshot.parts:
+        rank, rows = part.candidate.record.rank, part.rows
+        for at, i, begin in zip(rows, part.entries, part.begins, strict=True):
+            piece = {"bytes": int(at["length"]), "offset": int(at["offset"])}
+            said = {"rank": rank, "begin": int(begin), "crc": int(at["crc"]), **piece}
+            numbered.append((int(i), int(begin), said))
+    return [
+        {"begin": 0, "crc": 0, **_described(snapshot.entries[i]), **said}
+        for i, _, said in sorted(numbered, key=lambda each: each[:2])
+    ]
+
+
+def _described(entry: Entry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "role": entry.role,
+        "dtype": entry.dtype,
+        "shape": entry.shape,
+        "layer": entry.layer,
+        "device": entry.device,
+        "alias_of": entry.alias_of,
+    }
 
 
 def check(

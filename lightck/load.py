@@ -17,12 +17,13 @@ from lightck.capture import boundary
 from lightck.capture.assembled import Assembled, Part
 from lightck.capture.filling import fresh
 from lightck.config import Config
+from lightck.distributed.holdings import Holdings, key_of
 from lightck.distributed.meeting import Meeting
 from lightck.distributed.recall import Found, recall
 from lightck.errors import NoSnapshotError
 from lightck.region import backing, place
 from lightck.region.layout import Entry
-from lightck.region.region import Candidate, Region, survey
+from lightck.region.region import Candidate, Region
 
 SNAPSHOTS = pa.schema(
     [
@@ -52,32 +53,48 @@ def region_files(path: str | os.PathLike[str] | None) -> list[place.Place]:
 
 
 def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
-    """What is in the regions at `path`, newest first.
+    """What is in the regions at `path`, newest first; of several ranks one row for each.
 
-    `state` is `whole` (restorable: record, layout table and manifest hold; payload checksums are
-    checked by `restore`, `load` and `lightck verify`), `abandoned` (on a branch that a later
-    restore left behind) or `damaged` (`problem` says why). Safe while a trainer writes.
+    `state` is `whole` (restorable: record, layout table and manifest hold, and of several ranks
+    those of all that are needed; payload checksums are checked by `restore`, `load` and `lightck
+    verify`), `partial` (another rank's part is not there: `problem` says what), `abandoned` (on a
+    branch that a later restore left behind) or `damaged` (`problem` says why). Safe while a trainer
+    writes.
 
     Raises:
         RegionError: the place is not safe, or a file is not a region.
     """
+    files = region_files(path)
     rows: list[dict[str, Any]] = []
-    for where in region_files(path):
-        region, recovery = survey(where)
-        try:
-            ranked = [(c, "whole") for c in recovery.candidates]
-            ranked += [(c, "abandoned") for c in recovery.abandoned]
-            rows += [row(region, candidate, state) for candidate, state in ranked]
+    where = place.locate(Config.resolve(path=path).path, 0, create=False)
+    with Holdings.everything(where, files) as held:
+        for holding in held.regions:
+            region, recovery = holding.region, holding.recovery
+            rows += [row(region, c, **_standing(held, c)) for c in recovery.candidates]
+            rows += [row(region, c, "abandoned") for c in recovery.abandoned]
             rows += [
-                {"state": "damaged", "problem": text, "file": str(where.file)}
+                {"state": "damaged", "problem": text, "file": str(region.place.file)}
                 for text in recovery.problems
             ]
-        finally:
-            region.close()
+    if len(files) > 1:
+        rows.sort(key=lambda r: (-r.get("step", -1), r.get("rank", 0)))
     return pa.Table.from_pylist(rows, schema=SNAPSHOTS)
 
 
-def row(region: Region, candidate: Candidate, state: str) -> dict[str, Any]:
+def _standing(held: Holdings, candidate: Candidate) -> dict[str, str]:
+    """Whether a snapshot of one rank is one of all its ranks."""
+    key = key_of(candidate)
+    if held.excludes(key):
+        return {"state": "abandoned"}
+    missing = held.lacks(key) if key.world > 1 else []
+    return (
+        {"state": "partial", "problem": "; ".join(missing[:4])} if missing else {"state": "whole"}
+    )
+
+
+def row(
+    region: Region, candidate: Candidate, state: str, problem: str | None = None
+) -> dict[str, Any]:
     """A row of `snapshots`."""
     record = candidate.record
     return {
@@ -93,6 +110,7 @@ def row(region: Region, candidate: Candidate, state: str) -> dict[str, Any]:
         "early": record.early,
         "suspect": record.suspect,
         "survives": region.survives,
+        "problem": problem,
         "file": str(region.place.file),
     }
 

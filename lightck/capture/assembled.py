@@ -21,7 +21,7 @@ from lightck.errors import CorruptSnapshotError
 from lightck.region import native
 from lightck.region.choice import is_there
 from lightck.region.layout import Entry
-from lightck.region.native import HOLDS_ALL, RECORD_SUSPECT, Record
+from lightck.region.native import HOLDS_ALL, Record
 from lightck.region.pool import usual_threads
 from lightck.region.region import Candidate, Region
 
@@ -110,7 +110,7 @@ class Assembled:
     @property
     def suspect(self) -> bool:
         """Replicas were found to differ, by the word of any of the regions."""
-        return any(part.candidate.record.flags & RECORD_SUSPECT for part in self.parts)
+        return any(part.candidate.record.suspect for part in self.parts)
 
     @cached_property
     def index(self) -> dict[str, int]:

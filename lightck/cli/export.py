@@ -24,6 +24,9 @@ torch: {step, model, optimizers, extras}, which torch.load(OUT, weights_only=Tru
   optimizers[i] go into load_state_dict. Values in extras that weights_only refuses become plain
   ones (NumPy array: tensor, deque: list), and the command says so.
 
+Of several ranks the whole state is put together; what each rank has of its own is that of rank 0,
+or of --rank.
+
 OUT is written beside, synced and put in its place at once: it is never there in part."""
 EXAMPLES = """\
   lightck export /dev/shm/run model.safetensors
@@ -42,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     formats = sorted(set(_SUFFIXES.values()))
     parser.add_argument("--format", choices=formats, help="default: by the suffix of OUT")
     parser.add_argument("--all", action="store_true", help="safetensors: not only the model")
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="R", help="of several, whose buffers and extras"
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
 
 
@@ -56,15 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise Refusal("--all is for safetensors; a torch file always holds everything")
     rows_at(arguments.path, arguments.step, whole=True)
     files = region_files(arguments.path)
-    if len(files) > 1:
-        raise Refusal(f"{arguments.path}: regions of {len(files)} ranks; export takes one rank")
     if any(out.resolve() == where.file.resolve() for where in files):
         raise Refusal(f"{out} is the region itself")
     writers: dict[str, Callable[..., tuple[int, list[str]]]]
     writers = {"safetensors": _safetensors, "torch": _torch}
     with replaced(out, force=arguments.force) as draft:
         with progress("export", 1, unit="file") as more:
-            written, notes = writers[kind](arguments.path, step_of(arguments), draft, arguments.all)
+            written, notes = writers[kind](arguments, draft)
             more(1)
     length = out.stat().st_size
     if arguments.json:
@@ -77,19 +81,19 @@ def run(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _safetensors(path: str, step: Any, draft: Path, everything: bool) -> tuple[int, list[str]]:
+def _safetensors(arguments: argparse.Namespace, draft: Path) -> tuple[int, list[str]]:
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise Refusal("safetensors is not installed: pip install 'lightck[cli]'") from error
-    found, tensors = load_tensors(path, step)
+    found, tensors = load_tensors(arguments.path, step_of(arguments), rank=arguments.rank)
     first: dict[int, str] = {}
     kept: dict[str, Any] = {}
     metadata = {"format": "pt", "step": str(found), "written_by": "lightck export"}
     notes = []
     for full, tensor in tensors.items():
-        if not full.startswith("model/") and not everything:
+        if not full.startswith("model/") and not arguments.all:
             continue
         name = _flat(full)
         original = first.setdefault(id(tensor), name)
@@ -114,10 +118,10 @@ def _flat(full: str) -> str:
     return full.removeprefix("model/").replace("%2F", "/").replace("%25", "%")
 
 
-def _torch(path: str, step: Any, draft: Path, everything: bool) -> tuple[int, list[str]]:
+def _torch(arguments: argparse.Namespace, draft: Path) -> tuple[int, list[str]]:
     import torch
 
-    state = load(path, step)
+    state = load(arguments.path, step_of(arguments), rank=arguments.rank)
     notes: list[str] = []
     document = {
         "step": state["step"],

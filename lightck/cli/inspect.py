@@ -148,9 +148,11 @@ def _snapshot_text(held: Contents, every: bool) -> str:
 def _tensors(held: Contents, every: bool) -> str:
     rows = held.tensors.to_pylist()
     chosen = rows if every else sorted(rows, key=lambda r: -int(r["bytes"]))[:_TOP]
+    ranks = "rank" in held.tensors.column_names
     lines = [
         [
             row["name"],
+            *([str(row["rank"]), str(row["begin"])] if ranks else []),
             row["role"],
             f"{row['dtype']}[{','.join(map(str, row['shape']))}]",
             size(row["bytes"]) if row["alias_of"] is None else "-",
@@ -161,6 +163,9 @@ def _tensors(held: Contents, every: bool) -> str:
     ]
     if not lines:
         return ""
-    text = table(["TENSOR", "ROLE", "TYPE", "SIZE", "OFFSET", "CRC32C"], lines, left=3)
+    headings = ["TENSOR", "ROLE", "TYPE", "SIZE", "OFFSET", "CRC32C"]
+    if ranks:
+        headings[1:1] = ["RANK", "FROM"]
+    text = table(headings, lines, left=5 if ranks else 3)
     left_out = len(rows) - len(chosen)
     return text + (f"\n... and {left_out} smaller ones (--tensors lists all)" if left_out else "")

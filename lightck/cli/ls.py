@@ -14,7 +14,8 @@ DESCRIPTION = """\
 List the snapshots at PATH, newest first. Nothing but their metadata is read and checked.
 
 A snapshot is `whole` (restorable as far as its metadata tells; `verify` reads the payload too),
-`abandoned` (a later restore went back before it) or `damaged`."""
+`abandoned` (a later restore went back before it) or `damaged`. Of several ranks it is `whole` if
+every rank can put its state together, else `partial`; RANKS counts the regions that have a part."""
 EXAMPLES = """\
   lightck ls /dev/shm/run
   lightck ls --json /dev/shm/run | python3 -c 'import json, sys; \\
@@ -42,27 +43,54 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(rows: list[dict[str, Any]]) -> None:
     listed = [row for row in rows if row["state"] != "damaged"]
-    ranks = len({row["file"] for row in rows}) > 1
-    headings = ["STEP", "RANK", "STATE", "WRITTEN", "SIZE", "TENSORS", "SLOT", "SURVIVES", ""]
-    lines = [
-        [
-            str(row["step"]),
-            str(row["rank"]),
-            row["state"],
-            age(row["wall_time"]),
-            size(row["payload_bytes"]),
-            str(row["tensors"]),
-            str(row["slot"]),
-            row["survives"],
-            ", ".join(word for word in ("early", "suspect") if row[word]),
+    if len({row["file"] for row in rows}) > 1:
+        headings = ["STEP", "RANKS", "STATE", "WRITTEN", "SIZE", "SURVIVES", ""]
+        lines = [_over_ranks(group) for group in _groups(listed)]
+    else:
+        headings = ["STEP", "STATE", "WRITTEN", "SIZE", "TENSORS", "SLOT", "SURVIVES", ""]
+        lines = [
+            [
+                str(row["step"]),
+                row["state"],
+                age(row["wall_time"]),
+                size(row["payload_bytes"]),
+                str(row["tensors"]),
+                str(row["slot"]),
+                row["survives"],
+                _marks([row]),
+            ]
+            for row in listed
         ]
-        for row in listed
-    ]
-    if not ranks:
-        headings.pop(1)
-        for line in lines:
-            line.pop(1)
     print(table(headings, lines, left=0) if lines else "no snapshots yet")
+    for group in _groups(listed):
+        if group[0]["state"] == "partial":
+            print(f"partial: step {group[0]['step']}: {group[0]['problem']}")
     for row in rows:
         if row["state"] == "damaged":
             print(f"damaged: {row['problem']}")
+
+
+def _groups(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Rows of one snapshot each, in their order."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["step"], row["timeline"], row["state"]), []).append(row)
+    return list(found.values())
+
+
+def _over_ranks(group: list[dict[str, Any]]) -> list[str]:
+    newest = max(group, key=lambda row: row["wall_time"])
+    return [
+        str(newest["step"]),
+        str(len({row["rank"] for row in group})),
+        newest["state"],
+        age(newest["wall_time"]),
+        size(sum(row["payload_bytes"] for row in group)),
+        newest["survives"],
+        _marks(group),
+    ]
+
+
+def _marks(rows: list[dict[str, Any]]) -> str:
+    """One rank's suspicion, and one rank's early finish, is everybody's."""
+    return ", ".join(word for word in ("early", "suspect") if any(row[word] for row in rows))

@@ -23,6 +23,7 @@ _SPOKEN = 4  # problems that a rank tells
 _LETTERS = 250  # of each
 _LISTED = 12
 _PLACE = 60  # letters of a region's name
+_SUSPECT = "suspect, for replicas were found to differ there or before"
 _PATH_END = 200  # what is compared of a path
 _UNKNOWN = -1
 """As a branch point: nothing of that ancestor is there that counts."""
@@ -240,10 +241,11 @@ def _prefer(
     if not clean:
         if not suspect:
             return None, "no snapshot is whole"
+        broken.append(f"step {suspect[0].step}: {_SUSPECT}; no other was found that is not")
         return suspect[0], f"step {suspect[0].step} is suspect, but no other is whole"
     first = clean[0]
     broken += [
-        f"step {key.step}: suspect, replicas differed"
+        f"step {key.step}: {_SUSPECT}"
         for key in suspect
         if whole.index(key) < whole.index(first)
     ]

@@ -16,7 +16,7 @@ from lightck.capture import parts
 from lightck.capture.assembled import Assembled
 from lightck.capture.pieces import peers_of
 from lightck.distributed.choice import Key, Lineage, Offer, View, branch_points, rule
-from lightck.errors import CorruptSnapshotError, RegionError
+from lightck.errors import CoordinationError, CorruptSnapshotError, RegionError
 from lightck.region import backing, choice, place
 from lightck.region.native import HOLDS_ALL, Record
 from lightck.region.place import Place
@@ -89,6 +89,22 @@ class Holdings:
         finally:
             found.close()
 
+    @classmethod
+    @contextlib.contextmanager
+    def everything(cls, where: Place, files: Sequence[Place], rank: int = 0) -> Iterator[Holdings]:
+        """Look into all of these regions, for one reader without ranks beside it.
+
+        Raises:
+            RegionError: the place is not safe, or a file is no region.
+        """
+        found = cls(where, rank, 1, lends=False, wide=True)
+        try:
+            for each in files:
+                found._look(each)
+            yield found
+        finally:
+            found.close()
+
     def close(self) -> None:
         """Close every region that is still held."""
         while self.regions:
@@ -136,10 +152,15 @@ class Holdings:
             self.overtaken or self._is_overtaken(step),
         )
 
-    def assembled(self, key: Key) -> Assembled | str:
-        """The rank's state in a snapshot, or why it cannot be put together, or "" if unknown."""
+    def assembled(self, key: Key, rank: int | None = None) -> Assembled | str:
+        """The state of a rank in a snapshot, or why it cannot be put together, or "" if unknown.
+
+        Args:
+            key: which snapshot.
+            rank: of those that wrote it; None: the one whose own state this rank takes over.
+        """
         why = ""
-        for holding, own in self._of(key, self.former(key.world)):
+        for holding, own in self._of(key, self.former(key.world) if rank is None else rank):
             mark = (holding.rank, own.record)
             if mark not in self._assembled:
                 self._assembled[mark] = self._assemble(holding, own)
@@ -148,6 +169,22 @@ class Holdings:
                 return found
             why = found
         return why
+
+    def lacks(self, key: Key) -> list[str]:
+        """What of a snapshot is not there, over all ranks that wrote it; nothing: it is whole."""
+        states = [(rank, self.assembled(key, rank)) for rank in range(key.world)]
+        return [
+            f"rank {rank}: {state or 'nothing of it is there'}"
+            for rank, state in states
+            if not isinstance(state, Assembled)
+        ]
+
+    def excludes(self, key: Key) -> str:
+        """Why a snapshot does not count, in words; empty if it does, or nobody can tell."""
+        try:
+            return rule([holding.lineage for holding in self.regions]).excludes(key)
+        except CoordinationError:  # regions of two jobs: each speaks for itself
+            return ""
 
     def former(self, world: int) -> int:
         """The rank, of those that wrote, whose own state this rank takes over."""

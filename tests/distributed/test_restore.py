@@ -258,9 +258,7 @@ def test_a_rank_that_fails_while_it_fills_is_named_on_every_other(
 
     lives = [Rank(r) for r in range(2)]
     monkeypatch.setattr(Filling, "finish", failing)
-    results = together(
-        2, lambda r: lightck.restore(lives[r].net, lives[r].optimizer, folder)
-    )
+    results = together(2, lambda r: lightck.restore(lives[r].net, lives[r].optimizer, folder))
     assert isinstance(results[1], MemoryError)
     assert "rank 1: MemoryError: no room for the state" in str(results[0])
 
