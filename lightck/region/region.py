@@ -29,7 +29,6 @@ from lightck.region.spec import PROCESS_DURABLE, RegionSpec
 
 _LOOKS = 4
 """How often a reader looks at most before it believes what it does not find."""
-
 _FEW_SEGMENTS = 4
 """From here on the region doubles when it grows."""
 
@@ -230,11 +229,8 @@ class Region:
         _newest[self.info.uuid] = self.next_sequence - 1
 
     def leave_behind(self) -> None:
-        """Declare that the live state continues another region's snapshot, which all here yield to.
-
-        Attach may then write here, and protects nothing.
-        """
-        _continued.pop(self.info.uuid, None)
+        """Declare that the live state continues another region's snapshot: all here may go."""
+        self.start_anew()
         _newest[self.info.uuid] = self.next_sequence - 1
 
     def start_anew(self) -> None:
