@@ -185,7 +185,8 @@ class _Parts:
         undo += [kinds.stop, hooks.remove, communication.remove, sight.remove]
         recorder.start()
         recorder.check_state(collected)
-        timeline, barrier = job.begin(self.ranks, self.topology, region, config, steps.step)
+        at = (steps.step, self.progress.restored)
+        timeline, barrier = job.begin(self.ranks, self.topology, region, config, *at)
         undo.append(lambda: barrier.leave("attach failed", 1.0))
         pipeline.barrier = recorder.cadence.barrier = barrier
         region.begin_timeline(region.continued, timeline)

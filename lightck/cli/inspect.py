@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit status."""
     rows = rows_at(arguments.path, arguments.step)
-    problems = [row["problem"] for row in rows if row["problem"]]
+    problems = [row["problem"] for row in rows if row["state"] == "damaged"]
     found = [_with_readable_timelines(region) for region in regions(arguments.path)]
     media = _media(arguments.path)
     for region in found:
@@ -93,9 +93,11 @@ def _document(held: Contents) -> dict[str, Any]:
 
 def _roles(held: Contents) -> dict[str, dict[str, int]]:
     sums: dict[str, dict[str, int]] = {}
-    for row in held.tensors.select(["role", "bytes"]).to_pylist():
+    names: set[str] = set()  # a tensor that ranks share has a row for each piece
+    for row in held.tensors.select(["name", "role", "bytes"]).to_pylist():
         each = sums.setdefault(row["role"], {"tensors": 0, "bytes": 0})
-        each["tensors"] += 1
+        each["tensors"] += row["name"] not in names
+        names.add(row["name"])
         each["bytes"] += row["bytes"]
     return sums
 

@@ -47,5 +47,6 @@ def rows_at(
         problems = [row["problem"] for row in rows if row["problem"]]
         there = sorted({row["step"] for row in usable} - {None})
         text = f"no snapshot of step {step}; steps there: {', '.join(map(str, there)) or 'none'}"
-        raise Refusal("\n  ".join([text, *problems]), BAD_DATA if problems else USAGE)
+        damaged = any(row["state"] == "damaged" for row in rows)
+        raise Refusal("\n  ".join([text, *problems]), BAD_DATA if damaged else USAGE)
     return rows

@@ -42,7 +42,12 @@ def place_of(ranks: Meeting, config: Config, found: bytes | None) -> Topology:
 
 
 def begin(
-    ranks: Meeting, topology: Topology, region: Region, config: Config, step: int
+    ranks: Meeting,
+    topology: Topology,
+    region: Region,
+    config: Config,
+    step: int,
+    restored: tuple[int, int] | None = None,
 ) -> tuple[int | None, Barrier]:
     """Agree on a timeline; nothing that a rank could refuse on its own may come after this.
 
@@ -52,6 +57,7 @@ def begin(
         region: claimed, and large enough.
         config: of this rank.
         step: the last complete one.
+        restored: (timeline, step) that this process restored, also from other ranks' regions.
 
     Returns:
         The timeline's id, None if one rank draws its own; and the barrier.
@@ -62,7 +68,8 @@ def begin(
     if ranks.rounds is None:
         return None, Alone()
     continued = region.continued
-    restored = None if continued is None else (continued.timeline, continued.step)
+    if continued is not None:
+        restored = (continued.timeline, continued.step)
     identity = Identity(
         run_id=region.info.run_id,
         world=topology.world,

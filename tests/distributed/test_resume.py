@@ -92,7 +92,7 @@ def run(path: Path, world: int, steps: int, copies: Path | None = None) -> list[
 
 
 def go_on(path: Path, world: int, until: int = LAST) -> list[Any]:
-    """(info, restored state, losses, last state) of each rank of a job that goes on, or its error."""
+    """(info, restored state, losses, last state) of each rank that goes on, or its error."""
 
     def train(me: ranks.Me) -> Any:
         training = begin(me)
