@@ -245,9 +245,7 @@ def _prefer(
         return suspect[0], f"step {suspect[0].step} is suspect, but no other is whole"
     first = clean[0]
     broken += [
-        f"step {key.step}: {_SUSPECT}"
-        for key in suspect
-        if whole.index(key) < whole.index(first)
+        f"step {key.step}: {_SUSPECT}" for key in suspect if whole.index(key) < whole.index(first)
     ]
     why = "is the newest that is whole"
     if len(clean) > 1 and any(offer.early for offer in found[first]):

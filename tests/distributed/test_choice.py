@@ -126,7 +126,7 @@ def test_a_suspect_step_comes_after_all_others() -> None:
     views = [view(8, 7), marked(view(8, 7), 8, suspect=True)]
     choice = decide(views)
     assert choice.key == Key(T1, 7, 2)
-    assert "step 8: suspect, replicas differed" in choice.fell_back
+    assert "step 8: suspect, for replicas were found to differ there or before" in choice.fell_back
     only = [view(8), marked(view(8), 8, suspect=True)]
     assert decide(only).key == Key(T1, 8, 2)
     assert "is suspect" in decide(only).why
