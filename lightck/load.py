@@ -134,7 +134,8 @@ def load(
     Args:
         path: as for `snapshots`.
         step: which one; the newest that is whole by default.
-        rank: of several, whose buffers, extras and random generators to take.
+        rank: of several, whose buffers, extras and random generators to take. Of sharded state
+            (FSDP2 and other DTensors) the tensors are that rank's parts.
 
     Returns:
         `model` (for `load_state_dict`), `optimizers` (one dict each, as torch's `state_dict` gives

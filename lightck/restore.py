@@ -142,7 +142,7 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
         def take() -> RestoreInfo:
             snapshot.read(filling.addresses())
             filling.finish(first)
-            _arm_forward(live, {} if filling.lent else second, filling.targets.__getitem__)
+            _arm_forward(live, {} if filling.lent else second, filling.tensor)
             _carry_on(found)
             state = progress(live.model)
             state.step, state.pending = found.key.step, filling.pending

@@ -2,6 +2,9 @@
 
 Kept while nothing moves, so that a snapshot reads every tensor's form, version and address, and
 compares them with the last ones: no Python code runs per tensor.
+
+Of a DTensor, form and address are those of the local tensor, and the version is the sum of both
+counters, which only grow: operations on the DTensor move its own, those on its part the other.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.capture import staging
+from lightck.capture import dtensor, staging
 from lightck.capture.state import Live
 from lightck.region import allocator
 from lightck.region.layout import Entry
@@ -107,6 +110,8 @@ class Arrangement:
     plan: allocator.Plan | None = None
     """Of the entries; None before the first."""
     _forms: list[list[Any]] = field(default_factory=list)
+    _shards: list[Any] = field(default_factory=list)
+    """Mesh and placements of each DTensor; empty where there is none."""
     _rare: list[list[int]] = field(default_factory=list)
     """For each of `_RARE_FORM`, the tensors it concerns."""
     _rare_forms: list[list[Any]] = field(default_factory=list)
@@ -123,18 +128,21 @@ class Arrangement:
         """
         found = tuple(lives)
         tensors = [live.tensor for live in found]
-        if self._known(found) and self._formed(tensors):
+        held = dtensor.locals_of(tensors)
+        shards = [] if held is tensors else dtensor.forms_of(tensors)
+        if self._known(found) and shards == self._shards and self._formed(held):
             plan = self._fit(self.entries, boundary_bytes)
         else:
             entries = tuple(staging.describe(live) for live in found)
             plan = self._fit(entries, boundary_bytes)
             self.parts = _parts(found, entries)
-            self._forms = [list(map(form, tensors)) for form in _FORM]
+            self._shards = shards
+            self._forms = [list(map(form, held)) for form in _FORM]
             self._rare = [
-                [i for i, tensor in enumerate(tensors) if concerns(tensor)]
+                [i for i, tensor in enumerate(held) if concerns(tensor)]
                 for concerns, _ in _RARE_FORM
             ]
-            self._rare_forms = _rare_forms(self._rare, tensors)
+            self._rare_forms = _rare_forms(self._rare, held)
         self.lives, self.tensors = found, tensors
         return plan
 
@@ -211,24 +219,35 @@ def sources(part: Part, arrangement: Arrangement) -> Sources:
     if part.last is not None and pointers == part.last.pointers:
         storages = part.last.storages
     else:
-        storages = [t.untyped_storage() for t in live]
+        storages = [t.untyped_storage() for t in dtensor.locals_of(live)]
     part.last = Sources(live, pointers, versions, storages)
     return part.last
 
 
 def read(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Addresses of the first elements, and version counters."""
+    """Addresses of the first elements, and versions."""
     pointers: list[int] = []
     versions: list[int] = []
     for at in range(0, len(tensors), _RUN):
-        run = tensors[at : at + _RUN]
-        pointers += map(torch.Tensor.data_ptr, run)
-        versions += versions_of(run)
+        run = list(tensors[at : at + _RUN])
+        held = dtensor.locals_of(run)
+        pointers += map(torch.Tensor.data_ptr, held)
+        versions += _versions(run, held)
     return pointers, versions
 
 
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Version counters; those that have none (inference tensors) read as -1."""
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """Versions, which every write moves that torch counts."""
+    return _versions(tensors, dtensor.locals_of(tensors))
+
+
+def _versions(tensors: list[torch.Tensor], held: list[torch.Tensor]) -> list[int]:
+    counts = _counters(tensors)
+    return counts if held is tensors else list(map(operator.add, counts, _counters(held)))
+
+
+def _counters(tensors: list[torch.Tensor]) -> list[int]:
+    """Version counters; those of tensors that have none (inference tensors) read as -1."""
     try:
         return list(map(_version, tensors))
     except RuntimeError:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightck.capture.dtensor import is_dtensor
 from lightck.errors import CorruptSnapshotError, StateError
 
 TAG = "__lightck__"
@@ -31,7 +32,16 @@ Place = Callable[[str, torch.Tensor], Any]
 
 
 def keep(path: str, tensor: torch.Tensor) -> Any:
-    """Keep a tensor inside the boundary state, as a private copy."""
+    """Keep a tensor inside the boundary state, as a private copy.
+
+    Raises:
+        StateError: a DTensor, which means nothing without its mesh.
+    """
+    if is_dtensor(tensor):
+        raise StateError(
+            f"{path} is a DTensor, taken where a step ends: give it with lightck.at_forward",
+            path=path,
+        )
     return tensor.detach().cpu().clone()
 
 

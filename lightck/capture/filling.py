@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.capture import boundary, rng
+from lightck.capture import boundary, dtensor, rng
 from lightck.capture.assembled import Assembled
 from lightck.capture.extras import Extra
 from lightck.capture.optimizer import Saved, install, match
@@ -44,6 +44,7 @@ class Filling:
         self.snapshot, self.live, self.second, self.strict = snapshot, live, second, strict
         self.lent = lent
         self.lives = {v.name: v for v in live.collect().lives}
+        self.meshes = dtensor.meshes(v.tensor for v in self.lives.values())
         self.targets: dict[str, torch.Tensor] = {}
         """Per entry: where its bytes are read to."""
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -68,13 +69,13 @@ class Filling:
             if name not in index:
                 missing.append(name)
                 continue
-            difference = _difference(entries[index[name]], live.tensor)
+            difference = dtensor.difference(entries[index[name]], live.tensor)
             if difference:
                 different[name] = difference
         for entry in entries:  # parameters in no module but in an optimizer
             name = self._live_name(entry.name)
             if name.startswith("optim/") and entry.role == "parameter" and name in self.lives:
-                difference = _difference(entry, self.lives[name].tensor)
+                difference = dtensor.difference(entry, self.lives[name].tensor)
                 if difference:
                     different[name] = difference
         unexpected = [
@@ -97,6 +98,9 @@ class Filling:
         self.skipped |= dict.fromkeys(unexpected, "not in the live model")
         self.skipped |= different
         self._skip_state(different)
+        lost = dtensor.homeless((e for e in entries if e.name not in self.skipped), self.meshes)
+        if lost:
+            raise RestoreMismatchError("sharded state has no place to go to", different=lost)
 
     def _skip_state(self, different: Iterable[str]) -> None:
         """State of a parameter that is not restored does not fit it either."""
@@ -132,16 +136,16 @@ class Filling:
             live = self.lives.get(name)
             if name in self.skipped or self._is_stateless(entry.name):
                 continue
-            fits = live is not None and not _difference(entry, live.tensor)
-            if live is not None and fits and _direct(entry, live.tensor) and not entry.alias_of:
-                self.targets[entry.name] = live.tensor
+            fits = live is not None and not dtensor.difference(entry, live.tensor)
+            if live is not None and fits and _direct(entry, live.local) and not entry.alias_of:
+                self.targets[entry.name] = live.local
                 continue
             if entry.alias_of is None:
                 self.targets[entry.name] = fresh(entry)
             if live is not None and fits:
                 source = self.targets.get(entry.alias_of or entry.name)
-                if source is not None and source is not live.tensor:
-                    self.copies.append((live.tensor, source))
+                if source is not None and source is not live.local:
+                    self.copies.append((live.local, source))
 
     def _live_name(self, name: str) -> str:
         """A saved optimizer may stand at another index now."""
@@ -155,10 +159,12 @@ class Filling:
     def finish(self, first: dict[str, Any]) -> None:
         """Everything was read: fill what could not be read into, then optimizers and extras."""
         with torch.no_grad():
-            for live, source in self.copies:
-                fill(live, source)
-            for target in self.targets.values():
-                torch.autograd.graph.increment_version(target)
+            for held, source in self.copies:
+                fill(held, source)
+            for name, target in self.targets.items():
+                live = self.lives.get(self._live_name(name))
+                whole = target if live is None else live.tensor
+                torch.autograd.graph.increment_version({target, whole})
         for i, saved in enumerate(self.second["optimizers"]):
             kept = {
                 name: tree
@@ -185,21 +191,28 @@ class Filling:
         """Tensors of saved optimizer i by saved name, live ones if there are; device kinds."""
         prefix = f"optim/{i}/"
         found, devices = {}, {}
-        for name, target in self.targets.items():
+        for name in self.targets:
             if name.startswith(prefix):
                 live: Live | None = self.lives.get(self._live_name(name))
                 entry = self.snapshot.entries[self.snapshot.index[name]]
-                usable = live is not None and not _difference(entry, live.tensor)
-                found[name] = live.tensor if live is not None and usable else target
+                usable = live is not None and not dtensor.difference(entry, live.tensor)
+                found[name] = live.tensor if live is not None and usable else self.tensor(name)
                 devices[name] = entry.device
         return found, devices
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor that was read, by its saved name: the live one, if that was filled."""
+        part, live = self.targets[name], self.lives.get(self._live_name(name))
+        if live is not None and live.local is part:
+            return live.tensor
+        return dtensor.whole(self.snapshot.entries[self.snapshot.index[name]], part, self.meshes)
 
     def _load_extra(self, extra: Extra, first: dict[str, Any]) -> None:
         early, late = first["extras"], self.second["extras"]
         order = (early, late) if extra.instant != "forward" else (late, early)
         for held in order:
             if extra.name in held:
-                extra.load(boundary.rebuild(held[extra.name], self.targets.__getitem__))
+                extra.load(boundary.rebuild(held[extra.name], self.tensor))
                 return
 
     def leftover(self, first: dict[str, Any]) -> tuple[str, ...]:
@@ -211,13 +224,6 @@ class Filling:
 def fresh(entry: Entry) -> torch.Tensor:
     """An empty CPU tensor for an entry."""
     return torch.empty_strided(entry.shape, entry.strides, dtype=getattr(torch, entry.dtype))
-
-
-def _difference(entry: Entry, tensor: torch.Tensor) -> str:
-    """In words, or "" when an entry's bytes can become this tensor."""
-    saved = f"{entry.dtype}{list(entry.shape)}"
-    live = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    return "" if saved == live else f"saved {saved}, live {live}"
 
 
 def _direct(entry: Entry, tensor: torch.Tensor) -> bool:

@@ -24,8 +24,8 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from lightck.capture import loading
-from lightck.capture.modules import named_modules
+from lightck.capture import fsdp, loading
+from lightck.capture.modules import named_modules, named_parameters
 
 _COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,14 +71,14 @@ class Watched:
 
     def refresh(self) -> None:
         """Look at the model's parameters again."""
-        self._ids = {id(parameter) for parameter in self.model.parameters()}
+        self._ids = {id(parameter) for _, parameter in named_parameters(self.model)}
         self._answers.clear()
 
     def holds(self, module: nn.Module) -> bool:
         """Whether a module, or one inside it, has one of the parameters."""
         answer = self._answers.get(module)
         if answer is None:
-            answer = any(id(parameter) in self._ids for parameter in module.parameters())
+            answer = any(id(p) in self._ids for _, p in named_parameters(module))
             self._answers[module] = answer
         return answer
 
@@ -241,14 +241,14 @@ def _iterating(original: Callable[..., Any], listeners: weakref.WeakSet[Any]) ->
     return iterate
 
 
-def layers(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def layers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Name of each module that owns parameters, and the first that it trains."""
     seen = set()
     for name, module in named_modules(model):
         if id(module) in seen:
             continue
         seen.add(id(module))
-        own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+        own = [p for _, p in fsdp.parameters(module) if p.requires_grad]
         if own and own[0].is_leaf:
             yield name, own[0]
 
@@ -264,11 +264,11 @@ def before_next_forward(model: nn.Module, action: Callable[[], None]) -> Removab
     The hook keeps no reference to the model; whoever may outlive it removes the hook.
     """
     handle: RemovableHandle
-    ids = {id(parameter) for parameter in model.parameters()}
+    ids = {id(parameter) for _, parameter in named_parameters(model)}
 
     @untraced
     def before(module: nn.Module, args: Any) -> None:
-        if module.training and any(id(parameter) in ids for parameter in module.parameters()):
+        if module.training and any(id(p) in ids for _, p in named_parameters(module)):
             handle.remove()
             action()
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightck.capture import fsdp
+
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that torch.compile and activation checkpointing put into names; they come and go."""
 
@@ -42,11 +44,10 @@ def named_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's parameters under every name they have."""
+    """The model's parameters under every name they have; the sharded ones, gathered or not."""
     for path, module in named_modules(model):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{path}.{name}" if path else name, parameter
+        for name, parameter in fsdp.parameters(module):
+            yield f"{path}.{name}" if path else name, parameter
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

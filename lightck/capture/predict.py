@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from lightck.capture import boundary, staging
+from lightck.capture import boundary, dtensor, staging
 from lightck.capture.boundary import join
 from lightck.capture.state import Inventory, Live, parameter_names
 from lightck.region import allocator
@@ -69,11 +69,17 @@ def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[
                 return None
             kinds[kind] = found
         base = f"optim/{i}/{join('', known[parameter])}"
+        sharded = dtensor.is_dtensor(parameter)
+        if sharded and any(len(shape) not in (0, parameter.dim()) for *_, shape in kinds[kind]):
+            return None  # what follows some dimensions only need not be sharded as they are
+        held = dtensor.local(parameter)
         for key, dtype, shape in kinds[kind]:
             # Small dimensions become the real ones.
-            sizes = dict(zip(_SMALL, parameter.shape, strict=False))
+            sizes = dict(zip(_SMALL, held.shape, strict=False))
             scaled = [sizes.get(size, size) for size in shape]
             tensor = torch.empty(scaled, dtype=dtype, device="meta")
+            if sharded and shape:
+                tensor = dtensor.like(parameter, tensor)
             lives.append(Live(join(base, key), "optimizer", "", tensor, frozenset((i,))))
     return tuple(lives)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from lightck.capture import dtensor
 from lightck.capture.state import Live
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry
@@ -17,9 +18,9 @@ def describe(live: Live) -> Entry:
     """The layout entry of a live tensor.
 
     A dense tensor is stored byte for byte with its strides; any other (expanded, overlapping,
-    with gaps, conjugated lazily) row-major.
+    with gaps, conjugated lazily) row-major. Of a DTensor it is this rank's part.
     """
-    tensor = live.tensor
+    tensor = live.local
     strides = tuple(tensor.stride()) if is_dense(tensor) else row_major(tuple(tensor.shape))
     begin, end = live.span or (0, tensor.numel() * tensor.element_size())
     return Entry(
@@ -33,6 +34,7 @@ def describe(live: Live) -> Entry:
         device=tensor.device.type,
         alias_of=live.alias_of,
         begin=begin if live.span else None,
+        shard=dtensor.shard_of(live.tensor),
     )
 
 
@@ -113,7 +115,7 @@ def must_own(live: Live) -> bool:
 
     The tensor changes inside the window, is not dense, or is not in memory the workers can read.
     """
-    tensor = live.tensor
+    tensor = live.local
     return (
         live.sync
         or tensor.device.type != "cpu"
@@ -135,10 +137,11 @@ def tell_synchronous(lives: Iterable[Live], most_bytes: int) -> None:
 
 def owned(live: Live, entry: Entry) -> torch.Tensor:
     """A private CPU copy of what the entry holds, made now, on this thread."""
-    if live.span is not None and is_dense(live.tensor):
-        begin, end = (at // live.tensor.element_size() for at in live.span)
-        flat = live.tensor.detach().as_strided((live.tensor.numel(),), (1,))
+    held = live.local.detach()
+    if live.span is not None and is_dense(held):
+        begin, end = (at // held.element_size() for at in live.span)
+        flat = held.as_strided((held.numel(),), (1,))
         return torch.empty(end - begin, dtype=flat.dtype).copy_(flat[begin:end])
-    source = live.tensor.detach().resolve_conj().resolve_neg()
+    source = held.resolve_conj().resolve_neg()
     result = torch.empty_strided(entry.shape, entry.strides, dtype=source.dtype)
     return result.copy_(source)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightck.capture import dtensor, fsdp
 from lightck.capture.boundary import join, plain, reference
 from lightck.capture.extras import Extra
 from lightck.capture.modules import named_buffers, named_parameters
@@ -45,6 +46,11 @@ class Live:
     alias_of: str | None = None
     span: tuple[int, int] | None = None
     """First byte and end of what this rank captures of a tensor that others hold; None: all."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What holds the bytes: of a DTensor this rank's part."""
+        return dtensor.local(self.tensor)
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,10 @@ class Inventory:
     """Chooses what this rank captures of what several hold alike; asked again likewise."""
     _cache: _Cache | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        """Learn what is sharded before a forward gathers it."""
+        fsdp.remember(self.model)
+
     def collect(self) -> Collected:
         """Every tensor and value now.
 
@@ -135,7 +145,7 @@ class Inventory:
     def covered(self) -> bool:
         """Every trainable parameter is held by a known optimizer: no other is to be expected."""
         held = {id(p) for optimizer in self.optimizers for p in held_parameters(optimizer)}
-        return all(id(p) in held for p in self.model.parameters() if p.requires_grad)
+        return all(id(p) in held for _, p in named_parameters(self.model) if p.requires_grad)
 
     def buffers(self) -> list[torch.Tensor]:
         """The model's persistent buffers."""
@@ -266,7 +276,7 @@ class _Placing:
 
     def __call__(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
         must_be_dense(path, tensor)
-        small = self.role == "extra" and tensor.nbytes <= SMALL_EXTRA_BYTES
+        small = self.role == "extra" and dtensor.local(tensor).nbytes <= SMALL_EXTRA_BYTES
         sync = small or path in self.always_sync
         self.lives.append(Live(path, self.role, self.layer, tensor, self.holders, sync))
         return reference(path)
@@ -289,8 +299,11 @@ def must_be_dense(path: str, tensor: torch.Tensor) -> None:
     """Refuse what has no plain bytes.
 
     Raises:
-        StateError: the tensor is sparse, quantized or not initialized yet.
+        StateError: the tensor is sparse, quantized, not initialized yet, or a sum over ranks.
     """
+    why = dtensor.refusal(tensor)
+    if why is not None:
+        raise StateError(f"{path} {why}", path=path)
     if is_lazy(tensor):
         raise StateError(f"{path} is not initialized: run one forward before attach", path=path)
     if tensor.layout is not torch.strided or tensor.is_quantized:

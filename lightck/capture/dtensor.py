@@ -1,0 +1,214 @@
+"""DTensors: what this rank holds of one, in words, and how a restored part becomes one again.
+
+There can be a DTensor only where `torch.distributed.tensor` was imported: that is looked for and
+never imported for its own sake, so that lightck costs nothing, and loads, without it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from lightck.errors import StateError
+from lightck.region.layout import Entry, Shard
+
+_PLACEMENT = re.compile(r"(Shard|_StridedShard|Replicate)\((\d+)?(?:, (\d+))?\)")
+_UNSUPPORTED = "restoring sharded state on another mesh is not supported yet"
+
+
+def _kind() -> Any:
+    """The class, once somebody uses it; None before."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor."""
+    kind = _kind()
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: of a DTensor its part, without autograd, else itself."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def locals_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`local` of each; the same list where there is no DTensor, found without code per tensor."""
+    kind = _kind()
+    if kind is None or not any(issubclass(each, kind) for each in set(map(type, tensors))):
+        return tensors
+    return [t._local_tensor if isinstance(t, kind) else t for t in tensors]
+
+
+def forms_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """What a shard depends on besides the local tensor; None for other tensors."""
+    kind = _kind()
+    return [getattr(t, "_spec", None) if isinstance(t, kind) else None for t in tensors]
+
+
+def refusal(tensor: torch.Tensor) -> str | None:
+    """Why a DTensor's part cannot be saved as it is, in words."""
+    if not is_dtensor(tensor):
+        return None
+    spec: Any = tensor._spec  # type: ignore[attr-defined]
+    held = local(tensor)
+    if spec.mesh.get_coordinate() is None:
+        return f"is a DTensor on {_mesh(spec.mesh)}, which this rank is not part of"
+    if any(placement.is_partial() for placement in spec.placements):
+        return f"is a DTensor placed {_placements(spec)}: no rank holds its values; redistribute it"
+    if type(held) is not torch.Tensor:
+        return f"is a DTensor over a {type(held).__name__}; only plain local tensors can be saved"
+    if not all(map(_PLACEMENT.fullmatch, map(_placement, spec.placements))):
+        return f"is a DTensor placed {_placements(spec)}, which is not supported"
+    shape, _ = _part(tensor)
+    if shape != tuple(held.shape):
+        return (
+            f"is a DTensor whose local tensor has shape {list(held.shape)}, where"
+            f" {_placements(spec)} of {list(tensor.shape)} gives {list(shape)}"
+        )
+    return None
+
+
+def shard_of(tensor: torch.Tensor) -> Shard | None:
+    """What this rank's part is of the whole; None for what is no DTensor.
+
+    Raises:
+        StateError: a DTensor that `refusal` refuses.
+    """
+    if not is_dtensor(tensor):
+        return None
+    why = refusal(tensor)
+    if why is not None:
+        raise StateError(f"a tensor {why}")
+    _, offset = _part(tensor)
+    spec: Any = tensor._spec  # type: ignore[attr-defined]
+    return Shard(tuple(tensor.shape), offset, f"{here(spec.mesh)}: {_placements(spec)}")
+
+
+def here(mesh: Any) -> str:
+    """A mesh and this rank's place in it, e.g. "mesh dp=2 x tp=2 at (1, 0)"."""
+    return f"{_mesh(mesh)} at ({', '.join(map(str, mesh.get_coordinate() or ()))})"
+
+
+def _mesh(mesh: Any) -> str:
+    sizes = tuple(mesh.shape)
+    names = mesh.mesh_dim_names or [f"dim{i}" for i in range(len(sizes))]
+    return "mesh " + " x ".join(f"{n}={size}" for n, size in zip(names, sizes, strict=True))
+
+
+def _placements(spec: Any) -> str:
+    return ", ".join(map(_placement, spec.placements))
+
+
+def _placement(placement: Any) -> str:
+    """Words of our own: torch's differ between its versions."""
+    kind = type(placement).__name__
+    if kind == "_StridedShard":
+        return f"{kind}({placement.dim}, {placement.split_factor})"
+    return f"{kind}({placement.dim})" if kind == "Shard" else f"{kind}()"
+
+
+def _made(kind: str, dim: str, factor: str) -> Any:
+    """The inverse of `_placement`."""
+    from torch.distributed.tensor import placement_types
+
+    made = getattr(placement_types, kind)
+    if factor:
+        return made(int(dim), split_factor=int(factor))
+    return made(int(dim)) if dim else made()
+
+
+def _part(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offset of this rank's part, as the placements have it."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    spec: Any = tensor._spec  # type: ignore[attr-defined]
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, spec.mesh, spec.placements)
+    return tuple(shape), tuple(offset)
+
+
+def difference(entry: Entry, tensor: torch.Tensor) -> str:
+    """In words, or "" when a saved tensor's bytes, or part's, can become this live one's."""
+    was, now = entry.shard, shard_of(tensor)
+    if (was and was.placements) != (now and now.placements):
+        saved, live = (s.placements if s else "whole, no DTensor" for s in (was, now))
+        return f"{_UNSUPPORTED}: saved {saved}; live {live}"
+    held = local(tensor)
+    saved = _geometry(entry.dtype, entry.shape, was)
+    live = _geometry(str(held.dtype).removeprefix("torch."), held.shape, now)
+    return "" if saved == live else f"saved {saved}, live {live}"
+
+
+def _geometry(dtype: str, shape: Sequence[int], shard: Shard | None) -> str:
+    part = f"{dtype}{list(shape)}"
+    return f"{part} of {list(shard.shape)} at {list(shard.offset)}" if shard else part
+
+
+def meshes(tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
+    """The meshes that live DTensors are on, by their words."""
+    kind = _kind()
+    if kind is None:
+        return {}
+    found = {id(t._spec.mesh): t._spec.mesh for t in tensors if isinstance(t, kind)}
+    return {here(mesh): mesh for mesh in found.values()}
+
+
+def homeless(entries: Iterable[Entry], known: dict[str, Any]) -> dict[str, str]:
+    """Saved parts that could not become DTensors on any of these meshes, and why."""
+    live = " and ".join(sorted(known)) or "no DTensor"
+    return {
+        e.name: f"{_UNSUPPORTED}: saved {e.shard.placements}; live {live}"
+        for e in entries
+        if e.shard is not None and _split(e.shard)[0] not in known
+    }
+
+
+def _split(shard: Shard) -> tuple[str, str]:
+    mesh, _, placements = shard.placements.partition(": ")
+    return mesh, placements
+
+
+def whole(entry: Entry, part: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
+    """The tensor that a saved part was: a DTensor over `part`, in the same memory; else `part`."""
+    if entry.shard is None:
+        return part
+    name, words = _split(entry.shard)
+    placements = tuple(_made(*found) for found in _PLACEMENT.findall(words))
+    mesh, shape = known[name], entry.shard.shape
+    if entry.device == mesh.device_type:  # not where FSDP2 offloads to the CPU
+        part = part.to(mesh.device_type)
+    return _over(part, mesh, placements, shape, _strides(shape, entry.strides))
+
+
+def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A DTensor over `part`, placed as this one."""
+    spec: Any = tensor._spec  # type: ignore[attr-defined]
+    return _over(part, spec.mesh, spec.placements, tensor.shape, tensor.stride())
+
+
+def _over(
+    part: torch.Tensor, mesh: Any, placements: Any, shape: Sequence[int], strides: Sequence[int]
+) -> torch.Tensor:
+    """As FSDP2 makes them: `from_local` would move the part to the mesh's device."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(torch.Size(shape), tuple(strides), part.dtype)
+    made: Any = DTensor
+    result: torch.Tensor = made(
+        part, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False
+    )
+    return result
+
+
+def _strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor whose dimensions lie in memory in the order that `like` has."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)

@@ -1,0 +1,96 @@
+"""FSDP2: killed and restored on the same mesh, training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Me, started
+from sharded import (
+    OPTIMIZERS,
+    differing,
+    loss_of,
+    mesh_of,
+    net,
+    parts,
+    settle,
+    train,
+)
+
+import lightck
+
+STEPS, KILLED_AFTER = 6, 3
+
+
+def golden(me: Me, kind: str, options: dict[str, Any]) -> Any:
+    """The uninterrupted run, without lightck."""
+    model = net(mesh_of(me.world), **options)
+    optimizer = OPTIMIZERS[kind](model)
+    losses = list(train(me, model, optimizer, range(1, STEPS + 1)))
+    return losses, parts(model, optimizer)
+
+
+def killed(me: Me, kind: str, options: dict[str, Any], path: Path) -> None:
+    """Trains until it is killed; says when its last snapshot is committed."""
+    model = net(mesh_of(me.world), **options)
+    optimizer = OPTIMIZERS[kind](model)
+    handle = lightck.attach(model, optimizer, path, threads=1, proof=True)
+    for _ in train(me, model, optimizer, range(1, KILLED_AFTER + 1)):
+        settle(handle)
+    loss_of(model, me, KILLED_AFTER + 1)
+    handle.wait(KILLED_AFTER)
+    me.send(handle.stats().torn)
+    me.pause()
+
+
+def resumed(me: Me, kind: str, options: dict[str, Any], path: Path) -> Any:
+    """Another process: the state made anew with other numbers, restored, and trained on."""
+    model = net(mesh_of(me.world), **options)
+    torch.manual_seed(99)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    optimizer = OPTIMIZERS[kind](model)
+    info = lightck.restore(model, optimizer, path)
+    assert info is not None
+    with lightck.attach(model, optimizer, path, threads=1, proof=True) as handle:
+        losses = list(train(me, model, optimizer, range(info.step + 1, STEPS + 1)))
+    return info.step, losses, parts(model, optimizer), handle.stats()
+
+
+@pytest.mark.parametrize(
+    ("world", "kind"),
+    [(1, "adamw for-loop"), *((2, kind) for kind in OPTIMIZERS), (3, "adamw foreach"),
+     (4, "adamw fused")],
+)  # fmt: skip
+def test_a_killed_job_goes_on_bit_for_bit_on_the_same_mesh(
+    world: int, kind: str, region_dir: Path
+) -> None:
+    check(world, kind, {}, region_dir)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_resharding_after_the_forward_or_not_makes_no_difference(
+    reshard: bool, region_dir: Path
+) -> None:
+    check(2, "adamw foreach", {"reshard_after_forward": reshard}, region_dir)
+
+
+def check(world: int, kind: str, options: dict[str, Any], path: Path) -> None:
+    with started(world, lambda me: golden(me, kind, options)) as job:
+        expected = job.results()
+    with started(world, lambda me: killed(me, kind, options, path)) as job:
+        assert [job.receive(rank) for rank in range(world)] == [0] * world
+        for rank in range(world):
+            job.kill(rank)
+    with started(world, lambda me: resumed(me, kind, options, path)) as job:
+        found = job.results()
+    for rank, ((losses, state), (step, on, then, stats)) in enumerate(
+        zip(expected, found, strict=True)
+    ):
+        assert step >= KILLED_AFTER
+        assert on == losses[step:], f"rank {rank}"
+        assert differing(state, then) == [], f"rank {rank}"
+        assert stats.torn == stats.failed == 0

@@ -1,0 +1,400 @@
+"""FSDP2 gathers parameters and lets them go; what lightck names stays the sharded state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Me, started
+from sharded import (
+    OPTIMIZERS,
+    Net,
+    differing,
+    loss_of,
+    mesh_of,
+    net,
+    parts,
+    settle,
+    train,
+)
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.optim import AdamW, Optimizer
+
+import lightck
+from lightck.capture import predict
+from lightck.capture.hooks import Watched
+from lightck.capture.state import Inventory
+from lightck.errors import ConfigError, RestoreMismatchError
+
+
+def on_ranks(world: int, code: Callable[[Me], Any]) -> list[Any]:
+    with started(world, code) as job:
+        return job.results()
+
+
+def adam(model: nn.Module) -> Optimizer:
+    return OPTIMIZERS["adamw foreach"](model)
+
+
+# ---- Which tensors are the state ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_sharded_parameters_are_named_at_every_moment_of_a_step(reshard: bool) -> None:
+    def named(me: Me) -> set[str]:
+        model = net(mesh_of(me.world), reshard_after_forward=reshard)
+        optimizer = adam(model)
+        list(train(me, model, optimizer, range(1, 2)))
+        inventory, watched = Inventory(model, [optimizer]), Watched(model)
+        watched.refresh()
+        expected = [(v, id(v.tensor)) for v in inventory.collect().lives]
+        gathered = set()
+
+        def look(moment: str) -> None:
+            assert [(v, id(v.tensor)) for v in inventory.collect().lives] == expected, moment
+            assert inventory.covered() and watched.owns(optimizer)
+            assert all(Watched(model).holds(m) is False for m in model.modules())
+            watched.refresh()
+            assert watched.holds(model) and watched.holds(model.first)
+            if not all(isinstance(p, DTensor) for p in model.parameters()):
+                gathered.add(moment)
+
+        for part in (model, model.first):
+            part.register_forward_pre_hook(lambda *_: look("forward"))
+            part.register_forward_hook(lambda *_: look("end of the forward"))
+        model.first.weight.register_post_accumulate_grad_hook(lambda _: look("backward"))
+        loss = loss_of(model, me, 2)
+        look("before the backward")
+        loss.backward()
+        look("after the backward")
+        optimizer.step()
+        look("after the step")
+        model.eval()
+        with torch.no_grad():
+            model(torch.arange(4))
+        look("after an evaluation")
+        return gathered
+
+    for gathered in on_ranks(2, named):
+        assert "forward" in gathered, "nothing was gathered: the test shows nothing"
+        assert ("after an evaluation" in gathered) is not reshard
+
+
+def test_an_inventory_made_while_parameters_are_gathered_finds_the_sharded_ones() -> None:
+    def found(me: Me) -> None:
+        model = net(mesh_of(me.world), reshard_after_forward=False)
+        names = {id(p): name for name, p in model.named_parameters()}
+        with torch.no_grad():
+            model(torch.arange(4))
+        assert not any(id(p) in names for p in model.parameters())
+        lives = Inventory(model).collect().lives
+        assert {id(v.tensor) for v in lives if v.role == "parameter"} == names.keys()
+        loss_of(model, me, 1).backward()  # and the model still works
+
+    on_ranks(2, found)
+
+
+def test_a_parameter_that_the_user_replaces_is_the_state_from_then_on() -> None:
+    def replaced(me: Me) -> None:
+        model = net(mesh_of(me.world))
+        inventory = Inventory(model)
+        state = {name: t.clone() for name, t in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        lives = {v.name: v.tensor for v in inventory.collect().lives}
+        assert lives["model/first.weight"] is model.first.weight
+        assert lives["model/first.weight"].data_ptr() == state["first.weight"].data_ptr()
+
+    on_ranks(2, replaced)
+
+
+def test_the_size_of_state_that_does_not_exist_yet_is_predicted_per_rank() -> None:
+    def same(me: Me) -> None:
+        for kind in ("adamw foreach", "sgd momentum"):
+            model = net(mesh_of(me.world))
+            optimizer = OPTIMIZERS[kind](model)
+            inventory = Inventory(model, [optimizer])
+            before = {e.name: e for e in predict.expected(inventory)[0]}
+            list(train(me, model, optimizer, range(1, 2)))
+            after = {e.name: e for e in predict.expected(inventory)[0]}
+            assert before.keys() == after.keys()
+            for name, entry in after.items():
+                guess = before[name]
+                assert (guess.length, guess.shape, guess.shard) == (
+                    entry.length, entry.shape, entry.shard,
+                )  # fmt: skip
+
+    on_ranks(3, same)
+
+
+def test_every_layer_ticks_in_the_backward(region_dir: Path) -> None:
+    def ticks(me: Me) -> int:
+        model = net(mesh_of(me.world))
+        optimizer = adam(model)
+        with lightck.attach(model, optimizer, region_dir, threads=1) as handle:
+            loss_of(model, me, 1).backward()
+            return handle._recorder._gradients
+
+    # embed (tied with head), first, norm, last, gate; head once more: one hook per module
+    assert on_ranks(2, ticks) == [6, 6]
+
+
+# ---- Torn --------------------------------------------------------------------------------------
+
+
+def by_dtensor(parameter: Any) -> None:
+    parameter.add_(1)
+
+
+def by_part(parameter: Any) -> None:
+    parameter.to_local().add_(1)
+
+
+@pytest.mark.parametrize("write", [by_dtensor, by_part])
+def test_a_write_into_the_window_tears_the_snapshot(
+    write: Callable[[Any], None], region_dir: Path
+) -> None:
+    def torn(me: Me) -> Any:
+        model = net(mesh_of(me.world))
+        optimizer, reports = adam(model), []
+        sharded = dict(model.named_parameters())
+        handle = lightck.attach(model, optimizer, region_dir, threads=1, on_error=reports.append)
+        for _ in train(me, model, optimizer, range(1, 3)):
+            settle(handle)
+        loss = loss_of(model, me, 3)
+        with torch.no_grad():
+            write(sharded["gate.weight" if me.rank == 0 else "first.weight"])
+        loss.backward()
+        optimizer.step()
+        handle.detach()
+        return [str(r) for r in reports], handle.stats().torn
+
+    for rank, (reports, count) in enumerate(on_ranks(2, torn)):
+        assert count == 1 and len(reports) == 1
+        assert ("gate.weight" if rank == 0 else "first.weight") in reports[0]
+
+
+# ---- Restored ----------------------------------------------------------------------------------
+
+
+def saved(me: Me, path: Path, mesh: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:
+    """One snapshot of step 1, and what it holds."""
+    model = net(mesh_of(*(mesh or (me.world,))))
+    optimizer = adam(model)
+    with lightck.attach(model, optimizer, path, threads=1):
+        list(train(me, model, optimizer, range(1, 2)))
+    return parts(model, optimizer)
+
+
+def test_missing_optimizer_state_comes_back_sharded_as_its_parameter(region_dir: Path) -> None:
+    def back(me: Me) -> None:
+        expected = saved(me, region_dir)
+        model = net(mesh_of(me.world))
+        optimizer = adam(model)
+        lightck.restore(model, optimizer, region_dir)
+        assert differing(parts(model, optimizer), expected) == []
+        for parameter in model.parameters():
+            moment = optimizer.state[parameter]["exp_avg"]
+            assert isinstance(moment, DTensor) and moment._spec == parameter._spec
+            assert type(optimizer.state[parameter]["step"]) is torch.Tensor
+        later = net(mesh_of(me.world))  # and for an optimizer that comes only after the restore
+        lightck.restore(later, None, region_dir)
+        optimizer = adam(later)
+        lightck.attach(later, optimizer, region_dir, threads=1).detach()
+        assert differing(parts(later, optimizer), expected) == []
+
+    on_ranks(3, back)
+
+
+def test_another_mesh_is_refused_with_both_named_and_nothing_changed(region_dir: Path) -> None:
+    on_ranks(2, lambda me: saved(me, region_dir))
+
+    def refused(me: Me, make: Callable[[], nn.Module]) -> str:
+        model = make()
+        before = {name: held.clone() for name, held in model.state_dict().items()}
+        with pytest.raises(RestoreMismatchError) as caught:
+            lightck.restore(model, adam(model), region_dir)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(_part(tensor), _part(before[name]))
+        return str(caught.value)
+
+    saved_at = "not supported yet: saved mesh dp=2 at ({}): Shard(0); live {}"
+    for rank, text in enumerate(on_ranks(3, lambda me: refused(me, lambda: net(mesh_of(3))))):
+        assert saved_at.format(rank % 2, f"mesh dp=3 at ({rank}): Shard(0)") in text
+    for rank, text in enumerate(on_ranks(2, lambda me: refused(me, lambda: net(mesh_of(2, 1))))):
+        live = f"mesh dp=2 x tp=1 at ({rank}, 0): Replicate(), Shard(0)"
+        assert saved_at.format(rank, live) in text
+    for rank, text in enumerate(on_ranks(2, lambda me: refused(me, Net))):
+        assert saved_at.format(rank, "whole, no DTensor") in text
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_sharded_extras_come_back_sharded(region_dir: Path) -> None:
+    def back(me: Me) -> None:
+        model = net(mesh_of(me.world))
+        optimizer = adam(model)
+        ema = {name: p.detach().clone() for name, p in model.named_parameters()}
+        average: dict[str, Any] = {"ema": ema, "count": 3}
+        path = region_dir
+        with lightck.attach(model, optimizer, path, threads=1, extras={"ema": average}):
+            list(train(me, model, optimizer, range(1, 2)))
+        for empty in (False, True):
+            again: dict[str, Any] = {"ema": {n: torch.zeros_like(t) for n, t in ema.items()}}
+            again = {} if empty else again
+            given = dict(again.get("ema", {}))
+            model = net(mesh_of(me.world))
+            lightck.restore(model, adam(model), path, extras={"ema": again})
+            assert again["count"] == 3 and again["ema"].keys() == ema.keys()
+            for name, tensor in ema.items():
+                assert again["ema"][name]._spec == tensor._spec
+                assert torch.equal(_part(again["ema"][name]), _part(tensor))
+                assert empty or again["ema"][name] is given[name], "filled, not replaced"
+
+    on_ranks(2, back)
+
+
+def test_a_sharded_extra_without_a_live_mesh_is_refused_even_if_not_strict(
+    region_dir: Path,
+) -> None:
+    def refused(me: Me) -> str:
+        part = distribute_tensor(torch.ones(4), mesh_of(me.world), [Shard(0)])
+        model = nn.Linear(2, 2)
+        optimizer, held = adam(model), {"x": {"p": part}}
+        with lightck.attach(model, optimizer, region_dir, threads=1, extras=held):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        given: dict[str, Any] = {}
+        with pytest.raises(RestoreMismatchError) as caught:
+            lightck.restore(model, adam(model), region_dir, extras={"x": given}, strict=False)
+        assert given == {}
+        return str(caught.value)
+
+    for rank, text in enumerate(on_ranks(2, refused)):
+        assert "extras/x/p: restoring sharded state on another mesh is not supported yet" in text
+        assert f"saved mesh dp=2 at ({rank}): Shard(0); live no DTensor" in text
+
+
+def test_what_load_gives_is_the_rank_s_own_part(region_dir: Path) -> None:
+    def loaded(me: Me) -> None:
+        expected = saved(me, region_dir)
+        state = lightck.load(region_dir, rank=me.rank)["model"]
+        assert torch.equal(state["first.weight"], expected["parameter first.weight"])
+        assert (state["gate.weight"].numel() == 0) is (me.rank > 0)
+
+    on_ranks(2, loaded)
+
+
+# ---- Other ways to shard -----------------------------------------------------------------------
+
+
+def tensor_parallel(me: Me) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.LayerNorm(6))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(model, mesh_of(me.world), plan)
+
+
+def both(me: Me) -> nn.Module:
+    torch.manual_seed(3)
+    mesh = mesh_of(2, me.world // 2)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh())
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def replicated_groups(me: Me) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6))
+    return fully_shard(model, mesh=mesh_of(2, me.world // 2))
+
+
+def mixed(me: Me) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return fully_shard(model, mesh=mesh_of(me.world), mp_policy=policy)
+
+
+def ignoring(me: Me) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6))
+    whole = set(model[2].parameters())
+    return fully_shard(model, mesh=mesh_of(me.world), ignored_params=whole)
+
+
+def offloaded(me: Me) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6))
+    policy = CPUOffloadPolicy(pin_memory=False)
+    return fully_shard(model, mesh=mesh_of(me.world), offload_policy=policy)
+
+
+WAYS = {
+    "tensor parallel": (2, tensor_parallel),
+    "tensor parallel and FSDP2": (4, both),
+    "FSDP2 in replicated groups": (4, replicated_groups),
+    "mixed precision": (2, mixed),
+    "some parameters left whole": (2, ignoring),
+    "offloaded to the CPU": (2, offloaded),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_on_bit_for_bit_however_it_is_sharded(way: str, region_dir: Path) -> None:
+    world, make = WAYS[way]
+
+    def run(me: Me, model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            numbers = torch.Generator().manual_seed(step)
+            loss = model(torch.randn(3, 6, generator=numbers)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(_part(loss).item())
+        return losses
+
+    def compare(me: Me) -> None:
+        model = make(me)
+        optimizer = AdamW(model.parameters(), lr=0.01, foreach=False)
+        expected = run(me, model, optimizer, range(1, 5)), parts(model, optimizer)
+        path, model = region_dir, make(me)
+        optimizer = AdamW(model.parameters(), lr=0.01, foreach=False)
+        with lightck.attach(model, optimizer, path, threads=1, proof=True) as handle:
+            losses = run(me, model, optimizer, range(1, 3))
+        assert handle.stats().torn == 0
+        model = make(me)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)
+        optimizer = AdamW(model.parameters(), lr=0.01, foreach=False)
+        info = lightck.restore(model, optimizer, path)
+        assert info is not None and info.step == 2
+        losses += run(me, model, optimizer, range(3, 5))
+        assert losses == expected[0]
+        assert differing(parts(model, optimizer), expected[1]) == []
+
+    on_ranks(world, compare)
+
+
+def test_layerwise_update_is_refused_with_its_reason(region_dir: Path) -> None:
+    def refused(me: Me) -> str:
+        model = net(mesh_of(me.world))
+        with pytest.raises(ConfigError) as caught:
+            lightck.attach(model, adam(model), region_dir, update="layerwise")
+        return str(caught.value)
+
+    (text,) = on_ranks(1, refused)
+    assert "DTensor" in text
