@@ -22,13 +22,14 @@ from sharded import (
 import lightck
 
 STEPS, KILLED_AFTER = 6, 3
+MANY = 40
 
 
-def golden(me: Me, kind: str, options: dict[str, Any]) -> Any:
+def golden(me: Me, kind: str, options: dict[str, Any], steps: int = STEPS) -> Any:
     """The uninterrupted run, without lightck."""
     model = net(mesh_of(me.world), **options)
     optimizer = OPTIMIZERS[kind](model)
-    losses = list(train(me, model, optimizer, range(1, STEPS + 1)))
+    losses = list(train(me, model, optimizer, range(1, steps + 1)))
     return losses, parts(model, optimizer)
 
 
@@ -45,7 +46,7 @@ def killed(me: Me, kind: str, options: dict[str, Any], path: Path) -> None:
     me.pause()
 
 
-def resumed(me: Me, kind: str, options: dict[str, Any], path: Path) -> Any:
+def resumed(me: Me, kind: str, options: dict[str, Any], path: Path, steps: int = STEPS) -> Any:
     """Another process: the state made anew with other numbers, restored, and trained on."""
     model = net(mesh_of(me.world), **options)
     torch.manual_seed(99)
@@ -56,7 +57,7 @@ def resumed(me: Me, kind: str, options: dict[str, Any], path: Path) -> Any:
     info = lightck.restore(model, optimizer, path)
     assert info is not None
     with lightck.attach(model, optimizer, path, threads=1, proof=True) as handle:
-        losses = list(train(me, model, optimizer, range(info.step + 1, STEPS + 1)))
+        losses = list(train(me, model, optimizer, range(info.step + 1, steps + 1)))
     return info.step, losses, parts(model, optimizer), handle.stats()
 
 
@@ -78,6 +79,33 @@ def test_resharding_after_the_forward_or_not_makes_no_difference(
     check(2, "adamw foreach", {"reshard_after_forward": reshard}, region_dir)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_is_killed_at_any_moment_and_all_go_on_from_one_step(
+    world: int, region_dir: Path
+) -> None:
+    kind = "adamw foreach"
+
+    def running(me: Me) -> None:
+        model = net(mesh_of(me.world))
+        optimizer = OPTIMIZERS[kind](model)
+        handle = lightck.attach(model, optimizer, region_dir, threads=1)
+        for _ in train(me, model, optimizer, range(1, MANY + 1)):
+            if handle.last_committed_step is not None:
+                me.send(handle.last_committed_step)
+        me.pause()
+
+    with started(world, lambda me: golden(me, kind, {}, MANY)) as job:
+        expected = job.results()
+    with started(world, running) as job:
+        committed = job.receive(0)
+        job.kill(world - 1)
+        job.outcomes()  # the others fall over in their next collective
+    with started(world, lambda me: resumed(me, kind, {}, region_dir, MANY)) as job:
+        found = job.results()
+    assert len({step for step, *_ in found}) == 1 and found[0][0] >= committed
+    compare(expected, found)
+
+
 def check(world: int, kind: str, options: dict[str, Any], path: Path) -> None:
     with started(world, lambda me: golden(me, kind, options)) as job:
         expected = job.results()
@@ -87,10 +115,14 @@ def check(world: int, kind: str, options: dict[str, Any], path: Path) -> None:
             job.kill(rank)
     with started(world, lambda me: resumed(me, kind, options, path)) as job:
         found = job.results()
-    for rank, ((losses, state), (step, on, then, stats)) in enumerate(
-        zip(expected, found, strict=True)
-    ):
-        assert step >= KILLED_AFTER
+    assert all(step >= KILLED_AFTER for step, *_ in found)
+    compare(expected, found)
+
+
+def compare(expected: list[Any], found: list[Any]) -> None:
+    """Every rank's losses from the restored step on, and its last state."""
+    pairs = enumerate(zip(expected, found, strict=True))
+    for rank, ((losses, state), (step, on, then, stats)) in pairs:
         assert on == losses[step:], f"rank {rank}"
         assert differing(state, then) == [], f"rank {rank}"
         assert stats.torn == stats.failed == 0
