@@ -7,6 +7,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from lightck.capture import boundary
 from lightck.capture.assembled import Assembled, Part
 from lightck.capture.filling import fresh
 from lightck.config import Config
+from lightck.distributed.gather import gather
 from lightck.distributed.holdings import Holdings, key_of
 from lightck.distributed.meeting import Meeting
 from lightck.distributed.recall import Found, recall
@@ -124,6 +126,7 @@ def load(
     step: int | Literal["latest"] = "latest",
     *,
     rank: int = 0,
+    whole: bool = False,
 ) -> dict[str, Any]:
     """A snapshot as a plain state dict, without a model: nothing is read until it is used.
 
@@ -136,6 +139,7 @@ def load(
         step: which one; the newest that is whole by default.
         rank: of several, whose buffers, extras and random generators to take. Of sharded state
             (FSDP2 and other DTensors) the tensors are that rank's parts.
+        whole: put sharded tensors together from the parts of all ranks, in memory.
 
     Returns:
         `model` (for `load_state_dict`), `optimizers` (one dict each, as torch's `state_dict` gives
@@ -145,7 +149,7 @@ def load(
         NoSnapshotError: there is none, or none is whole.
         RegionError: the place is not safe or not a region.
     """
-    snapshot, tensors = _found(path, step, rank)
+    snapshot, tensors = _found(path, step, rank, whole)
     return as_state_dict(snapshot, tensors.__getitem__)
 
 
@@ -154,21 +158,23 @@ def load_tensors(
     step: int | Literal["latest"] = "latest",
     *,
     rank: int = 0,
+    whole: bool = False,
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """The step and every tensor of a snapshot by its name in the region; otherwise as `load`.
 
     Names begin with `model/`, `optim/` or `extras/`; tied tensors are one object.
     """
-    snapshot, tensors = _found(path, step, rank)
+    snapshot, tensors = _found(path, step, rank, whole)
     return snapshot.record.step, tensors
 
 
 def _found(
-    path: str | os.PathLike[str] | None, step: int | Literal["latest"], rank: int
+    path: str | os.PathLike[str] | None, step: int | Literal["latest"], rank: int, whole: bool
 ) -> tuple[Assembled, dict[str, torch.Tensor]]:
     where = place.locate(Config.resolve(path=path).path, rank, create=False)
     wanted = None if step == "latest" else step
-    found = recall(Meeting("load", rank), where, wanted, _mapped, lends=False)
+    taking = partial(_mapped, whole=whole)
+    found = recall(Meeting("load", rank), where, wanted, taking, lends=False)
     if found is None:
         raise NoSnapshotError(f"{where.file}: no whole snapshot: none was ever written")
     return found
@@ -176,7 +182,7 @@ def _found(
 
 @contextlib.contextmanager
 def _mapped(
-    found: Found,
+    found: Found, whole: bool
 ) -> Iterator[Callable[[], tuple[Assembled, dict[str, torch.Tensor]]]]:
     """Verify a snapshot; the context gives what makes tensors over its slots."""
     snapshot = found.snapshot
@@ -184,9 +190,10 @@ def _mapped(
     snapshot.trees()
     with snapshot.leased() as leases:
         snapshot.verify()
+        wholes = gather(found) if whole else {}
 
         def take() -> tuple[Assembled, dict[str, torch.Tensor]]:
-            tensors = _tensors(found)
+            tensors = _tensors(found) | wholes
             leases.pop_all()  # they go when their region is closed
             return snapshot, tensors
 

@@ -27,6 +27,8 @@ torch: {step, model, optimizers, extras}, which torch.load(OUT, weights_only=Tru
 Of several ranks the whole state is put together; what each rank has of its own is that of rank 0,
 or of --rank.
 
+Sharded state (FSDP2) is put together from the regions of all ranks.
+
 OUT is written beside, synced and put in its place at once: it is never there in part."""
 EXAMPLES = """\
   lightck export /dev/shm/run model.safetensors
@@ -87,7 +89,9 @@ def _safetensors(arguments: argparse.Namespace, draft: Path) -> tuple[int, list[
         from safetensors.torch import save_file
     except ImportError as error:
         raise Refusal("safetensors is not installed: pip install 'lightck[cli]'") from error
-    found, tensors = load_tensors(arguments.path, step_of(arguments), rank=arguments.rank)
+    found, tensors = load_tensors(
+        arguments.path, step_of(arguments), rank=arguments.rank, whole=True
+    )
     first: dict[int, str] = {}
     kept: dict[str, Any] = {}
     metadata = {"format": "pt", "step": str(found), "written_by": "lightck export"}
@@ -121,7 +125,7 @@ def _flat(full: str) -> str:
 def _torch(arguments: argparse.Namespace, draft: Path) -> tuple[int, list[str]]:
     import torch
 
-    state = load(arguments.path, step_of(arguments), rank=arguments.rank)
+    state = load(arguments.path, step_of(arguments), rank=arguments.rank, whole=True)
     notes: list[str] = []
     document = {
         "step": state["step"],

@@ -28,13 +28,15 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import AdamW, Optimizer
 
 import lightck
 from lightck.capture import predict
 from lightck.capture.hooks import Watched
 from lightck.capture.state import Inventory
-from lightck.errors import ConfigError, RestoreMismatchError
+from lightck.cli.main import main
+from lightck.errors import ConfigError, NoSnapshotError, RestoreMismatchError, StateError
 
 
 def on_ranks(world: int, code: Callable[[Me], Any]) -> list[Any]:
@@ -265,6 +267,16 @@ def test_sharded_extras_come_back_sharded(region_dir: Path) -> None:
     on_ranks(2, back)
 
 
+def test_a_sharded_extra_taken_where_a_step_ends_is_refused_at_attach(region_dir: Path) -> None:
+    def refused(me: Me) -> None:
+        part = distribute_tensor(torch.ones(4), mesh_of(me.world), [Shard(0)])
+        held = {"x": lightck.at_step({"p": part})}
+        with pytest.raises(StateError, match="extras/x/p is a DTensor, .* with lightck.at_forward"):
+            lightck.attach(nn.Linear(2, 2), None, region_dir, extras=held)
+
+    on_ranks(1, refused)
+
+
 def test_a_sharded_extra_without_a_live_mesh_is_refused_even_if_not_strict(
     region_dir: Path,
 ) -> None:
@@ -294,6 +306,52 @@ def test_what_load_gives_is_the_rank_s_own_part(region_dir: Path) -> None:
         assert (state["gate.weight"].numel() == 0) is (me.rank > 0)
 
     on_ranks(2, loaded)
+
+
+def test_the_parts_of_all_ranks_are_put_together_and_exported(region_dir: Path) -> None:
+    def full(me: Me) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        model = net(mesh_of(me.world))
+        optimizer = adam(model)
+        with lightck.attach(model, optimizer, region_dir, threads=1):
+            list(train(me, model, optimizer, range(1, 2)))
+        moment = optimizer.state[model.gate.weight]["exp_avg"].full_tensor()
+        return {n: _full(t) for n, t in model.state_dict().items()}, moment
+
+    expected, moment = on_ranks(3, full)[0]
+    state = lightck.load(region_dir, whole=True)
+    assert differing(state["model"], expected) == []
+    assert state["model"]["embed.weight"] is state["model"]["head.weight"]
+    held = state["optimizers"][0]["state"].values()
+    assert any(torch.equal(s["exp_avg"], moment) for s in held if s["exp_avg"].shape == (1, 6))
+    assert main(["export", str(region_dir), str(region_dir / "model.pt")]) == 0
+    Net().load_state_dict(torch.load(region_dir / "model.pt", weights_only=True)["model"])
+    (region_dir / "region-00001.lck").unlink()
+    with pytest.raises(NoSnapshotError, match="the parts of rank 1: nothing of it is there"):
+        lightck.load(region_dir, whole=True)
+
+
+def test_parts_with_rows_between_those_of_others_are_restored_and_not_put_together(
+    region_dir: Path,
+) -> None:
+    def strided(me: Me) -> None:
+        own = torch.arange(4.0) + 10 * me.rank  # rows 0, 1, 4, 5 on one rank, 2, 3, 6, 7
+        part = DTensor.from_local(own, mesh_of(me.world), [_StridedShard(0, split_factor=2)])
+        model = nn.Linear(2, 2)
+        optimizer, held = adam(model), {"x": {"p": part}}
+        with lightck.attach(model, optimizer, region_dir, threads=1, extras=held):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        given: dict[str, Any] = {"p": part.clone().zero_()}
+        lightck.restore(model, adam(model), region_dir, extras={"x": given})
+        assert torch.equal(_part(given["p"]), own) and given["p"]._spec == part._spec
+
+    on_ranks(2, strided)
+    with pytest.raises(StateError, match=r"extras/x/p: 2 parts do not tile \[8\]"):
+        lightck.load(region_dir, whole=True)
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # ---- Other ways to shard -----------------------------------------------------------------------
@@ -375,6 +433,10 @@ def test_training_goes_on_bit_for_bit_however_it_is_sharded(way: str, region_dir
         with lightck.attach(model, optimizer, path, threads=1, proof=True) as handle:
             losses = run(me, model, optimizer, range(1, 3))
         assert handle.stats().torn == 0
+        if me.rank == 0:
+            state = lightck.load(path, whole=True)["model"]
+        written = {name: _full(t) for name, t in model.state_dict().items()}
+        assert me.rank or differing(state, written) == []
         model = make(me)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -1,0 +1,72 @@
+"""Sharded tensors of a snapshot put together from the parts of every rank that wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import numpy as np
+import torch
+
+from lightck.capture.assembled import Assembled
+from lightck.capture.filling import fresh
+from lightck.distributed.recall import Found
+from lightck.errors import CorruptSnapshotError, StateError
+from lightck.region.layout import Entry
+
+_Parts = dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor]
+"""By offset and shape: ranks that hold the same part (replicated groups) hold the same bytes."""
+
+
+def gather(found: Found) -> dict[str, torch.Tensor]:
+    """Every sharded tensor of this rank by name, whole, in memory of its own.
+
+    Raises:
+        CorruptSnapshotError: a rank's part is missing or damaged.
+        StateError: rows of one part lie between those of another, which is not supported yet.
+    """
+    wanted = {e.name: e for e in found.snapshot.entries if e.shard is not None}
+    if not wanted:
+        return {}
+    found.holdings.widen()
+    parts: dict[str, _Parts] = {name: {} for name, e in wanted.items() if e.alias_of is None}
+    for rank in range(found.key.world):
+        state = found.holdings.assembled(found.key, rank)
+        if not isinstance(state, Assembled):
+            why = state or "nothing of it is there"
+            raise CorruptSnapshotError(f"step {found.key.step}: the parts of rank {rank}: {why}")
+        for entry, part in _read(state, parts):
+            assert entry.shard is not None
+            parts[entry.name][entry.shard.offset, entry.shape] = part
+    wholes = {name: _tiled(wanted[name], held) for name, held in parts.items()}
+    return {name: wholes[e.alias_of or name] for name, e in wanted.items()}
+
+
+def _read(state: Assembled, wanted: Container[str]) -> list[tuple[Entry, torch.Tensor]]:
+    """The parts that one rank has, checked against their checksums on the way."""
+    addresses = np.zeros(len(state.entries), np.uint64)
+    found = []
+    for i, entry in enumerate(state.entries):
+        if entry.shard is not None and entry.name in wanted:
+            part = fresh(entry)
+            addresses[i] = part.data_ptr()
+            found.append((entry, part))
+    with state.leased():
+        state.read(addresses)
+    return found
+
+
+def _tiled(entry: Entry, parts: _Parts) -> torch.Tensor:
+    assert entry.shard is not None
+    whole = torch.empty(entry.shard.shape, dtype=getattr(torch, entry.dtype))
+    times = torch.zeros(entry.shard.shape, dtype=torch.uint8)
+    for (offset, shape), part in parts.items():
+        at = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        whole[at] = part
+        times[at] += 1
+    if not bool((times == 1).all()):
+        raise StateError(
+            f"{entry.name}: {len(parts)} parts do not tile {list(entry.shard.shape)}"
+            f" ({entry.shard.placements}): putting such together is not supported yet",
+            path=entry.name,
+        )
+    return whole
