@@ -13,7 +13,7 @@ from lightck.distributed.exchange import Rounds, Said
 from lightck.distributed.ledger import UNLIKE
 from lightck.distributed.store import Store, bounded
 from lightck.distributed.topology import Topology
-from lightck.errors import CoordinationError, LightckError, StoreError
+from lightck.errors import CoordinationError, StoreError
 
 _SEE_OFF_S = 5.0
 _SHORT_S = 5.0
@@ -59,7 +59,7 @@ class Closing:
         """Say that this rank takes no part, without waiting."""
         # A store that is away cannot be told; the others find out by their time-out.
         with suppress(CoordinationError):
-            bounded("leave", min(seconds, _SHORT_S), lambda: self._rounds.fail("close", _Left(why)))
+            bounded("leave", min(seconds, _SHORT_S), lambda: self._rounds.fail("close", why))
 
     def see_off(self) -> None:
         """On rank 0, whose process may serve the store: wait, a little, until all have read."""
@@ -72,10 +72,6 @@ class Closing:
             self._store.set("empty", b"1")
         elif rank == 0:
             self._store.wait("empty", _SEE_OFF_S)
-
-
-class _Left(LightckError):
-    """A rank took its leave; the name is part of what the others read."""
 
 
 def decide_close(said: Sequence[Said]) -> Said:

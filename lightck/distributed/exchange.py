@@ -68,13 +68,12 @@ class Rounds:
         self._sweep()
         return answer
 
-    def fail(self, kind: str, error: BaseException) -> None:
+    def fail(self, kind: str, why: str) -> None:
         """Say in the next round, where the others are or will be, that this rank cannot go on.
 
-        Returns at once. They raise a `CoordinationError` that names this rank and the error.
+        Returns at once. They raise a `CoordinationError` that names this rank and the reason.
         """
-        base, text = self._next(), f"{type(error).__name__}: {error}"
-        text = text.encode("ascii", "replace").decode()[:_FAILURE]
+        base, text = self._next(), why.encode("ascii", "replace").decode()[:_FAILURE]
         self._say(base, {"kind": kind, "failure": text})
         if self.rank == 0:
             self.store.set(f"{base}/out", json.dumps({"error": _failed(kind, {0: text})}).encode())
@@ -107,7 +106,7 @@ class Rounds:
         said = [json.loads(each) for each in raw]
         failures = {r: each["failure"] for r, each in enumerate(said) if "failure" in each}
         if failures:
-            return {"error": _failed(kind, failures)}
+            return {"error": _failed(said[min(failures)]["kind"], failures)}
         other = [(r, each["kind"]) for r, each in enumerate(said) if each["kind"] != kind]
         if other:
             rank, theirs = other[0]

@@ -90,6 +90,7 @@ class GlobalCommit:
         self._call_began_s: float | None = None
         self._closing = self._stopped = False
         self._broken: BaseException | None = None
+        self._ended: set[int] = set()  # ranks that take no more snapshots
         self._unlike = False  # told already, and no step has become whole since
         self._threads = [
             threading.Thread(target=self._guard, args=(run,), name=f"lightck-{name}", daemon=True)
@@ -365,7 +366,8 @@ class GlobalCommit:
             self._troubles.append(CoordinationError(f"step {due.step} is in no snapshot: {UNLIKE}"))
         if death is None or death.why == UNLIKE:
             self._unlike = death is not None
-        if death and death.for_good:
+        if death and death.for_good and death.rank not in self._ended:
+            self._ended.add(death.rank)
             self._troubles.append(
                 CoordinationError(f"rank {death.rank} takes no more snapshots: {death.why}")
             )

@@ -38,7 +38,7 @@ def place_of(ranks: Meeting, config: Config, found: bytes | None) -> Topology:
         found: run id of the region that this rank has already.
     """
     name = None if config.run_id == "default" else config.run_id
-    return ranks.agree(lambda rounds: find(rounds, name=name, found=found))
+    return ranks.agree(lambda rounds: find(rounds, name=name, found=found, kind=ranks.kind))
 
 
 def begin(

@@ -92,10 +92,10 @@ def meeting(kind: str) -> Iterator[Meeting]:
     except BaseException as error:
         if not ranks.parted:
             ranks.part()
-            cause = error
+            why = f"{type(error).__name__}: {error}"
             # A store that is away must not hide what went wrong here.
             with suppress(StoreError):
-                bounded(kind, _GRACE_S, lambda: rounds.fail(kind, cause))
+                bounded(kind, _GRACE_S, lambda: rounds.fail(kind, why))
         raise
 
 

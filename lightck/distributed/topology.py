@@ -62,6 +62,7 @@ def find(
     environment: Mapping[str, str] = os.environ,
     node: str | None = None,
     found: bytes | None = None,
+    kind: str = "attach",
 ) -> Topology:
     """Find this rank's place and agree on the run id with the others.
 
@@ -73,6 +74,7 @@ def find(
         node: what identifies this node; default host name and the kernel's boot id.
         found: run id of the region that this rank has already. Those of all ranks must be the same,
             and stand for the job from then on: a restart may well have another name.
+        kind: what the ranks are about to do, for messages.
 
     Raises:
         CoordinationError: names or regions' runs differ, or a rank did not come in time; on every
@@ -86,7 +88,7 @@ def find(
         return Topology(run_id=run_digest(name) if name else secrets.token_bytes(16))
     said = {"name": name, "node": node or _this_node(), "world": rounds.world}
     said["found"] = found.hex() if found else None
-    decision = rounds.agree("start", said, settle)
+    decision = rounds.agree(kind, said, settle)
     return place(rounds.rank, decision)
 
 

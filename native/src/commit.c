@@ -228,8 +228,7 @@ int lck_slot_invalidate(lck_region *region, uint32_t slot) {
   return rc != 0 || LCK_MUTANT(MUTANT_INVALIDATION_UNSYNCED) ? rc : lck_persist_sync(region);
 }
 
-/* Everything of the block; run id, rank and identity are the region's, and the world if not given.
- */
+/* Everything of the block; run id, rank and identity are the region's, so is a world of 0. */
 static record_disk compose(const lck_region *region, uint32_t slot, const lck_record *record,
                            uint32_t layout, uint32_t manifest) {
   superblock_disk super = lck_superblock_copy(region);

@@ -195,6 +195,7 @@ def started(
     code: Callable[[Me], Any],
     *,
     timeout_s: float = LONG_S,
+    patience_s: float | None = None,
     initialized: bool = True,
 ) -> Iterator[Job]:
     """Run `code` on every rank of a job.
@@ -203,10 +204,11 @@ def started(
         world: number of ranks.
         code: called as `code(me)` in each rank's process; a closure will do. What it sends and
             returns must be picklable.
-        timeout_s: how long the test waits for any one word of a rank, and gloo for a peer.
+        timeout_s: how long the test waits for any one word of a rank.
+        patience_s: how long ranks wait for each other: torch's own time-out; default as long.
         initialized: with `init_process_group`; without it the ranks know nothing of each other.
     """
-    job = Job(timeout_s)
+    job, patience_s = Job(timeout_s), patience_s or timeout_s
     try:
         port = None
         if initialized:
@@ -215,7 +217,7 @@ def started(
             (port,) = job._agent.said
         for rank in range(world):
             others = [p for p in (*job._ranks, job._agent) if p is not None]
-            run = lambda link, rank=rank: _run(link, rank, world, port, timeout_s, code)  # noqa: E731
+            run = lambda link, rank=rank: _run(link, rank, world, port, patience_s, code)  # noqa: E731
             job._ranks.append(_start(run, others))
         yield job
     finally:
@@ -234,7 +236,7 @@ def _run(
     rank: int,
     world: int,
     port: int | None,
-    timeout_s: float,
+    patience_s: float,
     code: Callable[[Me], Any],
 ) -> Any:
     """A rank's process."""
@@ -242,7 +244,7 @@ def _run(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = None
     if port is not None:
-        limit = timedelta(seconds=timeout_s)
+        limit = timedelta(seconds=patience_s)
         store = dist.TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     return code(Me(rank, world, store, link))

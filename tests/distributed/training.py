@@ -33,10 +33,12 @@ class Training:
         settings = {"threads": 1, "proof": True, "on_error": "raise", **settings}
         return lightck.attach(self.model, self.optimizer, path, **settings)
 
+    def batch(self) -> torch.Tensor:
+        return torch.randn(4, 8, generator=self.data)
+
     def step(self) -> None:
         self.optimizer.zero_grad()
-        batch = torch.randn(4, 8, generator=self.data)
-        self.model(batch).square().mean().backward()
+        self.model(self.batch()).square().mean().backward()
         self.optimizer.step()
 
     def steps(self, count: int, after: Callable[[], object] = lambda: None) -> None:

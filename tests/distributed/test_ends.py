@@ -1,0 +1,245 @@
+"""How a job of several ranks ends: together, one by one, or with some of it gone. Never a hang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from test_attach import records
+from test_fates_of_steps import settled, step, until
+from training import Training
+
+import lightck.policy
+from lightck.errors import CoordinationError
+
+
+def our_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("lightck")]
+
+
+def test_close_commits_a_last_step_that_is_not_due(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = Training(me.rank)
+        with training.attach(region_dir, policy=4) as handle:
+            training.steps(6)
+        until(lambda: not our_threads())
+        return handle.last_committed_step
+
+    with ranks.started(2, train) as job:
+        assert job.results() == [6, 6]
+    assert [set(records(region_dir, rank)) for rank in range(2)] == [{4, 6}, {4, 6}]
+
+
+def test_close_takes_the_last_step_again_where_it_was_lost(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = Training(me.rank)
+        with training.attach(region_dir, on_error=print) as handle:
+            for _ in range(3):
+                step(training, handle)
+            if me.rank == 1:
+                handle._recorder.due = False
+                handle._recorder.pipeline.barrier.lost(3, "for the test")
+            else:
+                handle._recorder.open_early()
+            until(lambda: settled(handle))
+            dead = handle.stats().dead
+        return dead, handle.last_committed_step
+
+    with ranks.started(2, train) as job:
+        assert job.results() == [(1, 3), (0, 3)]
+    assert all(3 in records(region_dir, rank) for rank in range(2))
+
+
+def test_a_job_can_be_attached_again_where_it_was_closed(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = Training(me.rank)
+        with training.attach(region_dir) as first:
+            training.steps(3)
+        with training.attach(region_dir) as second:
+            training.steps(2)
+        return first.last_committed_step, second.last_committed_step, second.step
+
+    with ranks.started(2, train) as job:
+        assert job.results() == [(3, 5, 5)] * 2
+
+
+def test_without_any_step_there_is_nothing_to_commit(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        with Training(me.rank).attach(region_dir) as handle:
+            pass
+        return handle.last_committed_step
+
+    with ranks.started(2, train) as job:
+        assert job.results() == [None, None]
+
+
+def test_ranks_that_close_at_different_steps_say_so(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = Training(me.rank, wrap=False)
+        handle = training.attach(region_dir, policy=100, on_error=print)
+        training.steps(3 + me.rank)
+        with pytest.raises(CoordinationError) as caught:
+            handle.close()
+        return str(caught.value)
+
+    with ranks.started(2, train) as job:
+        for text in job.results():
+            assert "the last step does not count: rank 0 holds step 3; rank 1 holds step 4" in text
+
+
+def test_a_rank_that_leaves_on_an_error_keeps_nobody_waiting(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = Training(me.rank, wrap=False)
+        began = time.monotonic()
+        try:
+            with training.attach(region_dir, policy=100, close_timeout_s=1000, on_error=print):
+                training.steps(3)
+                if me.rank == 1:
+                    raise ZeroDivisionError
+        except (ZeroDivisionError, CoordinationError) as error:
+            assert time.monotonic() - began < ranks.LONG_S
+            return str(error)
+        return "closed"
+
+    with ranks.started(2, train) as job:
+        first, _ = job.results()
+        assert "no rank can close: rank 1: detached" in first
+
+
+def test_a_dead_rank_is_named_and_waited_for_no_longer_than_told(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = Training(me.rank)
+        handle = training.attach(region_dir, close_timeout_s=3.0, on_error=print)
+        step(training, handle)
+        step(training, handle)
+        me.send("two steps")
+        me.pause()
+        with pytest.raises(CoordinationError) as caught:
+            handle.close()
+        until(lambda: not our_threads())
+        return str(caught.value), handle.last_committed_step
+
+    with ranks.started(3, train) as job:
+        for rank in range(3):
+            job.receive(rank)
+        job.kill(1)
+        job.let_go(0, 2)
+        for text, last in job.outcomes([0, 2]):
+            assert "rank(s) 1 of 3 did not come in 1." in text
+            assert last == 1
+
+
+def test_a_store_that_dies_stops_snapshots_and_nothing_else(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        heard: list[str] = []
+        training = Training(me.rank)
+        handle = training.attach(
+            region_dir, close_timeout_s=4.0, on_error=lambda error: heard.append(str(error))
+        )
+        step(training, handle)
+        step(training, handle)
+        me.send("two steps")
+        me.pause()
+        barrier: Any = handle._recorder.pipeline.barrier
+        end = time.monotonic() + ranks.LONG_S
+        while barrier.commit.reachable and time.monotonic() < end:
+            training.step()
+        slipped = handle.stats().slipped
+        training.steps(5)
+        assert handle.stats().slipped == slipped + 5, "none is opened any more"
+        with pytest.raises(CoordinationError):
+            handle.close()
+        return handle.last_committed_step, heard
+
+    with ranks.started(2, train, patience_s=5.0) as job:
+        for rank in range(2):
+            job.receive(rank)
+        job.kill_store()
+        job.let_go()
+        for last, heard in job.results():
+            assert last is not None
+            assert len([text for text in heard if "the job's store did not" in text]) == 1
+
+
+def test_a_snapshot_that_all_ask_for_is_given_to_all(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = Training(me.rank)
+        with training.attach(region_dir, policy=100) as handle:
+            training.steps(3)
+            now = handle.snapshot().result(timeout=ranks.LONG_S)
+            again = handle.snapshot().result(timeout=ranks.LONG_S)
+            training.optimizer.zero_grad()
+            training.model(training.batch()).square().mean().backward()
+            later: Future[int] = handle.snapshot()  # at the next boundary
+            training.optimizer.step()
+            training.step()
+            at_boundary = later.result(timeout=ranks.LONG_S)
+            handle.wait(timeout=ranks.LONG_S)
+            return now, again, at_boundary, handle.stats().committed
+
+    with ranks.started(2, train) as job:
+        assert job.results() == [(3, 3, 4, 2)] * 2
+
+
+def test_a_snapshot_that_one_rank_asks_for_counts_for_nobody(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = Training(me.rank)
+        with training.attach(region_dir, policy=5, on_error=print) as handle:
+            training.steps(3)
+            future = handle.snapshot() if me.rank == 1 else None
+            training.steps(3)
+            handle.wait(5, timeout=ranks.LONG_S)
+            if future is None:
+                return handle.last_committed_step
+            with pytest.raises(CoordinationError, match="not committed on every rank when step 5"):
+                future.result(timeout=ranks.LONG_S)
+            return handle.last_committed_step
+
+    with ranks.started(2, train) as job:
+        assert job.results() == [5, 5]
+
+
+def test_a_policy_of_seconds_gives_the_same_steps_on_every_rank(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = Training(me.rank)
+        policy = lightck.policy.EverySeconds(0.05)
+        with training.attach(region_dir, policy=policy, on_error=print) as handle:
+            end = time.monotonic() + ranks.LONG_S
+            enough = torch.zeros(1)
+            while not enough and time.monotonic() < end:
+                step(training, handle)
+                enough = torch.tensor([float(handle.stats().committed >= 3)])
+                dist.all_reduce(enough, dist.ReduceOp.MIN)
+            last = handle.last_committed_step
+        return last, handle.last_committed_step == handle.step
+
+    with ranks.started(2, train) as job:
+        (last, closed), other = job.results()
+        assert (last, closed) == other and closed
+
+
+def test_detach_with_an_open_window_on_one_rank(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = Training(me.rank, wrap=False)
+        handle = training.attach(region_dir, on_error=print, close_timeout_s=20)
+        step(training, handle)
+        loss = training.model(training.batch()).square().mean()  # opens step 1
+        if me.rank == 1:
+            handle.detach()
+        loss.backward()
+        training.optimizer.step()
+        training.steps(2)
+        if me.rank == 0:
+            until(lambda: settled(handle))
+            handle.detach()
+        return handle.last_committed_step
+
+    with ranks.started(2, train) as job:
+        assert job.results() == [1, 1]
