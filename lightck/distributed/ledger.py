@@ -31,6 +31,7 @@ BLOCK = 64  # due steps whose keys are deleted together: one more message per ra
 UNLIKE = "replicated state differs between the ranks in names, shapes or dtypes"  # why of a death
 _COUNT_BITS = 20  # of a sum, for the number of ranks
 _FORM_BITS = 22  # of one form: the sum of a million of them and the count stay below 2^63
+_LOOK_S = 1.0  # between two looks at the newest fate, while an older one does not come
 _RETRY_S = (0.1, 5.0)  # pause after a failed call: the first, and the longest of its doublings
 
 
@@ -126,6 +127,7 @@ class Ledger:
     _chores: deque[Call] = field(default_factory=deque)
     _call: tuple[Call, _Case | None] | None = None
     _highest: int = -1
+    _looked_s: float = 0.0
     _retry_at_s: float = 0.0
     _pause_s: float = _RETRY_S[0]
 
@@ -209,8 +211,10 @@ class Ledger:
         """When `next_call` may have something new to say; None: only after an event."""
         if not self.reachable:
             return self._retry_at_s
-        awaiting = [c.since_s for c in self._cases.values() if c.stage is _Stage.AWAIT]
-        return min(awaiting) + self.patience_s if awaiting else None
+        awaiting = self._awaiting()
+        times = [case.since_s + self.patience_s for case in awaiting]
+        times += [self._look_at_s(case) for case in awaiting[1:]]
+        return min(times, default=None)
 
     # ---- calls ----
 
@@ -226,8 +230,7 @@ class Ledger:
     def _choose(self, now_s: float) -> tuple[Call, _Case | None] | None:
         for case in self._cases.values():
             if case.stage is _Stage.AWAIT and now_s - case.since_s >= self.patience_s:
-                why = f"no fate within {self.patience_s:.0f} s"
-                case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
+                self._lose(case, f"no fate within {self.patience_s:.0f} s")
         # What completes or ends a step for everybody goes first; no step is counted while an older
         # one is to be compared, so that what is found there is known of this one, too.
         for stage in (_Stage.FINISH, _Stage.COMPARE, _Stage.REPORT, _Stage.LOSE):
@@ -236,6 +239,11 @@ class Ledger:
                     return self._call_for(step, case), case
         if self._chores:
             return self._chores[0], None
+        # A watcher waits for the oldest fate. Where that does not come, the newest may settle it.
+        for case in self._awaiting()[:0:-1]:
+            if now_s >= self._look_at_s(case):
+                self._looked_s = now_s
+                return Read(f"f/{case.due.step}"), case
         return None if self.reachable else (Read("probe"), None)
 
     def _call_for(self, step: int, case: _Case) -> Call:
@@ -263,11 +271,17 @@ class Ledger:
             self._counted(case, answer, now_s)
         elif isinstance(call, Read):
             assert isinstance(answer, bytes | None)
-            case.looked, case.differed = True, None if answer is None else int(answer)
+            self._read(call, case, answer)
         else:
             assert isinstance(call, Claim)
             assert isinstance(answer, bytes)
             self._claimed(call, case, answer)
+
+    def _read(self, call: Read, case: _Case, value: bytes | None) -> None:
+        if call.key[0] == "x":
+            case.looked, case.differed = True, None if value is None else int(value)
+        elif value is not None:
+            self._settle(case, value)
 
     def _claimed(self, call: Claim, case: _Case, value: bytes) -> None:
         match call.key[0]:
@@ -291,10 +305,13 @@ class Ledger:
     def _counted(self, case: _Case, total: int, now_s: float) -> None:
         count, forms = total % (1 << _COUNT_BITS), total >> _COUNT_BITS
         if count > self.world:
-            why = f"counted {count} commits of {self.world} ranks; keys of another attach?"
-            case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
+            self._lose(
+                case, f"counted {count} commits of {self.world} ranks; keys of another attach?"
+            )
         elif forms != count * case.form:
-            case.stage, case.death = _Stage.LOSE, Death(self.rank, UNLIKE)
+            self._lose(case, UNLIKE)
+        elif count < self.world and self.ended:
+            self._lose(case, _no_more(self.ended))
         elif count < self.world:
             # A watch, or `heard`, may have settled it meanwhile: then nobody looks at it.
             case.stage, case.since_s = _Stage.AWAIT, now_s
@@ -309,14 +326,22 @@ class Ledger:
             if case is None:
                 self._chores.popleft()  # the block stays in the store: a second add ends it early
             else:
-                case.stage = _Stage.LOSE
-                case.death = Death(self.rank, "its count had no answer from the store")
+                self._lose(case, "its count had no answer from the store")
 
     def unanswered(self, now_s: float) -> None:
         """Note that the store did not answer; the next call waits for the end of a pause."""
         self.reachable = False
         self._retry_at_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
+
+    def _awaiting(self) -> list[_Case]:
+        return [c for _, c in sorted(self._cases.items()) if c.stage is _Stage.AWAIT]
+
+    def _look_at_s(self, case: _Case) -> float:
+        return max(case.since_s, self._looked_s) + _LOOK_S
+
+    def _lose(self, case: _Case, why: str) -> None:
+        case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
 
     def _taken(self) -> tuple[Call, _Case | None]:
         if self._call is None:
@@ -334,6 +359,8 @@ class Ledger:
             self._pass_over(step)
         elif death.for_good:
             self.ended = death
+            for other in self._awaiting():
+                self._lose(other, _no_more(death))
         fate = Fate.DEAD if death else Fate.WHOLE
         self._fates[step] = fate
         if len(self._fates) > 2 * BLOCK:
@@ -347,10 +374,9 @@ class Ledger:
         Ranks count their commits in the order of the steps, and all have counted `newer`. A fate
         that somebody has set already stands against the claim.
         """
-        for step, case in self._cases.items():
-            if step < newer and case.stage is _Stage.AWAIT:
-                why = f"not committed on every rank when step {newer} was"
-                case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
+        for case in self._awaiting():
+            if case.due.step < newer:
+                self._lose(case, f"not committed on every rank when step {newer} was")
 
     def _stands(self, step: int, value: bytes) -> None:
         trusted = not value.startswith(SUSPECT)
@@ -377,3 +403,8 @@ class Ledger:
                 kinds = "cfdx" if self.compares else "cf"
                 keys = [f"{kind}/{step}" for step in steps for kind in kinds]
                 self._chores.append(Delete((*keys, call.key)))
+
+
+def _no_more(death: Death) -> str:
+    """Why what that rank has not committed yet it never will."""
+    return f"rank {death.rank} takes no more snapshots"

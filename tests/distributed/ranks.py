@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 from processes import fork
 
-LONG_S = 60.0
+LONG_S = 45.0
 """Far beyond what any test needs; a test that runs into it has failed."""
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LAST_WORDS_S = 0.3
