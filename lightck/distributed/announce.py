@@ -11,11 +11,36 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from lightck.distributed.ledger import Due
-
+BLOCK = 64  # due steps whose keys are deleted together: one more message per rank and 64 snapshots
 POLL_S = (0.05, 2.0)  # between two looks for an announcement: the least, and the most
 _SHARE = 16  # looks between two announcements
 _MOST_AHEAD = 1024  # steps
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A step that every rank shall snapshot.
+
+    Attributes:
+        step: the step.
+        ordinal: its place among the due steps of its source; consecutive from 0 on every rank.
+        source: `p` for steps that a pure policy gives, `a` for announced ones, `r` for one that
+            the loop asked for on every rank; that is a block of its own, since a rank may not have.
+    """
+
+    step: int
+    ordinal: int
+    source: str = "p"
+
+    @property
+    def block(self) -> str:
+        """The block of due steps it belongs to."""
+        return f"{self.source}{self.ordinal // self.block_size}"
+
+    @property
+    def block_size(self) -> int:
+        """Number of due steps in that block."""
+        return 1 if self.source == "r" else BLOCK
 
 
 def key(ordinal: int) -> str:

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightck.distributed.announce import Announcer, Calendar, key
+from lightck.distributed.announce import Announcer, Calendar, Due, key
 from lightck.distributed.calls import Add, Call, Claim, Delete, Read, Traffic
-from lightck.distributed.ledger import UNLIKE, Due, Ledger
+from lightck.distributed.ledger import UNLIKE, Ledger
 from lightck.distributed.store import Store
 from lightck.distributed.words import Death
 from lightck.errors import CoordinationError, StoreError

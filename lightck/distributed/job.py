@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from lightck.capture.barrier import Alone, Barrier
 from lightck.config import Config
 from lightck.distributed.agreement import Identity, agree_on_attach
-from lightck.distributed.announce import Calendar
+from lightck.distributed.announce import Calendar, Due
 from lightck.distributed.closing import Closing
 from lightck.distributed.fates import GlobalCommit, Limits
-from lightck.distributed.ledger import Due, Ledger
+from lightck.distributed.ledger import Ledger
 from lightck.distributed.meeting import Meeting
 from lightck.distributed.topology import Topology, find
 from lightck.distributed.words import Death

@@ -23,42 +23,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lightck.distributed.announce import BLOCK, Due
 from lightck.distributed.calls import Add, Call, Claim, Delete, Read
 from lightck.distributed.words import SUSPECT, WHOLE, Death
 from lightck.types import Fate
 
-BLOCK = 64  # due steps whose keys are deleted together: one more message per rank and 64 snapshots
 UNLIKE = "replicated state differs between the ranks in names, shapes or dtypes"  # why of a death
 _COUNT_BITS = 20  # of a sum, for the number of ranks
 _FORM_BITS = 22  # of one form: the sum of a million of them and the count stay below 2^63
 _LOOK_S = 1.0  # between two looks at the newest fate, while an older one does not come
 _RETRY_S = (0.1, 5.0)  # pause after a failed call: the first, and the longest of its doublings
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """A step that every rank shall snapshot.
-
-    Attributes:
-        step: the step.
-        ordinal: its place among the due steps of its source; consecutive from 0 on every rank.
-        source: `p` for steps that a pure policy gives, `a` for announced ones, `r` for one that
-            the loop asked for on every rank; that is a block of its own, since a rank may not have.
-    """
-
-    step: int
-    ordinal: int
-    source: str = "p"
-
-    @property
-    def block(self) -> str:
-        """The block of due steps it belongs to."""
-        return f"{self.source}{self.ordinal // self.block_size}"
-
-    @property
-    def block_size(self) -> int:
-        """Number of due steps in that block."""
-        return 1 if self.source == "r" else BLOCK
 
 
 class _Stage(enum.Enum):
@@ -171,7 +145,7 @@ class Ledger:
         """Claim whatever this rank still waits for as dead: nobody will be here to learn it."""
         for case in self._cases.values():
             if case.stage in (_Stage.AWAIT, _Stage.OPEN):
-                case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
+                self._lose(case, why)
 
     # ---- questions ----
 
