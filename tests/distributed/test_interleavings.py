@@ -8,7 +8,7 @@ import interleavings
 import pytest
 from interleavings import Rank, explore, world
 
-from lightck.distributed import ledger as module
+from lightck.distributed import announce as module
 from lightck.distributed.calls import Add, Claim
 from lightck.distributed.ledger import Due, Ledger
 
