@@ -29,6 +29,7 @@ from lightck.capture.traffic import Traffic
 from lightck.config import Config
 from lightck.distributed import job
 from lightck.distributed.communication import Communication
+from lightck.distributed.divergence import Samples
 from lightck.distributed.meeting import Meeting, meeting
 from lightck.distributed.reduced import finality
 from lightck.distributed.replicas import Replicas
@@ -150,6 +151,7 @@ class _Parts:
         self.topology = job.place_of(self.ranks, self.config, found.run_id)
         replicas = Replicas(self.inventory, self.topology.world)
         self.inventory.share = Sharing(self.topology, replicas)
+        self.samples = Samples(self.inventory.found, replicas)
         self.inventory.invalidate()
         entries, manifest_bytes = predict.expected(self.inventory)
         run_id = self.topology.run_id if self.topology.world > 1 else None
@@ -185,7 +187,7 @@ class _Parts:
         undo += [kinds.stop, hooks.remove, communication.remove, sight.remove]
         recorder.start()
         recorder.check_state(collected)
-        at = (steps.step, self.progress.restored)
+        at = (steps.step, self.samples, self.progress.restored)
         timeline, barrier = job.begin(self.ranks, self.topology, region, config, *at)
         undo.append(lambda: barrier.leave("attach failed", 1.0))
         pipeline.barrier = recorder.cadence.barrier = barrier

@@ -191,6 +191,8 @@ class Stats:
         torn: snapshots dropped because a tensor changed inside the window.
         failed: snapshots dropped because of an error.
         dead: snapshots that this rank has committed and another has not: it slipped, failed, ...
+        compared: snapshots at which a sample of the replicas here was held against another rank's.
+        uncompared: those at which it was due and could not be: nothing to digest, or of other form.
         skipped_unchanged_bytes: bytes not written again because they were proved unchanged.
         bytes_copied: bytes copied, by workers and by the training thread.
         bytes_helped: the part of `bytes_copied` that the training thread copied at the fence.
@@ -208,6 +210,8 @@ class Stats:
     torn: int = 0
     failed: int = 0
     dead: int = 0
+    compared: int = 0
+    uncompared: int = 0
     skipped_unchanged_bytes: int = 0
     bytes_copied: int = 0
     bytes_helped: int = 0

@@ -36,6 +36,13 @@ class Barrier(Protocol):
         """
         ...
 
+    def sample(self, step: int) -> None:
+        """The snapshot of a due step is open, and the state is that of (b), on this very thread.
+
+        What several ranks hold alike is looked at now: nothing changes it meanwhile.
+        """
+        ...
+
     def committed(self, step: int, form: bytes) -> None:
         """This rank's record is durable; `form` must be the same on every rank."""
         ...
@@ -57,6 +64,10 @@ class Barrier(Protocol):
 
     def wait(self, step: int, seconds: float) -> None:
         """Wait until the fate of a step is known, or `seconds`."""
+        ...
+
+    def compared(self) -> tuple[int, int]:
+        """How many samples of replicas were compared, and how many could not be."""
         ...
 
     def troubles(self) -> Iterable[LightckError]:
@@ -105,6 +116,9 @@ class Alone:
         """Nobody forbids it."""
         return None
 
+    def sample(self, step: int) -> None:
+        """There are no replicas."""
+
     def committed(self, step: int, form: bytes) -> None:
         """Nobody else wants to know."""
 
@@ -121,6 +135,10 @@ class Alone:
 
     def wait(self, step: int, seconds: float) -> None:
         """There is nothing to wait for."""
+
+    def compared(self) -> tuple[int, int]:
+        """There are no replicas."""
+        return 0, 0
 
     def troubles(self) -> Iterable[LightckError]:
         """None."""

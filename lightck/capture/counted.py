@@ -9,6 +9,7 @@ from lightck.types import Stats
 def stats_of(recorder: Recorder) -> Stats:
     """As of now."""
     counters, pool = recorder.pipeline.counters, recorder.pipeline.pool_stats()
+    compared, uncompared = recorder.pipeline.barrier.compared()
     seconds = pool["copy_ns"] / 1e9
     return Stats(
         captured=counters.captured,
@@ -17,6 +18,8 @@ def stats_of(recorder: Recorder) -> Stats:
         torn=counters.torn,
         failed=counters.failed,
         dead=counters.dead,
+        compared=compared,
+        uncompared=uncompared,
         skipped_unchanged_bytes=pool["bytes_skipped"],
         bytes_copied=pool["bytes_copied"],
         bytes_helped=pool["bytes_helped"],

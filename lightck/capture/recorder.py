@@ -221,9 +221,11 @@ class Recorder:
                 if isinstance(flight, str):
                     outcomes.slipped(step, flight)
                     self.cadence.overdue = barrier.alone
+                    return
+                barrier.sample(step)
                 # What was asked for is copied at once: its future may be waited for on this
                 # thread, which then never comes to the fence.
-                elif outcomes.synchronous or synchronous or outcomes.wanted:
+                if outcomes.synchronous or synchronous or outcomes.wanted:
                     outcomes.synchronous = False
                     flight.futures, outcomes.wanted = outcomes.wanted, []
                     self.pipeline.fence(None)

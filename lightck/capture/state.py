@@ -138,6 +138,10 @@ class Inventory:
         """Every tensor of model and optimizers, also those that other ranks capture."""
         return self._known().everything
 
+    def found(self) -> tuple[Live, ...]:
+        """What `everything` was at the last `collect`, which has just been."""
+        return self._cache.everything if self._cache is not None else self.everything()
+
     def invalidate(self) -> None:
         """Forget what was found before: tensors were added, or found torn."""
         self._cache = None

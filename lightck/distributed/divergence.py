@@ -26,10 +26,12 @@ from lightck.distributed.sample import Rotation
 from lightck.distributed.store import Store
 from lightck.errors import CoordinationError, DivergenceError, LightckError
 from lightck.region.native import crc32c, crc32c_at
+from lightck.region.region import Region
 
 ROLES = frozenset({"parameter", "optimizer"})
 """Of what is compared: buffers, extras and boundary state are every rank's own."""
 _KEPT = 16  # newest samples, until it is known whether they differ
+_REMEMBERED = 256  # committed steps
 _NAMED = 8
 _NOTHING = "-"  # said by a rank that has no sample of the step
 
@@ -66,23 +68,21 @@ class Sample:
 class Samples:
     """Takes this rank's samples.
 
-    Thread: `learn` and `take` are the training thread's, `of` is anybody's.
+    Thread: `take` is the training thread's, `of` is anybody's.
     """
 
+    everything: Callable[[], Sequence[Live]]
+    """What there is on this rank, other ranks' shares included; the same object while it is."""
     replicated: Callable[[Sequence[Live]], set[str]]
     """Names of the tensors that all ranks hold alike."""
     skipped: int = 0
     """Turns without a sample: there was nothing here that could be digested."""
     _found: Sequence[Live] | None = None
-    """What is to be learned."""
+    """What the rotation was made for."""
     _lives: list[Live] = field(default_factory=list)
     _what: str = ""
     _rotation: Rotation | None = None
     _taken: deque[tuple[int, Sample]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-
-    def learn(self, lives: Sequence[Live]) -> None:
-        """Note what there is now on this rank, other ranks' shares included."""
-        self._found = lives
 
     def take(self, step: int, turn: int) -> None:
         """Digest what has its turn.
@@ -92,18 +92,16 @@ class Samples:
         """
         if self._rotation is not None and turn % self._rotation.pause:
             return
-        if self._found is not None:
-            self._arrange(self._found)
-            self._found = None
-        if self._rotation is None or not self._lives:
-            self.skipped += 1
-            return
+        found = self.everything()
+        if found is not self._found or self._rotation is None:
+            self._rotation, self._found = self._arrange(found), found
         pieces = self._rotation.pieces(turn)
-        if any(self._lives[p.tensor].tensor.nbytes < p.end for p in pieces):
-            self.skipped += 1  # `p.data = ...`: the next snapshot finds another form
-            return
-        if pieces:
-            chosen = [self._lives[p.tensor] for p in pieces]
+        chosen = [self._lives[p.tensor] for p in pieces]
+        # `p.data = ...` may have changed a form without anybody being told.
+        lacking = any(v.tensor.nbytes < p.end for v, p in zip(chosen, pieces, strict=True))
+        if lacking or not self._lives:
+            self.skipped += 1
+        elif pieces:
             crcs = [
                 crc32c_at(live.tensor.data_ptr() + p.begin, p.end - p.begin)
                 for live, p in zip(chosen, pieces, strict=True)
@@ -116,18 +114,18 @@ class Samples:
         taken = reversed(list(self._taken))
         return next((sample for at, sample in taken if at == step), None)
 
-    def _arrange(self, lives: Sequence[Live]) -> None:
+    def _arrange(self, lives: Sequence[Live]) -> Rotation:
         alike = self.replicated(lives)
         self._lives = sorted(
             (live for live in lives if live.name in alike and _has_plain_bytes(live)),
             key=lambda live: live.name,
         )
-        self._rotation = Rotation([live.tensor.nbytes for live in self._lives])
         forms = [
             [v.name, str(v.tensor.dtype), list(v.tensor.shape), list(v.tensor.stride())]
             for v in self._lives
         ]
         self._what = hashlib.blake2b(json.dumps(forms).encode(), digest_size=8).hexdigest()
+        return Rotation([live.tensor.nbytes for live in self._lives])
 
 
 def _has_plain_bytes(live: Live) -> bool:
@@ -214,6 +212,34 @@ def inquire(store: Store, rank: int, world: int, step: int, said: str, seconds: 
 
 
 @dataclass(eq=False)
+class Marks:
+    """Marks this rank's region.
+
+    Thread: `note` is called when a snapshot has been committed here, a mark is made by any thread.
+    """
+
+    region: Region
+    _sequences: dict[int, int] = field(default_factory=dict)
+
+    def note(self, step: int) -> None:
+        """Remember which snapshot is that of the step, until its fate is known."""
+        for slot in self.region.slots:
+            record = slot.record
+            if record is not None and (record.timeline, record.step) == (
+                self.region.timeline,
+                step,
+            ):
+                self._sequences[step] = record.sequence
+        while len(self._sequences) > _REMEMBERED:
+            del self._sequences[next(iter(self._sequences))]
+
+    def __call__(self, step: int) -> None:
+        """Durably mark the snapshot of the step, and all later ones of the timeline."""
+        later = [number for at, number in [*self._sequences.items()] if at >= step]
+        self.region.native.suspect(min(later, default=self.region.next_sequence))
+
+
+@dataclass(eq=False)
 class Divergence:
     """What follows on this rank when replicas differ.
 
@@ -225,7 +251,7 @@ class Divergence:
     world: int
     samples: Samples
     mark: Callable[[int], None]
-    """Durably mark this rank's snapshot of a step, and all later ones of its timeline."""
+    """See `Marks`."""
     report: Callable[[LightckError], None]
     """Hears what is found; on a background thread."""
     patience_s: float = 60.0

@@ -131,6 +131,12 @@ class GlobalCommit:
             hangs = began is not None and time.monotonic() - began > self._limits.call_s
             return self._ledger.reachable and not hangs and self._broken is None
 
+    @property
+    def compared(self) -> tuple[int, int]:
+        """Steps at which this rank's digest could be compared, and at which it could not."""
+        with self._lock:
+            return self._ledger.compared, self._ledger.incomparable
+
     def opened(self, due: Due) -> None:
         """Note that a slot is about to be invalidated for `due`."""
         with self._changed:

@@ -16,6 +16,7 @@ from lightck.config import Config
 from lightck.distributed.agreement import Identity, agree_on_attach
 from lightck.distributed.announce import Calendar, Due
 from lightck.distributed.closing import Closing
+from lightck.distributed.divergence import Divergence, Marks, Samples
 from lightck.distributed.fates import GlobalCommit, Limits
 from lightck.distributed.ledger import Ledger
 from lightck.distributed.meeting import Meeting
@@ -47,6 +48,7 @@ def begin(
     region: Region,
     config: Config,
     step: int,
+    samples: Samples,
     restored: tuple[int, int] | None = None,
 ) -> tuple[int | None, Barrier]:
     """Agree on a timeline; nothing that a rank could refuse on its own may come after this.
@@ -57,6 +59,7 @@ def begin(
         region: claimed, and large enough.
         config: of this rank.
         step: the last complete one.
+        samples: of what every rank holds alike.
         restored: (timeline, step) that this process restored, also from other ranks' regions.
 
     Returns:
@@ -83,7 +86,7 @@ def begin(
     ranks.part()
     every = config.policy.n if isinstance(config.policy, EverySteps) else None
     job = Job(topology, Calendar(every=every, announced=every is None, start=step))
-    job.start(ranks, timeline, restored)
+    job.start(ranks, timeline, restored, region, samples)
     region.reusable = job.reusable
     return timeline, job
 
@@ -133,7 +136,14 @@ class Job:
         self._last_whole: int | None = None
         self._form = b""  # of the newest snapshot here
 
-    def start(self, ranks: Meeting, timeline: int, restored: tuple[int, int] | None) -> None:
+    def start(
+        self,
+        ranks: Meeting,
+        timeline: int,
+        restored: tuple[int, int] | None,
+        region: Region,
+        samples: Samples,
+    ) -> None:
         """Begin to keep in touch, below a prefix that belongs to this attach alone.
 
         Raises:
@@ -143,6 +153,16 @@ class Job:
         self._closing_round = Closing(store.below("close"), self.topology)
         ledger = Ledger(self.topology.rank, self.topology.world, restored, timeline)
         ledger.on_fate = self._note
+        self._marks, self._samples = Marks(region), samples
+        self._divergence = Divergence(
+            store,
+            self.topology.rank,
+            self.topology.world,
+            samples,
+            self._marks,
+            self._troubles.append,
+        )
+        ledger.compares, ledger.on_suspect = True, self._divergence.suspect
         self.commit = GlobalCommit(
             store, ledger, self._calendar, limits=Limits(), on_trouble=self._troubles.append
         )
@@ -198,7 +218,9 @@ class Job:
             turn = self._turns.get(step)
             if turn is not None and turn.opened and not turn.over:
                 turn.over = True
-                self.commit.committed(step, form)
+                sample = self._samples.of(step)
+                self._marks.note(step)
+                self.commit.committed(step, form, sample.digest if sample else b"")
 
     def lost(self, step: int, why: str, *, for_good: bool = False) -> None:
         """Tell once."""
@@ -207,6 +229,18 @@ class Job:
             if turn is not None and not turn.over:
                 turn.over = True
                 self.commit.lost(turn.due, why, for_good=for_good)
+
+    def sample(self, step: int) -> None:
+        """Of a step in the book."""
+        with self._lock:
+            turn = self._turns.get(step)
+            if turn is not None and turn.opened:
+                self._samples.take(step, self._calendar.start + turn.due.ordinal)
+
+    def compared(self) -> tuple[int, int]:
+        """See `Stats`."""
+        compared, not_alike = self.commit.compared
+        return compared, not_alike + self._samples.skipped
 
     def fate(self, step: int) -> Fate:
         """From memory."""
@@ -263,6 +297,7 @@ class Job:
                 raise CoordinationError("the job's store does not answer")
             self._last_whole = self._closing_round.agree(last, self._form, why, seconds / 2)
             self.commit.close(seconds / 2)
+            self._divergence.close(seconds / 2)
             self._closing_round.see_off()
         except CoordinationError as error:
             self.commit.close(min(seconds / 2, 2.0))
@@ -284,6 +319,7 @@ class Job:
         if self.commit.reachable:
             self._closing_round.leave(why, seconds)
         self.commit.close(seconds if self.commit.reachable else 2.0)
+        self._divergence.close(seconds if self.commit.reachable else 0.0)
 
 
 def _ahead(step: int, calendar: Calendar) -> range:

@@ -2,7 +2,7 @@
 
 The tensors are laid end to end and cut into windows; each turn takes the next window, or, where the
 state is so small that even a little would cost too much every time, only every so many turns do.
-Every byte has its turn within `ROTATION` turns, up to 4 GiB; beyond, a window is `MOST_BYTES`.
+Every byte has its turn within `ROTATION` turns, up to 8 GiB; beyond, a window is `MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-ROTATION = 512
+ROTATION = 1024
 """Turns within which every byte is compared: what a digest costs, spread over them, is about that
 part of a plain copy."""
 LEAST_BYTES = 256 << 10
 """Of a window, if there is so much: below, the work around it would cost more than the digest."""
 MOST_BYTES = 8 << 20
 """Of a window, however large the state is: the training thread computes it."""
-PIECE_BYTES = 4096
+PIECE_BYTES = 16 << 10
 """What a tensor in a window counts for beside its own bytes."""
 
 

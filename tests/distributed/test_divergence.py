@@ -13,7 +13,9 @@ from memory import MemoryStore, Server
 
 from lightck.capture.state import Inventory, Live
 from lightck.distributed import divergence, sample
+from lightck.distributed.calls import Add, Call, Claim, Read
 from lightck.distributed.divergence import Divergence, Samples, Verdict, decide, inquire
+from lightck.distributed.ledger import Due, Ledger
 from lightck.errors import CoordinationError, DivergenceError, LightckError, RegionIOError
 
 LONG_S = 30.0
@@ -38,9 +40,7 @@ def small(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def samples_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Samples:
-    samples = Samples(everything)
-    samples.learn(Inventory(model, [optimizer]).collect().lives)
-    return samples
+    return Samples(Inventory(model, [optimizer]).found, everything)
 
 
 def taken(samples: Samples, turn: int = 0) -> divergence.Sample:
@@ -104,8 +104,7 @@ def test_a_form_that_changed_under_the_sample_is_not_compared() -> None:
 
 def test_nothing_replicated_is_counted_and_says_nothing() -> None:
     model, optimizer = small()
-    samples = Samples(lambda lives: set())
-    samples.learn(Inventory(model, [optimizer]).collect().lives)
+    samples = Samples(Inventory(model, [optimizer]).found, lambda lives: set())
     samples.take(1, 0)
     assert (samples.of(1), samples.skipped) == (None, 1)
 
@@ -178,6 +177,70 @@ def test_every_order_of_the_ranks_words_gives_all_of_them_the_same_verdict(world
 def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     with pytest.raises(CoordinationError, match=r"rank\(s\) 1, 2 of 3 did not say"):
         inquire(MemoryStore(Server()), 0, 3, 5, said("a", 1), 0.05)
+
+
+def calls_of(world: int, digests: Callable[[int, int], bytes], steps: int = 3) -> list[list[Call]]:
+    """What each rank asks of the store until every step has its fate everywhere."""
+    store: dict[str, bytes] = {}
+    made: list[list[Call]] = [[] for _ in range(world)]
+    ledgers = [Ledger(rank, world, compares=True) for rank in range(world)]
+    for step in range(1, steps + 1):
+        for rank, ledger in enumerate(ledgers):
+            ledger.opened(Due(step, step - 1), 0.0)
+            ledger.committed(step, 0.0, b"form", digests(rank, step))
+            while (call := ledger.next_call(0.0)) is not None:
+                made[rank].append(call)
+                ledger.answered(_served(store, call), 0.0)
+        for ledger in ledgers:
+            ledger.heard(step, store[f"f/{step}"])
+    return made
+
+
+def _served(store: dict[str, bytes], call: Call) -> object:
+    match call:
+        case Add(key, amount):
+            store[key] = b"%d" % (int(store.get(key, b"0")) + amount)
+            return int(store[key])
+        case Claim(key, value):
+            return store.setdefault(key, value)
+        case Read(key):
+            return store.get(key)
+    raise AssertionError(f"{call} within one block")
+
+
+@pytest.mark.parametrize("world", [2, 16, 128])
+def test_a_rank_sends_one_more_message_per_sample_whatever_the_number_of_ranks(world: int) -> None:
+    without = calls_of(world, lambda rank, step: b"")
+    with_digests = calls_of(world, lambda rank, step: b"what:same")
+    assert [len(calls) for calls in with_digests] == [len(calls) + 3 for calls in without]
+    assert max(map(len, with_digests)) == 3 * (1 + 1 + 2), "digest, count, look, fate"
+    odd = calls_of(world, lambda rank, step: b"what:%d" % (rank == 1))
+    more = [len(a) - len(b) for a, b in zip(odd, with_digests, strict=True)]
+    # Who differs from the first one said says so, once per step.
+    assert more == [3 * (rank == 1) for rank in range(world)]
+    assert all(len(c.value) < 40 for calls in odd for c in calls if isinstance(c, Claim))
+
+
+def test_a_digest_of_something_else_is_counted_as_not_compared() -> None:
+    ledger = Ledger(1, 2, compares=True)
+    store = {"d/1": b"other:1", "d/2": b"what:1"}
+    for step in (1, 2):
+        ledger.opened(Due(step, step - 1), 0.0)
+        ledger.committed(step, 0.0, b"", b"what:1")
+    while (call := ledger.next_call(0.0)) is not None:
+        ledger.answered(_served(store, call), 0.0)
+    assert (ledger.compared, ledger.incomparable, ledger.differed) == (1, 1, None)
+
+
+def test_without_an_answer_from_the_store_nothing_counts_as_compared_or_whole() -> None:
+    ledger = Ledger(0, 1, compares=True)
+    ledger.opened(Due(1, 0), 0.0)
+    ledger.committed(1, 0.0, b"", b"what:1")
+    for attempt in range(3):
+        now = 100.0 * attempt
+        assert ledger.next_call(now) == Claim("d/1", b"what:1")
+        ledger.failed(now)
+    assert (ledger.compared, ledger.unsettled) == (0, [1])
 
 
 # ---- what follows ----------------------------------------------------------------------------

@@ -1,0 +1,124 @@
+"""One rank's replica changes by one bit in memory: found, named, marked, and not restored."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from training import Training
+
+import lightck
+from lightck.distributed import sample
+from lightck.errors import DivergenceError, LightckError
+
+FIRST, LAST = 4, 9
+"""The step after which the bit is flipped, and the last one."""
+TURNS = 4
+"""Of a whole round, as set for these tests."""
+
+
+Momentum = partial(torch.optim.SGD, momentum=0.9)
+
+
+@pytest.fixture(autouse=True)
+def _short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "ROTATION", TURNS)
+    monkeypatch.setattr(sample, "LEAST_BYTES", 512)
+    monkeypatch.setattr(sample, "PIECE_BYTES", 64)
+
+
+def flip(training: Training, name: str) -> None:
+    """The lowest bit of a parameter's first number; a high one of its momentum's, which fades."""
+    parameters = dict(training.module.named_parameters())
+    tensor: torch.Tensor = parameters[name.partition(":")[0]]
+    if ":" in name:
+        tensor = training.optimizer.state[tensor][name.partition(":")[2]]
+    tensor.data.view(torch.int32).view(-1)[0] ^= 1 << 22 if ":" in name else 1
+
+
+def train(path: Path, odd: int | None, name: str, **settings: Any) -> Any:
+    """What each rank runs: it says what it was told, and what its region holds afterwards."""
+
+    def run(me: ranks.Me) -> tuple[list[LightckError], dict[int, bool], tuple[int, int]]:
+        told: list[LightckError] = []
+        training = Training(me.rank, optimizer=Momentum)
+        chosen = {"slots": 4, "on_error": told.append, "close_timeout_s": 20.0, **settings}
+        handle = training.attach(path, **chosen)
+        for step in range(1, LAST + 1):
+            training.step()
+            handle.wait()
+            if step == FIRST and me.rank == odd:
+                flip(training, name)
+        stats = handle.stats()
+        with suppress(DivergenceError):  # raised once more, as any background error is
+            handle.close()
+        table = lightck.snapshots(path)
+        mine = [row for row in table.to_pylist() if row["rank"] == me.rank]
+        kept = {row["step"]: row["suspect"] for row in mine}
+        return told, kept, (stats.compared, stats.uncompared)
+
+    return run
+
+
+def restored(me: ranks.Me, path: Path) -> tuple[int, bool, tuple[str, ...]]:
+    training = Training(me.rank, optimizer=Momentum)
+    info = lightck.restore(training.model, training.optimizer, path)
+    assert info is not None
+    return info.step, info.suspect, info.fell_back
+
+
+@pytest.mark.parametrize(
+    ("world", "odd", "name"), [(2, 1, "0.weight"), (3, 0, "3.bias"), (3, 2, "1.weight")]
+)
+def test_one_flipped_bit_is_found_within_a_round_and_named_on_every_rank(
+    world: int, odd: int, name: str, region_dir: Path
+) -> None:
+    with ranks.started(world, train(region_dir, odd, name)) as job:
+        results = job.results()
+    for told, kept, (compared, uncompared) in results:
+        assert [type(error) for error in told] == [DivergenceError], told
+        (error,) = told
+        assert isinstance(error, DivergenceError)
+        assert error.names == (f"model/{name}",)
+        assert error.ranks == ((odd,) if world > 2 else (0, 1))
+        assert FIRST < error.step <= FIRST + TURNS
+        assert kept == {step: step >= error.step for step in kept}
+        assert any(kept.values()) and not all(kept.values()), kept
+        assert (compared >= LAST - 1, uncompared) == (True, 0)
+    assert len({told[0].step for told, _, _ in results}) == 1
+
+
+def test_optimizer_state_that_differs_is_named_with_what_it_makes_differ(region_dir: Path) -> None:
+    with ranks.started(2, train(region_dir, 0, "3.weight:momentum_buffer")) as job:
+        results = job.results()
+    for told, kept, _ in results:
+        assert {type(error) for error in told} == {DivergenceError}
+        names = [name for error in told for name in error.names]
+        assert len(names) == len(set(names)), "once per tensor"
+        assert set(names) == {"model/3.weight", "optim/0/3.weight/momentum_buffer"}
+        assert any(kept.values())
+
+
+def test_restore_takes_one_from_before_it_on_every_rank(region_dir: Path) -> None:
+    with ranks.started(2, train(region_dir, 1, "0.weight")) as job:
+        found = job.results()[0][0][0].step
+    with ranks.started(2, lambda me: restored(me, region_dir)) as job:
+        results = job.results()
+    for step, suspect, fell_back in results:
+        assert step < found
+        assert not suspect
+        assert any("suspect" in text for text in fell_back), fell_back
+
+
+def test_ranks_that_agree_are_compared_and_nothing_is_said(region_dir: Path) -> None:
+    with ranks.started(3, train(region_dir, None, "")) as job:
+        results = job.results()
+    for told, kept, compared in results:
+        assert told == []
+        assert not any(kept.values())
+        assert (compared[0] >= LAST - 1, compared[1]) == (True, 0)
