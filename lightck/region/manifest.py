@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,10 @@ SCHEMA = pa.schema(
 _HEAD: bytes = SCHEMA.serialize().to_pybytes()
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """End of an Arrow IPC stream, as a stream writer writes it."""
+_NUMBERS = struct.Struct("<QQii")
+"""Step, sequence, first and last offset of the list of checksums."""
+_OFFSETS = struct.Struct("<qq")
+_ZEROS = bytes(8)
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,45 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Serialize to an Arrow IPC stream."""
+    """Serialize to an Arrow IPC stream.
+
+    What Arrow puts before the values depends on their lengths only: it is asked once for each.
+    """
+    head = _head(len(manifest.crcs), len(manifest.at_step), len(manifest.at_forward))
+    if head is None:
+        return b"".join((_HEAD, _serialize(manifest), _END))
+    return b"".join((_HEAD, head, *_body(manifest), _END))
+
+
+def _body(manifest: Manifest) -> list[bytes]:
+    """The buffers of the row, each padded to eight bytes; no column has a validity bitmap."""
+    crcs = manifest.crcs.tobytes()
+    one, other = manifest.at_step, manifest.at_forward
+    return [
+        _NUMBERS.pack(manifest.step, manifest.sequence, 0, len(manifest.crcs)),
+        crcs,
+        _ZEROS[: -len(crcs) % 8],
+        _OFFSETS.pack(0, len(one)),
+        one,
+        _ZEROS[: -len(one) % 8],
+        _OFFSETS.pack(0, len(other)),
+        other,
+        _ZEROS[: -len(other) % 8],
+    ]
+
+
+@lru_cache(maxsize=16)
+def _head(count: int, at_step_bytes: int, at_forward_bytes: int) -> bytes | None:
+    """What precedes the values of these lengths; None: this Arrow lays them out in another way."""
+    crcs = np.zeros(count, np.uint32)
+    blank = Manifest(0, 0, crcs, bytes(at_step_bytes), bytes(at_forward_bytes))
+    row = _serialize(blank)
+    body = b"".join(_body(blank))
+    return row[: len(row) - len(body)] if row.endswith(body) else None
+
+
+def _serialize(manifest: Manifest) -> bytes:
+    """The row as Arrow serializes it."""
     crcs = pa.ListArray.from_arrays(
         pa.array([0, len(manifest.crcs)], pa.int32()), pa.array(manifest.crcs, pa.uint32())
     )
@@ -53,8 +97,8 @@ def encode(manifest: Manifest) -> bytes:
         pa.array([manifest.at_step], pa.large_binary()),
         pa.array([manifest.at_forward], pa.large_binary()),
     ]
-    batch = pa.RecordBatch.from_arrays(row, schema=SCHEMA)
-    return b"".join((_HEAD, batch.serialize(), _END))
+    serialized: bytes = pa.RecordBatch.from_arrays(row, schema=SCHEMA).serialize().to_pybytes()
+    return serialized
 
 
 def decode(data: bytes, *, count: int, sequence: int, context: str) -> Manifest:

@@ -48,6 +48,36 @@ def test_the_slack_is_enough_for_manifests_of_every_size(count: int, blob: int) 
     assert len(data) <= 4 * count + 2 * blob + allocator.MANIFEST_SLACK_BYTES
 
 
+@given(manifests)
+@settings(deadline=None)
+def test_a_manifest_is_byte_for_byte_what_arrow_writes(made: Manifest) -> None:
+    assert manifest.encode(made) == _arrow(made)
+
+
+def test_an_arrow_with_another_layout_writes_the_manifest_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(manifest, "_ZEROS", b"")  # nothing is padded
+    manifest._head.cache_clear()
+    assert manifest.encode(sample()) == _arrow(sample())
+    manifest._head.cache_clear()
+
+
+def _arrow(made: Manifest) -> bytes:
+    values = {
+        "step": [made.step],
+        "sequence": [made.sequence],
+        "crcs": [made.crcs.tolist()],
+        "at_step": [made.at_step],
+        "at_forward": [made.at_forward],
+    }
+    rows = pa.table(values, schema=manifest.SCHEMA)
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, manifest.SCHEMA) as writer:
+        writer.write_table(rows)
+    return sink.getvalue()
+
+
 @pytest.mark.parametrize(("count", "sequence"), [(3, 8), (2, 9), (4, 9)])
 def test_a_manifest_of_another_snapshot_or_layout_is_corrupt(count: int, sequence: int) -> None:
     with pytest.raises(CorruptSnapshotError, match=r"slot 3: .*sequence 9 with 3 checksums"):
