@@ -58,12 +58,18 @@ class Sources:
     storages: list[torch.UntypedStorage]
 
     def changed(self) -> list[int]:
-        """Which of the live tensors, that the copies started from, were touched since (b)."""
-        pointers, versions = read(self.tensors)
-        if pointers == self.pointers and versions == self.versions:
-            return []
-        rows = zip(pointers, self.pointers, versions, self.versions, strict=True)
-        return [i for i, (at, was, now, then) in enumerate(rows) if at != was or now != then]
+        """Which of the live tensors, that the copies started from, were touched since (b).
+
+        Run by run, so that what was read is compared and forgotten while it is in the cache.
+        """
+        moved: list[int] = []
+        for at in range(0, len(self.tensors), _RUN):
+            pointers, versions = read(self.tensors[at : at + _RUN])
+            were, then = self.pointers[at : at + _RUN], self.versions[at : at + _RUN]
+            if pointers != were or versions != then:
+                rows = enumerate(zip(pointers, were, versions, then, strict=True), at)
+                moved += [i for i, (p, was, v, before) in rows if p != was or v != before]
+        return moved
 
 
 @dataclass(eq=False)
