@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -34,6 +34,7 @@ _PASSED_OVER = (CorruptSnapshotError, RegionBusyError, RegionIOError)
 _LETTERS = 1000  # of a failure that is told to the others
 
 _LISTED = 12
+_SLOWEST_BYTES_S = 100e6  # at which a rank is still believed to be reading
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -99,6 +100,7 @@ def recall(
             text = holdings.nothing_whole(step, problems)
         if not choice.overtaken:
             break
+    ranks.part()  # every rank has come to this by itself
     raise NoSnapshotError(text)
 
 
@@ -128,6 +130,7 @@ class _Attempt:
         fell_back = (*choice.fell_back, *self.damaged)
         found = Found(key, snapshot, choice.why, fell_back, self.holdings)
         with contextlib.ExitStack() as held:
+            held.enter_context(self._patient(snapshot))
             taken: list[T] = []
             problem: Exception | None = None
             try:
@@ -144,6 +147,20 @@ class _Attempt:
                     return taken
         self.holdings.failed(snapshot)
         return []
+
+    @contextlib.contextmanager
+    def _patient(self, snapshot: Assembled) -> Iterator[None]:
+        """Wait longer for ranks that read: another's medium may be much slower than this one's."""
+        rounds = self.ranks.rounds
+        if rounds is None:
+            yield
+            return
+        usual = rounds.timeout_s
+        rounds.timeout_s = usual + sum(e.length for e in snapshot.entries) / _SLOWEST_BYTES_S
+        try:
+            yield
+        finally:
+            rounds.timeout_s = usual
 
     def _all_well(self, kind: str, key: Key, problem: Exception | None) -> bool:
         """Whether no rank has met a problem; every rank gets to know all of them."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory import Server
 from together import together
 from written import T2, Crew, Rank, differences
 
@@ -161,6 +162,25 @@ def test_everything_is_verified_everywhere_before_anything_changes_anywhere(fold
         assert "rank 1: " in str(result) and "do not match their checksum" in str(result)
     for live, then in zip(lives, before, strict=True):
         assert differences(live.state(), then) in ([], ["rng"])
+
+
+def test_ranks_that_find_nothing_whole_agree_again_later(folder: Path) -> None:
+    with Crew(folder, 2, shares=False) as crew:
+        crew.train(1, absent=[1])
+    other = folder.parent / "other"
+    with Crew(other, 2, timeline=T2) as whole:
+        whole.train(4)
+
+    def code(rank: int) -> tuple[RestoreInfo | None, Rank]:
+        live = Rank(rank)
+        with pytest.raises(NoSnapshotError, match="missing on rank"):
+            lightck.restore(live.net, live.optimizer, folder)
+        info = lightck.restore(live.net, live.optimizer, other, extras=live.extras)
+        return info, live
+
+    server = Server()
+    check(together(2, code, server=server), whole, 4)
+    assert server.messages["add"] == 2 * (2 + 3), "a count per rank and round, and no other round"
 
 
 @pytest.mark.parametrize("part", ["record", "manifest"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def attach(training: Training, path: Path, **settings: Any) -> lightck.Handle:
     return training.attach(path, extras={"data": training.data}, **settings)
 
 
+@cache
 def golden(world: int) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     """What each rank has after `LAST` steps that nothing interrupted."""
 
@@ -117,7 +119,7 @@ def test_a_resumed_job_does_what_an_uninterrupted_one_does(region_dir: Path) -> 
         assert same(state, wanted[rank][1])
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3])
 def test_every_tensor_of_every_rank_comes_back(world: int, region_dir: Path) -> None:
     """Of three ranks and more gloo's sums depend on DDP's buckets, which it makes anew."""
     before = run(region_dir, world, 3)
@@ -126,8 +128,7 @@ def test_every_tensor_of_every_rank_comes_back(world: int, region_dir: Path) -> 
         assert same(restored, before[rank][1])
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize(("late", "lag"), [(0, 1), (1, 2)])
 def test_a_region_from_a_backup_takes_the_job_back_and_on_again(
     late: int, lag: int, region_dir: Path, tmp_path: Path
 ) -> None:
@@ -183,7 +184,7 @@ def test_what_another_world_needs_stays_until_it_has_a_whole_snapshot(region_dir
         assert (info.step, info.world, info.rank) == (3, 4, rank)
 
 
-@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("gone", [1])
 def test_a_rank_without_its_region_stops_every_rank_with_a_reason(
     gone: int, region_dir: Path
 ) -> None:
