@@ -152,6 +152,7 @@ class _Parts:
         replicas = Replicas(self.inventory, self.topology.world)
         self.inventory.share = Sharing(self.topology, replicas)
         self.samples = Samples(self.inventory.found, replicas)
+        self.inventory.depends = replicas.hooks
         self.inventory.invalidate()
         entries, manifest_bytes = predict.expected(self.inventory)
         run_id = self.topology.run_id if self.topology.world > 1 else None

@@ -26,6 +26,8 @@ from lightck.region.native import HOLDS_ALL
 from lightck.region.region import Candidate
 
 _NAMED = 8
+Placed = tuple[int, Entry, int | None, int]
+"""Rank that holds bytes of a tensor, the tensor's entry, first byte and number of the bytes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -103,17 +105,17 @@ def assemble(candidates: Sequence[Candidate]) -> Assembly:
     return Assembly(entries, filled, tuple(missing))
 
 
-def digest(world: int, placed: Iterable[tuple[int, Entry]]) -> bytes:
-    """16 bytes that stand for a share map; the order of its entries does not matter.
+def digest(world: int, placed: Iterable[Placed]) -> bytes:
+    """16 bytes that stand for a share map; the order of its rows does not matter.
 
     Args:
         world: number of ranks.
-        placed: every entry of a share, aliases among them, with the rank that holds it.
+        placed: of every share, aliases among them.
     """
     rows = set()
-    for rank, entry in placed:
+    for rank, entry, begin, length in placed:
         form = (entry.name, entry.role, entry.dtype, entry.shape, entry.strides)
-        where = (entry.alias_of,) if entry.alias_of else (rank, entry.begin, entry.length)
+        where = (entry.alias_of,) if entry.alias_of else (rank, begin, length)
         rows.add(repr((form, where)))
     head = repr((world, len(rows)))
     return hashlib.blake2b("\n".join([head, *sorted(rows)]).encode(), digest_size=16).digest()
@@ -183,7 +185,12 @@ def _complete(candidates: Sequence[Candidate]) -> bool:
     record = candidates[0].record
     if record.share_digest == HOLDS_ALL:
         return not any(e.begin is not None for e in candidates[0].layout.entries)
-    placed = ((c.record.rank, e) for c in candidates for e in c.layout.entries if _is_shared(c, e))
+    placed = (
+        (c.record.rank, e, e.begin, e.length)
+        for c in candidates
+        for e in c.layout.entries
+        if _is_shared(c, e)
+    )
     return digest(record.world, placed) == record.share_digest
 
 

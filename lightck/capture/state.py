@@ -105,6 +105,8 @@ class Inventory:
     after `invalidate`."""
     share: Callable[[Sequence[Live]], Shared] = lambda lives: Shared(tuple(lives))
     """Chooses what this rank captures of what several hold alike; asked again likewise."""
+    depends: Callable[[], Sequence[Any]] = lambda: ()
+    """Other objects that `share` looks at."""
     _cache: _Cache | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -170,7 +172,7 @@ class Inventory:
     def _objects(self) -> tuple[list[Any], bool]:
         """Every object that the cached part depends on, and whether identity proves it the same."""
         modules = _modules(self.model)
-        objects: list[Any] = [*modules]
+        objects: list[Any] = [*self.depends(), *modules]
         for kept in map(operator.attrgetter, ("_parameters", "_buffers", "_modules")):
             found = list(map(kept, modules))
             objects += [*chain.from_iterable(found), *chain.from_iterable(map(dict.values, found))]

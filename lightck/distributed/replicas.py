@@ -8,7 +8,7 @@ comparing digests of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,12 @@ class Replicas:
 
     inventory: Inventory
     world: int
+    _wrappers: list[DistributedDataParallel] = field(default_factory=list)
+    """Found last."""
+
+    def hooks(self) -> list[Any]:
+        """Communication hooks as of now: a model may get one at any time (`Inventory.depends`)."""
+        return [hook for wrapper in self._wrappers for hook, _ in wrapper._comm_hooks]
 
     def __call__(self, lives: Sequence[Live]) -> set[str]:
         """Names of the tensors that are the same on every rank; aliases are not named."""
@@ -60,12 +66,13 @@ class Replicas:
         }
 
     def _parameters(self) -> set[int]:
+        modules = self.inventory.model.modules()
+        self._wrappers = [m for m in modules if isinstance(m, DistributedDataParallel)]
         found: dict[int, torch.Tensor] = {}
-        for module in self.inventory.model.modules():
-            if isinstance(module, DistributedDataParallel) and self._reduces(module):
-                ignored = module.parameters_to_ignore
-                named = module.module.named_parameters()
-                found |= {id(p): p for name, p in named if name not in ignored}
+        for wrapper in filter(self._reduces, self._wrappers):
+            ignored = wrapper.parameters_to_ignore
+            named = wrapper.module.named_parameters()
+            found |= {id(p): p for name, p in named if name not in ignored}
         for optimizer in self.inventory.optimizers:
             if isinstance(optimizer, LBFGS) or _AVERAGES_LATER in _kinds(optimizer):
                 for p in held_parameters(optimizer):

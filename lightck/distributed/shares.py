@@ -132,25 +132,22 @@ class Sharing:
         }
         if not entries:
             return Shared(tuple(lives))
-        cuts = divide(
-            [
-                Item(v.name, entries[v.name].length, staging.is_dense(v.tensor), bool(v.holders))
-                for v in lives
-                if v.name in entries
-            ],
-            len(peers),
-        )
+        items = [
+            Item(v.name, entries[v.name].length, staging.is_dense(v.tensor), bool(v.holders))
+            for v in lives
+            if v.name in entries
+        ]
+        cuts = divide(items, len(peers))
         mine = {c.name: (c.begin, c.end) for c in cuts if peers[c.place] == self.topology.rank}
         # An alias has no bytes: it is in the map once, whoever holds its target.
-        aliases = [(-1, staging.describe(v)) for v in lives if v.alias_of in entries]
-        placed = [
-            (peers[c.place], replace(entries[c.name], begin=c.begin, length=c.end - c.begin))
-            for c in cuts
-        ]
+        aliases = [(-1, staging.describe(v), None, 0) for v in lives if v.alias_of in entries]
+        placed = [(peers[c.place], entries[c.name], c.begin, c.end - c.begin) for c in cuts]
+        # The form knows no ranks, but everything that the cuts follow from.
+        whole = [(-1 - i.held - 2 * i.may_cut, entries[i.name], None, i.length) for i in items]
         return Shared(
             tuple(_kept(lives, entries.keys(), mine)),
             pieces.digest(world, [*placed, *aliases]),
-            pieces.digest(world, [*((-1, entry) for entry in entries.values()), *aliases]),
+            pieces.digest(world, [*whole, *aliases]),
             {"rank": self.topology.rank, "world": world, "peers": list(peers)},
         )
 

@@ -50,7 +50,8 @@ class View:
 def view(me: Me, model: nn.Module, *optimizers: Optimizer) -> View:
     inventory = Inventory(model, list(optimizers))
     node = Topology(me.rank, me.world, me.rank, me.world, 0, tuple(range(me.world)), bytes(16))
-    inventory.share = Sharing(node, Replicas(inventory, me.world))
+    replicas = Replicas(inventory, me.world)
+    inventory.share, inventory.depends = Sharing(node, replicas), replicas.hooks
     inventory.collect()
     shared: Shared = inventory.share(inventory.everything())
     return View(
@@ -270,6 +271,24 @@ def compressed(me: Me) -> View:
 
 def test_compressed_gradients_are_the_same_on_all_ranks() -> None:
     assert replicated(played(3)["compressed"]) == TRAINED | REST
+
+
+@scene
+def hooked_late(me: Me) -> list[bytes]:
+    model = wrapped()
+    inventory = Inventory(model, [SGD(model.parameters(), lr=0.1)])
+    node = Topology(me.rank, me.world, me.rank, me.world, 0, tuple(range(me.world)), bytes(16))
+    replicas = Replicas(inventory, me.world)
+    inventory.share, inventory.depends = Sharing(node, replicas), replicas.hooks
+    before = inventory.collect().share_digest
+    model.register_comm_hook(None, noop_hook)
+    return [before, inventory.collect().share_digest]
+
+
+def test_a_hook_that_comes_later_counts_from_then_on() -> None:
+    for before, after in played(3)["hooked_late"]:
+        assert before != bytes(16)
+        assert after == bytes(16)
 
 
 @scene

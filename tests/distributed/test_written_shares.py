@@ -225,6 +225,8 @@ def variants() -> dict[str, list[Live]]:
         "state of one rank only": [a, b, state],
         "tied": [a, b, live("model/c", a.tensor, alias_of="model/a")],
         "another role": [a, replace(b, role="optimizer")],
+        "no optimizer holds it": [a, replace(b, holders=frozenset())],
+        "not dense": [a, replace(b, tensor=torch.rand(60).expand(50, 60))],
     }
 
 
@@ -232,6 +234,14 @@ def test_ranks_whose_state_differs_in_anything_have_other_digests() -> None:
     digests = {name: sharing(0, 2)(lives).digest for name, lives in variants().items()}
     assert len(set(digests.values())) == len(digests)
     assert sharing(0, 3)(variants()["the same"]).digest != digests["the same"]
+
+
+def test_what_one_rank_saw_torn_changes_nothing_that_ranks_must_agree_on() -> None:
+    lives = variants()["the same"]
+    torn = [replace(v, sync=True) for v in lives]
+    shares = [sharing(rank, 2)(held) for rank, held in enumerate([lives, torn])]
+    assert shares[0].digest == shares[1].digest
+    assert shares[0].form == shares[1].form
 
 
 def test_equal_states_have_equal_digests_on_every_rank_whatever_their_order() -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightck.capture.pieces import Assembly, Piece, assemble, digest, peers_of
+from lightck.capture import pieces
+from lightck.capture.pieces import Assembly, Piece, assemble, peers_of
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry, Layout
 from lightck.region.manifest import Manifest
@@ -25,6 +26,10 @@ TIED = replace(THREE, name="model/tied", alias_of="model/w", length=0)
 def part(entry: Entry, begin: int = 0, end: int | None = None) -> Entry:
     """A range of an entry's bytes, in a share."""
     return replace(entry, begin=begin, length=(entry.length if end is None else end) - begin)
+
+
+def digest(world: int, placed: Sequence[tuple[int, Entry]]) -> bytes:
+    return pieces.digest(world, [(rank, e, e.begin, e.length) for rank, e in placed])
 
 
 SHARES = {
