@@ -11,9 +11,9 @@ import pytest
 import ranks
 import torch
 from ranks import Me
+from shared import Readers, stored
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from written import Readers, stored
 
 import lightck
 from lightck.capture.state import Inventory

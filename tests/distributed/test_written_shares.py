@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written import Readers, sharing, whole, writers
+from shared import Readers, sharing, whole, writers
 
 from lightck.capture.pieces import assemble
 from lightck.capture.placement import Mode
