@@ -278,7 +278,8 @@ int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
 int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
 
 /* Write at most `bytes_per_s` to the (shared) region, all threads together; 0: no limit. What is
- * limited is captured late, unless it goes through DRAM (LCK_COPY_STAGED). Any thread. */
+ * limited is captured late, unless it goes through DRAM (LCK_COPY_STAGED): from there stores run up
+ * to 8 ms ahead of the limit, their snapshot's commit does not. Any thread. */
 int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s);
 
 /* Map DRAM for staged copies of `bytes` in all and fault it in: slow. Any thread. LCK_E_NOMEM. */
