@@ -17,6 +17,8 @@ from lightck.errors import StateError
 from lightck.region.layout import Entry, Shard
 
 _PLACEMENT = re.compile(r"(Shard|_StridedShard|Replicate)\((\d+)?(?:, (\d+))?\)")
+_NAME = re.compile(r"[^ ]+=(?=\d)")
+"""Of a mesh's dimension, before its size."""
 _UNSUPPORTED = "restoring sharded state on another mesh is not supported yet"
 
 
@@ -134,7 +136,7 @@ def _part(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def difference(entry: Entry, tensor: torch.Tensor) -> str:
     """In words, or "" when a saved tensor's bytes, or part's, can become this live one's."""
     was, now = entry.shard, shard_of(tensor)
-    if (was and was.placements) != (now and now.placements):
+    if _nameless(was) != _nameless(now):
         saved, live = (s.placements if s else "whole, no DTensor" for s in (was, now))
         return f"{_UNSUPPORTED}: saved {saved}; live {live}"
     held = local(tensor)
@@ -149,12 +151,12 @@ def _geometry(dtype: str, shape: Sequence[int], shard: Shard | None) -> str:
 
 
 def meshes(tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
-    """The meshes that live DTensors are on, by their words."""
+    """The meshes that live DTensors are on, by their words without names."""
     kind = _kind()
     if kind is None:
         return {}
     found = {id(t._spec.mesh): t._spec.mesh for t in tensors if isinstance(t, kind)}
-    return {here(mesh): mesh for mesh in found.values()}
+    return {_NAME.sub("", here(mesh)): mesh for mesh in found.values()}
 
 
 def homeless(entries: Iterable[Entry], known: dict[str, Any]) -> dict[str, str]:
@@ -167,8 +169,13 @@ def homeless(entries: Iterable[Entry], known: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def _nameless(shard: Shard | None) -> str | None:
+    """Its words without the names of dimensions: those say nothing of where bytes belong."""
+    return None if shard is None else _NAME.sub("", shard.placements)
+
+
 def _split(shard: Shard) -> tuple[str, str]:
-    mesh, _, placements = shard.placements.partition(": ")
+    mesh, _, placements = _NAME.sub("", shard.placements).partition(": ")
     return mesh, placements
 
 

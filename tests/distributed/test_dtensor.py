@@ -11,6 +11,7 @@ import torch
 from ranks import Me, started
 from sharded import held, mesh_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightck.capture import dtensor, staging
@@ -223,10 +224,23 @@ def test_each_way_to_differ_is_told_with_both_sides() -> None:
         assert "not supported yet" in placed and "not supported yet" in mesh
 
 
+def test_a_mesh_whose_dimensions_have_other_names_is_the_same() -> None:
+    def same(me: Me) -> None:
+        renamed = init_device_mesh("cpu", (2,), mesh_dim_names=("shards",))
+        one, other = (distribute_tensor(numbers(4), m, [Shard(0)]) for m in (mesh_of(2), renamed))
+        entry = staging.describe(of(one))
+        assert dtensor.difference(entry, other) == ""
+        known = dtensor.meshes([other])
+        assert dtensor.homeless([entry], known) == {}
+        assert dtensor.whole(entry, held(one), known)._spec == other._spec  # type: ignore[attr-defined]
+
+    on_ranks(2, same)
+
+
 def test_a_part_that_no_live_mesh_can_take_is_named() -> None:
     def named(me: Me) -> dict[str, str]:
         entry = staging.describe(of(distribute_tensor(numbers(4), mesh_of(2), [Shard(0)])))
-        assert dtensor.homeless([entry], {dtensor.here(mesh_of(2)): None}) == {}
+        assert dtensor.homeless([entry], {"mesh 2 at (%d)" % me.rank: None}) == {}
         return dtensor.homeless([entry], {})
 
     for rank, found in enumerate(on_ranks(2, named)):
