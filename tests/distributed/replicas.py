@@ -34,21 +34,27 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Net(nn.Module):
     """Unequal layers, one of them in channels-last memory, and branches that may be left out."""
 
-    def __init__(self, branches: int, checkpointed: bool = False) -> None:
+    def __init__(self, branches: int, kind: str = "") -> None:
         super().__init__()
-        self.checkpointed = checkpointed
+        self.checkpointed = kind == "checkpointed"
         self.look = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
         self.wide = nn.Linear(5 * 4 * 4, 67)
         self.branches = nn.ModuleList(nn.Linear(67, 67, bias=False) for _ in range(branches))
         self.narrow = nn.Linear(67, 3)
+        if kind == "tied":
+            self.branches[2].weight = self.branches[0].weight
+        elif kind == "half":
+            self.to(torch.bfloat16)
+        elif kind == "mixed":
+            self.branches.to(torch.float64)
 
     def forward(self, x: torch.Tensor, take: Sequence[int]) -> torch.Tensor:
-        x = torch.relu(self.wide(torch.relu(self.look(x)).flatten(1)))
+        x = torch.relu(self.look(x.to(self.look.weight.dtype))).flatten(1)
+        x = torch.relu(self.wide(x))
         for i in take:
-            branch = self.branches[i]
-            x = x + torch.tanh(
-                checkpoint(branch, x, use_reentrant=True) if self.checkpointed else branch(x)
-            )
+            branch, y = self.branches[i], x.to(self.branches[i].weight.dtype)
+            y = checkpoint(branch, y, use_reentrant=True) if self.checkpointed else branch(y)
+            x = x + torch.tanh(y).to(x.dtype)
         out: torch.Tensor = self.narrow(x)
         return out
 
@@ -65,8 +71,9 @@ class Case:
     accumulation: int = 1
     to_none: bool = True
     """`zero_grad` lets go of the gradients."""
-    checkpointed: bool = False
-    """Branches are computed again in a backward inside the backward."""
+    kind: str = ""
+    """`checkpointed` (branches are computed again in a backward inside the backward), `tied`,
+    `half` (all of it), `mixed` (branches of another dtype)."""
     branches: str = "all"
     """`all`, `same` (the second is never used), `own` (each rank and step leaves another out)."""
 
@@ -74,7 +81,7 @@ class Case:
         options = [k if v is True else f"{k}={v}" for k, v in self.options.items()]
         more = [f"{self.accumulation} micro-batches"] * (self.accumulation > 1)
         more += ["gradients kept"] * (not self.to_none) + [self.branches] * (self.branches != "all")
-        more += ["checkpointed"] * self.checkpointed
+        more += [self.kind] * bool(self.kind)
         return ", ".join([self.optimizer, *filter(None, [self.hook]), *options, *more])
 
     def taken(self, rank: int, step: int, micro: int) -> list[int]:
@@ -99,9 +106,7 @@ def register(case: Case, module: DistributedDataParallel) -> None:
 def made(case: Case) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     """Model and optimizer, in several buckets."""
     torch.manual_seed(7)
-    module = DistributedDataParallel(
-        Net(3, case.checkpointed), **{"bucket_cap_mb": 0.006} | case.options
-    )
+    module = DistributedDataParallel(Net(3, case.kind), **{"bucket_cap_mb": 0.006} | case.options)
     return module, OPTIMIZERS[case.optimizer](module.parameters())
 
 
@@ -152,3 +157,9 @@ def train(
 def same_bits(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     """Whether two trainings are one."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def compared(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """How many tensors two trainings have given, and how many of them differ."""
+    assert len(one) == len(other)
+    return len(one), sum(not torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -48,7 +48,9 @@ def test_the_timeline_shows_buckets_and_the_wait_for_them(
 ) -> None:
     with ranks.started(2, lambda me: traced(me, case, tmp_path, schedule="comm")) as job:
         documents = job.results()
-    for each in documents:
+    for rank, each in enumerate(documents):
+        assert each["otherData"]["rank"] == rank
+        assert {e["pid"] for e in each["traceEvents"]} == {rank}
         buckets, waits = slices(each, "allreduce"), slices(each, "wait")
         steps = slices(each, "step")
         assert len(steps) == STEPS
