@@ -80,6 +80,9 @@ def test_attributes_survive_pickling() -> None:
     assert state.path == "extras.x[2]"
     torn = pickle.loads(pickle.dumps(errors.TornSnapshotError("no", names=["w"])))
     assert torn.names == ("w",)
+    differs = errors.DivergenceError("no", step=7, names=["w"], ranks=[1])
+    copy = pickle.loads(pickle.dumps(differs))
+    assert (copy.step, copy.names, copy.ranks) == (7, ("w",), (1,))
 
 
 def test_mismatch_lists_names_and_counts_what_it_leaves_out() -> None:
