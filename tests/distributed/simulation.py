@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightck.distributed.calls import Add, Call, Claim
+from lightck.distributed.calls import Add, Call, Claim, Read
 from lightck.distributed.ledger import Due, Ledger
 from lightck.distributed.store import Store
 from lightck.types import Fate
@@ -60,6 +60,8 @@ class Simulation:
     costs: Costs
     commit_at_s: list[float]
     lost_by: int | None = None
+    digests: bool = False
+    """Ranks compare replicas, and all are the same."""
     _events: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
     _server_free_s: float = 0.0
@@ -71,7 +73,9 @@ class Simulation:
     def run(self) -> Result:
         """Return what it took."""
         world = len(self.commit_at_s)
-        self._ledgers = [Ledger(r, world, patience_s=1e9) for r in range(world)]
+        self._ledgers = [
+            Ledger(r, world, patience_s=1e9, compares=self.digests) for r in range(world)
+        ]
         self._sent = [0] * world
         self._knew: list[float] = []
         for rank, at in enumerate(self.commit_at_s):
@@ -100,7 +104,8 @@ class Simulation:
         if rank == self.lost_by:
             self._ledgers[rank].lost(Due(1, 0), "slip", now)
         else:
-            self._ledgers[rank].committed(1, now)
+            digest = b"0123456789abcdef.1000:01234567" if self.digests else b""
+            self._ledgers[rank].committed(1, now, digest=digest)
         self._next(rank, now)
 
     def _next(self, rank: int, now: float) -> None:
@@ -129,11 +134,16 @@ class Simulation:
             answer = int(self._values.get(call.key, b"0")) + call.amount
             self._values[call.key] = str(answer).encode()
             self._bytes += size("add", call.key)
+        elif isinstance(call, Read):
+            answer = self._values.get(call.key)
+            self._bytes += size("read", call.key)
         else:
             assert isinstance(call, Claim)
             answer = self._values.setdefault(call.key, call.value)
             self._bytes += size("claim", call.key, call.value)
-            waiting, self._waiting = self._waiting, []
+            waiting: list[int] = []
+            if call.key == "f/1":
+                waiting, self._waiting = self._waiting, []
             for other in waiting:
                 self._notify(other, self._work(done, self.costs.service_s))
 

@@ -118,6 +118,27 @@ def test_ten_thousand_ranks_need_the_same_messages_each_as_two(server: dist.TCPS
     )
 
 
+def test_comparing_replicas_takes_one_message_more_of_each_of_ten_thousand_ranks() -> None:
+    costs, rows = Costs(10e-6), []
+    for world in (2, 100, 1000, 10_000):
+        plain = Simulation(costs, [0.0] * world).run()
+        compared = Simulation(costs, [0.0] * world, digests=True).run()
+        more = compared.messages_per_rank - plain.messages_per_rank
+        assert abs(more - (1 + 1 / world)) < 1e-9, "a digest each, and one look"
+        assert compared.bytes_per_rank - plain.bytes_per_rank < 350
+        assert compared.fate == "whole"
+        rows.append(
+            {
+                "ranks": world,
+                "messages_per_rank": round(compared.messages_per_rank, 3),
+                "more_messages_per_rank": round(more, 4),
+                "more_bytes_per_rank": round(compared.bytes_per_rank - plain.bytes_per_rank, 1),
+            }
+        )
+    print(rows)
+    proof.record("divergence-traffic", {"rows": rows})
+
+
 def test_the_model_counts_what_the_protocol_sends() -> None:
     costs = Costs(1.0, 0.0)
     result = Simulation(costs, [0.0, 10.0]).run()
