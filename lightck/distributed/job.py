@@ -27,6 +27,8 @@ from lightck.policy import EverySteps
 from lightck.region.region import Region
 from lightck.types import Fate, Moment, Policy
 
+_FATES_S = 10.0  # for fates, when all ranks have said what they had to say
+_GONE_S = 2.0  # the same, when a rank or the store is gone
 _REMEMBERED = 256  # due steps whose turn is over
 
 
@@ -112,6 +114,11 @@ class _Turn:
     over: bool = False
     """Committed here, or lost."""
 
+    @property
+    def is_open(self) -> bool:
+        """Nothing has been said of it yet."""
+        return not (self.opened or self.over)
+
 
 class Job:
     """The barrier of several ranks; see `capture.barrier.Barrier`.
@@ -180,7 +187,7 @@ class Job:
                 if found is not None:
                     self._turns[step] = _Turn(found)
             self._asked = max(self._asked, moment.step)
-            for step in [s for s, t in self._turns.items() if s < moment.step and not t.opened]:
+            for step in [s for s, t in self._turns.items() if s < moment.step and t.is_open]:
                 self.lost(step, "passed over")
             self._forget()
             turn = self._turns.get(moment.step)
@@ -193,7 +200,7 @@ class Job:
             if turn is None:
                 turn = self._turns[step] = _Turn(Due(step, self._requests, "r"))
                 self._requests += 1
-            return self._closing or not (turn.opened or turn.over)
+            return self._closing or turn.is_open
 
     def opening(self, step: int) -> str | None:
         """Not without the others' word: no rank acts where it could not learn the fate."""
@@ -295,12 +302,12 @@ class Job:
         try:
             if not self.commit.reachable:
                 raise CoordinationError("the job's store does not answer")
-            self._last_whole = self._closing_round.agree(last, self._form, why, seconds / 2)
-            self.commit.close(seconds / 2)
-            self._divergence.close(seconds / 2)
+            self._last_whole = self._closing_round.agree(last, self._form, why, seconds)
+            self.commit.close(_FATES_S)
+            self._divergence.close(_FATES_S)
             self._closing_round.see_off()
         except CoordinationError as error:
-            self.commit.close(min(seconds / 2, 2.0))
+            self.commit.close(_GONE_S)
             raise CoordinationError(f"the last step does not count: {error}") from error
         return self._last_whole
 
@@ -318,7 +325,7 @@ class Job:
             self.commit.lost(due, why, for_good=True)
         if self.commit.reachable:
             self._closing_round.leave(why, seconds)
-        self.commit.close(seconds if self.commit.reachable else 2.0)
+        self.commit.close(seconds if self.commit.reachable else _GONE_S)
         self._divergence.close(seconds if self.commit.reachable else 0.0)
 
 

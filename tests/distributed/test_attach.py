@@ -37,3 +37,22 @@ def test_every_step_is_committed_on_every_rank(world: int, region_dir: Path) -> 
     assert all(6 in each for each in found)
     assert len({each[6].timeline for each in found}) == 1
     assert [(each[6].rank, each[6].world) for each in found] == [(r, world) for r in range(world)]
+
+
+def test_regions_of_a_larger_world_stay_as_they_are(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> None:
+        training = Training(me.rank)
+        with training.attach(region_dir, overwrite=True):
+            training.steps(2)
+
+    with ranks.started(3, train) as job:
+        job.results()
+    third = (region_dir / "region-00002.lck").read_bytes()
+    with ranks.started(2, train) as job:
+        job.results()
+    for rank in range(2):
+        region, recovery = survey(locate(region_dir, rank, create=False))
+        region.close()
+        assert region.info.world == 3, "the region was made for three"
+        assert {c.record.world for c in recovery.candidates} == {2}, "and is written by two"
+    assert (region_dir / "region-00002.lck").read_bytes() == third

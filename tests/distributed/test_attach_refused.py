@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from torch import nn
 from training import Training
 
 import lightck
@@ -60,7 +59,7 @@ def test_a_rank_whose_medium_is_full(region_dir: Path) -> None:
     def attach(me: ranks.Me, training: Training) -> Any:
         if me.rank == 2:
             big = torch.empty(1, dtype=torch.uint8).expand(1 << 50)
-            training.module.register_parameter("big", nn.Parameter(big, requires_grad=False))
+            training.module.register_buffer("big", big)
         return training.attach(region_dir, sync_warn_bytes=1 << 60)
 
     outcomes = attached(3, attach)

@@ -132,7 +132,7 @@ def test_a_dead_rank_is_named_and_waited_for_no_longer_than_told(region_dir: Pat
         job.kill(1)
         job.let_go(0, 2)
         for text, last in job.outcomes([0, 2]):
-            assert "rank(s) 1 of 3 did not come in 1." in text
+            assert "rank(s) 1 of 3 did not come in 2." in text
             assert last == 1
 
 
