@@ -23,9 +23,12 @@ import pytest
 import torch
 
 from bench import definition, engines, execute, launch, link, picture, record, report, runner
+from bench.engines.lightck import Lightck
 from bench.errors import BenchError, Unavailable
 from bench.group import Place
+from bench.measures.loop import Loop
 from bench.record import Result
+from bench.work import Training, Work, tensors
 
 _ROOT = Path(__file__).parents[2]
 _MAIN = {
@@ -119,6 +122,29 @@ def test_checkfreq_chooses_its_own_interval_when_asked_to(
     result = execute.run(definition.load(str(file)), "a test", forked, lambda text: None)
     found = result.of("checkfreq", "extra")
     assert found is not None and "equal bit for bit" in found.note
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_not_interleaved_means_that_everything_is_copied_before_the_forward(
+    interleaved: bool, region_dir: Path
+) -> None:
+    def bytes_left() -> int:
+        training = Training(Work("tiny", sequence=8))
+        training.steps(1)
+        engine = Lightck({"schedule": "backward"}, interleaved=interleaved)
+        loop = Loop(training, engine)
+        loop.attach(region_dir)
+        loop.run(then=True)
+        copied: list[int] = []
+        first = training.plain.get_submodule("layers")
+        first.register_forward_pre_hook(
+            lambda module, inputs: copied.append(engine.handle.stats().bytes_copied)
+        )
+        loop.run(then=False)
+        engine.finish()
+        return sum(t.nbytes for t in tensors(training.state())) - copied[-1]
+
+    assert (processes.run(bytes_left) > 0) is interleaved
 
 
 def test_readme_s_picture_is_a_step_of_a_traced_run(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import definition, launch, link
+from bench import definition, launch, link, place
 from bench.engines.base import Plan
 from bench.engines.blocking import Blocking
 from bench.engines.checkfreq import CheckFreq
@@ -245,3 +245,20 @@ def test_bytes_take_their_time_on_a_link(doors: list[link.Door]) -> None:
         )
     # A lower bound, which no load can break.
     assert float(done.stdout) >= (sent - bucket) / rate
+
+
+def test_what_a_killed_run_left_on_a_medium_is_swept_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(place.MEDIA, "tmpfs", tmp_path)
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    dead, other = tmp_path / f"lightck-bench-{gone.pid}-ab", tmp_path / "lightck-bench-ab"
+    for folder in (dead, other):
+        folder.mkdir()
+        (folder / "region").write_bytes(b"x")
+    with place.scratch("tmpfs") as first, place.scratch("tmpfs") as second:
+        assert first.exists() and second.exists() and first != second
+        assert not dead.exists()
+        assert other.exists(), "whose it is cannot be told"
+    assert not first.exists() and not second.exists()
