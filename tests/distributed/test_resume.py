@@ -119,6 +119,34 @@ def test_a_resumed_job_does_what_an_uninterrupted_one_does(region_dir: Path) -> 
         assert same(state, wanted[rank][1])
 
 
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_job_that_lost_a_rank_does_what_an_uninterrupted_one_does(
+    killed: int, region_dir: Path
+) -> None:
+    """Wherever the ranks were: what they go on from is a step that both have."""
+    wanted = golden(2)
+
+    def train(me: ranks.Me) -> None:
+        training = begin(me)
+        with attach(training, region_dir) as handle:
+            for step in range(1, LAST):
+                losses_of(training, 1)
+                if step == 2:
+                    handle.snapshot()
+                    handle.wait()
+                me.send(step)
+
+    with ranks.started(2, train) as job:
+        while job.receive(killed) < 5:
+            pass
+        job.kill(killed)
+    results = go_on(region_dir, 2)
+    assert results[0][0].step >= 2
+    for rank, (info, _, losses, state) in enumerate(results):
+        assert losses == wanted[rank][0][info.step :]
+        assert same(state, wanted[rank][1])
+
+
 @pytest.mark.parametrize("world", [3])
 def test_every_tensor_of_every_rank_comes_back(world: int, region_dir: Path) -> None:
     """Of three ranks and more gloo's sums depend on DDP's buckets, which it makes anew."""
