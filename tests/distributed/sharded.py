@@ -103,6 +103,11 @@ def held(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor the whole; every rank calls this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     """Names of tensors that are not in both, bit for bit."""
     names = sorted(one.keys() | other.keys())

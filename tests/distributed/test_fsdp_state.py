@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from sharded import (
     OPTIMIZERS,
     Net,
     differing,
+    full,
+    held,
     loss_of,
     mesh_of,
     net,
@@ -21,15 +24,9 @@ from sharded import (
     train,
 )
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 import lightck
 from lightck.capture import predict
@@ -188,6 +185,31 @@ def test_a_write_into_the_window_tears_the_snapshot(
         assert ("gate.weight" if rank == 0 else "first.weight") in reports[0]
 
 
+def test_a_write_that_no_counter_sees_is_found_by_the_comparison_of_bytes(region_dir: Path) -> None:
+    def torn(me: Me) -> Any:
+        model, reports = net(mesh_of(me.world)), []
+        optimizer, weight = adam(model), model.first.weight
+        settings = {"threads": 1, "proof": True, "schedule": "eager", "on_error": reports.append}
+        handle = lightck.attach(model, optimizer, region_dir, **settings)
+        for _ in train(me, model, optimizer, range(1, 3)):
+            settle(handle)
+        copied = handle.stats().bytes_copied
+        size = sum(part.nbytes for part in parts(model, optimizer).values())
+        loss = loss_of(model, me, 3)
+        while handle.stats().bytes_copied < copied + size:
+            time.sleep(0.001)
+        versions = weight._version, weight._local_tensor._version
+        torch._foreach_add_([weight.detach()], 1.0)
+        assert versions == (weight._version, weight._local_tensor._version), "a counter saw it"
+        loss.backward()
+        optimizer.step()
+        handle.detach()
+        return [str(r) for r in reports], handle.stats().torn
+
+    for reports, count in on_ranks(2, torn):
+        assert count == 1 and len(reports) == 1 and "first.weight" in reports[0]
+
+
 # ---- Restored ----------------------------------------------------------------------------------
 
 
@@ -225,11 +247,11 @@ def test_another_mesh_is_refused_with_both_named_and_nothing_changed(region_dir:
 
     def refused(me: Me, make: Callable[[], nn.Module]) -> str:
         model = make()
-        before = {name: held.clone() for name, held in model.state_dict().items()}
+        before = {name: t.clone() for name, t in model.state_dict().items()}
         with pytest.raises(RestoreMismatchError) as caught:
             lightck.restore(model, adam(model), region_dir)
         for name, tensor in model.state_dict().items():
-            assert torch.equal(_part(tensor), _part(before[name]))
+            assert torch.equal(held(tensor), held(before[name]))
         return str(caught.value)
 
     saved_at = "not supported yet: saved mesh dp=2 at ({}): Shard(0); live {}"
@@ -240,10 +262,6 @@ def test_another_mesh_is_refused_with_both_named_and_nothing_changed(region_dir:
         assert saved_at.format(rank, live) in text
     for rank, text in enumerate(on_ranks(2, lambda me: refused(me, Net))):
         assert saved_at.format(rank, "whole, no DTensor") in text
-
-
-def _part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def test_sharded_extras_come_back_sharded(region_dir: Path) -> None:
@@ -264,7 +282,7 @@ def test_sharded_extras_come_back_sharded(region_dir: Path) -> None:
             assert again["count"] == 3 and again["ema"].keys() == ema.keys()
             for name, tensor in ema.items():
                 assert again["ema"][name]._spec == tensor._spec
-                assert torch.equal(_part(again["ema"][name]), _part(tensor))
+                assert torch.equal(held(again["ema"][name]), held(tensor))
                 assert empty or again["ema"][name] is given[name], "filled, not replaced"
 
     on_ranks(2, back)
@@ -273,9 +291,9 @@ def test_sharded_extras_come_back_sharded(region_dir: Path) -> None:
 def test_a_sharded_extra_taken_where_a_step_ends_is_refused_at_attach(region_dir: Path) -> None:
     def refused(me: Me) -> None:
         part = distribute_tensor(torch.ones(4), mesh_of(me.world), [Shard(0)])
-        held = {"x": lightck.at_step({"p": part})}
+        extras = {"x": lightck.at_step({"p": part})}
         with pytest.raises(StateError, match="extras/x/p is a DTensor, .* with lightck.at_forward"):
-            lightck.attach(nn.Linear(2, 2), None, region_dir, extras=held)
+            lightck.attach(nn.Linear(2, 2), None, region_dir, extras=extras)
 
     on_ranks(1, refused)
 
@@ -286,8 +304,8 @@ def test_a_sharded_extra_without_a_live_mesh_is_refused_even_if_not_strict(
     def refused(me: Me) -> str:
         part = distribute_tensor(torch.ones(4), mesh_of(me.world), [Shard(0)])
         model = nn.Linear(2, 2)
-        optimizer, held = adam(model), {"x": {"p": part}}
-        with lightck.attach(model, optimizer, region_dir, threads=1, extras=held):
+        optimizer, extras = adam(model), {"x": {"p": part}}
+        with lightck.attach(model, optimizer, region_dir, threads=1, extras=extras):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
         given: dict[str, Any] = {}
@@ -312,20 +330,20 @@ def test_what_load_gives_is_the_rank_s_own_part(region_dir: Path) -> None:
 
 
 def test_the_parts_of_all_ranks_are_put_together_and_exported(region_dir: Path) -> None:
-    def full(me: Me) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def trained(me: Me) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         model = net(mesh_of(me.world))
         optimizer = adam(model)
         with lightck.attach(model, optimizer, region_dir, threads=1):
             list(train(me, model, optimizer, range(1, 2)))
         moment = optimizer.state[model.gate.weight]["exp_avg"].full_tensor()
-        return {n: _full(t) for n, t in model.state_dict().items()}, moment
+        return {n: full(t) for n, t in model.state_dict().items()}, moment
 
-    expected, moment = on_ranks(3, full)[0]
+    expected, moment = on_ranks(3, trained)[0]
     state = lightck.load(region_dir, whole=True)
     assert differing(state["model"], expected) == []
     assert state["model"]["embed.weight"] is state["model"]["head.weight"]
-    held = state["optimizers"][0]["state"].values()
-    assert any(torch.equal(s["exp_avg"], moment) for s in held if s["exp_avg"].shape == (1, 6))
+    states = state["optimizers"][0]["state"].values()
+    assert any(torch.equal(s["exp_avg"], moment) for s in states if s["exp_avg"].shape == (1, 6))
     assert main(["export", str(region_dir), str(region_dir / "model.pt")]) == 0
     Net().load_state_dict(torch.load(region_dir / "model.pt", weights_only=True)["model"])
     (region_dir / "region-00001.lck").unlink()
@@ -340,118 +358,20 @@ def test_parts_with_rows_between_those_of_others_are_restored_and_not_put_togeth
         own = torch.arange(4.0) + 10 * me.rank  # rows 0, 1, 4, 5 on one rank, 2, 3, 6, 7
         part = DTensor.from_local(own, mesh_of(me.world), [_StridedShard(0, split_factor=2)])
         model = nn.Linear(2, 2)
-        optimizer, held = adam(model), {"x": {"p": part}}
-        with lightck.attach(model, optimizer, region_dir, threads=1, extras=held):
+        optimizer, extras = adam(model), {"x": {"p": part}}
+        with lightck.attach(model, optimizer, region_dir, threads=1, extras=extras):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
         given: dict[str, Any] = {"p": part.clone().zero_()}
         lightck.restore(model, adam(model), region_dir, extras={"x": given})
-        assert torch.equal(_part(given["p"]), own) and given["p"]._spec == part._spec
+        assert torch.equal(held(given["p"]), own) and given["p"]._spec == part._spec
 
     on_ranks(2, strided)
     with pytest.raises(StateError, match=r"extras/x/p: 2 parts do not tile \[8\]"):
         lightck.load(region_dir, whole=True)
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-# ---- Other ways to shard -----------------------------------------------------------------------
-
-
-def tensor_parallel(me: Me) -> nn.Module:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.LayerNorm(6))
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    return parallelize_module(model, mesh_of(me.world), plan)
-
-
-def both(me: Me) -> nn.Module:
-    torch.manual_seed(3)
-    mesh = mesh_of(2, me.world // 2)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh())
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return fully_shard(model, mesh=mesh["dp"])
-
-
-def replicated_groups(me: Me) -> nn.Module:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6))
-    return fully_shard(model, mesh=mesh_of(2, me.world // 2))
-
-
-def mixed(me: Me) -> nn.Module:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return fully_shard(model, mesh=mesh_of(me.world), mp_policy=policy)
-
-
-def ignoring(me: Me) -> nn.Module:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6))
-    whole = set(model[2].parameters())
-    return fully_shard(model, mesh=mesh_of(me.world), ignored_params=whole)
-
-
-def offloaded(me: Me) -> nn.Module:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6))
-    policy = CPUOffloadPolicy(pin_memory=False)
-    return fully_shard(model, mesh=mesh_of(me.world), offload_policy=policy)
-
-
-WAYS = {
-    "tensor parallel": (2, tensor_parallel),
-    "tensor parallel and FSDP2": (4, both),
-    "FSDP2 in replicated groups": (4, replicated_groups),
-    "mixed precision": (2, mixed),
-    "some parameters left whole": (2, ignoring),
-    "offloaded to the CPU": (2, offloaded),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_training_goes_on_bit_for_bit_however_it_is_sharded(way: str, region_dir: Path) -> None:
-    world, make = WAYS[way]
-
-    def run(me: Me, model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
-        losses = []
-        for step in steps:
-            numbers = torch.Generator().manual_seed(step)
-            loss = model(torch.randn(3, 6, generator=numbers)).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(_part(loss).item())
-        return losses
-
-    def compare(me: Me) -> None:
-        model = make(me)
-        optimizer = AdamW(model.parameters(), lr=0.01, foreach=False)
-        expected = run(me, model, optimizer, range(1, 5)), parts(model, optimizer)
-        path, model = region_dir, make(me)
-        optimizer = AdamW(model.parameters(), lr=0.01, foreach=False)
-        with lightck.attach(model, optimizer, path, threads=1, proof=True) as handle:
-            losses = run(me, model, optimizer, range(1, 3))
-        assert handle.stats().torn == 0
-        if me.rank == 0:
-            state = lightck.load(path, whole=True)["model"]
-        written = {name: _full(t) for name, t in model.state_dict().items()}
-        assert me.rank or differing(state, written) == []
-        model = make(me)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(7.0)
-        optimizer = AdamW(model.parameters(), lr=0.01, foreach=False)
-        info = lightck.restore(model, optimizer, path)
-        assert info is not None and info.step == 2
-        losses += run(me, model, optimizer, range(3, 5))
-        assert losses == expected[0]
-        assert differing(parts(model, optimizer), expected[1]) == []
-
-    on_ranks(world, compare)
+# ---- Ways to train -----------------------------------------------------------------------------
 
 
 def test_accumulated_gradients_that_are_reduced_at_the_end_change_nothing(region_dir: Path) -> None:
