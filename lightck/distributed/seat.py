@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -82,8 +83,9 @@ class Seat:
     def _tell(self, hook: Hook, state: Any, bucket: Any) -> Future[Any]:
         begin_ns = self.clock() if self.watchers else 0
         future = hook(state, bucket)
-        for watcher in tuple(self.watchers):
-            watcher.bucket(bucket, begin_ns, future)
+        if isinstance(future, torch._C.Future):  # else DDP says what is wrong
+            for watcher in tuple(self.watchers):
+                watcher.bucket(bucket, begin_ns, future)
         return future
 
     def _module(self) -> DistributedDataParallel:

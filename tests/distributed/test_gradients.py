@@ -121,6 +121,18 @@ def test_a_second_hook_is_refused_as_torch_does(tmp_path: Path) -> None:
         job.results()
 
 
+def test_a_hook_that_gives_no_future_is_told_so_by_torch(tmp_path: Path) -> None:
+    def code(me: Me) -> None:
+        module, _, handle = attached(me, tmp_path, trace=True)
+        module.register_comm_hook(None, lambda state, bucket: 7)
+        with pytest.raises(RuntimeError, match="must return a torch.futures.Future"):
+            micro_batch(Case(), module, me.rank, 0, 0)
+        handle.detach()
+
+    with ranks.started(1, code) as job:
+        job.results()
+
+
 def pickled(module: DistributedDataParallel) -> DistributedDataParallel:
     return pickle.loads(pickle.dumps(module))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from proof import record_whole
 from ranks import Me
 from replicas import OPTIMIZERS, Case, compared, made, micro_batch, register, same_bits, train
+from torch.nn.parallel import DistributedDataParallel
 
 import lightck
 from lightck.capture import layer_updates
@@ -113,7 +115,23 @@ def at_once(state, bucket):  # type: ignore[no-untyped-def]
 REFUSED: list[tuple[str, Callable[[], Any], str]] = [
     ("a hook", lambda: hooked(made(Case())), "registered before attach"),
     ("a built-in hook", lambda: built_in(made(Case())), "registered before attach"),
+    ("a sparse embedding", lambda: sparse(), "sparse gradients"),
+    ("updates of DDP's own", lambda: updating(made(Case())), "itself updates in its backward"),
 ]
+
+
+def sparse() -> tuple[Any, Any]:
+    module = DistributedDataParallel(torch.nn.Embedding(7, 3, sparse=True))
+    return module, torch.optim.SparseAdam(module.parameters())
+
+
+def updating(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(torch.optim.SGD, pair[0].parameters(), {"lr": 0.1})
+    return pair
 
 
 def hooked(pair: tuple[Any, Any]) -> tuple[Any, Any]:
