@@ -23,7 +23,7 @@ from lightck.errors import (
 )
 from lightck.load import SNAPSHOTS, region_files, row
 from lightck.region import native, place
-from lightck.region.layout import Entry
+from lightck.region.layout import Entry, Shard
 from lightck.region.pool import usual_threads
 from lightck.region.region import Candidate, Region, survey
 
@@ -41,9 +41,11 @@ TENSORS = pa.schema(
         ("alias_of", pa.string()),
         ("rank", pa.uint32()),
         ("begin", pa.uint64()),
+        ("part_of", pa.string()),
     ]
 )
-"""A row for each piece of a tensor; `rank` and `begin` only where there are several regions."""
+"""A row for each piece of a tensor; `rank` and `begin` only where there are several regions,
+`part_of` (the whole's shape, where in it, mesh and placements) only where state is sharded."""
 GRANULARITIES = ("none", "byte", "cache line", "page")
 CHECKED_AT_ONCE_BYTES = 64 << 20  # between two reports of progress
 
@@ -133,9 +135,11 @@ def _contents(snapshot: Assembled, state: str, ranks: bool = False) -> Contents:
     described["tensors"] = len(snapshot.entries)
     described["payload_bytes"] = sum(int(part.rows["length"].sum()) for part in snapshot.parts)
     table = pa.Table.from_pylist(_tensor_rows(snapshot), schema=TENSORS)
+    sharded = any(entry.shard is not None for entry in snapshot.entries)
+    unused = [*([] if ranks else ["rank", "begin"]), *([] if sharded else ["part_of"])]
     return Contents(
         pa.Table.from_pylist([described], schema=SNAPSHOTS).to_pylist()[0],
-        table if ranks else table.drop_columns(["rank", "begin"]),
+        table.drop_columns(unused),
         tuple(sorted({*first["extras"], *second["extras"]})),
         tuple(tree["class"] for tree in second["optimizers"]),
     )
@@ -168,7 +172,12 @@ def _described(entry: Entry) -> dict[str, Any]:
         "layer": entry.layer,
         "device": entry.device,
         "alias_of": entry.alias_of,
+        "part_of": _part_of(entry.shard) if entry.shard else None,
     }
+
+
+def _part_of(shard: Shard) -> str:
+    return f"{list(shard.shape)} at {list(shard.offset)}, {shard.placements}"
 
 
 def check(

@@ -150,7 +150,7 @@ def _snapshot_text(held: Contents, every: bool) -> str:
 def _tensors(held: Contents, every: bool) -> str:
     rows = held.tensors.to_pylist()
     chosen = rows if every else sorted(rows, key=lambda r: -int(r["bytes"]))[:_TOP]
-    ranks = "rank" in held.tensors.column_names
+    ranks, sharded = (name in held.tensors.column_names for name in ("rank", "part_of"))
     lines = [
         [
             row["name"],
@@ -160,6 +160,7 @@ def _tensors(held: Contents, every: bool) -> str:
             size(row["bytes"]) if row["alias_of"] is None else "-",
             str(row["offset"]) if row["alias_of"] is None else "-",
             f"{row['crc']:08x}" if row["alias_of"] is None else f"= {row['alias_of']}",
+            *([row["part_of"] or "-"] if sharded else []),
         ]
         for row in chosen
     ]
@@ -168,6 +169,8 @@ def _tensors(held: Contents, every: bool) -> str:
     headings = ["TENSOR", "ROLE", "TYPE", "SIZE", "OFFSET", "CRC32C"]
     if ranks:
         headings[1:1] = ["RANK", "FROM"]
+    if sharded:
+        headings.append("PART OF")
     text = table(headings, lines, left=5 if ranks else 3)
     left_out = len(rows) - len(chosen)
     return text + (f"\n... and {left_out} smaller ones (--tensors lists all)" if left_out else "")

@@ -319,6 +319,16 @@ def test_a_sharded_extra_without_a_live_mesh_is_refused_even_if_not_strict(
         assert f"saved mesh dp=2 at ({rank}): Shard(0); live no DTensor" in text
 
 
+def test_inspect_says_what_each_part_is_a_part_of(
+    region_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    on_ranks(2, lambda me: saved(me, region_dir))
+    assert main(["inspect", "--tensors", str(region_dir)]) == 0
+    (line,) = (x for x in capfd.readouterr().out.splitlines() if x.startswith("model/first.weight"))
+    assert "float32[4,6]" in line
+    assert line.endswith("[7, 6] at [0, 0], mesh dp=2 at (0): Shard(0)")
+
+
 def test_what_load_gives_is_the_rank_s_own_part(region_dir: Path) -> None:
     def loaded(me: Me) -> None:
         expected = saved(me, region_dir)
