@@ -14,9 +14,11 @@ from ranks import Me
 from shared import Readers, stored
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import Training
 
 import lightck
 from lightck.capture.state import Inventory
+from lightck.errors import CoordinationError
 from lightck.region.layout import Entry
 from lightck.region.place import locate
 from lightck.region.region import survey
@@ -127,6 +129,21 @@ def test_each_rank_writes_its_part_and_together_they_hold_all(world: int, region
     }
 
 
+def test_a_job_without_optimizer_state_shares_from_its_first_snapshot_on(region_dir: Path) -> None:
+    def train(me: Me) -> None:
+        job = Training(me.rank, optimizer=torch.optim.SGD)
+        with job.attach(region_dir / "run"):
+            job.steps(1)
+
+    with ranks.started(2, train) as job:
+        job.results()
+    first, second = (layout(region_dir / "run", rank)[0] for rank in range(2))
+    shares = [{e.name for e in held if e.begin is not None} for held in (first, second)]
+    names = {f"model/{layer}.{kind}" for layer in (0, 1, 3) for kind in ("weight", "bias")}
+    assert shares[0] | shares[1] == names
+    assert shares[0] != names != shares[1]
+
+
 def test_record_what_was_seen(request: pytest.FixtureRequest) -> None:
     assert NUMBERS
     proof.record_whole(request, "shares", NUMBERS)
@@ -191,3 +208,20 @@ def test_state_of_one_rank_only_makes_steps_dead_and_costs_no_older_one(region_d
         for rank, (_, _, _, noted) in enumerate(results):
             found = digests(readers.contents(rank, 2))
             assert {name: found[name] for name in noted} == noted
+
+
+def test_a_last_step_with_other_state_on_one_rank_does_not_count_at_close(region_dir: Path) -> None:
+    def train(me: Me) -> tuple[str, int | None]:
+        job = Wide(me.rank)
+        handle = job.attach(region_dir / "run", policy=100)
+        job.step()
+        if me.rank == 1:
+            next(iter(job.optimizer.state.values()))["only here"] = torch.zeros(8)
+        with pytest.raises(CoordinationError) as caught:
+            handle.close()
+        return str(caught.value), handle.last_committed_step
+
+    with ranks.started(2, train) as job:
+        for text, last in job.results():
+            assert "replicated state differs between the ranks" in text
+            assert last is None
