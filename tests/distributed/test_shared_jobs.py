@@ -47,14 +47,14 @@ class Tied(nn.Module):
 
 
 class Wide:
-    """10 MB of parameters and optimizer state, statistics of its own, a tied and a frozen layer."""
+    """4 MB of parameters and optimizer state, statistics of its own, a tied and a frozen layer."""
 
     def __init__(self, rank: int, *, wrap: bool = True) -> None:
         torch.manual_seed(3)
-        first, last = nn.Linear(256, 1024), nn.Linear(1024, 256)
-        frozen = nn.Linear(1024, 1024)
+        first, last = nn.Linear(256, 512), nn.Linear(512, 256)
+        frozen = nn.Linear(512, 512)
         frozen.requires_grad_(False)
-        module = Tied(first, nn.BatchNorm1d(1024), frozen, last)
+        module = Tied(first, nn.BatchNorm1d(512), frozen, last)
         self.model: nn.Module = DistributedDataParallel(module) if wrap else module
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
         self.data = torch.Generator().manual_seed(rank)
