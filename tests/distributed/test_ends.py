@@ -243,3 +243,47 @@ def test_detach_with_an_open_window_on_one_rank(region_dir: Path) -> None:
 
     with ranks.started(2, train) as job:
         assert job.results() == [1, 1]
+
+
+def test_a_store_that_hangs_delays_the_close_by_a_bounded_time(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = Training(me.rank, wrap=False)
+        handle = training.attach(region_dir, close_timeout_s=1.0, on_error=print)
+        step(training, handle)
+        step(training, handle)
+        me.send("two steps")
+        me.pause()
+        began = time.monotonic()
+        with pytest.raises(CoordinationError, match="gave no answer within|does not answer"):
+            handle.close()
+        return time.monotonic() - began
+
+    with ranks.started(2, train, patience_s=5.0) as job:
+        for rank in range(2):
+            job.receive(rank)
+        job.stop_store()
+        job.let_go()
+        assert max(job.results()) < 30.0
+
+
+def test_rank_0_may_serve_the_store_and_end_first(region_dir: Path) -> None:
+    """As with `init_method="env://"` and no agent: the store ends with rank 0's process."""
+    told = region_dir / "port"
+
+    def train(me: ranks.Me) -> Any:
+        if me.rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            (region_dir / "port.new").write_text(str(store.port))
+            (region_dir / "port.new").rename(told)
+        else:
+            until(told.exists)
+            store = dist.TCPStore("127.0.0.1", int(told.read_text()), wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.world)
+        training = Training(me.rank, wrap=False)
+        path = region_dir / "run"
+        with training.attach(path, policy=100, on_error=print) as handle:
+            training.steps(2)
+        return handle.last_committed_step
+
+    with ranks.started(3, train, initialized=False) as job:
+        assert job.results() == [2, 2, 2]
