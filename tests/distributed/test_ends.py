@@ -17,6 +17,7 @@ from test_fates_of_steps import settled, step, until
 from training import Training
 
 import lightck.policy
+from lightck.distributed.exchange import Rounds
 from lightck.errors import CoordinationError
 
 
@@ -266,6 +267,17 @@ def test_a_store_that_hangs_delays_the_close_by_a_bounded_time(region_dir: Path)
         assert max(job.results()) < 30.0
 
 
+def read_late() -> None:
+    """Rank 0 has decided, and could be gone, before this one reads what."""
+    kept = Rounds._await
+
+    def late(rounds: Rounds, *args: Any) -> Any:
+        time.sleep(1.0)
+        return kept(rounds, *args)
+
+    Rounds._await = late  # type: ignore[method-assign]
+
+
 def test_rank_0_may_serve_the_store_and_end_first(region_dir: Path) -> None:
     """As with `init_method="env://"` and no agent: the store ends with rank 0's process."""
     told = region_dir / "port"
@@ -283,6 +295,8 @@ def test_rank_0_may_serve_the_store_and_end_first(region_dir: Path) -> None:
         path = region_dir / "run"
         with training.attach(path, policy=100, on_error=print) as handle:
             training.steps(2)
+            if me.rank:
+                read_late()
         return handle.last_committed_step
 
     with ranks.started(3, train, initialized=False) as job:
