@@ -102,6 +102,8 @@ class View:
         lacking: its own region is not there or empty, while others lie below the path.
         void: nothing was ever written in what it sees.
         overtaken: a trainer has overwritten what it found.
+        young: the newest timeline of its own region, if that continues nothing and nothing is
+            committed in it yet; else 0.
     """
 
     path: str
@@ -113,6 +115,7 @@ class View:
     lacking: bool = False
     void: bool = False
     overtaken: bool = False
+    young: int = 0
 
     def said(self) -> Said:
         """As JSON; the newest offers and the first problems only."""
@@ -127,7 +130,7 @@ class View:
             "offers": [[*o.key, int(o.early), int(o.suspect)] for o in newest[:MAX_OFFERS]],
             "lineage": lineage,
             "problems": [_plain(text)[:_LETTERS] for text in self.problems[:_SPOKEN]],
-            "flags": [self.wide, self.lacking, self.void, self.overtaken],
+            "flags": [self.wide, self.lacking, self.void, self.overtaken, self.young],
         }
 
     @classmethod
@@ -156,7 +159,7 @@ class Choice:
         fell_back: why newer ones, or parts of them, are not whole; newest first.
         left: newer ones that are whole and were not chosen, or do not count, and why.
         widen: look into every region below the path first, then decide again.
-        void: nothing was ever written on any rank.
+        void: nothing was ever written on any rank, or nothing ever whole.
         overtaken: a trainer has overwritten what a rank had found: look again.
     """
 
@@ -215,9 +218,21 @@ def decide(views: Sequence[View]) -> Choice:
         why,
         tuple(broken[:_LISTED]),
         tuple(left[:_LISTED]),
-        void=all(view.void for view in views),
+        void=all(view.void for view in views)
+        or (chosen is None and not left and _never_whole(views, ruling)),
         overtaken=any(view.overtaken for view in views),
     )
+
+
+def _never_whole(views: Sequence[View], ruling: Lineage) -> bool:
+    """The job was stopped before its first whole snapshot: a rank has never committed one.
+
+    That is no loss: what the others hold has never counted (I6: a whole snapshot stays on every
+    rank until a newer one is whole). It must not keep a job that restarts by itself from starting.
+    """
+    alike = ruling.head and not ruling.ancestors and ruling.world == len(views)
+    alike = alike and views[0].step is None
+    return bool(alike) and any(view.young == ruling.head for view in views)
 
 
 def _told(views: Sequence[View]) -> list[str]:

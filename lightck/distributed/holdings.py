@@ -115,6 +115,12 @@ class Holdings:
         """The rank's own region, if it is there."""
         return next((h for h in self.regions if self._is_own(h)), None)
 
+    def give_up(self) -> None:
+        """Declare that what the rank's own region holds has never counted: attach may go on."""
+        own = self.own
+        if own is not None and not own.recovery.is_empty:
+            own.region.leave_behind()
+
     def keep(self, region: Region) -> None:
         """Leave a region open when the others are closed: whoever asks closes it."""
         self.regions = [each for each in self.regions if each.region is not region]
@@ -150,6 +156,7 @@ class Holdings:
             self._is_lacking(),
             not problems and all(h.recovery.is_empty for h in self.regions),
             self.overtaken or self._is_overtaken(step),
+            self._young(),
         )
 
     def assembled(self, key: Key, rank: int | None = None) -> Assembled | str:
@@ -222,6 +229,12 @@ class Holdings:
 
     def _is_own(self, holding: Holding) -> bool:
         return holding.region.place.file == self.where.file
+
+    def _young(self) -> int:
+        own = self.own
+        if own is None or not own.recovery.is_empty or own.region.info.lineage:
+            return 0
+        return own.region.info.timeline
 
     def _is_lacking(self) -> bool:
         own = self.own

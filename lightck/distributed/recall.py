@@ -78,7 +78,7 @@ def recall(
         lends: a rank beyond the former world takes another's own state.
 
     Returns:
-        None when nothing was ever written on any rank.
+        None when nothing was ever whole: what single ranks hold may then be overwritten.
 
     Raises:
         NoSnapshotError: snapshots are there, none is whole, or not the wanted step.
@@ -95,6 +95,7 @@ def recall(
                     return taken[0]
                 choice = attempt.choose()
             if choice.void:
+                holdings.give_up()
                 return None
             problems = [*choice.fell_back, *attempt.damaged, *choice.left]
             text = holdings.nothing_whole(step, problems)

@@ -59,6 +59,20 @@ def test_nothing_in_common_is_nothing_to_restore() -> None:
     assert decide([empty, empty]).void
 
 
+def test_what_was_stopped_before_its_first_whole_snapshot_begins_anew() -> None:
+    young = replace(view(), young=T1)
+    assert decide([view(1), young]).void
+    assert not decide([replace(view(1), step=1), replace(young, step=1)]).void
+    # It has continued something, is of another timeline, or of another number of ranks.
+    older = lineage(T1, (T2, 9))
+    assert not decide([replace(view(1), lineage=older), replace(young, lineage=older)]).void
+    assert not decide([view(1), replace(young, young=T2)]).void
+    assert not decide([view(1, world=3), young, young]).void
+    # What is whole is taken, and one that was left behind is not passed over in silence.
+    assert chosen(view(1), replace(view(1), young=T1)) == (T1, 1)
+    assert not decide([view(1), replace(young, offers=view(4, timeline=T2).offers)]).void
+
+
 def test_a_step_is_never_combined_with_its_namesake_of_another_timeline() -> None:
     ahead = replace(view(10, timeline=T2), lineage=lineage(T2, (T1, 9)))
     ahead = replace(ahead, offers=(*ahead.offers, Offer(Key(T1, 9, 2))))

@@ -167,6 +167,7 @@ def test_everything_is_verified_everywhere_before_anything_changes_anywhere(fold
 def test_ranks_that_find_nothing_whole_agree_again_later(folder: Path) -> None:
     with Crew(folder, 2, shares=False) as crew:
         crew.train(1, absent=[1])
+        crew.train(2, absent=[0])
     other = folder.parent / "other"
     with Crew(other, 2, timeline=T2) as whole:
         whole.train(4)
@@ -180,7 +181,7 @@ def test_ranks_that_find_nothing_whole_agree_again_later(folder: Path) -> None:
 
     server = Server()
     check(together(2, code, server=server), whole, 4)
-    assert server.messages["add"] == 2 * (2 + 3), "a count per rank and round, and no other round"
+    assert server.messages["add"] == 2 * (1 + 3), "a count per rank and round, and no other round"
 
 
 @pytest.mark.parametrize("part", ["record", "manifest"])
@@ -224,6 +225,18 @@ def test_a_region_that_is_none_is_an_error_on_every_rank_with_its_reason(folder:
     assert isinstance(results[1], RegionFormatError)
     assert isinstance(results[0], CoordinationError)
     assert "rank 1: RegionFormatError" in str(results[0])
+
+
+def test_a_job_killed_before_its_first_whole_snapshot_finds_nothing_to_restore(
+    folder: Path,
+) -> None:
+    with Crew(folder, 2) as crew:
+        crew.train(1, absent=[0])
+    assert [info for info, _ in restore(2, folder)] == [None, None]
+    with Crew(folder.parent / "older", 2) as crew:
+        crew.train(1)
+        crew.train(2, absent=[0])
+    check(restore(2, folder.parent / "older"), crew, 1)
 
 
 def test_nothing_anywhere_is_nothing_to_restore(folder: Path) -> None:

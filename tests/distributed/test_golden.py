@@ -1,0 +1,222 @@
+"""Golden trajectories: ranks killed at any instant go on as if nothing had happened.
+
+Every loss that a rank reports, of every life of the job, is that of the uninterrupted run at that
+step, and so is every tensor at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from test_resume import same, state_of
+from torch.nn.parallel import DistributedDataParallel
+from training import Training
+
+import lightck
+from lightck.errors import LightckError
+
+LAST = 24
+LIVES = 4
+
+Options = dict[str, Any]
+OPTIONS: dict[str, Options] = {
+    "plain": {},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "views": {"gradient_as_bucket_view": True},
+}
+
+
+class Job(Training):
+    """A training with a schedule, micro-batches and other features that a loop may have."""
+
+    def __init__(self, rank: int, kind: str, **settings: Any) -> None:
+        super().__init__(rank, wrap=False)
+        options = OPTIONS.get(kind, {})
+        self.kind, self.settings = kind, settings
+        self.model = DistributedDataParallel(self.module, **options)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.progress = {"rank": rank}
+        self.extras = {"data": self.data, "schedule": self.schedule, "progress": self.progress}
+        torch.manual_seed(300 + rank)
+
+    def loss(self) -> torch.Tensor:
+        noisy = self.batch() + torch.rand(())
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.kind == "autocast"):
+            return self.model(noisy).float().square().mean()
+
+    def iterate(self) -> float:
+        """One step; its loss."""
+        self.optimizer.zero_grad()
+        if self.kind == "accumulated":
+            with self.model.no_sync():  # type: ignore[operator]
+                self.loss().backward()
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.item()
+
+    def restore(self, path: Path) -> lightck.types.RestoreInfo | None:
+        return lightck.restore(self.model, self.optimizer, path, extras=self.extras)
+
+    def attach(self, path: Path | str, **settings: Any) -> lightck.Handle:
+        return super().attach(path, extras=self.extras, **self.settings, **settings)
+
+
+def golden(world: int, kind: str = "plain", count: int = LAST) -> list[Any]:
+    """Losses and last state of each rank of a run that nothing interrupts."""
+
+    def train(me: ranks.Me) -> Any:
+        job = Job(me.rank, kind)
+        return [job.iterate() for _ in range(count)], state_of(job)
+
+    with ranks.started(world, train) as job:
+        return job.results()
+
+
+_golden = cache(golden)
+
+
+def life(path: Path, kind: str, last: int = LAST, **settings: Any) -> Callable[[ranks.Me], Any]:
+    """One life of a job: goes on from what is there, tells every loss."""
+
+    def train(me: ranks.Me) -> Any:
+        job = Job(me.rank, kind, **settings)
+        torch.manual_seed(1)  # as another process would: restore sets the generators
+        if job.restore(path) is None:
+            torch.manual_seed(300 + me.rank)
+        with job.attach(path) as handle:
+            me.send(("from", handle.step))
+            for step in range(handle.step + 1, last + 1):
+                me.send((step, job.iterate()))
+        return state_of(job)
+
+    return train
+
+
+def compare(said: list[tuple[Any, Any]], wanted: list[float], context: str) -> int:
+    """Every loss is the uninterrupted run's; returns the last step that was seen."""
+    seen = 0
+    for step, value in said:
+        if step == "from":
+            seen = value
+        else:
+            assert value == wanted[step - 1], f"{context}: step {step}"
+            assert step == seen + 1, f"{context}: step {step} after {seen}"
+            seen = step
+    return seen
+
+
+def drain(job: ranks.Job, rank: int) -> list[tuple[Any, Any]]:
+    """What a rank has still said before it ended."""
+    found = []
+    while True:
+        try:
+            found.append(job.receive(rank))
+        except Exception:
+            return found
+
+
+@pytest.fixture
+def dice() -> random.Random:
+    """Prints its seed, which LIGHTCK_TEST_SEED sets."""
+    seed = int(os.environ.get("LIGHTCK_TEST_SEED") or secrets.randbits(32))
+    print(f"LIGHTCK_TEST_SEED={seed}", file=sys.stderr)
+    return random.Random(seed)
+
+
+def killed_again_and_again(
+    world: int, kind: str, path: Path, dice: random.Random, lives: int, **settings: Any
+) -> None:
+    """Kill one rank or all in each life; then let the job end. Everything is golden."""
+    wanted = _golden(world, kind)
+    for number in range(lives):
+        victims = [dice.randrange(world)] if dice.random() < 0.5 else [*range(world)]
+        until = dice.randrange(1, 2 + LAST // lives)
+        context = f"life {number}, ranks {victims} killed after {until} words"
+        said: dict[int, list[Any]] = {rank: [] for rank in range(world)}
+        with ranks.started(world, life(path, kind, **settings)) as job:
+            watched = dice.randrange(world)
+            said[watched] = [job.receive(watched) for _ in range(until)]
+            for rank in victims:
+                os.kill(job.pid(rank), signal.SIGKILL)
+            outcomes = job.outcomes()  # whoever is left finds out, and ends by itself
+            assert all(isinstance(each, Exception) for each in outcomes), (context, outcomes)
+            assert not any(isinstance(each, LightckError) for each in outcomes), outcomes
+            for rank in range(world):
+                said[rank] += drain(job, rank)
+        for rank in range(world):
+            compare(said[rank], wanted[rank][0], f"{context}, rank {rank}")
+    with ranks.started(world, life(path, kind, **settings)) as job:
+        states = job.results()
+        for rank in range(world):
+            assert compare(drain(job, rank), wanted[rank][0], f"last life, rank {rank}") == LAST
+    for rank in range(world):
+        assert same(states[rank], wanted[rank][1]), rank
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("world", "kind"), [(2, "plain"), (3, "unused"), (4, "unused")])
+def test_ranks_that_are_killed_at_any_instant_go_on_as_if_nothing_had_happened(
+    world: int, kind: str, region_dir: Path, dice: random.Random
+) -> None:
+    """Of three ranks and more the order of summation must not change: `find_unused_parameters`
+
+    keeps DDP from making its buckets anew after the first iteration.
+    """
+    killed_again_and_again(world, kind, region_dir, dice, 3 if world == 2 else 1)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["static", "views", "accumulated", "autocast"])
+def test_ddp_s_options_change_nothing_of_that(
+    kind: str, region_dir: Path, dice: random.Random
+) -> None:
+    killed_again_and_again(2, kind, region_dir, dice, 1)
+
+
+@pytest.mark.timeout(120)
+def test_layers_that_are_updated_one_by_one_go_on_as_the_plain_run_does(
+    region_dir: Path, dice: random.Random
+) -> None:
+    killed_again_and_again(2, "plain", region_dir, dice, 1, update="layerwise")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_many_kills(region_dir: Path, dice: random.Random) -> None:
+    for number in range(10):
+        for world, kind in ((2, "plain"), (3, "unused"), (4, "unused")):
+            path = region_dir / f"{number}-{world}"
+            path.mkdir()
+            killed_again_and_again(world, kind, path, dice, LIVES)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_stands_still_makes_others_wait_for_its_gradients_only(
+    region_dir: Path,
+) -> None:
+    """SIGSTOP at any instant, among them in its commit: nothing breaks, and all goes on."""
+    wanted = _golden(2)
+    with ranks.started(2, life(region_dir, "plain")) as job:
+        said = [job.receive(1) for _ in range(5)]
+        job.stop(1)
+        heard = [job.receive(0) for _ in range(5)]  # it comes as far as its gradients do
+        job.go_on(1)
+        states = job.results()
+        said, heard = said + drain(job, 1), heard + drain(job, 0)
+    assert compare(heard, wanted[0][0], "rank 0") == LAST
+    assert compare(said, wanted[1][0], "rank 1") == LAST
+    assert all(same(states[rank], wanted[rank][1]) for rank in range(2))
