@@ -277,9 +277,8 @@ int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
 /* Set the workers' (no helper's) pace in thousandths; 0 pauses copies, not commits. Any thread. */
 int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
 
-/* Write at most `bytes_per_s` to the (shared) region, all threads together; 0: no limit. What is
- * limited is captured late, unless it goes through DRAM (LCK_COPY_STAGED): from there stores run up
- * to 8 ms ahead of the limit, their snapshot's commit does not. Any thread. */
+/* Write at most `bytes_per_s` to the (shared) region, all threads together; 0: no limit. What comes
+ * from DRAM (LCK_COPY_STAGED) is stored up to 8 ms ahead of it, never committed. Any thread. */
 int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s);
 
 /* Map DRAM for staged copies of `bytes` in all and fault it in: slow. Any thread. LCK_E_NOMEM. */
