@@ -47,7 +47,7 @@ def train(path: Path, odd: int | None, name: str, **settings: Any) -> Any:
     def run(me: ranks.Me) -> tuple[list[LightckError], dict[int, bool], tuple[int, int]]:
         told: list[LightckError] = []
         training = Training(me.rank, optimizer=Momentum)
-        chosen = {"slots": 4, "on_error": told.append, "close_timeout_s": 20.0, **settings}
+        chosen = {"on_error": told.append, "close_timeout_s": 20.0, **settings}
         handle = training.attach(path, **chosen)
         for step in range(1, LAST + 1):
             training.step()
@@ -65,11 +65,15 @@ def train(path: Path, odd: int | None, name: str, **settings: Any) -> Any:
     return run
 
 
-def restored(me: ranks.Me, path: Path) -> tuple[int, bool, tuple[str, ...]]:
+def goes_on(me: ranks.Me, path: Path) -> tuple[lightck.RestoreInfo, dict[int, bool]]:
+    """Restore, and train two steps: what was restored, and which snapshots count then."""
     training = Training(me.rank, optimizer=Momentum)
     info = lightck.restore(training.model, training.optimizer, path)
     assert info is not None
-    return info.step, info.suspect, info.fell_back
+    with training.attach(path):
+        training.steps(2)
+    rows = [row for row in lightck.snapshots(path).to_pylist() if row["state"] == "whole"]
+    return info, {row["step"]: row["suspect"] for row in rows}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,7 @@ def test_one_flipped_bit_is_found_within_a_round_and_named_on_every_rank(
         assert error.ranks == ((odd,) if world > 2 else (0, 1))
         assert FIRST < error.step <= FIRST + TURNS
         assert kept == {step: step >= error.step for step in kept}
+        # Three slots: what was above suspicion has stayed, however many steps came after it.
         assert any(kept.values()) and not all(kept.values()), kept
         assert (compared >= LAST - 1, uncompared) == (True, 0)
     assert len({told[0].step for told, _, _ in results}) == 1
@@ -104,15 +109,20 @@ def test_optimizer_state_that_differs_is_named_with_what_it_makes_differ(region_
         assert any(kept.values())
 
 
-def test_restore_takes_one_from_before_it_on_every_rank(region_dir: Path) -> None:
+def test_restore_takes_one_from_before_it_and_what_follows_is_not_suspect(
+    region_dir: Path,
+) -> None:
     with ranks.started(2, train(region_dir, 1, "0.weight")) as job:
         found = job.results()[0][0][0].step
-    with ranks.started(2, lambda me: restored(me, region_dir)) as job:
+    with ranks.started(2, lambda me: goes_on(me, region_dir)) as job:
         results = job.results()
-    for step, suspect, fell_back in results:
-        assert step < found
-        assert not suspect
-        assert any("suspect" in text for text in fell_back), fell_back
+    assert len({info.step for info, _ in results}) == 1
+    for info, kept in results:
+        assert info.step < found
+        assert not info.suspect
+        assert any("suspect" in text for text in info.fell_back), info.fell_back
+        assert kept[info.step + 2] is False
+        assert not any(kept.values()), kept
 
 
 def test_ranks_that_agree_are_compared_and_nothing_is_said(region_dir: Path) -> None:
