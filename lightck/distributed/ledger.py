@@ -334,7 +334,9 @@ class Ledger:
         elif death.for_good:
             self.ended = death
             for other in self._awaiting():
-                self._lose(other, _no_more(death))
+                # That rank has had its word on older steps, but for those that others asked for.
+                if other.due.step > step or other.due.source == "r":
+                    self._lose(other, _no_more(death))
         fate = Fate.DEAD if death else Fate.WHOLE
         self._fates[step] = fate
         if len(self._fates) > 2 * BLOCK:
