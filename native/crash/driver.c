@@ -224,8 +224,10 @@ static int suspect(bed *b, lck_region *region) {
   mark(MARK_STEP, STEP_SUSPECT);
   mark(MARK_SUSPECTING, timeline);
   b->suspects[timeline % TIMELINES] = first;
+  b->now.suspect_started = timeline;
   if (failed(b, lck_region_suspect(region, first)))
     return 0;
+  b->now.suspect_acked = timeline;
   mark(MARK_SUSPECTED, timeline);
   mark(MARK_STEP, STEP_PUBLISH);
   return 1;
