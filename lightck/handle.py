@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 import time
@@ -28,6 +29,9 @@ from lightck.region.region import Region
 from lightck.restore import Progress
 from lightck.types import Stats
 
+FAILED_S = 4.0
+"""How long a rank whose loop has failed waits for what others make of its last snapshots: another
+rank's failure may be why, and then nothing comes."""
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
@@ -221,7 +225,9 @@ class Handle:
             self.close()
             return
         try:
-            self.detach()
+            if not self._inherited:
+                self._shut(last_step=False, most_s=FAILED_S)
+                self._reporter.surface()
         except Exception as ours:  # noqa: BLE001
             error.add_note(f"lightck, while closing: {ours}")
 
@@ -244,12 +250,14 @@ class Handle:
         if self._closed:
             raise LightckError(f"the handle on {self.region.place.path} is closed")
 
-    def _shut(self, *, last_step: bool) -> None:
+    def _shut(self, *, last_step: bool, most_s: float = math.inf) -> None:
+        """`most_s`: other ranks are waited for no longer."""
         if self._closed:
             return
         recorder, deadline = self._recorder, time.monotonic() + self.config.close_timeout_s
+        parted = min(deadline, time.monotonic() + most_s)
         self._reporter.closing = True
-        self._undo.append(lambda: settle_for_close(recorder, deadline, last_step=last_step))
+        self._undo.append(lambda: settle_for_close(recorder, parted, last_step=last_step))
         self._undo.append(lambda: drain_for_close(recorder, deadline))
         self._undo.append(recorder.finish_last_step if last_step else recorder.finish_window)
         release(self._undo)

@@ -82,6 +82,7 @@ class LayerPipeline(Pipeline):
         writer = SlotWriter.open(self.region, self.pool, plan)
         if writer is None:
             return False
+        self._taken(writer)
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
         flight = Flight(step, writer, b"", b"", 0)

@@ -109,6 +109,7 @@ class Pipeline:
             slip = slip or Slip.SLOTS
             self.barrier.lost(step, f"slipped: {slip}")
             return slip
+        self._taken(writer)
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
         flight = Flight(step, writer, at_step, at_forward, flags, state.share_digest, state.form)
@@ -121,6 +122,11 @@ class Pipeline:
         held = sum(g.batch.total_bytes for g in flight.groups if not g.owned)
         self._release(flight, self.schedule.open(held))
         return flight
+
+    def _taken(self, writer: SlotWriter) -> None:
+        """The slot of a dead step may be taken: what it held is there no more."""
+        if self.newest is not None and self.newest.writer.slot is writer.slot:
+            self.newest = None
 
     def tick(self) -> None:
         """A layer's gradient is ready: let more copies run. Any thread."""

@@ -308,12 +308,15 @@ class Recorder:
             if not self.pipeline.barrier.request(self.steps.step):
                 self._join(self.steps.step)
                 return
-            if self.pipeline.busy:
-                self.poll(None)
-                self.pipeline.await_fates(FATE_S)
-                self.poll()
+            self._await_slot()
             self.instants.generators_stand()
             self._open(seen=False, synchronous=True)
+
+    def _await_slot(self) -> None:
+        if self.pipeline.busy:
+            self.poll(None)
+            self.pipeline.await_fates(FATE_S)
+            self.poll()
 
     def _join(self, step: int) -> None:
         """Several ranks take one snapshot of a step at most: wait for the one that there is."""
@@ -351,7 +354,7 @@ class Recorder:
         if not self._inside_iteration:
             self.open_now()
         elif (self._buffers or []) == now:
-            self.poll(None)
+            self._await_slot()
             self._open(flags=RECORD_EARLY, seen=False, synchronous=True)
         else:
             self._no_last("a forward has changed the buffers")

@@ -55,6 +55,7 @@ def settle_for_close(recorder: Recorder, deadline: float, *, last_step: bool) ->
     if not last_step:
         pipeline.barrier.leave("detached", seconds)
         recorder.poll()
+        outcomes.tell_troubles()
         return
     held = pipeline.newest.step if pipeline.newest is not None else None
     last = recorder.steps.step if held == recorder.steps.step else None

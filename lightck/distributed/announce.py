@@ -35,7 +35,9 @@ class Due:
     @property
     def block(self) -> str:
         """The block of due steps it belongs to."""
-        return f"{self.source}{self.ordinal // self.block_size}"
+        # Ranks may have counted their requests differently: a block must mean the same step to all.
+        within = self.step if self.source == "r" else self.ordinal // BLOCK
+        return f"{self.source}{within}"
 
     @property
     def block_size(self) -> int:

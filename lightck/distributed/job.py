@@ -178,8 +178,6 @@ class Job:
 
     def due(self, moment: Moment, policy: Policy) -> bool:
         """A pure period needs no word; any other policy is asked on rank 0, which announces."""
-        if self._calendar.announced and self.topology.rank == 0 and policy.due(moment):
-            self.commit.announce(moment.step, moment.step_s)
         with self._lock:
             # The step counter leaps where optimizers were found during a step.
             for step in range(self._asked + 1, moment.step + 1):
@@ -191,7 +189,14 @@ class Job:
                 self.lost(step, "passed over")
             self._forget()
             turn = self._turns.get(moment.step)
-            return turn is not None and not turn.over
+        if turn is None and self._announces and policy.due(moment):
+            self.commit.announce(moment.step, moment.step_s)
+        return turn is not None and not turn.over
+
+    @property
+    def _announces(self) -> bool:
+        """What is published while the store is away would come late everywhere."""
+        return self._calendar.announced and self.topology.rank == 0 and self.commit.reachable
 
     def request(self, step: int) -> bool:
         """The loop asks, on every rank at the same step: like a collective."""
@@ -212,7 +217,11 @@ class Job:
                 why = self.commit.why_not_open()
                 if why is not None:
                     return why
-                self.commit.opened(turn.due)
+                try:
+                    self.commit.opened(turn.due)
+                except ValueError as error:  # its announcement came late: it is lost already
+                    turn.over = True
+                    return None if self._closing else str(error)
                 turn.opened = True
             return None
 
@@ -299,6 +308,9 @@ class Job:
             CoordinationError: it does not count, and which rank is why.
         """
         self._parted = True
+        with self._lock:
+            for step in [*self._turns]:  # whatever is still open here never will be committed
+                self.lost(step, "closed")
         try:
             if not self.commit.reachable:
                 raise CoordinationError("the job's store does not answer")

@@ -131,6 +131,8 @@ class Ledger:
         if case is None:
             self._highest = max(self._highest, due.step)
             case = self._cases[due.step] = _Case(due, _Stage.LOSE, now_s)
+        elif case.due.source != due.source:
+            return  # announced late, but the loop has asked for this very step by itself
         elif case.stage is not _Stage.OPEN:
             raise ValueError(f"step {due.step} cannot be lost: it is {case.stage.value}")
         case.stage, case.death = _Stage.LOSE, Death(self.rank, why, for_good)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightck.distributed.announce import POLL_S, Announcer, Calendar
-from lightck.distributed.ledger import Due
+from lightck.distributed.ledger import Due, Ledger
 
 
 def test_a_period_needs_no_message_and_counts_from_attach() -> None:
@@ -79,3 +79,17 @@ def test_a_rank_that_was_late_makes_rank_0_look_further_ahead() -> None:
     assert first is not None
     assert second is not None
     assert second - 100 == first + 7
+
+
+def test_a_step_that_loops_asked_for_is_the_same_block_however_often_each_has_asked() -> None:
+    assert Due(9, 0, "r").block == Due(9, 1, "r").block != Due(8, 0, "r").block
+
+
+def test_an_announcement_that_comes_late_does_not_lose_what_the_loop_asked_for() -> None:
+    ledger = Ledger(0, 2)
+    ledger.opened(Due(9, 0, "r"), 0.0)
+    ledger.committed(9, 0.0)
+    ledger.lost(Due(9, 4, "a"), "not known in time", 0.0)
+    assert ledger.next_call(0.0) is not None and ledger.unsettled == [9]
+    with pytest.raises(ValueError, match="cannot be lost"):
+        ledger.lost(Due(9, 0, "r"), "slipped", 0.0)

@@ -159,7 +159,7 @@ def test_a_store_that_dies_stops_snapshots_and_nothing_else(region_dir: Path) ->
             handle.close()
         return handle.last_committed_step, heard
 
-    with ranks.started(2, train, patience_s=5.0) as job:
+    with ranks.started(2, train, patience_s=10.0) as job:
         for rank in range(2):
             job.receive(rank)
         job.kill_store()
@@ -259,7 +259,7 @@ def test_a_store_that_hangs_delays_the_close_by_a_bounded_time(region_dir: Path)
             handle.close()
         return time.monotonic() - began
 
-    with ranks.started(2, train, patience_s=5.0) as job:
+    with ranks.started(2, train, patience_s=10.0) as job:
         for rank in range(2):
             job.receive(rank)
         job.stop_store()
