@@ -219,12 +219,12 @@ static int branch(bed *b, lck_region *region) {
 /* From the newest snapshot on, or from the next; once in a timeline. */
 static int suspect(bed *b, lck_region *region) {
   uint64_t timeline = b->now.timeline_acked, first = b->now.acked + draw_below(&b->random, 2);
-  if (first == 0 || b->suspects[timeline % TIMELINES] != 0)
+  uint64_t *known = &b->suspects[timeline % TIMELINES];
+  if (first == 0 || *known != 0)
     return 1;
   mark(MARK_STEP, STEP_SUSPECT);
   mark(MARK_SUSPECTING, timeline);
-  b->suspects[timeline % TIMELINES] = first;
-  b->now.suspect_started = timeline;
+  *known = first, b->now.suspect_started = timeline;
   if (failed(b, lck_region_suspect(region, first)))
     return 0;
   b->now.suspect_acked = timeline;
@@ -359,16 +359,9 @@ static void rely(bed *b, lck_region *region, int lock_fd, int fd) {
   recover(fd, lock_fd, LCK_READ_ONLY, b, &found);
   if (found.opened != 0 || found.wrong != NULL)
     DIE("an image that was judged good: %d %s", found.opened, found.wrong);
-  b->now = (bounds){.acked = found.by_checksum,
-                    .started = found.by_checksum,
-                    .timeline_acked = info.timeline,
-                    .timeline_started = info.timeline,
-                    .segments_acked = info.segment_count,
-                    .segments_started = info.segment_count,
-                    .entry_acked = found.entry,
-                    .entry_started = found.entry,
-                    .suspect_acked = info.timeline,
-                    .suspect_started = info.timeline};
+  uint64_t at = found.by_checksum, timeline = info.timeline, parts = info.segment_count;
+  b->now = (bounds){at,    at,          timeline,    timeline, parts,
+                    parts, found.entry, found.entry, timeline, timeline};
   b->suspects[info.timeline % TIMELINES] = info.suspect;
   mark(MARK_ACKED, b->now.acked);
   mark(MARK_BRANCHED, info.timeline);
