@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +121,7 @@ class NativeRegion:
         self.handle = handle
         self.label = label
         self._given = given
+        self._leases: Counter[int] = Counter()
 
     @classmethod
     def create(
@@ -247,9 +249,15 @@ class NativeRegion:
         return raw
 
     def lease(self, slot: int, hold: bool) -> None:
-        """Take or drop a reader's lease."""
-        code = library().lck_slot_lease(self.handle, slot, int(hold))
-        check(code, f"lease of {self.label} slot {slot}")
+        """Take or drop a reader's lease; the slot is let go with the last that was taken.
+
+        Not for several threads at once.
+        """
+        others = self._leases[slot] - (not hold)
+        if others <= 0:  # the file's lock knows no number
+            code = library().lck_slot_lease(self.handle, slot, int(hold))
+            check(code, f"lease of {self.label} slot {slot}")
+        self._leases[slot] = max(others + hold, 0)
 
     def fetch(self, reads: npt.NDArray[Any], threads: int) -> int | None:
         """Verify extents and copy them out; the index of the first bad one, or None.

@@ -312,6 +312,24 @@ def test_a_leased_slot_is_not_reused_and_one_being_written_is_not_leased(
         assert book.commit(3, random_contents(rng, SIZES))
 
 
+def test_a_slot_is_leased_until_the_last_lease_is_dropped(
+    run: Path, rng: np.random.Generator
+) -> None:
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        for step in (1, 2):
+            book.commit(step, random_contents(rng, SIZES))
+        reader = Region.open(book.where, writable=False)
+        (slot,) = (c.record.slot for c in reader.recover().candidates if c.record.step == 1)
+        for hold in (True, True, False):
+            reader.native.lease(slot, hold)
+            assert book.open(random_contents(rng, SIZES)) is None
+        reader.native.lease(slot, False)
+        writer = book.open(random_contents(rng, SIZES))
+        assert writer is not None
+        reader.close()
+
+
 def test_a_second_owner_is_refused_and_readers_are_not(run: Path, rng: np.random.Generator) -> None:
     with Book(run) as book:
         book.region.begin_timeline(None)
