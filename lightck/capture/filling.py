@@ -62,6 +62,8 @@ class Filling:
             RestoreMismatchError: with every name, when strict; nothing was changed.
         """
         missing, different = [], {}
+        roots: dict[str, str] = {}
+        """Of each live tensor: the saved one whose bytes it takes."""
         index, entries = self.snapshot.index, self.snapshot.entries
         for name, live in self.lives.items():
             if not name.startswith("model/"):
@@ -69,7 +71,12 @@ class Filling:
             if name not in index:
                 missing.append(name)
                 continue
-            difference = dtensor.difference(entries[index[name]], live.tensor)
+            entry = entries[index[name]]
+            difference = dtensor.difference(entry, live.tensor)
+            if not difference:  # one memory can take the bytes of one saved tensor only
+                tied, own = live.alias_of or name, entry.alias_of or name
+                if roots.setdefault(tied, own) != own:
+                    difference = f"tied to {tied} here, not in the snapshot"
             if difference:
                 different[name] = difference
         for entry in entries:  # parameters in no module but in an optimizer
@@ -97,10 +104,18 @@ class Filling:
         self.skipped |= dict.fromkeys(missing, "not in the snapshot")
         self.skipped |= dict.fromkeys(unexpected, "not in the live model")
         self.skipped |= different
+        self._skip_tied()
         self._skip_state(different)
         lost = dtensor.homeless((e for e in entries if e.name not in self.skipped), self.meshes)
         if lost:
             raise RestoreMismatchError("sharded state has no place to go to", different=lost)
+
+    def _skip_tied(self) -> None:
+        """A saved alias has no bytes of its own: where its tensor is skipped, there are none."""
+        for entry in self.snapshot.entries:
+            if entry.name in self.lives and entry.alias_of in self.skipped:
+                why = f"the snapshot has it as {entry.alias_of}, which was not restored"
+                self.skipped.setdefault(entry.name, why)
 
     def _skip_state(self, different: Iterable[str]) -> None:
         """State of a parameter that is not restored does not fit it either."""

@@ -168,3 +168,43 @@ def test_state_under_strings_and_integers_comes_back_under_them(run_dir: Path) -
     assert lightck.restore(model, again, run_dir) is not None
     assert torch.equal(again.state[0]["total"], torch.full((2,), 3.0))
     assert torch.equal(again.state["global"]["steps"], torch.tensor(3.0))
+
+
+def _pair(tied: bool, narrow: bool = False) -> torch.nn.Sequential:
+    first, second = torch.nn.Linear(4, 2 if narrow else 4), torch.nn.Linear(4, 4)
+    if tied:
+        second.weight = first.weight
+    return torch.nn.Sequential(first, second)
+
+
+def _save_pair(path: Path, tied: bool) -> torch.nn.Sequential:
+    model = _pair(tied)
+    optimizer = torch.optim.SGD(model.parameters())
+    with lightck.attach(model, optimizer, path):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return model
+
+
+def test_tensors_that_were_not_tied_are_not_read_into_one(run_dir: Path) -> None:
+    saved = _save_pair(run_dir, tied=False)
+    model = _pair(tied=True)
+    before = model[0].weight.clone()
+    with pytest.raises(lightck.RestoreMismatchError) as caught:
+        lightck.restore(model, None, run_dir)
+    told = "tied to model/0.weight here, not in the snapshot"
+    assert caught.value.different == {"model/1.weight": told}
+    assert torch.equal(model[0].weight, before)
+    info = lightck.restore(model, None, run_dir, strict=False)
+    assert info is not None and info.skipped["model/1.weight"] == told
+    assert torch.equal(model[0].weight, saved[0].weight)
+
+
+def test_a_saved_alias_whose_tensor_is_skipped_is_told_to_be_skipped(run_dir: Path) -> None:
+    _save_pair(run_dir, tied=True)
+    model = _pair(tied=False, narrow=True)
+    before = model[1].weight.clone()
+    info = lightck.restore(model, None, run_dir, strict=False)
+    assert info is not None
+    assert "not restored" in info.skipped["model/1.weight"]
+    assert torch.equal(model[1].weight, before)
