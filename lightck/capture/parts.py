@@ -56,8 +56,9 @@ def peers(candidate: Candidate, *, context: str) -> list[int]:
     second = boundary.decode(candidate.manifest.at_forward, context=context)
     share = second.get("share") if type(second) is dict else None
     named = share.get("peers") if type(share) is dict else None
-    if type(named) is not list or not all(type(rank) is int and rank >= 0 for rank in named):
-        raise CorruptSnapshotError(f"{context}: its share is one of ranks {named!r}")
+    world = candidate.record.world
+    if type(named) is not list or not all(type(r) is int and 0 <= r < world for r in named):
+        raise CorruptSnapshotError(f"{context}: its share is one of ranks {named!r} of {world}")
     return named
 
 

@@ -8,6 +8,7 @@ Rank r of a world takes over from rank r modulo the number of ranks that wrote.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,6 +22,8 @@ from lightck.region import backing, choice, place
 from lightck.region.native import HOLDS_ALL, Record
 from lightck.region.place import Place
 from lightck.region.region import Candidate, Recovery, Region, survey
+
+_LISTED = 12
 
 
 @dataclass(eq=False)
@@ -178,13 +181,17 @@ class Holdings:
         return why
 
     def lacks(self, key: Key) -> list[str]:
-        """What of a snapshot is not there, over all ranks that wrote it; nothing: it is whole."""
-        states = [(rank, self.assembled(key, rank)) for rank in range(key.world)]
-        return [
+        """What of a snapshot is not there, over all ranks that wrote it; nothing: it is whole.
+
+        Only the first are listed: a record may claim any number of ranks.
+        """
+        states = ((rank, self.assembled(key, rank)) for rank in range(key.world))
+        lacking = (
             f"rank {rank}: {state or 'nothing of it is there'}"
             for rank, state in states
             if not isinstance(state, Assembled)
-        ]
+        )
+        return list(itertools.islice(lacking, _LISTED))
 
     def excludes(self, key: Key) -> str:
         """Why a snapshot does not count, in words; empty if it does, or nobody can tell."""

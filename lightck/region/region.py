@@ -176,6 +176,9 @@ class Region:
     def _read(self, slot: int) -> Candidate:
         record, table, blob = self.native.read_tables(slot)
         context = f"{self.place.file} slot {slot} (step {record.step})"
+        if not record.rank == self.info.rank < record.world:
+            written = f"rank {record.rank} of {record.world}"
+            raise CorruptSnapshotError(f"{context}: of {written}, not of rank {self.info.rank}")
         found = layout.decode(table, context=context)
         extents.check(found, record, self.info.segments, context=context)
         state = manifest.decode(

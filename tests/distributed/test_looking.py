@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from test_restore import damage_payload
-from written import Crew, differences
+from written import T1, Crew, differences
 
 import lightck
 from lightck.cli.main import main
+from lightck.distributed.choice import Key
+from lightck.distributed.holdings import Holdings
 from lightck.errors import NoSnapshotError
 from lightck.load import load_tensors
 
@@ -100,6 +102,13 @@ def test_snapshots_tells_which_steps_are_whole_over_ranks(crew: Crew) -> None:
         *((step, rank, "whole") for step in (2, 1) for rank in range(3)),
     ]
     assert "rank 1: nothing of it is there" in rows[0]["problem"]
+
+
+def test_of_a_snapshot_that_claims_very_many_ranks_only_the_first_are_missed(crew: Crew) -> None:
+    where = crew.regions[0].place
+    with Holdings.everything(where, [region.place for region in crew.regions]) as held:
+        lacking = held.lacks(Key(T1, 2, 1 << 18))
+    assert [text.split(":")[0] for text in lacking] == [f"rank {rank}" for rank in range(12)]
 
 
 def test_ls_lists_steps_over_ranks(crew: Crew, capsys: Any) -> None:

@@ -123,3 +123,13 @@ def test_nothing_that_is_read_changes_the_live_generators() -> None:
     before = torch.get_rng_state()
     _read(candidate())
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("named", [[0, 2], [-1], [True], None, [1 << 40]])
+def test_a_share_of_ranks_that_there_are_not_is_damage(named: Any) -> None:
+    held = candidate(lambda a, b: b.update(share={"peers": named}))
+    held.record.world = 2
+    with pytest.raises(
+        CorruptSnapshotError, match=r"snapshot 5: its share is one of ranks .* of 2"
+    ):
+        parts.peers(held, context="snapshot 5")

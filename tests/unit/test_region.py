@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import faults
+import forge
 import numpy as np
 import pytest
 from regions import Book, contents_of, newest, random_contents, same, stored
@@ -19,7 +20,7 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.region import native, place
-from lightck.region.region import Region
+from lightck.region.region import Region, survey
 
 MAX_SEGMENTS = 16
 SIZES = {"a": 1, "b": 63, "c": 4097, "d": 100_000, "empty": 0}
@@ -328,6 +329,27 @@ def test_a_slot_is_leased_until_the_last_lease_is_dropped(
         writer = book.open(random_contents(rng, SIZES))
         assert writer is not None
         reader.close()
+
+
+@pytest.mark.parametrize(("field", "value", "of"), [("rank", 7, "7 of 1"), ("world", 0, "0 of 0")])
+def test_a_record_of_another_rank_is_damage(
+    run: Path, rng: np.random.Generator, field: str, value: int, of: str
+) -> None:
+    with Book(run) as book:
+        book.region.begin_timeline(None)
+        for step in (1, 2):
+            book.commit(step, random_contents(rng, SIZES))
+        file = book.where.file
+    image = forge.Image(bytearray(file.read_bytes()))
+    newer = max("record0", "record1", key=lambda name: image.get(name, "step"))
+    image.put(newer, field, value)
+    image.seal()
+    file.write_bytes(image.raw)
+    region, recovery = survey(book.where)
+    region.close()
+    assert [c.record.step for c in recovery.candidates] == [1]
+    (problem,) = recovery.problems
+    assert f"of rank {of}, not of rank 0" in problem
 
 
 def test_a_second_owner_is_refused_and_readers_are_not(run: Path, rng: np.random.Generator) -> None:
