@@ -14,6 +14,7 @@ from loops import adam_loop, attach, of_live, of_stored
 
 import lightck
 from lightck.distributed import holdings
+from lightck.errors import StateError
 from lightck.region.region import Region
 
 
@@ -208,3 +209,11 @@ def test_a_saved_alias_whose_tensor_is_skipped_is_told_to_be_skipped(run_dir: Pa
     assert info is not None
     assert "not restored" in info.skipped["model/1.weight"]
     assert torch.equal(model[1].weight, before)
+
+
+def test_a_model_without_memory_is_refused_and_not_said_to_be_restored(run_dir: Path) -> None:
+    _save_pair(run_dir, tied=False)
+    with torch.device("meta"):
+        model = _pair(tied=False)
+    with pytest.raises(StateError, match=r"model/0.weight is on the meta device"):
+        lightck.restore(model, None, run_dir)
