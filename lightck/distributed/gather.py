@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -34,19 +35,25 @@ def gather(found: Found) -> dict[str, torch.Tensor]:
         if not isinstance(state, Assembled):
             why = state or "nothing of it is there"
             raise CorruptSnapshotError(f"step {found.key.step}: the parts of rank {rank}: {why}")
-        for entry, part in _read(state, parts):
+        state.trees()  # checks the layout before memory is made after it
+        for entry, part in _read(state, {name: wanted[name] for name in parts}):
             assert entry.shard is not None
             parts[entry.name][entry.shard.offset, entry.shape] = part
     wholes = {name: _tiled(wanted[name], held) for name, held in parts.items()}
     return {name: wholes[e.alias_of or name] for name, e in wanted.items()}
 
 
-def _read(state: Assembled, wanted: Container[str]) -> list[tuple[Entry, torch.Tensor]]:
+def _read(state: Assembled, wanted: Mapping[str, Entry]) -> list[tuple[Entry, torch.Tensor]]:
     """The parts that one rank has, checked against their checksums on the way."""
     addresses = np.zeros(len(state.entries), np.uint64)
     found = []
     for i, entry in enumerate(state.entries):
         if entry.shard is not None and entry.name in wanted:
+            of, expected = _whole(entry), _whole(wanted[entry.name])
+            if of != expected:
+                raise CorruptSnapshotError(
+                    f"{state.label}: {entry.name} is a part of {of}, on another rank of {expected}"
+                )
             part = fresh(entry)
             addresses[i] = part.data_ptr()
             found.append((entry, part))
@@ -55,8 +62,18 @@ def _read(state: Assembled, wanted: Container[str]) -> list[tuple[Entry, torch.T
     return found
 
 
+def _whole(entry: Entry) -> str:
+    """What a part is a part of: the same on every rank."""
+    assert entry.shard is not None
+    tied = f" tied to {entry.alias_of}" if entry.alias_of else ""
+    return f"{entry.dtype}{list(entry.shard.shape)}{tied}"
+
+
 def _tiled(entry: Entry, parts: _Parts) -> torch.Tensor:
     assert entry.shard is not None
+    # Compared before memory is made for what a layout claims.
+    if sum(part.numel() for part in parts.values()) != math.prod(entry.shard.shape):
+        raise _untiled(entry, len(parts))
     whole = torch.empty(entry.shard.shape, dtype=getattr(torch, entry.dtype))
     times = torch.zeros(entry.shard.shape, dtype=torch.uint8)
     for (offset, shape), part in parts.items():
@@ -64,9 +81,14 @@ def _tiled(entry: Entry, parts: _Parts) -> torch.Tensor:
         whole[at] = part
         times[at] += 1
     if not bool((times == 1).all()):
-        raise StateError(
-            f"{entry.name}: {len(parts)} parts do not tile {list(entry.shard.shape)}"
-            f" ({entry.shard.placements}): putting such together is not supported yet",
-            path=entry.name,
-        )
+        raise _untiled(entry, len(parts))
     return whole
+
+
+def _untiled(entry: Entry, parts: int) -> StateError:
+    assert entry.shard is not None
+    return StateError(
+        f"{entry.name}: {parts} parts do not tile {list(entry.shard.shape)}"
+        f" ({entry.shard.placements}): putting such together is not supported yet",
+        path=entry.name,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,15 @@ from torch.optim import Optimizer
 
 import lightck
 from lightck.capture import predict
+from lightck.capture.assembled import Assembled
 from lightck.capture.hooks import Watched
 from lightck.capture.state import Inventory
 from lightck.cli.main import main
+from lightck.distributed.choice import Key
+from lightck.distributed.holdings import Holdings
 from lightck.errors import ConfigError, NoSnapshotError, RestoreMismatchError, StateError
+from lightck.region.layout import Entry
+from lightck.region.layout import Shard as Part
 
 
 def on_ranks(world: int, code: Callable[[Me], Any]) -> list[Any]:
@@ -358,6 +364,44 @@ def test_the_parts_of_all_ranks_are_put_together_and_exported(region_dir: Path) 
     Net().load_state_dict(torch.load(region_dir / "model.pt", weights_only=True)["model"])
     (region_dir / "region-00001.lck").unlink()
     with pytest.raises(NoSnapshotError, match="the parts of rank 1: nothing of it is there"):
+        lightck.load(region_dir, whole=True)
+
+
+FORGED: dict[str, tuple[set[int | None], Callable[[Entry, Part], Entry], str]] = {
+    "another dtype": ({1}, lambda e, s: replace(e, dtype="int32"), "a part of int32"),
+    "another whole": ({1}, lambda e, s: replace(e, shard=grown(s, 1)), "on another rank of"),
+    "a tie": ({1}, lambda e, s: replace(e, alias_of="model/first.weight"), "tied to model/first"),
+    "strides": ({1}, lambda e, s: replace(e, strides=(9,) * len(e.shape)), "with strides"),
+    "too much": ({None, 0, 1}, lambda e, s: replace(e, shard=grown(s, 1 << 50)), "do not tile"),
+}  # fmt: skip
+
+
+def grown(shard: Part, more: int) -> Part:
+    return replace(shard, shape=(shard.shape[0] + more, *shard.shape[1:]))
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_parts_that_are_not_of_one_whole_are_not_put_together(
+    region_dir: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    on_ranks(2, lambda me: saved(me, region_dir) and None)
+    ranks, edit, told = FORGED[what]
+    honest = Holdings.assembled
+
+    def forged(self: Holdings, key: Key, rank: int | None = None) -> Assembled | str:
+        found = honest(self, key, rank)
+        if rank not in ranks or not isinstance(found, Assembled):
+            return found
+        chosen = "model/embed.weight"
+        return replace(
+            found,
+            entries=tuple(
+                edit(e, e.shard) if e.shard and e.name == chosen else e for e in found.entries
+            ),
+        )
+
+    monkeypatch.setattr(Holdings, "assembled", forged)
+    with pytest.raises((NoSnapshotError, StateError), match=told):
         lightck.load(region_dir, whole=True)
 
 
