@@ -7,7 +7,12 @@ import time
 
 from lightck.capture.recorder import Recorder
 from lightck.capture.report import Reporter
-from lightck.errors import CoordinationError, PersistError, WaitTimeoutError
+from lightck.errors import (
+    CoordinationError,
+    DivergenceError,
+    PersistError,
+    WaitTimeoutError,
+)
 from lightck.events import event
 
 POLL_S = 0.002
@@ -55,7 +60,9 @@ def settle_for_close(recorder: Recorder, deadline: float, *, last_step: bool) ->
     if not last_step:
         pipeline.barrier.leave("detached", seconds)
         recorder.poll()
-        outcomes.tell_troubles()
+        for trouble in pipeline.barrier.troubles():  # that others have left, too, is none now
+            if isinstance(trouble, DivergenceError):
+                outcomes.report(trouble)
         return
     held = pipeline.newest.step if pipeline.newest is not None else None
     last = recorder.steps.step if held == recorder.steps.step else None
