@@ -69,8 +69,10 @@ torch: | $(BIN)/python
 demo: venv ## Train, kill, restart and compare with an uninterrupted run
 	$(BIN)/lightck demo
 
+# Whole files at a time, since many share what they prepare; most tests wait for other processes.
+PYTEST_JOBS = 2
 test: venv native-test crash order kill ## Run the native tests, crash images, then pytest
-	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest
+	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile
 
 soak: CRASH_IMAGES = 1000000
 soak: CRASH_REPORT = crash-soak

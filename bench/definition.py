@@ -14,7 +14,7 @@ from bench.place import DEFINITIONS, MEDIA
 from bench.work import MODELS, NEEDS, OPTIMIZERS, Work
 
 RANKS = ("ranks", "commit_ranks", "restore_ranks")
-KINDS = ("training", "idle", "native", "restore", "commit", "memory", "trace", *RANKS)
+KINDS = ("training", "idle", "native", "restore", "commit", "memory", "trace", "jit", *RANKS)
 WAITS = ("default", "passive", "active")
 POLICIES = ("pairs", "blocks")
 

@@ -21,7 +21,8 @@ _MAIN = {
     "restore": ("restore", "call", "memcpy", "restore_ratio"),
     "commit": ("commit", "seal", "boundary"),
     "memory": ("extra_dram",),
-    "trace": ("trace_overhead", "trace_cpu", "step", "copies"),
+    "trace": ("trace_overhead", "trace_cpu", "trace_wall", "step", "copies", "thin_copies"),
+    "jit": ("jit", "sync_copy", "jit_ratio"),
     "ranks": (
         *("extra", "cost_ratio", "cost_ratio_alone", "overhead", "step", "compute", "sync_copy"),
         "written_share",
@@ -38,7 +39,7 @@ _SORTED_BY = {
     "commit_ranks": "commit",
     "restore_ranks": "restore",
 }
-_SHARES = ("overhead", "idle_hooks", "trace_overhead", "trace_cpu", "written_share")
+_SHARES = ("overhead", "idle_hooks", "trace_overhead", "written_share")
 
 
 def render(results: Sequence[Result], charts: dict[str, str]) -> str:
@@ -188,6 +189,8 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _quantity(value: float, unit: str, measure: str) -> str:
     """Three significant digits with a unit that suits; shares in percent."""
+    if math.isnan(value):
+        return "unknown"
     if not math.isfinite(value):
         return "unbounded" if value > 0 else "-unbounded"
     if measure in _SHARES:

@@ -66,11 +66,12 @@ def estimate(samples: Sequence[float]) -> Estimate:
 def ratio(above: Estimate, below: Estimate) -> Estimate:
     """`above` / `below`; the bounds pair the worst with the worst, which is wider than 95 %.
 
-    Where `below` may be zero or less, the ratio has no upper bound.
+    Where `below` may be zero or less, the ratio has no upper bound; where `above` may be, too,
+    there is nothing to compare.
     """
 
     def divided(x: float, y: float) -> float:
-        return x / y if y > 0 else math.inf
+        return x / y if y > 0 else math.inf if x > 0 else math.nan
 
     value = divided(above.value, below.value)
     return Estimate(value, divided(above.low, below.high), divided(above.high, below.low))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,9 +75,12 @@ def judge(result: Result, target: Target) -> Verdict:
 
 
 def state(target: Target, found: Estimate) -> str:
-    """MET only if the whole interval is on the right side."""
+    """MET only if the whole interval is on the right side, and narrower than what is allowed."""
+    if math.isnan(found.value):
+        return OPEN
     if target.at_most is not None:
         met, value = found.high <= target.at_most, found.value <= target.at_most
+        met = met and found.half_width <= target.at_most
     else:
         assert target.at_least is not None
         met, value = found.low >= target.at_least, found.value >= target.at_least

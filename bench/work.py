@@ -90,7 +90,9 @@ class Bag(nn.Module):
 class Gpt2(nn.Module):
     """GPT-2 small as `transformers` builds it from its default config; nothing is downloaded."""
 
-    def __init__(self) -> None:
+    THIN = 36  # wide, instead of 768
+
+    def __init__(self, width: int | None = None) -> None:
         super().__init__()
         try:
             from transformers import GPT2Config, GPT2LMHeadModel
@@ -98,7 +100,7 @@ class Gpt2(nn.Module):
             raise BenchError(
                 f"model gpt2 needs transformers ({error}): pip install '.[bench]'"
             ) from error
-        self.inner = GPT2LMHeadModel(GPT2Config())
+        self.inner = GPT2LMHeadModel(GPT2Config() if width is None else GPT2Config(n_embd=width))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean loss of the next token."""
@@ -137,10 +139,11 @@ MODELS: dict[str, Callable[[Work], nn.Module]] = {
     "tiny": lambda work: Tiny(),
     "bag": lambda work: Bag(work.tensors),
     "gpt2": lambda work: Gpt2(),
+    "gpt2-thin": lambda work: Gpt2(Gpt2.THIN),
     "vgg16": lambda work: Vgg16(),
 }
-VOCABULARY = {"tiny": 64, "bag": 8, "gpt2": 50257}  # the others look at pictures
-NEEDS = {"gpt2": "transformers"}  # model -> package beyond torch
+VOCABULARY = {"tiny": 64, "bag": 8, "gpt2": 50257, "gpt2-thin": 50257}  # others look at pictures
+NEEDS = {"gpt2": "transformers", "gpt2-thin": "transformers"}  # model -> package beyond torch
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True),

@@ -4,6 +4,7 @@ handle = lightck.attach(model)
 info = lightck.restore(model)
 """
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 
 from lightck.capture.extras import at_forward, at_step
@@ -34,7 +35,12 @@ from lightck.errors import (
 from lightck.handle import Handle
 from lightck.load import load, snapshots
 from lightck.restore import restore
-from lightck.types import Layerwise, Moment, Policy, RestoreInfo, Stats
+from lightck.types import Failure, Layerwise, Moment, Policy, RestoreInfo, Saved, Stats
+
+if "LIGHTCK_CHAOS" in os.environ:  # `lightck chaos` has started this process
+    from lightck.failure.chaos import around_restore
+
+    restore = around_restore(restore)
 
 try:
     __version__ = version("lightck")
@@ -47,6 +53,7 @@ __all__ = [
     "CoordinationError",
     "CorruptSnapshotError",
     "DivergenceError",
+    "Failure",
     "Handle",
     "Layerwise",
     "LightckError",
@@ -64,6 +71,7 @@ __all__ = [
     "RestoreInfo",
     "ResumableSampler",
     "RestoreMismatchError",
+    "Saved",
     "StateError",
     "Stats",
     "TornSnapshotError",

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from lightck.capture import predict
 from lightck.capture.extras import Extra, is_loader, parse
-from lightck.capture.hooks import Hooks, Watched
+from lightck.capture.hooks import Hooks, Listener, Watched
 from lightck.capture.instants import Instants
+from lightck.capture.journaled import Journaled
 from lightck.capture.layer_recorder import Kinds
 from lightck.capture.optimizer import install_pending, tell_unfilled
 from lightck.capture.outcomes import Outcomes
-from lightck.capture.pipeline import layer_count
+from lightck.capture.recorder import Recorder
 from lightck.capture.release import schedule
 from lightck.capture.report import Reporter
 from lightck.capture.sight import Sight
@@ -34,6 +35,8 @@ from lightck.distributed.meeting import Meeting, meeting
 from lightck.distributed.reduced import finality
 from lightck.distributed.replicas import Replicas
 from lightck.distributed.shares import Sharing
+from lightck.failure.joint import JointRescue
+from lightck.failure.rescue import Rescue
 from lightck.handle import Engine, Handle, release
 from lightck.region import claim
 from lightck.region.region import Region
@@ -46,6 +49,8 @@ class _EveryStep(int):
 
 
 EVERY_STEP = _EveryStep(1)
+CHAOS = "LIGHTCK_CHAOS"
+"""Set by `lightck chaos` alone: see `failure/chaos.py`."""
 
 
 def attach(
@@ -122,7 +127,7 @@ class _Parts:
         steps = self._take_in(optimizers, ends_step)
         final = partial(finality, self.inventory.model)
         kinds = Kinds.of(self.config.update, self.inventory, ends_step is not None, final)
-        tell_synchronous(self.inventory.collect().lives, self.config.sync_warn_bytes)
+        tell_synchronous(self.inventory.collect().lives)
         region = self._claim()
         return self._wire(region, steps, kinds)
 
@@ -148,7 +153,7 @@ class _Parts:
         """This rank's region, with room for its share, once every rank knows its place."""
         found = claim.find(self.config, self.ranks.rank)
         self.undo.append(found.close)
-        self.topology = job.place_of(self.ranks, self.config, found.run_id)
+        self.topology = job.place_of(self.ranks, self.config, found)
         replicas = Replicas(self.inventory, self.topology.world)
         self.inventory.share = Sharing(self.topology, replicas)
         self.samples = Samples(self.inventory.found, replicas)
@@ -157,19 +162,23 @@ class _Parts:
         entries, manifest_bytes = predict.expected(self.inventory)
         run_id = self.topology.run_id if self.topology.world > 1 else None
         seat = claim.Seat(self.topology.rank, self.topology.world, run_id)
-        return claim.take(found, self.config, seat, entries, manifest_bytes)
+        room = (manifest_bytes, predict.journal_bytes(self.inventory))
+        return claim.take(found, self.config, seat, entries, *room)
 
     def _wire(self, region: Region, steps: Steps, kinds: Kinds) -> Engine:
         config, reporter, inventory, undo = self.config, self.reporter, self.inventory, self.undo
         collected = inventory.collect()
         communication = Communication(inventory.model)
-        layers = layer_count(inventory.everything())
+        layers = len({v.layer for v in inventory.everything() if v.role == "parameter"})
         release_when = schedule(config.schedule, layers, communicates=bool(communication.buckets))
         pipeline = kinds.pipeline.start(region, release_when, config)
         outcomes = Outcomes(pipeline, inventory, steps, reporter, reporter.surface)
+        instants = Instants(inventory)
+        armed = config.failure != "off"
         recorder = kinds.recorder(
             inventory=inventory,
-            instants=Instants(inventory),
+            instants=instants,
+            journaled=Journaled(instants, region, outcomes.region_lost) if armed else None,
             pipeline=pipeline,
             steps=steps,
             cadence=kinds.due(config.policy),
@@ -183,7 +192,7 @@ class _Parts:
         pipeline.on_torn = sight.torn
         loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
         at_gradient = communication.came if communication.buckets else None
-        hooks = Hooks(sight.listener, self.watched, loaders, at_gradient)
+        hooks = Hooks(self._listener(sight), self.watched, loaders, at_gradient)
         recorder.arm = lambda on: hooks.arm_forward() if on else hooks.disarm_forward()
         undo += [kinds.stop, hooks.remove, communication.remove, sight.remove]
         recorder.start()
@@ -193,10 +202,31 @@ class _Parts:
         undo.append(lambda: barrier.leave("attach failed", 1.0))
         pipeline.barrier = recorder.cadence.barrier = barrier
         region.begin_timeline(region.continued, timeline)
+        if recorder.journaled is not None:
+            recorder.journaled.begin(steps.step)
         hooks.install()
         communication.install(Traffic(recorder))
         sight.install()
-        return Engine(config, region, recorder, reporter, hooks, sight, self.progress, undo)
+        rescue = self._rescue(recorder, timeline) if armed else None
+        return Engine(config, region, recorder, reporter, hooks, sight, self.progress, rescue, undo)
+
+    def _rescue(self, recorder: Recorder, timeline: int | None) -> Rescue:
+        """What saves the last complete step; of several ranks, what completes it for dead ones."""
+        if timeline is None:
+            return Rescue(recorder)
+        store = self.ranks.store.below(f"t{timeline:x}/failure")
+        durable = self.config.durability == "process"
+        rescue = JointRescue.among(recorder, self.topology, store, process_durable=durable)
+        self.undo.append(rescue.stop)
+        return rescue
+
+    def _listener(self, sight: Sight) -> Listener:
+        """What the hooks speak to."""
+        if CHAOS not in os.environ:
+            return sight.listener
+        from lightck.failure import injector
+
+        return injector.stand_before(sight.listener, sight.recorder, self.config.write_limit)
 
     def _found(self, i: int, optimizer: Optimizer) -> None:
         """An optimizer is about to step for the first time: it gets what restore kept for it."""

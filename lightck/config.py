@@ -9,6 +9,7 @@ import difflib
 import logging
 import math
 import os
+import signal
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -17,12 +18,11 @@ from typing import Any, Literal
 
 from lightck.errors import ConfigError
 from lightck.policy import EverySteps, parse
-from lightck.types import Layerwise, Policy
+from lightck.types import Failure, Layerwise, Policy
 
 _log = logging.getLogger(__name__)
 _ENV_PREFIX = "LIGHTCK_"
 _DEFAULT_PATH = "lightck-run"  # in the working directory
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,8 @@ class Config:
         path: folder of the run, a devdax device or a libpmemobj pool; `~` is expanded.
         policy: which steps are due; an int (every that many steps) or a table becomes a policy.
         slots: whole snapshots the region has room for, 2 to 16; 0 is 2, of several ranks 3: one
-            that counts, one whose fate the others have not settled yet, one to write.
+            that counts, one whose fate the others have not settled yet, one to write; and
+            one more with `failure`.
         threads: copying threads, 1 to 64; 0 is one for each CPU that the process may use when it
             attaches, 4 at most.
         chunk_bytes: bytes of one piece of a copy, a multiple of 4096, at most 1 GiB.
@@ -70,7 +71,11 @@ class Config:
             compute. Bit for bit the plain result, or an error that says why it cannot be. With
             micro-batches: `lightck.Layerwise(accumulation=4)`, in a file `{accumulation = 4}`.
             Copies that begin early need a free slot: `slots=3` when every step is due.
-        sync_warn_bytes: warn when more than this must be copied synchronously at the boundary.
+        failure: `jit`: the last complete step is saved when the training fails (see `Failure`,
+            which may be given instead; in a file as a table), so that a minibatch is lost at most.
+            `off`: signals are left alone, and no boundary state is noted between snapshots.
+            After a save before the loop's scheduler has stepped (`RestoreInfo.early`) the loop has
+            to make up for it.
 
     Raises:
         ConfigError: a value is of the wrong type or impossible.
@@ -93,10 +98,11 @@ class Config:
     proof: bool = False
     run_id: str = field(default_factory=lambda: os.environ.get("TORCHELASTIC_RUN_ID") or "default")
     close_timeout_s: float = 60.0
-    sync_warn_bytes: int = 64 * _MIB
     trace: bool | Path = False
     update: Literal["plain", "layerwise"] | Layerwise = "plain"
     """`"layerwise"` is taken for `Layerwise()`."""
+    failure: Literal["jit", "off"] | Failure = "off"
+    """`"jit"` is taken for `Failure()`."""
 
     def __post_init__(self) -> None:
         for name in _CHECKS:
@@ -289,6 +295,58 @@ def _update(value: object) -> object:
     raise ValueError("must be 'plain', 'layerwise' or lightck.Layerwise(accumulation=1 or more)")
 
 
+def _failure(value: object) -> object:
+    if value in ("jit", "off"):
+        return Failure() if value == "jit" else value
+    if isinstance(value, dict):
+        unknown = value.keys() - _FAILURE_CHECKS.keys()
+        if unknown:
+            raise ValueError(f"has no {', '.join(sorted(unknown))}; {', '.join(_FAILURE_CHECKS)}")
+        value = Failure(**value)
+    if not isinstance(value, Failure):
+        raise ValueError("must be 'jit', 'off' or lightck.Failure(...)")
+    checked = {}
+    for name, check in _FAILURE_CHECKS.items():
+        try:
+            checked[name] = check(getattr(value, name))
+        except ValueError as error:
+            raise ValueError(f"{name} = {getattr(value, name)!r} {error}") from None
+    return Failure(**checked)
+
+
+def _signals(value: object) -> tuple[str, ...]:
+    names = {each.name for each in signal.Signals} - _NOT_HANDLED
+    if isinstance(value, list | tuple) and names.issuperset(value):
+        return tuple(value)
+    raise ValueError(
+        "must be names of signals, such as 'SIGTERM', that can be handled; not of faults of the"
+        " code itself"
+    )
+
+
+def _notice(value: object) -> object:
+    return value if value is None or callable(value) else _path(value)
+
+
+def _at_will(value: object) -> object:
+    if value is None or callable(value):
+        return value
+    raise ValueError("must be a function")
+
+
+_NOT_HANDLED = {"SIGKILL", "SIGSTOP"} | {
+    # After its handler the instruction runs again: Python's never gets its turn.
+    *("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGABRT", "SIGSYS")
+}
+_FAILURE_CHECKS: dict[str, Callable[[object], Any]] = {
+    "signals": _signals,
+    "notice": _notice,
+    "grace_s": _seconds,
+    "hang_steps": _seconds,
+    "hang_s": _seconds,
+    "hang_exit_s": lambda value: None if value is None else _seconds(value),
+    "on_failure": _at_will,
+}
 _TEXTS = (
     "path",
     "priority",
@@ -317,7 +375,7 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "proof": _boolean,
     "run_id": _text,
     "close_timeout_s": _seconds,
-    "sync_warn_bytes": _integer(0, (1 << 63) - 1),
     "trace": _trace,
     "update": _update,
+    "failure": _failure,
 }

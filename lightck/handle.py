@@ -11,11 +11,13 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from lightck.capture.asked import finish_last_step, open_now
 from lightck.capture.counted import stats_of
 from lightck.capture.hooks import Hooks
 from lightck.capture.recorder import Recorder
@@ -25,9 +27,16 @@ from lightck.capture.waiting import POLL_S, drain_for_close, settle_for_close, w
 from lightck.config import Config
 from lightck.errors import LightckError
 from lightck.events import event
+from lightck.failure import unhandled
+from lightck.failure.budget import usable_s
+from lightck.failure.joint import JointRescue
+from lightck.failure.measuring import measured
+from lightck.failure.rescue import Rescue
+from lightck.failure.saving import Guard
+from lightck.failure.watchdog import WATCHDOG
 from lightck.region.region import Region
 from lightck.restore import Progress
-from lightck.types import Stats
+from lightck.types import Failure, Saved, Stats
 
 FAILED_S = 4.0
 """How long a rank whose loop has failed waits for what others make of its last snapshots: another
@@ -46,6 +55,8 @@ class Engine:
     hooks: Hooks
     sight: Sight
     progress: Progress
+    rescue: Rescue | None
+    """While the failure path is armed."""
     undo: list[Callable[[], object]]
     """Takes it apart; the last one is called first."""
 
@@ -69,6 +80,9 @@ class Handle:
         self.config, self.region = engine.config, engine.region
         self._recorder, self._reporter = engine.recorder, engine.reporter
         self._hooks, self._sight, self._progress = engine.hooks, engine.sight, engine.progress
+        self._rescue = engine.rescue
+        self._guard: Guard | None = None
+        """What the watchdog has of this."""
         self._closed = False
         self._pid = os.getpid()
         # Below what follows: the hooks have gone when the pipeline is stopped.
@@ -78,6 +92,9 @@ class Handle:
         self.stats()
         _handles.add(self)
         atexit.register(self._at_exit)
+        if self._rescue is not None:
+            unhandled.tell(self._failed)
+            self._watch(self._rescue)
         event("attached", path=self.region.place.path, step=self.step, survives=self.survives)
 
     # ---- what it says ----------------------------------------------------------------------
@@ -142,7 +159,7 @@ class Handle:
         future.set_running_or_notify_cancel()  # its snapshot cannot be called back
         recorder.outcomes.wanted.append(future)
         if recorder.can_open_now():
-            recorder.open_now()
+            open_now(recorder)
         threading.Thread(
             target=self._await, args=(future,), name="lightck-wait", daemon=True
         ).start()
@@ -152,6 +169,21 @@ class Handle:
         while not future.done() and not self._closed:
             self._recorder.poll()
             time.sleep(POLL_S)
+
+    def snapshot_now(self, reason: str) -> Saved:
+        """Commit the last complete step just in time, wherever the training is. Any thread.
+
+        Inside an update its end is waited for, which the training thread itself cannot do; other
+        ranks are not asked, and a restart takes the newest step that all of them hold. Returns
+        after `close_timeout_s` at the latest; what could not be saved is said, not raised.
+
+        Raises:
+            LightckError: the handle is closed, or `failure` is off.
+        """
+        self._require_open()
+        if self._rescue is None:
+            raise LightckError('snapshot_now needs the failure path: attach with failure="jit"')
+        return self._save(reason)
 
     def wait(self, step: int | None = None, timeout: float | None = None) -> None:
         """Return when every opened snapshot, or one of `step` or newer, is committed.
@@ -224,12 +256,46 @@ class Handle:
         if error is None:
             self.close()
             return
+        self._failed(error)
         try:
             if not self._inherited:
                 self._shut(last_step=False, most_s=FAILED_S)
                 self._reporter.surface()
         except Exception as ours:  # noqa: BLE001
             error.add_note(f"lightck, while closing: {ours}")
+
+    # ---- failures --------------------------------------------------------------------------
+
+    def _watch(self, rescue: Rescue) -> None:
+        """Signals, hangs and notices are noticed from here on."""
+        recorder, config, failure = self._recorder, self.config, self.config.failure
+        assert isinstance(failure, Failure)
+        limits = config.write_limit, usable_s(failure.grace_s)
+        measure = partial(measured, recorder, *limits)
+        self._guard = Guard(rescue, failure, self._reporter, self.region.world, measure)
+        if isinstance(rescue, JointRescue):
+            self._guard.elsewhere, self._guard.settled = rescue.elsewhere, rescue.is_settled
+        WATCHDOG.watch(self._guard)
+
+    def _failed(self, error: BaseException) -> None:
+        """An exception leaves the training, and goes on when the last step is saved."""
+        if self._rescue is None or self._closed or self._inherited:
+            return
+        saved = self._save(type(error).__name__)
+        if not saved.fresh and not isinstance(error, LightckError):
+            error.add_note(f"lightck: the last step is not saved: {saved.why}")
+        failure = self.config.failure
+        if isinstance(failure, Failure) and failure.on_failure is not None:
+            try:
+                failure.on_failure(saved)
+            except Exception as theirs:  # noqa: BLE001 - the exception that is under way counts
+                error.add_note(f"lightck: on_failure failed: {theirs!r}")
+
+    def _save(self, reason: str) -> Saved:
+        assert self._rescue is not None
+        saved = self._rescue.save(reason, time.monotonic() + self.config.close_timeout_s)
+        event("saved", logging.WARNING, **asdict(saved))
+        return saved
 
     # ---- inside ----------------------------------------------------------------------------
 
@@ -254,16 +320,22 @@ class Handle:
         """`most_s`: other ranks are waited for no longer."""
         if self._closed:
             return
+        if self._rescue is not None:
+            self._rescue.leaving = True
         recorder, deadline = self._recorder, time.monotonic() + self.config.close_timeout_s
         parted = min(deadline, time.monotonic() + most_s)
         self._reporter.closing = True
         self._undo.append(lambda: settle_for_close(recorder, parted, last_step=last_step))
         self._undo.append(lambda: drain_for_close(recorder, deadline))
-        self._undo.append(recorder.finish_last_step if last_step else recorder.finish_window)
+        last = partial(finish_last_step, recorder)
+        self._undo.append(last if last_step else recorder.finish_window)
+        if self._guard is not None:
+            self._undo.append(partial(WATCHDOG.release, self._guard))
         release(self._undo)
 
     def _leave(self) -> None:
         self._closed = True
+        unhandled.forget(self._failed)
         self._recorder.enabled = False
         self._progress.step = self.step
         self._progress.attached.remove(self._recorder.steps)
@@ -274,6 +346,8 @@ class Handle:
         """The interpreter exits without close(): commit what is open, begin nothing new."""
         if not self._closed and not self._inherited:
             event("exit_without_close", logging.WARNING, step=self.step)
+            if self._rescue is not None:
+                self._save("exit without close")
             self._shut(last_step=False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -56,6 +56,59 @@ class Layerwise:
     """
 
     accumulation: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a just-in-time snapshot came to.
+
+    Attributes:
+        reason: what it was taken for: `SIGTERM`, `hang`, the text given to `snapshot_now`, ...
+        step: newest step that is committed on this rank; None: there is none.
+        fresh: that is the last complete step: at most the minibatch that was running is lost.
+        early: it was finished before the boundary instant (b).
+        why: why it is not fresh; empty if it is.
+        seconds: from the reason to the commit, or to giving up.
+    """
+
+    reason: str
+    step: int | None
+    fresh: bool
+    early: bool = False
+    why: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the just-in-time path listens to, and how far it goes; `failure="jit"` is `Failure()`.
+
+    Attributes:
+        signals: names of the signals at which a snapshot is taken, also while the main thread is
+            stuck in a collective. Then SIGTERM ends the process (its parent sees that signal),
+            SIGINT raises KeyboardInterrupt, SIGUSR1 and SIGUSR2 go on; handlers of the user's run,
+            those of before attach after the snapshot, later ones at once.
+        notice: the machine's end is announced by this file's appearance, or by this function's
+            truth; it is called about once a second, on a thread of its own. Training goes on.
+        grace_s: seconds from SIGTERM or a notice to the end of the process: what is saved must be
+            committed by then. 30 is what torchrun and Slurm give.
+        hang_steps: no progress inside a collective for so many measured steps is a hang; it is
+            saved within a second more. So is a long evaluation that the others wait for.
+        hang_s: no progress elsewhere for so many seconds is one: validation, compilation and slow
+            loaders are none.
+        hang_exit_s: seconds after the snapshot of a hang at which the process is ended, with status
+            75; None: it is left alone, and goes on if it can.
+        on_failure: called with what was saved, on the thread that saved it; when it returns True
+            the process goes on as if nothing had come.
+    """
+
+    signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGUSR1")
+    notice: Path | Callable[[], bool] | None = None
+    grace_s: float = 30.0
+    hang_steps: float = 3.0
+    hang_s: float = 600.0
+    hang_exit_s: float | None = None
+    on_failure: Callable[[Saved], object] | None = None
 
 
 @runtime_checkable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,12 @@ def testing_library() -> Path:
     library = _ROOT / "build" / "native" / "lightck-testing.so"
     assert library.exists(), f"{library} is missing: run `make native-test` first"
     return library
+
+
+def pytest_configure() -> None:
+    """Who runs the tests in the background of a shell passes SIGINT on as ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -29,21 +29,19 @@ from bench.errors import BenchError
 from bench.group import Group
 from bench.measures import Job
 from bench.measures.loop import Loop, require_all
+from bench.measures.training import Series, wanted_precision
 from bench.record import Record, sampled, single
-from bench.statistics import Enough, trimmed_mean
+from bench.statistics import trimmed_mean
 from bench.work import State, Training, difference, digests, part, share, tensors
 from bench.yardstick import SyncCopy
 
 
 @dataclass
-class _Series:
-    """What is collected on the way, the same on every rank."""
+class _Series(Series):
+    """The same on every rank."""
 
-    extra: list[float] = field(default_factory=list)  # s per snapshot
-    without: list[float] = field(default_factory=list)  # s per step
     together: list[float] = field(default_factory=list)  # s, the yardstick
     alone: list[float] = field(default_factory=list)
-    overhead_scale: float = 1.0  # snapshots per step of a block with them
 
 
 def measure(job: Job) -> list[Record]:
@@ -151,7 +149,7 @@ def _collect(job: Job, loop: Loop, yardstick: _Yardstick) -> tuple[_Series, bool
         one(loop, job.group, series, count)
         now = job.group.latest([time.perf_counter()])[0]
         job.tell(f"{len(series.extra)} {job.method.policy}, {now - begin:.0f} s")
-        enough = _enough(job, series)
+        enough = wanted_precision(job, series, series.together)
         if enough.done(series.extra, now - begin):
             yardstick(series)
             return series, not enough.narrow(series.extra)
@@ -187,24 +185,6 @@ def _block(loop: Loop, group: Group, series: _Series, count: int) -> None:
     series.extra.append(((middle - begin) - (end - middle)) / snapshots)
     series.without.append((end - middle) / steps)
     series.overhead_scale = snapshots / steps
-
-
-def _enough(job: Job, series: _Series) -> Enough:
-    """The wanted precision, as seconds per snapshot."""
-    widths = []
-    if "cost_ratio" in job.precision:
-        widths.append(job.precision["cost_ratio"] * trimmed_mean(series.together))
-    if "overhead" in job.precision:
-        step = trimmed_mean(series.without)
-        widths.append(job.precision["overhead"] * step / series.overhead_scale)
-    method = job.method
-    return Enough(
-        half_width=min(widths, default=0.0),
-        relative=job.precision.get("relative", 0.0),
-        least=method.least,
-        most=method.most,
-        seconds=method.seconds,
-    )
 
 
 def verify(loop: Loop, job: Job) -> str:

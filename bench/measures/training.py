@@ -28,7 +28,7 @@ _YARDSTICK_EVERY = 8  # samples
 
 
 @dataclass
-class _Series:
+class Series:
     """What is collected on the way: one entry per pair or block."""
 
     extra: list[float] = field(default_factory=list)  # s per snapshot
@@ -69,19 +69,19 @@ def measure(job: Job) -> list[Record]:
 
 
 def _collect(
-    job: Job, loop: Loop, yardstick: SyncCopy, one: Callable[[Job, Loop, _Series], None]
-) -> tuple[_Series, list[float], bool]:
+    job: Job, loop: Loop, yardstick: SyncCopy, one: Callable[[Job, Loop, Series], None]
+) -> tuple[Series, list[float], bool]:
     """Pairs or blocks until the interval is narrow enough; whether that was cut short, last."""
-    unmeasured = _Series()
+    unmeasured = Series()
     loop.run(then=True)
     for _ in range(job.method.settle):
         one(job, loop, unmeasured)
-    series = _Series()
+    series = Series()
     copies = [_rest_and_copy(loop, yardstick)]
     begin = time.monotonic()
     while True:
         one(job, loop, series)
-        enough = _enough(job, series, copies)
+        enough = wanted_precision(job, series, copies)
         spent = time.monotonic() - begin
         job.tell(f"{len(series.extra)} {job.method.policy}, {spent:.0f} s")
         if enough.done(series.extra, spent):
@@ -103,13 +103,13 @@ def _rest_and_copy(loop: Loop, yardstick: SyncCopy) -> float:
     return spent
 
 
-def _pair(job: Job, loop: Loop, series: _Series) -> None:
+def _pair(job: Job, loop: Loop, series: Series) -> None:
     carrying, without = loop.run(then=False), loop.run(then=True)
     series.extra.append(carrying - without)
     series.without.append(without)
 
 
-def _block(job: Job, loop: Loop, series: _Series) -> None:
+def _block(job: Job, loop: Loop, series: Series) -> None:
     """Steps with a snapshot every `interval`, until the last one is complete; as many without."""
     interval = loop.engine.interval
     steps = -(-job.method.block // interval) * interval
@@ -128,7 +128,7 @@ def _block(job: Job, loop: Loop, series: _Series) -> None:
     series.overhead_scale = snapshots / steps
 
 
-def _enough(job: Job, series: _Series, copies: list[float]) -> Enough:
+def wanted_precision(job: Job, series: Series, copies: list[float]) -> Enough:
     """The wanted precision, as seconds per snapshot."""
     widths = []
     if "cost_ratio" in job.precision:

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from lightck.capture.arrange import Sources
 from lightck.errors import TornSnapshotError
-from lightck.region.native import HOLDS_ALL
+from lightck.region.native import HOLDS_ALL, RECORD_EARLY
 from lightck.region.writer import Batch, SlotWriter
 
 
@@ -47,6 +47,8 @@ class Flight:
     share_digest: bytes = HOLDS_ALL
     form: bytes = b""
     """See `state.Shared`."""
+    local: bool = False
+    """No other rank was asked: what all of them hold decides at restore (I6)."""
     groups: list[Group] = field(default_factory=list)
     opened_s: float = field(default_factory=time.monotonic)
     captured_s: float = 0.0
@@ -55,6 +57,16 @@ class Flight:
     """Seconds at fences so far."""
     futures: list[Future[int]] = field(default_factory=list)
     """Whoever waits for this very snapshot."""
+
+    @property
+    def counted_form(self) -> bytes:
+        """What must be the same on every rank: of those that share, the instant, too."""
+        return bytes([self.form[0] ^ 1]) + self.form[1:] if self.is_early_share else self.form
+
+    @property
+    def is_early_share(self) -> bool:
+        """It goes with other ranks' early shares only."""
+        return self.share_digest != HOLDS_ALL and bool(self.flags & RECORD_EARLY)
 
     def fail(self, error: BaseException) -> None:
         """Tell those who wait that it will not come."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from lightck.capture import boundary, rng
 from lightck.capture.extras import Extra
-from lightck.capture.state import Collected, Inventory, Live
+from lightck.capture.state import Collected, Inventory
 from lightck.errors import LightckError, StateError
 
 
@@ -19,7 +21,7 @@ class Instants:
 
     inventory: Inventory
     _rng: dict[str, Any] = field(default_factory=dict)
-    """(a): random generators."""
+    """(a): random generators, plain."""
     _extras: dict[str, Any] | None = None
     """(a): extras whose position the loop advances before the next forward."""
     _early: tuple[dict[str, Any] | None, dict[str, Any]] | None = None
@@ -47,15 +49,17 @@ class Instants:
             if self._extras is not None and extra.instant == "both":
                 self._extras[extra.name] = _private(extra)
 
-    def iterating(self, loader: Any, drawing: bool) -> None:
+    def iterating(self, loader: Any, drawing: bool) -> bool:
         """A loader starts anew after (a): position and generators are those just before.
+
+        Returns whether they have been taken again.
 
         `drawing`: the next batch is about to be drawn from an extra. Validation may have drawn
         since (a), and what this batch draws comes after the snapshot: generators are those of now.
         """
         ours = [e for e in self.inventory.extras if e.subject is loader and e.instant != "forward"]
         if self._drawn and (drawing or not ours):
-            return
+            return False
         self._drawn = self._drawn or drawing
         self._rng = rng.capture()
         moved = [e for e in self.inventory.extras if e.instant == "both"]
@@ -63,6 +67,7 @@ class Instants:
             for extra in moved if drawing else [*moved, *ours]:
                 if self._extras is not None:
                     self._extras[extra.name] = _private(extra)
+        return True
 
     def before_forward(self, *, generators: bool) -> None:
         """Take what a training forward changes, once: (b) itself comes later or goes unseen."""
@@ -79,23 +84,28 @@ class Instants:
         if self._early is not None and self._early[0] is None:
             self._early = None
 
-    def collect(self) -> Collected:
-        """The state at (b), with buffers as they were before any training forward."""
+    def forward_missed(self, copies: Mapping[str, torch.Tensor] | None) -> None:
+        """(b) went by unseen: what a forward changes is as it was at (a), where that is known."""
+        if self._early is None and copies is not None:
+            self._early = (None, dict(copies))
+
+    def collect(self, *, sure: bool = True) -> Collected:
+        """The state at (b), with buffers as they were before any training forward.
+
+        Unless `sure`, with such tensors as a glance tells.
+        """
         with users_code():
-            collected = self.inventory.collect()
-        if self._early is None:
-            return collected
-        kept = self._early[1]
-        lives = tuple(
-            Live(v.name, v.role, v.layer, kept[v.name], v.holders, True, v.alias_of)
-            if v.name in kept
-            else v
-            for v in collected.lives
-        )
-        return replace(collected, lives=lives)
+            collected = self.inventory.collect() if sure else self.inventory.glance()
+        return collected if self._early is None else holding(collected, self._early[1])
 
     def encode(self, collected: Collected, step: int, *, seen: bool) -> tuple[bytes, bytes]:
-        """The blobs of (a) and (b); proved to come back whenever their types have changed.
+        """The blobs of `trees`."""
+        return self.encoded(*self.trees(collected, step, seen=seen))
+
+    def trees(
+        self, collected: Collected, step: int, *, seen: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values of (a) and (b), plain: nothing that is done later changes them.
 
         Args:
             collected: the state at (b).
@@ -106,20 +116,36 @@ class Instants:
         Raises:
             StateError: something could not be restored; its path is named.
         """
-        first = boundary.plain({"rng": self._rng}, "")
         if self._extras is None:
             raise StateError(f"step {step} has no data position: taking it failed", path="extras")
-        first["extras"] = self._extras
+        first = {"rng": self._rng, "extras": dict(self._extras)}
         second = {**collected.tree, "step": step}
         if seen:
             known = self._early[0] if self._early else None
-            second["rng"] = boundary.plain(known or rng.capture(), "rng")
+            second["rng"] = known or rng.capture()
+        return first, second
+
+    def encoded(self, first: dict[str, Any], second: dict[str, Any]) -> tuple[bytes, bytes]:
+        """As a manifest has them; proved to come back whenever their types have changed.
+
+        Raises:
+            StateError: they do not; its path is named.
+        """
         types = (boundary.types_of(first), boundary.types_of(second))
         if types != self._types:
             boundary.prove(first, "at_step")
             boundary.prove(second, "at_forward")
             self._types = types
         return boundary.encode(first), boundary.encode(second)
+
+
+def holding(collected: Collected, kept: Mapping[str, torch.Tensor]) -> Collected:
+    """The same state with private copies of some tensors, by name, in place of the live ones."""
+    lives = tuple(
+        replace(live, tensor=kept[live.name], sync=True) if live.name in kept else live
+        for live in collected.lives
+    )
+    return replace(collected, lives=lives)
 
 
 def _private(extra: Extra) -> Any:

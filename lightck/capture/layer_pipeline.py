@@ -20,6 +20,7 @@ from lightck.capture.flight import Flight, Group
 from lightck.capture.pipeline import Pipeline
 from lightck.capture.state import Collected
 from lightck.capture.trace import now_ns
+from lightck.region.native import RECORD_JIT
 from lightck.region.writer import SlotWriter
 
 MIXED = -1
@@ -106,6 +107,8 @@ class LayerPipeline(Pipeline):
             raise
         if not joins:
             self._abandon(begun.flight)
+            if flags & RECORD_JIT and not self.barrier.alone:
+                self.barrier.lost(step, "the snapshot that had begun could not go on")
             return super().open(step, state, at_step, at_forward, flags=flags)
         assert self.window is None, "two snapshots in one window"
         flight = self.window = begun.flight

@@ -100,7 +100,7 @@ class LayerRecorder(Recorder):
 
     def _ask(self, step: int) -> bool:
         counters = self.pipeline.counters
-        cost = self.stalls.total() / counters.captured if counters.captured else None
+        cost = self.stalls.cost(step, counters.captured)
         due = self.cadence.ask(step, cost, counters.persist_s, bool(self.outcomes.wanted))
         return due and not self.outcomes.synchronous
 

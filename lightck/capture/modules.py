@@ -6,7 +6,9 @@ activation checkpointing put prefixes into names, which are taken off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from lightck.capture import fsdp
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that torch.compile and activation checkpointing put into names; they come and go."""
+_BUFFERS = operator.attrgetter("_buffers")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -56,6 +59,22 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
+
+
+def every_module(model: nn.Module) -> list[nn.Module]:
+    """Every module once; every step, so without the nested generators of `nn.Module.modules`."""
+    found, seen = [model], {id(model)}
+    for module in found:
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def held_buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor | None]:
+    """What they hold as buffers themselves, persistent or not."""
+    return list(chain.from_iterable(map(dict.values, map(_BUFFERS, modules))))
 
 
 def strip(path: str) -> str:

@@ -106,6 +106,14 @@ class Outcomes:
             self.latched = self.latched or is_final(error)  # for good, whatever else fails
             self.report(error)
 
+    def region_lost(self, error: LightckError) -> None:
+        """The region's memory is gone: told once, by a snapshot in hand if that meets it too."""
+        if not self.latched:
+            self.poll(1.0)
+        if not self.latched:
+            self.latched = True
+            self.report(error)
+
     def fail_wanted(self, error: LightckError) -> None:
         """No snapshot will come for those who wait for one that is not open yet."""
         for future in self.wanted:

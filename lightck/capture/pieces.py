@@ -196,7 +196,8 @@ def _complete(candidates: Sequence[Candidate]) -> bool:
 
 def _identity(candidate: Candidate) -> tuple[object, ...]:
     record = candidate.record
-    return record.timeline, record.step, record.world, record.share_digest
+    # Shares of two instants are no one state, should the loop change weights in between (I2).
+    return record.timeline, record.step, record.world, record.share_digest, record.early
 
 
 def _must_belong_together(candidates: Sequence[Candidate]) -> None:
@@ -220,6 +221,10 @@ def _must_belong_together(candidates: Sequence[Candidate]) -> None:
 
 
 def _said(candidate: Candidate) -> str:
-    timeline, step, world, share = _identity(candidate)
-    assert isinstance(share, bytes)
-    return f"step {step} of timeline {timeline:x}, world {world}, share map {share.hex()}"
+    record = candidate.record
+    early = " (early)" if record.early else ""
+    share = record.share_digest.hex()
+    return (
+        f"step {record.step}{early} of timeline {record.timeline:x}, world {record.world},"
+        f" share map {share}"
+    )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Thread
+from threading import RLock, Thread
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from lightck.capture.trace import Trace, moments_of, now_ns
 from lightck.config import Config
 from lightck.errors import CoordinationError, LightckError, WaitTimeoutError
 from lightck.events import event
+from lightck.region.native import RECORD_JIT
 from lightck.region.pool import NativePool
 from lightck.region.region import Region
 from lightck.region.writer import SlotWriter
@@ -35,7 +36,7 @@ from lightck.types import Fate, ReleaseSchedule
 
 @dataclass(eq=False)
 class Pipeline:
-    """Owns the flights into one region. Used by the training thread; `tick` by autograd's."""
+    """Owns the flights into one region. Used by the training thread; `pace` by autograd's."""
 
     region: Region
     pool: NativePool
@@ -54,10 +55,12 @@ class Pipeline:
     """The last one that became durable on this rank."""
     trace: Trace | None = None
     on_torn: Callable[[Flight, Sequence[str]], None] = lambda flight, names: None
+    pacing: RLock = field(default_factory=RLock)
+    """Held while a snapshot opens or ends: one made just in time does so beside a backward."""
     _abandoning: list[tuple[Thread, Flight]] = field(default_factory=list)
-    """Dropped on page media: the memory they read is held until they are freed."""
+    """Dropped on page media; the memory they read is held."""
     _mapping: Future[None] | None = None
-    """DRAM that is being mapped in the pool."""
+    """Of DRAM, in the pool."""
     _last_stats: dict[str, int] | None = None
     _dice: random.Random = field(default_factory=random.Random)
     """For audits only; the global generators belong to the user."""
@@ -91,7 +94,7 @@ class Pipeline:
         """Begin snapshot `step`: from now to the fence the sources must not change.
 
         Buffers and other sources that cannot wait are copied before this returns. A text says why
-        it slips: nothing was done, and the barrier knows.
+        it slips: nothing was done, and the barrier knows, which of RECORD_JIT ones never hears.
 
         Raises:
             RegionFullError: the state has outgrown the medium.
@@ -99,7 +102,10 @@ class Pipeline:
         """
         assert self.window is None, "two snapshots in one window"
         self._reap()
-        slip: str | None = Slip.DRAM if self._dram_taken else self.barrier.opening(step)
+        local = bool(flags & RECORD_JIT) and not self.barrier.alone
+        slip: str | None = Slip.DRAM if self._dram_taken else None
+        if slip is None and not local:
+            slip = self.barrier.opening(step)
         writer = None
         if slip is None:
             plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
@@ -107,15 +113,18 @@ class Pipeline:
             writer = SlotWriter.open(self.region, self.pool, plan)
         if writer is None:
             slip = slip or Slip.SLOTS
-            self.barrier.lost(step, f"slipped: {slip}")
+            if not local:
+                self.barrier.lost(step, f"slipped: {slip}")
             return slip
         self._taken(writer)
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
-        flight = Flight(step, writer, at_step, at_forward, flags, state.share_digest, state.form)
-        self.window = flight
+        said = at_step, at_forward, flags, state.share_digest, state.form, local
+        flight = self.window = Flight(step, writer, *said)
         try:
-            self._load(flight, self.arrangement)
+            staged = self._placed(flight, self.arrangement)
+            for part in self.arrangement.parts:
+                self._queue(flight, part, staged)
         except BaseException as error:
             self.drop(f"failed: {error}")
             raise
@@ -128,14 +137,11 @@ class Pipeline:
         if self.newest is not None and self.newest.writer.slot is writer.slot:
             self.newest = None
 
-    def tick(self) -> None:
-        """A layer's gradient is ready: let more copies run. Any thread."""
-        self.pace(self.schedule.tick)
-
     def pace(self, says: Callable[[], int]) -> None:
         """Let as many copies run as the schedule says. Any thread."""
-        if self.window is not None:
-            self._release(self.window, says())
+        with self.pacing:
+            if self.window is not None:
+                self._release(self.window, says())
 
     def fence(self, optimizer: int | None = None) -> bool:
         """Return when every copy of what `optimizer` (None: anyone) changes has left its source.
@@ -189,16 +195,19 @@ class Pipeline:
                     break
             except Exception as error:
                 self.persisting.remove(flight)
-                self.barrier.lost(flight.step, f"failed: {error}", for_good=is_final(error))
+                self._lost(flight, f"failed: {error}", for_good=is_final(error))
                 flight.fail(error)
                 raise
             self.persisting.remove(flight)
-            self.awaiting.append(flight)
             flight.durable_s = time.monotonic()
             self.counters.durable += 1
             self.counters.commit_s += flight.durable_s - flight.captured_s
             self.newest = flight
-            self.barrier.committed(flight.step, flight.form)
+            self.barrier.committed(flight.step, flight.counted_form)
+            if flight.local:
+                self.region.keep(flight.writer.slot)
+                continue
+            self.awaiting.append(flight)
         for flight in [*self.awaiting]:
             fate = self.barrier.fate(flight.step)
             if fate is Fate.WHOLE:
@@ -267,19 +276,24 @@ class Pipeline:
 
     def drop(self, why: str = "given up", *, for_good: bool = False) -> None:
         """Give up the snapshot in the window; its slot stays invalid and is reused first."""
-        flight, self.window = self.window, None
-        if flight is not None:
-            self.barrier.lost(flight.step, why, for_good=for_good)
+        with self.pacing:
+            flight, self.window = self.window, None
+            if flight is None:
+                return
             self.schedule.close()
-            self._abandon(flight)
+        self._lost(flight, why, for_good=for_good)
+        self._abandon(flight)
+
+    def _lost(self, flight: Flight, why: str, *, for_good: bool) -> None:
+        if not flight.local:
+            self.barrier.lost(flight.step, why, for_good=for_good)
 
     def _abandon(self, flight: Flight) -> None:
         if not self.region.staged:
             flight.writer.abandon()
             return
-        # On page media the slot's invalidation may still be in a sync, which giving up waits for;
-        # the training thread does not (I9). The slot stays busy meanwhile, and workers may still
-        # read: the flight is kept, with the memory it holds.
+        # On page media giving up waits for the slot's invalidation, perhaps in a sync; the training
+        # thread does not (I9). Workers may still read: the flight's memory is kept.
         thread = Thread(target=flight.writer.abandon, name="lightck-abandon")
         self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]
         self._abandoning.append((thread, flight))
@@ -321,13 +335,8 @@ class Pipeline:
                 self.trace.finish()
             self.pool.close()
 
-    def _load(self, flight: Flight, arrangement: Arrangement) -> None:
-        """Queue every copy; those from private copies may run at once."""
-        staged = self._placed(flight, arrangement)
-        for part in arrangement.parts:
-            self._queue(flight, part, staged)
-
     def _queue(self, flight: Flight, part: Part, staged: npt.NDArray[np.bool_]) -> Group:
+        """Those from private copies may run at once."""
         chosen, at = sources(part, self.arrangement), part.positions
         pointers = np.array(chosen.pointers, np.uint64) + part.begins
         may_skip = part.unmoved(chosen.versions)
@@ -381,15 +390,11 @@ class Pipeline:
         flight.writer.seal(flight.step, *said)
         if self.trace is not None:
             self.trace.note("part", "seal", begin, now_ns())
-        self.window = None
-        self.schedule.close()
+        with self.pacing:
+            self.window = None
+            self.schedule.close()
         self.placement.waited(flight.waited_s, flight.writer.layout.payload_bytes)
         flight.captured_s = time.monotonic()
         self.persisting.append(flight)
         self.counters.captured += 1
         self.counters.last_captured_step = flight.step
-
-
-def layer_count(lives: Sequence[Live]) -> int:
-    """Number of modules that hold parameters: the gradient ticks of one backward."""
-    return len({live.layer for live in lives if live.role == "parameter"})

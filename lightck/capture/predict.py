@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from lightck.capture import boundary, dtensor, staging
+from lightck.capture import boundary, dtensor, journaled, staging
 from lightck.capture.boundary import join
 from lightck.capture.state import Inventory, Live, parameter_names
 from lightck.region import allocator
 from lightck.region.layout import Entry
+from lightck.region.spec import JOURNAL_BYTES
 
 _SMALL = (2, 3, 5, 7, 11, 13)
 _Made = tuple[str, torch.dtype, tuple[int, ...]]
@@ -42,6 +43,14 @@ def expected(inventory: Inventory) -> tuple[tuple[Entry, ...], int]:
     blob = len(boundary.encode(collected.tree))
     capacity = allocator.manifest_capacity(len(lives), blob + BOUNDARY_RESERVE_BYTES)
     return tuple(map(staging.describe, lives)), capacity
+
+
+def journal_bytes(inventory: Inventory) -> int:
+    """Room for the boundary journal: two entries, each twice what one would be now."""
+    collected = inventory.collect()
+    size = len(boundary.encode(collected.tree)) + BOUNDARY_RESERVE_BYTES
+    size += sum(live.local.nbytes for live in collected.lives if journaled.is_own(live))
+    return max(JOURNAL_BYTES, 4 * min(size, 2 * journaled.MOST_BYTES))
 
 
 def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[Live, ...] | None:

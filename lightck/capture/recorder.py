@@ -17,20 +17,15 @@ from torch.optim import Optimizer
 
 from lightck.capture.barrier import is_final
 from lightck.capture.due import Due
-from lightck.capture.flight import Slip
 from lightck.capture.hooks import Watched
 from lightck.capture.instants import Instants
+from lightck.capture.journaled import Instant, Journaled
 from lightck.capture.outcomes import Outcomes
 from lightck.capture.pipeline import Pipeline
 from lightck.capture.stall import Stalls
 from lightck.capture.state import Collected, Inventory
 from lightck.capture.steps import Steps
-from lightck.errors import CoordinationError, RegionBusyError
 from lightck.events import event
-from lightck.region.native import RECORD_EARLY
-
-FATE_S = 10.0
-"""How long a snapshot that is asked for waits until other ranks have settled an older one."""
 
 
 @dataclass(eq=False)
@@ -52,6 +47,12 @@ class Recorder:
     """Report the next forwards, or stop."""
     on_step: Callable[[], None] = lambda: None
     """Called when a step has ended and its due snapshot is decided."""
+    journaled: Journaled | None = None
+    """While the failure path is armed: the boundary state of every step is kept."""
+    ticks: int = 0
+    """Moves with every hook: training makes progress."""
+    thread: int = field(default_factory=threading.get_ident)
+    """The training thread, as far as the hooks have seen it."""
     stalls: Stalls = field(default_factory=Stalls)
     enabled: bool = True
     """False in forked children and after detach."""
@@ -62,12 +63,13 @@ class Recorder:
     _ended_in: int = -1
     """The backward inside which the last step ended, with optimizers that step there."""
     _room_made: bool = False
-    _forward_unseen: bool = True
+    forward_unseen: bool = True
     """The last forward ran where no hook can see it (a compiled loop, a CUDA graph), or none has
     run yet: buffers are taken at the step's end, in case the next one goes unseen, too."""
     _warned: bool = False
-    _buffers: list[int] | None = None
-    """Version counters of the buffers when this iteration's forward began; None before it."""
+    buffers: list[int] | None = None
+    """Version counters of the buffers when this iteration's forward began, if they are not kept;
+    None before it."""
 
     @property
     def lock(self) -> threading.RLock:
@@ -81,6 +83,7 @@ class Recorder:
         index = self._index(optimizer)
         if index is None:
             return
+        self._tick()
         if not self.settled and self.steps.counts[index] > self.steps.step:
             self._settle()
         self.steps.begin(index)
@@ -89,29 +92,45 @@ class Recorder:
     def update_ends(self, optimizer: Optimizer) -> None:
         """A step may be complete."""
         index = self._index(optimizer)
-        if index is not None and self.steps.end(index):
-            self._step_ended()
+        self._tick()
+        if index is not None:
+            with self.lock:  # no save may see a new step with the old one's boundary state
+                if self.steps.end(index):
+                    self._step_ended()
 
     def update_skipped(self, optimizer: Optimizer) -> None:
         """The gradient scaler left the update out: the step counts all the same."""
         index = self._index(optimizer)
-        if index is not None and self.steps.skipped(index):
-            self._step_ended()
+        if index is not None:
+            with self.lock:
+                if self.steps.skipped(index):
+                    self._step_ended()
 
     def forward(self, training: bool) -> None:
         """(b) for a forward with gradients; one without gives RNG and buffers, once."""
         if not self.enabled or self.steps.updating:
             return
-        with self.stalls.of("boundary"):
+        self._tick()
+        # A save on another thread takes buffers as they are before the forward, or as kept here.
+        with self.stalls.of("boundary"), self.lock:
             if training:
-                self._forward_unseen = False
-                self._buffers = [buffer._version for buffer in self.inventory.buffers()]
+                self.forward_unseen = False
                 self.instants.forward_seen()
                 self.arm(False)
-                if self.due:
-                    self._open()
-            elif self.due:
+                self._window_begins(seen=True)
+            elif self.due or self.journaled is not None:
                 self.instants.before_forward(generators=True)
+
+    def _window_begins(self, *, seen: bool) -> None:
+        """(b) is here, or was missed: what it is made of is kept, and the due snapshot opens."""
+        kept = None
+        if self.journaled is None:
+            self.buffers = [buffer._version for buffer in self.inventory.buffers()]
+        else:
+            self.buffers = []
+            kept = self.journaled.forward(self.steps.step, seen=seen, sure=self.due)
+        if self.due:
+            self.open(kept, seen=seen)
 
     def gradient(self, layer: str) -> None:
         """A layer's gradient is ready."""
@@ -120,15 +139,19 @@ class Recorder:
         self._gradients += 1
         if not self.enabled:
             return
-        if self.due and not self.steps.updating:
+        self.ticks += 1  # on a GPU by autograd's own thread
+        if (self.due or self._unkept) and not self.steps.updating:
             self._missed_forward("a gradient hook")
-        self.pipeline.tick()
+        self.pipeline.pace(self.pipeline.schedule.tick)
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
         """A loader starts anew, or draws, between (a) and (b): RNG is that just before."""
         if self.enabled and not self._gradients and not self.steps.updating:
-            with self.stalls.of("boundary"):
-                self.instants.iterating(loader, drawing)
+            self._tick()
+            with self.stalls.of("boundary"), self.lock:
+                taken = self.instants.iterating(loader, drawing)
+                if taken and self.journaled is not None and self.buffers is None:
+                    self.journaled.step_ended(self.steps.step)
 
     # ---- the instants ----------------------------------------------------------------------
 
@@ -141,13 +164,22 @@ class Recorder:
 
     def mark_end(self) -> None:
         """`handle.after_update()`."""
-        if self.steps.end(Steps.MARK):
-            self._step_ended()
+        with self.lock:
+            if self.steps.end(Steps.MARK):
+                self._step_ended()
 
     def start(self) -> None:
         """Take (a) for the state as it is at attach."""
-        self.instants.step_ended()
+        with self.lock:
+            self._take_step_end()
         self.arm(True)
+
+    def _take_step_end(self) -> None:
+        if self.journaled is not None:
+            self.journaled.forget(self.steps.step)
+        self.instants.step_ended()
+        if self.journaled is not None:
+            self.journaled.step_ended(self.steps.step)
 
     def check_state(self, collected: Collected) -> None:
         """Show that the boundary state comes back, before training relies on it.
@@ -171,10 +203,10 @@ class Recorder:
             return
         with self.stalls.of("step"):
             # (a) first: whatever is raised below, a later snapshot must not find the last step's.
-            self._gradients, self._buffers = 0, None
+            self._gradients, self.buffers = 0, None
             self._ended_in = torch._C._current_graph_task_id()
-            with self.outcomes.reported():
-                self.instants.step_ended()
+            with self.lock, self.outcomes.reported():
+                self._take_step_end()
             self.arm(True)
             self.outcomes.tell_troubles()
             self.outcomes.surface()
@@ -182,12 +214,12 @@ class Recorder:
             if not self._room_made:
                 self._make_room()
             counters = self.pipeline.counters
-            cost = self.stalls.total() / counters.captured if counters.captured else None
+            cost = self.stalls.cost(self.steps.step, counters.captured)
             if self.cadence.ask(
                 self.steps.step, cost, counters.persist_s, bool(self.outcomes.wanted)
             ):
                 self.due = True
-                if self._forward_unseen:
+                if self.forward_unseen:
                     self.instants.before_forward(generators=False)
             with self.outcomes.reported():
                 self.on_step()
@@ -203,10 +235,21 @@ class Recorder:
         self.pipeline.prepare(collected.lives, len(at_step) + len(at_forward))
         self._room_made = True
 
-    def _open(self, *, flags: int = 0, seen: bool = True, synchronous: bool = False) -> None:
+    def open(
+        self,
+        kept: Instant | None = None,
+        *,
+        flags: int = 0,
+        seen: bool = True,
+        synchronous: bool = False,
+    ) -> None:
         """Open the due snapshot; without a slot or the DRAM for it, it slips to a later step.
 
-        `seen`: a forward is about to run, so that the RNG states are those of (b).
+        Args:
+            kept: the instant (b), where it has just been taken already.
+            flags: of the record.
+            seen: a forward is about to run, so that the RNG states are those of (b).
+            synchronous: copy everything before this returns.
         """
         with self.lock, self.outcomes.reported():
             self.due = False
@@ -215,8 +258,12 @@ class Recorder:
                 if self.pipeline.window is not None:
                     self.pipeline.fence(None)
                 self.poll()
-                collected = self.instants.collect()
-                at_step, at_forward = self.instants.encode(collected, step, seen=seen)
+                if kept is not None:
+                    collected, trees = kept.collected, (kept.first, kept.second)
+                else:
+                    collected = self.instants.collect()
+                    trees = self.instants.trees(collected, step, seen=seen)
+                at_step, at_forward = self.instants.encoded(*trees)
                 flight = self.pipeline.open(step, collected, at_step, at_forward, flags=flags)
                 if isinstance(flight, str):
                     outcomes.slipped(step, flight)
@@ -235,7 +282,7 @@ class Recorder:
 
     def _missed_forward(self, where: str) -> None:
         """No forward was seen: open here, with what is still exact."""
-        self._forward_unseen = True
+        self.forward_unseen = True
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -243,8 +290,15 @@ class Recorder:
                 " snapshots open there, with buffers and generators as they were at the step's end",
                 stacklevel=2,
             )
-        with self.stalls.of("boundary"):
-            self._open(seen=False)
+        with self.stalls.of("boundary"), self.lock:
+            if self.journaled is not None and self.journaled.ended is not None:
+                self.instants.forward_missed(self.journaled.ended.copies)
+            self._window_begins(seen=False)
+
+    @property
+    def _unkept(self) -> bool:
+        """(b) should have been kept, and has not been."""
+        return self.journaled is not None and self.buffers is None
 
     # ---- optimizers ------------------------------------------------------------------------
 
@@ -282,54 +336,25 @@ class Recorder:
         """Take note of commits and fates. Any thread."""
         self.outcomes.poll(timeout_s)
 
-    # ---- on request ------------------------------------------------------------------------
+    def _tick(self) -> None:
+        self.ticks += 1
+        self.thread = threading.get_ident()
+
+    # ---- on request, see `asked` -----------------------------------------------------------
 
     def can_open_now(self) -> bool:
         """The state is that of the last complete step, and no micro-batch has been seen since."""
-        mixed = self.steps.updating or self.steps.between_updates
-        return not mixed and not self._inside_iteration
+        return not self.mixed and not self.inside
 
     @property
-    def _inside_iteration(self) -> bool:
+    def mixed(self) -> bool:
+        """The parameters are of no step."""
+        return self.steps.updating or self.steps.between_updates
+
+    @property
+    def inside(self) -> bool:
         """The next iteration's forward has begun: generators and buffers may be its own."""
-        return self._gradients > 0 or self._buffers is not None
-
-    def open_now(self) -> None:
-        """Declare (b) reached and copy the state of the last complete step at once.
-
-        The generators are taken as they stand: what is drawn next comes after the snapshot.
-        Waits for a slot if every one is persisting, for other ranks' commits not longer than
-        `FATE_S`: the caller asked for it.
-        """
-        with self.stalls.of("request"), self.lock:
-            if self.pipeline.window is not None:
-                with self.outcomes.reported():
-                    self.pipeline.fence(None)
-            if not self.pipeline.barrier.request(self.steps.step):
-                self._join(self.steps.step)
-                return
-            self._await_slot()
-            self.instants.generators_stand()
-            self._open(seen=False, synchronous=True)
-
-    def _await_slot(self) -> None:
-        if self.pipeline.busy:
-            self.poll(None)
-            self.pipeline.await_fates(FATE_S)
-            self.poll()
-
-    def _join(self, step: int) -> None:
-        """Several ranks take one snapshot of a step at most: wait for the one that there is."""
-        pipeline, outcomes = self.pipeline, self.outcomes
-        for flight in [*pipeline.persisting, *pipeline.awaiting]:
-            if flight.step == step:
-                flight.futures += outcomes.wanted
-                outcomes.wanted = []
-        if pipeline.counters.last_committed_step == step:
-            for future in outcomes.wanted:
-                future.set_result(step)
-            outcomes.wanted = []
-        outcomes.fail_wanted(CoordinationError(f"step {step} has lost its snapshot already"))
+        return self._gradients > 0 or self.buffers is not None
 
     def finish_window(self) -> None:
         """Capture what is open; outside an update only."""
@@ -338,38 +363,3 @@ class Recorder:
                 self.pipeline.drop()
             else:
                 self.pipeline.fence(None)
-
-    def finish_last_step(self) -> None:
-        """Make sure the last complete step has a snapshot, due or not, if it can have one."""
-        self.finish_window()
-        self.pipeline.barrier.begin_close()
-        counters = self.pipeline.counters
-        if counters.last_captured_step == self.steps.step or not self.cadence.began:
-            return
-        if self.steps.updating or self.steps.between_updates:
-            self._no_last("an update is half done")
-            return
-        slipped = counters.slipped
-        now = [buffer._version for buffer in self.inventory.buffers()]
-        if not self._inside_iteration:
-            self.open_now()
-        elif (self._buffers or []) == now:
-            self._await_slot()
-            self._open(flags=RECORD_EARLY, seen=False, synchronous=True)
-        else:
-            self._no_last("a forward has changed the buffers")
-        if counters.slipped > slipped:
-            slip = self.outcomes.slip
-            ask = " (is a reader holding one?)" if slip is Slip.SLOTS else ""
-            text = f"step {self.steps.step}, the last one, has no snapshot: {slip}{ask}"
-            self.outcomes.report(RegionBusyError(text))
-
-    def _no_last(self, why: str) -> None:
-        self.outcomes.why_not_last = why
-        event("skipped", step=self.steps.step, why=why)
-
-    def open_early(self) -> None:
-        """Copy the due snapshot now: (b) is still to come, so it is marked early (I2)."""
-        if self.due and self.can_open_now():
-            with self.stalls.of("request"):
-                self._open(flags=RECORD_EARLY, seen=False, synchronous=True)

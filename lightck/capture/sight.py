@@ -92,16 +92,7 @@ class Sight:
         try:
             page.publish()
         except RegionIOError as error:
-            self._lost(error)
-
-    def _lost(self, error: RegionIOError) -> None:
-        """The region's memory is gone: told once, by a snapshot in hand if that meets it too."""
-        outcomes = self.recorder.outcomes
-        if not outcomes.latched:
-            outcomes.poll(1.0)
-        if not outcomes.latched:
-            outcomes.latched = True
-            outcomes.report(error)
+            self.recorder.outcomes.region_lost(error)
 
     def torn(self, flight: Flight, names: Sequence[str]) -> None:
         """The pipeline dropped a snapshot."""

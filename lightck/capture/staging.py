@@ -124,10 +124,14 @@ def must_own(live: Live) -> bool:
     )
 
 
-def tell_synchronous(lives: Iterable[Live], most_bytes: int) -> None:
-    """Warn `attach`'s caller when more than that must be copied while training waits."""
+MUCH_BYTES = 64 << 20
+"""Copied synchronously at the boundary: the user is told."""
+
+
+def tell_synchronous(lives: Iterable[Live]) -> None:
+    """Warn `attach`'s caller when much must be copied while training waits."""
     size = sum(describe(live).length for live in lives if must_own(live))
-    if size > most_bytes:
+    if size >= MUCH_BYTES:
         warnings.warn(
             f"lightck copies {size >> 20} MiB at the start of a forward with a snapshot,"
             " and training waits: buffers, tensors that are not dense or not in CPU memory",

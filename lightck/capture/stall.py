@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+_LAST = 9  # snapshots whose cost counts
 
 
 @dataclass(eq=False)
@@ -16,6 +20,9 @@ class Stalls:
     tell: Callable[[str, int, int], None] | None = None
     """Called with cause, begin and end in ns, when there is a trace."""
     _running: bool = False
+    _seen: tuple[int, float, int] = (0, 0.0, 0)
+    """Step, seconds and snapshots when `cost` last looked."""
+    _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
 
     @contextmanager
     def of(self, cause: str) -> Iterator[None]:
@@ -37,3 +44,19 @@ class Stalls:
     def total(self) -> float:
         """Seconds over all causes."""
         return sum(self.seconds.values())
+
+    def cost(self, step: int, captured: int) -> float | None:
+        """Seconds that a snapshot adds to its iteration, lately; None before the first.
+
+        Asked at every step with the snapshots captured so far; of a step the first call counts.
+        What iterations without a snapshot cost is left out: were they rare it would be most of the
+        sum, and no policy can save it. So is, by a median, what only the first ones cost (room,
+        page faults, trials).
+        """
+        asked, before, known = self._seen
+        if step != asked:
+            total = self.total()
+            if captured > known:
+                self._costs.append((total - before) / (captured - known))
+            self._seen = step, total, captured
+        return statistics.median_low(self._costs) if self._costs else None

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightck.capture import dtensor, fsdp
 from lightck.capture.boundary import join, plain, reference
+from lightck.capture.dense import must_be_dense
 from lightck.capture.extras import Extra
-from lightck.capture.modules import named_buffers, named_parameters
+from lightck.capture.modules import every_module, held_buffers, named_buffers, named_parameters
 from lightck.errors import StateError
 from lightck.region.native import HOLDS_ALL
 
@@ -82,6 +82,7 @@ class Collected:
 class _Cache:
     """What was found, for as long as `objects` are the same ones."""
 
+    modules: list[nn.Module]
     objects: list[Any]
     everything: tuple[Live, ...]
     shared: Shared
@@ -89,6 +90,10 @@ class _Cache:
     states: list[dict[str, Any]]
     held: list[list[list[str]]]
     """Per optimizer and group the names of its parameters."""
+    buffers: list[Any]
+    """What the modules held as buffers."""
+    sizes: list[int]
+    """Of the optimizers' groups and states."""
 
 
 @dataclass(eq=False)
@@ -119,7 +124,21 @@ class Inventory:
         Raises:
             StateError: something could not be restored; its path is named.
         """
-        cache = self._known()
+        return self._collected(self._known())
+
+    def glance(self) -> Collected:
+        """As `collect`, for values and buffers only, where a cheap look tells them.
+
+        Of other tensors it gives those that were found last, if there are as many.
+        """
+        cache = self._cache
+        if cache is None or any(cache.states) or _sizes(self.optimizers) != cache.sizes:
+            cache = self._known()
+        elif not _identical(held_buffers(cache.modules), cache.buffers):
+            cache = self._known()
+        return self._collected(cache)
+
+    def _collected(self, cache: _Cache) -> Collected:
         more: list[Live] = []
         sync = self.always_sync
         held = zip(self.optimizers, cache.held, strict=True)
@@ -140,6 +159,10 @@ class Inventory:
         """Every tensor of model and optimizers, also those that other ranks capture."""
         return self._known().everything
 
+    def shared(self) -> tuple[Live, ...]:
+        """What this rank captures of model and optimizers."""
+        return self._known().shared.lives
+
     def found(self) -> tuple[Live, ...]:
         """What `everything` was at the last `collect`, which has just been."""
         return self._cache.everything if self._cache is not None else self.everything()
@@ -157,7 +180,7 @@ class Inventory:
         """The model's persistent buffers."""
         return [
             buffer
-            for module in _modules(self.model)
+            for module in every_module(self.model)
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
         ]
@@ -169,9 +192,11 @@ class Inventory:
             found.setdefault(id(parameter), name)
         return found
 
-    def _objects(self) -> tuple[list[Any], bool]:
-        """Every object that the cached part depends on, and whether identity proves it the same."""
-        modules = _modules(self.model)
+    def _objects(self, modules: list[nn.Module]) -> tuple[list[Any], bool]:
+        """Every object that the cached part depends on, and whether identity proves it the same.
+
+        While the children of all modules are the same, `modules` are still all there are.
+        """
         objects: list[Any] = [*self.depends(), *modules]
         for kept in map(operator.attrgetter, ("_parameters", "_buffers", "_modules")):
             found = list(map(kept, modules))
@@ -190,14 +215,19 @@ class Inventory:
 
     def _known(self) -> _Cache:
         """What was found before, where nothing has changed since."""
-        objects, reusable = self._objects()
         cache = self._cache
-        if cache is None or not _identical(cache.objects, objects):
-            cache = self._find(objects)
+        if cache is not None:
+            objects, reusable = self._objects(cache.modules)
+            if _identical(cache.objects, objects):
+                self._cache = cache if reusable else None
+                return cache
+        modules = every_module(self.model)
+        objects, reusable = self._objects(modules)
+        cache = self._find(modules, objects)
         self._cache = cache if reusable else None
         return cache
 
-    def _find(self, objects: list[Any]) -> _Cache:
+    def _find(self, modules: list[nn.Module], objects: list[Any]) -> _Cache:
         """Look everything up anew."""
         lives = list(self._model_lives())
         states = [self._optimizer_state(i, o, lives) for i, o in enumerate(self.optimizers)]
@@ -207,8 +237,9 @@ class Inventory:
             [[labels[parameter] for parameter in group["params"]] for group in o.param_groups]
             for o, labels in zip(self.optimizers, known, strict=True)
         ]
-        assigned = tuple(self.assign(lives))
-        return _Cache(objects, assigned, self.share(assigned), states, held)
+        assigned, buffers = tuple(self.assign(lives)), held_buffers(modules)
+        shared, sizes = self.share(assigned), _sizes(self.optimizers)
+        return _Cache(modules, objects, assigned, shared, states, held, buffers, sizes)
 
     def _model_lives(self) -> Iterator[Live]:
         holders: dict[int, set[int]] = {}
@@ -301,37 +332,6 @@ def key_label(i: int, key: Any) -> str:
     raise StateError(f"optim/{i} keeps state under {key!r}; use a parameter, string or integer")
 
 
-def must_be_dense(path: str, tensor: torch.Tensor) -> None:
-    """Refuse what has no plain bytes.
-
-    Raises:
-        StateError: the tensor is sparse, quantized, not initialized yet, without memory (meta), or
-            a sum over ranks.
-    """
-    why = dtensor.refusal(tensor)
-    if why is not None:
-        raise StateError(f"{path} {why}", path=path)
-    if is_lazy(tensor):
-        raise StateError(f"{path} is not initialized: run one forward before attach", path=path)
-    if tensor.is_meta:
-        why = "is on the meta device and has no bytes: call Module.to_empty before"
-        raise StateError(f"{path} {why}", path=path)
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise StateError(f"{path} is a {kind} tensor; only dense tensors can be saved", path=path)
-
-
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """Every module once; every step, so without the nested generators of `nn.Module.modules`."""
-    found, seen = [model], {id(model)}
-    for module in found:
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                found.append(child)
-    return found
-
-
 def held_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Every tensor that the optimizer's groups hold."""
     for group in optimizer.param_groups:
@@ -365,6 +365,8 @@ def _attributes(i: int, optimizer: Optimizer, lives: list[Live], sync: set[str])
     for name, value in vars(optimizer).items():
         if name in BASE_ATTRIBUTES or callable(value):
             continue
+        if name[0] == "_" and not isinstance(value, torch.Tensor) and (not value or value is True):
+            continue  # nothing that could hold a tensor
         found: list[Live] = []
         place = _Placing(found, "optimizer", "", frozenset((i,)), sync)
         try:
@@ -382,6 +384,14 @@ def _attributes(i: int, optimizer: Optimizer, lives: list[Live], sync: set[str])
 
 def _class_name(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _sizes(optimizers: Sequence[Optimizer]) -> list[int]:
+    found: list[int] = []
+    for optimizer in optimizers:
+        found += [len(group["params"]) for group in optimizer.param_groups]
+        found.append(sum(map(len, filter(None, optimizer.state.values()))))
+    return found
 
 
 def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -50,6 +50,16 @@ class Steps:
         """Some optimizers, or layers, have stepped since the last complete step, others not."""
         return self.partial or any(count > self.step for count in self.counts)
 
+    def gave_up(self, thread: int) -> bool:
+        """The update that has begun on this thread has raised: it will never end. Any thread."""
+        begun = [*self._inside]
+        if not begun or begun[-1][0] == self.MARK:
+            return False
+        frame, wanted = sys._current_frames().get(thread), begun[-1][1]
+        while frame is not None and frame is not wanted:
+            frame = frame.f_back
+        return frame is None
+
     def begin(self, who: int) -> bool:
         """An update begins; True unless it runs inside another one.
 

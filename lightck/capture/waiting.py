@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from lightck.capture.asked import open_early
 from lightck.capture.recorder import Recorder
 from lightck.capture.report import Reporter
 from lightck.errors import (
@@ -88,7 +89,7 @@ def wait(recorder: Recorder, reporter: Reporter, step: int | None, timeout: floa
         if recorder.due and recorder.steps.step >= step and not _reached(recorder, step):
             ready = drain(recorder, step, deadline)  # its slot may be busy
             if ready:
-                recorder.open_early()
+                open_early(recorder)
     if not (ready and drain(recorder, step, deadline)):
         waiting = [flight.step for flight in recorder.pipeline.in_flight]
         raise WaitTimeoutError(f"not committed after {timeout} s: steps {waiting}")

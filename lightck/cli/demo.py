@@ -6,16 +6,14 @@ import argparse
 import os
 import random
 import secrets
-import shutil
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightck.cli import scratch
 from lightck.cli.demo_watch import Kill, Run, Trainer, differences
 from lightck.cli.output import BAD_DATA, OK, Refusal, pairs, print_json, progress, size, table
 from lightck.examine import check, contents, regions
@@ -64,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     kills = [Kill(steps * part // 3, dice.uniform(0.05, 0.95)) for part in (1, 2)]
     say: Callable[..., None] = _nothing if arguments.json else _say
     begin = time.monotonic()
-    with _folder(arguments.path) as folder:
+    with scratch.folder(arguments.path, "demo") as folder:
         say(f"lightck demo: {steps} steps, seed {seed} (repeat with --seed {seed})\n")
         demo = _Demo(folder, steps, seed, say)
         reference = demo.reference()
@@ -91,28 +89,6 @@ def _say(text: str) -> None:
 
 def _nothing(text: str) -> None:
     pass
-
-
-@contextmanager
-def _folder(path: Path | None) -> Iterator[Path]:
-    """Where logs and region go; a temporary one is removed."""
-    if path is not None:
-        path = Path(os.path.abspath(path))
-        try:
-            path.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise Refusal(f"{path}: cannot make the folder: {error.strerror}") from error
-        if any(path.iterdir()):
-            raise Refusal(f"{path} is not empty; the demo needs a folder of its own")
-        yield path
-        return
-    memory = Path("/dev/shm")
-    base = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="lightck-demo-", dir=base))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Demo:

@@ -1,7 +1,8 @@
 """The demo's training job, a process of its own: `python -m lightck.cli.demo_train`.
 
 It writes one JSON line per event to its log: where it starts, each finished step with its loss to
-the last bit, and at the end a digest of every tensor with what was measured.
+the last bit, and at the end a digest of every tensor with what was measured. `lightck chaos` starts
+it too, on several ranks if torchrun does.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lightck
 from lightck.cli.gpt import GPT, Shape, corpus, sample
@@ -32,11 +38,21 @@ class Job:
     def __init__(self, steps: int, seed: int, hold_in: int | None = None) -> None:
         """The same seed gives the same start; in step `hold_in` it waits for its end."""
         torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
         torch.use_deterministic_algorithms(True)
+        rank = dist.get_rank() if dist.is_initialized() else 0
         self.steps, self.hold_in = steps, hold_in
         self.shape = Shape()
         self.text, self.files = corpus()
         self.model = GPT(self.shape)
+        # Where unused parameters are looked for, buckets stay as they are: so does, over restarts,
+        # the order of summation.
+        self.whole: nn.Module = (
+            DistributedDataParallel(self.model, find_unused_parameters=True)
+            if dist.is_initialized()
+            else self.model
+        )
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]
         groups: list[dict[str, Any]] = [
@@ -49,22 +65,32 @@ class Job:
         )
         self.progress: dict[str, Any] = {"step": 0, "bytes_seen": 0}
         self.extras = {"scheduler": self.scheduler, "progress": self.progress}
+        if rank:
+            torch.manual_seed(seed + rank)  # data of its own
 
     def step(self) -> float:
         """Train one step; returns the loss."""
         x, target = sample(self.text, _BATCH, self.shape.block)
         self.optimizer.zero_grad()
-        loss: torch.Tensor = self.model(x, target)
+        loss: torch.Tensor = self.whole(x, target)
         loss.backward()
         if self.progress["step"] + 1 == self.hold_in:
             starter = os.getppid()
             while os.getppid() == starter:  # ends by itself when the demo is gone
                 time.sleep(0.01)
         self.optimizer.step()
-        self.scheduler.step()
-        self.progress["step"] += 1
-        self.progress["bytes_seen"] += x.numel()
+        self.catch_up(self.progress["step"] + 1)
         return float(loss.detach())
+
+    def catch_up(self, step: int) -> None:
+        """What the loop does between the end of a step and the next forward.
+
+        A just-in-time snapshot may come before it: then it is done after the restore.
+        """
+        while self.progress["step"] < step:
+            self.scheduler.step()
+            self.progress["step"] += 1
+            self.progress["bytes_seen"] += _BATCH * self.shape.block
 
     def state(self) -> dict[str, Any]:
         """What torch.save would have to write for the same resume."""
@@ -104,15 +130,22 @@ def _hash(*parts: Any) -> str:
 
 
 class Log:
-    """One JSON line per event, out of the process before the next one."""
+    """One JSON line per event, out of the process before the next one; a loss also for chaos."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file.open("w", encoding="ascii")
+    def __init__(self, file: Path | None) -> None:
+        self._file = file.open("w", encoding="ascii") if file is not None else None
+        chaos = os.environ.get("LIGHTCK_CHAOS_LOSSES")
+        self._losses = open(chaos, "ab", buffering=0) if chaos else None  # noqa: SIM115
+        self._rank = os.environ.get("RANK", "0")
 
     def __call__(self, **event: Any) -> None:
         """Write an event."""
-        self._file.write(json.dumps(event) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(event) + "\n")
+            self._file.flush()
+        if self._losses is not None and event["event"] == "step":
+            # One write, so that a kill leaves no half of a line.
+            self._losses.write(f"{self._rank} {event['step']} {event['loss']}\n".encode())
 
 
 def train(job: Job, log: Log) -> list[float]:
@@ -140,6 +173,8 @@ def torch_save_seconds(job: Job, file: Path) -> list[float]:
 def run(options: argparse.Namespace) -> None:
     """Train with or without lightck."""
     torch.set_num_threads(options.threads)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
     job, log = Job(options.steps, options.seed, options.hold_in), Log(options.log)
     stats: dict[str, Any] | None = None
     saves: list[float] = []
@@ -147,13 +182,16 @@ def run(options: argparse.Namespace) -> None:
         log(event="start", step=0)
         seconds = train(job, log)
     else:
-        at = (job.model, job.optimizer, options.region)
+        at = (job.whole, job.optimizer, options.region)
         info = lightck.restore(*at, extras=job.extras)
+        if info is not None:
+            job.catch_up(info.step)
         log(event="start", step=info.step if info else 0, fell_back=info.fell_back if info else ())
         with lightck.attach(*at, policy=1, extras=job.extras) as handle:
             seconds = train(job, log)
             stats = {**asdict(handle.stats()), "survives": handle.survives}
-        saves = torch_save_seconds(job, options.region.with_name("torch-save.pt"))
+        if options.log is not None:
+            saves = torch_save_seconds(job, options.region.with_name("torch-save.pt"))
     parameters = sum(p.numel() for p in job.model.parameters())
     log(
         event="end",
@@ -166,6 +204,8 @@ def run(options: argparse.Namespace) -> None:
         text_files=job.files,
         text_bytes=len(job.text),
     )
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -174,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--log", type=Path)
     parser.add_argument("--region", type=Path, help="snapshots go here; without it, none are made")
     parser.add_argument(
         "--hold-in",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import lightck
-from lightck.cli import demo, export, inspect, ls, timeline, top, verify
+from lightck.cli import chaos, demo, export, inspect, ls, timeline, top, verify
 from lightck.cli.output import BAD_DATA, OK, USAGE, Refusal
 from lightck.errors import (
     CorruptSnapshotError,
@@ -24,7 +24,7 @@ _DAMAGE = (CorruptSnapshotError, NoSnapshotError, RegionFormatError, RegionIOErr
 _EXIT_STATUS = """\
 exit status:
   0  ok
-  1  something is wrong with the data: damaged, unreadable, or the demo's runs differ
+  1  something is wrong with the data: damaged, unreadable, or two runs differ
   2  wrong usage, no such place, or it could not be done
 """
 _EPILOG = f"""\
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lightck {lightck.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (ls, inspect, verify, export, top, timeline, demo):
+    for command in (ls, inspect, verify, export, top, timeline, demo, chaos):
         name = command.__name__.rpartition(".")[2]
         each = commands.add_parser(
             name,

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import select
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -152,7 +151,8 @@ def _show(text: str, shown: str) -> None:
     """Print; on a terminal over what was printed last. In one write, so that nothing flickers."""
     erase = ""
     if shown and sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
+        # What the terminal does, whatever $COLUMNS says: a line that wraps is two to go back.
+        width = os.get_terminal_size(sys.stdout.fileno()).columns or 80
         above = sum(max(1, -(-len(line) // width)) for line in shown.splitlines())
         erase = f"\x1b[{above}F\x1b[J"  # the cursor stops at the top: a low screen is all erased
     sys.stdout.write(f"{erase}{text}\n")

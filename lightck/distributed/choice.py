@@ -103,7 +103,7 @@ class View:
         void: nothing was ever written in what it sees.
         overtaken: a trainer has overwritten what it found.
         young: the newest timeline of its own region, if that continues nothing and nothing is
-            committed in it yet; else 0.
+            committed in it yet (what older ones left was given up then); else 0.
     """
 
     path: str
@@ -155,6 +155,7 @@ class Choice:
 
     Attributes:
         key: the snapshot to restore; None if there is none.
+        early: a rank has only an early one: whoever has both takes the early one, too.
         why: one sentence.
         fell_back: why newer ones, or parts of them, are not whole; newest first.
         left: newer ones that are whole and were not chosen, or do not count, and why.
@@ -170,6 +171,7 @@ class Choice:
     widen: bool = False
     void: bool = False
     overtaken: bool = False
+    early: bool = False
 
     @classmethod
     def heard(cls, said: Said) -> Choice:
@@ -219,20 +221,24 @@ def decide(views: Sequence[View]) -> Choice:
         tuple(broken[:_LISTED]),
         tuple(left[:_LISTED]),
         void=all(view.void for view in views)
-        or (chosen is None and not left and _never_whole(views, ruling)),
+        or (chosen is None and _never_whole(views, {key.timeline for key in excluded})),
         overtaken=any(view.overtaken for view in views),
+        early=chosen is not None and any(offer.early for offer in found[chosen]),
     )
 
 
-def _never_whole(views: Sequence[View], ruling: Lineage) -> bool:
+def _never_whole(views: Sequence[View], left: Collection[int]) -> bool:
     """The job was stopped before its first whole snapshot: a rank has never committed one.
 
     That is no loss: what the others hold has never counted (I6: a whole snapshot stays on every
     rank until a newer one is whole). It must not keep a job that restarts by itself from starting.
+    Ranks may be of two timelines: they were stopped while they began the second one. A snapshot of
+    any other that was `left` is not passed over in silence.
     """
-    alike = ruling.head and not ruling.ancestors and ruling.world == len(views)
-    alike = alike and views[0].step is None
-    return bool(alike) and any(view.young == ruling.head for view in views)
+    begun = [(view, view.lineage) for view in views if view.lineage and view.lineage.head]
+    alike = all(not each.ancestors and each.world == len(views) for _, each in begun)
+    alike = alike and views[0].step is None and {each.head for _, each in begun}.issuperset(left)
+    return alike and any(view.young == each.head for view, each in begun)
 
 
 def _told(views: Sequence[View]) -> list[str]:
@@ -334,7 +340,9 @@ def _must_agree(what: str, values: Sequence[str], remedy: str) -> None:
 
 
 def _plain(text: str) -> str:
-    return text.encode("ascii", "replace").decode()
+    """As many bytes in JSON as letters."""
+    plain = text.encode("ascii", "replace").decode()
+    return "".join(each if each.isprintable() and each not in '"\\' else "?" for each in plain)
 
 
 def _age(lineage: Lineage | None, key: Key) -> int:

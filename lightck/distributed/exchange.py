@@ -84,8 +84,9 @@ class Rounds:
 
     def _say(self, base: str, said: Said) -> None:
         text = json.dumps(said, separators=(",", ":"))
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"rank {self.rank} says {len(text)} bytes, more than {MAX_BYTES}")
+        if len(text) > MAX_BYTES:  # nobody shall wait for what cannot be said
+            why = f"it has {len(text)} bytes to say, more than {MAX_BYTES}"
+            text = json.dumps({"kind": said["kind"], "failure": why})
         mine = f"{base}/in/{self.rank}"
         if self.store.claim(mine, text.encode()) != text.encode():
             # A nonce inside `said` is not needed: two lives of one rank that say the same thing are
@@ -118,6 +119,8 @@ class Rounds:
             return decide(said)
         except CoordinationError as error:
             return {"error": str(error)}
+        except Exception as error:  # noqa: BLE001 - a fault of ours, which every rank must hear of
+            return {"error": f"{kind}: rank 0 could not decide: {error!r}"[:_FAILURE]}
 
     def _await(self, base: str, kind: str, began: float) -> Said:
         # Half as long again as rank 0, whose answer then names the ranks that are missing.

@@ -144,13 +144,14 @@ class Holdings:
             found = self.assembled(key)
             if isinstance(found, Assembled):
                 offers.append(Offer(key, found.early, found.suspect))
-            else:
-                problems += [found] if found else []
+            elif found and not offers:  # what is older than a whole one is nobody's loss
+                problems.append(found)
+        offers = self._of_all_ranks(offers, problems)
         problems += self._absent()
         # Peers' regions say no more of timelines than the own one does, and may be away.
         speaking = self.regions if self.wide else [h for h in self.regions if self._is_own(h)]
         return View(
-            str(self.where.path),
+            self.where.common,
             step,
             tuple(offers),
             rule([h.lineage for h in speaking]) if speaking else None,
@@ -162,15 +163,19 @@ class Holdings:
             self._young(),
         )
 
-    def assembled(self, key: Key, rank: int | None = None) -> Assembled | str:
+    def assembled(
+        self, key: Key, rank: int | None = None, *, early: bool = False
+    ) -> Assembled | str:
         """The state of a rank in a snapshot, or why it cannot be put together, or "" if unknown.
 
         Args:
             key: which snapshot.
             rank: of those that wrote it; None: the one whose own state this rank takes over.
+            early: of two instants, take the early one; else the exact one.
         """
         why = ""
-        for holding, own in self._of(key, self.former(key.world) if rank is None else rank):
+        rank = self.former(key.world) if rank is None else rank
+        for holding, own in self._of(key, rank, early):
             mark = (holding.rank, own.record)
             if mark not in self._assembled:
                 self._assembled[mark] = self._assemble(holding, own)
@@ -219,6 +224,19 @@ class Holdings:
 
     # ---- inside ----------------------------------------------------------------------------
 
+    def _of_all_ranks(self, offers: list[Offer], problems: list[str]) -> list[Offer]:
+        """For a reader without ranks beside it: what is whole over all of them, if anything is.
+
+        Where the other ranks' regions are elsewhere, on their nodes, nothing is.
+        """
+        if self.lends or not self.wide:
+            return offers
+        lacking = {offer.key: self.lacks(offer.key) for offer in offers}
+        whole = [offer for offer in offers if not lacking[offer.key]]
+        if whole:
+            problems += [f"step {key.step}: {why[0]}" for key, why in lacking.items() if why]
+        return whole or offers
+
     def _look(self, where: Place) -> Holding:
         holding = Holding(*survey(where))
         self.regions.append(holding)
@@ -239,9 +257,10 @@ class Holdings:
 
     def _young(self) -> int:
         own = self.own
-        if own is None or not own.recovery.is_empty or own.region.info.lineage:
+        if own is None or own.region.info.lineage:
             return 0
-        return own.region.info.timeline
+        held = own.recovery.candidates or own.recovery.problems
+        return 0 if held else own.region.info.timeline
 
     def _is_lacking(self) -> bool:
         own = self.own
@@ -278,8 +297,8 @@ class Holdings:
                     found[key] = None
         return sorted(found, key=lambda key: -key.step)
 
-    def _of(self, key: Key, rank: int) -> list[tuple[Holding, Candidate]]:
-        """A rank's snapshots of that key; exact ones first, then the newest."""
+    def _of(self, key: Key, rank: int, early: bool) -> list[tuple[Holding, Candidate]]:
+        """A rank's snapshots of that key; those of the instant first, then the newest."""
         found = [
             (holding, candidate)
             for holding in self.regions
@@ -288,7 +307,7 @@ class Holdings:
             and key_of(candidate) == key
             and (holding.rank, candidate.record) not in self._failed
         ]
-        return sorted(found, key=lambda f: (f[1].record.early, -f[1].record.sequence))
+        return sorted(found, key=lambda f: (f[1].record.early != early, -f[1].record.sequence))
 
     def _assemble(self, holding: Holding, own: Candidate) -> Assembled | str:
         try:

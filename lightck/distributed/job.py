@@ -6,7 +6,6 @@ opened or lost, and then committed or lost, exactly once, whatever the training 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lightck.distributed.topology import Topology, find
 from lightck.distributed.words import Death
 from lightck.errors import CoordinationError, LightckError
 from lightck.policy import EverySteps
+from lightck.region.claim import Claim
 from lightck.region.region import Region
 from lightck.types import Fate, Moment, Policy
 
@@ -32,16 +32,19 @@ _GONE_S = 2.0  # the same, when a rank or the store is gone
 _REMEMBERED = 256  # due steps whose turn is over
 
 
-def place_of(ranks: Meeting, config: Config, found: bytes | None) -> Topology:
+def place_of(ranks: Meeting, config: Config, found: Claim) -> Topology:
     """This rank's place in the job, and the run that all belong to.
 
     Args:
         ranks: the meeting.
         config: of this rank; its `run_id`, where one is stated, must be the same everywhere.
-        found: run id of the region that this rank has already.
+        found: where this rank's region is, or will be.
     """
     name = None if config.run_id == "default" else config.run_id
-    return ranks.agree(lambda rounds: find(rounds, name=name, found=found, kind=ranks.kind))
+    run, reach = found.run_id, found.where.reach
+    return ranks.agree(
+        lambda rounds: find(rounds, name=name, found=run, kind=ranks.kind, reach=reach)
+    )
 
 
 def begin(
@@ -78,7 +81,7 @@ def begin(
     identity = Identity(
         run_id=region.info.run_id,
         world=topology.world,
-        path=_common(region),
+        path=region.place.common,
         slots=config.slots,
         policy=_in_words(config.policy),
         step=step,
@@ -91,12 +94,6 @@ def begin(
     job.start(ranks, timeline, restored, region, samples)
     region.reusable = job.reusable
     return timeline, job
-
-
-def _common(region: Region) -> str:
-    """What must be the same on every rank of where the regions are."""
-    where = region.place
-    return "a device or pool of its own" if where.path == where.file else os.fspath(where.path)
 
 
 def _in_words(policy: Policy) -> str:

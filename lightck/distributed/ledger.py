@@ -92,7 +92,8 @@ class Ledger:
     """Steps at which it was one of something else."""
     reachable: bool = True
     ended: Death | None = None
-    """A rank takes no more snapshots: no step can become whole any more."""
+    """A rank takes no more snapshots: no later step can become whole any more."""
+    _ended_step: int = -1
     _cases: dict[int, _Case] = field(default_factory=dict)
     _blocks: dict[str, list[int]] = field(default_factory=dict)
     _fates: dict[int, Fate] = field(default_factory=dict)
@@ -286,7 +287,7 @@ class Ledger:
             )
         elif forms != count * case.form:
             self._lose(case, UNLIKE)
-        elif count < self.world and self.ended:
+        elif count < self.world and self.ended and self._is_left_out(case):
             self._lose(case, _no_more(self.ended))
         elif count < self.world:
             # A watch, or `heard`, may have settled it meanwhile: then nobody looks at it.
@@ -334,10 +335,9 @@ class Ledger:
             self._stands(step, value)
             self._pass_over(step)
         elif death.for_good:
-            self.ended = death
+            self.ended, self._ended_step = death, step
             for other in self._awaiting():
-                # That rank has had its word on older steps, but for those that others asked for.
-                if other.due.step > step or other.due.source == "r":
+                if self._is_left_out(other):
                     self._lose(other, _no_more(death))
         fate = Fate.DEAD if death else Fate.WHOLE
         self._fates[step] = fate
@@ -345,6 +345,10 @@ class Ledger:
             del self._fates[next(iter(self._fates))]
         self._close_block(case.due)
         self.on_fate(case.due, fate, death)
+
+    def _is_left_out(self, case: _Case) -> bool:
+        """By the rank that has ended: of older steps it has said its word, unless requested."""
+        return case.due.step > self._ended_step or case.due.source == "r"
 
     def _pass_over(self, newer: int) -> None:
         """Wait no more for older steps: every rank has said all that it will ever say of them.

@@ -126,7 +126,7 @@ class _Attempt:
 
     def take(self, choice: Choice, key: Key, taking: Taking[T]) -> list[T]:
         """Take what was chosen; nothing in the list if a rank finds it damaged."""
-        snapshot = self.holdings.assembled(key)
+        snapshot = self.holdings.assembled(key, early=choice.early)
         assert isinstance(snapshot, Assembled), "chosen, but not offered here"
         fell_back = (*choice.fell_back, *self.damaged)
         found = Found(key, snapshot, choice.why, fell_back, self.holdings)

@@ -181,7 +181,10 @@ def bounded(what: str, seconds: float, ask: Callable[[], T]) -> T:
             failure.append(error)
 
     thread = threading.Thread(target=run, name="lightck-agree", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter exits (3.12 starts no thread then), or none is left
+        return ask()
     thread.join(seconds)
     if failure:
         raise failure[0]

@@ -61,6 +61,7 @@ def find(
     name: str | None = None,
     environment: Mapping[str, str] = os.environ,
     node: str | None = None,
+    reach: str | None = None,
     found: bytes | None = None,
     kind: str = "attach",
 ) -> Topology:
@@ -72,6 +73,8 @@ def find(
             must have the same one; with none at all rank 0 draws the run id.
         environment: where the names are looked up.
         node: what identifies this node; default host name and the kernel's boot id.
+        reach: tells apart ranks of a node that cannot read each other's regions, which then count
+            as nodes of their own; "": nobody can read this rank's. None: all can.
         found: run id of the region that this rank has already. Those of all ranks must be the same,
             and stand for the job from then on: a restart may well have another name.
         kind: what the ranks are about to do, for messages.
@@ -86,7 +89,8 @@ def find(
     name = None if name == "none" else name
     if rounds is None:
         return Topology(run_id=run_digest(name) if name else secrets.token_bytes(16))
-    said = {"name": name, "node": node or _this_node(), "world": rounds.world}
+    within = f"rank {rounds.rank}" if reach == "" else reach or ""
+    said = {"name": name, "node": f"{node or _this_node()} {within}", "world": rounds.world}
     said["found"] = found.hex() if found else None
     decision = rounds.agree(kind, said, settle)
     return place(rounds.rank, decision)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from lightck.errors import ConfigError
 from lightck.policy.combined import AllOf, AnyOf
+from lightck.policy.hybrid import Hybrid
 from lightck.policy.periodic import AtSteps, EveryEpochs, EverySeconds, EverySteps
 from lightck.types import Policy
 
@@ -16,8 +18,8 @@ def parse(value: object) -> Policy:
 
     Args:
         value: a policy; an int (every that many steps); or a mapping with one key out of
-            `every_steps`, `every_seconds`, `every_epochs`, `at_steps`, `any_of` and `all_of`, the
-            last two with a list of such values.
+            `every_steps`, `every_seconds`, `every_epochs`, `at_steps`, `hybrid` with a table of
+            its arguments, `any_of` and `all_of` with a list of such values.
 
     Returns:
         The policy; `value` itself when it is one.
@@ -56,11 +58,26 @@ def _combination(key: str, kind: Callable[..., Policy]) -> Callable[[Any], Polic
     return make
 
 
+def _hybrid(value: Any) -> Policy:
+    names = [each.name for each in fields(Hybrid)]
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"hybrid = {value!r}: must be a table with {' and '.join(names)}")
+    if "mtbf_s" not in value:
+        raise ConfigError("hybrid: mtbf_s, the job's mean time between failures, is missing")
+    for key in value:
+        if key not in names:
+            raise ConfigError(
+                f"hybrid: unknown key {key!r} = {value[key]!r}; must be one of {', '.join(names)}"
+            )
+    return Hybrid(**value)
+
+
 _MAKERS: dict[str, Callable[[Any], Policy]] = {
     "every_steps": EverySteps,
     "every_seconds": EverySeconds,
     "every_epochs": EveryEpochs,
     "at_steps": AtSteps,
+    "hybrid": _hybrid,
     "any_of": _combination("any_of", AnyOf),
     "all_of": _combination("all_of", AllOf),
 }

@@ -22,7 +22,7 @@ from lightck.events import event
 from lightck.region import allocator, backing, place, statistics
 from lightck.region.layout import Entry
 from lightck.region.region import Region
-from lightck.region.spec import RegionSpec
+from lightck.region.spec import JOURNAL_BYTES, RegionSpec
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -94,15 +94,25 @@ def find(config: Config, rank: int = 0) -> Claim:
 
 
 def take(
-    claim: Claim, config: Config, seat: Seat, entries: tuple[Entry, ...], manifest_bytes: int
+    claim: Claim,
+    config: Config,
+    seat: Seat,
+    entries: tuple[Entry, ...],
+    manifest_bytes: int,
+    journal_bytes: int = JOURNAL_BYTES,
 ) -> Region:
-    """Make the region that is not there yet, or make room in the one that is."""
-    slots = config.slots or (2 if seat.world == 1 else 3)
+    """Make the region that is not there yet, or make room in the one that is.
+
+    While the failure path is armed a rank of several has one more slot: a just-in-time snapshot
+    takes neither the protected one's nor one of unknown fate (I6).
+    """
+    slots = config.slots or (2 if seat.world == 1 else 3 + (config.failure != "off"))
     if seat.world > 1 and slots == 2:
         why = "due steps slip while it is not known whether every rank has committed the last one"
         event("two_slots", logging.WARNING, world=seat.world, why=why)
     if claim.region is None:
-        claim.region = _make(claim.where, config, seat, slots, entries, manifest_bytes)
+        room = (manifest_bytes, journal_bytes)
+        claim.region = _make(claim.where, config, seat, slots, entries, room)
     else:
         claim.region.fit(entries, manifest_bytes)
     region = claim.region
@@ -118,8 +128,9 @@ def _make(
     seat: Seat,
     slots: int,
     entries: tuple[Entry, ...],
-    manifest_bytes: int,
+    room: tuple[int, int],
 ) -> Region:
+    manifest_bytes, journal_bytes = room
     needed = allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, _page_bytes(where))
     assert needed is not None
     named = hashlib.blake2b(config.run_id.encode(), digest_size=16).digest()
@@ -129,6 +140,7 @@ def _make(
         world=seat.world,
         slot_count=slots,
         slot_bytes=needed.needed_bytes,
+        journal_bytes=journal_bytes,
         process_durable=config.durability == "process",
         numa_node=config.numa_node,
     )

@@ -76,6 +76,8 @@ class RegionInfo:
     created_ns: int
     timeline: int
     base: int
+    journal_bytes: int
+    """Of the boundary journal, two entries."""
     segments: tuple[Segment, ...]
     lineage: tuple[tuple[int, int], ...]
     """(timeline, sequence): ancestors of `timeline`, each up to its branch point."""
@@ -190,6 +192,7 @@ class NativeRegion:
             created_ns=raw.created_ns,
             timeline=raw.timeline,
             base=int(ffi.cast("uintptr_t", raw.base)),
+            journal_bytes=raw.journal_length,
             segments=tuple(
                 Segment(s.offset, s.length, s.slot_bytes)
                 for s in raw.segments[0 : raw.segment_count]

@@ -20,6 +20,8 @@ OTHERS_WRITE = 0o022
 _POOL_SIGNATURE, _SET_SIGNATURE = b"PMEMOBJ\0", b"PMEMPOOLSET"
 OWNER_BYTE = (2**63 - 1) // 2
 """Locked by the owner: native/src/lock.c."""
+_FLOCK = "hhqqi4x"
+"""A `struct flock` of 64-bit Linux: type, whence, start, length, process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,24 @@ class Place:
     def is_plain(self) -> bool:
         """The region is a file of its own, which anyone may map."""
         return not self.is_device and self.backend != "pmemobj"
+
+    @property
+    def common(self) -> str:
+        """What of it must be the same on every rank."""
+        if self.path == self.file:
+            return "a device or pool of its own"
+        return os.fspath(self.path)
+
+    @property
+    def reach(self) -> str:
+        """The same for ranks of one node that can read each other's regions; "" if none can.
+
+        A pool is one process's at a time; containers may mount different media at one path.
+        """
+        if not self.is_plain or self.path == self.file:
+            return ""
+        status = os.stat(self.path)
+        return f"{status.st_dev:x}:{status.st_ino:x}"
 
     @property
     def exists(self) -> bool:
@@ -305,7 +325,7 @@ def _discard_leftover(draft: Path) -> None:
 
 def _own(fd: int) -> bool:
     """Take the owner lock that native/src/lock.c takes; of no effect on what `fd` holds already."""
-    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, OWNER_BYTE, 1, 0)
+    lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, OWNER_BYTE, 1, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
     except (BlockingIOError, PermissionError):
@@ -313,6 +333,18 @@ def _own(fd: int) -> bool:
     except OSError as error:
         raise RegionError(f"cannot lock a new region: {error.strerror}") from error
     return True
+
+
+def is_owned(place: Place) -> bool:
+    """Whether a process owns the region there now; only looks, and holds nobody up.
+
+    Raises:
+        RegionError: it cannot be opened.
+    """
+    with opened(place, writable=False) as (fd, _):
+        lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, OWNER_BYTE, 1, 0)
+        found: bytes = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, lock)
+    return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
 
 
 def _is_same(path: Path, fd: int) -> bool:

@@ -82,6 +82,7 @@ class Slot:
     layout: tuple[allocator.Plan, Layout, list[int]] | None = field(default=None, repr=False)
     """The plan last used here, with its extents in this slot; offsets of table and manifest."""
     writer: NativeSnapshot | None = field(default=None, repr=False)
+    kept: bool = False  # see `Region.keep`
 
 
 class Region:
@@ -191,9 +192,7 @@ class Region:
 
     def counts(self, record: Record) -> bool:
         """It is of the newest timeline, or of an ancestor up to its branch point."""
-        if record.timeline == self.info.timeline:
-            return True
-        return any(
+        return record.timeline == self.info.timeline or any(
             record.timeline == timeline and record.sequence <= sequence
             for timeline, sequence in self.info.lineage
         )
@@ -325,6 +324,9 @@ class Region:
         """Not of unknown fate, and not the newest that is whole over the ranks."""
         if slot.fate_open or self.reusable is None or slot.record is None:
             return not slot.fate_open
+        if slot.kept:
+            there = [s.record for s in self.slots if s.record and not s.fate_open]
+            return slot.record.sequence < max(record.sequence for record in there)
         return self.reusable(slot.record.timeline, slot.record.step)
 
     def begin(self, pool: NativePool) -> Slot | None:
@@ -338,7 +340,7 @@ class Region:
                 slot.writer = NativeSnapshot(pool, self.native, slot.index)
             except RegionBusyError:
                 continue
-            slot.record = None
+            slot.record, slot.kept = None, False
             return slot
         return None
 
@@ -350,6 +352,10 @@ class Region:
         if not slot.fate_open:
             self.whole(slot)
 
+    def keep(self, slot: Slot) -> None:
+        """No other rank was asked about its snapshot: it stays until this rank has a newer one."""
+        slot.fate_open, slot.kept = False, True
+
     def whole(self, slot: Slot) -> None:
         """The slot's snapshot is durable on every rank: it is protected, if none newer is.
 
@@ -357,7 +363,7 @@ class Region:
         """
         newest = self.slots[self.protected].record if self.protected is not None else None
         assert slot.record is not None, "overwritten before its fate was known"
-        slot.fate_open = False
+        slot.fate_open = slot.kept = False
         if newest is None or newest.sequence <= slot.record.sequence:
             self.protected = slot.index
             self.carry_on(slot.record)

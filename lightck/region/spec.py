@@ -9,6 +9,8 @@ from typing import Any
 from lightck.region.library import check, ffi, library
 
 PROCESS_DURABLE = 2
+JOURNAL_BYTES = 1 << 20
+"""Of the boundary journal where nothing more is wanted of it: two entries of half as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class RegionSpec:
     slot_bytes: int
     rank: int = 0
     world: int = 1
-    journal_bytes: int = 1 << 20
+    journal_bytes: int = JOURNAL_BYTES
     process_durable: bool = False
     numa_node: int | None = None
 

@@ -12,7 +12,7 @@ from memory import MemoryStore, Server
 
 from lightck.distributed.agreement import Identity, agree_on_attach
 from lightck.distributed.choice import View, decide_restore
-from lightck.distributed.exchange import Rounds
+from lightck.distributed.exchange import MAX_BYTES, Rounds
 from lightck.distributed.topology import Topology, find, place, settle
 from lightck.errors import CoordinationError
 
@@ -100,6 +100,22 @@ def test_ranks_in_different_rounds_are_told_so() -> None:
         assert "rank 0 is in attach and rank 1 in restore" in str(result)
 
 
+def test_what_a_rank_cannot_say_every_rank_hears_of() -> None:
+    def code(rounds: Rounds) -> object:
+        said = {"text": "x" * (MAX_BYTES * (rounds.rank == 1))}
+        return rounds.agree("attach", said, lambda said: {})
+
+    for result in together(3, code):
+        assert isinstance(result, CoordinationError)
+        assert f"rank 1: it has {MAX_BYTES + 27} bytes to say, more than {MAX_BYTES}" in str(result)
+
+
+def test_a_decision_that_breaks_is_an_error_on_every_rank() -> None:
+    for result in together(2, lambda rounds: rounds.agree("attach", {}, lambda said: said[7])):
+        assert isinstance(result, CoordinationError)
+        assert "attach: rank 0 could not decide: IndexError" in str(result)
+
+
 def test_keys_of_another_life_are_noticed() -> None:
     server = Server()
     code = lambda rounds: [agree_on_attach(rounds, IDENTITY) for _ in range(3)]  # noqa: E731
@@ -133,6 +149,20 @@ def test_ranks_on_one_node_find_each_other() -> None:
         (0, 1, 3),
     ]
     assert len({t.run_id for t in found}) == 1
+
+
+def test_ranks_that_cannot_read_each_other_s_regions_share_nothing() -> None:
+    """Pools are one process's at a time; containers mount other media at one path."""
+
+    def peers(*reach: str | None) -> list[tuple[int, ...]]:
+        def code(rounds: Rounds) -> Topology:
+            return find(rounds, environment={}, node="host", reach=reach[rounds.rank])
+
+        return [place.peers for place in together(len(reach), code)]
+
+    assert peers("1:2", "1:2") == [(0, 1), (0, 1)]
+    assert peers("1:2", "3:4", "1:2") == [(0, 2), (1,), (0, 2)]
+    assert peers("", "") == [(0,), (1,)]
 
 
 def test_a_name_settles_the_run_id_and_two_names_are_an_error() -> None:

@@ -15,6 +15,7 @@ import torch
 from training import Training
 
 import lightck
+from lightck.capture import staging
 from lightck.errors import CoordinationError
 
 Outcomes = list[Any]
@@ -57,10 +58,11 @@ def test_a_rank_with_snapshots_that_it_did_not_restore(region_dir: Path) -> None
 
 def test_a_rank_whose_medium_is_full(region_dir: Path) -> None:
     def attach(me: ranks.Me, training: Training) -> Any:
+        staging.MUCH_BYTES = 1 << 60
         if me.rank == 2:
             big = torch.empty(1, dtype=torch.uint8).expand(1 << 50)
             training.module.register_buffer("big", big)
-        return training.attach(region_dir, sync_warn_bytes=1 << 60)
+        return training.attach(region_dir)
 
     outcomes = attached(3, attach)
     assert isinstance(outcomes[2], lightck.RegionFullError)
@@ -141,7 +143,7 @@ def test_a_rank_that_never_attaches_is_named(region_dir: Path) -> None:
         else:
             Training(wrap=False).attach(region_dir)
 
-    with ranks.started(3, train, patience_s=2.0) as job:
+    with ranks.started(3, train, patience_s=8.0) as job:
         first, third = job.outcomes([0, 2])
     all_say([first, third], r"rank\(s\) 1 of 3 did not come in \d\.\d s .*every rank must call it")
 

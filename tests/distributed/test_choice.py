@@ -68,6 +68,9 @@ def test_what_was_stopped_before_its_first_whole_snapshot_begins_anew() -> None:
     assert not decide([replace(view(1), lineage=older), replace(young, lineage=older)]).void
     assert not decide([view(1), replace(young, young=T2)]).void
     assert not decide([view(1, world=3), young, young]).void
+    # They were stopped while they began again, in either order.
+    again = replace(young, lineage=lineage(T2), young=T2)
+    assert decide([view(1), again]).void and decide([again, view(1)]).void
     # What is whole is taken, and one that was left behind is not passed over in silence.
     assert chosen(view(1), replace(view(1), young=T1)) == (T1, 1)
     assert not decide([view(1), replace(young, offers=view(4, timeline=T2).offers)]).void

@@ -17,6 +17,7 @@ from test_fates_of_steps import settled, step, until
 from training import Training
 
 import lightck.policy
+from lightck.capture import asked
 from lightck.distributed.exchange import Rounds
 from lightck.errors import CoordinationError
 
@@ -48,7 +49,7 @@ def test_close_takes_the_last_step_again_where_it_was_lost(region_dir: Path) -> 
                 handle._recorder.due = False
                 handle._recorder.pipeline.barrier.lost(3, "for the test")
             else:
-                handle._recorder.open_early()
+                asked.open_early(handle._recorder)
             until(lambda: settled(handle))
             dead = handle.stats().dead
         return dead, handle.last_committed_step

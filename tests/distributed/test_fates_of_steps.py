@@ -140,7 +140,7 @@ def test_no_slot_of_unknown_fate_is_reused(mistake: bool, region_dir: Path) -> N
             Region._settled = lambda region, slot: True  # type: ignore[method-assign]
         watch_slots(found)
         training = Training(me.rank)
-        handle = training.attach(region_dir, on_error=print, close_timeout_s=20)
+        handle = training.attach(region_dir, on_error=print, close_timeout_s=20, slots=3)
         step(training, handle)
         step(training, handle)
         kept = Pipeline.poll

@@ -388,8 +388,10 @@ def test_parts_that_are_not_of_one_whole_are_not_put_together(
     ranks, edit, told = FORGED[what]
     honest = Holdings.assembled
 
-    def forged(self: Holdings, key: Key, rank: int | None = None) -> Assembled | str:
-        found = honest(self, key, rank)
+    def forged(
+        self: Holdings, key: Key, rank: int | None = None, **instant: Any
+    ) -> Assembled | str:
+        found = honest(self, key, rank, **instant)
         if rank not in ranks or not isinstance(found, Assembled):
             return found
         chosen = "model/embed.weight"

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import pytest
 from memory import Fault, MemoryStore, Server
 
-from lightck.distributed.announce import Calendar
+from lightck.distributed.announce import Calendar, Due
 from lightck.distributed.calls import Add, Claim
 from lightck.distributed.fates import LATE, GlobalCommit, Limits
-from lightck.distributed.ledger import BLOCK, Due, Ledger
+from lightck.distributed.ledger import BLOCK, Ledger
 from lightck.distributed.words import WHOLE, Death
 from lightck.errors import CoordinationError
 from lightck.types import Fate
@@ -221,6 +221,19 @@ def test_a_rank_that_takes_no_more_snapshots_stops_all_of_them() -> None:
         assert ranks[0].why_not_open() == "rank 1 takes no more: its region is latched"
         until(lambda: len(troubles) == 2)
         assert "rank 1 takes no more snapshots: its region is latched" in str(troubles[0])
+
+
+def test_a_step_from_before_a_rank_ended_may_still_become_whole() -> None:
+    ledger = Ledger(0, 3)
+    for step in (1, 2):
+        ledger.opened(Due(step, step - 1), 0.0)
+    ledger.committed(1, 0.0)
+    assert ledger.next_call(0.0) == Add("c/1", 1)
+    ledger.heard(2, Death(2, "its region is latched", for_good=True).encode())
+    ledger.answered(2, 0.0)  # rank 2 has counted step 1, rank 1 has not yet
+    assert ledger.next_call(0.0) is None and ledger.watched == 1
+    ledger.heard(1, WHOLE)
+    assert ledger.fate(1) is Fate.WHOLE and ledger.fate(2) is Fate.DEAD
 
 
 def test_closing_waits_for_no_rank_beyond_its_time() -> None:

@@ -114,6 +114,18 @@ def test_a_server_that_hangs_holds_up_an_agreement_no_longer_than_said() -> None
         child.join()
 
 
+def test_where_no_thread_starts_any_more_the_caller_itself_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.12 starts none while the interpreter exits."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert bounded("agree", 1.0, threading.get_ident) == threading.get_ident()
+
+
 def test_a_restart_over_a_shared_rendezvous_store_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

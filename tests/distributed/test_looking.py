@@ -94,6 +94,18 @@ def test_load_falls_back_over_all_ranks(crew: Crew) -> None:
     assert lightck.load(crew.folder)["step"] == 1
 
 
+def test_load_takes_what_is_whole_over_all_ranks_where_it_can_know(tmp_path: Path) -> None:
+    """State that is each rank's own can be put together of a step that another has not got."""
+    with Crew(tmp_path / "run", 3, shares=False) as made:
+        made.train(1)
+        made.train(2, absent=[1])
+        assert lightck.load(made.folder)["step"] == 1
+        assert lightck.load(made.folder, 2)["step"] == 2, "the only one that is wanted"
+        for rank in (1, 2):  # on their own nodes
+            made.file(rank).rename(tmp_path / str(rank))
+        assert lightck.load(made.folder)["step"] == 2
+
+
 def test_snapshots_tells_which_steps_are_whole_over_ranks(crew: Crew) -> None:
     rows = lightck.snapshots(crew.folder).to_pylist()
     assert [(r["step"], r["rank"], r["state"]) for r in rows] == [

@@ -3,6 +3,7 @@ number of ranks. The regions are written by hand; `test_resume.py` has real jobs
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from written import T2, Crew, Rank, differences
 
 import lightck
 from lightck.errors import CoordinationError, NoSnapshotError, RegionFormatError
+from lightck.region import place
 from lightck.region.native import RECORD_EARLY, RECORD_SUSPECT
+from lightck.region.region import Region
 from lightck.types import RestoreInfo
 
 OWN = ("model/seen", "position", "noise", "rng")
@@ -237,6 +240,27 @@ def test_a_job_killed_before_its_first_whole_snapshot_finds_nothing_to_restore(
         crew.train(1)
         crew.train(2, absent=[0])
     check(restore(2, folder.parent / "older"), crew, 1)
+
+
+def test_what_is_older_than_the_chosen_step_is_no_step_to_fall_back_from(folder: Path) -> None:
+    with Crew(folder, 2) as crew:
+        crew.train(1, absent=[1])
+        crew.train(2)
+    assert [(info.step, info.fell_back) for info, _ in restore(2, folder)] == [(2, ()), (2, ())]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_job_killed_while_it_began_anew_finds_nothing_to_restore(
+    folder: Path, first: int
+) -> None:
+    """The second life had begun its timeline on one rank only."""
+    with Crew(folder, 2) as crew:
+        crew.train(1, absent=[0])
+    where = place.locate(folder, first, create=False)
+    with contextlib.closing(Region.open(where, writable=True, process_durable=True)) as region:
+        region.recover()
+        region.begin_timeline(None, T2)
+    assert [info for info, _ in restore(2, folder)] == [None, None]
 
 
 def test_nothing_anywhere_is_nothing_to_restore(folder: Path) -> None:

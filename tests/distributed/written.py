@@ -94,6 +94,10 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
+class NoSlotError(Exception):
+    """Every slot is protected, or of a fate that nobody knows."""
+
+
 class Crew:
     """The ranks of one world, training and writing below a folder; a context manager."""
 
@@ -149,20 +153,25 @@ class Crew:
             rank.train(step)
             self.states[rank.rank, step] = rank.state()
             if rank.rank not in absent:
-                self._commit(rank, step, flags)
+                self.commit(rank.rank, step, flags)
 
     def file(self, rank: int) -> Path:
         """A rank's region."""
         return self.regions[rank].place.file
 
-    def _commit(self, rank: Rank, step: int, flags: int) -> None:
-        region = self.regions[rank.rank]
+    def sharing(self, rank: int) -> Sharing:
+        """Chooses a rank's share."""
+        size = self.world // self.nodes
+        first = rank // size * size
+        peers = tuple(range(first, first + size))
+        return Sharing(Topology(rank, self.world, peers=peers), replicated)
+
+    def commit(self, number: int, step: int, flags: int = 0) -> None:
+        """A rank's snapshot of what it holds."""
+        rank, region = self.ranks[number], self.regions[number]
         inventory = Inventory(rank.net, [rank.optimizer], parse(rank.extras))
         if self.shares and self.world > 1:
-            size = self.world // self.nodes
-            first = rank.rank // size * size
-            peers = tuple(range(first, first + size))
-            inventory.share = Sharing(Topology(rank.rank, self.world, peers=peers), _replicated)
+            inventory.share = self.sharing(number)
         instants = Instants(inventory)
         instants.step_ended()
         collected = instants.collect()
@@ -170,7 +179,8 @@ class Crew:
         arrangement = Arrangement(region)
         plan = arrangement.update(collected.lives, sum(map(len, blobs)))
         writer = SlotWriter.open(region, self.pool, plan)
-        assert writer is not None
+        if writer is None:
+            raise NoSlotError
         held = []
         for part in arrangement.parts:
             chosen = sources(part, arrangement)
@@ -187,5 +197,6 @@ class Crew:
         )
 
 
-def _replicated(lives: Sequence[Live]) -> set[str]:
+def replicated(lives: Sequence[Live]) -> set[str]:
+    """Names of what every rank holds alike."""
     return {live.name for live in lives if live.role in ("parameter", "optimizer")}

@@ -36,6 +36,7 @@ _MAIN = {
     "idle": "idle_hooks",
     "memory": "extra_dram",
     "trace": "trace_overhead",
+    "jit": "jit",
     "ranks": "extra",
     "commit_ranks": "commit",
     "restore_ranks": "restore",
@@ -102,7 +103,8 @@ def test_pairs_are_refused_for_an_engine_that_goes_on_in_later_steps(
 ) -> None:
     file = tmp_path / "unfair.toml"
     file.write_text(
-        'about = "x"\nkind = "training"\n[work]\nmodel = "tiny"\n[[engine]]\nengine = "checkfreq"\n'
+        'about = "x"\nkind = "training"\nthreads = 1\n[work]\nmodel = "tiny"\n'
+        '[[engine]]\nengine = "checkfreq"\n'
     )
     monkeypatch.setattr(execute.machine, "commit", lambda: "not asked for")
     with pytest.raises(BenchError, match="checkfreq: policy pairs .* goes on in later steps"):
@@ -114,7 +116,7 @@ def test_checkfreq_chooses_its_own_interval_when_asked_to(
 ) -> None:
     file = tmp_path / "profiled.toml"
     file.write_text(
-        'about = "x"\nkind = "training"\n[work]\nmodel = "tiny"\n'
+        'about = "x"\nkind = "training"\nthreads = 1\n[work]\nmodel = "tiny"\n'
         '[method]\npolicy = "blocks"\nblock = 1\nleast = 2\nmost = 2\nsettle = 1\n'
         '[[engine]]\nengine = "checkfreq"\nsettings = { profiled = true }\n'
     )

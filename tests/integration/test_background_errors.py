@@ -224,9 +224,12 @@ def test_the_cause_is_told_before_its_consequence(run_dir: Path) -> None:
         handle.detach()
 
 
-def test_closing_saves_the_last_step_before_it_raises(run_dir: Path) -> None:
+@pytest.mark.parametrize("failure", ["off", "jit"])
+def test_closing_saves_the_last_step_before_it_raises(run_dir: Path, failure: str) -> None:
     loop = adam_loop()
-    handle = lightck.attach(loop.model, list(loop.optimizers), run_dir, on_error="raise")
+    handle = lightck.attach(
+        loop.model, list(loop.optimizers), run_dir, on_error="raise", failure=failure
+    )
     loop.run(2)
     loop.forward()
     with torch.no_grad():

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import faults
@@ -15,6 +16,8 @@ import torch
 from loops import Loop, adam_loop, attach, steps_at
 
 import lightck
+from lightck import handle as handle_module
+from lightck.capture import staging
 from lightck.capture.hooks import Hooks
 from lightck.capture.pipeline import Pipeline
 from lightck.capture.recorder import Recorder
@@ -26,7 +29,7 @@ class Broken(Exception):
     """What a part raises that is broken."""
 
 
-def broken(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def broken(owner: type | ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a method do its work and then raise `Broken`, with its own name."""
     original: Callable[..., Any] = getattr(owner, name)
 
@@ -58,11 +61,11 @@ def native_threads() -> int:
         [(Pipeline, "close")],
         [(NativePool, "close")],
         [(NativeRegion, "close")],
-        [(Recorder, "finish_last_step"), (Hooks, "remove"), (NativeRegion, "close")],
+        [(handle_module, "finish_last_step"), (Hooks, "remove"), (NativeRegion, "close")],
     ],
 )
 def test_whatever_a_part_of_closing_raises_the_others_are_closed_and_the_first_error_is_told(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, parts: list[tuple[type, str]]
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, parts: list[tuple[type | ModuleType, str]]
 ) -> None:
     adam_loop().run(1)  # torch's own threads run from here on
     loop, workers = adam_loop(), native_threads()
@@ -109,24 +112,29 @@ def test_an_attach_that_fails_leaves_nothing_behind(
 
 
 def test_a_warning_that_is_an_error_makes_attach_fail_before_anything_is_made(
-    run_dir: Path,
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adam_loop().run(1)
     loop, workers = adam_loop(), native_threads()
     loop.model.register_buffer("statistics", torch.zeros(8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="copies 0 MiB at the start of a forward"):
-            attach(run_dir, loop, sync_warn_bytes=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(staging, "MUCH_BYTES", 1)
+            with pytest.raises(UserWarning, match="copies 0 MiB at the start of a forward"):
+                attach(run_dir, loop)
     assert not run_dir.exists()
     undone(run_dir, loop, workers)
 
 
-def test_the_warning_about_synchronous_copies_points_at_the_call_of_attach(run_dir: Path) -> None:
+def test_the_warning_about_synchronous_copies_points_at_the_call_of_attach(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "MUCH_BYTES", 1)
     loop = adam_loop()
     loop.model.register_buffer("statistics", torch.zeros(8))
     with pytest.warns(UserWarning, match="at the start of a forward") as caught:
-        lightck.attach(loop.model, path=run_dir, sync_warn_bytes=1).close()
+        lightck.attach(loop.model, path=run_dir).close()
     assert caught[0].filename == __file__
 
 
@@ -167,7 +175,7 @@ def test_a_commit_that_comes_while_closing_goes_wrong_counts(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = adam_loop()
-    broken(Recorder, "finish_last_step", monkeypatch)
+    broken(handle_module, "finish_last_step", monkeypatch)
     handle = attach(disk_dir, loop, policy=1000)
     loop.run(2)
     with faults.delayed(faults.SYNC, 0.2), pytest.raises(Broken):

@@ -16,7 +16,8 @@ from lightck.policy import AtSteps, EveryEpochs, EverySteps
 
 
 def attach(loop: Loop, path: Path, **settings: object) -> lightck.Handle:
-    settings = {"slots": 16, **settings}
+    # A fence that waits long, on a busy machine, makes `auto` try staging: one snapshot at a time.
+    settings = {"slots": 16, "placement": "direct", **settings}
     return lightck.attach(loop.model, list(loop.optimizers), path, **settings)  # type: ignore[arg-type]
 
 

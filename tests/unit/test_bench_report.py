@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,10 @@ def test_a_value_meets_a_target_only_with_its_whole_interval() -> None:
         estimate = verdict.Estimate(*found)
         assert verdict.state(at_most, estimate) == most
         assert verdict.state(at_least, estimate) == least
+    # An interval that is wider than what is allowed shows nothing, wherever it lies.
+    assert verdict.state(at_most, verdict.Estimate(-3.0, -5.0, -1.0)) == "not shown"
+    unknown = verdict.Estimate(math.nan, math.nan, math.nan)
+    assert {verdict.state(each, unknown) for each in (at_most, at_least)} == {"not shown"}
 
 
 def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:

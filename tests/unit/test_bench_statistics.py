@@ -68,6 +68,10 @@ def test_a_ratio_to_what_may_be_nothing_has_no_upper_bound() -> None:
     assert found == Estimate(100, 30, math.inf)
 
 
+def test_a_ratio_of_nothing_to_nothing_is_not_known() -> None:
+    assert math.isnan(ratio(Estimate(-1, -2, 1), Estimate(-3, -4, -2)).value)
+
+
 def test_sampling_stops_when_the_interval_is_narrow_or_at_a_cap() -> None:
     narrow, wide = [1.0, 1.01] * 4, [0.0, 2.0] * 4
     enough = Enough(half_width=0.1, relative=0.0, least=4, most=20, seconds=60)

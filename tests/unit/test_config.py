@@ -11,7 +11,7 @@ import pytest
 from lightck.config import Config
 from lightck.errors import ConfigError
 from lightck.policy import EverySeconds, EverySteps
-from lightck.types import Layerwise
+from lightck.types import Failure, Layerwise
 
 _PRESETS = Path(__file__).parents[2] / "configs"
 
@@ -142,7 +142,12 @@ def test_the_presets_are_the_promised_ones() -> None:
         ("run_id", "", "not empty"),
         ("close_timeout_s", -1, "0 or more"),
         ("close_timeout_s", float("nan"), "finite"),
-        ("sync_warn_bytes", 1.5, "integer"),
+        ("failure", "save", "'jit', 'off'"),
+        ("failure", {"signals": ["SIGKILL"]}, "that can be handled"),
+        ("failure", {"signals": ["SIGSEGV"]}, "not of faults of the code"),
+        ("failure", {"hangs": 2}, "has no hangs"),
+        ("failure", {"grace_s": -1}, "grace_s = -1"),
+        ("failure", Failure(on_failure=1), "on_failure = 1"),  # type: ignore[arg-type]
         ("update", "fast", "'plain', 'layerwise'"),
         ("update", {"accumulations": 2}, "'plain', 'layerwise'"),
         ("update", Layerwise(0), "accumulation=1 or more"),

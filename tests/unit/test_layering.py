@@ -44,6 +44,7 @@ _SAME_FLOOR = {
 _FACES_USE = {
     *("checkpointer", "handle", "restore", "load", "examine", "pmdk", "watch"),
     *("config", "errors", "policy", "types", "__init__"),
+    "failure",
 }
 _HANDED_OUT = {"lightck.capture.extras", "lightck.capture.sampler"}
 _CLOCKS = {"time", "datetime", "random", "secrets"}

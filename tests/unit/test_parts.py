@@ -25,7 +25,7 @@ def entry(name: str) -> Entry:
 
 def states() -> tuple[Tree, Tree]:
     """(a) and (b) of a snapshot of step 5, as trees before they are encoded."""
-    taken = boundary.plain(rng.capture(), "rng")
+    taken = rng.capture()
     optimizer = {
         "class": "torch.optim.AdamW",
         "groups": [{"params": ["weight"], "options": {"lr": 0.1}}],

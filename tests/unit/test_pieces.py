@@ -13,7 +13,7 @@ from lightck.capture.pieces import Assembly, Piece, assemble, peers_of
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry, Layout
 from lightck.region.manifest import Manifest
-from lightck.region.native import HOLDS_ALL, Record
+from lightck.region.native import HOLDS_ALL, RECORD_EARLY, Record
 from lightck.region.region import Candidate
 
 OWN = Entry("model/bn.mean", "buffer", "float32", (4,), (1,), 16)
@@ -40,12 +40,18 @@ SHARES = {
 
 
 def candidate(
-    rank: int, entries: Sequence[Entry], share: bytes, *, step: int = 7, timeline: int = 5
+    rank: int,
+    entries: Sequence[Entry],
+    share: bytes,
+    *,
+    step: int = 7,
+    timeline: int = 5,
+    flags: int = 0,
 ) -> Candidate:
     layout = Layout(tuple(entries), np.arange(len(entries), dtype=np.uint64))
     record = Record(
         sequence=1, step=step, timeline=timeline, parent=0, layout_offset=0, layout_length=0,
-        manifest_offset=0, manifest_length=0, payload_bytes=0, wall_time_ns=0, flags=0, slot=0,
+        manifest_offset=0, manifest_length=0, payload_bytes=0, wall_time_ns=0, flags=flags, slot=0,
         rank=rank, world=3, share_digest=share,
     )  # fmt: skip
     crcs = np.full(len(entries), rank, np.uint32)  # every rank's are its own
@@ -169,9 +175,10 @@ def test_a_tensor_that_one_rank_calls_its_own_is_not_completed_by_others() -> No
         (candidate(1, SHARES[1], WHOLE, step=8), "step 8"),
         (candidate(1, SHARES[1], WHOLE, timeline=6), "timeline 6"),
         (candidate(1, SHARES[1], bytes(15) + b"!"), "share map 0000"),
+        (candidate(1, SHARES[1], WHOLE, flags=RECORD_EARLY), r"step 7 \(early\)"),
         (candidate(0, SHARES[0], WHOLE), "two snapshots of rank 0"),
     ],
-    ids=["another step", "another timeline", "another map", "the same rank"],
+    ids=["another step", "another timeline", "another map", "another instant", "the same rank"],
 )
 def test_a_mixture_is_refused_and_never_chosen(other: Candidate, named: str) -> None:
     own, third = candidate(0, SHARES[0], WHOLE), candidate(2, SHARES[2], WHOLE)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import stat
 from pathlib import Path
@@ -123,3 +124,12 @@ def test_every_rank_is_found_in_order_and_nothing_else(region_dir: Path) -> None
         "region-00001.lck",
     ]
     assert place.every_rank(place.locate(region_dir / "none", 0, create=False)) == []
+
+
+def test_a_folder_reaches_as_far_as_it_is_the_same_one_and_a_pool_nowhere(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    here = [place.locate(one, rank, create=True) for rank in (0, 1)]
+    assert here[0].reach == here[1].reach != place.locate(other, 0, create=True).reach
+    assert "" not in (here[0].reach, here[0].common)
+    assert dataclasses.replace(here[0], backend="pmemobj").reach == ""
+    assert dataclasses.replace(here[0], path=here[0].file).reach == ""

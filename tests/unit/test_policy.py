@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from lightck.errors import ConfigError
-from lightck.policy import AllOf, AnyOf, AtSteps, EveryEpochs, EverySeconds, EverySteps, parse
+from lightck.policy import (
+    AllOf,
+    AnyOf,
+    AtSteps,
+    EveryEpochs,
+    EverySeconds,
+    EverySteps,
+    Hybrid,
+    Waste,
+    parse,
+)
 from lightck.types import Moment, Policy
 
 
@@ -81,6 +91,8 @@ def test_any_object_with_the_method_is_a_policy_and_combines() -> None:
         ({"every_epochs": 2}, EveryEpochs(2)),
         ({"at_steps": [4, 5]}, AtSteps([5, 4])),
         ({"any_of": [{"every_steps": 3}, {"every_epochs": 1}]}, EverySteps(3) | EveryEpochs()),
+        ({"hybrid": {"mtbf_s": 3600}}, Hybrid(mtbf_s=3600, unrecoverable=0.3)),
+        ({"hybrid": {"mtbf_s": 9, "unrecoverable": 1}}, Hybrid(mtbf_s=9, unrecoverable=1)),
         ({"all_of": [2, {"any_of": [3]}]}, AllOf(EverySteps(2), AnyOf(EverySteps(3)))),
     ],
 )
@@ -111,6 +123,15 @@ def test_settings_become_policies(value: Any, policy: Policy) -> None:
         ({"any_of": []}, "any_of = []"),
         ({"all_of": 3}, "all_of = 3"),
         ({"any_of": [{"every_steps": 0}]}, "every_steps = 0"),
+        ({"hybrid": 3600}, "hybrid = 3600: must be a table with mtbf_s and unrecoverable"),
+        ({"hybrid": {}}, "mtbf_s, the job's mean time between failures, is missing"),
+        ({"hybrid": {"mtbf_s": 9, "q": 0.1}}, "unknown key 'q' = 0.1"),
+        ({"hybrid": {"mtbf_s": 0}}, "mtbf_s = 0"),
+        ({"hybrid": {"mtbf_s": math.inf}}, "mtbf_s = inf"),
+        ({"hybrid": {"mtbf_s": "1 day"}}, "mtbf_s = '1 day'"),
+        ({"hybrid": {"mtbf_s": True}}, "mtbf_s = True"),
+        ({"hybrid": {"mtbf_s": 9, "unrecoverable": 0}}, "unrecoverable = 0"),
+        ({"hybrid": {"mtbf_s": 9, "unrecoverable": 1.5}}, "unrecoverable = 1.5"),
     ],
 )
 def test_bad_settings_are_refused_with_key_and_value(value: Any, named: str) -> None:
@@ -122,3 +143,106 @@ def test_bad_settings_are_refused_with_key_and_value(value: Any, named: str) -> 
 def test_combining_something_else_is_refused() -> None:
     with pytest.raises(ConfigError, match="any_of: 3 is not a policy"):
         AnyOf(EverySteps(1), 3)  # type: ignore[arg-type]
+
+
+# ---- formula F7 ------------------------------------------------------------------------------
+
+_JOB = Waste(
+    mtbf_s=7200,
+    stall_s=0.5,
+    restore_s=120,
+    detect_s=4,
+    jit_s=2,
+    jit_restore_s=20,
+    step_s=1,
+    armed=0.001,
+    unrecoverable=0.25,
+)
+"""Made up so that every term counts: L = 1/7200."""
+
+
+def test_intervals_are_those_of_the_formulas() -> None:
+    assert _JOB.interval_s == pytest.approx(math.sqrt(7200))  # sqrt(2 * 0.5 / L)
+    assert _JOB.hybrid_interval_s == pytest.approx(math.sqrt(4 * 7200))
+    # Young's, for the ResNet-101 on CIFAR-10 of COCI's models, in minutes.
+    coci = Waste(mtbf_s=1 / 0.0042, stall_s=0.0015)
+    assert coci.interval_s == pytest.approx(0.84515, abs=5e-6)
+    assert dataclasses.replace(_JOB, unrecoverable=0).hybrid_interval_s == math.inf
+
+
+def test_wasted_work_is_that_of_the_formulas() -> None:
+    assert _JOB.periodic(100) == pytest.approx(0.5 / 100 + (50 + 120) / 7200)
+    assert _JOB.periodic() == pytest.approx(math.sqrt(1 / 7200) + 120 / 7200)
+    assert _JOB.jit() == pytest.approx(0.001 + 27 / 7200)
+    assert _JOB.hybrid() == pytest.approx(
+        0.001 + math.sqrt(0.25 / 7200) + 0.25 * 120 / 7200 + 0.75 * 27 / 7200
+    )
+
+
+def test_no_interval_wastes_less_than_the_best() -> None:
+    for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0):
+        assert _JOB.periodic(factor * _JOB.interval_s) > _JOB.periodic()
+
+
+def test_hybrid_is_jit_when_all_is_recovered_and_periodic_when_nothing_is() -> None:
+    all_of_it = dataclasses.replace(_JOB, unrecoverable=0)
+    assert all_of_it.hybrid() == pytest.approx(all_of_it.jit())
+    nothing = dataclasses.replace(_JOB, unrecoverable=1, armed=0)
+    assert nothing.hybrid() == pytest.approx(nothing.periodic())
+    assert nothing.hybrid_interval_s == nothing.interval_s
+
+
+def test_just_in_time_wins_where_it_loses_less_than_an_interval() -> None:
+    even = math.sqrt(7200) - 2 - 1  # detection time at which d + oj + m = T*
+    for detect_s, wins in [(even - 0.01, True), (even + 0.01, False)]:
+        job = dataclasses.replace(_JOB, armed=0, jit_restore_s=120, detect_s=detect_s)
+        assert (job.jit() < job.periodic()) is wins
+
+
+@pytest.mark.parametrize("given", [{"mtbf_s": 0}, {"stall_s": -1}, {"unrecoverable": 2}])
+def test_impossible_jobs_are_refused(given: dict[str, float]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(ConfigError, match=f"{name} = {value}"):
+        Waste(**{"mtbf_s": 1, "stall_s": 1, **given})
+
+
+def _hybrid_due_steps(policy: Hybrid, steps: int, **measured: float) -> list[int]:
+    """As `_due_steps`; a cost is known from the step after the first due one."""
+    due: list[int] = []
+    last: Moment | None = None
+    for step in range(1, steps + 1):
+        moment = Moment(
+            step=step,
+            time_s=100.0 + step,
+            last_step=last and last.step,
+            last_time_s=last and last.time_s,
+            step_s=1.0,
+            **(measured if last and step > last.step else {}),
+        )
+        if policy.due(moment):
+            due.append(step)
+            last = moment
+    return due
+
+
+def test_hybrid_is_due_at_its_interval_rounded_to_steps() -> None:
+    # sqrt(2 * 0.5 * 36 / 0.25) = 12 s, that of 0.54 s is 12.47 s, that of 0.55 s 12.59 s.
+    policy = Hybrid(mtbf_s=36, unrecoverable=0.25)
+    assert _hybrid_due_steps(policy, 30, cost_s=0.5) == [1, 13, 25]
+    assert _hybrid_due_steps(policy, 30, cost_s=0.54) == [1, 13, 25]
+    assert _hybrid_due_steps(policy, 30, cost_s=0.55) == [1, 14, 27]
+
+
+def test_hybrid_comes_more_often_the_cheaper_and_the_less_recoverable() -> None:
+    policy = Hybrid(mtbf_s=36, unrecoverable=0.25)
+    assert _hybrid_due_steps(policy, 30, cost_s=0.125) == [1, 7, 13, 19, 25]
+    assert _hybrid_due_steps(Hybrid(mtbf_s=36, unrecoverable=1), 30, cost_s=0.5) == [
+        1, 7, 13, 19, 25
+    ]  # fmt: skip
+    assert _hybrid_due_steps(policy, 4, cost_s=0.0) == [1, 2, 3, 4]
+
+
+def test_hybrid_waits_for_the_first_cost_and_for_the_medium() -> None:
+    policy = Hybrid(mtbf_s=36, unrecoverable=0.25)
+    assert _hybrid_due_steps(policy, 30) == [1]
+    assert _hybrid_due_steps(policy, 30, cost_s=0.0, persist_s=10.0) == [1, 11, 21]

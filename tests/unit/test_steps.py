@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -163,3 +164,19 @@ def test_one_that_joins_late_belongs_to_the_step_that_has_just_ended() -> None:
     assert not update(steps, 0)
     assert update(steps, 1)
     assert steps.step == 2
+
+
+def test_an_update_that_raised_is_known_to_have_been_given_up() -> None:
+    steps, here = job(1), threading.get_ident()
+
+    def raises() -> None:
+        steps.begin(0)
+        assert not steps.gave_up(here), "it still runs"
+        raise FloatingPointError
+
+    assert not steps.gave_up(here)
+    with pytest.raises(FloatingPointError):
+        raises()
+    assert steps.updating and steps.gave_up(here)
+    update(steps, 0)
+    assert not steps.gave_up(here)

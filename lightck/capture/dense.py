@@ -1,0 +1,29 @@
+"""Which tensors have plain bytes that can be saved, and why others have not."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from lightck.capture import dtensor
+from lightck.errors import StateError
+
+
+def must_be_dense(path: str, tensor: torch.Tensor) -> None:
+    """Refuse what has no plain bytes.
+
+    Raises:
+        StateError: the tensor is sparse, quantized, not initialized yet, without memory (meta), or
+            a sum over ranks.
+    """
+    why = dtensor.refusal(tensor)
+    if why is not None:
+        raise StateError(f"{path} {why}", path=path)
+    if is_lazy(tensor):
+        raise StateError(f"{path} is not initialized: run one forward before attach", path=path)
+    if tensor.is_meta:
+        why = "is on the meta device and has no bytes: call Module.to_empty before"
+        raise StateError(f"{path} {why}", path=path)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise StateError(f"{path} is a {kind} tensor; only dense tensors can be saved", path=path)

@@ -1,0 +1,330 @@
+"""The boundary state of every step while the failure path is armed, due or not (I10).
+
+Taken at (a) and at (b), and kept twice: in private memory, for a just-in-time snapshot that this
+process makes (`held`), and in the region's journal, for one that a survivor of its node makes when
+this process has been killed. What only an update changes is not in it: that stays live.
+
+An entry of the journal is a parcel (`parcel.py`) of this tree; `unpacked` reads one.
+
+    first         as `Instants.trees` gives it: what `at_step` of a manifest decodes to
+    second        likewise `at_forward`. Of kind STEP_END: values as they are where the step ends,
+                  without generators; of kind FORWARD: those of (b), with generators if a forward
+                  was seen
+    tensors       name -> {role, layer, holders, tensor}: this rank's own small tensors as they are
+                  then: all that a snapshot copies at (b) (buffers, small tensors of extras, what
+                  was found torn twice), and small ones of optimizers' options and attributes.
+                  Neither ties, which have no bytes, nor shares, shards and large tensors of extras
+    share_digest  of the share map then
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightck.capture import arrange, boundary, parcel
+from lightck.capture.arrange import Sources
+from lightck.capture.instants import Instants, holding, users_code
+from lightck.capture.parcel import Parcel
+from lightck.capture.shelf import Shelf
+from lightck.capture.state import SMALL_EXTRA_BYTES, Collected, Live
+from lightck.errors import (
+    CorruptSnapshotError,
+    LightckError,
+    RegionFullError,
+    RegionIOError,
+    TornSnapshotError,
+)
+from lightck.events import event
+from lightck.region.journal import FORWARD, STEP_END, JournalEntry, write_entry
+from lightck.region.native import RECORD_EARLY
+from lightck.region.region import Region
+
+MOST_BYTES = 8 << 20
+"""Copied at each instant at most: more would cost every step a millisecond."""
+
+DOUBT_STEPS = 8
+"""Every so many steps all tensors are looked up; at every one for so long after a change."""
+
+
+@dataclass(frozen=True, eq=False)
+class Instant:
+    """What is known of one instant of one step."""
+
+    kind: int
+    """STEP_END or FORWARD."""
+    step: int
+    first: dict[str, Any]
+    second: dict[str, Any]
+    """See `Instants.trees`."""
+    collected: Collected
+    """At (b) everything; at (a) a parameter or its state that is new may be missing."""
+    copies: dict[str, torch.Tensor] | None
+    """Private, of what changes in the window, by name; None: too much for every step."""
+    watched: Sources | None = None
+    """Of (b): every other tensor, with version and address (I5)."""
+
+    @property
+    def flags(self) -> int:
+        """For the record of a snapshot."""
+        return RECORD_EARLY if self.kind == STEP_END else 0
+
+    def changed(self, shared: Sequence[Live]) -> str:
+        """What is not any more what it was at (b), as far as can be seen; empty if nothing is.
+
+        Args:
+            shared: model and optimizers, just looked up.
+        """
+        private = self.copies is not None
+        then = _watched(self.collected.lives[: len(shared)], private=private)
+        now = _watched(shared, private=private)
+        if [(v.name, id(v.tensor)) for v in now] != [(v.name, id(v.tensor)) for v in then]:
+            return "the set of tensors has changed"
+        if self.watched is None:
+            return "" if private else "what a forward changes is not kept"
+        moved = self.watched.changed()
+        watched = _watched(self.collected.lives, private=private)
+        return f"{watched[moved[0]].name} was changed" if moved else ""
+
+
+def _torn(step: int, why: str) -> TornSnapshotError:
+    return TornSnapshotError(f"step {step} cannot be saved any more: {why}")
+
+
+def _watched(lives: Sequence[Live], *, private: bool) -> list[Live]:
+    return [live for live in lives if not (private and live.sync)]
+
+
+@dataclass(eq=False)
+class _Sorted:
+    """The tensors of a state by what is done with them, for as long as they are the same."""
+
+    lives: tuple[Live, ...]
+    shelf: Shelf | None
+    """For what changes in the window, and what an entry has besides; None: too much."""
+    watched: list[torch.Tensor]
+    copied: list[str]
+    """Names of what changes in the window."""
+
+    @classmethod
+    def of(cls, lives: tuple[Live, ...], shelf: Shelf | None) -> _Sorted:
+        """Sort them; the shelf that there is serves if it fits."""
+        own = [live for live in lives if is_own(live)]
+        if sum(live.local.nbytes for live in own) > MOST_BYTES:
+            shelf = None
+        elif shelf is None or not shelf.fits(own):
+            shelf = Shelf(own)
+        watched = _watched(lives, private=shelf is not None)
+        copied = [live.name for live in own if live.sync]
+        return cls(lives, shelf, [live.tensor for live in watched], copied)
+
+    def serves(self, lives: tuple[Live, ...]) -> bool:
+        """Whether these are the same."""
+        same = len(lives) == len(self.lives) and all(map(operator.is_, lives, self.lives))
+        return same and (self.shelf is None or self.shelf.fits(self.shelf.lives))
+
+
+def is_own(live: Live) -> bool:
+    """Copied at each instant: it changes in the window, or is small and nowhere else."""
+    option = "/@group/" in live.name or "/@attribute/" in live.name
+    small = option and live.local.nbytes <= SMALL_EXTRA_BYTES
+    return live.alias_of is None and (live.sync or small)
+
+
+@dataclass(eq=False)
+class Journaled:
+    """Takes the boundary state of each step. On the training thread, under the recorder's lock."""
+
+    instants: Instants
+    region: Region
+    region_lost: Callable[[LightckError], None]
+    """Hears that the region takes no more."""
+    step: int = -1
+    """What is kept, or could not be, is of this step."""
+    ended: Instant | None = None
+    """(a) of the last step that ended; None: taking it failed."""
+    begun: Instant | None = None
+    """(b) after it; None: it has not come, or taking it failed."""
+    unwritten: LightckError | None = None
+    """The last error that kept an instant, or its entry, from being taken."""
+    _writes: bool = False
+    """The timeline is durable: entries can be of it."""
+    _doubts: int = 0
+    """Steps for which all tensors are looked up, since they have been others lately."""
+    _sorted: _Sorted | None = None
+    _told: set[type[LightckError]] = field(default_factory=set)
+
+    def forget(self, step: int) -> None:
+        """A step has ended: what was kept is of an older one."""
+        self.step, self.ended, self.begun = step, None, None
+
+    def step_ended(self, step: int) -> None:
+        """Take (a); once more where position and generators have been taken again."""
+        self.ended = None
+        with self._told_once():
+            with users_code():
+                collected = self.instants.inventory.glance()
+            self.ended = self._take(STEP_END, step, collected, seen=False)
+
+    def forward(self, step: int, *, seen: bool, sure: bool) -> Instant | None:
+        """Take (b), where the forward starts or where it was missed; None if that failed.
+
+        Unless `sure`, which the due snapshot needs, tensors that were the same for some steps are
+        looked up anew at times only. Should one be another by then, `late` finds it.
+        """
+        self.begun = None
+        sure = sure or self._doubts > 0 or step % DOUBT_STEPS == 0
+        with self._told_once():
+            before = self._sorted
+            self.begun = self._take(FORWARD, step, self.instants.collect(sure=sure), seen=seen)
+            if sure:
+                same = before is self._sorted
+                self._doubts = max(self._doubts - 1, 0) if same else DOUBT_STEPS
+        return self.begun
+
+    def late(self, *, early: bool = False) -> Instant:
+        """The last step as it was, though its next forward has begun.
+
+        Args:
+            early: as of (a), even if (b) is kept, too.
+
+        Raises:
+            TornSnapshotError: that is not known any more.
+        """
+        kept = self.ended if early or self.begun is None else self.begun
+        if kept is None:
+            raise _torn(self.step, f"its boundary state is not kept: {self.unwritten}")
+        newest = self.begun or kept
+        why = newest.changed(self.instants.inventory.shared())
+        if why:
+            raise _torn(self.step, why)
+        state = newest.collected
+        return replace(kept, collected=holding(state, kept.copies) if kept.copies else state)
+
+    def untouched(self) -> bool:
+        """What a forward may change is as it was at (b): what stands is of one instant."""
+        if self.begun is None or self.begun.copies is None:
+            return False
+        live = {each.name: each.tensor for each in self.instants.inventory.collect().lives}
+        kept = self.begun.copies
+        return all(name in live and torch.equal(live[name], kept[name]) for name in kept)
+
+    def _take(self, kind: int, step: int, collected: Collected, *, seen: bool) -> Instant:
+        trees = self.instants.trees(collected, step, seen=seen)
+        found = self._sorted
+        if found is None or not found.serves(collected.lives):
+            shelf = found.shelf if found is not None else None
+            found = self._sorted = _Sorted.of(collected.lives, shelf)
+        copies = watched = None
+        if kind == FORWARD:
+            watched = Sources(found.watched, *arrange.read(found.watched), [])
+        if found.shelf is not None:
+            every = found.shelf.fill()
+            copies = {name: every[name] for name in found.copied}
+            with self._told_once():
+                self._write(kind, step, trees, collected.share_digest, found.shelf, every)
+        return Instant(kind, step, *trees, collected, copies, watched)
+
+    def _write(
+        self,
+        kind: int,
+        step: int,
+        trees: tuple[dict[str, Any], dict[str, Any]],
+        share_digest: bytes,
+        shelf: Shelf,
+        every: Mapping[str, torch.Tensor],
+    ) -> None:
+        if not self._writes:
+            return
+        parcel, (first, second) = Parcel(), trees
+        tree = {
+            "tensors": shelf.packed(parcel, every),
+            "first": parcel.packed(first),
+            "second": dict(second),
+            "share_digest": share_digest,
+        }
+        if "rng" in second:  # there are no other tensors in it
+            tree["second"]["rng"] = parcel.packed(second["rng"])
+        blob = parcel.sealed(tree)
+        write_entry(self.region.native, kind, step, self.region.timeline, blob)
+
+    def begin(self, step: int) -> None:
+        """The timeline is durable: write the first entry, and say what cannot be had."""
+        self._writes = True
+        self.step_ended(step)
+        if isinstance(self.unwritten, RegionFullError):
+            warnings.warn(
+                f"lightck: {self.unwritten}: what a killed process leaves cannot be completed;"
+                " a region that is made anew has room for it",
+                stacklevel=5,
+            )
+        if self.ended is not None and self.ended.copies is None:
+            warnings.warn(
+                f"lightck: what a forward changes (buffers, extras) is more than {MOST_BYTES >> 20}"
+                " MiB, too much to be kept at every step: once a forward has changed it, nothing"
+                " can be saved until the step ends",
+                stacklevel=5,
+            )
+
+    @contextmanager
+    def _told_once(self) -> Iterator[None]:
+        """Each kind of error is told once: it would come at every step.
+
+        Told in the log, for nothing is lost yet: a due snapshot will fail by itself, and what is
+        saved just in time says why it is not. A region that takes no more is another matter.
+        """
+        try:
+            yield
+        except Exception as raised:  # noqa: BLE001 - what nobody has asked for ends no training
+            error = raised
+            if not isinstance(error, LightckError):
+                error = LightckError(f"the boundary state cannot be kept: {raised!r}")
+            self.unwritten = error
+            new = type(error) not in self._told
+            self._told.add(type(error))
+            event("not_kept", logging.WARNING if new else logging.DEBUG, step=self.step, why=error)
+            if new and isinstance(error, RegionIOError):
+                self.region_lost(error)
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """What an entry of the journal holds."""
+
+    at_step: bytes
+    """As in a manifest; likewise below."""
+    at_forward: bytes
+    lives: tuple[Live, ...]
+    """The rank's own small tensors."""
+    share_digest: bytes
+
+
+def unpacked(entry: JournalEntry, *, context: str) -> Unpacked:
+    """Read an entry; runs no code.
+
+    Raises:
+        CorruptSnapshotError: it is not what `Journaled` writes.
+    """
+    tree = parcel.opened(entry.blob, context=context)
+    try:
+        first, second, digest = tree["first"], tree["second"], tree["share_digest"]
+        lives = tuple(_live(name, said) for name, said in tree["tensors"].items())
+        if type(first) is dict and type(second) is dict and type(digest) is bytes:
+            return Unpacked(boundary.encode(first), boundary.encode(second), lives, digest)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptSnapshotError(f"{context}: no boundary state: {error!r}") from error
+    raise CorruptSnapshotError(f"{context}: no boundary state")
+
+
+def _live(name: str, said: dict[str, Any]) -> Live:
+    role, layer, tensor = said["role"], said["layer"], said["tensor"]
+    if not isinstance(tensor, torch.Tensor) or {type(name), type(role), type(layer)} != {str}:
+        raise TypeError(f"{name!r} is no tensor")
+    return Live(name, role, layer, tensor, frozenset(map(int, said["holders"])), sync=True)

@@ -1,0 +1,38 @@
+"""A folder for a command's logs and regions: a temporary one in memory, or one that is kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightck.cli.output import Refusal
+
+
+@contextmanager
+def folder(path: Path | None, command: str) -> Iterator[Path]:
+    """`path`, new or empty, which stays; or a temporary folder, which is removed.
+
+    Raises:
+        Refusal: it cannot be made, or something is in it.
+    """
+    if path is not None:
+        path = Path(os.path.abspath(path))
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise Refusal(f"{path}: cannot make the folder: {error.strerror}") from error
+        if any(path.iterdir()):
+            raise Refusal(f"{path} is not empty; the {command} needs a folder of its own")
+        yield path
+        return
+    memory = Path("/dev/shm")
+    base = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
+    made = Path(tempfile.mkdtemp(prefix=f"lightck-{command}-", dir=base))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

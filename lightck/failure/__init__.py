@@ -1,0 +1,1 @@
+"""The failure path: what a failure is noticed by, and what is saved then."""

@@ -1,0 +1,224 @@
+"""Whether a training loop hangs: a pure decision over what was seen of it, and where it stands.
+
+Nothing here reads a clock. A look that comes late counts for little, one that comes very late for
+nothing: then it was this process that did not run (SIGSTOP, a suspended machine), not the loop.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Protocol
+
+from lightck.types import Failure
+
+SLACK_S = 0.5
+"""Beyond `hang_steps` steps. What is left of the promised second is for looking and saving."""
+_SAMPLES = 9
+"""Steps whose median is the usual one."""
+_LATE_S = 2.0
+"""A look that comes later than this, beyond twice its time, comes after a stop."""
+_CLOSE_S = 0.1
+"""Between looks while a collective is waited for."""
+_DEPTH = 64
+"""Frames that are looked at."""
+
+
+class Progress(Protocol):
+    """Where a training loop is, as its hooks have it."""
+
+    @property
+    def step(self) -> int:
+        """The last complete step."""
+
+    @property
+    def updating(self) -> bool:
+        """Inside an update."""
+
+    @property
+    def inside(self) -> bool:
+        """Inside an iteration."""
+
+    @property
+    def ticks(self) -> int:
+        """Moves with every hook."""
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of the last step; None: not known yet."""
+
+    @property
+    def thread(self) -> int:
+        """The training thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a thread stands inside a collective."""
+
+    text: str
+    """For people: the function, and the line of the user's that called it."""
+    mark: tuple[int, ...]
+    """Changes when the thread moves on, as far as frames tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """A hang.
+
+    Attributes:
+        still_s: seconds without progress, as far as they were watched.
+        limit_s: how many are taken for a hang there.
+        place: the collective that the loop is inside; None: it is in none.
+    """
+
+    still_s: float
+    limit_s: float
+    place: Place | None
+
+
+@dataclass(eq=False)
+class HangWatch:
+    """Looks at one training loop, every `period_s` or more often."""
+
+    failure: Failure
+    period_s: float
+    suspected: Suspicion | None = None
+    """The hang that the loop is in."""
+    _seen_s: float | None = None
+    _marks: tuple[object, ...] = ()
+    _still_s: float = 0.0
+    _waits_s: float = 0.0
+    """The part of it, up to now, that was spent in one and the same collective."""
+    _place: Place | None = None
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a usual step."""
+        return statistics.median(self._steps) if self._steps else None
+
+    def look(self, now_s: float, progress: Progress, place: Place | None) -> Suspicion | None:
+        """Take in what is seen now.
+
+        Args:
+            now_s: seconds of a monotonic clock.
+            progress: where the loop is.
+            place: the collective that its thread is inside, None if it is in none.
+
+        Returns:
+            A hang, once; afterwards it is `suspected`, until the loop goes on.
+        """
+        passed_s = self._counted(now_s)
+        marks = (progress.step, progress.updating, progress.inside, progress.ticks)
+        same = place is not None and self._place is not None and place.mark == self._place.mark
+        self._place = place
+        if marks != self._marks:
+            self._go_on(marks, progress)
+            return None
+        if passed_s is None:
+            self._still_s = self._waits_s = 0.0
+            return None
+        self._still_s += passed_s
+        self._waits_s = self._waits_s + passed_s if same else 0.0
+        if self.suspected is None:
+            self.suspected = self._judge()
+            return self.suspected
+        return None
+
+    def due_in_s(self) -> float:
+        """Seconds until the next look: less while a collective is waited for."""
+        waits = self._waits_s > 0 and self.suspected is None
+        return min(self.period_s, _CLOSE_S) if waits else self.period_s
+
+    def _counted(self, now_s: float) -> float | None:
+        """Seconds since the last look, as far as they count; None: nobody was looking."""
+        before, self._seen_s = self._seen_s, now_s
+        if before is None or now_s - before > 2 * self.period_s + _LATE_S:
+            return None
+        return min(now_s - before, 2 * self.period_s)
+
+    def _go_on(self, marks: tuple[object, ...], progress: Progress) -> None:
+        stepped = not self._marks or marks[0] != self._marks[0]
+        if stepped and progress.step_s is not None:
+            self._steps.append(progress.step_s)
+        self._marks = marks
+        self._still_s = self._waits_s = 0.0
+        self.suspected = None
+
+    def _judge(self) -> Suspicion | None:
+        """The first steps compile, and nothing tells how long a step takes: they never hang."""
+        usual_s = self.step_s
+        if usual_s is None:
+            return None
+        steps_s = self.failure.hang_steps * usual_s
+        if self._waits_s >= steps_s + SLACK_S:
+            return Suspicion(self._waits_s, steps_s + SLACK_S, self._place)
+        limit_s = max(self.failure.hang_s, steps_s)
+        if self._still_s >= limit_s:
+            return Suspicion(self._still_s, limit_s, self._place)
+        return None
+
+
+# ---- where a thread stands -----------------------------------------------------------------------
+
+_BETWEEN = ("torch._ops", "torch.autograd.function", "torch.utils._contextlib", "contextlib")
+"""Their frames stand between a collective and the C code that waits."""
+_TALKS = ("torch.distributed", "torch.nn.parallel.distributed")
+_NOT_THERE = ("torch.distributed.checkpoint", "torch.distributed.elastic")
+_BACKWARD = ("torch.autograd.graph", "_engine_run_backward")
+"""C++ from here on: DDP waits inside for the last reduction. Only seen with several ranks."""
+
+
+def collective(thread: int) -> Place | None:
+    """The collective that a thread is inside, judged by its innermost frames; a few microseconds.
+
+    For jobs of several ranks: a backward counts as one. `work.wait()` in the user's own code and
+    what waits for a GPU do not show, since they are C code called from no function of torch's.
+    """
+    innermost = sys._current_frames().get(thread)
+    frame = innermost
+    while frame is not None and _in(frame, _BETWEEN):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    talks = _in(frame, _TALKS) and not _in(frame, _NOT_THERE)
+    if not talks and (_module(frame), frame.f_code.co_name) != _BACKWARD:
+        return None
+    return Place(_described(frame), _mark(innermost))
+
+
+def _mark(frame: FrameType | None) -> tuple[int, ...]:
+    found: list[int] = []
+    while frame is not None and len(found) < 2 * _DEPTH:
+        found += (id(frame), frame.f_lasti)
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _described(inside: FrameType) -> str:
+    line = _line(inside)
+    return f"{inside.f_code.co_name}, called from {line}" if line else inside.f_code.co_name
+
+
+def standing(thread: int) -> str:
+    """The line of the user's that a thread is at; empty if it is at none."""
+    return _line(sys._current_frames().get(thread))
+
+
+def _line(frame: FrameType | None) -> str:
+    while frame is not None and _module(frame).split(".")[0] in ("torch", "lightck"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _in(frame: FrameType, modules: tuple[str, ...]) -> bool:
+    name = _module(frame)
+    return any(name == each or name.startswith(each + ".") for each in modules)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -1,0 +1,155 @@
+"""After this rank's own save: the shares of its node's dead ranks, in rank order of the living.
+
+    saved = rescue.save(reason, deadline)
+    taken = inheritance.settle(deadline)
+
+The lowest living rank begins; the others wait until it is done, or has had its time, and then find
+the snapshot there or write it themselves. Nobody has to know who is at it: the lock of the dead
+rank's region lets one in at a time, and what is there is not written again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightck.capture.journaled import unpacked
+from lightck.capture.recorder import Recorder
+from lightck.distributed.replicas import Replicas
+from lightck.distributed.topology import Topology
+from lightck.errors import LightckError
+from lightck.events import event
+from lightck.failure.takeover import Own, Survivor, Taken, Takeover
+from lightck.region import place, statistics
+from lightck.region.journal import JournalEntry
+from lightck.region.place import Place
+from lightck.region.region import Region
+from lightck.types import Saved
+
+TURN_S = 1.0
+"""What the living of a lower rank are given, each, before the next one tries; and whoever is at it,
+before this rank goes on without."""
+_POLL_S = 0.01
+
+
+class Saves(Protocol):
+    """How this rank saves itself, see `Rescue`."""
+
+    def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
+        """Commit the last complete step, exact or early."""
+
+
+@dataclass(eq=False)
+class Inheritance:
+    """Of one handle. On a background thread, or on the training thread when it has failed."""
+
+    takeover: Takeover
+    rescue: Saves
+    clock: Callable[[], float] = time.monotonic
+
+    @classmethod
+    def of(
+        cls, recorder: Recorder, topology: Topology, rescue: Saves, *, process_durable: bool
+    ) -> Inheritance:
+        """For the handle of a recorder."""
+        survivor = Survivor(
+            region=recorder.pipeline.region,
+            inventory=recorder.inventory,
+            topology=topology,
+            replicated=Replicas(recorder.inventory, topology.world),
+            lock=recorder.lock,
+            stands=lambda: None if recorder.mixed else recorder.steps.step,
+            process_durable=process_durable,
+        )
+        return cls(Takeover(survivor, _own, threads=1), rescue)
+
+    def settle(self, deadline: float) -> list[Taken]:
+        """Finish what the dead of this node have not; nothing if they have, or none is dead.
+
+        Nor if this rank has no snapshot in this timeline: it goes on from one that all restored.
+
+        Never raises for what can go wrong: `Taken.why` says it.
+
+        Args:
+            deadline: `time.monotonic()` at which it gives up.
+        """
+        if not self.takeover.survivor.records():
+            return []
+        found: dict[int, Taken] = {}
+        until = min(deadline, self.clock() + TURN_S * len(self.takeover.survivor.topology.peers))
+        while True:
+            dead, living, ward = self._roll()
+            wanting = [rank for rank in dead if rank not in found]
+            if wanting:
+                early = self._agreed(dead, living, deadline)
+                found |= {rank: self._one(rank, living, deadline, early) for rank in wanting}
+            if not ward or self.clock() >= until:
+                break
+            time.sleep(_POLL_S)  # should its guardian die, too
+        taken = [found[rank] for rank in sorted(found)]
+        for each in taken:
+            if each.wrote or each.why:
+                name = "taken_over" if each.wrote else "not_taken_over"
+                event(name, rank=each.rank, step=each.step, early=each.early, why=each.why)
+        return taken
+
+    def _roll(self) -> tuple[list[int], list[int], list[int]]:
+        """The other ranks of this node: the dead, the living, and those whose share is being done.
+
+        Of these another process owns the region: a survivor. What a rank's page tells of its
+        process is only believed as far as waiting for a moment does no harm.
+        """
+        survivor = self.takeover.survivor
+        dead: list[int] = []
+        living: list[int] = []
+        ward: list[int] = []
+        for rank in survivor.topology.peers:
+            where = place.locate(survivor.region.place.path, rank, create=False)
+            if rank == survivor.topology.rank or not (where.is_plain and where.exists):
+                continue
+            try:
+                if not place.is_owned(where):
+                    dead.append(rank)
+                else:
+                    (living if _owns_itself(where) else ward).append(rank)
+            except LightckError:  # it was there just now
+                continue
+        return dead, living, ward
+
+    def _agreed(self, dead: list[int], living: list[int], deadline: float) -> bool | None:
+        """The instant that all can have; where it is the early one, this rank has it after this."""
+        early = self.takeover.wants(dead, living)
+        if early and not any(record.early for record in self.takeover.survivor.records()):
+            self.rescue.save("the early instant, for a dead peer", deadline, early=True)
+        return early
+
+    def _one(self, rank: int, living: list[int], deadline: float, early: bool | None) -> Taken:
+        if early is None:
+            return Taken(rank, why="no instant of the step is there that all ranks can have")
+        own = self.takeover.survivor.topology.rank
+        turn = self.clock() + TURN_S * sum(other < own for other in living)
+        while self.clock() < min(turn, deadline) and not self.takeover.is_done(rank, early):
+            time.sleep(_POLL_S)
+        taken = self.takeover.of(rank, deadline, early)
+        turn = self.clock() + TURN_S * (1 + len(living))
+        while taken.busy and self.clock() < min(turn, deadline):  # another survivor is at it
+            time.sleep(_POLL_S)
+            taken = self.takeover.of(rank, deadline, early)
+        return taken
+
+
+def _owns_itself(where: Place) -> bool:
+    """The process that wrote the region's page lives, or nothing is known of it."""
+    region = Region.open(where, writable=False)
+    try:
+        said = statistics.read(region.native)
+    finally:
+        region.close()
+    return said.process is None or bool(said.numbers["ended"]) or said.process.is_running
+
+
+def _own(entry: JournalEntry) -> Own:
+    found = unpacked(entry, context="the dead rank's journal")
+    return Own(found.at_step, found.at_forward, found.lives)

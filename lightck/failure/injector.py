@@ -1,0 +1,188 @@
+"""Where a training loop is, for faults on purpose: stands between the hooks and the recorder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from lightck.capture import rng
+from lightck.capture.hooks import Listener, is_weight, untraced
+from lightck.capture.recorder import Recorder
+from lightck.failure.chaos import Chaos, of_process
+from lightck.region.region import survey
+
+_SLOWEST = 4096  # bytes per second
+
+
+def stand_before(listener: Listener, recorder: Recorder, write_limit: int) -> Listener:
+    """Put the faults of the plan between the hooks of a handle and its recorder.
+
+    `write_limit` is what the user allows, after a fault of the medium too.
+    """
+    return Injector(listener, recorder, of_process(), write_limit)
+
+
+@dataclass(eq=False)
+class Injector:
+    """A `Listener` that lets faults come where the plan has them, and passes everything on.
+
+    Where the loop marks its updates there are no faults at fence, commit, update and between.
+    """
+
+    inner: Listener
+    recorder: Recorder
+    chaos: Chaos
+    write_limit: int
+    _calls: list[int] = field(default_factory=lambda: [0, 0])
+    """Forwards of modules in this iteration, and in the one before."""
+    _ticks: list[int] = field(default_factory=lambda: [0, 0])
+    """Gradient hooks, likewise."""
+    _undo: tuple[float, Callable[[], object]] | None = None
+    """Ends a fault that lasts, and when."""
+
+    def __post_init__(self) -> None:
+        """Say where the process begins, and listen to what the recorder is not told of."""
+        recorder = self.recorder
+        at = recorder.pipeline.region.place
+        self.chaos.teller.tell(
+            "attaching",
+            step=recorder.steps.step,
+            world=recorder.pipeline.region.world,
+            generators={name: _digest(state) for name, state in rng.capture().items()},
+            path=at.path,
+            file=at.file,
+        )
+        self._kinds = {"slow": self._slow, "full": self._full, "corrupt": self._corrupt}
+        self._publish = recorder.on_step
+        recorder.on_step = self._step_ended
+        # For the process's life: it is one that was started for chaos.
+        register_module_forward_pre_hook(untraced(self._module_runs))
+
+    # ---- the listener ----------------------------------------------------------------------
+
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """The fence, and what the recorder does there."""
+        self._reach("fence")
+        self.inner.update_begins(optimizer)
+        self._reach("commit")
+
+    def update_ends(self, optimizer: Optimizer) -> None:
+        """The parameters have changed; the step may be complete."""
+        self._reach("update")
+        before = self.recorder.steps.step
+        self.inner.update_ends(optimizer)
+        if self.recorder.steps.step > before:
+            self._reach("between", of=before + 1)
+
+    def update_skipped(self, optimizer: Optimizer) -> None:
+        """Passed on."""
+        self.inner.update_skipped(optimizer)
+
+    def forward(self, training: bool) -> None:
+        """Passed on; faults come in the middle."""
+        self.inner.forward(training)
+
+    def gradient(self, layer: str) -> None:
+        """A layer's gradient; the first one of a backward asks for a word at its end."""
+        self.inner.gradient(layer)
+        if not self._ticks[0]:
+            self._reach("forward")  # of a single module, or a compiled one, there is no middle
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(self._backward_ends)
+        self._ticks[0] += 1
+        if self._ticks[0] > self._ticks[1] // 2:
+            self._reach("backward")
+
+    def _backward_ends(self) -> None:
+        """Asked for before DDP asks for its own: it has not waited for its buckets yet."""
+        self._reach("allreduce")
+
+    def iterating(self, loader: Any, drawing: bool = False) -> None:
+        """Passed on."""
+        self.inner.iterating(loader, drawing)
+
+    def _module_runs(self, module: nn.Module, args: Any) -> None:
+        running = torch.is_grad_enabled() and module.training and not is_weight(module)
+        if running and self.recorder.enabled and self.recorder.watched.holds(module):
+            self._calls[0] += 1
+            # At the outermost module's call the recorder has not seen the forward yet.
+            if self._calls[0] > max(1, self._calls[1] // 2):
+                self._reach("forward")
+
+    def _step_ended(self) -> None:
+        self._publish()
+        self._calls, self._ticks = [0, self._calls[0]], [0, self._ticks[0]]
+        self.chaos.teller.tell("step", step=self.recorder.steps.step)
+
+    # ---- the faults ------------------------------------------------------------------------
+
+    def _reach(self, phase: str, of: int | None = None) -> None:
+        if self._undo is not None and time.monotonic() >= self._undo[0]:
+            self._undo[1]()
+            self._undo = None
+        if self.recorder.enabled:
+            complete = self.recorder.steps.step
+            self.chaos.reach(phase, complete + 1 if of is None else of, complete, self._kinds)
+
+    def _slow(self) -> None:
+        """By the limit that `write_limit` sets."""
+        pipeline, hold_s = self.recorder.pipeline, self.chaos.hold_s
+        known = pipeline.region.continued
+        size = known.payload_bytes if known is not None else 0
+        pipeline.pool.limit(max(_SLOWEST, int(size / hold_s)))
+        self._last(lambda: pipeline.pool.limit(self.write_limit))
+
+    def _full(self) -> None:
+        """As on a full medium, growing fails; Python ignores SIGXFSZ."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        size = self.recorder.pipeline.region.info.size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        self._last(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
+
+    def _corrupt(self) -> None:
+        """Between two lives, as far as the next one can tell."""
+        if not self.recorder.steps.updating:
+            self.recorder.fence(None)
+        self.recorder.poll(None)  # what is under way is committed first, so that two are whole
+        self.chaos.teller.tell("flipped", **flip(self.recorder))
+        self.chaos.kill()
+
+    def _last(self, undo: Callable[[], object]) -> None:
+        self._undo = (time.monotonic() + self.chaos.hold_s, undo)
+
+
+def _digest(state: Any) -> str:
+    """Of the state of a random generator."""
+    shown = state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
+    return hashlib.blake2b(shown, digest_size=8).hexdigest()
+
+
+def flip(recorder: Recorder) -> dict[str, Any]:
+    """Flip a bit of the largest tensor in the newest snapshot of this rank's region."""
+    region, recovery = survey(recorder.pipeline.region.place)
+    try:
+        if not region.place.is_plain or len(recovery.candidates) < 2:
+            steps = [each.record.step for each in recovery.candidates]
+            return {"why": f"{region.place.file} is no file with two snapshots, steps {steps}"}
+        newest = max(recovery.candidates, key=lambda each: each.record.sequence)
+        largest = int(newest.layout.lengths.argmax())
+        offset = int(newest.layout.offsets[largest] + newest.layout.lengths[largest] // 2)
+        with region.place.file.open("r+b", buffering=0) as file:
+            (byte,) = os.pread(file.fileno(), 1, offset)
+            os.pwrite(file.fileno(), bytes([byte ^ 0x10]), offset)
+        name = newest.layout.entries[largest].name
+        return {"step": newest.record.step, "tensor": name, "offset": offset}
+    finally:
+        region.close()

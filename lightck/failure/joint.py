@@ -1,0 +1,116 @@
+"""One rank's save among several: it is told to the others, and the dead of the node are completed.
+
+What this rank hears of others' failures is a reason to save here, too: all ranks then have the same
+step, or are one apart, and contents decide at restore.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from lightck.capture.recorder import Recorder
+from lightck.distributed.store import Store
+from lightck.distributed.topology import Topology
+from lightck.failure.inheritance import Inheritance
+from lightck.failure.peers import Peers, Word
+from lightck.failure.rescue import Rescue
+from lightck.types import Saved
+
+TELL_S = 1.0
+"""How long a save waits until it is told: the process may end right after it."""
+
+
+@dataclass(eq=False, kw_only=True)
+class JointRescue(Rescue):
+    """The `Rescue` of a rank among several. Any thread."""
+
+    inheritance: Inheritance
+    peers: Peers
+    _answered: int = 0
+    """Of the words heard, how many `elsewhere` has given."""
+    _mourned: set[int] = field(default_factory=set)
+    """Dead ranks that `elsewhere` has given."""
+    _given: set[str] = field(default_factory=set)
+    """Reasons that came from others: these know them."""
+    _told: tuple[str, int | None, bool] | None = None
+
+    @classmethod
+    def among(
+        cls, recorder: Recorder, topology: Topology, store: Store, *, process_durable: bool
+    ) -> JointRescue:
+        """For a handle of several ranks; begins to listen.
+
+        Args:
+            recorder: of the handle.
+            topology: this rank's place.
+            store: a connection of its own, below a prefix of this attach.
+            process_durable: as in the config.
+        """
+        inheritance = Inheritance.of(
+            recorder, topology, Rescue(recorder), process_durable=process_durable
+        )
+        peers = Peers(store, topology, recorder.pipeline.region.place)
+        return cls(recorder, inheritance=inheritance, peers=peers)
+
+    def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
+        """As `Rescue.save`; then the others are told, and the dead of this node are completed.
+
+        An early snapshot of another rank's takes this one to the early instant, too: states of two
+        instants are no one state of the job.
+        """
+        saved = super().save(reason, deadline, early=early)
+        if saved.fresh and not saved.early and self._is_early_elsewhere(saved.step):
+            saved = super().save(reason, deadline, early=True)
+        self._tell(saved, deadline)
+        if saved.fresh:
+            self.inheritance.settle(deadline)
+        return saved
+
+    def elsewhere(self) -> str | None:
+        """What has failed on another rank since the last call, as a reason to save; None: nothing.
+
+        At once; for one thread.
+        """
+        heard = self.peers.look()
+        words, self._answered = heard.words[self._answered :], len(heard.words)
+        dead = [rank for rank in heard.dead if rank not in self._mourned]
+        self._mourned.update(dead)
+        reasons = [f"rank {rank}: killed" for rank in dead]
+        reasons += [f"rank {word.rank}: {word.reason}" for word in words if not word.heard]
+        if not reasons and any(self._goes_before(word) for word in words):
+            reasons = ["another rank's snapshot is of the instant before"]
+        self._given.update(reasons[:1])
+        return reasons[0] if reasons else None
+
+    def is_settled(self) -> bool:
+        """Every other rank has ended, or has said what it has of the last complete step.
+
+        Until then one may still have to go back to the instant before, and this rank with it.
+        """
+        heard, topology = self.peers.look(), self.peers.topology
+        step = self.recorder.steps.step
+        said = {word.rank for word in heard.words if word.step is None or word.step >= step}
+        others = {*range(topology.world)} - {topology.rank}
+        return others <= said.union(heard.dead)
+
+    def stop(self) -> None:
+        """Listen no more."""
+        self.peers.stop()
+
+    def _goes_before(self, word: Word) -> bool:
+        step = self.recorder.steps.step
+        done = self._told is not None and self._told[1:] == (step, True)
+        return word.early and word.step == step and not done
+
+    def _is_early_elsewhere(self, step: int | None) -> bool:
+        return any(word.early and word.step == step for word in self.peers.look().words)
+
+    def _tell(self, saved: Saved, deadline: float) -> None:
+        step = saved.step if saved.fresh else None
+        if self._told is not None and self._told[1:] == (step, saved.early):
+            return
+        self._told = saved.reason, step, saved.early
+        seconds = max(0.0, min(TELL_S, deadline - time.monotonic()))
+        heard = saved.reason in self._given
+        self.peers.announce(saved.reason, step, early=saved.early, heard=heard, seconds=seconds)

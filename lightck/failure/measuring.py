@@ -1,0 +1,42 @@
+"""What a snapshot of a handle costs, as far as it has been measured."""
+
+from __future__ import annotations
+
+from lightck.capture.placement import dram_rate
+from lightck.capture.recorder import Recorder
+from lightck.failure.budget import Measured
+
+_SLOW_RATE = 1e9
+"""Any memory is faster: what fits at this rate need not be measured."""
+
+
+def measured(recorder: Recorder, write_limit: int, usable_s: float) -> Measured | None:
+    """From the snapshots so far; before the first one, from a plain copy in memory.
+
+    None: not even the size is known. On the watchdog's thread; takes milliseconds, once, and only
+    where a slow memory would not do.
+
+    Args:
+        recorder: of the handle.
+        write_limit: bytes per second that the user allows; 0 is no limit.
+        usable_s: what the snapshot has to fit into.
+    """
+    pipeline = recorder.pipeline
+    size = sum(entry.length for entry in pipeline.arrangement.entries)
+    if not size:
+        return None
+    pool, counters = pipeline.pool_stats(), pipeline.counters
+    drained, limit = pool["bytes_drained"], float(write_limit)
+    if not counters.durable or not pool["copy_ns"]:
+        quick = size / _SLOW_RATE <= usable_s
+        rate = _SLOW_RATE if quick else dram_rate()
+        return Measured(size, rate, limit, step_s=recorder.cadence.step_s)
+    medium = drained / (pool["drain_ns"] / 1e9) if drained and pool["drain_ns"] else limit
+    return Measured(
+        size,
+        pool["bytes_copied"] / (pool["copy_ns"] / 1e9) * pipeline.pool.threads,
+        medium,
+        # Behind staged copies the commit is mostly the drain, which takes its time.
+        0.0 if drained else counters.commit_s / counters.durable,
+        recorder.cadence.step_s,
+    )

@@ -1,0 +1,266 @@
+"""What this rank hears of the others' failures, and they of its own, without a collective.
+
+A rank that fails, or has saved itself, says so over the job's store, under keys of this attach:
+`count` numbers the words, and each number is the key of one. A rank that was killed says
+nothing; but its lock on its region went with it, which any rank of its node can see. A store that
+does not answer is no failure of anybody's.
+
+One message to the store per look, as long as nobody has said anything.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from lightck.distributed.store import Store
+from lightck.distributed.topology import Topology
+from lightck.errors import LightckError, StoreError
+from lightck.events import event
+from lightck.region import place, statistics
+from lightck.region.place import Place
+from lightck.region.region import Region
+
+LOOK_S = 0.25
+"""Between two looks: a killed peer is noticed, and a word is heard, within twice that."""
+_RANKS_PER_S = 5000  # looks that a server of 10 us per message answers in a twentieth of its time
+_LETTERS = 500  # of a reason
+_MOST_WORDS = 16  # read in one look: the first failures matter, and all ranks may fail at once
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a rank said of its own failure.
+
+    Attributes:
+        rank: who.
+        reason: what it was: a signal's name, an exception, `hang`, ...
+        step: of the snapshot that it has committed since; None: it has none.
+        early: that snapshot is of the instant before (b).
+        heard: its reason is that it has heard of another rank's failure.
+    """
+
+    rank: int
+    reason: str
+    step: int | None = None
+    early: bool = False
+    heard: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What is known of the other ranks.
+
+    Attributes:
+        words: what they said, in the order in which it was heard; later ones are added behind.
+        dead: ranks of this node that have ended without closing their handle.
+        unreachable: why the store did not answer the last time; empty if it did.
+    """
+
+    words: tuple[Word, ...] = ()
+    dead: tuple[int, ...] = ()
+    unreachable: str = ""
+
+    @property
+    def is_quiet(self) -> bool:
+        """No rank has failed, as far as is known."""
+        return not self.words and not self.dead
+
+
+@dataclass(eq=False)
+class _Peer:
+    """Another rank of this node, as its region tells."""
+
+    rank: int
+    where: Place
+    page: tuple[int, int, int] | None
+    """Who wrote the page of statistics when this rank began to look, and whether he had ended."""
+    seen: bool = False
+    """Its region was owned once: from then on a free lock means that it has ended."""
+    closed: bool = False
+    """It has closed its handle."""
+
+    def is_dead(self) -> bool:
+        """It has ended, and did not close its handle."""
+        if self.closed:
+            return False
+        try:
+            owned = place.is_owned(self.where)
+            if owned or not self.seen:
+                self.seen = owned
+                return False
+            page = _page(self.where)
+        except LightckError:  # the folder is gone, or somebody makes the region anew
+            return False
+        # A page from before this attach says nothing about this life of the rank.
+        self.closed = page is not None and page != self.page and bool(page[2])
+        return not self.closed
+
+
+class Peers:
+    """Of one attach; every call returns at once, or when its time is over. Any thread."""
+
+    def __init__(
+        self, store: Store, topology: Topology, where: Place, *, look_s: float = LOOK_S
+    ) -> None:
+        """Begin to listen, on a thread of its own.
+
+        Args:
+            store: a connection of its own, below a prefix of this attach.
+            topology: whose regions are looked at, once each is owned by its rank.
+            where: of this rank's own region.
+            look_s: between two looks; more with very many ranks.
+        """
+        self.topology = topology
+        self.look_s = max(look_s, topology.world / _RANKS_PER_S)
+        self._store = store
+        self._words: list[Word] = []
+        self._unread: set[int] = set()
+        self._count = 0
+        self._to_say: list[tuple[Word, threading.Event]] = []
+        self._unreachable = ""
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._peers = _peers(topology, where)
+        self._thread = threading.Thread(target=self._run, name="lightck-peers", daemon=True)
+        self._thread.start()
+
+    def announce(
+        self,
+        reason: str,
+        step: int | None = None,
+        *,
+        early: bool = False,
+        heard: bool = False,
+        seconds: float = 0.0,
+    ) -> bool:
+        """Say that this rank has failed, or has saved itself.
+
+        Args:
+            reason: why.
+            step: of its committed snapshot.
+            early: that is of the instant before (b).
+            heard: it has saved itself because of another's failure.
+            seconds: how long to wait until it is said.
+
+        Returns:
+            Whether it has been said; else it will be, once the store answers.
+        """
+        word = Word(self.topology.rank, _plain(reason)[:_LETTERS], step, early, heard)
+        said = threading.Event()
+        with self._changed:
+            self._to_say.append((word, said))
+            self._changed.notify_all()
+        return said.wait(seconds)
+
+    def look(self) -> Heard:
+        """What is known now: the locks of this node are looked at, the store has been."""
+        dead = tuple(peer.rank for peer in self._peers if peer.is_dead())
+        with self._changed:
+            return Heard(tuple(self._words), dead, self._unreachable)
+
+    def stop(self, seconds: float = 1.0) -> None:
+        """Say what is still to be said, and stop listening. Idempotent.
+
+        A call that hangs in the store keeps its thread, which is a daemon and touches nothing else.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    # ---- on the thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                stopping = self._stopping
+            self._in_touch(self._speak)
+            if stopping:
+                return
+            self._in_touch(self._listen)
+            with self._changed:
+                due = time.monotonic() + self.look_s
+                while not (self._stopping or (self._to_say and not self._unreachable)):
+                    left = due - time.monotonic()
+                    if left <= 0 or not self._changed.wait(left):
+                        break
+
+    def _in_touch(self, ask: Callable[[], None]) -> None:
+        """Ask the store; one that does not answer is told of once per outage."""
+        try:
+            ask()
+            why = ""
+        except (StoreError, ValueError) as error:  # no answer, or another's value under our key
+            why = str(error)
+        with self._changed:
+            fresh, self._unreachable = why and not self._unreachable, why
+        if fresh:
+            event("failures_unheard", logging.WARNING, why=why)
+
+    def _speak(self) -> None:
+        while self._to_say:
+            word, said = self._to_say[0]
+            # Of a repeated `add` only a number without a word is left, which readers pass over.
+            number = self._store.add("count")
+            self._store.set(str(number), json.dumps(asdict(word)).encode())
+            with self._changed:
+                self._to_say.pop(0)
+            said.set()
+
+    def _listen(self) -> None:
+        raw = self._store.read("count")
+        count = int(raw) if raw else 0
+        first, self._count = self._count + 1, max(count, self._count)
+        unread = sorted(self._unread)[-_MOST_WORDS:]
+        self._unread = {*unread, *range(first, count + 1)[:_MOST_WORDS]}
+        for number in sorted(self._unread):
+            said = self._store.read(str(number))
+            if said is None:
+                continue  # its speaker is between the two calls, or was lost there
+            self._unread.discard(number)
+            word = _word(said)
+            if word is not None and word.rank != self.topology.rank:
+                with self._changed:
+                    self._words.append(word)
+
+
+def _word(said: bytes) -> Word | None:
+    """None: it is nobody's of this job."""
+    try:
+        return Word(**json.loads(said))
+    except (TypeError, ValueError):
+        return None
+
+
+def _peers(topology: Topology, where: Place) -> list[_Peer]:
+    """The other ranks of this node whose regions can be looked at."""
+    if not where.is_plain or where.path == where.file:
+        return []
+    found = []
+    for rank in topology.peers:
+        if rank != topology.rank:
+            theirs = place.locate(where.path, rank, create=False)
+            found.append(_Peer(rank, theirs, _page(theirs) if theirs.exists else None))
+    return found
+
+
+def _page(where: Place) -> tuple[int, int, int] | None:
+    """Process and time of the attach that a region's page of statistics tells of, and its end."""
+    region = Region.open(where, writable=False)
+    try:
+        said = statistics.read(region.native)
+    finally:
+        region.close()
+    if said.process is None:
+        return None
+    return said.process.number, said.numbers["began_ns"], said.numbers["ended"]
+
+
+def _plain(text: str) -> str:
+    return text.encode("ascii", "replace").decode()

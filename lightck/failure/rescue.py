@@ -1,0 +1,301 @@
+"""A snapshot of the last complete step, just in time: on any thread, wherever the training is.
+
+Everything is done under the recorder's lock. The forward hook takes it for (b), and an update
+begins with the fence, which takes it: while it is held, and no update has begun, parameters are
+those of the last complete step. Before (b) everything is still live, and the snapshot is `early`.
+After (b) what a forward changes comes from what was kept then (`capture/journaled.py`). Inside an
+update the state is mixed: another thread waits for its end, the training thread cannot.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from lightck.capture.arrange import versions_of
+from lightck.capture.flight import Flight
+from lightck.capture.instants import holding
+from lightck.capture.recorder import Recorder
+from lightck.capture.state import Collected
+from lightck.errors import LightckError
+from lightck.region.native import RECORD_EARLY, RECORD_JIT, Record
+from lightck.types import Saved
+
+POLL_S = 0.002
+PATIENCE_S = 1.0
+"""How long another thread waits for (b), where a snapshot is exact, before it takes an early one;
+a quarter of the time that there is at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the training loop is, as its hooks have it.
+
+    Attributes:
+        step: the last complete step.
+        updating: inside an update, or between those of several optimizers.
+        inside: the next iteration's forward has begun.
+        ticks: moves with every hook.
+        step_s: seconds of the last step; None: not known yet.
+        thread: the training thread.
+    """
+
+    step: int
+    updating: bool
+    inside: bool
+    ticks: int
+    step_s: float | None
+    thread: int
+
+
+class _Later(Exception):  # noqa: N818 - no error
+    """Not now: something has to come first."""
+
+    def __init__(self, why: str, *, training: bool) -> None:
+        super().__init__(why)
+        self.training = training
+        """The training thread has to go on for it."""
+
+
+@dataclass(eq=False)
+class Rescue:
+    """Saves the last complete step of one handle. Any thread."""
+
+    recorder: Recorder
+    leaving: bool = False
+    """The training thread closes the handle: what it has to go on for does not come any more."""
+    _pid: int = field(default_factory=os.getpid)
+
+    def progress(self) -> Progress:
+        """Where training is; takes no lock."""
+        recorder = self.recorder
+        return Progress(
+            recorder.steps.step,
+            recorder.mixed,
+            recorder.inside,
+            recorder.ticks,
+            recorder.cadence.step_s,
+            recorder.thread,
+        )
+
+    def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
+        """Commit the last complete step, unless it is; returns at the deadline at the latest.
+
+        What is captured or committed is not copied again, so that any number of triggers may come
+        for one step. A snapshot that persists already is finished first, and kept.
+
+        Args:
+            reason: for `Saved`.
+            deadline: of `time.monotonic`; what is sealed goes on beyond it.
+            early: as of the step's end, even if the next forward has begun.
+
+        Never raises for what can go wrong: `Saved.why` says it.
+        """
+        began, why, step = time.monotonic(), "", self.recorder.steps.step
+        try:
+            if os.getpid() != self._pid:
+                raise LightckError("a forked child must not write")
+            flight = self._captured(deadline, early)
+            if flight is not None and not self._durable(flight, deadline):
+                why = f"step {flight.step} was not committed by the deadline"
+        except LightckError as error:
+            why = str(error)
+        except Exception as error:  # noqa: BLE001 - user's code: state_dict, on_error
+            why = f"the state cannot be taken: {error!r}"
+        return self._saved(reason, why, began, step)
+
+    def _saved(self, reason: str, why: str, began: float, asked: int) -> Saved:
+        """In the words of what is there now."""
+        recorder = self.recorder
+        newest = self._newest()
+        step = newest.step if newest is not None else None
+        fresh = not why and step is not None and step >= asked
+        if not fresh and not why:
+            why = f"step {recorder.steps.step} has no snapshot"
+        return Saved(
+            reason=reason,
+            step=step,
+            fresh=fresh,
+            early=fresh and newest is not None and newest.early,
+            why=why,
+            seconds=time.monotonic() - began,
+        )
+
+    def _newest(self) -> Record | None:
+        """The newest record that is committed on this rank and counts."""
+        records = [slot.record for slot in self.recorder.pipeline.region.slots if slot.record]
+        return max(records, key=lambda record: record.sequence, default=None)
+
+    # ---- capture ---------------------------------------------------------------------------
+
+    def _captured(self, deadline: float, early: bool) -> Flight | None:
+        """The flight of the last complete step, sealed; None if it is committed already.
+
+        Raises:
+            LightckError: it cannot be saved, and why.
+        """
+        here = threading.get_ident() == self.recorder.thread
+        left = deadline - time.monotonic()
+        patience = time.monotonic() + (0.0 if here else min(PATIENCE_S, left / 4))
+        while True:
+            try:
+                with self._locked(deadline):
+                    return self._try(early, here, patience)
+            except _Later as later:
+                gone = later.training and (here or self.leaving)
+                if gone or time.monotonic() >= deadline:
+                    self._finish_others(deadline)
+                    raise LightckError(str(later)) from None
+            time.sleep(POLL_S)
+
+    @contextmanager
+    def _locked(self, deadline: float) -> Iterator[None]:
+        lock = self.recorder.lock
+        # A signal's handler, or `on_error`, inside of what the lock guards: half done.
+        if lock._is_owned():  # type: ignore[attr-defined]
+            raise LightckError("it was asked for inside lightck itself, which is half done")
+        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise LightckError("another thread was busy with a snapshot until the deadline")
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _try(self, early: bool, here: bool, patience: float) -> Flight | None:
+        recorder, pipeline = self.recorder, self.recorder.pipeline
+        if not recorder.enabled:
+            raise LightckError("the handle is closed")
+        recorder.poll()
+        if pipeline.window is not None:
+            # Whatever has begun: the fence of an update comes before it changes anything.
+            with recorder.outcomes.reported():
+                pipeline.fence(None)
+        step = recorder.steps.step
+        for flight in pipeline.in_flight:
+            if flight.step == step and early <= bool(flight.flags & RECORD_EARLY):
+                return flight
+        if self._holds(step, early):
+            return None
+        self._check(step)
+        if pipeline.busy:
+            raise _Later("no slot was free by the deadline", training=False)
+        if recorder.inside:
+            return self._open_late(early)
+        if time.monotonic() < patience:
+            raise _Later(f"step {step} has not come to its boundary", training=True)
+        return self._open_early(here)
+
+    def _holds(self, step: int, early: bool) -> bool:
+        """The step is committed: since attach, or it is the one that was restored.
+
+        `early`: an exact snapshot does not do.
+        """
+        region, began = self.recorder.pipeline.region, self.recorder.cadence.began
+        restored = region.continued
+        if not began and restored is not None and restored.step == step:
+            return True
+        records = [slot.record for slot in region.slots if slot.record is not None]
+        alike = (r for r in records if r.step == step and r.timeline == region.timeline)
+        return any(early <= record.early for record in alike)
+
+    def _check(self, step: int) -> None:
+        recorder, kept = self.recorder, self.recorder.journaled
+        assert kept is not None, "not armed"
+        if step == 0:
+            raise LightckError("no step is complete yet")
+        if not recorder.settled:
+            raise LightckError(f"at step {step} the optimizers are not all known yet")
+        if recorder.steps.gave_up(recorder.thread):
+            raise LightckError(f"the update after step {step} was given up half done")
+        if recorder.mixed or kept.step != step:
+            raise _Later(f"the update after step {step} is half done", training=True)
+        if kept.ended is None and kept.begun is None:
+            raise LightckError(f"step {step} has no boundary state: {kept.unwritten}")
+
+    def _open_late(self, early: bool) -> Flight:
+        """The next forward has begun: as it was when that did."""
+        kept = self.recorder.journaled
+        assert kept is not None
+        instant = kept.late(early=early)
+        blobs = self.recorder.instants.encoded(instant.first, instant.second)
+        return self._sealed(self._opened(instant.collected, blobs, instant.flags))
+
+    def _open_early(self, here: bool) -> Flight:
+        """(b) is still to come. Another thread looks twice: the loop may change something between.
+
+        Raises:
+            _Later: it does.
+        """
+        state, blobs = self._before_forward()
+        versions = _versions(state)
+        flight = self._opened(state, blobs, RECORD_EARLY)
+        if not here:
+            again, said = self._before_forward()
+            if _versions(again) != versions or said != blobs:
+                self.recorder.pipeline.drop("the loop has changed something meanwhile")
+                raise _Later("the loop kept changing the state", training=True)
+        return self._sealed(flight)
+
+    def _before_forward(self) -> tuple[Collected, tuple[bytes, bytes]]:
+        """The state between (a) and (b), and its blobs: one rank's as everything stands.
+
+        Of several ranks values and buffers are those of (a): that is all that a killed one leaves,
+        and a rank which has gone on to the forward has them, too. The loop's work between (a) and
+        (b) is then to be done on every rank.
+        """
+        recorder = self.recorder
+        instants, kept = recorder.instants, recorder.journaled
+        if recorder.forward_unseen and kept is not None and kept.ended is not None:
+            instants.forward_missed(kept.ended.copies)  # it may have begun
+        collected = instants.collect()
+        ended = kept.ended if kept is not None and not recorder.pipeline.barrier.alone else None
+        if ended is None or ended.copies is None:
+            return collected, instants.encode(collected, recorder.steps.step, seen=False)
+        return holding(collected, ended.copies), instants.encoded(ended.first, ended.second)
+
+    def _opened(self, state: Collected, blobs: tuple[bytes, bytes], flags: int) -> Flight:
+        pipeline, step = self.recorder.pipeline, self.recorder.steps.step
+        with pipeline.pacing:
+            flight = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT)
+        if isinstance(flight, str):
+            raise _Later(f"step {step} has no snapshot: {flight}", training=False)
+        return flight
+
+    def _sealed(self, flight: Flight) -> Flight:
+        if not self.recorder.pipeline.fence(None):
+            raise LightckError(f"step {flight.step} changed while it was copied")
+        return flight
+
+    # ---- commit ----------------------------------------------------------------------------
+
+    def _durable(self, flight: Flight, deadline: float) -> bool:
+        """Wait for a sealed flight's commit on this rank.
+
+        Raises:
+            LightckError: it failed.
+        """
+        pipeline = self.recorder.pipeline
+        while not flight.durable_s:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            with self._locked(deadline):
+                self.recorder.poll()
+                if not flight.durable_s and flight not in pipeline.persisting:
+                    raise LightckError(f"step {flight.step} could not be written")
+            time.sleep(min(POLL_S, left))  # the training thread may want the lock
+        return True
+
+    def _finish_others(self, deadline: float) -> None:
+        """What is sealed is kept: the newest is what a restart will find."""
+        for flight in [*self.recorder.pipeline.persisting]:
+            self._durable(flight, deadline)
+
+
+def _versions(collected: Collected) -> list[tuple[str, int]]:
+    names = [live.name for live in collected.lives]
+    return list(zip(names, versions_of([live.tensor for live in collected.lives]), strict=True))

@@ -1,0 +1,378 @@
+"""Signals that come as a byte in a pipe, whatever the main thread is doing, and go on afterwards.
+
+Python writes the number of a signal to its wake-up descriptor in the C handler, at once, also while
+the main thread is inside C code (a collective). Its own handler, which Python calls on the main
+thread whenever that runs Python again, adds a byte of its own, so that one stream says what came in
+which order:
+
+    trip    the kernel has delivered the signal
+    call    Python has called our handler: at least one trip of that signal comes before
+    passed  Python has called our handler, which has gone on to the earlier one
+
+A call without a trip means that somebody else has taken the wake-up descriptor (asyncio does when
+it handles signals): those signals are heard when the main thread runs Python.
+
+Who was there before is honoured after the snapshot (`pass_on`): a function of Python runs on the
+main thread, a handler of C code and the default action are the kernel's again. A handler that is
+installed later replaces ours; Python runs it at once, and what it does counts. With SIG_DFL or
+SIG_IGN set later the kernel acts and nothing is heard.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import select
+import signal
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from lightck.events import event, event_aside
+from lightck.failure import disposition
+
+_TRIP, _CALL, _PASSED = range(3)
+_NUMBERS = 64  # of signals on Linux; a byte holds a number and which of three it is
+_WAKE = b"\0"
+_ASK = {signal.SIGUSR1, signal.SIGUSR2}
+"""Asked for by name, they ask for a snapshot: their default, the end, cannot be meant."""
+_held = threading.local()
+"""The signal mask of a thread that is forking."""
+
+
+class Outcome(enum.IntEnum):
+    """Where a signal takes the process; the most final is the last."""
+
+    GOES_ON = 0
+    FUNCTION = 1
+    """A function of Python runs on the main thread."""
+    KERNEL = 2
+    """A handler that C code has installed, or a stop."""
+    ENDS = 3
+
+
+@dataclass(eq=False)
+class _Taken:
+    """A signal that comes to us, and how it was before."""
+
+    before: Any
+    """As `signal.getsignal` says: a function, SIG_DFL, SIG_IGN; None: set by C code."""
+    action: bytes
+    """The same as the C library keeps it."""
+    trips: int = 0
+    """Since the last call. Like the rest, of the listening thread only."""
+    echo: bool = False
+    """A trip will come that we have caused."""
+
+    @property
+    def foreign(self) -> bool:
+        """C code had installed a handler without telling Python."""
+        return not callable(self.before) and disposition.is_function(self.action)
+
+
+@dataclass(eq=False)
+class Signals:
+    """The process's signals that are listened to: one object in use per process.
+
+    `take` and `give_back` are for the main thread (`give_back` elsewhere leaves handlers that only
+    go on to the earlier ones), `wait` and `pass_on` for the one thread that listens.
+    """
+
+    _taken: dict[int, _Taken] = field(default_factory=dict)
+    _past: dict[int, _Taken] = field(default_factory=dict)
+    """What was given back: whoever has kept our handler may install it again."""
+    _released: dict[int, bool] = field(default_factory=dict)
+    """The next call of our handler goes on to the earlier function."""
+    _earlier_fd: int = -1
+    _owns_fd: bool = False
+    _listening: bool = True
+    _lost: bool = False
+
+    def __post_init__(self) -> None:
+        """Nothing is taken yet."""
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._read, select.POLLIN)
+        self._handler = self._called  # one object: `is` tells whether it is still installed
+        _living.add(self)
+
+    # ---- taking and giving back: the main thread ---------------------------------------------
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Signals that are listened to."""
+        return frozenset(self._taken)
+
+    def take(self, wanted: Iterable[int]) -> bool:
+        """Listen to these signals and no others; False, and nothing is done, off the main thread.
+
+        Python lets its main thread alone set handlers.
+        """
+        wanted = set(wanted)
+        if wanted == self._taken.keys():
+            return True
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        if not self._owns_fd and wanted:
+            self._earlier_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._owns_fd = True
+        for number in self._taken.keys() - wanted:
+            self._past[number] = self._taken.pop(number)
+            self._restore(number, self._past[number])
+        for number in wanted - self._taken.keys():
+            # The action first: it is gone once Python has set its own.
+            self._taken[number] = _Taken(signal.getsignal(number), disposition.read(number))
+            signal.signal(number, self._handler)
+        return True
+
+    def give_back(self) -> None:
+        """Everything as it was, where it is still ours; what came and was not answered is raised.
+
+        The thread that listened has ended.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            self.pass_on(self.wait(0.0))
+            self._listening = False
+            self._retire(self._write)
+            return
+        self._listening = False
+        taken, self._taken = self._taken, {}
+        self._past |= taken
+        ours = {n for n, each in taken.items() if self._restore(n, each)}
+        self._release_fd()
+        unanswered = [n for n in self.wait(0.0, taken) if n in ours]
+        os.close(self._read)
+        _living.discard(self)
+        for number in unanswered:
+            signal.raise_signal(number)
+
+    def _restore(self, number: int, taken: _Taken) -> bool:
+        """False: the handler is somebody else's now, and stays."""
+        if signal.getsignal(number) is not self._handler:
+            return False
+        signal.signal(number, signal.SIG_DFL if taken.before is None else taken.before)
+        if taken.foreign:
+            disposition.write(number, taken.action)
+        return True
+
+    def _release_fd(self) -> None:
+        """The wake-up descriptor goes back to its earlier owner."""
+        if not self._owns_fd:
+            os.close(self._write)
+            return
+        now = signal.set_wakeup_fd(-1)
+        if now == self._write:
+            try:
+                signal.set_wakeup_fd(self._earlier_fd)
+            except (ValueError, OSError) as error:  # its owner has closed it meanwhile
+                event("wakeup_gone", logging.DEBUG, fd=self._earlier_fd, why=error)
+            os.close(self._write)
+        else:
+            signal.set_wakeup_fd(now)
+            self._retire(self._write)
+
+    def _retire(self, fd: int) -> None:
+        """Python may still write there, or be told to again: it must never be another file."""
+        try:
+            os.dup2(self._earlier_fd, fd, inheritable=False)
+        except OSError:  # -1, or closed
+            null = os.open(os.devnull, os.O_WRONLY | os.O_NONBLOCK)
+            os.dup2(null, fd, inheritable=False)
+            os.close(null)
+
+    # ---- our handler: the main thread --------------------------------------------------------
+
+    def _called(self, number: int, frame: FrameType | None) -> None:
+        """Takes no lock, and writes no more than a byte to a pipe that never blocks."""
+        taken = self._taken.get(number)
+        release = self._released.pop(number, None)
+        if self._listening and taken is not None:
+            self._say(_CALL if release is None else _PASSED, number)
+            # Called by a handler that was installed after ours: the chain goes on at once.
+            chained = signal.getsignal(number) is not self._handler
+            if release is None and not chained:
+                return
+            if callable(taken.before):
+                taken.before(number, frame)
+            return
+        past = taken or self._past[number]  # nobody listens: as if we had never been there
+        outcome = self._outcome(number, past)
+        if outcome is Outcome.FUNCTION:
+            past.before(number, frame)
+        elif outcome is Outcome.KERNEL:
+            self._deliver(number, past)
+        elif outcome is Outcome.ENDS:
+            self.end(number)
+
+    def _say(self, kind: int, number: int) -> None:
+        try:
+            os.write(self._write, bytes([kind * _NUMBERS + number]))
+        except BlockingIOError:
+            pass  # thousands are waiting there: the listener is being woken as it is
+
+    # ---- listening ---------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Let `wait` return. Any thread."""
+        try:
+            os.write(self._write, _WAKE)
+        except BlockingIOError:
+            pass  # it has thousands of reasons to return
+
+    def wait(self, timeout_s: float, taken: dict[int, _Taken] | None = None) -> list[int]:
+        """Signals that have come, in their order, each once; waits for the first, or a `wake`."""
+        taken = self._taken if taken is None else taken
+        if not self._poll.poll(max(0.0, timeout_s) * 1000):
+            return []
+        try:
+            stream = os.read(self._read, 65536)
+        except BlockingIOError:
+            return []
+        arrived: dict[int, None] = {}
+        forward = bytearray()
+        for code in stream:
+            if code == 0:
+                continue
+            kind, number = divmod(code - 1, _NUMBERS)
+            number += 1
+            if self._arrives(kind, taken.get(number)):
+                arrived[number] = None
+            if kind == _TRIP:
+                forward.append(number)
+        self._forward(bytes(forward))
+        return list(arrived)
+
+    def _arrives(self, kind: int, taken: _Taken | None) -> bool:
+        """Whether a byte of the stream says that a signal came which nobody has answered."""
+        if taken is None:
+            return False  # a signal that only the earlier owner of the descriptor wants
+        if kind == _TRIP:
+            taken.trips += 1
+            ours, taken.echo = taken.echo, False
+            return not ours
+        heard, taken.trips = taken.trips > 0, 0
+        if heard:
+            return False
+        if kind == _PASSED:
+            taken.echo = False  # the descriptor is somebody else's: our echo went there
+            return False
+        if not self._lost:
+            self._lost = True
+            event_aside(
+                "wakeup_lost",
+                logging.WARNING,
+                why="another library has taken signal.set_wakeup_fd: signals are noticed only when"
+                " the main thread runs Python",
+            )
+        return True
+
+    def _forward(self, numbers: bytes) -> None:
+        if self._earlier_fd < 0 or not numbers:
+            return
+        try:
+            os.write(self._earlier_fd, numbers)
+        except OSError as error:
+            event_aside("wakeup_gone", logging.DEBUG, fd=self._earlier_fd, why=error)
+
+    # ---- where it goes from there ------------------------------------------------------------
+
+    def outcome(self, number: int) -> Outcome:
+        """Where the process goes after a signal."""
+        taken = self._taken.get(number)
+        if taken is None or signal.getsignal(number) is not self._handler:
+            return Outcome.GOES_ON  # the handler that replaced ours is run by Python itself
+        return self._outcome(number, taken)
+
+    def _outcome(self, number: int, taken: _Taken) -> Outcome:
+        if callable(taken.before):
+            return Outcome.FUNCTION
+        if taken.foreign:
+            return Outcome.KERNEL
+        if number in _ASK or disposition.is_ignored(taken.action):
+            return Outcome.GOES_ON
+        return Outcome.ENDS if disposition.ends_by_default(number) else Outcome.KERNEL
+
+    def pass_on(self, numbers: Iterable[int]) -> None:
+        """Let signals do what they would have done; if one of them ends the process, only that.
+
+        Functions of Python are called on the main thread, when it runs Python.
+        """
+        outcomes = {number: self.outcome(number) for number in numbers}
+        for number, outcome in outcomes.items():
+            if outcome is Outcome.ENDS:
+                self.end(number)
+        for number, outcome in outcomes.items():
+            taken = self._taken.get(number)
+            if taken is None:
+                continue
+            if outcome is Outcome.FUNCTION:
+                self._released[number] = True
+                taken.echo = True
+                # It also takes the main thread out of a system call, as the first one did.
+                signal.pthread_kill(_main_ident(), number)
+            elif outcome is Outcome.KERNEL:
+                self._deliver(number, taken)
+
+    def _deliver(self, number: int, taken: _Taken) -> None:
+        """The earlier action once more, on this thread; then ours again."""
+        ours = disposition.read(number)
+        disposition.write(number, taken.action)
+        try:
+            disposition.raise_here(number)
+        finally:
+            disposition.write(number, ours)
+
+    def end(self, number: int) -> None:
+        """End the process by a signal's default action, so that its parent sees that signal.
+
+        Does not need the main thread. Nothing of Python is cleaned up, as without us.
+        """
+        disposition.write(number, disposition.DEFAULT)
+        disposition.raise_here(number)
+        # The first process of a PID namespace (a container) is spared by default actions.
+        os._exit(128 + number)
+
+    # ---- fork --------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """In a forked child: everything as it was before us."""
+        self._listening = False
+        for number, taken in self._taken.items():
+            self._restore(number, taken)
+        self._past, self._taken = self._past | self._taken, {}
+        self._released.clear()
+        self._release_fd()
+        os.close(self._read)
+
+
+_living: weakref.WeakSet[Signals] = weakref.WeakSet()
+
+
+def _main_ident() -> int:
+    ident = threading.main_thread().ident
+    assert ident is not None, "the main thread runs"
+    return ident
+
+
+def _hold() -> None:
+    """Before a fork: until the child has let go of the pipe, its signals would be ours."""
+    numbers = {number for each in _living for number in each.numbers}
+    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _go_on() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
+
+
+def _in_child() -> None:
+    for each in list(_living):
+        each._forget()
+    _living.clear()
+    _go_on()
+
+
+os.register_at_fork(before=_hold, after_in_parent=_go_on, after_in_child=_in_child)

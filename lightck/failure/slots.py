@@ -1,0 +1,73 @@
+"""The slots of a dead rank's region, and a copy into one: what may be overwritten there (I6)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lightck.capture.arrange import Arrangement, sources
+from lightck.errors import TornSnapshotError
+from lightck.region.native import Record
+from lightck.region.region import Region, Slot
+from lightck.region.writer import SlotWriter
+
+
+def of_step(slots: Sequence[Slot], timeline: int, step: int | None) -> list[Record]:
+    """Committed snapshots of a step, exact ones first."""
+    records = [slot.record for slot in slots if slot.record is not None]
+    found = [r for r in records if (r.timeline, r.step) == (timeline, step)]
+    return sorted(found, key=lambda record: record.early)
+
+
+def alike(record: Record, ours: Record) -> bool:
+    """They are parts of one snapshot."""
+    said = [(r.step, r.timeline, r.world, r.share_digest, r.early) for r in (record, ours)]
+    return said[0] == said[1]
+
+
+def shield(region: Region, own: Region) -> None:
+    """Keep there what is kept here (I6): the newest whole snapshot, and those of unknown fate."""
+    if own.reusable is not None:
+        region.reusable = _spare(own, own.reusable)
+    newest = own.slots[own.protected].record if own.protected is not None else None
+    for slot in region.slots:
+        record = slot.record
+        if newest and record and (record.timeline, record.step) == (newest.timeline, newest.step):
+            region.protected = slot.index
+
+
+def _spare(own: Region, reusable: Callable[[int, int], bool]) -> Callable[[int, int], bool]:
+    """Whether the job can do without a step; of this timeline also if it lacks this rank's part."""
+    records = [slot.record for slot in own.slots if slot.record is not None]
+    held = {(record.timeline, record.step) for record in records}
+    settled = all(slot.writer is None for slot in own.slots)
+
+    def spare(timeline: int, step: int) -> bool:
+        lacking = settled and timeline == own.timeline and (timeline, step) not in held
+        return lacking or reusable(timeline, step)
+
+    return spare
+
+
+def copy(writer: SlotWriter, arrangement: Arrangement, deadline: float) -> None:
+    """Copy everything; nothing may have changed meanwhile (I5).
+
+    Raises:
+        TornSnapshotError: something has.
+        WaitTimeoutError: it took longer.
+    """
+    for part in arrangement.parts:
+        chosen = sources(part, arrangement)
+        never = np.zeros(len(part.positions), np.bool_)
+        pointers = np.array(chosen.pointers, np.uint64) + part.begins
+        batch = writer.add(part.positions, pointers, never, never)
+        writer.capture(batch, max(0.0, deadline - time.monotonic()))
+        if part.owned:
+            continue
+        torn = [writer.layout.entries[int(part.positions[i])].name for i in chosen.changed()]
+        found = torn[0] if torn else writer.audit(batch, secrets.randbits(63), False)
+        if found:
+            raise TornSnapshotError(f"{found} changed while it was copied", names=(found,))

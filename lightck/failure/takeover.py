@@ -1,0 +1,356 @@
+"""Take over a dead rank's share: a survivor of its node writes the dead rank's part of a step.
+
+Ranks that share replicated state each write a part of it. When one is killed, the just-in-time
+snapshots of the others lack its part. What it had of the replicated state a survivor has, too; what
+was its own (buffers, generators, data position) is in its region's boundary journal (I10). Both
+together are its snapshot, which the survivor writes into the dead rank's region, by that region's
+own rules (I6), as the dead rank would have: its rank, world, share map and timeline.
+
+The rule of instants. A step is put together from shares of one instant only: all at (b), exact, or
+all before it, early. A rank *has* an instant if its snapshot of it is committed, or if it is dead
+and its journal's entry is of that very step and timeline. All ranks of the node having the exact
+one, that is it. Else it is the early one if all can have it: whoever has only an exact snapshot
+writes an early one beside it, from the parameters as they stand and the boundary state of (a). Else
+nothing of the step is written for anyone.
+
+A dead rank's journal does not change any more, and a living one's snapshots only grow in number, so
+that every survivor comes to the same instant by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightck.capture import boundary
+from lightck.capture.arrange import Arrangement
+from lightck.capture.state import Inventory, Live
+from lightck.distributed.shares import Sharing
+from lightck.distributed.topology import Topology
+from lightck.errors import CorruptSnapshotError, LightckError, RegionBusyError
+from lightck.failure.slots import alike, copy, of_step, shield
+from lightck.region import place
+from lightck.region.journal import FORWARD, STEP_END, JournalEntry, read_entry
+from lightck.region.native import RECORD_EARLY, RECORD_JIT, Record
+from lightck.region.place import Place
+from lightck.region.pool import NativePool
+from lightck.region.region import Region
+from lightck.region.writer import SlotWriter
+
+CHUNK_BYTES = 1 << 20
+_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a rank has for itself at one instant, as its journal keeps it."""
+
+    at_step: bytes
+    """The blobs of (a) and (b), as in a manifest."""
+    at_forward: bytes
+    lives: tuple[Live, ...]
+    """Every tensor that is no share: buffers, and tensors of extras and options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What came of one dead rank's share.
+
+    Attributes:
+        rank: the dead one.
+        step: the step of which its region holds a snapshot now that goes with the survivors'.
+        early: that is of the instant before (b).
+        wrote: it was written here.
+        why: why nothing was written, and nothing was there; empty if the region holds it.
+        busy: somebody owns its region: it lives, or another survivor is at it.
+    """
+
+    rank: int
+    step: int | None = None
+    early: bool = False
+    wrote: bool = False
+    why: str = ""
+    busy: bool = False
+
+
+class _Refused(Exception):
+    """A precondition does not hold; nothing was written."""
+
+
+class _Owned(_Refused):
+    """Somebody owns the region."""
+
+
+@dataclass(eq=False)
+class Survivor:
+    """The living rank that takes over, as much of it as that needs."""
+
+    region: Region
+    """Its own."""
+    inventory: Inventory
+    topology: Topology
+    replicated: Callable[[Sequence[Live]], set[str]]
+    """Names of the tensors that are the same on every rank."""
+    lock: Any
+    """Held, the live tensors stay those of `stands()`; a lock as of `threading`."""
+    stands: Callable[[], int | None]
+    """The step whose state the live tensors are; None: an update is half done."""
+    process_durable: bool = False
+
+    def records(self) -> list[Record]:
+        """Its committed snapshots of the step that stands, exact ones first."""
+        return of_step(self.region.slots, self.region.timeline, self.stands())
+
+
+def common(instants: Iterable[Set[bool]]) -> bool | None:
+    """The instant of a step that all ranks have: whether it is the early one; None: there is none.
+
+    Args:
+        instants: of each rank, those that it has, True for the early one.
+    """
+    held = list(instants)
+    return next((early for early in (False, True) if all(early in each for each in held)), None)
+
+
+@dataclass(eq=False)
+class Takeover:
+    """Finishes dead ranks' snapshots. On a background thread, or while the training one stands."""
+
+    survivor: Survivor
+    own: Callable[[JournalEntry], Own]
+    """Reads an entry's blob; what it raises as `CorruptSnapshotError` refuses the takeover."""
+    threads: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def wants(self, dead: Iterable[int], living: Iterable[int] = ()) -> bool | None:
+        """The instant that this rank must have a snapshot of before it takes over from the dead.
+
+        Args:
+            dead: ranks of this node.
+            living: others of this node. Who has the exact instant can write the early one, too; one
+                without a snapshot of the step is not asked.
+
+        Returns:
+            Whether it is the early one; None if there is none that all can have, or this rank's
+            live tensors are of no step.
+        """
+        step = self.survivor.stands()
+        if step is None:
+            return None
+        here = {record.early for record in self.survivor.records()}
+        held = [{True, *here}] if here else []
+        held += [self._instants(rank, step, journal=True) for rank in dead]
+        for rank in living:
+            found = self._instants(rank, step, journal=False)
+            if found:
+                held.append({True, *found})
+        return common(held)
+
+    def is_done(self, rank: int, early: bool) -> bool:
+        """Another rank's region holds the step that stands, of that instant."""
+        step = self.survivor.stands()
+        return step is not None and early in self._instants(rank, step, journal=False)
+
+    def of(self, rank: int, deadline: float, early: bool | None = None) -> Taken:
+        """Write a dead rank's part of the step of this rank's last snapshot.
+
+        Never raises for what can go wrong in doing so: `Taken.why` says it.
+
+        Args:
+            rank: which; its region must be in the folder of this rank's own.
+            deadline: `time.monotonic()` at which it gives up.
+            early: the instant that all ranks of the node have, see `wants`; None: of this rank's
+                exact snapshot, if it has one, else of its early one.
+        """
+        with self._lock:
+            try:
+                return self._of(rank, deadline, early)
+            except _Refused as refusal:
+                return Taken(rank, why=str(refusal), busy=isinstance(refusal, _Owned))
+            except LightckError as error:
+                return Taken(rank, why=f"{type(error).__name__}: {error}")
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _of(self, rank: int, deadline: float, early: bool | None) -> Taken:
+        ours = self._ours(rank, deadline, early)
+        with _owned(self._place(rank), self.survivor.process_durable) as region:
+            self._must_be_of_this_job(region, rank)
+            region.recover()
+            there = of_step(region.slots, region.timeline, ours.step)
+            if any(alike(record, ours) for record in there):
+                return Taken(rank, ours.step, ours.early)
+            own = self._own(region, ours)
+            shield(region, self.survivor.region)
+            region.world = ours.world
+            self._write(region, rank, own, ours, deadline)
+        return Taken(rank, ours.step, ours.early, wrote=True)
+
+    def _ours(self, rank: int, deadline: float, early: bool | None) -> Record:
+        """This rank's own snapshot, which the dead rank's has to go with."""
+        survivor = self.survivor
+        if rank == survivor.topology.rank or rank not in survivor.topology.peers:
+            peers = ", ".join(map(str, survivor.topology.peers))
+            raise _Refused(f"rank {rank} is no peer of rank {survivor.topology.rank} ({peers})")
+        with _locked(survivor.lock, deadline):
+            step = survivor.stands()
+            found = [r for r in survivor.records() if early in (None, r.early)]
+        if step is None:
+            raise _Refused("this rank is inside an update: its tensors are of no step")
+        if not found:
+            instant = {None: "", True: "early ", False: "exact "}[early]
+            raise _Refused(f"this rank has no {instant}snapshot of step {step} itself")
+        return found[0]
+
+    def _place(self, rank: int) -> Place:
+        own = self.survivor.region.place
+        if not own.is_plain or own.path == own.file:
+            raise _Refused(f"{own.path}: other ranks' regions cannot be reached there")
+        where = place.locate(own.path, rank, create=False)
+        if not where.exists:
+            raise _Refused(f"{where.file}: rank {rank} has no region")
+        return where
+
+    def _must_be_of_this_job(self, region: Region, rank: int) -> None:
+        """Its newest timeline is the job's: what is there continues what this rank continues."""
+        own, file = self.survivor.region, region.place.file
+        if region.info.rank != rank:
+            raise _Refused(f"{file} is the region of rank {region.info.rank}, not of rank {rank}")
+        if region.info.run_id != own.info.run_id:
+            raise _Refused(f"{file} belongs to another run")
+        if region.info.timeline != own.timeline:
+            theirs, ours = region.info.timeline, own.timeline
+            raise _Refused(f"{file}: its timeline is {theirs:x}, the job's is {ours:x}")
+
+    def _own(self, region: Region, ours: Record) -> Own:
+        """The dead rank's own state of that step and instant."""
+        kind = STEP_END if ours.early else FORWARD
+        entry = read_entry(region.native, kind)
+        instant = "end of the step" if ours.early else "start of the next forward"
+        if entry is None:
+            raise _Refused(f"{region.place.file}: its journal has no entry of the {instant}")
+        if (entry.timeline, entry.step) != (ours.timeline, ours.step):
+            raise _Refused(
+                f"{region.place.file}: the journal's entry of the {instant} is of step {entry.step}"
+                f" of timeline {entry.timeline:x}, wanted step {ours.step} of {ours.timeline:x}"
+            )
+        return self.own(entry)
+
+    def _instants(self, rank: int, step: int, *, journal: bool) -> set[bool]:
+        """What another rank has of a step; nothing if its region cannot be read."""
+        timeline = self.survivor.region.timeline
+        try:
+            region = Region.open(self._place(rank), writable=False)
+            with contextlib.closing(region):
+                region.recover()
+                found = {r.early for r in of_step(region.slots, timeline, step)}
+                for kind in (FORWARD, STEP_END) if journal else ():
+                    entry = read_entry(region.native, kind)
+                    if entry is not None and (entry.timeline, entry.step) == (timeline, step):
+                        found.add(kind == STEP_END)
+                return found
+        except (_Refused, LightckError):
+            return set()
+
+    def _write(self, region: Region, rank: int, own: Own, ours: Record, deadline: float) -> None:
+        """Copy under the lock, commit outside of it."""
+        survivor, writer = self.survivor, None
+        pool = NativePool(self.threads, CHUNK_BYTES, idle=False)
+        try:
+            with _locked(survivor.lock, deadline):
+                if survivor.stands() != ours.step:
+                    raise _Refused(f"this rank has gone on from step {ours.step}")
+                lives = self._lives(rank, own, ours)
+                arrangement = Arrangement(region)
+                size = len(own.at_step) + len(own.at_forward)
+                writer = SlotWriter.open(region, pool, arrangement.update(lives, size))
+                if writer is None:
+                    raise _Refused(f"{region.place.file}: every slot is protected or leased")
+                copy(writer, arrangement, deadline)
+            flags = RECORD_JIT | (RECORD_EARLY if ours.early else 0)
+            blobs = own.at_step, own.at_forward
+            writer.seal(ours.step, *blobs, flags, ours.share_digest)
+            if not writer.wait(_left(deadline)):
+                raise _Refused(f"{region.place.file}: not committed when the time was over")
+        finally:
+            if writer is not None:
+                writer.abandon()
+            pool.close()
+
+    def _lives(self, rank: int, own: Own, ours: Record) -> list[Live]:
+        """The tensors of the dead rank's snapshot: its share from here, the rest its own."""
+        topology = self.survivor.topology
+        theirs = replace(topology, rank=rank, local_rank=topology.peers.index(rank))
+        everything = self.survivor.inventory.everything()
+        shared = Sharing(theirs, self.survivor.replicated)(everything)
+        if shared.told is None:
+            raise _Refused("nothing is shared here: every rank holds all of its state")
+        if shared.digest != ours.share_digest:
+            raise _Refused(
+                f"the share map is {shared.digest.hex()} now, and {ours.share_digest.hex()} in the"
+                f" snapshot of step {ours.step}"
+            )
+        same = self.survivor.replicated(everything)
+        share = [v for v in shared.lives if (v.alias_of or v.name) in same]
+        rest = [v for v in shared.lives if (v.alias_of or v.name) not in same]
+        kept = {v.name: v for v in own.lives if v.name not in {each.name for each in share}}
+        ties = [v for v in rest if v.alias_of and v.name not in kept]  # they have no bytes
+        needed = {v.name for v in rest if not v.alias_of} | (_references(own) - same)
+        lacking = sorted(needed - kept.keys())
+        if lacking:
+            named = ", ".join(lacking[:_NAMED]) + (", ..." if len(lacking) > _NAMED else "")
+            raise _Refused(f"rank {rank} had state of its own that its journal has not: {named}")
+        return [*share, *kept.values(), *ties]
+
+
+@contextlib.contextmanager
+def _owned(where: Place, process_durable: bool) -> Iterator[Region]:
+    """Own a region that nobody owns: the lock is the proof that its rank is dead."""
+    try:
+        region = Region.open(where, writable=True, process_durable=process_durable)
+    except RegionBusyError as error:
+        raise _Owned(f"{error}: its rank lives, or another survivor is at it") from error
+    try:
+        yield region
+    finally:
+        region.close()
+
+
+@contextlib.contextmanager
+def _locked(lock: Any, deadline: float) -> Iterator[None]:
+    if not lock.acquire(timeout=_left(deadline)):
+        raise _Refused("the training thread held the lock until the time was over")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _references(own: Own) -> set[str]:
+    """Names of the tensors that the dead rank's state refers to."""
+    names: set[str] = set()
+    for blob in (own.at_step, own.at_forward):
+        tree: Mapping[str, Any] = boundary.decode(blob, context="journal")
+        _note(tree, names)
+    return names
+
+
+def _note(tree: Any, names: set[str]) -> None:
+    if isinstance(tree, dict):
+        if tree.get(boundary.TAG) == "tensor":
+            if type(tree.get("name")) is not str:
+                raise CorruptSnapshotError("journal: a reference without a name")
+            names.add(tree["name"])
+            return
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        for each in tree:
+            _note(each, names)

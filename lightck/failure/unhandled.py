@@ -1,0 +1,48 @@
+"""Exceptions that nobody handles: whoever wants to hears of them before the interpreter ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+Told = Callable[[BaseException], object]
+_told: list[Told] = []
+_earlier: Callable[..., Any] = sys.__excepthook__
+_inside: list[BaseException] = []
+"""What is being told: a hook that was put over ours may lead back here."""
+
+
+def tell(told: Told) -> None:
+    """Call `told` with an exception that reaches the top of the main thread; then the hook before.
+
+    The hook that is there when the first one asks is called, whatever happens here.
+    """
+    global _earlier
+    if not _told:
+        _earlier, sys.excepthook = sys.excepthook, _hook
+    _told.append(told)
+
+
+def forget(told: Told) -> None:
+    """Tell it no more; idempotent. A hook that was installed since stays, and calls through."""
+    if told in _told:
+        _told.remove(told)
+    if not _told and sys.excepthook is _hook:
+        sys.excepthook = _earlier
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if _inside:
+        sys.__excepthook__(kind, error, trace)
+        return
+    _inside.append(error)
+    try:
+        for told in [*_told]:
+            told(error)
+    finally:
+        try:
+            _earlier(kind, error, trace)
+        finally:
+            _inside.clear()

@@ -1,0 +1,328 @@
+"""The thread that notices failures, has the state saved, and lets the process go on its way.
+
+One per process, however many handles there are. It needs nothing of the main thread, which may be
+stuck inside a collective. Saving, and the user's `on_failure`, run on a thread of their own: a
+medium that hangs cannot keep a signal from what it was sent for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from lightck.errors import LightckError
+from lightck.events import event, event_aside
+from lightck.failure import budget
+from lightck.failure.hang import collective, standing
+from lightck.failure.notice import Notice
+from lightck.failure.saving import LOOK_S, Guard, Saving
+from lightck.failure.signals import Outcome, Signals
+from lightck.types import Saved
+
+MEASURE_S = 10.0
+"""Between questions whether a snapshot fits into the grace period."""
+LINGER_S = 2.0
+"""What another rank needs to hear of a failure, to come to its boundary or not, and to say so."""
+_POLL_S = 0.02
+_LAST_WORD_S = 1.0
+INTERRUPT_S = 5.0
+"""How long SIGINT alone waits for its save; what is sealed goes on beyond it."""
+HANG_STATUS = 75
+"""Exit status of a process that is ended for a hang: EX_TEMPFAIL, try again."""
+
+
+class Watchdog:
+    """Watches over the guards of this process. Public methods: any thread."""
+
+    def __init__(self) -> None:
+        """Nothing runs yet."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, without a thread: in a forked child, whose handles are dead."""
+        self._lock = threading.Lock()
+        """Of the guards, and of the thread's beginning and end."""
+        self._guards: list[Guard] = []
+        self._signals: Signals | None = None
+        self._thread: threading.Thread | None = None
+        self._leaving = False
+        self._ended = threading.Event()
+        """The thread touches nothing any more."""
+        self._saving: list[Saving] = []
+        self._failed = False
+
+    # ---- for handles -------------------------------------------------------------------------
+
+    def watch(self, guard: Guard) -> None:
+        """Watch over one more handle."""
+        with self._lock:
+            signals = self._signals = self._signals or Signals()
+            self._guards.append(guard)
+            if not signals.take(self._wanted()):
+                event(
+                    "signals_unheard",
+                    logging.WARNING,
+                    signals=",".join(guard.failure.signals),
+                    why="attach was not called on the main thread, which alone may set handlers:"
+                    " at these signals nothing is saved",
+                )
+            self._begin()
+        source = guard.failure.notice
+        if source is not None:
+
+            def tell() -> None:
+                guard.noticed = True
+                signals.wake()
+
+            guard.notice = Notice(source, tell, lambda error: guard.tell(error))
+        self._measure(guard, time.monotonic())
+
+    def release(self, guard: Guard) -> None:
+        """Watch over a handle no more; what has come until now is answered first.
+
+        Returns when nothing is being saved for it, or the deadline of that has passed.
+        """
+        if guard.notice is not None:
+            guard.notice.stop()
+        with self._lock:
+            if guard not in self._guards:
+                return
+            thread = self._thread
+            assert thread is not None
+            last = self._guards == [guard]
+            if last:
+                self._leaving = True
+            else:
+                self._guards.remove(guard)
+        here = threading.get_ident()
+        if thread.ident == here or any(each.thread == here for each in self._under_way()):
+            # `on_failure` closes the handle: this thread cannot wait for itself.
+            threading.Thread(target=self._part, args=(guard, last), daemon=True).start()
+        else:
+            self._part(guard, last)
+
+    def _part(self, guard: Guard, last: bool) -> None:
+        thread, signals = self._thread, self._signals
+        assert thread is not None and signals is not None
+        interrupted = None
+        if last:
+            signals.wake()
+        # Also through a KeyboardInterrupt that the thread itself has let go on: what it still reads
+        # from must not be closed under it. It ends by the deadline of what it answers.
+        # An event, since `join` takes an interrupted wait for the thread's end (Python 3.11).
+        while last and not self._ended.is_set():
+            try:
+                self._ended.wait()
+            except BaseException as error:  # noqa: BLE001
+                interrupted = error
+        if last:
+            thread.join()
+        for saving in self._under_way(guard):
+            saving.wait(saving.deadline_s)
+        self._end_or_go_on(guard, signals, ended=last)
+        if interrupted is not None:
+            raise interrupted
+
+    def _end_or_go_on(self, guard: Guard, signals: Signals, *, ended: bool) -> None:
+        with self._lock:
+            if ended:
+                self._guards.remove(guard)
+                self._thread, self._leaving = None, False
+            if self._guards:  # others; perhaps one that came while the thread was ending
+                signals.take(self._wanted())
+                self._begin()
+                return
+            self._signals = None
+        signals.give_back()
+
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._ended.clear()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._signals,), name="lightck-watchdog", daemon=True
+            )
+            self._thread.start()
+
+    def _wanted(self) -> set[int]:
+        return {number for guard in self._guards for number in guard.numbers}
+
+    # ---- the thread --------------------------------------------------------------------------
+
+    def _run(self, signals: Signals) -> None:
+        while True:
+            leaving = self._leaving  # before the last look: what came until then is answered
+            try:
+                pause_s = 0.0 if leaving else self._pause_s()
+                self._turn(signals, signals.wait(pause_s))
+            except Exception as error:  # noqa: BLE001 - this thread is the last to give up
+                self._tell_once(error)
+                time.sleep(LOOK_S)
+            if leaving:
+                self._ended.set()
+                return
+
+    def _pause_s(self) -> float:
+        return min([guard.hang.due_in_s() for guard in self._guards], default=0.0)
+
+    def _turn(self, signals: Signals, arrived: Sequence[int]) -> None:
+        if arrived:
+            self._answer(signals, arrived)
+        now = time.monotonic()
+        for guard in [*self._guards]:
+            if guard.noticed:
+                guard.noticed = False
+                self._start(guard, "notice", self._deadline([guard]))
+            reason = guard.elsewhere()
+            if reason is not None:
+                self._start(guard, reason, self._deadline([guard]))
+            self._look(guard, now)
+            self._measure(guard, now)
+
+    def _tell_once(self, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            told = LightckError(f"the watchdog failed, and goes on: {error!r}")
+            for guard in [*self._guards]:
+                with suppress(RuntimeError):  # no thread is left to tell it
+                    threading.Thread(target=guard.tell, args=(told,), daemon=True).start()
+
+    # ---- signals -----------------------------------------------------------------------------
+
+    def _answer(self, signals: Signals, arrived: Sequence[int]) -> None:
+        """One save for all that come while it lasts; then what the most final of them says.
+
+        For a later one `on_failure` is asked again. What could not be saved is tried once more.
+        """
+        guards = [g for g in self._guards if g.numbers.intersection(arrived)]
+        deadline_s = self._deadline(guards)
+        if {*arrived} == {signal.SIGINT}:  # somebody waits at the keyboard
+            deadline_s = min(deadline_s, time.monotonic() + INTERRUPT_S)
+        known: dict[Guard, Saved] = {}
+        seen: set[int] = set()
+        passed: dict[int, None] = {}
+        try:
+            while arrived:
+                seen.update(arrived)
+                passed.update(dict.fromkeys(arrived))
+                reason = signal.Signals(max(arrived, key=signals.outcome)).name
+                saves = self._save(guards, reason, deadline_s, known)
+                known = {each.guard: each.saved for each in saves if each.saved and each.fresh}
+                if any(each.goes_on for each in saves):
+                    for number in arrived:
+                        del passed[number]
+                arrived = [number for number in signals.wait(0.0) if number not in seen]
+            if any(signals.outcome(number) is Outcome.ENDS for number in passed):
+                self._linger(guards, deadline_s)
+        finally:
+            signals.pass_on(passed)
+
+    def _linger(self, guards: Sequence[Guard], deadline_s: float) -> None:
+        """Before the end: another rank may still need this one to save another instant."""
+        until_s = min(deadline_s, time.monotonic() + LINGER_S)
+        while time.monotonic() < until_s:
+            for guard in guards:
+                reason = guard.elsewhere()
+                if reason is not None:
+                    self._start(guard, reason, deadline_s).wait(deadline_s)
+            if all(guard.settled() for guard in guards):
+                return
+            time.sleep(_POLL_S)
+
+    def _deadline(self, guards: Iterable[Guard]) -> float:
+        grace_s = min((guard.failure.grace_s for guard in guards), default=0.0)
+        return time.monotonic() + budget.usable_s(grace_s)
+
+    def _save(
+        self, guards: Sequence[Guard], reason: str, deadline_s: float, known: dict[Guard, Saved]
+    ) -> list[Saving]:
+        """Save for all of them at once; returns when that is done, or at the deadline."""
+        known = {**known}
+        begun = []
+        for guard in guards:
+            for saving in self._under_way(guard):  # for a hang, or a notice
+                saving.wait(deadline_s)
+                if saving.saved is not None and saving.fresh:
+                    known[guard] = saving.saved
+            begun.append(self._start(guard, reason, deadline_s, given=known.get(guard)))
+        for saving in begun:
+            if not saving.wait(deadline_s):
+                event_aside("late", logging.ERROR, reason=reason, why="not saved by the deadline")
+        return begun
+
+    def _start(
+        self,
+        guard: Guard,
+        reason: str,
+        deadline_s: float,
+        *,
+        given: Saved | None = None,
+        about: dict[str, object] | None = None,
+    ) -> Saving:
+        saving = Saving(guard, reason, deadline_s, about or {}, given)
+        self._saving = [*self._under_way(), saving]
+        return saving.start()
+
+    def _under_way(self, guard: Guard | None = None) -> list[Saving]:
+        """Saves that have not ended; of one guard, or of all."""
+        every = [each for each in self._saving if not each.done.is_set()]
+        return [each for each in every if guard is None or each.guard is guard]
+
+    # ---- hangs -------------------------------------------------------------------------------
+
+    def _look(self, guard: Guard, now_s: float) -> None:
+        before = guard.hang.suspected
+        progress = guard.rescue.progress()
+        place = collective(progress.thread) if guard.world > 1 else None
+        found = guard.hang.look(now_s, progress, place)
+        if found is not None:
+            about: dict[str, object] = {
+                "still_s": round(found.still_s, 2),
+                "limit_s": round(found.limit_s, 2),
+                "where": found.place.text if found.place else standing(progress.thread),
+            }
+            deadline_s = self._deadline([guard])
+            guard.hang_saving = self._start(guard, "hang", deadline_s, about=about)
+        elif before is not None and guard.hang.suspected is None:
+            guard.hang_saving = guard.exit_at_s = None
+            event_aside("hang_over", after_s=round(before.still_s, 1))
+        self._end_of(guard, now_s)
+
+    def _end_of(self, guard: Guard, now_s: float) -> None:
+        """End the process for a hang that goes on, if the user wants that."""
+        saving, after_s = guard.hang_saving, guard.failure.hang_exit_s
+        if saving is None or after_s is None:
+            return
+        ended = saving.done.is_set() or now_s >= saving.deadline_s
+        if ended and not saving.goes_on and guard.exit_at_s is None:
+            guard.exit_at_s = now_s + after_s
+        if guard.exit_at_s is not None and now_s >= guard.exit_at_s:
+            about = {"why": "hang", "status": HANG_STATUS}
+            event_aside("ending", logging.ERROR, wait_s=_LAST_WORD_S, **about)
+            os._exit(HANG_STATUS)
+
+    # ---- the budget --------------------------------------------------------------------------
+
+    def _measure(self, guard: Guard, now_s: float) -> None:
+        """Whether a snapshot fits into the grace period: told once, as soon as it is known."""
+        if guard.told_budget or now_s < guard.measure_at_s:
+            return
+        measured = guard.measured()
+        if measured is None:
+            return
+        guard.measure_at_s = now_s + MEASURE_S
+        text = budget.shortfall(measured, guard.failure.grace_s)
+        if text is not None:
+            guard.told_budget = True
+            event_aside("budget", logging.WARNING, text=text)
+
+
+WATCHDOG = Watchdog()
+"""The process's one."""
+
+
+os.register_at_fork(after_in_child=WATCHDOG.forget)

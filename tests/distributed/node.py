@@ -1,0 +1,98 @@
+"""The ranks of one node in one process: their regions and journals, and who of them lives.
+
+A rank is dead once its region has no owner.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from written import Crew, replicated
+
+from lightck.capture.extras import parse
+from lightck.capture.instants import Instants
+from lightck.capture.state import Inventory, Live
+from lightck.distributed.topology import Topology
+from lightck.failure.takeover import Own, Survivor, Taken, Takeover
+from lightck.region import place
+from lightck.region.journal import FORWARD, STEP_END, JournalEntry, write_entry
+from lightck.region.native import RECORD_JIT
+from lightck.region.region import survey
+
+LONG_S = 30.0
+JIT = RECORD_JIT
+
+
+class Node:
+    """The ranks of one node, their journals, and who of them lives."""
+
+    def __init__(self, folder: Path, world: int, **options: Any) -> None:
+        self.crew = Crew(folder, world, **options)
+        self.world = world
+        self.kept: dict[bytes, Own] = {}
+        self.stands: dict[int, int | None] = dict.fromkeys(range(world), 0)
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.crew.__exit__()
+
+    def train(self, step: int, *, absent: Sequence[int] = (), flags: int = 0) -> None:
+        """A step, with its journal entries on every rank and its snapshot on all but some."""
+        self.crew.train(step, absent=absent, flags=flags)
+        for rank in range(self.world):
+            self.stands[rank] = step
+            self.journal(rank, step, STEP_END)
+            self.journal(rank, step, FORWARD)
+
+    def journal(self, rank: int, step: int, kind: int, lives: Sequence[Live] = ()) -> None:
+        """A rank's own state as it stands; its blob is a key into `kept`."""
+        live, region = self.crew.ranks[rank], self.crew.regions[rank]
+        instants = Instants(Inventory(live.net, [live.optimizer], parse(live.extras)))
+        instants.inventory.share = self.crew.sharing(rank)
+        instants.step_ended()
+        collected = instants.collect()
+        own = tuple(
+            Live(v.name, v.role, v.layer, v.tensor.clone(), sync=True)
+            for v in collected.lives
+            if v.span is None and v.alias_of is None
+        )
+        blob = f"{rank} {step} {kind} {len(self.kept)}".encode()
+        self.kept[blob] = Own(*instants.encode(collected, step, seen=False), lives or own)
+        write_entry(region.native, kind, step, region.timeline, blob)
+
+    def die(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.crew.regions[rank].close()
+
+    def takeover(self, rank: int) -> Takeover:
+        live = self.crew.ranks[rank]
+        peers = tuple(range(self.world))
+        survivor = Survivor(
+            self.crew.regions[rank],
+            Inventory(live.net, [live.optimizer], parse(live.extras)),
+            Topology(rank, self.world, rank, self.world, peers=peers),
+            replicated,
+            threading.RLock(),
+            lambda: self.stands[rank],
+            process_durable=True,
+        )
+        return Takeover(survivor, self.own, threads=1)
+
+    def own(self, entry: JournalEntry) -> Own:
+        return self.kept[entry.blob]
+
+    def take(self, rank: int, dead: int, early: bool | None = None) -> Taken:
+        return self.takeover(rank).of(dead, time.monotonic() + LONG_S, early)
+
+    def steps(self, rank: int) -> list[tuple[int, int]]:
+        """(step, flags) of what a dead rank's region holds."""
+        region, recovery = survey(place.locate(self.crew.folder, rank, create=False))
+        region.close()
+        assert not recovery.problems, recovery.problems
+        return sorted((c.record.step, c.record.flags) for c in recovery.candidates)

@@ -1,0 +1,132 @@
+"""A rank's save is told to the others, who save themselves, once; and never of two instants."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from memory import MemoryStore, Server
+from test_peers import LONG_S, NOWHERE, until
+
+from lightck.distributed.topology import Topology
+from lightck.failure.joint import JointRescue
+from lightck.failure.peers import Heard, Peers
+from lightck.failure.rescue import Rescue
+from lightck.types import Saved
+
+
+class Node:
+    """Ranks whose own saves are only noted."""
+
+    def __init__(self, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        server, self.stack = Server(), ExitStack()
+        self.ranks: list[JointRescue] = []
+        self.saves: dict[int, list[tuple[str, bool]]] = {r: [] for r in range(world)}
+        self.settled: dict[int, int] = dict.fromkeys(range(world), 0)
+        self.early: set[int] = set()
+        """Ranks that have not come to (b)."""
+        self.stuck: set[int] = set()
+        """Ranks that cannot save."""
+        for rank in range(world):
+            topology = Topology(rank, world, rank, world, peers=tuple(range(world)))
+            peers = Peers(MemoryStore(server), topology, NOWHERE, look_s=0.005)
+            self.stack.callback(peers.stop, LONG_S)
+            recorder: Any = SimpleNamespace(rank=rank, steps=SimpleNamespace(step=7))
+            inheritance: Any = SimpleNamespace(settle=lambda _, rank=rank: self._settle(rank))
+            self.ranks.append(JointRescue(recorder, inheritance=inheritance, peers=peers))
+
+        def save(own: Any, reason: str, deadline: float, *, early: bool = False) -> Saved:
+            rank = own.recorder.rank
+            self.saves[rank].append((reason, early))
+            early = early or rank in self.early
+            return Saved(reason, 7, fresh=rank not in self.stuck, early=early)
+
+        monkeypatch.setattr(Rescue, "save", save)
+
+    def _settle(self, rank: int) -> list[Any]:
+        self.settled[rank] += 1
+        return []
+
+    def save(self, rank: int, reason: str) -> Saved:
+        return self.ranks[rank].save(reason, time.monotonic() + LONG_S)
+
+    def hear(self, rank: int, words: int) -> Heard:
+        return until(self.ranks[rank].peers.look, lambda heard: len(heard.words) >= words)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    node = Node(3, monkeypatch)
+    with node.stack:
+        yield node
+
+
+def test_another_rank_s_failure_is_a_reason_to_save_here_once(node: Node) -> None:
+    assert node.ranks[0].elsewhere() is None
+    node.save(1, "SIGTERM")
+    node.hear(0, 1)
+    assert node.ranks[0].elsewhere() == "rank 1: SIGTERM"
+    assert node.ranks[0].elsewhere() is None
+    assert node.settled == {0: 0, 1: 1, 2: 0}
+
+
+def test_a_save_for_another_rank_s_reason_is_no_reason_for_anybody(node: Node) -> None:
+    """Else ranks would answer each other for ever."""
+    node.save(1, "SIGTERM")
+    for rank in (0, 2):
+        node.hear(rank, 1)
+        reason = node.ranks[rank].elsewhere()
+        assert reason == "rank 1: SIGTERM"
+        node.save(rank, reason)
+    for rank in range(3):
+        node.hear(rank, 2)
+        assert node.ranks[rank].elsewhere() is None, rank
+
+
+def test_the_same_save_is_told_once(node: Node) -> None:
+    for _ in range(3):
+        node.save(1, "hang")
+    node.save(2, "SIGTERM")
+    assert [word.rank for word in node.hear(0, 2).words] == [1, 2]
+
+
+def test_an_early_snapshot_elsewhere_takes_this_rank_to_the_early_instant_too(node: Node) -> None:
+    node.early.add(1)
+    node.save(1, "SIGTERM")
+    node.hear(0, 1)
+    assert node.save(0, "rank 1: SIGTERM").early
+    assert node.saves[0] == [("rank 1: SIGTERM", False), ("rank 1: SIGTERM", True)]
+
+
+def test_a_rank_that_has_saved_hears_of_an_earlier_instant_later(node: Node) -> None:
+    node.save(0, "SIGTERM")
+    node.early.add(1)
+    node.hear(1, 1)
+    reason = node.ranks[1].elsewhere()
+    assert reason is not None
+    node.save(1, reason)
+    node.hear(0, 1)
+    again = node.ranks[0].elsewhere()
+    assert again == "another rank's snapshot is of the instant before"
+    assert node.save(0, again).early
+    node.hear(1, 2)
+    assert node.ranks[1].elsewhere() is None
+    assert node.ranks[0].elsewhere() is None
+
+
+def test_a_rank_that_cannot_save_says_so_and_completes_nothing(node: Node) -> None:
+    node.stuck.add(1)
+    node.save(1, "SIGTERM")
+    assert node.hear(0, 1).words[0].step is None
+    assert node.settled[1] == 0
+
+
+def test_a_killed_peer_is_a_reason_once(node: Node, tmp_path: Path) -> None:
+    node.ranks[0].peers._peers = [SimpleNamespace(rank=2, is_dead=lambda: True)]  # type: ignore
+    assert node.ranks[0].elsewhere() == "rank 2: killed"
+    assert node.ranks[0].elsewhere() is None

@@ -1,0 +1,202 @@
+"""Ranks that fail together, or one after the other: the job goes on from the last complete step.
+
+No step is ever due: what is resumed from was saved just in time, by each rank for itself.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch._dynamo  # noqa: F401 - what an optimizer would load on first use, in every rank
+from test_resume import LAST, attach, begin, golden, losses_of, restore, same, state_of
+from training import Training
+
+import lightck
+
+AT = 4
+"""The last complete step when it fails."""
+
+
+class Broken(Exception):
+    """What fails."""
+
+
+class Never:
+    """A policy by which no step is ever due."""
+
+    def due(self, moment: Any) -> bool:
+        return False
+
+
+def armed(training: Training, path: Path, **settings: Any) -> lightck.Handle:
+    return attach(training, path, policy=Never(), failure="jit", **settings)
+
+
+def fail(training: Training, place: str) -> None:
+    """The next step fails there, on this rank."""
+
+    def broken(*_: Any) -> None:
+        raise Broken
+
+    if place == "data":
+        broken()
+    if place == "forward":
+        training.module[2].register_forward_hook(broken)
+    if place == "backward":
+        training.module[0].weight.register_hook(broken)
+    if place == "update":
+        training.optimizer.register_step_post_hook(broken)
+    losses_of(training, 1)
+
+
+def broken_job(path: Path, world: int, places: list[str], **settings: Any) -> list[Any]:
+    """Each rank's losses until it failed, where it was told to or because another one did."""
+
+    def train(me: ranks.Me) -> Any:
+        training = begin(me)
+        losses: list[float] = []
+        try:
+            with armed(training, path, **settings):
+                losses += losses_of(training, AT)
+                fail(training, places[me.rank])
+        except Exception as error:  # noqa: BLE001 - gloo's, on ranks that wait for the others
+            return type(error).__name__, losses
+        raise AssertionError("nothing failed")
+
+    with ranks.started(world, train) as job:
+        return job.results()
+
+
+def resumed(path: Path, world: int) -> list[Any]:
+    """(restored step, early, losses, state) of each rank at the end."""
+
+    def train(me: ranks.Me) -> Any:
+        training = begin(me)
+        info = restore(training, path)
+        assert info is not None
+        with armed(training, path) as handle:
+            losses = losses_of(training, LAST - info.step)
+            state = state_of(training)
+            handle.detach()
+        return info.step, info.early, losses, state
+
+    with ranks.started(world, train) as job:
+        return job.results()
+
+
+def check(found: list[Any], world: int, step: int, *, early: bool) -> None:
+    """The job went on from this step and ended as one that nothing interrupted."""
+    for rank, (at, was_early, losses, state) in enumerate(found):
+        expected, final = golden(world)[rank]
+        assert (at, was_early) == (step, early)
+        assert losses == expected[step:]
+        assert same(state, final)
+
+
+@pytest.mark.parametrize("place", ["data", "forward", "backward"])
+def test_ranks_that_fail_at_one_place_go_on_bit_for_bit(region_dir: Path, place: str) -> None:
+    words = broken_job(region_dir, 2, [place] * 2)
+    assert [word for word, _ in words] == ["Broken"] * 2
+    check(resumed(region_dir, 2), 2, AT, early=place == "data")
+
+
+def test_ranks_that_share_nothing_go_on_from_different_places(region_dir: Path) -> None:
+    """Rank 0 fails before its forward, rank 1 behind its own: each saves what it has."""
+
+    def train(me: ranks.Me) -> Any:
+        training = begin(me)
+        training.model = training.module  # as without replicas: nothing is shared
+        try:
+            with armed(training, region_dir):
+                losses_of(training, AT)
+                fail(training, ["data", "forward"][me.rank])
+        except Broken:
+            return True
+        return False
+
+    with ranks.started(2, train) as job:
+        assert job.results() == [True, True]
+
+    def again(me: ranks.Me) -> Any:
+        training = begin(me)
+        training.model = training.module
+        info = restore(training, region_dir)
+        return info and (info.step, info.early)
+
+    with ranks.started(2, again) as job:
+        assert [found[0] for found in job.results()] == [AT, AT]
+
+
+def test_a_rank_that_another_ones_exception_reaches_saves_the_same_step(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = begin(me)
+        try:
+            with armed(training, region_dir):
+                losses_of(training, AT)
+                if me.rank == 0:
+                    fail(training, "backward")
+                losses_of(training, 1)
+        except Exception as error:  # noqa: BLE001
+            if me.rank == 0:
+                me.send("broken")
+                me.pause()
+                os._exit(0)  # its connections end: that is what rank 1 hears
+            return type(error).__name__
+        return "nothing"
+
+    with ranks.started(2, train) as job:
+        assert job.receive(0) == "broken"
+        job.let_go(0)
+        assert job.outcomes([1]) == ["RuntimeError"]
+    check(resumed(region_dir, 2), 2, AT, early=False)
+
+
+def test_an_update_that_fails_on_one_rank_takes_the_job_to_the_step_that_all_have(
+    region_dir: Path,
+) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = begin(me)
+        saved = None
+        try:
+            with armed(training, region_dir) as handle:
+                losses_of(training, 2)
+                training.optimizer.zero_grad()
+                assert handle.snapshot_now("before").fresh
+                losses_of(training, 2)
+                fail(training, "update" if me.rank == 0 else "nowhere")
+                saved = handle.snapshot_now("behind").step
+                raise Broken
+        except Broken:
+            pass
+        return saved
+
+    with ranks.started(2, train) as job:
+        assert job.results() == [None, 5]
+    found = resumed(region_dir, 2)
+    check(found, 2, 2, early=True)
+
+
+def test_a_just_in_time_slot_is_kept_until_a_newer_step_is_whole(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = begin(me)
+        seen = []
+        with attach(training, region_dir, policy=3, failure="jit") as handle:
+            for _ in range(9):
+                losses_of(training, 1)
+                handle.wait()
+                saved = handle.snapshot_now("each")
+                region = handle.region
+                protected = region.protected
+                assert protected is None or region.slots[protected].record is not None
+                seen.append((saved.fresh, len([s for s in region.slots if s.record])))
+            return seen, handle.stats().slipped, handle.last_committed_step
+
+    with ranks.started(2, train) as job:
+        for seen, slipped, last in job.results():
+            assert all(fresh for fresh, _ in seen)
+            assert slipped == 0
+            assert last is not None and last >= 6

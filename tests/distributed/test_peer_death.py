@@ -1,0 +1,236 @@
+"""A rank is killed with no snapshot due, ever: a survivor of its node finishes its share, and the
+job goes on as if nothing had happened, from the last complete step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch._dynamo  # what an optimizer would load on first use, in every rank by itself
+from proof import record
+from test_golden import Job
+from test_resume import same, state_of
+
+import lightck
+from lightck.failure.takeover import Takeover
+from lightck.region.writer import SlotWriter
+
+LAST, AT = 7, 4
+NEVER = 10**6
+KIND = "unused"
+"""With three ranks the order of summation must not change: see `test_golden.py`."""
+PHASES = ["forward", "backward", "step end", "loop"]
+"""Where the rank dies, in iteration AT or right behind its update."""
+
+
+class Mortal(Job):
+    """Kills itself with SIGKILL at one instant; weights are clipped between (a) and (b)."""
+
+    def __init__(self, rank: int, kind: str, phase: str = "", **settings: Any) -> None:
+        super().__init__(rank, kind, **settings)
+        self.phase, self.iteration, self.last = phase, 0, AT
+        self.tell: Callable[[float], object] = id
+        self.module[0].register_forward_hook(self._in_forward)
+        self.module[3].weight.register_hook(lambda grad: self._die_in("backward"))
+        self.optimizer.register_step_pre_hook(lambda *_: self._die_in("update"))
+
+    def _in_forward(self, *_: Any) -> None:
+        self._die_in("forward")
+
+    def _die_in(self, phase: str) -> None:
+        if phase == self.phase and self.iteration == self.last:
+            self.tell(time.monotonic())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def iterate(self) -> float:
+        self.iteration += 1
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        self._die_in("step end")
+        self.pending()
+        self._die_in("loop")
+        return loss.item()
+
+    def resume(self, path: Path, seed: int) -> lightck.types.RestoreInfo | None:
+        """Go on from what is there, with what the loop had still to do."""
+        torch.manual_seed(1)  # as another process would: restore sets the generators
+        info = self.restore(path)
+        if info is None:
+            torch.manual_seed(seed)
+        else:
+            self.iteration = info.step
+            if info.early:
+                self.pending()
+        return info
+
+    def pending(self) -> None:
+        """What the loop does between (a) and (b)."""
+        self.schedule.step()
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.clamp_(-0.3, 0.3)
+
+
+class Events(logging.Handler):
+    """What lightck logs in a rank's process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+        self.settled_at = 0.0
+        """When what was saved was logged, by the clock that all processes share."""
+        logging.getLogger("lightck").setLevel(logging.INFO)
+        logging.getLogger("lightck").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append((record.lightck_event, record.lightck))  # type: ignore[attr-defined]
+        if self.seen[-1][0] == "saved":
+            self.settled_at = time.monotonic()
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.seen if event == name]
+
+
+def first_life(
+    path: Path,
+    dead: int,
+    phase: str,
+    meanwhile: Callable[[int], object] = id,
+    last: int = AT,
+    **settings: Any,
+) -> Callable[..., Any]:
+    """Trains until the rank `dead` kills itself; the others' errors leave their training, too."""
+
+    def train(me: ranks.Me) -> Any:
+        events = Events()
+        meanwhile(me.rank)
+        job = Mortal(me.rank, KIND, phase if me.rank == dead else "", **settings)
+        job.tell, job.last = me.send, last
+        job.resume(path, 300 + me.rank)
+        handle = job.attach(path, failure="jit", on_error=lambda error: None)
+        try:
+            with handle:
+                while True:
+                    job.iterate()
+        except RuntimeError:
+            saved = events.of("saved")[-1]  # the watchdog may have seen the dead one first
+            return saved, events.of("taken_over"), events.of("not_taken_over"), events.settled_at
+
+    return train
+
+
+def second_life(path: Path) -> Callable[..., Any]:
+    def train(me: ranks.Me) -> Any:
+        job = Mortal(me.rank, KIND)
+        info = job.resume(path, 300 + me.rank)
+        with job.attach(path) as handle:
+            losses = [job.iterate() for _ in range(handle.step, LAST)]
+        return info, losses, state_of(job)
+
+    return train
+
+
+@cache
+def golden(world: int) -> list[Any]:
+    """Losses and last state of each rank of a run that nothing interrupts."""
+
+    def train(me: ranks.Me) -> Any:
+        job = Mortal(me.rank, KIND)
+        return [job.iterate() for _ in range(LAST)], state_of(job)
+
+    with ranks.started(world, train) as job:
+        return job.results()
+
+
+def go_on(path: Path, world: int) -> lightck.types.RestoreInfo | None:
+    """The rest of the trajectory is golden; returns what was restored."""
+    with ranks.started(world, second_life(path)) as job:
+        results = job.results()
+    infos = [info for info, _, _ in results]
+    steps = {info.step if info else 0 for info in infos}
+    assert len(steps) == 1, infos
+    for (_, losses, state), (all_losses, last) in zip(results, golden(world), strict=True):
+        assert losses == all_losses[steps.copy().pop() :]
+        assert same(state, last)
+    return infos[0]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("world", "dead"), [(2, 0), (2, 1), (3, 1)])
+def test_the_last_complete_step_is_there_on_every_rank(
+    region_dir: Path, world: int, dead: int, phase: str
+) -> None:
+    code = first_life(region_dir, dead, phase, policy=NEVER)
+    living = [r for r in range(world) if r != dead]
+    with ranks.started(world, code) as job:
+        outcomes = job.outcomes(living)
+        died_at = job.receive(dead)
+    step = AT - 1 if phase in ("forward", "backward") else AT
+    for outcome in outcomes:
+        assert not isinstance(outcome, BaseException), outcome
+        saved, _, refused, at = outcome
+        record(f"peer_killed_in_{phase.replace(' ', '_')}", {"settled_after_s": at - died_at})
+        assert saved["fresh"] and saved["step"] == step and not refused, outcome
+    written = [each for _, taken, _, _ in outcomes for each in taken]
+    assert [(each["rank"], each["step"]) for each in written] == [(dead, step)]
+    info = go_on(region_dir, world)
+    assert info is not None and info.step == step
+    assert info.early == (phase in ("step end", "loop"))
+
+
+def test_a_survivor_that_dies_while_it_takes_over_is_followed_by_the_next(region_dir: Path) -> None:
+    """What it had begun is begun anew."""
+
+    def meanwhile(rank: int) -> None:
+        if rank == 0:
+            write = Takeover._write
+
+            def end(*_: Any) -> None:
+                time.sleep(0.3)  # the other finds it at work
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            def dying(*arguments: Any) -> None:
+                SlotWriter.seal = end
+                write(*arguments)
+
+            Takeover._write = dying
+
+    with ranks.started(3, first_life(region_dir, 1, "backward", meanwhile, policy=NEVER)) as job:
+        killed, (saved, taken, refused, _) = job.outcomes([0, 2])
+    assert isinstance(killed, ranks.Gone)
+    assert [each["rank"] for each in taken] == [1], (refused, saved)
+    info = go_on(region_dir, 3)
+    assert info is not None and info.step == AT - 1 and not info.early
+
+
+def test_a_rank_that_dies_inside_its_update_leaves_the_newest_whole_step(region_dir: Path) -> None:
+    """What it had for itself after that update nobody has."""
+    with ranks.started(2, first_life(region_dir, 1, "update", policy=1)) as job:
+        ((saved, taken, refused, _),) = job.outcomes([0])
+    assert saved["step"] == AT and not taken and "no instant of the step" in refused[0]["why"]
+    info = go_on(region_dir, 2)
+    assert info is not None and info.step == AT - 1 and not info.early
+
+
+def test_one_rank_after_the_other_dies_and_no_step_is_lost(region_dir: Path) -> None:
+    """The second life saves in slots of the first, whose snapshot stays until then."""
+    for dead, last, phase in ((1, AT, "loop"), (0, AT + 1, "backward"), (1, AT + 2, "forward")):
+        code = first_life(region_dir, dead, phase, last=last, policy=NEVER)
+        with ranks.started(2, code) as job:
+            ((saved, taken, refused, _),) = job.outcomes([1 - dead])
+        assert saved["step"] == (last if phase == "loop" else last - 1)
+        assert saved["fresh"] and not refused
+        assert len(taken) == (phase != "backward"), "else it is the step that was restored"
+    info = go_on(region_dir, 2)
+    assert info is not None and info.step == AT + 1

@@ -1,0 +1,230 @@
+"""What ranks hear of each other's failures: words over the store, and locks that are free."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from memory import MemoryStore, Server
+from training import Training
+
+from lightck.distributed.topology import Topology
+from lightck.errors import StoreError
+from lightck.failure.peers import Heard, Peers, Word
+from lightck.region import place
+from lightck.region.place import Place
+from lightck.region.region import Region
+from lightck.region.spec import RegionSpec
+
+LONG_S = 30.0
+NOWHERE = Place(Path("/nowhere"), Path("/nowhere"), is_device=True)
+
+
+@contextmanager
+def listening(
+    server: Server, world: int = 2, where: Callable[[int], Place] = lambda rank: NOWHERE
+) -> Iterator[list[Peers]]:
+    made = [
+        Peers(
+            MemoryStore(server),
+            Topology(rank, world, rank, world, peers=tuple(range(world))),
+            where(rank),
+            look_s=0.005,
+        )
+        for rank in range(world)
+    ]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.stop(LONG_S)
+
+
+def until(look: Callable[[], Heard], what: Callable[[Heard], object]) -> Heard:
+    deadline = time.monotonic() + LONG_S
+    while not what(heard := look()):
+        assert time.monotonic() < deadline, heard
+        time.sleep(0.002)
+    return heard
+
+
+def made(folder: Path, rank: int, world: int = 2) -> Region:
+    where = place.locate(folder, rank, create=True)
+    spec = RegionSpec(bytes(16), 2, 1 << 16, rank, world, process_durable=True)
+    return Region.create(where, spec)
+
+
+def test_what_a_rank_says_is_heard_by_every_other_and_not_by_itself() -> None:
+    with listening(Server(), 3) as peers:
+        assert all(each.look().is_quiet for each in peers)
+        assert peers[1].announce("SIGTERM", 7, early=True, seconds=LONG_S)
+        for rank in (0, 2):
+            heard = until(peers[rank].look, lambda heard: heard.words)
+            assert heard.words == (Word(1, "SIGTERM", 7, early=True),)
+        assert peers[1].look().is_quiet
+
+
+def test_words_come_in_the_order_in_which_they_were_said() -> None:
+    with listening(Server(), 3) as peers:
+        assert peers[1].announce("RuntimeError: connection closed", seconds=LONG_S)
+        assert peers[2].announce("hang", 3, seconds=LONG_S)
+        assert peers[1].announce("RuntimeError: connection closed", 3, seconds=LONG_S)
+        heard = until(peers[0].look, lambda heard: len(heard.words) == 3)
+        assert [(word.rank, word.step) for word in heard.words] == [(1, None), (2, 3), (1, 3)]
+
+
+def test_a_reason_of_any_length_and_alphabet_can_be_said() -> None:
+    with listening(Server()) as peers:
+        assert peers[0].announce("k\u00f6nnte " + "x" * 10_000, seconds=LONG_S)
+        word = until(peers[1].look, lambda heard: heard.words).words[0]
+        assert word.reason.startswith("k?nnte x") and len(word.reason) == 500
+
+
+def test_a_word_lost_between_its_number_and_its_text_holds_no_other_up() -> None:
+    server = Server()
+    MemoryStore(server).add("count")  # and its speaker was killed
+    with listening(server) as peers:
+        assert peers[0].announce("hang", seconds=LONG_S)
+        until(peers[1].look, lambda heard: heard.words)
+
+
+def test_many_ranks_that_fail_at_once_are_not_all_read() -> None:
+    server = Server()
+    with listening(server) as peers:
+        for i in range(100):
+            assert peers[0].announce(f"{i}", seconds=LONG_S)
+    with listening(server) as peers:
+        until(peers[1].look, lambda heard: len(heard.words) == 16)
+        assert peers[0].announce("later", seconds=LONG_S)  # no job is deaf after its first failures
+        heard = until(peers[1].look, lambda heard: len(heard.words) > 16)
+        assert [word.reason for word in heard.words[15:]] == ["15", "later"]
+
+
+def test_a_quiet_store_costs_one_message_per_look() -> None:
+    server = Server()
+    with listening(server) as peers:
+        deadline = time.monotonic() + LONG_S
+        while server.messages["read"] < 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        assert set(server.messages) <= {"read"}, server.messages
+        assert all(each.look().is_quiet for each in peers)
+
+
+class Away(MemoryStore):
+    """A store that does not answer while `away` is set."""
+
+    away = False
+
+    def read(self, key: str) -> Any:
+        self._must_be_there()
+        return super().read(key)
+
+    def add(self, key: str, amount: int = 1) -> int:
+        self._must_be_there()
+        return super().add(key, amount)
+
+    def _must_be_there(self) -> None:
+        if self.away:
+            raise StoreError("no route")
+
+
+def test_an_unreachable_store_is_no_failure_and_what_was_to_be_said_is_said_later() -> None:
+    server, topology = Server(), Topology(0, 2, 0, 2, peers=(0, 1))
+    store = Away(server)
+    store.away = True
+    peers = Peers(store, topology, NOWHERE, look_s=0.005)
+    try:
+        heard = until(peers.look, lambda heard: heard.unreachable)
+        assert heard.is_quiet and heard.unreachable == "no route"
+        assert not peers.announce("SIGTERM", 4, seconds=0.02)
+        store.away = False
+        until(peers.look, lambda heard: not heard.unreachable)
+        deadline = time.monotonic() + LONG_S
+        while MemoryStore(server).read("1") is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        peers.stop(LONG_S)
+
+
+def test_a_store_that_hangs_holds_nobody_up() -> None:
+    class Hanging(MemoryStore):
+        def read(self, key: str) -> Any:
+            done.wait(LONG_S)
+            raise StoreError("the server is gone")
+
+    done = threading.Event()
+    peers = Peers(Hanging(Server()), Topology(0, 2, 0, 2, peers=(0, 1)), NOWHERE, look_s=0.005)
+    began = time.monotonic()
+    assert not peers.announce("SIGTERM", seconds=0.05)
+    assert peers.look().is_quiet
+    peers.stop(0.05)
+    assert time.monotonic() - began < LONG_S / 2
+    done.set()
+    peers.stop(LONG_S)
+
+
+def test_a_free_lock_is_a_dead_rank_only_once_it_was_held(region_dir: Path) -> None:
+    def where(rank: int) -> Place:
+        return place.locate(region_dir, rank, create=False)
+
+    made(region_dir, 1).close()  # of an earlier life
+    with listening(Server(), 2, where) as peers:
+        assert peers[0].look().is_quiet, "it has not come yet"
+        region = Region.open(where(1), writable=True, process_durable=True)
+        assert peers[0].look().is_quiet
+        region.close()
+        assert peers[0].look().dead == (1,)
+        assert peers[0].look().dead == (1,)
+
+
+def test_a_folder_that_goes_away_is_no_failure(region_dir: Path) -> None:
+    region = made(region_dir, 1)
+    with listening(Server(), 2, lambda r: place.locate(region_dir, r, create=False)) as peers:
+        assert peers[0].look().is_quiet
+        region.place.file.unlink()
+        region.close()
+        assert peers[0].look().is_quiet
+
+
+@pytest.mark.parametrize("way", ["kill", "close"])
+def test_a_killed_rank_is_seen_and_one_that_closed_is_not(region_dir: Path, way: str) -> None:
+    def code(me: ranks.Me) -> Any:
+        training = Training(me.rank)
+        handle = training.attach(region_dir / "run")
+        training.steps(2)
+        if me.rank == 1:
+            me.send("ready")
+            me.pause()
+            handle.detach()
+            me.send("closed")
+            me.pause()
+            return None
+        where = place.locate(region_dir / "run", 0, create=False)
+        topology = Topology(0, 2, 0, 2, peers=(0, 1))
+        peers = Peers(MemoryStore(Server()), topology, where, look_s=0.01)
+        assert peers.look().is_quiet
+        me.send("listening")
+        me.pause()
+        closed = way == "close"
+        found = peers.look() if closed else until(peers.look, lambda heard: heard.dead)
+        peers.stop()
+        handle.detach()
+        return found.dead
+
+    with ranks.started(2, code) as job:
+        assert job.receive(0) == "listening" and job.receive(1) == "ready"
+        if way == "close":
+            job.let_go(1)
+            assert job.receive(1) == "closed"
+        else:
+            job.kill(1)
+        job.let_go(0)
+        assert job.outcomes([0]) == [() if way == "close" else (1,)]

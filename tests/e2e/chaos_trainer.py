@@ -1,0 +1,58 @@
+"""A tiny training for `lightck chaos`; what it is told to do wrong, it does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightck
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--path", default=None)
+    parser.add_argument("--policy", type=int, default=1)
+    parser.add_argument("--forgets", action="store_true", help="a counter is no extra")
+    parser.add_argument("--waits", action="store_true", help="for each due step's commit")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    model: nn.Module = nn.Sequential(
+        nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+    )
+    if dist.is_initialized():
+        model = DistributedDataParallel(model)
+        torch.manual_seed(1 + dist.get_rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    forgotten = {"seen": 0.0}
+    lightck.restore(model, optimizer, options.path)
+    with (
+        open(os.environ["LIGHTCK_CHAOS_LOSSES"], "ab", buffering=0) as losses,
+        lightck.attach(model, optimizer, options.path, policy=options.policy) as handle,
+    ):
+        # No counter of its own: just in time, one might be saved before it is counted up.
+        while handle.step < options.steps:
+            x = torch.randn(16, 8)
+            optimizer.zero_grad()
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            forgotten["seen"] += 0.01 if options.forgets else 0.0
+            (loss * (1 + forgotten["seen"])).backward()
+            optimizer.step()
+            rank = os.environ.get("RANK", "0")
+            losses.write(f"{rank} {handle.step} {float(loss.detach()).hex()}\n".encode())
+            if options.waits and handle.step % options.policy == 0:
+                handle.wait(handle.step)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Whether a snapshot fits into the grace period is told from what a real handle has measured."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from loops import adam_loop
+
+import lightck
+from lightck.failure.budget import shortfall
+from lightck.types import Failure
+
+NEVER = 10**6
+
+
+def attach(path: Path, grace_s: float, **settings: object) -> tuple[lightck.Handle, object]:
+    loop = adam_loop()
+    failure = Failure(grace_s=grace_s, signals=())
+    return lightck.attach(
+        loop.model, list(loop.optimizers), path, failure=failure, **settings
+    ), loop
+
+
+def test_before_the_first_snapshot_the_limit_that_the_user_set_counts(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "lightck"):
+        handle, loop = attach(run_dir, 1.0, policy=NEVER, write_limit=4096)
+        assert handle._guard is not None
+        assert handle._guard.measured() is None, "not even the size is known"
+        loop.run(2)  # type: ignore[attr-defined]
+        measured = handle._guard.measured()
+        assert measured is not None
+        assert measured.state_bytes > 4096 and measured.medium_rate == 4096
+        assert measured.needed_s > 1
+        text = shortfall(measured, 1.0)
+        assert text is not None and "grace_s = 1" in text and "a policy of" in text
+        handle.detach()
+
+
+def test_after_a_snapshot_its_own_rates_count(run_dir: Path) -> None:
+    handle, loop = attach(run_dir, 30.0, policy=1)
+    loop.run(4)  # type: ignore[attr-defined]
+    handle.wait()
+    assert handle._guard is not None
+    measured = handle._guard.measured()
+    assert measured is not None and shortfall(measured, 30.0) is None
+    stats = handle.stats()
+    assert measured.copy_rate == pytest.approx(
+        stats.copy_rate * handle._recorder.pipeline.pool.threads, rel=0.5
+    )
+    assert measured.commit_s == pytest.approx(stats.commit_s)
+    assert measured.step_s is not None
+    handle.close()

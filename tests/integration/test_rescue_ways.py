@@ -1,0 +1,179 @@
+"""Just in time beside other ways of training: layer by layer, unseen forwards, other threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import Loop, mlp, of_live, steps_at
+from test_rescue import Broken, Never, attach, check, counting_loop
+
+import lightck
+from lightck.types import Saved
+
+SOON_S = 20.0
+
+
+def layered() -> Loop:
+    model = mlp(16, 3)
+    return Loop(model, torch.optim.AdamW(model.parameters(), lr=0.1), width=16)
+
+
+@pytest.mark.parametrize("policy", [Never(), 1])
+def test_layer_by_layer_the_step_before_is_saved_until_the_first_layer_is_updated(
+    run_dir: Path, policy: Any
+) -> None:
+    loop, found = layered(), []
+
+    def at_gradient(name: str) -> None:
+        found.append((name, handle.snapshot_now(name)))
+
+    with attach(run_dir, loop, update="layerwise", policy=policy, slots=3) as handle:
+        loop.run(3)
+        loss = loop.forward()
+        layer = loop.model[2].weight
+        hook = layer.register_hook(lambda gradient: at_gradient("before its update"))
+        loss.backward()
+        hook.remove()
+        loop.update()
+        first = loop.model[0].weight
+        loss = loop.forward()
+        hook = first.register_hook(lambda gradient: at_gradient("others are updated"))
+        loss.backward()
+        hook.remove()
+        loop.check(run_dir, steps_at(run_dir))
+        loop.update()
+        handle.detach()
+    (_, before), (_, mixed) = found
+    assert (before.step, before.fresh, before.early) == (3, True, False)
+    if policy == 1:  # the copies of step 4 were under way: each layer's leave before its update
+        assert (mixed.step, mixed.fresh) == (4, True)
+    else:
+        assert (mixed.step, mixed.fresh) == (3, False)
+        assert "half done" in mixed.why
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_where_no_hook_sees_a_forward_buffers_are_saved_as_the_step_had_ended(
+    run_dir: Path, where: str
+) -> None:
+    loop = counting_loop()
+    with (
+        pytest.warns(UserWarning, match="saw no forward"),
+        pytest.raises(Broken),
+        attach(run_dir, loop) as handle,
+    ):
+        handle._recorder.arm = lambda on: None
+        handle._hooks.disarm_forward()
+        loop.run(3)
+        loss = loop.forward()
+        if where == "backward":
+            loss.backward()
+        raise Broken
+    check(run_dir, loop, 3)
+
+
+def test_saves_from_another_thread_at_any_time_never_mix_steps(run_dir: Path) -> None:
+    """Hundreds of saves beside a training with periodic snapshots: whole, or not there."""
+    loop, saved, stop = counting_loop(), [], threading.Event()
+    failures: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            while not stop.is_set():
+                saved.append(handle.snapshot_now("any time"))
+                stop.wait(0.003)  # whoever takes the lock again at once lets nobody else have it
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    with attach(run_dir, loop, policy=3, slots=4, schedule="backward", proof=True) as handle:
+        loop.run(2)
+        worker = threading.Thread(target=save)
+        worker.start()
+        for _ in range(150):
+            loop.run(1)
+        stop.set()
+        worker.join(SOON_S)
+        stats = handle.stats()
+        loop.note()
+    assert not failures
+    assert len(saved) > 10
+    assert all(each.fresh for each in saved if not each.why)
+    assert (stats.torn, stats.failed) == (0, 0)
+    exact = [each for each in saved if each.fresh and not each.early]
+    assert exact
+    for step in steps_at(run_dir):
+        assert lightck.load(run_dir, step)["step"] == step
+    loop.check(run_dir, steps_at(run_dir))
+
+
+_SCRIPT = """
+import sys, torch, lightck
+from lightck.types import Failure
+class Never:
+    def due(self, moment): return False
+def hook(kind, error, trace):
+    print("earlier hook:", kind.__name__, flush=True)
+sys.excepthook = hook
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+handle = lightck.attach(model, optimizer, sys.argv[1], policy=Never(), failure=Failure(
+    signals=(), on_failure=lambda saved: print("saved", saved.reason, saved.step, flush=True)))
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+model(torch.ones(2, 4))
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("raise KeyError('gone')", "saved KeyError 3\nearlier hook: KeyError\n"),
+        ("sys.exit(3)", ""),
+        ("", ""),
+    ],
+)
+def test_an_end_without_close_saves_the_last_step_and_earlier_hooks_run(
+    run_dir: Path, end: str, said: str
+) -> None:
+    script = [sys.executable, "-c", _SCRIPT.replace("{end}", end), str(run_dir)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert done.stdout == said, done.stderr
+    assert steps_at(run_dir) == [3]
+
+
+def test_an_exception_after_a_step_that_was_due_saves_what_is_open(run_dir: Path) -> None:
+    loop = layered()
+    with pytest.raises(Broken), attach(run_dir, loop, policy=1, slots=8) as handle:
+        loop.run(3)
+        loop.forward()
+        assert handle._recorder.pipeline.window is not None
+        raise Broken
+    check(run_dir, loop, 3)
+
+
+def test_a_save_that_comes_during_another_one_gives_the_same_snapshot(run_dir: Path) -> None:
+    loop, found = counting_loop(), list[Saved]()
+    with attach(run_dir, loop) as handle:
+        loop.run(3)
+        loop.forward()
+        workers = [
+            threading.Thread(target=lambda i=i: found.append(handle.snapshot_now(str(i))))
+            for i in range(4)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(SOON_S)
+        assert [(s.step, s.fresh, s.early) for s in found] == [(3, True, False)] * 4
+        assert handle.stats().captured == 1
+        handle.detach()
+    assert of_live(loop.model, loop.optimizers).keys() == loop.seen[3].keys()

@@ -1,0 +1,183 @@
+"""When a loop is taken to hang: a pure decision, asked with a clock of the test's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from lightck.failure.hang import SLACK_S, HangWatch, Place, Suspicion
+from lightck.types import Failure
+
+PERIOD_S = 0.25
+BARRIER = Place("barrier, called from train.py:1", (1, 2))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A `Progress`."""
+
+    step: int = 0
+    updating: bool = False
+    inside: bool = False
+    ticks: int = 0
+    step_s: float | None = None
+    thread: int = 0
+
+
+@dataclass
+class Loop:
+    """A training loop that is looked at, and the clock of whoever looks."""
+
+    failure: Failure = field(default_factory=Failure)
+    seen: Seen = field(default_factory=Seen)
+    now_s: float = 1000.0
+    place: Place | None = None
+
+    def __post_init__(self) -> None:
+        self.watch = HangWatch(self.failure, PERIOD_S)
+
+    def step(self, step_s: float | None) -> None:
+        """One step, looked at when it has ended."""
+        self.seen = replace(
+            self.seen, step=self.seen.step + 1, ticks=self.seen.ticks + 5, step_s=step_s
+        )
+        assert self.look(step_s or PERIOD_S) is None
+
+    def look(self, after_s: float) -> Suspicion | None:
+        self.now_s += after_s
+        return self.watch.look(self.now_s, self.seen, self.place)
+
+    def wait(self, seconds: float) -> float | None:
+        """Let time pass without progress; after how long a hang was found, or None."""
+        began = self.now_s
+        while self.now_s - began < seconds:
+            if self.look(self.watch.due_in_s()) is not None:
+                return self.now_s - began
+        return None
+
+
+def running(step_s: float = 0.5, **settings: float) -> Loop:
+    loop = Loop(Failure(**settings))
+    for _ in range(5):
+        loop.step(step_s)
+    return loop
+
+
+@pytest.mark.parametrize("step_s", [0.01, 0.2, 0.5, 3.0])
+def test_a_stop_in_a_collective_is_a_hang_after_three_steps_and_within_a_second_more(
+    step_s: float,
+) -> None:
+    loop = running(step_s)
+    loop.place = BARRIER
+    found_s = loop.wait(100)
+    assert found_s is not None
+    assert 3 * step_s + SLACK_S <= found_s <= 3 * step_s + 0.99
+    assert loop.watch.suspected is not None
+    assert loop.watch.suspected.place is BARRIER
+
+
+def test_elsewhere_only_the_generous_deadline_counts() -> None:
+    loop = running(0.1, hang_s=60)
+    assert loop.wait(59) is None
+    found_s = loop.wait(3)
+    assert found_s is not None and 59 + found_s >= 60
+
+
+def test_a_generous_deadline_shorter_than_the_steps_is_lengthened() -> None:
+    loop = running(40.0, hang_s=60)
+    assert loop.wait(119) is None
+    assert loop.wait(3) is not None
+
+
+def test_the_first_steps_never_hang() -> None:
+    loop = Loop()
+    assert loop.look(1.0) is None
+    loop.place = BARRIER
+    assert loop.wait(10_000) is None
+    loop.step(None)
+    assert loop.wait(10_000) is None
+    loop.step(1.0)  # now it is known what a step takes
+    assert loop.wait(100) is not None
+
+
+def test_one_slow_step_does_not_change_what_is_usual() -> None:
+    loop = running(0.1)
+    loop.step(60.0)
+    loop.step(0.1)
+    assert loop.watch.step_s == 0.1
+
+
+def test_steps_that_become_slower_are_taken_over() -> None:
+    loop = running(0.1)
+    for _ in range(5):
+        loop.step(2.0)
+    assert loop.watch.step_s == 2.0
+
+
+def test_progress_inside_a_step_is_progress() -> None:
+    loop = running(0.1)
+    loop.place = BARRIER
+    for _ in range(100):
+        loop.seen = replace(loop.seen, ticks=loop.seen.ticks + 1)
+        assert loop.wait(0.6) is None
+
+
+def test_going_from_one_collective_to_the_next_is_progress() -> None:
+    loop = running(0.1)
+    for mark in range(100):
+        loop.place = Place("all_reduce", (mark,))
+        assert loop.wait(0.5) is None
+    for _ in range(100):  # an evaluation that computes between its reductions
+        loop.place = None
+        assert loop.wait(0.3) is None
+        loop.place = BARRIER
+        assert loop.wait(0.5) is None
+
+
+def test_a_process_that_was_stopped_has_not_hung() -> None:
+    loop = running(0.1)
+    loop.place = BARRIER
+    assert loop.wait(0.5) is None
+    assert loop.look(3600.0) is None  # SIGSTOP, an hour, SIGCONT
+    assert loop.look(0.1) is None
+    assert loop.wait(5) is not None, "that it hangs afterwards is noticed all the same"
+
+
+def test_a_process_stopped_again_and_again_has_not_hung_elsewhere() -> None:
+    loop = running(0.1, hang_s=60)
+    for _ in range(100):
+        assert loop.look(59.0) is None
+
+
+def test_a_look_that_comes_late_counts_as_if_it_had_come_a_little_late() -> None:
+    loop = running(0.1)
+    loop.place = BARRIER
+    assert loop.look(PERIOD_S) is None
+    assert loop.look(1.5) is None, "of this time nobody knows what happened in it"
+    assert loop.watch.suspected is None
+
+
+def test_a_hang_is_told_once_and_ends_with_the_next_progress() -> None:
+    loop = running(0.1)
+    loop.place = BARRIER
+    assert loop.wait(5) is not None
+    assert loop.wait(1000) is None
+    assert loop.watch.suspected is not None
+    loop.seen = replace(loop.seen, ticks=loop.seen.ticks + 1)
+    assert loop.look(PERIOD_S) is None
+    assert loop.watch.suspected is None
+    assert loop.wait(5) is not None, "the next one is told again"
+
+
+def test_looks_are_rare_until_something_is_waited_for() -> None:
+    loop = running(0.1)
+    assert loop.watch.due_in_s() == PERIOD_S
+    loop.wait(3)
+    assert loop.watch.due_in_s() == PERIOD_S
+    loop.place = BARRIER
+    loop.look(PERIOD_S)
+    loop.look(PERIOD_S)
+    assert loop.watch.due_in_s() < PERIOD_S
+    loop.wait(5)
+    assert loop.watch.due_in_s() == PERIOD_S, "found: nothing is urgent any more"

@@ -1,0 +1,136 @@
+"""What the watchdog costs while nothing happens, and what it says when time will not suffice."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+from proof import record
+
+from lightck.errors import LightckError
+from lightck.failure.budget import Measured
+from lightck.failure.saving import ALONE_LOOK_S, LOOK_S, Guard
+from lightck.failure.signals import Signals
+from lightck.failure.watchdog import Watchdog
+from lightck.types import Failure, Saved
+
+LOOKS = 2000
+
+
+class Rescue:
+    """A loop that goes on, and is never to be saved."""
+
+    step = 0
+    updating = inside = False
+    step_s = 0.5
+    thread = threading.get_ident()
+
+    @property
+    def ticks(self) -> int:
+        return time.monotonic_ns()
+
+    def progress(self) -> Rescue:
+        return self
+
+    def save(self, reason: str, deadline: float) -> Saved:
+        raise AssertionError(reason)
+
+
+def _raises(error: LightckError) -> None:
+    raise error
+
+
+def test_an_idle_watchdog_costs_seconds_of_an_hour() -> None:
+    """Its own turns, run as fast as they go; the waiting between them is the kernel's."""
+    seconds = {}
+    for world, period_s in ((1, ALONE_LOOK_S), (2, LOOK_S)):
+        watchdog, signals = Watchdog(), Signals()
+        watchdog._guards = [Guard(Rescue(), Failure(), _raises, world=world)]
+        began = time.thread_time()
+        for _ in range(LOOKS):
+            assert watchdog._pause_s() == period_s
+            watchdog._turn(signals, signals.wait(0.0))
+        each_s = (time.thread_time() - began) / LOOKS
+        seconds[f"world {world}"] = {
+            "look_us": round(each_s * 1e6, 1),
+            "looks_per_s": 1 / period_s,
+            "cpu_s_per_hour": round(each_s * 3600 / period_s, 2),
+        }
+        signals.give_back()
+        assert 1 / period_s <= 4
+    record("watchdog", seconds)
+
+
+def test_a_snapshot_that_does_not_fit_is_told_once_as_soon_as_it_is_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    known: list[Measured] = []
+    guard = Guard(
+        Rescue(), Failure(signals=()), _raises, measured=lambda: known[0] if known else None
+    )
+    watchdog = Watchdog()
+    with caplog.at_level(logging.WARNING, "lightck"):
+        watchdog._measure(guard, 1000.0)
+        assert not guard.told_budget, "nothing is known yet"
+        known.append(Measured(1, 1e9))
+        watchdog._measure(guard, 1000.5)
+        known[0] = Measured(10**12, 1e9, step_s=1.0)
+        watchdog._measure(guard, 1001.0)
+        assert not guard.told_budget, "asked rarely"
+        for now_s in (1011.0, 1022.0, 1033.0):
+            watchdog._measure(guard, now_s)
+        for thread in threading.enumerate():  # it is told on a thread of its own
+            if thread is not threading.current_thread():
+                thread.join(30.0)
+    (told,) = [r for r in caplog.records if getattr(r, "lightck_event", "") == "budget"]
+    assert "a policy of 1000 steps" in told.getMessage()
+
+
+def test_the_watchdog_goes_on_after_an_error_of_its_own() -> None:
+    class Broken(Rescue):
+        def progress(self) -> Rescue:
+            looks.append(1)
+            enough.release()
+            raise ValueError("broken")
+
+    looks: list[int] = []
+    enough, told = threading.Semaphore(0), threading.Event()
+    errors: list[str] = []
+
+    def report(error: LightckError) -> None:
+        errors.append(str(error))
+        told.set()
+
+    watchdog, guard = Watchdog(), Guard(Broken(), Failure(signals=()), report)
+    watchdog.watch(guard)
+    for _ in range(3):
+        assert watchdog._signals is not None
+        watchdog._signals.wake()
+        assert enough.acquire(timeout=30)
+    assert told.wait(30)
+    watchdog.release(guard)
+    assert len(errors) == 1 and "broken" in errors[0]
+
+
+def test_before_the_end_other_ranks_are_heard_until_they_cannot_change_anything() -> None:
+    said = iter([None, "another rank's snapshot is of the instant before", None, None])
+    settled = iter([False, False, True])
+    saved: list[str] = []
+
+    class Saving(Rescue):
+        def save(self, reason: str, deadline: float) -> Saved:
+            saved.append(reason)
+            return Saved(reason, 0, fresh=True)
+
+    guard = Guard(Saving(), Failure(), _raises)
+    guard.elsewhere, guard.settled = lambda: next(said), lambda: next(settled)
+    Watchdog()._linger([guard], time.monotonic() + 30.0)
+    assert saved == ["another rank's snapshot is of the instant before"]
+    assert next(settled, None) is None
+
+
+def test_a_rank_that_says_nothing_keeps_nobody_from_ending() -> None:
+    guard = Guard(Rescue(), Failure(), _raises, settled=lambda: False)
+    Watchdog()._linger([guard], time.monotonic() + 0.01)
