@@ -150,9 +150,12 @@ def test_a_store_that_dies_stops_snapshots_and_nothing_else(region_dir: Path) ->
         me.send("two steps")
         me.pause()
         barrier: Any = handle._recorder.pipeline.barrier
+        reachable = torch.ones(1)
         end = time.monotonic() + ranks.LONG_S
-        while barrier.commit.reachable and time.monotonic() < end:
+        while reachable.any() and time.monotonic() < end:
             training.step()
+            reachable.fill_(barrier.commit.reachable)
+            dist.all_reduce(reachable)  # all ranks train the same number of steps
         slipped = handle.stats().slipped
         training.steps(5)
         assert handle.stats().slipped == slipped + 5, "none is opened any more"
