@@ -142,11 +142,12 @@ class Rescue:
         left = deadline - time.monotonic()
         patience = time.monotonic() + (0.0 if here else min(PATIENCE_S, left / 4))
         while True:
+            leaving = self.leaving  # before the try: what the thread did until then counts
             try:
                 with self._locked(deadline):
-                    return self._try(early, here, patience)
+                    return self._try(early, here, 0.0 if leaving else patience)
             except _Later as later:
-                gone = later.training and (here or self.leaving)
+                gone = later.training and (here or leaving)
                 if gone or time.monotonic() >= deadline:
                     self._finish_others(deadline)
                     raise LightckError(str(later)) from None

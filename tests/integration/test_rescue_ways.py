@@ -177,3 +177,18 @@ def test_a_save_that_comes_during_another_one_gives_the_same_snapshot(run_dir: P
         assert handle.stats().captured == 1
         handle.detach()
     assert of_live(loop.model, loop.optimizers).keys() == loop.seen[3].keys()
+
+
+def test_a_loop_that_is_over_is_saved_at_its_last_step_without_waiting(run_dir: Path) -> None:
+    """A signal that comes shortly before close: the boundary that a save waits for never comes."""
+    loop, found = counting_loop(), list[Saved]()
+    with attach(run_dir, loop) as handle:
+        loop.run(3)
+        loop.note()
+        handle._rescue.leaving = True
+        worker = threading.Thread(target=lambda: found.append(handle.snapshot_now("SIGTERM")))
+        worker.start()
+        worker.join(SOON_S)
+        handle.detach()
+    assert [(s.step, s.fresh, s.early, s.why) for s in found] == [(3, True, True, "")]
+    check(run_dir, loop, 3)
