@@ -46,11 +46,11 @@ def expected(inventory: Inventory) -> tuple[tuple[Entry, ...], int]:
 
 
 def journal_bytes(inventory: Inventory) -> int:
-    """Room for the boundary journal: two entries, each twice what one would be now."""
+    """Room for the boundary journal: three entries, each twice what one would be now."""
     collected = inventory.collect()
     size = len(boundary.encode(collected.tree)) + BOUNDARY_RESERVE_BYTES
     size += sum(live.local.nbytes for live in collected.lives if journaled.is_own(live))
-    return max(JOURNAL_BYTES, 4 * min(size, 2 * journaled.MOST_BYTES))
+    return max(JOURNAL_BYTES, 6 * min(size, 2 * journaled.MOST_BYTES))
 
 
 def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[Live, ...] | None:

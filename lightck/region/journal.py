@@ -1,6 +1,6 @@
-"""The boundary journal: the small state of a step's two instants, kept for every step, due or not.
+"""The boundary journal: the small state of a step's instants, kept for every step, due or not.
 
-Two entries stay, and the newer one is never touched while the next is written (`lightck.h`).
+Three entries stay; the two newer ones are never touched while the next is written (`lightck.h`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lightck.region.library import check, ffi, library
 from lightck.region.native import E_EMPTY, E_FULL, RECORD_EARLY, NativeRegion
 
-STEP_END, FORWARD = 1, 2
+STEP_END, FORWARD, FENCE = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class JournalEntry:
     """The boundary state of one instant; serves parameters of this very step and timeline only."""
 
     kind: int
-    """STEP_END: (a), complete in itself. FORWARD: (b), everything."""
+    """STEP_END: (a), complete in itself. FORWARD: (b), everything. FENCE: before the first update
+    of the iteration that completes `step`, what the update will not change."""
     step: int
     timeline: int
     sequence: int
@@ -33,10 +34,10 @@ class JournalEntry:
 
 
 def write_entry(region: NativeRegion, kind: int, step: int, timeline: int, blob: bytes) -> None:
-    """Write over the older of the two entries. For one thread at a time; waits for no medium.
+    """Write over the oldest of the three entries. For one thread at a time; waits for no medium.
 
     Raises:
-        RegionFullError: half of the journal's space is too small for the entry; says by how much.
+        RegionFullError: a third of the journal is too small for the entry; says by how much.
         PreviousPersistError: the region is latched by an earlier failure.
         RegionError: `timeline` is not the region's newest.
     """
@@ -47,7 +48,7 @@ def write_entry(region: NativeRegion, kind: int, step: int, timeline: int, blob:
 
 
 def read_entry(region: NativeRegion, kind: int = 0) -> JournalEntry | None:
-    """The newest whole entry of a kind (0: of either) of the region's newest timeline, or None.
+    """The newest whole entry of a kind (0: of any) of the region's newest timeline, or None.
 
     Raises:
         CorruptSnapshotError: no entry is whole, and one is damaged.

@@ -15,7 +15,7 @@ from cffi import FFI
 
 from lightck.errors import LightckError, from_native
 
-ABI = 7
+ABI = 8
 _UNKNOWN = 2**64 - 1
 
 CDEF = """

@@ -77,7 +77,7 @@ class RegionInfo:
     timeline: int
     base: int
     journal_bytes: int
-    """Of the boundary journal, two entries."""
+    """Of the boundary journal, three entries."""
     segments: tuple[Segment, ...]
     lineage: tuple[tuple[int, int], ...]
     """(timeline, sequence): ancestors of `timeline`, each up to its branch point."""

@@ -9,8 +9,8 @@ from typing import Any
 from lightck.region.library import check, ffi, library
 
 PROCESS_DURABLE = 2
-JOURNAL_BYTES = 1 << 20
-"""Of the boundary journal where nothing more is wanted of it: two entries of half as much."""
+JOURNAL_BYTES = 3 << 19
+"""Of the boundary journal where nothing more is wanted of it: three entries of 512 KiB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@
 #define EXTENTS 6u
 #define PAYLOAD_MOST 8192u
 #define SEQUENCES 16u
-#define JOURNAL_BYTES (2 * LCK_HEADER_PAGE)
+#define JOURNAL_BYTES (LCK_JOURNAL_PLACES * LCK_HEADER_PAGE)
 #define ENTRY_MOST (LCK_HEADER_PAGE - sizeof(journal_disk)) /* bytes of a blob in the journal */
 #define ENTRIES 256u
 #define TIMELINES 64u
@@ -164,6 +164,7 @@ typedef struct outcome {
   const char *wrong;   /* accepted, but not what was written; NULL if there is none */
   const char *by_luck; /* the same with payload checksums ignored */
   uint64_t entry;      /* number of the journal's newest, or 0 */
+  uint64_t before;     /* of the newest of the kind that was written before it, or 0 */
   const char *entry_wrong, *entry_by_luck;
 } outcome;
 
@@ -180,6 +181,9 @@ const char *judge(const bed *b, const outcome *out, const bounds *within, const 
                   int ignoring);
 
 /* ---- the boundary journal ------------------------------------------------------------------- */
+
+/* Leave a number out: the entry before an owner's first is not the one with the number before. */
+void entries_part(bed *b);
 
 /* Write up to `most` entries, acknowledged one by one. */
 void entries_write(bed *b, lck_region *region, uint64_t timeline, uint64_t most);

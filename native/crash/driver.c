@@ -279,6 +279,7 @@ static int reopened(int fd) {
 
 static void work(bed *b, lck_region *region, uint32_t commits) {
   lck_pool *pool = make_pool(b);
+  entries_part(b);
   int well = branch(b, region);
   for (uint32_t i = 0; i < commits && well; i++) {
     if (b->now.segments_acked < 2 && (i == 2 || (i == 1 && draw_below(&b->random, 3) == 0)))

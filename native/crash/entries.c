@@ -11,7 +11,12 @@ static uint64_t length_of(uint64_t number) {
 }
 
 static uint32_t kind_of(uint64_t number) {
-  return number % 2 ? LCK_JOURNAL_STEP_END : LCK_JOURNAL_FORWARD;
+  static const uint32_t in_turn[] = {LCK_JOURNAL_FENCE, LCK_JOURNAL_STEP_END, LCK_JOURNAL_FORWARD};
+  return in_turn[number % 3];
+}
+
+void entries_part(bed *b) {
+  b->entry_timelines[++b->entries % ENTRIES] = 0;
 }
 
 void entries_write(bed *b, lck_region *region, uint64_t timeline, uint64_t most) {
@@ -52,9 +57,9 @@ static const char *compare(const bed *b, const lck_journal_entry *entry, uint64_
 
 /* What a reader that ignores checksums would take for whole. */
 static const char *by_luck(const unsigned char *base) {
-  for (uint32_t half = 0; half < LCK_JOURNAL_HALVES; half++) {
+  for (uint32_t place = 0; place < LCK_JOURNAL_PLACES; place++) {
     const unsigned char *at =
-        base + LCK_JOURNAL_OFFSET + half * LCK_JOURNAL_HALF((uint64_t)JOURNAL_BYTES);
+        base + LCK_JOURNAL_OFFSET + place * LCK_JOURNAL_PLACE((uint64_t)JOURNAL_BYTES);
     journal_disk entry;
     memcpy(&entry, at, sizeof(entry));
     if (entry.sequence == 0)
@@ -72,15 +77,15 @@ void entries_recover(const lck_region *region, const bed *b, const lck_region_in
   unsigned char blob[ENTRY_MOST];
   lck_journal_entry entry;
   out->entry_by_luck = by_luck(info->base);
-  for (uint32_t i = 0, kind = 0; i < 2; i++, kind = 1 + (uint32_t)(out->entry % 2)) {
+  for (uint32_t i = 0, kind = 0; i < 2; i++, kind = kind_of(out->entry + 2)) {
     int rc = lck_journal_read(region, kind, &entry, blob, sizeof(blob));
     const char *wrong = rc == 0 ? compare(b, &entry, info->timeline, blob) : NULL;
     if (rc != 0 && rc != LCK_E_EMPTY && rc != LCK_E_CORRUPT)
       wrong = "the journal cannot be read";
     if (wrong != NULL)
       out->entry_wrong = wrong;
-    else if (kind == 0 && rc == 0)
-      out->entry = entry.step;
+    else if (rc == 0)
+      *(kind == 0 ? &out->entry : &out->before) = entry.step;
   }
 }
 
@@ -93,5 +98,8 @@ const char *entries_judge(const bed *b, const outcome *out, const bounds *within
     return "a journal entry that was never begun is served";
   if (counts && !may_be_lost && out->entry < within->entry_acked)
     return "an acknowledged journal entry is lost";
+  int is_second = out->entry > 1 && b->entry_timelines[(out->entry - 1) % ENTRIES] == out->timeline;
+  if (is_second && !may_be_lost && out->before != out->entry - 1)
+    return "the entry before the journal's newest is lost";
   return NULL;
 }

@@ -99,7 +99,7 @@ static losses drop_lines(cut *c, touched *t, uint64_t *hash) {
 static int same_outcome(const outcome *a, const outcome *b) {
   return a->opened == b->opened && a->by_order == b->by_order && a->by_checksum == b->by_checksum &&
          a->timeline == b->timeline && a->segments == b->segments && a->rejected == b->rejected &&
-         a->torn == b->torn && a->entry == b->entry;
+         a->torn == b->torn && a->entry == b->entry && a->before == b->before;
 }
 
 /* Recovery again gives the same, also after an owner has opened the region and died. */

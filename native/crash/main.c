@@ -146,7 +146,7 @@ static void create_over_remains(model *m, const lck_trace_log *first) {
     bytes[LCK_SUPERBLOCK_OFFSET(copy) + draw_below(&m->random, 8)] ^= 0x10; /* of its magic */
     if (draw_below(&m->random, 2)) {
       bytes[LCK_RECORD_OFFSET(copy) + 16] ^= 1;
-      bytes[LCK_JOURNAL_OFFSET + (uint64_t)copy * JOURNAL_BYTES / 2 + 16] ^= 1; /* of its step */
+      bytes[LCK_JOURNAL_OFFSET + (uint64_t)copy * LCK_HEADER_PAGE + 16] ^= 1; /* of its step */
     }
   }
   uint64_t size = m->next_size;

@@ -97,7 +97,7 @@ static uint32_t check_slots(const lck_region *region, const lck_region_info *inf
 static int check_entry(const lck_region *region, const lck_region_info *info, uint32_t kind,
                        lck_journal_entry *out) {
   static unsigned char blob[READ_AT_MOST + 1], bytes[READ_AT_MOST];
-  uint64_t half = LCK_JOURNAL_HALF(info->journal_length);
+  uint64_t place = LCK_JOURNAL_PLACE(info->journal_length);
   uint64_t room = 0;
   int rc = lck_journal_read(region, kind, out, NULL, 0), found = 0;
   if (rc != 0 && rc != LCK_E_EMPTY && rc != LCK_E_CORRUPT)
@@ -105,7 +105,7 @@ static int check_entry(const lck_region *region, const lck_region_info *info, ui
   if (rc != 0)
     return rc;
   if (out->timeline != info->timeline || (kind != 0 && out->kind != kind) ||
-      out->length > half - sizeof(journal_disk) || out->length > LCK_TABLE_LIMIT ||
+      out->length > place - sizeof(journal_disk) || out->length > LCK_TABLE_LIMIT ||
       out->sequence == 0 || out->sequence > LCK_COUNT_LIMIT || out->step > LCK_COUNT_LIMIT)
     DIE("kind %u: entry %lu of step %lu, timeline %lu, kind %u, %lu bytes", kind, out->sequence,
         out->step, out->timeline, out->kind, out->length);
@@ -113,7 +113,7 @@ static int check_entry(const lck_region *region, const lck_region_info *info, ui
   rc = LCK_E_FULL;
   out->length = 0;
   /* A damaged newer entry that does not fit is not looked at, and may ask for room as well. */
-  for (uint32_t ask = 0; rc == LCK_E_FULL && ask <= LCK_JOURNAL_HALVES; ask++) {
+  for (uint32_t ask = 0; rc == LCK_E_FULL && ask <= LCK_JOURNAL_PLACES; ask++) {
     room = out->length;
     blob[room] = 0xa5;
     rc = lck_journal_read(region, kind, out, blob, room);
@@ -121,22 +121,22 @@ static int check_entry(const lck_region *region, const lck_region_info *info, ui
   if (rc != 0 || out->sequence != sequence || out->length > room || blob[room] != 0xa5)
     DIE("read %lu bytes of entry %lu: %d, %lu bytes of entry %lu", room, sequence, rc, out->length,
         out->sequence);
-  for (uint64_t i = 0; i < LCK_JOURNAL_HALVES; i++) {
-    uint64_t at = info->journal_offset + i * half + sizeof(journal_disk);
+  for (uint64_t i = 0; i < LCK_JOURNAL_PLACES; i++) {
+    uint64_t at = info->journal_offset + i * place + sizeof(journal_disk);
     found |= pread(file, bytes, out->length, (off_t)at) == (ssize_t)out->length &&
              memcmp(blob, bytes, out->length) == 0;
   }
   if (!found)
-    DIE("the blob of entry %lu is in neither half", out->sequence);
+    DIE("the blob of entry %lu is in no place", out->sequence);
   if (out->length > 0 && lck_journal_read(region, kind, out, blob, out->length - 1) != LCK_E_FULL)
     DIE("read %lu bytes into less", out->length);
   return 0;
 }
 
 static void check_journal(const lck_region *region, const lck_region_info *info) {
-  lck_journal_entry any, of_kind[LCK_JOURNAL_FORWARD + 1];
+  lck_journal_entry any, of_kind[LCK_JOURNAL_FENCE + 1];
   int rc = check_entry(region, info, 0, &any), found = 0;
-  for (uint32_t kind = LCK_JOURNAL_STEP_END; kind <= LCK_JOURNAL_FORWARD; kind++) {
+  for (uint32_t kind = LCK_JOURNAL_STEP_END; kind <= LCK_JOURNAL_FENCE; kind++) {
     if (check_entry(region, info, kind, &of_kind[kind]) != 0)
       continue;
     found |= rc == 0 && of_kind[kind].sequence == any.sequence;
@@ -146,7 +146,7 @@ static void check_journal(const lck_region *region, const lck_region_info *info)
   }
   if (rc == 0 && !found)
     DIE("entry %lu is of no kind: %u", any.sequence, any.kind);
-  if (lck_journal_read(region, LCK_JOURNAL_FORWARD + 1, &any, NULL, 0) != LCK_E_INVALID)
+  if (lck_journal_read(region, LCK_JOURNAL_FENCE + 1, &any, NULL, 0) != LCK_E_INVALID)
     DIE("an unknown kind");
 }
 
@@ -197,17 +197,17 @@ static void commit(lck_region *region, const lck_region_info *info, uint32_t slo
   lck_slot_unclaim(region, slot);
 }
 
-/* Two entries beyond all that there were, of the timeline that has just begun. */
+/* Entries beyond all that there were, of the timeline that has just begun. */
 static void write_journal(lck_region *region, const lck_region_info *info, uint64_t timeline) {
   static const char blob[] = "boundary";
   lck_journal_entry found;
-  int room = LCK_JOURNAL_HALF(info->journal_length) > 0;
+  int room = LCK_JOURNAL_PLACE(info->journal_length) > 0;
   uint64_t highest = lck_journal_read(region, 0, &found, NULL, 0) == 0 ? found.sequence : 0;
   if (lck_region_branch(region, timeline, &(lck_branch){info->timeline, 1}, 1) != 0)
     DIE("branch");
   if (lck_journal_read(region, 0, &found, NULL, 0) == 0)
     DIE("entry %lu is of a timeline that had not begun", found.sequence);
-  for (uint32_t kind = LCK_JOURNAL_STEP_END; kind <= LCK_JOURNAL_FORWARD; kind++) {
+  for (uint32_t kind = LCK_JOURNAL_STEP_END; kind <= LCK_JOURNAL_FENCE; kind++) {
     lck_journal_entry entry = {
         .step = 50, .timeline = timeline, .length = sizeof(blob), .kind = kind};
     int rc = lck_journal_write(region, &entry, blob);

@@ -10,7 +10,7 @@
 #include "kernel.h"
 
 #define SLOT_BYTES UINT64_C(65536)
-#define JOURNAL_BYTES UINT64_C(8192)
+#define JOURNAL_BYTES UINT64_C(12288)
 #define SPARSE_BYTES (UINT64_C(1) << 45)
 #define LONGEST_PAGES 0xfffu
 
@@ -27,8 +27,8 @@ static uint64_t table_offset(uint32_t slot) {
 }
 
 /* Where an entry of the journal lies in the sound region. */
-static uint64_t entry_offset(uint32_t half) {
-  return LCK_JOURNAL_OFFSET + half * LCK_JOURNAL_HALF(JOURNAL_BYTES);
+static uint64_t entry_offset(uint32_t place) {
+  return LCK_JOURNAL_OFFSET + place * LCK_JOURNAL_PLACE(JOURNAL_BYTES);
 }
 
 static uint64_t table_bytes(uint64_t bytes) {
@@ -76,15 +76,15 @@ static record_disk sound_record(uint32_t slot, uint64_t sequence) {
   return record;
 }
 
-static journal_disk sound_entry(uint32_t half, uint64_t sequence) {
+static journal_disk sound_entry(uint32_t place, uint64_t sequence) {
   journal_disk entry = {.sequence = sequence | LCK_PUBLISHED,
                         .magic = LCK_JOURNAL_MAGIC,
                         .version = LCK_FORMAT_VERSION,
                         .step = 30,
                         .timeline = 7,
                         .length = 250,
-                        .kind = half == 0 ? LCK_JOURNAL_STEP_END : LCK_JOURNAL_FORWARD,
-                        .half = half,
+                        .kind = LCK_JOURNAL_STEP_END + place,
+                        .place = place,
                         .uuid = "fuzzed region"};
   return entry;
 }
@@ -100,6 +100,7 @@ uint64_t image_sound(uint8_t *input, uint64_t room, int grown) {
   head->record[1] = sound_record(1, 3);
   head->journal[0] = sound_entry(0, 8);
   head->journal[1] = sound_entry(1, 9);
+  head->journal[2] = sound_entry(2, 10);
   for (uint64_t i = 0; i < 520; i++)
     input[sizeof(image) + i] = (uint8_t)(i * 7 + 1);
   image_seal(input, sizeof(image) + 520);
@@ -142,7 +143,7 @@ void image_seal(uint8_t *input, uint64_t bytes) {
     record->manifest_crc = blob_crc(input, bytes, record->manifest_offset, record->manifest_length);
     record->crc = lck_crc32c(0, record, offsetof(record_disk, crc));
   }
-  for (uint32_t i = 0; i < LCK_JOURNAL_HALVES; i++) {
+  for (uint32_t i = 0; i < LCK_JOURNAL_PLACES; i++) {
     journal_disk *entry = &head->journal[i];
     entry->blob_crc = entry_blob_crc(input, bytes, entry->length);
     entry->crc = lck_crc32c(0, entry, offsetof(journal_disk, crc));
@@ -197,7 +198,7 @@ void image_set_field(uint8_t *input, uint64_t *random) {
     fields = offsetof(superblock_disk, segments) + 3 * sizeof(segment_disk);
     break;
   case 2:
-    start = (uint8_t *)&head->journal[image_draw(random) % LCK_JOURNAL_HALVES];
+    start = (uint8_t *)&head->journal[image_draw(random) % LCK_JOURNAL_PLACES];
     fields = offsetof(journal_disk, reserved);
     break;
   default:
@@ -239,11 +240,11 @@ void image_store(const uint8_t *input, uint64_t bytes, int fd) {
     put(fd, LCK_RECORD_OFFSET(i), &head->record[i], sizeof(record_disk), end);
     put(fd, table_offset(i), input + sizeof(image), table_bytes(bytes), end);
   }
-  for (uint32_t half = 0; half < LCK_JOURNAL_HALVES; half++) {
-    uint64_t at = entry_offset(half), after = at + sizeof(journal_disk);
-    uint64_t room = LCK_JOURNAL_HALF(JOURNAL_BYTES) - sizeof(journal_disk);
+  for (uint32_t place = 0; place < LCK_JOURNAL_PLACES; place++) {
+    uint64_t at = entry_offset(place), after = at + sizeof(journal_disk);
+    uint64_t room = LCK_JOURNAL_PLACE(JOURNAL_BYTES) - sizeof(journal_disk);
     uint64_t length = table_bytes(bytes) < room ? table_bytes(bytes) : room;
-    put(fd, at, &head->journal[half], sizeof(journal_disk), end);
+    put(fd, at, &head->journal[place], sizeof(journal_disk), end);
     put(fd, after, input + sizeof(image), length, end);
   }
 }

@@ -23,11 +23,11 @@ typedef struct image {
   uint32_t length_pages; /* of the file, in 4 KiB, up to LONGEST_PAGES; cut to 12 bits */
   superblock_disk super[2];
   record_disk record[FUZZ_SLOTS];
-  journal_disk journal[LCK_JOURNAL_HALVES];
+  journal_disk journal[LCK_JOURNAL_PLACES];
 } image;
 
 /* A sound region of one or (`grown`) two segments, with a snapshot in two of its three slots and
- * an entry in each half of its journal. Returns the bytes of the input. */
+ * an entry in each place of its journal. Returns the bytes of the input. */
 uint64_t image_sound(uint8_t *input, uint64_t room, int grown);
 
 /* Give every superblock, record and journal entry, and what the latter two say of tables and blobs,

@@ -24,7 +24,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 7u
+#define LCK_ABI 8u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -87,7 +87,7 @@ typedef struct lck_region_spec {
   uint32_t slot_count;    /* 2..LCK_MAX_SLOTS */
   uint32_t flags;         /* LCK_PROCESS_DURABLE */
   uint64_t slot_bytes;    /* of each slot; rounded up to the medium's granule */
-  uint64_t journal_bytes; /* of the boundary journal, two entries; may be 0: no journal */
+  uint64_t journal_bytes; /* of the boundary journal, three entries; may be 0: no journal */
   int32_t numa_node;      /* bind the memory there, or -1 */
   uint32_t reserved;
 } lck_region_spec;
@@ -218,15 +218,15 @@ int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t cou
 
 /* ---- Boundary journal ---------------------------------------------------------------------- */
 
-/* The small state of a step's two boundary instants, kept for every step, due or not. Two entries
- * stay, the newer one is never touched while the next is written: at every instant, after any
- * crash, the newest complete entry or the one before it comes back whole.
+/* The small state of a step's instants, kept for every step, due or not, in three places: the next
+ * entry goes over the oldest. After any crash the two newest complete entries come back whole.
  *
  * Once written it survives the process on every medium, and power loss on line and byte media. On
  * page media, without a sync to wait for, it is whole after power loss or not there. */
 enum {
   LCK_JOURNAL_STEP_END = 1, /* (a): complete in itself; always carries LCK_RECORD_EARLY */
   LCK_JOURNAL_FORWARD = 2,  /* (b): start of the next forward, everything; of the same step */
+  LCK_JOURNAL_FENCE = 3, /* before the first update that `step` needs: what none changes; early */
 };
 
 typedef struct lck_journal_entry {
@@ -237,12 +237,12 @@ typedef struct lck_journal_entry {
   uint32_t kind, flags;    /* LCK_JOURNAL_*, LCK_RECORD_* */
 } lck_journal_entry;
 
-/* Write an entry over the older of the two. Never blocks on the medium. One thread at a time, not
- * only the handle's. Errors: LCK_E_FULL with the bytes needed and there (half of the journal);
+/* Write over the oldest of the three entries. Never blocks on the medium. One thread at a time, not
+ * only the handle's. Errors: LCK_E_FULL with the bytes needed and there (a third of the journal);
  * LCK_E_INVALID, also for another timeline than the region's newest; LCK_E_PREVIOUS. */
 int lck_journal_write(lck_region *region, const lck_journal_entry *entry, const void *blob);
 
-/* Read the newest whole entry of a kind (0: of either) that belongs to the region's newest
+/* Read the newest whole entry of a kind (0: of any) that belongs to the region's newest
  * timeline; what is older counts no more. blob NULL: describe and verify only. Any thread, also
  * read-only beside an owner that writes. Errors: LCK_E_EMPTY; LCK_E_CORRUPT, no entry is whole and
  * one is damaged; LCK_E_FULL, `room` is less than out->length, which is written; LCK_E_LEASED, the

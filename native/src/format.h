@@ -101,8 +101,8 @@ typedef struct record_disk {
   uint32_t crc;
 } record_disk;
 
-/* One entry of the boundary journal, at the start of each half of the journal's space; its blob
- * follows at once. `sequence` grows over the region's life and is published last, as a record's. */
+/* One entry of the boundary journal, at the start of each of its places; its blob follows at
+ * once. `sequence` grows over the region's life and is published last, as a record's. */
 typedef struct journal_disk {
   uint64_t sequence;
   uint32_t magic;
@@ -113,17 +113,17 @@ typedef struct journal_disk {
   uint32_t kind;
   uint32_t flags;
   uint32_t blob_crc;
-  uint32_t half;
+  uint32_t place;
   uint64_t wall_time_ns;
   uint8_t uuid[16];
   uint8_t reserved[44];
   uint32_t crc;
 } journal_disk;
 
-#define LCK_JOURNAL_HALVES 2u
-/* Whole pages, so that no medium rewrites one half while it writes the other. */
-#define LCK_JOURNAL_HALF(journal_length)                                                           \
-  ((journal_length) / LCK_JOURNAL_HALVES / LCK_HEADER_PAGE * LCK_HEADER_PAGE)
+#define LCK_JOURNAL_PLACES 3u
+/* Whole pages, so that no medium rewrites one place while it writes another. */
+#define LCK_JOURNAL_PLACE(journal_length)                                                          \
+  ((journal_length) / LCK_JOURNAL_PLACES / LCK_HEADER_PAGE * LCK_HEADER_PAGE)
 
 /* What a trainer last said of itself. Informational: nothing relies on it, recovery never reads it,
  * and of a page that was never written everything is 0. The CRC leaves out `turn`. */

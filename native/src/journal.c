@@ -1,4 +1,4 @@
-/* The boundary journal: two halves with an entry each, of which the newer one is never touched. */
+/* The boundary journal: three places with an entry each; the two newer ones are never touched. */
 #include "journal.h"
 
 #include <inttypes.h>
@@ -23,19 +23,19 @@ enum state {
   MOVED,   /* rewritten while it was read */
 };
 
-static uint64_t half_offset(const superblock_disk *super, uint32_t half) {
-  return super->journal_offset + half * LCK_JOURNAL_HALF(super->journal_length);
+static uint64_t place_offset(const superblock_disk *super, uint32_t place) {
+  return super->journal_offset + place * LCK_JOURNAL_PLACE(super->journal_length);
 }
 
 /* Readers take as much memory as an entry says it has bytes: as of tables, there is a limit. */
 static uint64_t capacity(const superblock_disk *super) {
-  uint64_t half = LCK_JOURNAL_HALF(super->journal_length);
-  uint64_t room = half == 0 ? 0 : half - sizeof(journal_disk);
+  uint64_t place = LCK_JOURNAL_PLACE(super->journal_length);
+  uint64_t room = place == 0 ? 0 : place - sizeof(journal_disk);
   return room < LCK_TABLE_LIMIT ? room : LCK_TABLE_LIMIT;
 }
 
 static int is_kind(uint32_t kind) {
-  return kind == LCK_JOURNAL_STEP_END || kind == LCK_JOURNAL_FORWARD;
+  return kind >= LCK_JOURNAL_STEP_END && kind <= LCK_JOURNAL_FENCE;
 }
 
 static uint32_t entry_crc(const journal_disk *entry) {
@@ -54,11 +54,11 @@ static void load_words(void *to, const unsigned char *from, uint64_t length) {
   }
 }
 
-static enum state judge(const superblock_disk *super, uint32_t half, const journal_disk *entry) {
+static enum state judge(const superblock_disk *super, uint32_t place, const journal_disk *entry) {
   if (entry->sequence == 0)
     return ABSENT;
   if (entry->crc != entry_crc(entry)) {
-    (void)lck_fail(LCK_E_CORRUPT, "journal half %u: entry has CRC %08x, expected %08x", half,
+    (void)lck_fail(LCK_E_CORRUPT, "journal place %u: entry has CRC %08x, expected %08x", place,
                    entry_crc(entry), entry->crc);
     return DAMAGED;
   }
@@ -68,40 +68,40 @@ static enum state judge(const superblock_disk *super, uint32_t half, const journ
   if (sequence == 0 || sequence > LCK_COUNT_LIMIT || entry->step > LCK_COUNT_LIMIT ||
       !is_kind(entry->kind)) {
     (void)lck_fail(LCK_E_CORRUPT,
-                   "journal half %u: sequence %" PRIu64 ", step %" PRIu64 " (both at most %" PRIu64
+                   "journal place %u: sequence %" PRIu64 ", step %" PRIu64 " (both at most %" PRIu64
                    "), kind %u",
-                   half, sequence, entry->step, LCK_COUNT_LIMIT, entry->kind);
+                   place, sequence, entry->step, LCK_COUNT_LIMIT, entry->kind);
     return DAMAGED;
   }
   if (entry->magic == LCK_JOURNAL_MAGIC && entry->version == LCK_FORMAT_VERSION &&
-      entry->half == half && entry->length <= capacity(super))
+      entry->place == place && entry->length <= capacity(super))
     return WHOLE;
   (void)lck_fail(LCK_E_CORRUPT,
-                 "journal half %u: magic %08x version %u half %u length %" PRIu64
+                 "journal place %u: magic %08x version %u place %u length %" PRIu64
                  ", expected %08x, %u, %u and at most %" PRIu64,
-                 half, entry->magic, entry->version, entry->half, entry->length, LCK_JOURNAL_MAGIC,
-                 LCK_FORMAT_VERSION, half, capacity(super));
+                 place, entry->magic, entry->version, entry->place, entry->length,
+                 LCK_JOURNAL_MAGIC, LCK_FORMAT_VERSION, place, capacity(super));
   return DAMAGED;
 }
 
-static int moved(const lck_region *region, const superblock_disk *super, uint32_t half,
+static int moved(const lck_region *region, const superblock_disk *super, uint32_t place,
                  uint64_t sequence) {
   uint64_t now;
-  load_words(&now, region->base + half_offset(super, half), sizeof(now));
+  load_words(&now, region->base + place_offset(super, place), sizeof(now));
   return now != sequence;
 }
 
-static enum state read_entry(const lck_region *region, const superblock_disk *super, uint32_t half,
+static enum state read_entry(const lck_region *region, const superblock_disk *super, uint32_t place,
                              journal_disk *out) {
-  load_words(out, region->base + half_offset(super, half), sizeof(*out));
-  enum state state = judge(super, half, out);
-  return state != ABSENT && moved(region, super, half, out->sequence) ? MOVED : state;
+  load_words(out, region->base + place_offset(super, place), sizeof(*out));
+  enum state state = judge(super, place, out);
+  return state != ABSENT && moved(region, super, place, out->sequence) ? MOVED : state;
 }
 
 /* Sums what it gives, not what it finds: both could differ while the owner writes. */
-static enum state read_blob(const lck_region *region, const superblock_disk *super, uint32_t half,
+static enum state read_blob(const lck_region *region, const superblock_disk *super, uint32_t place,
                             const journal_disk *entry, unsigned char *blob) {
-  const unsigned char *from = region->base + half_offset(super, half) + sizeof(journal_disk);
+  const unsigned char *from = region->base + place_offset(super, place) + sizeof(journal_disk);
   unsigned char piece[4096];
   uint32_t crc = 0;
   for (uint64_t at = 0, part; at < entry->length; at += part) {
@@ -111,13 +111,13 @@ static enum state read_blob(const lck_region *region, const superblock_disk *sup
     if (blob != NULL)
       memcpy(blob + at, piece, part);
   }
-  if (moved(region, super, half, entry->sequence))
+  if (moved(region, super, place, entry->sequence))
     return MOVED;
   if (crc == entry->blob_crc)
     return WHOLE;
   (void)lck_fail(LCK_E_CORRUPT,
-                 "journal half %u: the blob of step %" PRIu64 " has CRC %08x, expected %08x", half,
-                 entry->step, crc, entry->blob_crc);
+                 "journal place %u: the blob of step %" PRIu64 " has CRC %08x, expected %08x",
+                 place, entry->step, crc, entry->blob_crc);
   return DAMAGED;
 }
 
@@ -133,51 +133,58 @@ static int serves(const superblock_disk *super, const request *wanted, const jou
          (wanted->any_timeline || entry->timeline == super->timeline);
 }
 
-/* Two words read as 0, one after the other, say that there is no entry only if they were 0 at once:
- * an owner may have finished the first half and begun the second in between. Without one both
- * headers stay as they are. Beside one, each look that finds both words 0 again is a write later in
- * either half, and a header lasts for one write: it can look the same twice, never three times. */
+/* Words read as 0, one after the other, say that there is no entry only if they were 0 at once: an
+ * owner may have finished the first place and begun the second in between. Without one all headers
+ * stay as they are. Beside one, each look that finds all words 0 again is a write later in every
+ * place, and a header lasts for one write: it can look the same twice, never three times. */
 static int are_still(const lck_region *region, const superblock_disk *super,
-                     const journal_disk seen[LCK_JOURNAL_HALVES]) {
+                     const journal_disk seen[LCK_JOURNAL_PLACES]) {
   journal_disk now;
-  for (uint32_t i = 0; i < 2 * LCK_JOURNAL_HALVES; i++) {
-    uint32_t half = i % LCK_JOURNAL_HALVES;
-    load_words(&now, region->base + half_offset(super, half), sizeof(now));
-    if (memcmp(&now, &seen[half], sizeof(now)) != 0)
+  for (uint32_t i = 0; i < 2 * LCK_JOURNAL_PLACES; i++) {
+    uint32_t place = i % LCK_JOURNAL_PLACES;
+    load_words(&now, region->base + place_offset(super, place), sizeof(now));
+    if (memcmp(&now, &seen[place], sizeof(now)) != 0)
       return 0;
   }
   return 1;
 }
 
+/* LCK_JOURNAL_PLACES if none is whole. */
+static uint32_t newest_of(const journal_disk *entries, const enum state *states) {
+  uint32_t newest = LCK_JOURNAL_PLACES;
+  for (uint32_t i = 0; i < LCK_JOURNAL_PLACES; i++)
+    if (states[i] == WHOLE &&
+        (newest == LCK_JOURNAL_PLACES || entries[i].sequence > entries[newest].sequence))
+      newest = i;
+  return newest;
+}
+
 /* The newest whole entry that serves; an older one where the newest is damaged. A blob that does
  * not fit is left alone and not verified. */
 static enum state read_newest(const lck_region *region, const superblock_disk *super,
-                              const request *wanted, journal_disk *out, uint32_t *half) {
-  journal_disk entries[LCK_JOURNAL_HALVES];
-  enum state states[LCK_JOURNAL_HALVES];
-  int damaged = 0;
-  for (uint32_t i = 0; i < LCK_JOURNAL_HALVES; i++) {
+                              const request *wanted, journal_disk *out, uint32_t *place) {
+  journal_disk entries[LCK_JOURNAL_PLACES];
+  enum state states[LCK_JOURNAL_PLACES];
+  int damaged = 0, empty = 1;
+  for (uint32_t i = 0; i < LCK_JOURNAL_PLACES; i++) {
     states[i] = read_entry(region, super, i, &entries[i]);
     if (states[i] == MOVED)
       return MOVED;
     damaged |= states[i] == DAMAGED;
+    empty &= entries[i].sequence == 0;
     if (states[i] == WHOLE && !serves(super, wanted, &entries[i]))
       states[i] = ABSENT;
   }
-  if (entries[0].sequence == 0 && entries[1].sequence == 0)
-    return are_still(region, super, entries) ? ABSENT : MOVED;
-  uint32_t first =
-      states[1] == WHOLE && (states[0] != WHOLE || entries[1].sequence > entries[0].sequence);
-  for (uint32_t i = 0; i < LCK_JOURNAL_HALVES; i++) {
-    *half = i == 0 ? first : 1 - first;
-    *out = entries[*half];
-    if (states[*half] != WHOLE)
-      continue;
+  if (empty && !are_still(region, super, entries))
+    return MOVED;
+  while ((*place = newest_of(entries, states)) < LCK_JOURNAL_PLACES) {
+    *out = entries[*place];
     if (wanted->blob != NULL && out->length > wanted->room)
       return WHOLE;
-    enum state state = read_blob(region, super, *half, out, wanted->blob);
+    enum state state = read_blob(region, super, *place, out, wanted->blob);
     if (state != DAMAGED)
       return state;
+    states[*place] = DAMAGED;
     damaged = 1;
   }
   return damaged ? DAMAGED : ABSENT;
@@ -188,14 +195,14 @@ typedef struct look {
   const superblock_disk *super;
   const request *wanted;
   journal_disk entry;
-  uint32_t half;
+  uint32_t place;
   enum state state;
   uint64_t sequence;
 } look;
 
 static void look_for_newest(void *argument) {
   look *at = argument;
-  at->state = read_newest(at->region, at->super, at->wanted, &at->entry, &at->half);
+  at->state = read_newest(at->region, at->super, at->wanted, &at->entry, &at->place);
 }
 
 /* The owner of a region that is read only may have begun another timeline since it was opened. */
@@ -228,7 +235,7 @@ LCK_API int lck_journal_read(const lck_region *region, uint32_t kind, lck_journa
   request wanted = {.kind = kind, .blob = blob, .room = room};
   enum state state = MOVED;
   int rc = lck_region_alive(region);
-  if (rc == 0 && (out == NULL || kind > LCK_JOURNAL_FORWARD))
+  if (rc == 0 && (out == NULL || kind > LCK_JOURNAL_FENCE))
     rc = lck_fail(LCK_E_INVALID, "out is NULL or kind %u is unknown", kind);
   for (int attempt = 0; rc == 0 && state == MOVED; attempt++) {
     if (attempt == READ_ATTEMPTS)
@@ -272,7 +279,7 @@ static int check_write(const superblock_disk *super, const lck_journal_entry *en
     return lck_fail(LCK_E_FULL,
                     "the region has no journal: %" PRIu64 " bytes needed, %" PRIu64
                     " reserved when it was made",
-                    LCK_JOURNAL_HALVES * LCK_HEADER_PAGE, super->journal_length);
+                    LCK_JOURNAL_PLACES * LCK_HEADER_PAGE, super->journal_length);
   if (entry->length > capacity(super))
     return lck_fail(LCK_E_FULL,
                     "%" PRIu64 " bytes needed for the journal entry of step %" PRIu64 ", %" PRIu64
@@ -281,16 +288,16 @@ static int check_write(const superblock_disk *super, const lck_journal_entry *en
   return 0;
 }
 
-/* Once per handle: which half must stay, and the highest sequence, of any timeline. What a
+/* Once per handle: where the newest entry is, and the highest sequence, of any timeline. What a
  * predecessor left in caches is durable by now (lck_persist_adopt). */
 static void look_for_highest(void *argument) {
   look *at = argument;
   journal_disk entry;
   look_for_newest(at);
   if (at->state != WHOLE)
-    at->half = 1;
-  for (uint32_t half = 0; half < LCK_JOURNAL_HALVES; half++)
-    if (read_entry(at->region, at->super, half, &entry) == WHOLE &&
+    at->place = LCK_JOURNAL_PLACES - 1;
+  for (uint32_t place = 0; place < LCK_JOURNAL_PLACES; place++)
+    if (read_entry(at->region, at->super, place, &entry) == WHOLE &&
         (entry.sequence & ~LCK_PUBLISHED) > at->sequence)
       at->sequence = entry.sequence & ~LCK_PUBLISHED;
 }
@@ -300,12 +307,12 @@ static int find_newest(lck_region *region, const superblock_disk *super) {
   look at = {.region = region, .super = super, .wanted = &any};
   int rc = lck_access_run(region, look_for_highest, &at);
   if (rc == 0)
-    region->journal = (lck_journal){.sequence = at.sequence, .newest = at.half};
+    region->journal = (lck_journal){.sequence = at.sequence, .newest = at.place};
   return rc;
 }
 
 static journal_disk compose(const superblock_disk *super, const lck_journal_entry *entry,
-                            const void *blob, uint32_t half, uint64_t sequence) {
+                            const void *blob, uint32_t place, uint64_t sequence) {
   struct timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
   journal_disk block = {
@@ -316,9 +323,9 @@ static journal_disk compose(const superblock_disk *super, const lck_journal_entr
       .timeline = entry->timeline,
       .length = entry->length,
       .kind = entry->kind,
-      .flags = entry->flags | (entry->kind == LCK_JOURNAL_STEP_END ? LCK_RECORD_EARLY : 0),
+      .flags = entry->flags | (entry->kind == LCK_JOURNAL_FORWARD ? 0 : LCK_RECORD_EARLY),
       .blob_crc = lck_crc32c(0, blob, entry->length),
-      .half = half,
+      .place = place,
       .wall_time_ns = (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec,
   };
   memcpy(block.uuid, super->uuid, sizeof(block.uuid));
@@ -326,19 +333,21 @@ static journal_disk compose(const superblock_disk *super, const lck_journal_entr
   return block;
 }
 
-/* The half that may go: never the one with the newest entry. */
+/* The oldest: places are taken in turn. */
 static uint32_t expendable(const lck_region *region, const lck_journal_entry *entry) {
   if (LCK_MUTANT(MUTANT_JOURNAL_NEWEST))
     return region->journal.newest;
   if (LCK_MUTANT(MUTANT_JOURNAL_OVER_END) && entry->kind == LCK_JOURNAL_FORWARD)
     return region->journal.newest;
+  if (LCK_MUTANT(MUTANT_JOURNAL_SECOND))
+    return region->journal.newest == 0; /* two places only */
   (void)entry;
-  return 1 - region->journal.newest;
+  return (region->journal.newest + 1) % LCK_JOURNAL_PLACES;
 }
 
-/* As a commit, without syncs. The half's word is 0, durably where a fence makes durable, before
+/* As a commit, without syncs. The place's word is 0, durably where a fence makes durable, before
  * another byte of it changes; entry and blob are so before the word is published. Meanwhile the
- * other half stays. On page media nothing orders these on the medium, and the CRCs over entry and
+ * other places stay. On page media nothing orders these on the medium, and the CRCs over entry and
  * blob find every mixture of old and new sectors; processes see the stores in this order anyway. */
 LCK_API int lck_journal_write(lck_region *region, const lck_journal_entry *entry,
                               const void *blob) {
@@ -353,9 +362,9 @@ LCK_API int lck_journal_write(lck_region *region, const lck_journal_entry *entry
     rc = find_newest(region, &super);
   if (rc != 0)
     return rc;
-  uint32_t half = expendable(region, entry);
-  uint64_t at = half_offset(&super, half);
-  journal_disk block = compose(&super, entry, blob, half, region->journal.sequence + 1);
+  uint32_t place = expendable(region, entry);
+  uint64_t at = place_offset(&super, place);
+  journal_disk block = compose(&super, entry, blob, place, region->journal.sequence + 1);
   uint64_t word = block.sequence;
 
   if (!LCK_MUTANT(MUTANT_JOURNAL_KEPT_VALID)) {
@@ -375,7 +384,7 @@ LCK_API int lck_journal_write(lck_region *region, const lck_journal_entry *entry
   if (!LCK_MUTANT(MUTANT_JOURNAL_ACKED_EARLY))
     lck_persist_fence(region);
   if (rc == 0)
-    region->journal = (lck_journal){.sequence = region->journal.sequence + 1, .newest = half};
+    region->journal = (lck_journal){.sequence = region->journal.sequence + 1, .newest = place};
   return rc;
 }
 
@@ -384,8 +393,8 @@ LCK_API int lck_journal_write(lck_region *region, const lck_journal_entry *entry
 int lck_journal_blank(lck_region *region, const superblock_disk *super) {
   static const journal_disk blank;
   int rc = 0;
-  for (uint32_t half = 0; half < LCK_JOURNAL_HALVES && capacity(super) > 0 && rc == 0; half++)
-    rc = lck_persist_store(region, half_offset(super, half), &blank, sizeof(blank));
+  for (uint32_t place = 0; place < LCK_JOURNAL_PLACES && capacity(super) > 0 && rc == 0; place++)
+    rc = lck_persist_store(region, place_offset(super, place), &blank, sizeof(blank));
   lck_persist_fence(region); /* a half-blank one beside a superblock would look like damage */
   return rc;
 }

@@ -33,7 +33,8 @@ enum lck_mutants {
   MUTANT_ADOPTED_CLEAN,          /* a new owner syncs pages that may count as clean */
   MUTANT_JOURNAL_NEWEST,         /* journal: the newest entry is overwritten */
   MUTANT_JOURNAL_OVER_END,       /* journal: (b) overwrites the (a) of its own step */
-  MUTANT_JOURNAL_KEPT_VALID,     /* journal: the old word stays while its half changes */
+  MUTANT_JOURNAL_SECOND,         /* journal: the second newest is overwritten, not the oldest */
+  MUTANT_JOURNAL_KEPT_VALID,     /* journal: the old word stays while its place changes */
   MUTANT_JOURNAL_UNFENCED,       /* journal: nothing orders entry and blob before the word */
   MUTANT_JOURNAL_UNFLUSHED,      /* journal: blob stored, never flushed */
   MUTANT_JOURNAL_ACKED_EARLY,    /* journal: the write returns before the word is durable */

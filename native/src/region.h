@@ -19,7 +19,7 @@ typedef struct lck_layout {
 /* What the journal's writer knows; sequence 0: it has not looked yet. */
 typedef struct lck_journal {
   uint64_t sequence; /* highest so far */
-  uint32_t newest;   /* half that must stay */
+  uint32_t newest;   /* place of the newest entry; the one before it holds the next older one */
 } lck_journal;
 
 struct lck_region {

@@ -45,7 +45,7 @@ static inline lck_region_spec small_spec(void) {
                           .world = 4,
                           .slot_count = 2,
                           .slot_bytes = 300000,
-                          .journal_bytes = 10000,
+                          .journal_bytes = 15000,
                           .numa_node = -1};
   return spec;
 }

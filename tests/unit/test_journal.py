@@ -56,20 +56,23 @@ def path(region_dir: Path) -> Path:
     return file
 
 
-def test_the_newest_entry_and_the_one_before_it_come_back(path: Path) -> None:
+def test_the_newest_entry_and_the_two_before_it_come_back(path: Path) -> None:
     with _opened(path) as region:
         assert journal.read_entry(region) is None
         for step in range(1, 4):
+            journal.write_entry(region, journal.FENCE, step, 5, b"f" * step * 10)
             journal.write_entry(region, journal.STEP_END, step, 5, b"a" * step * 1000)
             journal.write_entry(region, journal.FORWARD, step, 5, b"b" * step)
     with _opened(path, native.READ_ONLY) as region:
         found = journal.read_entry(region)
         before = journal.read_entry(region, journal.STEP_END)
-        assert found is not None and before is not None
+        fence = journal.read_entry(region, journal.FENCE)
+        assert found is not None and before is not None and fence is not None
         assert (found.kind, found.step, found.timeline) == (journal.FORWARD, 3, 5)
         assert found.blob == b"bbb" and not found.early
         assert before.blob == b"a" * 3000 and before.early and before.step == 3
-        assert found.sequence == before.sequence + 1
+        assert fence.blob == b"f" * 30 and fence.early and fence.step == 3
+        assert found.sequence == before.sequence + 1 == fence.sequence + 2
 
 
 def test_entries_of_an_abandoned_timeline_do_not_count(path: Path) -> None:
@@ -82,7 +85,7 @@ def test_entries_of_an_abandoned_timeline_do_not_count(path: Path) -> None:
 
 
 def test_an_entry_that_does_not_fit_says_by_how_much(path: Path) -> None:
-    most = JOURNAL_BYTES // 2 - ENTRY_BYTES
+    most = JOURNAL_BYTES // 3 // 4096 * 4096 - ENTRY_BYTES
     with _opened(path) as region:
         journal.write_entry(region, journal.STEP_END, 1, 5, b"x" * most)
         with pytest.raises(RegionFullError, match=f"{most + 1} bytes needed.* {most} there"):
