@@ -49,6 +49,11 @@ def is_ignored(action: bytes) -> bool:
     return _handler(action) == signal.SIG_IGN
 
 
+def same_handler(one: bytes, other: bytes) -> bool:
+    """Both lead to the same handler."""
+    return _handler(one) == _handler(other)
+
+
 def _handler(action: bytes) -> int:
     """`sa_handler`: the first word of the structure on x86-64 and aarch64, with glibc and musl."""
     return int.from_bytes(action[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)

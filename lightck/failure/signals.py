@@ -8,19 +8,20 @@ which order:
     trip    the kernel has delivered the signal
     call    Python has called our handler: at least one trip of that signal comes before
     passed  Python has called our handler, which has gone on to the earlier one
+    chained a handler installed after ours has called ours, and before us there was no function
 
 A call without a trip means that somebody else has taken the wake-up descriptor (asyncio does when
 it handles signals): those signals are heard when the main thread runs Python.
 
 Who was there before is honoured after the snapshot (`pass_on`): a function of Python runs on the
 main thread, a handler of C code and the default action are the kernel's again. A handler that is
-installed later replaces ours; Python runs it at once, and what it does counts. With SIG_DFL or
-SIG_IGN set later the kernel acts and nothing is heard.
+installed later replaces ours; Python runs it at once, and what it does counts: if it calls the one
+that it found, ours, what was before ours follows. With SIG_DFL or SIG_IGN set later the kernel acts
+and nothing is heard.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import select
@@ -30,48 +31,16 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 from lightck.events import event, event_aside
 from lightck.failure import disposition
+from lightck.failure.earlier import Outcome, Taken
 
-_TRIP, _CALL, _PASSED = range(3)
-_NUMBERS = 64  # of signals on Linux; a byte holds a number and which of three it is
-_WAKE = b"\0"
-_ASK = {signal.SIGUSR1, signal.SIGUSR2}
-"""Asked for by name, they ask for a snapshot: their default, the end, cannot be meant."""
+_TRIP, _CALL, _PASSED, _CHAINED = range(4)
+_NUMBERS = 64  # of signals on Linux; a byte, whose 0 is 256, holds a number and which of four it is
+_WAKE = bytes([signal.SIGKILL])  # never tripped
 _held = threading.local()
 """The signal mask of a thread that is forking."""
-
-
-class Outcome(enum.IntEnum):
-    """Where a signal takes the process; the most final is the last."""
-
-    GOES_ON = 0
-    FUNCTION = 1
-    """A function of Python runs on the main thread."""
-    KERNEL = 2
-    """A handler that C code has installed, or a stop."""
-    ENDS = 3
-
-
-@dataclass(eq=False)
-class _Taken:
-    """A signal that comes to us, and how it was before."""
-
-    before: Any
-    """As `signal.getsignal` says: a function, SIG_DFL, SIG_IGN; None: set by C code."""
-    action: bytes
-    """The same as the C library keeps it."""
-    trips: int = 0
-    """Since the last call. Like the rest, of the listening thread only."""
-    echo: bool = False
-    """A trip will come that we have caused."""
-
-    @property
-    def foreign(self) -> bool:
-        """C code had installed a handler without telling Python."""
-        return not callable(self.before) and disposition.is_function(self.action)
 
 
 @dataclass(eq=False)
@@ -82,8 +51,8 @@ class Signals:
     go on to the earlier ones), `wait` and `pass_on` for the one thread that listens.
     """
 
-    _taken: dict[int, _Taken] = field(default_factory=dict)
-    _past: dict[int, _Taken] = field(default_factory=dict)
+    _taken: dict[int, Taken] = field(default_factory=dict)
+    _past: dict[int, Taken] = field(default_factory=dict)
     """What was given back: whoever has kept our handler may install it again."""
     _released: dict[int, bool] = field(default_factory=dict)
     """The next call of our handler goes on to the earlier function."""
@@ -125,8 +94,10 @@ class Signals:
             self._restore(number, self._past[number])
         for number in wanted - self._taken.keys():
             # The action first: it is gone once Python has set its own.
-            self._taken[number] = _Taken(signal.getsignal(number), disposition.read(number))
+            taken = Taken(signal.getsignal(number), disposition.read(number))
+            self._taken[number] = taken
             signal.signal(number, self._handler)
+            taken.ours = disposition.read(number)
         return True
 
     def give_back(self) -> None:
@@ -150,9 +121,14 @@ class Signals:
         for number in unanswered:
             signal.raise_signal(number)
 
-    def _restore(self, number: int, taken: _Taken) -> bool:
-        """False: the handler is somebody else's now, and stays."""
+    def _restore(self, number: int, taken: Taken) -> bool:
+        """False: the handler is somebody else's now, also one of C code, and stays.
+
+        Should that one call ours, it does what the one before did.
+        """
         if signal.getsignal(number) is not self._handler:
+            return False
+        if not disposition.same_handler(disposition.read(number), taken.ours):
             return False
         signal.signal(number, signal.SIG_DFL if taken.before is None else taken.before)
         if taken.foreign:
@@ -191,16 +167,19 @@ class Signals:
         taken = self._taken.get(number)
         release = self._released.pop(number, None)
         if self._listening and taken is not None:
-            self._say(_CALL if release is None else _PASSED, number)
-            # Called by a handler that was installed after ours: the chain goes on at once.
+            # Called by a handler that was installed after ours: the chain goes on at once if a
+            # function of Python comes next; else the listener lets the rest follow its save.
             chained = signal.getsignal(number) is not self._handler
-            if release is None and not chained:
-                return
-            if callable(taken.before):
+            here = callable(taken.before)
+            if release is not None:
+                self._say(_PASSED, number)
+            else:
+                self._say(_CHAINED if chained and not here else _CALL, number)
+            if here and (chained or release is not None):
                 taken.before(number, frame)
             return
         past = taken or self._past[number]  # nobody listens: as if we had never been there
-        outcome = self._outcome(number, past)
+        outcome = past.outcome(number)
         if outcome is Outcome.FUNCTION:
             past.before(number, frame)
         elif outcome is Outcome.KERNEL:
@@ -210,7 +189,7 @@ class Signals:
 
     def _say(self, kind: int, number: int) -> None:
         try:
-            os.write(self._write, bytes([kind * _NUMBERS + number]))
+            os.write(self._write, bytes([(kind * _NUMBERS + number) % 256]))
         except BlockingIOError:
             pass  # thousands are waiting there: the listener is being woken as it is
 
@@ -223,7 +202,7 @@ class Signals:
         except BlockingIOError:
             pass  # it has thousands of reasons to return
 
-    def wait(self, timeout_s: float, taken: dict[int, _Taken] | None = None) -> list[int]:
+    def wait(self, timeout_s: float, taken: dict[int, Taken] | None = None) -> list[int]:
         """Signals that have come, in their order, each once; waits for the first, or a `wake`."""
         taken = self._taken if taken is None else taken
         if not self._poll.poll(max(0.0, timeout_s) * 1000):
@@ -233,26 +212,42 @@ class Signals:
         except BlockingIOError:
             return []
         arrived: dict[int, None] = {}
+        overdue: dict[int, None] = {}
         forward = bytearray()
-        for code in stream:
-            if code == 0:
-                continue
-            kind, number = divmod(code - 1, _NUMBERS)
+        for code in stream.replace(_WAKE, b""):
+            kind, number = divmod((code - 1) % 256, _NUMBERS)
             number += 1
-            if self._arrives(kind, taken.get(number)):
-                arrived[number] = None
-            if kind == _TRIP:
+            each = taken.get(number)
+            if kind == _TRIP and self._is_for_others(number, each):
                 forward.append(number)
+            if each is not None and kind == _CHAINED:
+                each.chained = True
+                if each.owed:
+                    overdue[number] = None
+            if self._arrives(kind, each):
+                arrived[number] = None
         self._forward(bytes(forward))
+        self.pass_on([number for number in overdue if number not in arrived])
         return list(arrived)
 
-    def _arrives(self, kind: int, taken: _Taken | None) -> bool:
+    def _is_for_others(self, number: int, taken: Taken | None) -> bool:
+        """Whether the earlier owner of the descriptor (asyncio) is to get this trip.
+
+        Once for each signal: where a function of before will run after the save, as it runs.
+        """
+        if taken is None or taken.echo or not callable(taken.before):
+            return True
+        return signal.getsignal(number) not in (self._handler, taken.before)
+
+    def _arrives(self, kind: int, taken: Taken | None) -> bool:
         """Whether a byte of the stream says that a signal came which nobody has answered."""
         if taken is None:
             return False  # a signal that only the earlier owner of the descriptor wants
         if kind == _TRIP:
             taken.trips += 1
             ours, taken.echo = taken.echo, False
+            if not ours:
+                taken.chained = taken.owed = False
             return not ours
         heard, taken.trips = taken.trips > 0, 0
         if heard:
@@ -268,6 +263,7 @@ class Signals:
                 why="another library has taken signal.set_wakeup_fd: signals are noticed only when"
                 " the main thread runs Python",
             )
+        taken.chained, taken.owed = kind == _CHAINED, False
         return True
 
     def _forward(self, numbers: bytes) -> None:
@@ -283,18 +279,13 @@ class Signals:
     def outcome(self, number: int) -> Outcome:
         """Where the process goes after a signal."""
         taken = self._taken.get(number)
-        if taken is None or signal.getsignal(number) is not self._handler:
-            return Outcome.GOES_ON  # the handler that replaced ours is run by Python itself
-        return self._outcome(number, taken)
-
-    def _outcome(self, number: int, taken: _Taken) -> Outcome:
-        if callable(taken.before):
-            return Outcome.FUNCTION
-        if taken.foreign:
-            return Outcome.KERNEL
-        if number in _ASK or disposition.is_ignored(taken.action):
+        if taken is None:
             return Outcome.GOES_ON
-        return Outcome.ENDS if disposition.ends_by_default(number) else Outcome.KERNEL
+        # The handler that replaced ours is run by Python itself, and what it calls, too.
+        replaced = signal.getsignal(number) is not self._handler
+        if replaced and (callable(taken.before) or not taken.chained):
+            return Outcome.GOES_ON
+        return taken.outcome(number)
 
     def pass_on(self, numbers: Iterable[int]) -> None:
         """Let signals do what they would have done; if one of them ends the process, only that.
@@ -309,6 +300,7 @@ class Signals:
             taken = self._taken.get(number)
             if taken is None:
                 continue
+            taken.owed = not taken.chained
             if outcome is Outcome.FUNCTION:
                 self._released[number] = True
                 taken.echo = True
@@ -317,7 +309,7 @@ class Signals:
             elif outcome is Outcome.KERNEL:
                 self._deliver(number, taken)
 
-    def _deliver(self, number: int, taken: _Taken) -> None:
+    def _deliver(self, number: int, taken: Taken) -> None:
         """The earlier action once more, on this thread; then ours again."""
         ours = disposition.read(number)
         disposition.write(number, taken.action)

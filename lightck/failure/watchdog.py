@@ -18,10 +18,11 @@ from contextlib import suppress
 from lightck.errors import LightckError
 from lightck.events import event, event_aside
 from lightck.failure import budget
+from lightck.failure.earlier import Outcome
 from lightck.failure.hang import collective, standing
 from lightck.failure.notice import Notice
 from lightck.failure.saving import LOOK_S, Guard, Saving
-from lightck.failure.signals import Outcome, Signals
+from lightck.failure.signals import Signals
 from lightck.types import Saved
 
 MEASURE_S = 10.0

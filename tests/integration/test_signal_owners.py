@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +53,27 @@ def test_a_handler_that_was_installed_since_is_left_alone() -> None:
         return signal.getsignal(TERM) is print and signal.getsignal(USR1) == signal.SIG_DFL
 
     assert run(code)
+
+
+def test_a_handler_that_c_code_has_installed_since_is_left_alone(tmp_path: Path) -> None:
+    """At a release and in a forked child: Python still shows lightck's own."""
+    dump = tmp_path / "dump"
+
+    def code() -> list[int]:
+        own = silent()
+        WATCHDOG.watch(own)
+        with dump.open("w") as file:
+            faulthandler.register(USR1, file)
+
+            def dumped() -> int:
+                signal.raise_signal(USR1)
+                return dump.read_text().count("Current thread")
+
+            found = [run(dumped), dumped()]
+            WATCHDOG.release(own)
+            return [*found, dumped(), int(signal.getsignal(TERM) == signal.SIG_DFL)]
+
+    assert run(code) == [1, 2, 3, 1]
 
 
 @pytest.mark.parametrize("number", [TERM, INT])
@@ -186,6 +209,34 @@ def test_an_earlier_wake_up_descriptor_gets_its_bytes() -> None:
     with process(code) as child:
         assert child.receive() == ("save", "SIGUSR1")
         assert child.receive() == (bytes([signal.SIGHUP, USR1]), True)
+
+
+def test_a_callback_of_asyncio_from_before_runs_once_after_the_save() -> None:
+    def code(parent: Parent) -> None:
+        loop = asyncio.new_event_loop()
+        loop.add_signal_handler(TERM, parent.send, "callback")
+        own = guard(parent)
+        WATCHDOG.watch(own)
+
+        async def twice() -> None:
+            for _ in range(2):
+                signal.raise_signal(TERM)
+                await asyncio.to_thread(parent.pause)
+
+        loop.run_until_complete(twice())
+        WATCHDOG.release(own)
+        signal.raise_signal(TERM)
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        parent.send("closed")
+
+    with process(code) as child:
+        for _ in range(2):
+            assert child.receive() == ("save", "SIGTERM")
+            assert child.receive() == "callback"
+            child.let_go()
+        assert child.receive() == "callback", "given back"
+        assert child.receive() == "closed"
 
 
 def test_signals_are_heard_through_python_when_another_library_takes_the_descriptor() -> None:

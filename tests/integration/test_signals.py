@@ -137,6 +137,56 @@ def test_a_handler_of_after_attach_that_calls_the_one_it_found_reaches_the_first
             assert said.index("later") < said.index("first")
 
 
+def chains_late(parent: Parent, pauses: bool) -> None:
+    """Install a handler that calls the one it found, perhaps when it is let go."""
+    found = signal.getsignal(TERM)
+
+    def chaining(number: int, frame: FrameType | None) -> None:
+        if pauses:
+            parent.pause()
+        assert callable(found)
+        found(number, frame)
+
+    signal.signal(TERM, chaining)
+    parent.send("installed")
+    idle()
+
+
+@pytest.mark.parametrize("pauses", [False, True], ids=["at once", "when the signal is answered"])
+def test_a_handler_of_after_attach_that_calls_the_one_it_found_reaches_the_default(
+    pauses: bool,
+) -> None:
+    def code(parent: Parent) -> None:
+        rescue = Telling(parent, says_answered=True)
+        watched(parent, lambda: chains_late(parent, pauses), rescue)
+
+    with process(code) as child:
+        assert [child.receive(), child.receive()] == ["watched", "installed"]
+        send(child, TERM)
+        assert child.receive() == ("save", "SIGTERM")
+        if pauses:
+            assert child.receive() == "answered"
+            child.let_go()
+        assert says_no_more(child), "nothing is saved twice"
+        assert child.join() == -TERM
+
+
+@pytest.mark.parametrize("pauses", [False, True], ids=["at once", "when the signal is answered"])
+def test_a_chain_to_the_default_ends_nothing_that_the_user_wants_to_go_on(pauses: bool) -> None:
+    def code(parent: Parent) -> None:
+        rescue = Telling(parent, says_answered=True)
+        then = lambda: chains_late(parent, pauses)  # noqa: E731
+        watched(parent, then, rescue, on_failure=lambda saved: True)
+
+    with process(code) as child:
+        assert [child.receive(), child.receive()] == ["watched", "installed"]
+        for _ in range(2):
+            send(child, TERM)
+            assert [child.receive(), child.receive()] == [("save", "SIGTERM"), "answered"]
+            if pauses:
+                child.let_go()
+
+
 def test_signals_that_were_ignored_are_ignored_again_after_the_save() -> None:
     def code(parent: Parent) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

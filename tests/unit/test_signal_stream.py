@@ -10,11 +10,13 @@ from unittest import mock
 import pytest
 
 from lightck.failure import disposition
-from lightck.failure.signals import Outcome, Signals
+from lightck.failure.earlier import Outcome
+from lightck.failure.signals import Signals
 
 NUMBER = signal.SIGUSR1
 LAST = signal.SIGRTMAX
-TRIP, CALL, PASSED = (lambda n, k=k: bytes([64 * k + n]) for k in range(3))
+TRIP, CALL, PASSED, CHAINED = (lambda n, k=k: bytes([(64 * k + n) % 256]) for k in range(4))
+WAKE = bytes([signal.SIGKILL])
 
 
 @pytest.fixture
@@ -36,8 +38,16 @@ def heard(signals: Signals, *parts: bytes) -> list[int]:
 
 @pytest.mark.parametrize("number", [1, NUMBER, LAST])
 def test_every_number_and_kind_has_a_byte_of_its_own(number: int) -> None:
-    every = [kind(n)[0] for kind in (TRIP, CALL, PASSED) for n in range(1, 65)]
-    assert len(set(every)) == 3 * 64 and 0 not in every and max(every) < 256
+    every = [kind(n)[0] for kind in (TRIP, CALL, PASSED, CHAINED) for n in range(1, 65)]
+    assert len(set(every)) == 4 * 64
+    written: list[bytes] = []
+    signals = Signals()
+    with mock.patch("os.write", lambda fd, data: written.append(data)):
+        for kind in range(1, 4):
+            signals._say(kind, number)
+        signals.wake()
+    signals.give_back()
+    assert written == [CALL(number), PASSED(number), CHAINED(number), WAKE]
 
 
 @pytest.mark.parametrize("number", [NUMBER, LAST])
@@ -82,7 +92,7 @@ def test_an_echo_that_went_elsewhere_hides_no_later_signal(signals: Signals) -> 
 
 
 def test_a_signal_of_others_only_wakes(signals: Signals) -> None:
-    assert heard(signals, TRIP(signal.SIGCHLD), b"\0") == []
+    assert heard(signals, TRIP(signal.SIGCHLD), WAKE) == []
 
 
 def test_signals_come_in_their_order(signals: Signals) -> None:
