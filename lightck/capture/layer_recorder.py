@@ -80,6 +80,7 @@ class LayerRecorder(Recorder):
 
     def _update(self, unit: Unit) -> None:
         step = self.steps.step + 1
+        self._stand_at_fence()
         if self.due:
             self._missed_forward("a layer's update")
         if not self.steps.partial:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightck.capture.barrier import is_final
 from lightck.capture.due import Due
+from lightck.capture.hold import Hold
 from lightck.capture.hooks import Watched
 from lightck.capture.instants import Instants
 from lightck.capture.journaled import Instant, Journaled
@@ -49,6 +50,8 @@ class Recorder:
     """Called when a step has ended and its due snapshot is decided."""
     journaled: Journaled | None = None
     """While the failure path is armed: the boundary state of every step is kept."""
+    hold: Hold = field(default_factory=Hold)
+    """While what ends the process is saving."""
     ticks: int = 0
     """Moves with every hook: training makes progress."""
     thread: int = field(default_factory=threading.get_ident)
@@ -86,6 +89,7 @@ class Recorder:
         self._tick()
         if not self.settled and self.steps.counts[index] > self.steps.step:
             self._settle()
+        self._stand_at_fence()
         self.steps.begin(index)
         self.fence(index)
 
@@ -120,6 +124,8 @@ class Recorder:
                 self._window_begins(seen=True)
             elif self.due or self.journaled is not None:
                 self.instants.before_forward(generators=True)
+        if training:
+            self.hold.here(fence=False)
 
     def _window_begins(self, *, seen: bool) -> None:
         """(b) is here, or was missed: what it is made of is kept, and the due snapshot opens."""
@@ -159,6 +165,7 @@ class Recorder:
         """`handle.before_update()`: the loop marks its updates itself."""
         self.steps.marked = True
         self.settled = True
+        self._stand_at_fence()
         self.steps.begin(Steps.MARK)
         self.fence(None)
 
@@ -197,6 +204,13 @@ class Recorder:
             if self.due:
                 self._missed_forward("the update")
             self.pipeline.fence(optimizer)
+
+    def _stand_at_fence(self) -> None:
+        """If the process is to end here, the update that comes would be lost."""
+        kept = self.journaled
+        # A save waits for the end of what has begun, and for a boundary that is kept.
+        if kept is not None and not self.mixed and kept.step == self.steps.step:
+            self.hold.here(fence=True)
 
     def _step_ended(self) -> None:
         if not self.enabled:

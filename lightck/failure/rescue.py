@@ -82,6 +82,13 @@ class Rescue:
             recorder.thread,
         )
 
+    def hold(self, until: float | None) -> None:
+        """Let training go no further than it must, until then; None: let it go on. Any thread."""
+        if until is None:
+            self.recorder.hold.end()
+        else:
+            self.recorder.hold.begin(until, at_fence=self.recorder.pipeline.barrier.alone)
+
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
         """Commit the last complete step, unless it is; returns at the deadline at the latest.
 

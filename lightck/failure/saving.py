@@ -48,6 +48,8 @@ class Guard:
     """What has failed on another rank since the last call; at once. One thread calls it."""
     settled: Callable[[], bool] = lambda: True
     """No other rank can make this one save again; at once."""
+    hold: Callable[[float | None], object] = lambda until: None
+    """Training goes no further than a save needs, until then; None: it goes on."""
     notice: Notice | None = None
     noticed: bool = False
     """A notice has come and is not answered yet."""

@@ -197,6 +197,7 @@ class Watchdog:
     def _answer(self, signals: Signals, arrived: Sequence[int]) -> None:
         """One save for all that come while it lasts; then what the most final of them says.
 
+        From a signal on that ends the process nothing is trained that nobody would save.
         For a later one `on_failure` is asked again. What could not be saved is tried once more.
         """
         guards = [g for g in self._guards if g.numbers.intersection(arrived)]
@@ -210,7 +211,10 @@ class Watchdog:
             while arrived:
                 seen.update(arrived)
                 passed.update(dict.fromkeys(arrived))
-                reason = signal.Signals(max(arrived, key=signals.outcome)).name
+                last = max(arrived, key=signals.outcome)
+                reason = signal.Signals(last).name
+                if signals.outcome(last) is Outcome.ENDS:
+                    self._hold(guards, deadline_s)
                 saves = self._save(guards, reason, deadline_s, known)
                 known = {each.guard: each.saved for each in saves if each.saved and each.fresh}
                 if any(each.goes_on for each in saves):
@@ -221,6 +225,11 @@ class Watchdog:
                 self._linger(guards, deadline_s)
         finally:
             signals.pass_on(passed)
+            self._hold(guards, None)
+
+    def _hold(self, guards: Sequence[Guard], until_s: float | None) -> None:
+        for guard in guards:
+            guard.hold(until_s)
 
     def _linger(self, guards: Sequence[Guard], deadline_s: float) -> None:
         """Before the end: another rank may still need this one to save another instant."""
