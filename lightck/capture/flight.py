@@ -55,6 +55,8 @@ class Flight:
     durable_s: float = 0.0
     waited_s: float = 0.0
     """Seconds at fences so far."""
+    torn: tuple[str, ...] = ()
+    """What changed while it was copied; it was dropped for that."""
     futures: list[Future[int]] = field(default_factory=list)
     """Whoever waits for this very snapshot."""
 

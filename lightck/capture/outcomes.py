@@ -77,6 +77,7 @@ class Outcomes:
     def torn(self, flight: Flight, names: Sequence[str]) -> None:
         """The pipeline dropped a snapshot (I5): the next due one is copied at once."""
         step = flight.step
+        self.pipeline.counters.torn += 1
         self.synchronous = True
         new = [name for name in names if name not in self._torn_once]
         if len(new) < len(names):

@@ -167,7 +167,7 @@ class Pipeline:
                     self.trace.fenced(begin, captured)
                 if torn:
                     self.drop(f"torn: {torn[0]}")
-                    self.counters.torn += 1
+                    flight.torn = tuple(torn)
                     self.on_torn(flight, torn)
                     return False
                 group.sources = None

@@ -16,6 +16,7 @@ from lightck.capture.report import Reporter
 from lightck.capture.trace import Trace
 from lightck.config import Config
 from lightck.errors import LightckError, RegionIOError
+from lightck.region.native import RECORD_JIT
 from lightck.region.process import Process
 from lightck.region.statistics import NO_STEP, Page
 
@@ -95,7 +96,12 @@ class Sight:
             self.recorder.outcomes.region_lost(error)
 
     def torn(self, flight: Flight, names: Sequence[str]) -> None:
-        """The pipeline dropped a snapshot."""
+        """The pipeline dropped a snapshot. Of one made just in time only its maker hears.
+
+        A loop need not stand still for that: it is no fault of its.
+        """
+        if flight.flags & RECORD_JIT:
+            return
         if self.trace is not None:
             self.trace.lost_snapshot("torn", flight.step, names[0])
         self.recorder.outcomes.torn(flight, names)

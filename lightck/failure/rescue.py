@@ -241,11 +241,15 @@ class Rescue:
         state, blobs = self._before_forward()
         versions = _versions(state)
         flight = self._opened(state, blobs, RECORD_EARLY)
-        if not here:
-            again, said = self._before_forward()
-            if _versions(again) != versions or said != blobs:
-                self.recorder.pipeline.drop("the loop has changed something meanwhile")
-                raise _Later("the loop kept changing the state", training=True)
+        try:
+            again, said = (state, blobs) if here else self._before_forward()
+            changed = not here and (_versions(again) != versions or said != blobs)
+        except BaseException:
+            self.recorder.pipeline.drop("the state cannot be taken")
+            raise
+        if changed:
+            self.recorder.pipeline.drop("the loop has changed something meanwhile")
+            raise _Later("the loop kept changing the state", training=True)
         return self._sealed(flight)
 
     def _before_forward(self) -> tuple[Collected, tuple[bytes, bytes]]:
@@ -274,8 +278,16 @@ class Rescue:
         return flight
 
     def _sealed(self, flight: Flight) -> Flight:
+        """All of it is copied.
+
+        Raises:
+            _Later: the loop has changed something meanwhile; it may be whole the next time.
+        """
         if not self.recorder.pipeline.fence(None):
-            raise LightckError(f"step {flight.step} changed while it was copied")
+            first, more = flight.torn[0], len(flight.torn) - 1
+            names = f"{first} and {more} more" if more else first
+            why = f"step {flight.step}: {names} changed while it was copied"
+            raise _Later(why, training=True)
         return flight
 
     # ---- commit ----------------------------------------------------------------------------

@@ -112,6 +112,69 @@ def test_saves_from_another_thread_at_any_time_never_mix_steps(run_dir: Path) ->
     loop.check(run_dir, steps_at(run_dir))
 
 
+@pytest.mark.parametrize("begun", [False, True], ids=["before the forward", "in the forward"])
+def test_what_the_loop_tears_just_in_time_is_tried_again_or_refused_and_no_fault_of_its(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    loop, found, faults = counting_loop(), list[Saved](), list[BaseException]()
+    bias = loop.model.inner.bias
+    with attach(run_dir, loop, on_error=faults.append) as handle:
+        loop.run(3)
+        pipeline, edits = handle._recorder.pipeline, [1.0]
+        fence = pipeline.fence
+
+        def torn(optimizer: int | None = None) -> bool:
+            if pipeline.window is not None and edits:
+                with torch.no_grad():
+                    bias.add_(edits.pop())
+            return fence(optimizer)
+
+        if begun:
+            loop.forward()
+        with monkeypatch.context() as patched:
+            patched.setattr(pipeline, "fence", torn)
+            worker = threading.Thread(target=lambda: found.append(handle.snapshot_now("now")))
+            worker.start()
+            worker.join(SOON_S)
+        (saved,) = found
+        assert not edits and (saved.fresh, saved.early) == (not begun, not begun)
+        if begun:
+            assert "model/inner.bias" in saved.why
+        assert (faults, handle.stats().torn, handle._recorder.outcomes.synchronous) == (
+            [],
+            0,
+            False,
+        )
+        if not begun:
+            loop.note()
+            check(run_dir, loop, 3)
+        handle.detach()
+
+
+def test_state_that_cannot_be_taken_twice_leaves_nothing_open(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, found = counting_loop(), list[Saved]()
+    with attach(run_dir, loop) as handle:
+        loop.run(3)
+        recorder = handle._recorder
+        collect = recorder.instants.collect
+
+        def fails_later(**how: Any) -> Any:
+            if recorder.pipeline.window is not None:
+                raise KeyError("gone")
+            return collect(**how)
+
+        monkeypatch.setattr(recorder.instants, "collect", fails_later)
+        worker = threading.Thread(target=lambda: found.append(handle.snapshot_now("now")))
+        worker.start()
+        worker.join(SOON_S)
+        assert not found[0].fresh and "gone" in found[0].why
+        assert recorder.pipeline.window is None
+        monkeypatch.undo()
+        handle.detach()
+
+
 _SCRIPT = """
 import sys, torch, lightck
 from lightck.types import Failure
