@@ -88,7 +88,8 @@ class Recorder:
             return
         self._tick()
         if not self.settled and self.steps.counts[index] > self.steps.step:
-            self._settle()
+            with self.lock:  # a save arranges the state, too
+                self._settle()
         self._stand_at_fence()
         self.steps.begin(index)
         self.fence(index)
@@ -213,13 +214,14 @@ class Recorder:
             self.hold.here(fence=True)
 
     def _step_ended(self) -> None:
+        """Under the lock."""
         if not self.enabled:
             return
         with self.stalls.of("step"):
             # (a) first: whatever is raised below, a later snapshot must not find the last step's.
             self._gradients, self.buffers = 0, None
             self._ended_in = torch._C._current_graph_task_id()
-            with self.lock, self.outcomes.reported():
+            with self.outcomes.reported():
                 self._take_step_end()
             self.arm(True)
             self.outcomes.tell_troubles()

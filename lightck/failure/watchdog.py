@@ -93,8 +93,8 @@ class Watchdog:
         with self._lock:
             if guard not in self._guards:
                 return
-            thread = self._thread
-            assert thread is not None
+            thread, signals = self._thread, self._signals
+            assert thread is not None and signals is not None
             last = self._guards == [guard]
             if last:
                 self._leaving = True
@@ -103,13 +103,14 @@ class Watchdog:
         here = threading.get_ident()
         if thread.ident == here or any(each.thread == here for each in self._under_way()):
             # `on_failure` closes the handle: this thread cannot wait for itself.
-            threading.Thread(target=self._part, args=(guard, last), daemon=True).start()
+            about = guard, last, thread, signals
+            threading.Thread(target=self._part, args=about, daemon=True).start()
         else:
-            self._part(guard, last)
+            self._part(guard, last, thread, signals)
 
-    def _part(self, guard: Guard, last: bool) -> None:
-        thread, signals = self._thread, self._signals
-        assert thread is not None and signals is not None
+    def _part(
+        self, guard: Guard, last: bool, thread: threading.Thread, signals: Signals
+    ) -> None:
         interrupted = None
         if last:
             signals.wake()
@@ -131,7 +132,9 @@ class Watchdog:
 
     def _end_or_go_on(self, guard: Guard, signals: Signals, *, ended: bool) -> None:
         with self._lock:
-            if ended:
+            if self._signals is not signals:
+                return  # whoever was released beside it has given them back
+            if ended and guard in self._guards:
                 self._guards.remove(guard)
                 self._thread, self._leaving = None, False
             if self._guards:  # others; perhaps one that came while the thread was ending
