@@ -3,7 +3,7 @@
 A rank that fails, or has saved itself, says so over the job's store, under keys of this attach:
 `count` numbers the words, and each number is the key of one. A rank that was killed says
 nothing; but its lock on its region went with it, which any rank of its node can see. A store that
-does not answer is no failure of anybody's.
+does not answer is no failure of anybody's, nor is a file system: each has a thread of its own.
 
 One message to the store per look, as long as nobody has said anything.
 """
@@ -125,9 +125,15 @@ class Peers:
         self._unreachable = ""
         self._stopping = False
         self._changed = threading.Condition()
+        self._dead: tuple[int, ...] = ()
+        self._looks = 0
         self._peers = _peers(topology, where)
-        self._thread = threading.Thread(target=self._run, name="lightck-peers", daemon=True)
-        self._thread.start()
+        names = {"lightck-peers": self._run, "lightck-locks": self._watch_locks}
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True) for name, run in names.items()
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def announce(
         self,
@@ -158,23 +164,34 @@ class Peers:
         return said.wait(seconds)
 
     def look(self) -> Heard:
-        """What is known now: the locks of this node are looked at, the store has been."""
-        dead = tuple(peer.rank for peer in self._peers if peer.is_dead())
+        """What is known: from the store, and of this node's locks; at once."""
         with self._changed:
-            return Heard(tuple(self._words), dead, self._unreachable)
+            return Heard(tuple(self._words), self._dead, self._unreachable)
 
     def stop(self, seconds: float = 1.0) -> None:
         """Say what is still to be said, and stop listening. Idempotent.
 
-        A call that hangs in the store keeps its thread, which is a daemon and touches nothing else.
+        A call that hangs, in the store or a file system, keeps its thread, which is a daemon and
+        touches nothing else.
         """
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._thread is not threading.current_thread():
-            self._thread.join(seconds)
+        until_s = time.monotonic() + seconds
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until_s - time.monotonic()))
 
-    # ---- on the thread ---------------------------------------------------------------------
+    # ---- on threads of its own -------------------------------------------------------------
+
+    def _watch_locks(self) -> None:
+        while self._peers:
+            dead = tuple(peer.rank for peer in self._peers if peer.is_dead())
+            with self._changed:
+                self._dead = dead
+                self._looks += 1
+                if self._changed.wait_for(lambda: self._stopping, self.look_s):
+                    return
 
     def _run(self) -> None:
         while True:

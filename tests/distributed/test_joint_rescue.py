@@ -127,6 +127,6 @@ def test_a_rank_that_cannot_save_says_so_and_completes_nothing(node: Node) -> No
 
 
 def test_a_killed_peer_is_a_reason_once(node: Node, tmp_path: Path) -> None:
-    node.ranks[0].peers._peers = [SimpleNamespace(rank=2, is_dead=lambda: True)]  # type: ignore
+    node.ranks[0].peers._dead = (2,)
     assert node.ranks[0].elsewhere() == "rank 2: killed"
     assert node.ranks[0].elsewhere() is None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,12 @@ def until(look: Callable[[], Heard], what: Callable[[Heard], object]) -> Heard:
         assert time.monotonic() < deadline, heard
         time.sleep(0.002)
     return heard
+
+
+def looked(peers: Peers) -> Heard:
+    """What is known when the locks have been looked at, from the beginning, once more."""
+    enough = peers._looks + 2
+    return until(peers.look, lambda heard: peers._looks >= enough)
 
 
 def made(folder: Path, rank: int, world: int = 2) -> Region:
@@ -171,27 +178,49 @@ def test_a_store_that_hangs_holds_nobody_up() -> None:
     peers.stop(LONG_S)
 
 
+def test_a_file_system_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others say is heard meanwhile, and at once."""
+    asked, done = threading.Event(), threading.Event()
+
+    def hangs() -> bool:
+        asked.set()
+        return done.wait(LONG_S)
+
+    peer = SimpleNamespace(rank=1, is_dead=hangs)
+    monkeypatch.setattr("lightck.failure.peers._peers", lambda topology, where: [peer])
+    with listening(Server()) as peers:
+        assert asked.wait(LONG_S)
+        began = time.monotonic()
+        assert peers[0].look().is_quiet
+        peers[1].announce("SIGTERM")
+        assert [word.rank for word in until(peers[0].look, lambda h: h.words).words] == [1]
+        peers[0].stop(0.05)
+        assert time.monotonic() - began < LONG_S / 2
+        done.set()
+        assert until(peers[0].look, lambda heard: heard.dead).dead == (1,)
+
+
 def test_a_free_lock_is_a_dead_rank_only_once_it_was_held(region_dir: Path) -> None:
     def where(rank: int) -> Place:
         return place.locate(region_dir, rank, create=False)
 
     made(region_dir, 1).close()  # of an earlier life
     with listening(Server(), 2, where) as peers:
-        assert peers[0].look().is_quiet, "it has not come yet"
+        assert looked(peers[0]).is_quiet, "it has not come yet"
         region = Region.open(where(1), writable=True, process_durable=True)
-        assert peers[0].look().is_quiet
+        assert looked(peers[0]).is_quiet
         region.close()
-        assert peers[0].look().dead == (1,)
-        assert peers[0].look().dead == (1,)
+        assert looked(peers[0]).dead == (1,)
+        assert looked(peers[0]).dead == (1,)
 
 
 def test_a_folder_that_goes_away_is_no_failure(region_dir: Path) -> None:
     region = made(region_dir, 1)
     with listening(Server(), 2, lambda r: place.locate(region_dir, r, create=False)) as peers:
-        assert peers[0].look().is_quiet
+        assert looked(peers[0]).is_quiet
         region.place.file.unlink()
         region.close()
-        assert peers[0].look().is_quiet
+        assert looked(peers[0]).is_quiet
 
 
 @pytest.mark.parametrize("way", ["kill", "close"])
@@ -210,11 +239,11 @@ def test_a_killed_rank_is_seen_and_one_that_closed_is_not(region_dir: Path, way:
         where = place.locate(region_dir / "run", 0, create=False)
         topology = Topology(0, 2, 0, 2, peers=(0, 1))
         peers = Peers(MemoryStore(Server()), topology, where, look_s=0.01)
-        assert peers.look().is_quiet
+        assert looked(peers).is_quiet
         me.send("listening")
         me.pause()
         closed = way == "close"
-        found = peers.look() if closed else until(peers.look, lambda heard: heard.dead)
+        found = looked(peers) if closed else until(peers.look, lambda heard: heard.dead)
         peers.stop()
         handle.detach()
         return found.dead
