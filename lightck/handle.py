@@ -286,7 +286,8 @@ class Handle:
         if not saved.fresh and not isinstance(error, LightckError):
             error.add_note(f"lightck: the last step is not saved: {saved.why}")
         failure = self.config.failure
-        if isinstance(failure, Failure) and failure.on_failure is not None:
+        asked = self._guard is not None and self._guard.has_asked_about(error)
+        if isinstance(failure, Failure) and failure.on_failure is not None and not asked:
             try:
                 failure.on_failure(saved)
             except Exception as theirs:  # noqa: BLE001 - the exception that is under way counts

@@ -88,6 +88,8 @@ class HangWatch:
     period_s: float
     suspected: Suspicion | None = None
     """The hang that the loop is in."""
+    counted_s: float = 0.0
+    """Seconds that the last look has counted."""
     _seen_s: float | None = None
     _marks: tuple[object, ...] = ()
     _still_s: float = 0.0
@@ -113,6 +115,7 @@ class HangWatch:
             A hang, once; afterwards it is `suspected`, until the loop goes on.
         """
         passed_s = self._counted(now_s)
+        self.counted_s = passed_s or 0.0
         marks = (progress.step, progress.updating, progress.inside, progress.ticks)
         same = place is not None and self._place is not None and place.mark == self._place.mark
         self._place = place

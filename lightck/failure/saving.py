@@ -53,12 +53,14 @@ class Guard:
     notice: Notice | None = None
     noticed: bool = False
     """A notice has come and is not answered yet."""
+    asked_at: int | None = None
+    """Step at which `on_failure` was asked about a signal whose own handler may raise."""
     told_budget: bool = False
     measure_at_s: float = 0.0
     hang_saving: Saving | None = None
     """For the hang that it is in."""
-    exit_at_s: float | None = None
-    """When the process is ended for it."""
+    exit_in_s: float | None = None
+    """Seconds, as far as they count, after which the process is ended for it."""
 
     def __post_init__(self) -> None:
         """Nothing has been seen yet."""
@@ -68,6 +70,12 @@ class Guard:
     def numbers(self) -> set[int]:
         """Of the signals that it wants to hear of."""
         return {signal.Signals[name] for name in self.failure.signals}
+
+    def has_asked_about(self, error: BaseException) -> bool:
+        """Whether an exception is only what became of a signal that the user knows already."""
+        step, self.asked_at = self.asked_at, None
+        is_wish = not isinstance(error, Exception)  # KeyboardInterrupt, SystemExit
+        return is_wish and step is not None and self.rescue.progress().step <= step + 1
 
     def tell(self, error: LightckError) -> None:
         """Tell the user; what telling raises (a filter on warnings, `on_error`) ends no thread."""

@@ -287,6 +287,12 @@ class Signals:
             return Outcome.GOES_ON
         return taken.outcome(number)
 
+    def runs_python(self, number: int) -> bool:
+        """Whether a function of Python, of before us or since, runs for it: it may raise."""
+        taken, now = self._taken.get(number), signal.getsignal(number)
+        before = taken.before if taken is not None else None
+        return callable(before if now is self._handler else now)
+
     def pass_on(self, numbers: Iterable[int]) -> None:
         """Let signals do what they would have done; if one of them ends the process, only that.
 

@@ -108,9 +108,7 @@ class Watchdog:
         else:
             self._part(guard, last, thread, signals)
 
-    def _part(
-        self, guard: Guard, last: bool, thread: threading.Thread, signals: Signals
-    ) -> None:
+    def _part(self, guard: Guard, last: bool, thread: threading.Thread, signals: Signals) -> None:
         interrupted = None
         if last:
             signals.wake()
@@ -218,6 +216,7 @@ class Watchdog:
                 reason = signal.Signals(last).name
                 if signals.outcome(last) is Outcome.ENDS:
                     self._hold(guards, deadline_s)
+                self._ask_once(guards, signals, arrived)
                 saves = self._save(guards, reason, deadline_s, known)
                 known = {each.guard: each.saved for each in saves if each.saved and each.fresh}
                 if any(each.goes_on for each in saves):
@@ -227,8 +226,15 @@ class Watchdog:
             if any(signals.outcome(number) is Outcome.ENDS for number in passed):
                 self._linger(guards, deadline_s)
         finally:
+            self._ask_once(guards, signals, passed)
             signals.pass_on(passed)
             self._hold(guards, None)
+
+    def _ask_once(self, guards: Sequence[Guard], signals: Signals, numbers: Iterable[int]) -> None:
+        """What their handlers raise leaves the training: `on_failure` knows of it already."""
+        if any(map(signals.runs_python, numbers)):
+            for guard in guards:
+                guard.asked_at = guard.rescue.progress().step
 
     def _hold(self, guards: Sequence[Guard], until_s: float | None) -> None:
         for guard in guards:
@@ -301,19 +307,23 @@ class Watchdog:
             deadline_s = self._deadline([guard])
             guard.hang_saving = self._start(guard, "hang", deadline_s, about=about)
         elif before is not None and guard.hang.suspected is None:
-            guard.hang_saving = guard.exit_at_s = None
+            guard.hang_saving = guard.exit_in_s = None
             event_aside("hang_over", after_s=round(before.still_s, 1))
         self._end_of(guard, now_s)
 
     def _end_of(self, guard: Guard, now_s: float) -> None:
-        """End the process for a hang that goes on, if the user wants that."""
+        """End the process for a hang that goes on, if the user wants that.
+
+        Time in which the process itself was stopped does not count.
+        """
         saving, after_s = guard.hang_saving, guard.failure.hang_exit_s
-        if saving is None or after_s is None:
+        if saving is None or after_s is None or saving.goes_on:
             return
-        ended = saving.done.is_set() or now_s >= saving.deadline_s
-        if ended and not saving.goes_on and guard.exit_at_s is None:
-            guard.exit_at_s = now_s + after_s
-        if guard.exit_at_s is not None and now_s >= guard.exit_at_s:
+        if guard.exit_in_s is not None:
+            guard.exit_in_s -= guard.hang.counted_s
+        elif saving.done.is_set() or now_s >= saving.deadline_s:
+            guard.exit_in_s = after_s
+        if guard.exit_in_s is not None and guard.exit_in_s <= 0:
             about = {"why": "hang", "status": HANG_STATUS}
             event_aside("ending", logging.ERROR, wait_s=_LAST_WORD_S, **about)
             os._exit(HANG_STATUS)

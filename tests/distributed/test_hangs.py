@@ -266,7 +266,7 @@ def test_the_user_may_decide_against_the_end_of_a_hanging_process() -> None:
                 seen = guard.hang._seen_s
                 while guard.hang._seen_s == seen:
                     time.sleep(0.01)
-            me.send(guard.exit_at_s)
+            me.send(guard.exit_in_s)
             looks.set()
 
         threading.Thread(target=look, daemon=True).start()

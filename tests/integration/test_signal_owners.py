@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,36 @@ def test_a_release_by_the_users_own_function_does_not_wait_for_itself() -> None:
         assert child.receive() == ("save", "SIGTERM")
         assert child.receive() == "released"
         assert child.join() == -TERM
+
+
+def test_two_releases_at_once_give_the_signals_back_once() -> None:
+    def code(parent: Parent) -> Any:
+        before, failed = state(), list[Any]()
+        threading.excepthook = failed.append
+        saves, goes_on, noticed = threading.Event(), threading.Event(), threading.Event()
+
+        def during() -> None:
+            saves.set()
+            goes_on.wait()
+
+        first = guard(parent, Telling(parent, during=during), notice=noticed.is_set)
+        second = silent()
+        WATCHDOG.watch(first)
+        WATCHDOG.watch(second)
+        noticed.set()
+        saves.wait()
+        elsewhere = threading.Thread(target=WATCHDOG.release, args=(first,))
+        elsewhere.start()
+        while first in WATCHDOG._guards:
+            time.sleep(0.001)
+        WATCHDOG.release(second)  # the last one, while the first release waits for its save
+        goes_on.set()
+        elsewhere.join()
+        return state() == before, [str(each.exc_value) for each in failed]
+
+    with process(code) as child:
+        assert child.receive() == ("save", "notice")
+        assert child.receive() == (True, [])
 
 
 # ---- other users of signals

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -297,6 +298,40 @@ def test_a_hang_outside_of_collectives_is_saved_at_the_generous_deadline(region_
     with process(code) as child:
         assert ended(child) == 75
     assert second_life(region_dir) == (AT - 1, False)
+
+
+def _leaves(number: int, frame: object) -> None:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+@pytest.mark.parametrize("since", [False, True], ids=["before attach", "after attach"])
+def test_the_user_is_asked_once_about_a_signal_and_the_exception_that_it_raises(
+    region_dir: Path, number: int, since: bool
+) -> None:
+    def code(parent: Parent) -> Any:
+        asked: list[str] = []
+        handler = signal.default_int_handler if number == INT else _leaves
+        training = Training(lambda phase: os.kill(os.getpid(), number) if phase == "loop" else None)
+        if not since:
+            signal.signal(number, handler)
+        try:
+            with training.attach(region_dir, on_failure=lambda s: asked.append(s.reason)):
+                if since:
+                    signal.signal(number, handler)
+                training.run(10**9)
+        except (KeyboardInterrupt, SystemExit):
+            pass
+        first = [*asked]
+        try:
+            with training.attach(region_dir, on_failure=lambda s: asked.append(s.reason)):
+                sys.exit(0)
+        except SystemExit:
+            return first, asked
+
+    with process(code) as child:
+        name = signal.Signals(number).name
+        assert child.receive() == ([name], [name, "SystemExit"])
 
 
 def test_the_same_signal_twice_in_a_row_of_lives_loses_a_minibatch_each(region_dir: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from processes import Parent
 from watched import (
+    Still,
     Telling,
     arrive,
     guard,
@@ -31,7 +32,7 @@ from watched import (
 )
 
 from lightck.failure.saving import Guard, Saving
-from lightck.failure.watchdog import WATCHDOG
+from lightck.failure.watchdog import HANG_STATUS, WATCHDOG
 from lightck.types import Failure, Saved
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
@@ -157,7 +158,7 @@ def test_a_handler_of_after_attach_that_calls_the_one_it_found_reaches_the_defau
     pauses: bool,
 ) -> None:
     def code(parent: Parent) -> None:
-        rescue = Telling(parent, says_answered=True)
+        rescue = Telling(parent, says_answered=pauses)
         watched(parent, lambda: chains_late(parent, pauses), rescue)
 
     with process(code) as child:
@@ -260,6 +261,40 @@ def test_an_error_of_the_users_function_is_told_and_changes_nothing() -> None:
         kind, text = child.receive()
         assert kind == "error" and "SIGTERM" in text and "ZeroDivisionError" in text
         assert child.join() == -TERM
+
+
+def test_a_process_that_was_stopped_is_not_ended_for_a_hang_at_once() -> None:
+    """Stopped for longer than a hanging process lives: looks count, not the clock."""
+    exit_s, look_s = 1.0, 0.05
+
+    def code(parent: Parent) -> None:
+        class Moving(Telling):
+            seen = Still(step_s=0.001)
+
+            def progress(self) -> Still:
+                parent.send("look")
+                return self.seen
+
+        own = guard(parent, Moving(parent), hang_s=0.1, hang_exit_s=exit_s)
+        own.hang.period_s = look_s
+        WATCHDOG.watch(own)
+        own.hang._steps.append(0.001)  # otherwise nothing tells how long a step takes
+        stuck()
+
+    with process(code) as child:
+        while child.receive() != ("save", "hang"):
+            pass
+        for _ in range(5):  # by then it is being counted
+            assert child.receive() == "look"
+        os.kill(child.pid, signal.SIGSTOP)
+        time.sleep(1.5 * exit_s)
+        os.kill(child.pid, signal.SIGCONT)
+        looks = 0
+        with pytest.raises(AssertionError, match="without a word"):
+            while True:
+                looks += child.receive() == "look"
+        assert child.join() == HANG_STATUS
+        assert looks >= exit_s / (2 * look_s) - 5  # each counts for two at most
 
 
 # ---- several at once
