@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,12 @@ from lightck.errors import LightckError
 from lightck.events import event
 from lightck.region import place
 from lightck.types import RestoreInfo
+
+_EARLY = (
+    "what the loop does between the end of this step and the next forward (scheduler.step(), EMA,"
+    " evaluation) is not in it, or not all of it: make up for it if RestoreInfo.early says so, or"
+    " take an older exact snapshot with restore(step=...)"
+)
 
 
 @dataclass(eq=False)
@@ -89,7 +96,8 @@ def restore(
         optimizer: one or several; their order does not matter.
         path: as for `attach`.
         extras: the objects given to `attach` under the same names.
-        step: which snapshot; the newest that is whole by default.
+        step: which snapshot; by default the newest that is whole, but none that was finished early
+            (a warning is logged if it is) while an exact one is three steps older at most.
         strict: refuse when names, shapes or dtypes differ; False restores the rest and says what
             was skipped.
 
@@ -195,6 +203,8 @@ def _told(found: Found, filling: Filling, first: dict[str, Any]) -> RestoreInfo:
         rank=record.rank,
     )
     event("restored", step=info.step, slot=info.slot, path=info.path)
+    if info.early:
+        event("restored_early", logging.WARNING, step=info.step, why=info.why, text=_EARLY)
     return info
 
 

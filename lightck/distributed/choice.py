@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from lightck.distributed.agreement import named
 from lightck.distributed.exchange import Said
 from lightck.errors import CoordinationError
+from lightck.region.preference import is_near
 
 MAX_OFFERS = 16  # per rank: slots of one region, or a few regions of a larger former world
 MAX_ANCESTORS = 16  # as in a superblock
@@ -223,7 +224,7 @@ def decide(views: Sequence[View]) -> Choice:
         void=all(view.void for view in views)
         or (chosen is None and _never_whole(views, {key.timeline for key in excluded})),
         overtaken=any(view.overtaken for view in views),
-        early=chosen is not None and any(offer.early for offer in found[chosen]),
+        early=chosen is not None and _is_early(found[chosen]),
     )
 
 
@@ -253,7 +254,7 @@ def _prefer(
     left: list[str],
     broken: list[str],
 ) -> tuple[Key | None, str]:
-    """Newest first; one found suspect comes after all others, an early one after an exact twin.
+    """Newest first; one found suspect comes after all others, an early one after near exact ones.
 
     One rank's suspicion, and one rank's early finish, is everybody's.
     """
@@ -268,13 +269,20 @@ def _prefer(
     broken += [
         f"step {key.step}: {_SUSPECT}" for key in suspect if whole.index(key) < whole.index(first)
     ]
-    why = "is the newest that is whole"
-    if len(clean) > 1 and any(offer.early for offer in found[first]):
-        second = clean[1]
-        if not any(offer.early for offer in found[second]) and first.step - second.step <= 1:
-            left.append(f"step {first.step}: early, and step {second.step} is exact")
-            first, why = second, f"is exact, and step {first.step} was finished early"
-    return first, f"step {first.step} {why}"
+    if not _is_early(found[first]):
+        return first, f"step {first.step} is the newest that is whole"
+    exact = next((key for key in clean if not _is_early(found[key])), None)
+    why = f"step {first.step} is the newest that is whole, and was finished early"
+    if exact is None:
+        return first, why
+    if not is_near(first.step, exact.step):
+        return first, f"{why}; of the exact ones step {exact.step} is the newest"
+    left.append(f"step {first.step}: early, and step {exact.step} is exact")
+    return exact, f"step {exact.step} is exact, and step {first.step} was finished early"
+
+
+def _is_early(offers: Sequence[Offer]) -> bool:
+    return any(offer.early for offer in offers)
 
 
 def rule(lineages: Sequence[Lineage]) -> Lineage:

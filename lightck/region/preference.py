@@ -15,6 +15,25 @@ class _HasRecord(Protocol):
 
 T = TypeVar("T", bound=_HasRecord)
 
+NEAR_STEPS = 3
+"""How much older an exact snapshot may be that an early one yields to.
+
+With every step due the one that is whole can be three steps back: of the last step nobody has begun
+one, the step before it was being written, and the fate of the one before that is open.
+"""
+
+
+def is_near(early: int, exact: int) -> bool:
+    """An early snapshot of one step yields to an exact one of the other."""
+    return early - exact <= NEAR_STEPS
+
+
+def replaces(record: Record, held: Record | None) -> bool:
+    """Recovery takes it rather than the one that was the best until now."""
+    if held is None or held.sequence > record.sequence:
+        return held is None
+    return held.early or not record.early or not is_near(record.step, held.step)
+
 
 def preferred(candidates: Sequence[T]) -> list[T]:
     """Order candidates, given the newest first: those above suspicion come before all others.
@@ -26,11 +45,14 @@ def preferred(candidates: Sequence[T]) -> list[T]:
 
 
 def _exact_first(candidates: list[T]) -> list[T]:
-    """An early snapshot yields to an exact one that is at most a step older (I2)."""
-    ordered = list(candidates)
-    for i in range(len(ordered) - 1):
-        newer, older = ordered[i], ordered[i + 1]
-        close = newer.record.step - older.record.step <= 1
-        if newer.record.early and not older.record.early and close:
-            ordered[i], ordered[i + 1] = older, newer
-    return ordered
+    """An early snapshot yields to an exact one that is near: see `NEAR_STEPS`."""
+    ordered: list[T] = []
+    waiting: list[T] = []  # early ones, while an exact one may still come
+    for each in candidates:
+        if each.record.early:
+            waiting.append(each)
+            continue
+        near = [e for e in waiting if is_near(e.record.step, each.record.step)]
+        ordered += [*(e for e in waiting if e not in near), each, *near]
+        waiting = []
+    return [*ordered, *waiting]

@@ -24,7 +24,7 @@ from lightck.region.manifest import Manifest
 from lightck.region.native import NativeRegion, Record
 from lightck.region.place import Place
 from lightck.region.pool import NativePool, NativeSnapshot
-from lightck.region.preference import preferred
+from lightck.region.preference import preferred, replaces
 from lightck.region.spec import PROCESS_DURABLE, RegionSpec
 
 _LOOKS = 4
@@ -95,7 +95,7 @@ class Region:
         self.info = handle.describe()
         self.slots = [Slot(i) for i in range(self.info.slot_count)]
         self.protected: int | None = None
-        """Slot of the newest whole snapshot (I6): never invalidated, moved or overwritten."""
+        """Slot of the best whole snapshot (I6): never invalidated, moved or overwritten."""
         self.reusable: Callable[[int, int], bool] | None = None
         """Several ranks: whether the slot that holds (timeline, step) may be reused."""
         self.next_sequence = 1 + max((seq for _, seq in self.info.lineage), default=0)
@@ -357,14 +357,14 @@ class Region:
         slot.fate_open, slot.kept = False, True
 
     def whole(self, slot: Slot) -> None:
-        """The slot's snapshot is durable on every rank: it is protected, if none newer is.
+        """The slot's snapshot is durable on every rank: it is protected if recovery prefers it.
 
         Idempotent. The live state continues it: attach may write here again.
         """
-        newest = self.slots[self.protected].record if self.protected is not None else None
+        held = self.slots[self.protected].record if self.protected is not None else None
         assert slot.record is not None, "overwritten before its fate was known"
         slot.fate_open = slot.kept = False
-        if newest is None or newest.sequence <= slot.record.sequence:
+        if replaces(slot.record, held):
             self.protected = slot.index
             self.carry_on(slot.record)
 

@@ -149,12 +149,27 @@ def test_a_suspect_step_comes_after_all_others() -> None:
     assert "is suspect" in decide(only).why
 
 
-def test_an_early_step_yields_to_an_exact_one_just_before_it() -> None:
-    early = marked(view(8, 7), 8, early=True)
-    choice = decide([view(8, 7), early])
-    assert choice.key == Key(T1, 7, 2) and "step 8 was finished early" in choice.why
-    assert chosen(view(8), marked(view(8), 8, early=True)) == (T1, 8)
-    assert chosen(view(8, 6), marked(view(8, 6), 8, early=True)) == (T1, 8)
+@pytest.mark.parametrize("older", [7, 6, 5])
+def test_an_early_step_yields_to_an_exact_one_that_is_near(older: int) -> None:
+    early = marked(view(8, older), 8, early=True)
+    choice = decide([view(8, older), early])
+    assert choice.key == Key(T1, older, 2) and not choice.early
+    assert "step 8 was finished early" in choice.why
+    assert choice.left == (f"step 8: early, and step {older} is exact",)
+
+
+def test_an_early_step_yields_past_another_early_one() -> None:
+    between = marked(marked(view(9, 8, 6), 9, early=True), 8, early=True)
+    assert chosen(view(9, 8, 6), between) == (T1, 6)
+
+
+def test_an_early_step_that_is_taken_names_the_newest_exact_one() -> None:
+    far = marked(view(8, 4), 8, early=True)
+    choice = decide([view(8, 4), far])
+    assert choice.key == Key(T1, 8, 2) and choice.early
+    assert choice.why.endswith("of the exact ones step 4 is the newest")
+    only = decide([view(8), marked(view(8), 8, early=True)])
+    assert only.key == Key(T1, 8, 2) and only.early and "finished early" in only.why
 
 
 def test_ranks_of_another_world_look_further_before_they_choose() -> None:

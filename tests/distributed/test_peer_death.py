@@ -223,6 +223,24 @@ def test_a_rank_that_dies_inside_its_update_leaves_the_newest_whole_step(region_
     assert info is not None and info.step == AT - 1 and not info.early
 
 
+@pytest.mark.parametrize("phase", ["step end", "loop"])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_with_every_step_due_an_exact_snapshot_outlives_a_death_before_the_next_forward(
+    region_dir: Path, dead: int, phase: str
+) -> None:
+    """What the survivor saves is early: a loop that does not look at that is resumed exactly, too.
+
+    The exact one is of a step or two before, or three: its slot is not taken for the early one.
+    """
+    with ranks.started(2, first_life(region_dir, dead, phase, policy=1)) as job:
+        ((saved, taken, refused, _),) = job.outcomes([1 - dead])
+    assert saved["step"] == AT and not refused, saved
+    assert [(each["step"], each["early"]) for each in taken] == [(AT, True)]
+    info = go_on(region_dir, 2)
+    assert info is not None and not info.early and AT - 3 <= info.step < AT
+    assert f"step {AT} was finished early" in info.why
+
+
 def test_one_rank_after_the_other_dies_and_no_step_is_lost(region_dir: Path) -> None:
     """The second life saves in slots of the first, whose snapshot stays until then."""
     for dead, last, phase in ((1, AT, "loop"), (0, AT + 1, "backward"), (1, AT + 2, "forward")):

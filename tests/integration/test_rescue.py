@@ -15,6 +15,7 @@ from loops import Loop, adam_loop, digest, of_stored, steps_at
 from torch import nn
 
 import lightck
+from lightck.policy import AtSteps
 from lightck.region.journal import FORWARD, STEP_END, read_entry
 
 SOON_S = 20.0
@@ -102,6 +103,26 @@ def test_an_exception_before_the_forward_saves_an_early_snapshot(run_dir: Path) 
         raise Broken
     check(run_dir, loop, 3)
     assert _record(run_dir).early
+
+
+@pytest.mark.parametrize(("steps", "restored"), [(4, 1), (5, 5)])
+def test_restore_warns_of_an_early_snapshot_and_names_the_exact_one(
+    run_dir: Path, steps: int, restored: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only step 1 is due. If that is near, it is what restore takes, and nothing is to be said."""
+    loop = counting_loop()
+    with pytest.raises(Broken), attach(run_dir, loop, policy=AtSteps([1])):
+        loop.run(steps)
+        loop.note()
+        raise Broken
+    assert steps_at(run_dir) == [1, steps]
+    again = counting_loop()
+    caplog.clear()
+    info = lightck.restore(again.model, list(again.optimizers), run_dir)
+    assert info is not None and (info.step, info.early) == (restored, restored == steps)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == info.early
+    assert all("of the exact ones step 1 is the newest" in text for text in warned)
 
 
 def test_an_exception_inside_the_update_saves_nothing(run_dir: Path) -> None:

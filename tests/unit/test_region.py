@@ -278,17 +278,45 @@ def test_an_early_snapshot_yields_to_an_exact_one_that_is_a_step_older(
         assert [c.record.step for c in book.region.recover().candidates] == expected
 
 
-def test_an_early_snapshot_is_preferred_to_an_exact_one_that_is_older_than_that(
-    run: Path, rng: np.random.Generator
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [("1 4e", [1, 4]), ("1 5e", [5, 1]), ("1 3e 4e", [1, 4, 3]), ("1 4e 5e", [5, 1, 4])],
+)
+def test_an_early_snapshot_yields_to_exact_ones_that_are_near(
+    run: Path, rng: np.random.Generator, steps: str, expected: list[int]
 ) -> None:
+    with Book(run, slots=3) as book:
+        book.region.begin_timeline(None)
+        for text in steps.split():
+            commit_marked(book, rng, text)
+        assert [c.record.step for c in book.region.recover().candidates] == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"), [("1 2e 3e 4", "1 4"), ("1 5e 6e", "5 6"), ("1e 2e 3e", "2 3")]
+)
+def test_the_slot_that_is_protected_is_the_one_that_recovery_would_take(
+    run: Path, rng: np.random.Generator, steps: str, kept: str
+) -> None:
+    """Of two slots the other one is written next, whatever it holds."""
     with Book(run) as book:
         book.region.begin_timeline(None)
-        for step, flags in ((1, 0), (3, native.RECORD_EARLY)):
-            writer = book.open(random_contents(rng, SIZES))
-            assert writer is not None
-            writer.seal(step, b"", b"", flags)
-            writer.wait(None)
-        assert [c.record.step for c in book.region.recover().candidates] == [3, 1]
+        for text in steps.split():
+            commit_marked(book, rng, text)
+            best = book.region.recover().candidates[0].record
+            assert book.region.protected == best.slot
+        left = sorted(c.record.step for c in book.region.recover().candidates)
+        assert left == [int(step) for step in kept.split()]
+
+
+def commit_marked(book: Book, rng: np.random.Generator, text: str) -> None:
+    """Of a step; `e` marks an early one."""
+    writer = book.open(random_contents(rng, SIZES))
+    assert writer is not None
+    writer.seal(int(text.rstrip("e")), b"", b"", native.RECORD_EARLY if "e" in text else 0)
+    writer.wait(None)
+    assert writer.record is not None
+    book.region.committed(writer.slot, writer.record)
 
 
 def test_a_leased_slot_is_not_reused_and_one_being_written_is_not_leased(
