@@ -339,4 +339,7 @@ class Job:
 
 
 def _ahead(step: int, calendar: Calendar) -> range:
-    return range(step + 1, step + 2 + 2 * (calendar.every or 0))
+    """Steps of the next two periods that may be due; a period may be of any length."""
+    every = calendar.every or 1
+    first = (step // every + 1) * every
+    return range(first, first + 2 * every + 1, every)
