@@ -7,7 +7,7 @@ step, or are one apart, and contents decide at restore.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightck.capture.recorder import Recorder
 from lightck.distributed.store import Store
@@ -59,13 +59,14 @@ class JointRescue(Rescue):
         An early snapshot of another rank's takes this one to the early instant, too: states of two
         instants are no one state of the job.
         """
+        began = time.monotonic()
         saved = super().save(reason, deadline, early=early)
         if saved.fresh and not saved.early and self._is_early_elsewhere(saved.step):
             saved = super().save(reason, deadline, early=True)
         self._tell(saved, deadline)
         if saved.fresh:
             self.inheritance.settle(deadline)
-        return saved
+        return replace(saved, seconds=time.monotonic() - began)
 
     def elsewhere(self) -> str | None:
         """What has failed on another rank since the last call, as a reason to save; None: nothing.
