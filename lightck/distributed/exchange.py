@@ -124,11 +124,15 @@ class Rounds:
 
     def _await(self, base: str, kind: str, began: float) -> Said:
         # Half as long again as rank 0, whose answer then names the ranks that are missing.
-        if not self.store.wait(f"{base}/out", 1.5 * self.timeout_s):
-            waited = time.monotonic() - began
-            raise CoordinationError(_absent(kind, [0], self.world, base, waited))
-        answer: Said = json.loads(self.store.read(f"{base}/out") or b"{}")
-        return answer
+        # A wait may end with nothing there: torch's server wakes all when one of them gives up.
+        while (left := began + 1.5 * self.timeout_s - time.monotonic()) > 0:
+            if self.store.wait(f"{base}/out", left):
+                said = self.store.read(f"{base}/out")
+                if said is not None:
+                    answer: Said = json.loads(said)
+                    return answer
+        waited = time.monotonic() - began
+        raise CoordinationError(_absent(kind, [0], self.world, base, waited))
 
     def _sweep(self) -> None:
         """Delete what nobody reads any more: whoever is counted here has left the last round.

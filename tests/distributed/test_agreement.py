@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -177,3 +178,16 @@ def test_ten_thousand_ranks_read_a_decision_of_some_bytes_per_node() -> None:
     decision = settle(said)
     assert len(str(decision)) < 12 * 1250
     assert place(9_999, decision).peers == tuple(range(9_992, 10_000))
+
+
+def test_a_wait_that_ends_with_nothing_there_is_no_answer() -> None:
+    """torch's server wakes every waiting client when one of them reads what is not there."""
+
+    class Nervous(MemoryStore):
+        def wait(self, key: str, seconds: float) -> bool:
+            time.sleep(0.02)
+            return True
+
+    rounds = Rounds(Nervous(Server()), 1, 2, timeout_s=0.2)
+    with pytest.raises(CoordinationError, match=r"rank\(s\) 0 of 2 did not come"):
+        rounds.agree("restore", {}, lambda said: {})
