@@ -19,7 +19,8 @@ from lightck.capture.assembled import Assembled, Part
 from lightck.capture.filling import fresh
 from lightck.config import Config
 from lightck.distributed.gather import gather
-from lightck.distributed.holdings import Holdings, key_of
+from lightck.distributed.halves import key_of
+from lightck.distributed.holdings import Holdings
 from lightck.distributed.meeting import Meeting
 from lightck.distributed.recall import Found, recall
 from lightck.errors import NoSnapshotError
@@ -85,7 +86,7 @@ def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
 
 def _standing(held: Holdings, candidate: Candidate) -> dict[str, str]:
     """Whether a snapshot of one rank is one of all its ranks."""
-    key = key_of(candidate)
+    key = key_of(candidate.record)
     if held.excludes(key):
         return {"state": "abandoned"}
     missing = held.lacks(key) if key.world > 1 else []
@@ -186,6 +187,7 @@ def _mapped(
 ) -> Iterator[Callable[[], tuple[Assembled, dict[str, torch.Tensor]]]]:
     """Verify a snapshot; the context gives what makes tensors over its slots."""
     snapshot = found.snapshot
+    assert isinstance(snapshot, Assembled), "nobody else is here to give it"
     # Before the caller has them: what cannot be read is passed over for an older one here only.
     snapshot.trees()
     with snapshot.leased() as leases:
@@ -193,16 +195,15 @@ def _mapped(
         wholes = gather(found) if whole else {}
 
         def take() -> tuple[Assembled, dict[str, torch.Tensor]]:
-            tensors = _tensors(found) | wholes
+            tensors = _tensors(found, snapshot) | wholes
             leases.pop_all()  # they go when their region is closed
             return snapshot, tensors
 
         yield take
 
 
-def _tensors(found: Found) -> dict[str, torch.Tensor]:
+def _tensors(found: Found, snapshot: Assembled) -> dict[str, torch.Tensor]:
     """Tensors over the slots where one piece holds all; copies of the others, and of devices."""
-    snapshot = found.snapshot
     over: list[tuple[Part, Sequence[int]]] = [
         (part, _alone(part, snapshot) if part.region.place.is_plain else [])
         for part in snapshot.parts

@@ -24,11 +24,12 @@ from lightck.capture.optimizer import Saved
 from lightck.capture.state import Inventory
 from lightck.capture.steps import Steps
 from lightck.config import Config
+from lightck.distributed.healed import Healed
 from lightck.distributed.meeting import meeting
 from lightck.distributed.recall import Found, recall
 from lightck.errors import LightckError
 from lightck.events import event
-from lightck.region import place
+from lightck.region import claim, place
 from lightck.types import RestoreInfo
 
 _EARLY = (
@@ -87,9 +88,11 @@ def restore(
     forward they are set once more to what they were at that forward.
 
     Under torch.distributed every rank calls this. They take the newest snapshot of which each can
-    read its whole state, and all of them the same; nothing is changed on any rank before each has
-    checked all of it. Another number of ranks than wrote the snapshot finds replicated state by
-    name; of buffers, extras and data positions rank r has those of rank r modulo that number.
+    read its whole state, or be given it: replicated state goes from a rank that has it to those
+    that lack it, over gloo, as `info.healed` tells. All of them take the same; nothing is changed
+    on any rank before each has checked all of it. Another number of ranks than wrote the snapshot
+    finds replicated state by name; of buffers, extras and data positions rank r has those of rank r
+    modulo that number.
 
     Args:
         model: a module, or several.
@@ -162,12 +165,16 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
 
 def _lent(found: Found) -> str:
     """Why this rank's own state is another's; empty if it is not."""
-    rank, world = found.holdings.rank, found.key.world
-    if rank < world:
+    rank, world, taken = found.holdings.rank, found.key.world, found.snapshot.record.rank
+    if rank >= world:
+        why = f"{world} rank(s) wrote the snapshot"
+    elif isinstance(found.snapshot, Healed) and found.snapshot.half is None:
+        why = f"neither region nor journal has what was rank {rank}'s own in step {found.key.step}"
+    else:
         return ""
     return (
-        f"{world} rank(s) wrote the snapshot: rank {rank} takes over the state of rank"
-        f" {rank % world}, but no random numbers: its generators stay as they are"
+        f"{why}: rank {rank} takes over the state of rank {taken}, but no random numbers: its"
+        " generators stay as they are"
     )
 
 
@@ -177,9 +184,16 @@ def _carry_on(found: Found) -> None:
     A rank that has a part of the snapshot keeps it until a newer one is whole, also in another
     world; one that has none gives up what it has.
     """
-    own = found.holdings.own
-    if own is not None and own.region is found.snapshot.parts[0].region:
-        own.region.carry_on(found.snapshot.record)
+    own, snapshot = found.holdings.own, found.snapshot
+    if found.holdings.broken is not None:
+        claim.give_up(found.holdings.where)
+    if isinstance(snapshot, Healed):
+        kept = snapshot.kept
+    else:
+        there = own is not None and own.region is snapshot.parts[0].region
+        kept = snapshot.record if there else None
+    if own is not None and kept is not None:
+        own.region.carry_on(kept)
     elif own is not None:
         own.region.leave_behind()
 
@@ -193,7 +207,7 @@ def _told(found: Found, filling: Filling, first: dict[str, Any]) -> RestoreInfo:
         wall_time=datetime.fromtimestamp(record.wall_time_ns / 1e9, UTC),
         path=found.holdings.where.path,
         early=found.snapshot.early,
-        suspect=found.snapshot.suspect,
+        suspect=found.snapshot.suspect or found.differing,
         timeline=record.timeline,
         leftover=filling.leftover(first),
         skipped=filling.skipped,
@@ -201,7 +215,10 @@ def _told(found: Found, filling: Filling, first: dict[str, Any]) -> RestoreInfo:
         why=found.why,
         world=record.world,
         rank=record.rank,
+        healed=tuple(found.healed),
     )
+    for text in info.healed:
+        event("healed", logging.WARNING, step=info.step, what=text)
     event("restored", step=info.step, slot=info.slot, path=info.path)
     if info.early:
         event("restored_early", logging.WARNING, step=info.step, why=info.why, text=_EARLY)

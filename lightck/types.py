@@ -208,11 +208,13 @@ class RestoreInfo:
         skipped: name to reason, for state that was not restored (`strict=False`); `rng` where
             another rank's own state was taken over, whose random numbers must not be drawn twice.
         fell_back: one message for each newer snapshot that is not whole, or part of it, or suspect;
-            on every rank the same.
+            also for parts of this one that had to be healed; on every rank the same.
         suspect: replicas were found to differ there or before; no other snapshot was whole.
         why: one sentence: why this snapshot.
         world: number of ranks that wrote it.
         rank: which of them wrote the buffers, extras and generators that this process has now.
+        healed: one sentence for each rank that was given the snapshot by another: how many bytes,
+            by whom, and whose buffers and data position it has now; on every rank the same.
     """
 
     step: int
@@ -229,6 +231,7 @@ class RestoreInfo:
     why: str = ""
     world: int = 1
     rank: int = 0
+    healed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ single tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,22 @@ from lightck.region.pool import usual_threads
 from lightck.region.region import Candidate, Region
 
 Source = tuple[Region, Candidate]
+
+
+class Snapshot(Protocol):
+    """One rank's whole state, wherever its bytes are."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Every tensor."""
+
+    @property
+    def index(self) -> Mapping[str, int]:
+        """Position of each name."""
+
+    @property
+    def record(self) -> Record:
+        """Of the snapshot that the rank's own state is from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +134,22 @@ class Assembled:
         if len(self.parts) == 1 and self.entries is self.parts[0].candidate.layout.entries:
             return self.parts[0].candidate.layout.index
         return {entry.name: i for i, entry in enumerate(self.entries)}
+
+    @cached_property
+    def replica(self) -> int | None:
+        """Of state that every rank held alike: the first rank of the node whose replica this is.
+
+        None: it does not say so, or is sharded. What one rank wrote alone may be given to any.
+        """
+        if any(entry.shard is not None for entry in self.entries):
+            return None
+        if self.record.world == 1:
+            return 0
+        try:
+            named, alike = parts.share(self.parts[0].candidate, context=self.label)
+        except CorruptSnapshotError:
+            return None
+        return min(named) if alike and named else None
 
     def trees(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The boundary states (a) and (b), checked.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from lightck.capture import boundary, dtensor, rng
-from lightck.capture.assembled import Assembled
+from lightck.capture.assembled import Snapshot
 from lightck.capture.extras import Extra
 from lightck.capture.optimizer import Saved, install, match
 from lightck.capture.staging import fill, is_dense
@@ -24,7 +24,7 @@ class Filling:
 
     def __init__(
         self,
-        snapshot: Assembled,
+        snapshot: Snapshot,
         live: Inventory,
         second: dict[str, Any],
         strict: bool,

@@ -53,13 +53,22 @@ def peers(candidate: Candidate, *, context: str) -> list[int]:
     Raises:
         CorruptSnapshotError: it does not say.
     """
+    return share(candidate, context=context)[0]
+
+
+def share(candidate: Candidate, *, context: str) -> tuple[list[int], bool]:
+    """As `peers`; and whether, by its word, all ranks held parameters and optimizers alike.
+
+    Raises:
+        CorruptSnapshotError: it does not say.
+    """
     second = boundary.decode(candidate.manifest.at_forward, context=context)
-    share = second.get("share") if type(second) is dict else None
-    named = share.get("peers") if type(share) is dict else None
+    said = second.get("share") if type(second) is dict else None
+    named = said.get("peers") if type(said) is dict else None
     world = candidate.record.world
     if type(named) is not list or not all(type(r) is int and 0 <= r < world for r in named):
         raise CorruptSnapshotError(f"{context}: its share is one of ranks {named!r} of {world}")
-    return named
+    return named, type(said) is dict and said.get("alike") is True
 
 
 def _check_entries(entries: Sequence[Entry]) -> None:

@@ -63,7 +63,7 @@ class Shared:
     form: bytes = b""
     """What every rank of the job must say alike of the state that all hold alike."""
     told: dict[str, Any] | None = None
-    """Who shares, for the boundary state; None: this rank holds all."""
+    """Who shares, and whether all that could be held alike is, for the boundary state."""
 
 
 @dataclass(frozen=True)

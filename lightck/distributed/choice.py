@@ -1,153 +1,28 @@
-"""Which snapshot all ranks restore: the newest that every one of them can put together.
+"""Which snapshot all ranks restore: the newest that every one of them can put together or be given.
 
 The decision is a pure function of what every rank said. What counts is the content of the regions,
 never a fate key: keys may be lost with the store, and a snapshot whose fate was `dead` or never
 known, but that every rank can put together, is whole (a rank reuses a dead slot only by
-invalidating it first, and then no longer offers it).
+invalidating it first, and then no longer offers it). Where replicated state is whole on some ranks,
+the others get it from them before an older step is taken (`healing.py`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightck.distributed.agreement import named
 from lightck.distributed.exchange import Said
+from lightck.distributed.healing import Plan, plan
+from lightck.distributed.lineage import Key, age, rule
+from lightck.distributed.views import Offer, View
 from lightck.errors import CoordinationError
 from lightck.region.preference import is_near
 
-MAX_OFFERS = 16  # per rank: slots of one region, or a few regions of a larger former world
-MAX_ANCESTORS = 16  # as in a superblock
-_SPOKEN = 4  # problems that a rank tells
-_LETTERS = 250  # of each
 _LISTED = 12
-_PLACE = 60  # letters of a region's name
 _SUSPECT = "suspect, for replicas were found to differ there or before"
-_PATH_END = 200  # what is compared of a path
-_UNKNOWN = -1
-"""As a branch point: nothing of that ancestor is there that counts."""
-
-
-class Key(NamedTuple):
-    """What a snapshot is over all ranks."""
-
-    timeline: int
-    step: int
-    world: int
-    """Number of ranks that wrote it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A snapshot that a rank can put together wholly.
-
-    Attributes:
-        key: which.
-        early: finished before the boundary instant (b).
-        suspect: replicas were found to differ.
-    """
-
-    key: Key
-    early: bool = False
-    suspect: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Lineage:
-    """The newest timeline of a region, or of several, and what it continues.
-
-    Attributes:
-        head: the newest timeline; 0 before the first attach.
-        ancestors: (timeline, step up to which its snapshots count), the newest first.
-        world: number of ranks that write the newest timeline, as far as is known.
-        run: of the region, in hexadecimal.
-        where: whose it is, for messages.
-    """
-
-    head: int
-    ancestors: tuple[tuple[int, int], ...] = ()
-    world: int = 1
-    run: str = ""
-    where: str = ""
-
-    @property
-    def timelines(self) -> tuple[int, ...]:
-        """The newest first."""
-        return (self.head, *(timeline for timeline, _ in self.ancestors))
-
-    def excludes(self, key: Key) -> str:
-        """Why a snapshot does not count, in words; empty if it does."""
-        if key.timeline == self.head:
-            return ""
-        limit = dict(self.ancestors).get(key.timeline)
-        if limit is None:
-            return "of a timeline that was abandoned"
-        if key.step > limit:
-            return "beyond the step at which a later restore went on from its timeline"
-        return ""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What one rank sees.
-
-    Attributes:
-        path: the path that it was given.
-        step: the only step that is wanted; None for the newest.
-        offers: snapshots that it can put together, of what counts in the regions they come from.
-        lineage: of the regions it reads; None if it has none.
-        problems: what is there and cannot be put together, and why.
-        wide: it has looked into every region below the path, not only its own and its peers'.
-        lacking: its own region is not there or empty, while others lie below the path.
-        void: nothing was ever written in what it sees.
-        overtaken: a trainer has overwritten what it found.
-        young: the newest timeline of its own region, if that continues nothing and nothing is
-            committed in it yet (what older ones left was given up then); else 0.
-    """
-
-    path: str
-    step: int | None
-    offers: tuple[Offer, ...] = ()
-    lineage: Lineage | None = None
-    problems: tuple[str, ...] = ()
-    wide: bool = False
-    lacking: bool = False
-    void: bool = False
-    overtaken: bool = False
-    young: int = 0
-
-    def said(self) -> Said:
-        """As JSON; the newest offers and the first problems only."""
-        newest = sorted(self.offers, key=lambda o: (_age(self.lineage, o.key), -o.key.step))
-        lineage = self.lineage and asdict(self.lineage)
-        if lineage:
-            lineage["ancestors"] = [list(a) for a in lineage["ancestors"][:MAX_ANCESTORS]]
-            lineage["where"] = _plain(lineage["where"])[:_PLACE]
-        return {
-            "path": _plain(self.path)[-_PATH_END:],
-            "step": self.step,
-            "offers": [[*o.key, int(o.early), int(o.suspect)] for o in newest[:MAX_OFFERS]],
-            "lineage": lineage,
-            "problems": [_plain(text)[:_LETTERS] for text in self.problems[:_SPOKEN]],
-            "flags": [self.wide, self.lacking, self.void, self.overtaken, self.young],
-        }
-
-    @classmethod
-    def heard(cls, said: Said) -> View:
-        """The inverse of `said`."""
-        lineage = said["lineage"] and Lineage(
-            **{
-                **said["lineage"],
-                "ancestors": tuple((t, s) for t, s in said["lineage"]["ancestors"]),
-            }
-        )
-        offers = tuple(
-            Offer(Key(*each[:3]), bool(each[3]), bool(each[4])) for each in said["offers"]
-        )
-        problems = tuple(said["problems"])
-        return cls(said["path"], said["step"], offers, lineage, problems, *said["flags"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +32,9 @@ class Choice:
     Attributes:
         key: the snapshot to restore; None if there is none.
         early: a rank has only an early one: whoever has both takes the early one, too.
+        heals: (rank that gets the snapshot, rank that gives it to it).
+        bare: of the ranks that get it, those that take over the other's own state, too.
+        compare: it is there on several nodes, whose replicas are compared before it is taken.
         why: one sentence.
         fell_back: why newer ones, or parts of them, are not whole; newest first.
         left: newer ones that are whole and were not chosen, or do not count, and why.
@@ -173,12 +51,16 @@ class Choice:
     void: bool = False
     overtaken: bool = False
     early: bool = False
+    heals: tuple[tuple[int, int], ...] = ()
+    bare: tuple[int, ...] = ()
+    compare: bool = False
 
     @classmethod
     def heard(cls, said: Said) -> Choice:
         """From what `decide_restore` made."""
         key = said["key"]
-        lists = {name: tuple(said[name]) for name in ("fell_back", "left")}
+        lists = {name: tuple(said[name]) for name in ("fell_back", "left", "bare")}
+        lists["heals"] = tuple((rank, donor) for rank, donor in said["heals"])
         return cls(**{**said, "key": key and Key(*key), **lists})
 
 
@@ -202,30 +84,60 @@ def decide(views: Sequence[View]) -> Choice:
             found.setdefault(offer.key, []).append(offer)
     excluded = {key: why for key in found if (why := ruling.excludes(key))}
     counting = sorted(
-        (key for key in found if key not in excluded), key=lambda k: (_age(ruling, k), -k.step)
+        (key for key in found if key not in excluded), key=lambda k: (age(ruling, k), -k.step)
     )
     left = [f"step {key.step}: {excluded[key]}" for key in sorted(excluded, key=lambda k: -k.step)]
     others = any(key.world != len(views) for key in counting)
     if not all(view.wide for view in views) and (others or any(v.lacking for v in views)):
         return Choice(None, "another number of ranks wrote this, or regions are away", widen=True)
     broken = _told(views)
-    whole = [key for key in counting if len(found[key]) == len(views)]
-    chosen, why = _prefer(whole, found, left, broken)
+    plans = {key: plan(key, views) for key in counting if len(found[key]) < len(views)}
+    whole = [key for key in counting if not isinstance(plans.get(key), str)]
+    chosen, why = _prefer(whole, found, plans, left, broken)
+    healed = plans.get(chosen) if chosen is not None else None
+    anew = _never_whole(views, {key.timeline for key in excluded})
+    if anew and chosen and chosen.step <= 1 and isinstance(healed, Plan) and healed.bare:
+        chosen = healed = None  # to begin anew costs one step, and every rank has its own state
     newer = counting[: counting.index(chosen)] if chosen in counting else counting
-    for key in newer:
-        missing = [r for r, view in enumerate(views) if key not in {o.key for o in view.offers}]
-        if missing:
-            broken.append(f"step {key.step}: not whole, missing on rank(s) {named(missing)}")
+    broken += [_missing(key, views, plans[key]) for key in newer if key in plans]
+    _must_be_readable(views, healed)
     return Choice(
         chosen,
         why,
         tuple(broken[:_LISTED]),
         tuple(left[:_LISTED]),
-        void=all(view.void for view in views)
-        or (chosen is None and _never_whole(views, {key.timeline for key in excluded})),
+        void=all(view.void for view in views) or (chosen is None and anew),
         overtaken=any(view.overtaken for view in views),
         early=chosen is not None and _is_early(found[chosen]),
+        heals=healed.heals if isinstance(healed, Plan) else (),
+        bare=healed.bare if isinstance(healed, Plan) else (),
+        compare=chosen is not None and _on_several_nodes(chosen, views),
     )
+
+
+def _missing(key: Key, views: Sequence[View], planned: Plan | str) -> str:
+    lacking = [rank for rank, view in enumerate(views) if view.offer(key) is None]
+    why = f"; not healed: {planned}" if isinstance(planned, str) else ""
+    return f"step {key.step}: not whole, missing on rank(s) {named(lacking)}{why}"
+
+
+def _on_several_nodes(key: Key, views: Sequence[View]) -> bool:
+    """Several replicas are there, and may differ."""
+    offers = [(view.node, offer) for view in views if (offer := view.offer(key))]
+    return key.world > 1 and len({n for n, _ in offers}) > 1 and all(o.alike for _, o in offers)
+
+
+def _must_be_readable(views: Sequence[View], healed: Plan | str | None) -> None:
+    """A region that cannot be opened is passed over only where its rank gets what it lacks.
+
+    Raises:
+        CoordinationError: names the ranks, and why.
+    """
+    given = healed.lacking if isinstance(healed, Plan) else ()
+    unread = [(r, view.broken) for r, view in enumerate(views) if view.broken and r not in given]
+    if unread:
+        told = "; ".join(f"rank {rank}: {why}" for rank, why in unread[:_LISTED])
+        raise CoordinationError(f"no rank can restore: {told}")
 
 
 def _never_whole(views: Sequence[View], left: Collection[int]) -> bool:
@@ -251,13 +163,24 @@ def _told(views: Sequence[View]) -> list[str]:
 def _prefer(
     whole: Sequence[Key],
     found: Mapping[Key, Sequence[Offer]],
+    plans: Mapping[Key, Plan | str],
     left: list[str],
     broken: list[str],
 ) -> tuple[Key | None, str]:
-    """Newest first; one found suspect comes after all others, an early one after near exact ones.
+    """Newest first; one found suspect comes after all others, an inexact one after near exact ones.
 
-    One rank's suspicion, and one rank's early finish, is everybody's.
+    One rank's suspicion, and one rank's early finish, is everybody's. Inexact is also what leaves a
+    rank without its own data position: one step repeated costs less.
     """
+
+    def inexact(key: Key) -> str:
+        planned = plans.get(key)
+        if _is_early(found[key]):
+            return "was finished early"
+        if isinstance(planned, Plan) and planned.bare:
+            return f"is without what is rank(s) {named(planned.bare)}'s own"
+        return ""
+
     suspect = [key for key in whole if any(offer.suspect for offer in found[key])]
     clean = [key for key in whole if key not in suspect]
     if not clean:
@@ -269,73 +192,24 @@ def _prefer(
     broken += [
         f"step {key.step}: {_SUSPECT}" for key in suspect if whole.index(key) < whole.index(first)
     ]
-    if not _is_early(found[first]):
-        return first, f"step {first.step} is the newest that is whole"
-    exact = next((key for key in clean if not _is_early(found[key])), None)
-    why = f"step {first.step} is the newest that is whole, and was finished early"
+    planned, how = plans.get(first), inexact(first)
+    why = f"step {first.step} is the newest that is whole"
+    if isinstance(planned, Plan):
+        why = f"step {first.step} is the newest: {planned.why}"
+    if not how:
+        return first, why
+    exact = next((key for key in clean if not inexact(key)), None)
+    why += f", and {how}"
     if exact is None:
         return first, why
     if not is_near(first.step, exact.step):
         return first, f"{why}; of the exact ones step {exact.step} is the newest"
-    left.append(f"step {first.step}: early, and step {exact.step} is exact")
-    return exact, f"step {exact.step} is exact, and step {first.step} was finished early"
+    left.append(f"step {first.step}: {how}, and step {exact.step} is exact")
+    return exact, f"step {exact.step} is exact, and step {first.step} {how}"
 
 
 def _is_early(offers: Sequence[Offer]) -> bool:
     return any(offer.early for offer in offers)
-
-
-def rule(lineages: Sequence[Lineage]) -> Lineage:
-    """The lineage that counts, of several regions or ranks.
-
-    One that died between the others' attach and its own is a timeline behind: its newest is an
-    ancestor of theirs. Timelines that are no ancestors of each other mean regions that were away
-    for whole attaches; then the one counts of whose ranks the most are there. An ancestor counts
-    up to its branch point: the last step of it that a region of the newest timeline still keeps.
-
-    Raises:
-        CoordinationError: regions of two jobs are mixed.
-    """
-    lineages = [each for each in lineages if each.head]
-    older = {ancestor for each in lineages for ancestor, _ in each.ancestors}
-    heads = [each for each in lineages if each.head not in older] or list(lineages)
-    if not heads:
-        return Lineage(0)
-    if len({each.head for each in heads}) > 1:
-        _must_be_one_job(heads)
-    votes = Counter(each.head for each in heads)
-    ahead = max(heads, key=lambda each: (votes[each.head] / each.world, votes[each.head]))
-    alike = [each for each in heads if each.head == ahead.head]
-    limits: dict[int, int] = {}
-    for each in sorted(alike, key=lambda each: -len(each.ancestors)):
-        for timeline, step in each.ancestors:
-            limits[timeline] = max(step, limits.get(timeline, _UNKNOWN))
-    return Lineage(ahead.head, tuple(limits.items()), ahead.world, ahead.run, ahead.where)
-
-
-def branch_points(ancestors: Collection[int], kept: Collection[tuple[int, int]]) -> list[int]:
-    """Of each ancestor of a region's newest timeline: the step up to which it counts.
-
-    Args:
-        ancestors: timelines.
-        kept: (timeline, step) of the snapshots that the region keeps and counts. While nothing of
-            the newest timeline is whole, the one at which it branched off is among them (I6).
-    """
-    return [max((s for t, s in kept if t == each), default=_UNKNOWN) for each in ancestors]
-
-
-def _must_be_one_job(heads: Sequence[Lineage]) -> None:
-    runs: dict[str, list[str]] = {}
-    for each in heads:
-        runs.setdefault(each.run, []).append(each.where)
-    if len(runs) > 1:
-        listed = "; ".join(
-            f"run {run[:8]} in {', '.join(where[:4])}" for run, where in list(runs.items())[:4]
-        )
-        raise CoordinationError(
-            f"regions of different jobs are mixed: {listed}; give every rank the path of one job,"
-            " or move the others' regions away"
-        )
 
 
 def _must_agree(what: str, values: Sequence[str], remedy: str) -> None:
@@ -345,14 +219,3 @@ def _must_agree(what: str, values: Sequence[str], remedy: str) -> None:
     if len(ranks) > 1:
         listed = "; ".join(f"{v} on rank(s) {named(r)}" for v, r in list(ranks.items())[:4])
         raise CoordinationError(f"the ranks differ in {what}: {listed}; {remedy}")
-
-
-def _plain(text: str) -> str:
-    """As many bytes in JSON as letters."""
-    plain = text.encode("ascii", "replace").decode()
-    return "".join(each if each.isprintable() and each not in '"\\' else "?" for each in plain)
-
-
-def _age(lineage: Lineage | None, key: Key) -> int:
-    timelines = lineage.timelines if lineage else ()
-    return timelines.index(key.timeline) if key.timeline in timelines else len(timelines)

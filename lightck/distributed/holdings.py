@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from lightck.capture import parts
 from lightck.capture.assembled import Assembled
 from lightck.capture.pieces import peers_of
-from lightck.distributed.choice import Key, Lineage, Offer, View, branch_points, rule
-from lightck.errors import CoordinationError, CorruptSnapshotError, RegionError
+from lightck.distributed.halves import Half, Halves, key_of
+from lightck.distributed.lineage import Key, Lineage, branch_points, rule
+from lightck.distributed.topology import node_digest
+from lightck.distributed.views import Offer, View
+from lightck.errors import (
+    CoordinationError,
+    CorruptSnapshotError,
+    RegionError,
+    RegionFormatError,
+    RegionIOError,
+)
 from lightck.region import backing, choice, place
 from lightck.region.native import HOLDS_ALL, Record
 from lightck.region.place import Place
@@ -69,6 +78,13 @@ class Holdings:
     wide: bool = False
     overtaken: bool = False
     """A trainer was met that overwrites what was found."""
+    broken: RegionError | None = None
+    """Why the rank's own region cannot be opened, where others may have what it had."""
+    differing: set[Key] = field(default_factory=set)
+    """Snapshots of which replicas differ, and no majority tells which is right."""
+    _dropped: set[Key] = field(default_factory=set)
+    """Snapshots that cannot be had."""
+    _halves: Halves | None = None
     _problems: list[str] = field(default_factory=list)
     _failed: set[tuple[int, Record]] = field(default_factory=set)
     """(rank, record) of snapshots that turned out to be damaged."""
@@ -79,7 +95,7 @@ class Holdings:
     def opened(
         cls, where: Place, rank: int, world: int, *, lends: bool = True
     ) -> Iterator[Holdings]:
-        """Look into the rank's own region.
+        """Look into the rank's own region; among ranks one that cannot be opened is `broken`.
 
         Raises:
             RegionError: the place is not safe, or what lies there is no region.
@@ -87,7 +103,13 @@ class Holdings:
         found = cls(where, rank, world, lends)
         try:
             if where.exists and not backing.is_blank(where):
-                found._look(where)
+                try:
+                    found._look(where)
+                except (RegionFormatError, CorruptSnapshotError, RegionIOError) as error:
+                    if world == 1:
+                        raise
+                    found.broken = error
+                    found._problems.append(str(error))
             yield found
         finally:
             found.close()
@@ -142,8 +164,10 @@ class Holdings:
             problems += holding.recovery.problems
         for key in self._keys(step):
             found = self.assembled(key)
+            if key in self._dropped:
+                continue
             if isinstance(found, Assembled):
-                offers.append(Offer(key, found.early, found.suspect))
+                offers.append(self._offer(key, found))
             elif found and not offers:  # what is older than a whole one is nobody's loss
                 problems.append(found)
         offers = self._of_all_ranks(offers, problems)
@@ -161,7 +185,12 @@ class Holdings:
             not problems and all(h.recovery.is_empty for h in self.regions),
             self.overtaken or self._is_overtaken(step),
             self._young(),
+            *self._for_others({offer.key for offer in offers}, step),
         )
+
+    def half(self, key: Key, early: bool) -> Half | None:
+        """What is this rank's own of an instant of a snapshot, from its own region or journal."""
+        return next((h for h in self._own_halves(()) if (h.key, h.early) == (key, early)), None)
 
     def assembled(
         self, key: Key, rank: int | None = None, *, early: bool = False
@@ -213,6 +242,10 @@ class Holdings:
         """Note that a snapshot cannot be read after all: it is offered no more."""
         self._failed.add((snapshot.record.rank, snapshot.record))
 
+    def drop(self, key: Key) -> None:
+        """Note that ranks cannot be given a snapshot that they lack: it counts no more."""
+        self._dropped.add(key)
+
     def nothing_whole(self, step: int | None, problems: Sequence[str]) -> str:
         """Why there is no snapshot to give, with what is there."""
         wanted: int | Literal["latest"] = "latest" if step is None else step
@@ -223,6 +256,31 @@ class Holdings:
         return "\n  ".join([*lines, *problems])
 
     # ---- inside ----------------------------------------------------------------------------
+
+    def _offer(self, key: Key, found: Assembled) -> Offer:
+        alike = self.world > 1 and found.replica is not None
+        return Offer(key, found.early, found.suspect or key in self.differing, alike)
+
+    def _for_others(
+        self, offered: set[Key], step: int | None
+    ) -> tuple[tuple[tuple[Key, bool], ...], str, str]:
+        """What only ranks want to know of each other: see `View`."""
+        if self.world == 1:
+            return (), "", ""
+        node = node_digest(self.rank, self.where.reach if self.where.path.exists() else None)
+        own = {
+            (half.key, half.early): None
+            for half in self._own_halves(offered)
+            if step in (None, half.key.step)
+        }
+        why = "" if self.broken is None else f"{type(self.broken).__name__}: {self.broken}"
+        return tuple(own), node, why
+
+    def _own_halves(self, besides: Collection[Key]) -> list[Half]:
+        own = self.own
+        if self._halves is None and own is not None:
+            self._halves = Halves(own.region, own.recovery.candidates)
+        return self._halves.found(besides) if self._halves is not None else []
 
     def _of_all_ranks(self, offers: list[Offer], problems: list[str]) -> list[Offer]:
         """For a reader without ranks beside it: what is whole over all of them, if anything is.
@@ -292,7 +350,7 @@ class Holdings:
         found: dict[Key, None] = {}
         for holding in self.regions:
             for candidate in holding.recovery.candidates:
-                key = key_of(candidate)
+                key = key_of(candidate.record)
                 if step in (None, key.step) and candidate.record.rank == self.former(key.world):
                     found[key] = None
         return sorted(found, key=lambda key: -key.step)
@@ -304,7 +362,7 @@ class Holdings:
             for holding in self.regions
             for candidate in holding.recovery.candidates
             if candidate.record.rank == rank
-            and key_of(candidate) == key
+            and key_of(candidate.record) == key
             and (holding.rank, candidate.record) not in self._failed
         ]
         return sorted(found, key=lambda f: (f[1].record.early != early, -f[1].record.sequence))
@@ -334,9 +392,3 @@ class Holdings:
             where = place.locate(self.where.path, rank, create=False)
             if where.exists:
                 self._look_once(where)
-
-
-def key_of(candidate: Candidate) -> Key:
-    """What a region's snapshot is a part of."""
-    record = candidate.record
-    return Key(record.timeline, record.step, record.world)

@@ -1,9 +1,11 @@
 """Choose a snapshot together, show that every rank can read it, and only then let each take it.
 
-    look -> [say what is there -> choose -> verify -> say how that went] -> take -> say it is done
+    look -> [say what is there -> choose -> compare replicas -> give to those that lack it -> verify
+          -> say how that went] -> take -> say it is done
 
-What one rank finds damaged leads all of them to the next older one. What a rank cannot do at all is
-an error on every rank, which names it (`meeting`); before the last two points nothing has changed.
+What one rank finds damaged it lacks from then on: others give it to it, or all take an older one.
+What a rank cannot do at all is an error on every rank, which names it (`meeting`); before the last
+two points nothing has changed.
 """
 
 from __future__ import annotations
@@ -15,11 +17,17 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from lightck.capture.assembled import Assembled
-from lightck.distributed.choice import Choice, Key, decide_restore
+from lightck.distributed import majority
+from lightck.distributed.choice import Choice, decide_restore
 from lightck.distributed.exchange import Decide, Said
+from lightck.distributed.gifts import SLOWEST_BYTES_S, GiftError, Gifts
+from lightck.distributed.healed import Healed
 from lightck.distributed.holdings import Holdings
+from lightck.distributed.lineage import Key
+from lightck.distributed.majority import Content
 from lightck.distributed.meeting import Meeting
 from lightck.errors import (
+    CoordinationError,
     CorruptSnapshotError,
     NoSnapshotError,
     RegionBusyError,
@@ -34,7 +42,6 @@ _PASSED_OVER = (CorruptSnapshotError, RegionBusyError, RegionIOError)
 _LETTERS = 1000  # of a failure that is told to the others
 
 _LISTED = 12
-_SLOWEST_BYTES_S = 100e6  # at which a rank is still believed to be reading
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -45,12 +52,16 @@ class Found:
     """A snapshot that was chosen, with this rank's state in it."""
 
     key: Key
-    snapshot: Assembled
+    snapshot: Assembled | Healed
     why: str
     """One sentence: why this one."""
     fell_back: tuple[str, ...]
     """Why newer ones were not whole."""
     holdings: Holdings
+    differing: bool = False
+    """Replicas on different nodes differ, and it is not known which is right."""
+    healed: list[str] = field(default_factory=list)
+    """Known when it is taken: which ranks got it from which others, and what; in words."""
 
 
 class Taking(Protocol[T_co]):
@@ -119,59 +130,124 @@ class _Attempt:
         """The next choice, the same on every rank."""
         while True:
             view = self.holdings.view(self.step)
-            choice = Choice.heard(self._together("restore", view.said(), decide_restore))
+            try:
+                choice = Choice.heard(self._together("restore", view.said(), decide_restore))
+            except CoordinationError:
+                if self.holdings.broken is not None and self.ranks.rounds is not None:
+                    raise self.holdings.broken from None
+                raise
             if not choice.widen:
                 return choice
             self.holdings.widen()
 
     def take(self, choice: Choice, key: Key, taking: Taking[T]) -> list[T]:
         """Take what was chosen; nothing in the list if a rank finds it damaged."""
-        snapshot = self.holdings.assembled(key, early=choice.early)
-        assert isinstance(snapshot, Assembled), "chosen, but not offered here"
+        heals = dict(choice.heals)
+        if choice.compare and key not in self.holdings.differing:
+            odd = self._odd(key, choice.early)
+            if odd is None:
+                return []
+            if odd:  # whoever lacks it gets what most nodes have, too
+                heals = dict.fromkeys([*heals, *odd], min(odd.values()))
+        gifts = Gifts(self.ranks, self.holdings, key, choice.early, heals)
         fell_back = (*choice.fell_back, *self.damaged)
-        found = Found(key, snapshot, choice.why, fell_back, self.holdings)
         with contextlib.ExitStack() as held:
-            held.enter_context(self._patient(snapshot))
             taken: list[T] = []
             problem: Exception | None = None
+            finish: Callable[[], T] | None = None
+            found: Found | None = None
             try:
-                finish = held.enter_context(taking(found))
-            except _PASSED_OVER as error:
+                with gifts.exchanged() as snapshot:
+                    held.enter_context(self._patient(snapshot, len(heals)))
+                    differs = key in self.holdings.differing
+                    found = Found(key, snapshot, choice.why, fell_back, self.holdings, differs)
+                    finish = held.enter_context(taking(found))
+                    gifts.give()
+            except (*_PASSED_OVER, GiftError) as error:
                 problem = error
             # A rank that is told of damage here has changed nothing.
-            if self._all_well("restore: verified", key, problem):
+            well, healed = self._all_well("restore: verified", key, problem, gifts)
+            if well:
+                assert finish is not None and found is not None
+                found.healed.extend(healed)
                 try:
                     taken.append(finish())
                 except _PASSED_OVER as error:  # the medium has changed its mind
                     problem = error
-                if self._all_well("restore: filled", key, problem):
+                if self._all_well("restore: filled", key, problem, gifts)[0]:
                     return taken
-        self.holdings.failed(snapshot)
         return []
 
+    def _odd(self, key: Key, early: bool) -> dict[int, int] | None:
+        """Ranks whose replica is not what most nodes have, and who gives them that.
+
+        None: no majority; the snapshot is suspect from here on.
+        """
+        state = self.holdings.assembled(key, early=early)
+        said: Said = {}
+        content = None
+        if isinstance(state, Assembled) and state.replica is not None:
+            content = Content.of(state)
+            said = majority.said_of(state.replica, content)
+        verdict = self._together("restore: compared", said, majority.judge)
+        if verdict["same"]:
+            return {}
+        text = majority.in_words(key.step, verdict, self._named(content, verdict["count"]))
+        event("replicas_differ", logging.WARNING, step=key.step, why=text)
+        self.damaged.append(text)
+        if not verdict["most"]:
+            self.holdings.differing.add(key)
+            return None
+        return dict.fromkeys(verdict["odd"], min(verdict["most"]))
+
+    def _named(self, content: Content | None, count: int) -> str:
+        """The first tensor that differs; a few more rounds. Empty: there is no such one."""
+        begin, end, name = 0, count, ""
+        while end > begin:
+            said = {} if content is None else majority.said_of_range(content, begin, end)
+            found = self._together("restore: narrowed", said, majority.narrow)
+            name = found["name"]
+            if end - begin == 1:
+                return str(name)
+            begin, end = majority.parts(begin, end)[found["at"]]
+        return ""
+
     @contextlib.contextmanager
-    def _patient(self, snapshot: Assembled) -> Iterator[None]:
+    def _patient(self, snapshot: Assembled | Healed, heals: int) -> Iterator[None]:
         """Wait longer for ranks that read: another's medium may be much slower than this one's."""
         rounds = self.ranks.rounds
         if rounds is None:
             yield
             return
         usual = rounds.timeout_s
-        rounds.timeout_s = usual + sum(e.length for e in snapshot.entries) / _SLOWEST_BYTES_S
+        size = sum(e.length for e in snapshot.entries)
+        rounds.timeout_s = usual + (1 + heals) * size / SLOWEST_BYTES_S
         try:
             yield
         finally:
             rounds.timeout_s = usual
 
-    def _all_well(self, kind: str, key: Key, problem: Exception | None) -> bool:
-        """Whether no rank has met a problem; every rank gets to know all of them."""
+    def _all_well(
+        self, kind: str, key: Key, problem: Exception | None, gifts: Gifts
+    ) -> tuple[bool, list[str]]:
+        """Whether no rank has met a problem, and what ranks were given; the same on every rank.
+
+        A rank whose own snapshot is damaged lacks it from here on, and the others may give it to
+        it. If none is, and what was given did not come well, the snapshot counts no more.
+        """
         self.holdings.overtaken |= isinstance(problem, RegionBusyError)
         text = str(problem).encode("ascii", "replace").decode()[:_LETTERS] if problem else None
-        verdict = self._together(kind, {"problem": text}, _problems)
+        own = gifts.mine is not None
+        said = {"problem": text, "own": own, "healed": gifts.in_words()}
+        verdict = self._together(kind, said, _problems)
         for text in verdict["problems"]:
             event("fell_back", logging.WARNING, step=key.step, why=text)
         self.damaged += verdict["problems"]
-        return not verdict["problems"]
+        if verdict["problems"] and not verdict["own"]:
+            self.holdings.drop(key)
+        elif problem is not None and gifts.mine is not None:
+            self.holdings.failed(gifts.mine)
+        return not verdict["problems"], verdict["healed"]
 
     def _together(self, kind: str, said: Said, decide: Decide) -> Said:
         return self.ranks.agree(
@@ -181,6 +257,11 @@ class _Attempt:
 
 def _problems(said: Sequence[Said]) -> Said:
     """Rank 0's word on how the ranks fared."""
-    met = [(rank, each["problem"]) for rank, each in enumerate(said) if each["problem"]]
-    told = [text if len(said) == 1 else f"rank {rank}: {text}" for rank, text in met]
-    return {"problems": told[:_LISTED]}
+    met = [(rank, each) for rank, each in enumerate(said) if each["problem"]]
+    told = [e["problem"] if len(said) == 1 else f"rank {r}: {e['problem']}" for r, e in met]
+    healed = [each["healed"] for each in said if each["healed"]]
+    return {
+        "problems": told[:_LISTED],
+        "own": any(each["own"] for _, each in met),
+        "healed": healed[:_LISTED],
+    }

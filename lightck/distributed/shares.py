@@ -124,14 +124,18 @@ class Sharing:
         stays where a part of its target does.
         """
         peers, world = self.topology.peers, self.topology.world
-        alike = self.replicated(lives) if len(peers) > 1 else set()
+        alike = self.replicated(lives) if world > 1 else set()
+        told = {"rank": self.topology.rank, "world": world, "peers": list(peers)}
+        told["alike"] = all(v.name in alike for v in lives if _may_be_alike(v))
+        if len(peers) == 1:
+            return Shared(tuple(lives), told=told if world > 1 else None)
         entries = {
             live.name: staging.describe(live)
             for live in lives
             if live.name in alike and not live.alias_of
         }
         if not entries:
-            return Shared(tuple(lives))
+            return Shared(tuple(lives), told=told)
         items = [
             Item(v.name, entries[v.name].length, staging.is_dense(v.tensor), bool(v.holders))
             for v in lives
@@ -148,8 +152,13 @@ class Sharing:
             tuple(_kept(lives, entries.keys(), mine)),
             pieces.digest(world, [*placed, *aliases]),
             pieces.digest(world, [*whole, *aliases]),
-            {"rank": self.topology.rank, "world": world, "peers": list(peers)},
+            told,
         )
+
+
+def _may_be_alike(live: Live) -> bool:
+    """What data parallelism keeps alike; buffers and extras are each rank's own by rule."""
+    return live.role in ("parameter", "optimizer") and live.alias_of is None
 
 
 def _kept(

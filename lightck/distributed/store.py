@@ -140,6 +140,10 @@ class JobStore:
         """Open a connection of its own whose keys have one more part in front."""
         return JobStore(self._origin, self._name(part), timeout_s=self._timeout_s)
 
+    def plain(self, part: str) -> Any:
+        """A connection of its own as torch's, for torch's own groups; keys as of `below`."""
+        return dist.distributed_c10d.PrefixStore(self._name(part), self._origin.clone())
+
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 

@@ -89,8 +89,7 @@ def find(
     name = None if name == "none" else name
     if rounds is None:
         return Topology(run_id=run_digest(name) if name else secrets.token_bytes(16))
-    within = f"rank {rounds.rank}" if reach == "" else reach or ""
-    said = {"name": name, "node": f"{node or _this_node()} {within}", "world": rounds.world}
+    said = {"name": name, "node": _seat(rounds.rank, reach, node), "world": rounds.world}
     said["found"] = found.hex() if found else None
     decision = rounds.agree(kind, said, settle)
     return place(rounds.rank, decision)
@@ -152,6 +151,16 @@ def place(rank: int, decision: Mapping[str, Any]) -> Topology:
         peers=peers,
         run_id=bytes.fromhex(decision["run_id"]),
     )
+
+
+def node_digest(rank: int, reach: str | None) -> str:
+    """Stands for the node that a rank is on, with the same meaning of `reach` as for `find`."""
+    return hashlib.blake2b(_seat(rank, reach, None).encode(), digest_size=4).hexdigest()
+
+
+def _seat(rank: int, reach: str | None, node: str | None) -> str:
+    within = f"rank {rank}" if reach == "" else reach or ""
+    return f"{node or _this_node()} {within}"
 
 
 def _this_node() -> str:

@@ -9,13 +9,17 @@ import hashlib
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightck.config import Config
 from lightck.errors import (
     ConfigError,
+    CorruptSnapshotError,
     LightckError,
     RegionBusyError,
     RegionError,
+    RegionFormatError,
+    RegionIOError,
     UnrestoredError,
 )
 from lightck.events import event
@@ -61,6 +65,23 @@ class Seat:
     run_id: bytes | None = None
 
 
+_given_up: set[Path] = set()
+"""Region files that cannot be opened, and of which restore got from other ranks what they had."""
+
+
+def give_up(where: place.Place) -> None:
+    """Declare that nothing is lost with a region that cannot be opened: attach may move it away."""
+    _given_up.add(where.file)
+
+
+def _move_away(where: place.Place, why: LightckError) -> None:
+    """Not removed: its user may want to look at it."""
+    aside = where.file.with_name(f"{where.file.name}.damaged")
+    os.replace(where.file, aside)
+    _given_up.discard(where.file)
+    event("moved_aside", logging.WARNING, file=where.file, to=aside, why=why)
+
+
 def find(config: Config, rank: int = 0) -> Claim:
     """Own what is there, if it may be written.
 
@@ -84,6 +105,11 @@ def find(config: Config, rank: int = 0) -> Claim:
         )
     except RegionBusyError as error:
         raise _naming_owner(error, where) from error
+    except (RegionFormatError, CorruptSnapshotError, RegionIOError) as error:
+        if where.file not in _given_up or not where.is_plain:
+            raise
+        _move_away(where, error)
+        return Claim(where, None)
     try:
         _check_rank(region, rank)
         _take_over(region, config)

@@ -43,9 +43,9 @@ def crc32c(data: bytes | memoryview) -> int:
     return int(library().lck_crc32c(0, ffi.from_buffer(data), len(data)))
 
 
-def crc32c_at(address: int, length: int) -> int:
-    """CRC32C of live memory, which must stay where it is meanwhile."""
-    return int(library().lck_crc32c(0, ffi.cast("const void *", address), length))
+def crc32c_at(address: int, length: int, crc: int = 0) -> int:
+    """CRC32C of live memory, which must stay where it is meanwhile; `crc`: of what precedes it."""
+    return int(library().lck_crc32c(crc, ffi.cast("const void *", address), length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +276,18 @@ class NativeRegion:
             return int(bad[0])
         check(code, f"read {self.label}")
         return None
+
+    def peek(self, offset: int, length: int, address: int) -> None:
+        """Copy a part of an extent, of which alone no checksum is known: the caller checks it all.
+
+        Raises:
+            CorruptSnapshotError: it is outside of the region.
+            RegionIOError: the medium cannot give it.
+        """
+        if offset + length > self.describe().size:
+            raise CorruptSnapshotError(f"{self.label}: [{offset}, +{length}) is outside of it")
+        row = np.array([(offset, length, address, 0, 0)], READ_DTYPE)
+        self.fetch(row, 1)  # what it finds is compared after it was copied
 
     def close(self) -> None:
         """Unmap and unlock; idempotent."""

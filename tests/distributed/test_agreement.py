@@ -12,9 +12,10 @@ import pytest
 from memory import MemoryStore, Server
 
 from lightck.distributed.agreement import Identity, agree_on_attach
-from lightck.distributed.choice import View, decide_restore
+from lightck.distributed.choice import decide_restore
 from lightck.distributed.exchange import MAX_BYTES, Rounds
 from lightck.distributed.topology import Topology, find, place, settle
+from lightck.distributed.views import View
 from lightck.errors import CoordinationError
 
 T1 = 11

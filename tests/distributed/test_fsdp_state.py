@@ -35,8 +35,8 @@ from lightck.capture.assembled import Assembled
 from lightck.capture.hooks import Watched
 from lightck.capture.state import Inventory
 from lightck.cli.main import main
-from lightck.distributed.choice import Key
 from lightck.distributed.holdings import Holdings
+from lightck.distributed.lineage import Key
 from lightck.errors import ConfigError, NoSnapshotError, RestoreMismatchError, StateError
 from lightck.region.layout import Entry
 from lightck.region.layout import Shard as Part

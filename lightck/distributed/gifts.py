@@ -1,0 +1,136 @@
+"""What ranks give each other of a snapshot before it is taken, seen from one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from lightck.capture.assembled import Assembled
+from lightck.distributed import transfer
+from lightck.distributed.channel import Channel
+from lightck.distributed.healed import Healed
+from lightck.distributed.holdings import Holdings
+from lightck.distributed.lineage import Key
+from lightck.distributed.meeting import Meeting
+from lightck.errors import CoordinationError, LightckError
+from lightck.events import event
+
+SLOWEST_BYTES_S = 100e6
+"""At which a rank is still believed to be reading, or sending."""
+
+
+class GiftError(LightckError):
+    """What another rank was to give did not come, or came otherwise; nothing live has changed."""
+
+
+@dataclass(eq=False)
+class Gifts:
+    """One snapshot, and who gives it to whom. Used by the thread that restores."""
+
+    ranks: Meeting
+    holdings: Holdings
+    key: Key
+    early: bool
+    heals: Mapping[int, int]
+    """Rank that gets it -> rank that gives it."""
+    mine: Assembled | None = None
+    """What this rank put together by itself; None: it is given."""
+    got: Healed | None = None
+    _giving: transfer.Giving | None = None
+    _channels: list[Channel] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def exchanged(self) -> Iterator[Assembled | Healed]:
+        """This rank's snapshot, its own or given; at the end nothing is connected any more.
+
+        A donor that fails inside tells those that wait for it.
+
+        Raises:
+            GiftError: what was to come did not.
+        """
+        rank = self.ranks.rank
+        if rank not in self.heals:
+            found = self.holdings.assembled(self.key, early=self.early)
+            assert isinstance(found, Assembled), "chosen, but not offered here"
+            self.mine = found
+        try:
+            self._connect()
+            if self.mine is None:
+                self.got = self._received()
+                yield self.got
+            else:
+                if self._channels:
+                    self._giving = transfer.Giving(self.mine, [*self._channels])
+                    self._giving.announce()
+                yield self.mine
+        except LightckError as error:
+            if self._giving is not None:
+                self._giving.fail(str(error))
+            raise
+        finally:
+            for channel in self._channels:
+                channel.close()
+
+    def give(self) -> None:
+        """Send what is now known to be good to those that lack it.
+
+        Raises:
+            CorruptSnapshotError, RegionIOError: it is not, after all.
+        """
+        if self._giving is None:
+            return
+        giving, self._giving = self._giving, None
+        giving.send()
+        for text in giving.lost:
+            event("not_given", logging.WARNING, step=self.key.step, why=text)
+
+    def in_words(self) -> str:
+        """What this rank was given; empty if nothing."""
+        if self.got is None:
+            return ""
+        rank, donor, size = self.ranks.rank, self.got.donor, self.got.given.payload_bytes
+        own = "buffers, generators and data position are its own"
+        if self.got.half is None:
+            own = f"buffers and data position are those of rank {self.got.given.record.rank}, too"
+        return f"rank {rank} got {size} bytes of step {self.key.step} from rank {donor}; {own}"
+
+    def _connect(self) -> None:
+        rank, rounds = self.ranks.rank, self.ranks.rounds
+        mine = [(r, donor) for r, donor in sorted(self.heals.items()) if rank in (r, donor)]
+        if not mine:
+            return
+        assert rounds is not None, "alone, nobody gives anything"
+        for receiver, donor in mine:
+            store = self.ranks.store.plain(f"heal/{rounds.number}/{donor}-{receiver}")
+            what = f"step {self.key.step}"
+            try:
+                channel = Channel.between(store, donor, receiver, rank, what, rounds.timeout_s)
+            except CoordinationError as error:
+                if rank == receiver:
+                    raise GiftError(str(error)) from error
+                event("not_given", logging.WARNING, step=self.key.step, why=error)
+                continue
+            self._channels.append(channel)
+
+    def _received(self) -> Healed:
+        donor = self.heals[self.ranks.rank]
+        try:
+            found = transfer.receive(self._channels[0], self.key, donor, SLOWEST_BYTES_S)
+            found.half = self.holdings.half(self.key, self.early)
+            if found.half is not None and not _fits(found):
+                found.half = None
+                found.__dict__.pop("entries", None)
+        except LightckError as error:
+            raise GiftError(str(error)) from error
+        return found
+
+
+def _fits(found: Healed) -> bool:
+    """Whether the rank's own state goes together with what was given."""
+    try:
+        found.trees()
+    except LightckError:
+        return False
+    return True

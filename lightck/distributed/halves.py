@@ -1,0 +1,124 @@
+"""What a rank's own region still has of what is its own, where the rest of a snapshot is not there.
+
+Buffers, generators, extras and data position belong to one rank; no other has them. They are in
+its snapshot of the step, even if a share or another tensor of that is damaged, or in the boundary
+journal, which keeps them for the last step while the failure path is armed (I10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from lightck.capture import boundary, staging
+from lightck.capture.filling import fresh
+from lightck.capture.journaled import unpacked
+from lightck.distributed.lineage import Key
+from lightck.distributed.majority import is_own
+from lightck.errors import LightckError
+from lightck.region.journal import FORWARD, STEP_END, read_entry
+from lightck.region.layout import Entry
+from lightck.region.native import READ_DTYPE, Record
+from lightck.region.region import Candidate, Region
+
+
+@dataclass(frozen=True, eq=False)
+class Half:
+    """A rank's own state at one instant of one step; in private memory."""
+
+    key: Key
+    rank: int
+    early: bool
+    at_step: bytes
+    """The blobs of (a) and (b), as in a manifest."""
+    at_forward: bytes
+    tensors: tuple[tuple[Entry, torch.Tensor], ...]
+    record: Record | None = None
+    """Of the snapshot it comes from; None: from the journal."""
+
+
+@dataclass(eq=False)
+class Halves:
+    """Every one that a rank's own region has; each is read once, when first asked for."""
+
+    region: Region
+    candidates: Sequence[Candidate]
+    _read: dict[int, Half | None] = field(default_factory=dict)
+
+    def found(self, besides: Collection[Key] = ()) -> list[Half]:
+        """Those of other snapshots than these, and then those of the journal."""
+        held = []
+        for i, candidate in enumerate(self.candidates):
+            if key_of(candidate.record) not in besides:
+                if i not in self._read:
+                    self._read[i] = of_snapshot(self.region, candidate)
+                held.append(self._read[i])
+        return [half for half in (*held, *self._journal) if half and half.key not in besides]
+
+    @cached_property
+    def _journal(self) -> list[Half]:
+        return of_journal(self.region)
+
+
+def key_of(record: Record) -> Key:
+    """What a region's snapshot is a part of."""
+    return Key(record.timeline, record.step, record.world)
+
+
+def of_snapshot(region: Region, candidate: Candidate) -> Half | None:
+    """What one snapshot holds of its rank's own; None if any of it is damaged."""
+    record, layout = candidate.record, candidate.layout
+    rows = [
+        (i, entry)
+        for i, entry in enumerate(layout.entries)
+        if is_own(entry) and entry.alias_of is None and entry.begin is None
+    ]
+    try:
+        staging.check([entry for _, entry in rows], context="layout table")
+        held = [(entry, fresh(entry)) for _, entry in rows]
+        reads = np.zeros(len(rows), READ_DTYPE)
+        at = np.array([i for i, _ in rows], np.intp)
+        reads["offset"], reads["length"] = layout.offsets[at], layout.lengths[at]
+        reads["crc"] = candidate.manifest.crcs[at]
+        reads["destination"] = [tensor.data_ptr() for _, tensor in held]
+        filled = reads["length"] > 0
+        names = [entry.name for (_, entry), full in zip(rows, filled, strict=True) if full]
+        region.native.lease(record.slot, True)
+        try:
+            region.fetch(candidate, reads[filled], names, 1)
+            if region.native.read_record(record.slot) != record:
+                return None
+        finally:
+            region.native.lease(record.slot, False)
+    except LightckError:
+        return None
+    key = key_of(record)
+    state = candidate.manifest
+    return Half(
+        key, record.rank, record.early, state.at_step, state.at_forward, tuple(held), record
+    )
+
+
+def of_journal(region: Region) -> list[Half]:
+    """What the boundary journal holds: of the last instants of the region's newest timeline."""
+    found = []
+    for kind in (FORWARD, STEP_END):
+        try:
+            entry = read_entry(region.native, kind)
+            if entry is None:
+                continue
+            state = unpacked(entry, context=f"{region.place.file}: journal")
+            second = boundary.decode(state.at_forward, context="journal")
+            world = second["share"]["world"] if "share" in second else 1
+            key = Key(entry.timeline, entry.step, world)
+            held = tuple((staging.describe(live), live.tensor) for live in state.lives)
+        except (LightckError, KeyError, TypeError):  # another rank's state serves
+            continue
+        own = tuple((each, tensor) for each, tensor in held if is_own(each))
+        early = kind == STEP_END or entry.early
+        found.append(Half(key, region.info.rank, early, state.at_step, state.at_forward, own))
+    return found

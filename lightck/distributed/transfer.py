@@ -1,0 +1,196 @@
+"""Replicated state from one rank to others: the donor's side and the receiver's.
+
+    table -> chunks ... -> end          or, at any point: failure, and why
+
+The donor reads its regions a chunk at a time, into one buffer, and checks every extent as it goes;
+chunks go to all receivers before the next one is read. A receiver holds what came in private
+memory, and takes nothing for whole before the end has come and every tensor's checksum holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import torch
+
+from lightck.capture import staging
+from lightck.capture.assembled import Assembled, Part
+from lightck.distributed.channel import CHUNK_BYTES, Channel, as_bytes
+from lightck.distributed.healed import Given, Healed
+from lightck.distributed.lineage import Key
+from lightck.distributed.majority import whole_sums
+from lightck.errors import CoordinationError, CorruptSnapshotError, LightckError
+from lightck.region import layout
+from lightck.region.native import Record, crc32c_at
+
+TABLE, CHUNK, END, FAILURE = 1, 2, 3, 4
+
+
+def described(state: Assembled) -> list[torch.Tensor]:
+    """The parts of a table: a head in JSON, the layout table, checksums, both boundary states."""
+    candidate = state.parts[0].candidate
+    table = layout.encode(state.entries, np.zeros(len(state.entries), np.uint64))
+    record = {**asdict(state.record), "share_digest": state.record.share_digest.hex()}
+    blobs = (candidate.manifest.at_step, candidate.manifest.at_forward)
+    parts = [table, whole_sums(state).tobytes(), *blobs]
+    head = json.dumps({"record": record, "lengths": [len(part) for part in parts]}).encode()
+    return [as_bytes(head), as_bytes(b"".join(parts))]
+
+
+def understood(head: torch.Tensor, body: torch.Tensor, key: Key, label: str) -> Given:
+    """The inverse of `described`, checked before memory is made after it.
+
+    Raises:
+        CorruptSnapshotError: it is no such table, or of another snapshot.
+    """
+    try:
+        said = json.loads(bytes(head.numpy()))
+        record = said["record"]
+        record = Record(**{**record, "share_digest": bytes.fromhex(record["share_digest"])})
+        data, pieces, at = bytes(body.numpy()), [], 0
+        for length in said["lengths"]:
+            pieces.append(data[at : at + length])
+            at += length
+        table, sums, at_step, at_forward = pieces
+        crcs = tuple(map(int, np.frombuffer(sums, np.uint32)))
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptSnapshotError(f"{label}: what came is no table: {error!r}") from error
+    if Key(record.timeline, record.step, record.world) != key:
+        raise CorruptSnapshotError(f"{label}: step {record.step} came, of another timeline or job")
+    entries = layout.decode(table, context=label).entries
+    staging.check(entries, context=label)
+    if len(crcs) != len(entries) or any(e.begin is not None or e.shard for e in entries):
+        raise CorruptSnapshotError(f"{label}: {len(crcs)} checksums for {len(entries)} tensors")
+    return Given(record, at_step, at_forward, entries, crcs)
+
+
+@dataclass(eq=False)
+class Giving:
+    """The donor's side. Used by one thread."""
+
+    state: Assembled
+    channels: list[Channel]
+    lost: list[str] = field(default_factory=list)
+    """Receivers that are gone, in words; the others get what they need."""
+
+    def announce(self) -> None:
+        """Send the table."""
+        for part in described(self.state):
+            self._to_all(TABLE, part)
+
+    def send(self) -> int:
+        """Send every byte, from leased slots; returns how many.
+
+        Raises:
+            CorruptSnapshotError, RegionIOError: the source does not hold; the receivers know.
+        """
+        sent = 0
+        try:
+            for chunk in stream(self.state):
+                self._to_all(CHUNK, chunk)
+                sent += chunk.numel()
+        except LightckError as error:
+            self.fail(str(error))
+            raise
+        self._to_all(END, as_bytes(b""))
+        return sent
+
+    def fail(self, why: str) -> None:
+        """Say that there will be no more, and why."""
+        self._to_all(FAILURE, as_bytes(why.encode("ascii", "replace")[:1000]))
+
+    def _to_all(self, kind: int, data: torch.Tensor) -> None:
+        begun = []
+        for channel in [*self.channels]:
+            with self._losing(channel):
+                begun.append((channel, channel.begin_send(kind, data)))
+        for channel, works in begun:
+            with self._losing(channel):
+                channel.wait(works)
+
+    @contextlib.contextmanager
+    def _losing(self, channel: Channel) -> Iterator[None]:
+        try:
+            yield
+        except CoordinationError as error:
+            self.lost.append(str(error))
+            self.channels.remove(channel)
+
+
+def stream(state: Assembled) -> Iterator[torch.Tensor]:
+    """The bytes of all entries, end to end, a chunk at a time in one buffer.
+
+    Raises:
+        CorruptSnapshotError: an extent does not match its checksum; what came of it is no good.
+        RegionIOError: the medium cannot give it.
+    """
+    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+    filled = 0
+    for part, row in _in_order(state):
+        extent, done, crc = part.rows[row], 0, 0
+        while done < int(extent["length"]):
+            take = min(CHUNK_BYTES - filled, int(extent["length"]) - done)
+            address = buffer.data_ptr() + filled
+            part.region.native.peek(int(extent["offset"]) + done, take, address)
+            crc = crc32c_at(address, take, crc)
+            done, filled = done + take, filled + take
+            if done == int(extent["length"]) and crc != int(extent["crc"]):
+                name = state.entries[part.entries[row]].name
+                raise CorruptSnapshotError(
+                    f"{part.label}: the bytes of {name} do not match their checksum any more"
+                )
+            if filled == CHUNK_BYTES:
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
+
+
+def _in_order(state: Assembled) -> list[tuple[Part, int]]:
+    rows = [
+        (int(entry), int(begin), which, row)
+        for which, part in enumerate(state.parts)
+        for row, (entry, begin) in enumerate(zip(part.entries, part.begins, strict=True))
+    ]
+    return [(state.parts[which], row) for _, _, which, row in sorted(rows)]
+
+
+def receive(channel: Channel, key: Key, donor: int, slow_bytes_s: float) -> Healed:
+    """The receiver's side: everything, in private memory, as it was sent.
+
+    Raises:
+        CorruptSnapshotError: the donor's source is damaged, or what came is not what was announced.
+        CoordinationError: it did not come, or was changed on the way.
+    """
+    given = understood(_table(channel), _table(channel), key, channel.label)
+    found = Healed(given, None, donor, channel.label)
+    usual, came = channel.seconds, 0
+    channel.seconds += given.payload_bytes / slow_bytes_s  # the donor checks all of it first
+    while True:
+        kind, data = channel.receive()
+        channel.seconds = usual
+        if kind == END and came == given.payload_bytes:
+            return found
+        _expect(kind, CHUNK, data, channel)
+        came += data.numel()
+        if came > given.payload_bytes:
+            raise CorruptSnapshotError(f"{channel.label}: more than was announced")
+        found.chunks.append(data)
+
+
+def _table(channel: Channel) -> torch.Tensor:
+    kind, data = channel.receive()
+    _expect(kind, TABLE, data, channel)
+    return data
+
+
+def _expect(kind: int, wanted: int, data: torch.Tensor, channel: Channel) -> None:
+    if kind == FAILURE:
+        why = bytes(data.numpy()).decode("ascii", "replace")
+        raise CorruptSnapshotError(f"{channel.label}: {why}")
+    if kind != wanted:
+        raise CorruptSnapshotError(f"{channel.label}: a message of kind {kind}, expected {wanted}")

@@ -1,0 +1,150 @@
+"""What goes wrong while a snapshot is given: an error on every rank, nothing is half filled."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from islands import Islands, check
+from written import Crew
+
+from lightck.capture.assembled import Assembled
+from lightck.distributed import transfer
+from lightck.distributed.channel import Channel
+from lightck.errors import CoordinationError, NoSnapshotError
+
+NAME = "model/second.weight"
+
+
+def lacking(folder: Path, world: int = 2, *steps: int) -> tuple[Islands, Crew]:
+    """As many nodes as ranks; the last one has lost its region."""
+    islands = Islands(folder, world, world)
+    with islands.crew() as crew:
+        for step in steps or (3,):
+            crew.train(step)
+    islands.settle(crew)
+    islands.file(world - 1).unlink()
+    return islands, crew
+
+
+def on(rank: int, change: Any) -> Any:
+    """For `Islands.restored`: do it in one rank's process."""
+
+    def before(me: ranks.Me) -> None:
+        if me.rank == rank:
+            change()
+
+    return before
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many messages, though the state is small; ranks are forked from here."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 10_000)
+
+
+def damage_when_sending(islands: Islands, rank: int) -> Any:
+    """After the source was found good, and after some of it has gone."""
+    send = transfer.Giving.send
+
+    def sending(giving: transfer.Giving) -> int:
+        islands.alter(rank, 3, NAME)
+        return send(giving)
+
+    return lambda: setattr(transfer.Giving, "send", sending)
+
+
+def test_a_source_that_is_damaged_while_it_is_sent_is_an_error_on_every_rank(
+    tmp_path: Path,
+) -> None:
+    islands, _ = lacking(tmp_path)
+    for result in islands.restored(before=on(0, damage_when_sending(islands, 0))):
+        assert isinstance(result, NoSnapshotError), result
+        assert f"the bytes of {NAME} do not match their checksum any more" in str(result)
+        assert "rank 1: step 3 from rank 0 to rank 1: " in str(result)
+
+
+def test_another_rank_gives_what_the_first_one_cannot(tmp_path: Path) -> None:
+    islands, crew = lacking(tmp_path, 3)
+    results = islands.restored(before=on(0, damage_when_sending(islands, 0)))
+    infos = check(results, crew, 3, lent={2: 1})
+    assert [text.split(";")[0].split()[-1] for text in infos[0].healed] == ["1", "1"]
+
+
+@pytest.mark.parametrize("dies", ["before it sends", "while it sends"])
+def test_a_rank_that_dies_while_it_gives_is_named_on_every_other(tmp_path: Path, dies: str) -> None:
+    islands, _ = lacking(tmp_path, 3)
+
+    def dying(giving: transfer.Giving) -> int:
+        if dies == "while it sends":
+            giving._to_all(transfer.CHUNK, next(transfer.stream(giving.state)))
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    results = islands.restored(
+        before=on(0, lambda: setattr(transfer.Giving, "send", dying)), patience_s=3.0
+    )
+    assert isinstance(results[0], ranks.Gone)
+    for result in results[1:]:
+        assert isinstance(result, CoordinationError) and "0" in str(result), result
+
+
+def test_a_rank_that_gives_nothing_in_time_is_named_with_the_one_that_waits(
+    tmp_path: Path,
+) -> None:
+    islands, crew = lacking(tmp_path, 2, 1, 3)
+    silent = on(0, lambda: setattr(transfer.Giving, "send", lambda giving: 0))
+    for result in islands.restored(before=silent, patience_s=2.0):
+        assert isinstance(result, NoSnapshotError | CoordinationError), result
+        assert "from rank 0 to rank 1: no progress after" in str(result)
+
+
+def test_bytes_that_change_on_the_way_are_noticed(tmp_path: Path) -> None:
+    """The head's checksum is that of what was meant to be sent."""
+    islands, _ = lacking(tmp_path)
+    receive = Channel._receive
+
+    def receiving(channel: Channel, tensor: torch.Tensor) -> None:
+        receive(channel, tensor)
+        if tensor.numel() == 10_000:
+            tensor[77] ^= 1
+
+    for result in islands.restored(before=on(1, lambda: setattr(Channel, "_receive", receiving))):
+        assert isinstance(result, NoSnapshotError), result
+        assert "10000 bytes came with checksum" in str(result)
+
+
+def test_a_tensor_that_is_not_what_the_donors_region_says_is_noticed(tmp_path: Path) -> None:
+    """Every message is what was sent, and yet the bytes are not those of the snapshot."""
+    islands, _ = lacking(tmp_path)
+    stream = transfer.stream
+
+    def altered(state: Assembled) -> Iterator[torch.Tensor]:
+        for chunk in stream(state):
+            chunk[5] ^= 1
+            yield chunk
+
+    change = on(0, lambda: setattr(transfer, "stream", altered))
+    for result in islands.restored(before=change):
+        assert isinstance(result, NoSnapshotError), result
+        assert "from rank 0 have checksum" in str(result)
+
+
+def test_a_model_that_does_not_fit_on_the_donor_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    from lightck.capture.filling import Filling
+    from lightck.errors import RestoreMismatchError
+
+    islands, _ = lacking(tmp_path)
+
+    def refuse(filling: Filling, first: Any) -> None:
+        raise RestoreMismatchError("does not fit")
+
+    first, second = islands.restored(before=on(0, lambda: setattr(Filling, "check", refuse)))
+    assert isinstance(first, RestoreMismatchError)
+    assert isinstance(second, CoordinationError) and "rank 0: RestoreMismatchError" in str(second)

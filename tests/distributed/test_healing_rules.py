@@ -1,0 +1,192 @@
+"""Who gives a snapshot to whom, and when nobody may; and what a transfer refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_choice import T1, view
+from written import Crew, Rank, replicated
+
+from lightck.capture.assembled import Assembled
+from lightck.capture.extras import parse
+from lightck.capture.state import Inventory
+from lightck.distributed.choice import Choice, decide, decide_restore
+from lightck.distributed.healing import Plan, plan
+from lightck.distributed.holdings import Holdings
+from lightck.distributed.lineage import Key
+from lightck.distributed.shares import Sharing
+from lightck.distributed.topology import Topology
+from lightck.distributed.transfer import CHUNK, END, FAILURE, TABLE, described, receive, stream
+from lightck.distributed.views import View
+from lightck.errors import CoordinationError, CorruptSnapshotError
+from lightck.region import place
+
+K8 = Key(T1, 8, 3)
+
+
+def node(*steps: int, early: bool = False, halves: tuple[int, ...] = (), name: str = "") -> View:
+    seen = view(*steps, world=3)
+    offers = tuple(replace(offer, alike=True, early=early) for offer in seen.offers)
+    own = tuple((Key(T1, step, 3), early) for step in halves)
+    return replace(seen, offers=offers, halves=own, node=name)
+
+
+def test_whoever_lacks_the_newest_step_gets_it_from_the_lowest_rank_that_has_it() -> None:
+    choice = decide([node(5), node(8, 5), node(8, 5)])
+    assert choice.key == K8 and choice.heals == ((0, 1),) and choice.bare == (0,)
+    assert choice.why == (
+        "step 8 is the newest: rank(s) 0 get it from rank 1, rank(s) 0 with that rank's buffers"
+        " and data position"
+    )
+    assert choice.fell_back == ()
+    whole = decide([node(8), node(8), node(8)])
+    assert whole.heals == () and whole.why == "step 8 is the newest that is whole"
+
+
+def test_every_rank_hears_the_same_plan() -> None:
+    views = [node(5, halves=(8,), name="a"), node(8, 5, name="b"), node(8, name="c")]
+    choice = Choice.heard(decide_restore([each.said() for each in views]))
+    assert choice == decide(views)
+    assert choice.heals == ((0, 1),) and choice.bare == () and choice.compare
+
+
+def test_a_plan_is_of_one_instant() -> None:
+    assert plan(K8, [node(8), node(8, early=True), node(5)]) == (
+        "the ranks that have it have it of two instants, before and at the forward"
+    )
+    early = plan(K8, [node(8, early=True), node(), node(halves=(8,))])
+    assert early == Plan(0, (1, 2), bare=(1, 2), early=True), "its own half is of the other one"
+
+
+def test_what_is_not_alike_by_the_word_of_each_part_is_not_given() -> None:
+    other = replace(view(8, world=3), offers=view(8, world=3).offers)
+    assert "as rank(s) 1 have it, it is not replicated" in str(plan(K8, [node(8), other, node()]))
+    assert decide([node(8, 5), replace(other, offers=view(8, 5, world=3).offers), node(5)]).key == (
+        Key(T1, 5, 3)
+    )
+
+
+def test_a_step_without_a_ranks_own_state_yields_to_a_whole_one_just_before_it() -> None:
+    lacking = node(7)
+    assert decide([node(8, 7), node(8, 7), lacking]).key == Key(T1, 7, 3)
+    with_own = node(7, halves=(8,))
+    assert decide([node(8, 7), node(8, 7), with_own]).key == K8
+    assert decide([node(8, 6), node(8, 6), node(6)]).key == K8
+
+
+def test_a_job_stopped_before_its_first_whole_snapshot_begins_anew_only_at_its_first_step() -> None:
+    def young(seen: View) -> View:
+        return replace(seen, young=T1, lineage=replace(view(world=3).lineage, world=3))  # type: ignore[type-var]
+
+    def old(seen: View) -> View:
+        return replace(seen, lineage=replace(view(world=3).lineage, world=3))  # type: ignore[type-var]
+
+    first = decide([old(node(1)), old(node(1)), young(node())])
+    assert first.void and first.key is None and first.heals == ()
+    later = decide([old(node(9)), old(node(9)), young(node())])
+    assert not later.void and later.heals == ((2, 0),)
+    known = decide([old(node(1)), old(node(1)), young(node(halves=(1,)))])
+    assert known.key == Key(T1, 1, 3)
+
+
+def test_a_region_that_cannot_be_opened_is_named_unless_its_rank_is_healed() -> None:
+    broken = replace(node(), broken="RegionFormatError: truncated")
+    assert decide([node(8), node(8), broken]).heals == ((2, 0),)
+    with pytest.raises(CoordinationError, match="rank 2: RegionFormatError: truncated"):
+        decide([view(8, world=3), view(8, world=3), broken])
+
+
+def test_replicas_are_compared_only_where_several_nodes_have_one() -> None:
+    assert not decide([node(8, name="a")] * 3).compare
+    assert decide([node(8, name="a"), node(8, name="b"), node(8, name="b")]).compare
+    assert not decide([node(8, name="a"), node(name="b"), node(name="c")]).compare
+    assert not decide([replace(view(8, world=3), node=name) for name in "abc"]).compare
+
+
+@pytest.mark.parametrize("peers", [(0,), (0, 1)])
+def test_a_manifest_says_that_all_is_alike_only_if_it_is(peers: tuple[int, ...]) -> None:
+    def told(names: Any) -> Any:
+        live = Rank(0)
+        live.train(1)
+        sharing = Sharing(Topology(0, 2, peers=peers), names)
+        inventory = Inventory(live.net, [live.optimizer], parse(live.extras), share=sharing)
+        return inventory.collect().tree["share"]["alike"]
+
+    def most(lives: Any) -> set[str]:
+        return replicated(lives) - {"model/second.bias"}
+
+    assert told(replicated) is True
+    assert told(most) is False and told(lambda lives: set()) is False
+    assert Sharing(Topology(), replicated)([]).told is None, "one rank has nobody to tell"
+
+
+class Sent:
+    """A channel's other end."""
+
+    def __init__(self, messages: list[tuple[int, torch.Tensor]]) -> None:
+        self.messages, self.seconds, self.label = messages, 1.0, "step 1 from rank 0 to rank 1"
+
+    def receive(self) -> tuple[int, torch.Tensor]:
+        return self.messages.pop(0)
+
+
+@pytest.fixture
+def messages(tmp_path: Path) -> Iterator[tuple[Key, list[tuple[int, torch.Tensor]]]]:
+    with Crew(tmp_path / "run", 1) as crew:
+        crew.train(1)
+    key = Key(crew.records[0, 1].timeline, 1, 1)
+    with Holdings.opened(place.locate(tmp_path / "run", 0, create=False), 0, 1) as held:
+        state = held.assembled(key)
+        assert isinstance(state, Assembled)
+        table = [(TABLE, part) for part in described(state)]
+        chunks = [(CHUNK, chunk.clone()) for chunk in stream(state)]
+        yield key, [*table, *chunks, (END, torch.empty(0, dtype=torch.uint8))]
+
+
+def got(key: Key, messages: list[tuple[int, torch.Tensor]]) -> Any:
+    channel: Any = Sent(messages)
+    return receive(channel, key, 0, 1e9)
+
+
+def test_what_was_sent_is_what_is_taken_once_and_let_go(messages: Any) -> None:
+    key, sent = messages
+    healed = got(key, sent)
+    healed.verify()
+    assert healed.trees()[1]["step"] == 1
+    first = healed.chunks[0].clone()
+    target = torch.empty(healed.entries[0].length, dtype=torch.uint8)
+    addresses = np.zeros(len(healed.entries), np.uint64)
+    addresses[0] = target.data_ptr()
+    healed.read(addresses)
+    assert torch.equal(target, first[: target.numel()])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda sent: sent[:2] + sent[-1:], "kind 3, expected 2"),
+        (lambda sent: sent[:-1] + sent[2:], "more than was announced"),
+        (lambda sent: sent[1:], "kind 2, expected 1"),
+        (lambda sent: [(TABLE, sent[0][1][:40]), *sent[1:]], "what came is no table"),
+        (lambda sent: [*sent[:2], (FAILURE, torch.tensor([104, 105], dtype=torch.uint8))], ": hi"),
+    ],
+)
+def test_a_transfer_that_is_not_what_was_announced_is_refused(
+    messages: Any, change: Any, named: str
+) -> None:
+    key, sent = messages
+    with pytest.raises(CorruptSnapshotError) as caught:
+        got(key, change(sent))
+    assert named in str(caught.value) and "from rank 0 to rank 1" in str(caught.value)
+
+
+def test_another_step_than_the_one_agreed_on_is_refused(messages: Any) -> None:
+    key, sent = messages
+    with pytest.raises(CorruptSnapshotError, match="step 1 came, of another timeline or job"):
+        got(key._replace(step=2), sent)
