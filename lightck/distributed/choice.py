@@ -204,7 +204,7 @@ def _prefer(
         return first, why
     if not is_near(first.step, exact.step):
         return first, f"{why}; of the exact ones step {exact.step} is the newest"
-    left.append(f"step {first.step}: {how}, and step {exact.step} is exact")
+    left.append(f"step {first.step} {how}, and step {exact.step} is exact")
     return exact, f"step {exact.step} is exact, and step {first.step} {how}"
 
 

@@ -29,10 +29,24 @@ def is_near(early: int, exact: int) -> bool:
 
 
 def replaces(record: Record, held: Record | None) -> bool:
-    """Recovery takes it rather than the one that was the best until now."""
-    if held is None or held.sequence > record.sequence:
-        return held is None
-    return held.early or not record.early or not is_near(record.step, held.step)
+    """Recovery takes it rather than an older one, the best until now."""
+    return held is None or not _yields(record, held)
+
+
+def worth(record: Record | None, held: Record | None) -> tuple[bool, int]:
+    """What a slot's snapshot is worth: those with less are reused first.
+
+    Args:
+        record: of the slot; None: nothing that counts.
+        held: of the snapshot that is protected, perhaps an early one to which this is near.
+    """
+    if record is None:
+        return False, 0
+    return held is not None and _yields(held, record), record.sequence
+
+
+def _yields(newer: Record, older: Record) -> bool:
+    return newer.early and not older.early and is_near(newer.step, older.step)
 
 
 def preferred(candidates: Sequence[T]) -> list[T]:

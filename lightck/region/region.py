@@ -24,7 +24,7 @@ from lightck.region.manifest import Manifest
 from lightck.region.native import NativeRegion, Record
 from lightck.region.place import Place
 from lightck.region.pool import NativePool, NativeSnapshot
-from lightck.region.preference import preferred, replaces
+from lightck.region.preference import preferred, replaces, worth
 from lightck.region.spec import PROCESS_DURABLE, RegionSpec
 
 _LOOKS = 4
@@ -315,10 +315,12 @@ class Region:
     def free_slots(self) -> list[Slot]:
         """Slots that may be overwritten, those without a snapshot that counts first (I6)."""
         free = [s for s in self.slots if s.writer is None and s.index != self.protected]
-        return sorted(
-            (slot for slot in free if self._settled(slot)),
-            key=lambda slot: slot.record.sequence if slot.record else 0,
-        )
+        settled = (slot for slot in free if self._settled(slot))
+        return sorted(settled, key=lambda slot: worth(slot.record, self._held))
+
+    @property
+    def _held(self) -> Record | None:
+        return self.slots[self.protected].record if self.protected is not None else None
 
     def _settled(self, slot: Slot) -> bool:
         """Not of unknown fate, and not the newest that is whole over the ranks."""
@@ -357,16 +359,14 @@ class Region:
         slot.fate_open, slot.kept = False, True
 
     def whole(self, slot: Slot) -> None:
-        """The slot's snapshot is durable on every rank: it is protected if recovery prefers it.
-
-        Idempotent. The live state continues it: attach may write here again.
-        """
-        held = self.slots[self.protected].record if self.protected is not None else None
+        """Durable on every rank, and continued by the live state; protected if that is best."""
         assert slot.record is not None, "overwritten before its fate was known"
         slot.fate_open = slot.kept = False
-        if replaces(slot.record, held):
-            self.protected = slot.index
+        if (held := self._held) is None or held.sequence <= slot.record.sequence:
             self.carry_on(slot.record)
+            # Of one step one rank may have an exact share, another an early one: all protect it.
+            if self.reusable is not None or replaces(slot.record, held):
+                self.protected = slot.index
 
     def dead(self, slot: Slot) -> None:
         """The slot's snapshot does not count: it is reused first."""

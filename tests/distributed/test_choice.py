@@ -150,7 +150,7 @@ def test_an_early_step_yields_to_an_exact_one_that_is_near(older: int) -> None:
     choice = decide([view(8, older), early])
     assert choice.key == Key(T1, older, 2) and not choice.early
     assert "step 8 was finished early" in choice.why
-    assert choice.left == (f"step 8: early, and step {older} is exact",)
+    assert choice.left == (f"step 8 was finished early, and step {older} is exact",)
 
 
 def test_an_early_step_yields_past_another_early_one() -> None:

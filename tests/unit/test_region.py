@@ -309,6 +309,21 @@ def test_the_slot_that_is_protected_is_the_one_that_recovery_would_take(
         assert left == [int(step) for step in kept.split()]
 
 
+def test_over_ranks_an_early_step_is_protected_too_and_exact_ones_near_it_go_last(
+    run: Path, rng: np.random.Generator
+) -> None:
+    """Another rank may have an exact share of it, and give up what is older: both protect one."""
+    with Book(run, slots=4) as book:
+        book.region.begin_timeline(None)
+        book.region.reusable = lambda timeline, step: True
+        for text in ["2", "3", "4e", "5e"]:
+            commit_marked(book, rng, text)
+            (newest,) = [s for s in book.region.slots if s.fate_open]
+            book.region.whole(newest)
+        assert book.region.protected == newest.index
+        assert [s.record.step for s in book.region.free_slots() if s.record] == [4, 2, 3]
+
+
 def commit_marked(book: Book, rng: np.random.Generator, text: str) -> None:
     """Of a step; `e` marks an early one."""
     writer = book.open(random_contents(rng, SIZES))
