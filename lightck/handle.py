@@ -283,6 +283,8 @@ class Handle:
         if self._rescue is None or self._closed or self._inherited:
             return
         saved = self._save(type(error).__name__)
+        if self._guard is not None:
+            WATCHDOG.hear_out(self._guard)
         if not saved.fresh and not isinstance(error, LightckError):
             error.add_note(f"lightck: the last step is not saved: {saved.why}")
         failure = self.config.failure

@@ -100,12 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ]:
         text = f"{what}; default: {value:.0f}"
         parser.add_argument(f"--{name}", type=float, default=value, metavar="S", help=text)
-    parser.add_argument(
-        "--path",
-        type=Path,
-        metavar="P",
-        help="a new or empty folder, kept afterwards; default: a temporary one in /dev/shm",
-    )
+    scratch.add_path(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -44,12 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, metavar="S", help="of the training and of the kills; default: random"
     )
-    parser.add_argument(
-        "--path",
-        type=Path,
-        metavar="P",
-        help="a new or empty folder, kept afterwards; default: a temporary one in /dev/shm",
-    )
+    scratch.add_path(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import tempfile
@@ -10,6 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightck.cli.output import Refusal
+
+
+def add_path(parser: argparse.ArgumentParser) -> None:
+    """Declare `--path`, for `folder`."""
+    parser.add_argument(
+        "--path",
+        type=Path,
+        metavar="P",
+        help="a new or empty folder, kept afterwards; default: a temporary one in /dev/shm",
+    )
 
 
 @contextmanager

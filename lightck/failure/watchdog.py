@@ -108,6 +108,15 @@ class Watchdog:
         else:
             self._part(guard, last, thread, signals)
 
+    def hear_out(self, guard: Guard) -> None:
+        """Before an exception leaves the training: as before a signal's end, `LINGER_S` at most.
+
+        What another rank needs is saved by the watchdog, whose own threads must not call this.
+        """
+        until_s = time.monotonic() + LINGER_S
+        while not guard.settled() and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+
     def _part(self, guard: Guard, last: bool, thread: threading.Thread, signals: Signals) -> None:
         interrupted = None
         if last:

@@ -35,6 +35,7 @@ class Stopping(Job):
     def __init__(self, me: Me, at: Callable[[str], object] = lambda phase: None) -> None:
         super().__init__(me.rank, "plain", policy=NEVER)
         self.at, self.iteration = at, 0
+        self.model.register_forward_pre_hook(lambda *_: self._reached("begun"))
         self.module[3].weight.register_hook(lambda gradient: self._reached("backward"))
 
     def _reached(self, phase: str) -> None:
@@ -145,6 +146,30 @@ def test_a_rank_that_hears_of_another_s_signal_saves_as_well(region_dir: Path, w
         assert job.receive(1) == ("SIGUSR1", AT - 1, True, "")
         assert job.receive(0) == ("rank 1: SIGUSR1", AT - 1, True, "")
         job.kill(0)
+        job.kill(1)
+    assert go_on(region_dir, wanted) == AT - 1
+
+
+def test_an_exception_waits_for_a_rank_that_can_only_save_the_instant_before(
+    region_dir: Path, wanted: Any
+) -> None:
+    """That one has not begun its forward; the rank that fails has, and goes back with it."""
+
+    def fail(me: Me) -> None:
+        if me.rank == 0:
+            raise OSError("gone")
+        time.sleep(600)
+
+    stands = {0: "begun", 1: "forward"}
+    with ranks.started(WORLD, first_life(region_dir, stands, fail)) as job:
+        for rank in range(WORLD):
+            assert job.receive(rank) == "stands still"
+        assert job.receive(1) == ("rank 0: OSError", AT - 1, True, "")
+        assert job.receive(0) == ("OSError", AT - 1, True, "")
+        before = "another rank's snapshot is of the instant before"
+        assert job.receive(0) == (before, AT - 1, True, "")
+        (failed,) = job.outcomes([0])
+        assert "gone" in str(failed)
         job.kill(1)
     assert go_on(region_dir, wanted) == AT - 1
 

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from processes import Parent
+from processes import Child, Parent
 from watched import (
     Still,
     Telling,
@@ -38,6 +38,13 @@ from lightck.types import Failure, Saved
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
 
+def saves_and_ends(child: Child) -> None:
+    """SIGTERM: saved for, and then the child's end."""
+    send(child, TERM)
+    assert child.receive() == ("save", "SIGTERM")
+    assert child.join() == -TERM
+
+
 # ---- where the process goes
 
 
@@ -45,9 +52,7 @@ TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 def test_sigterm_saves_and_then_ends_the_process_by_sigterm(main_thread: Any) -> None:
     with process(lambda parent: watched(parent, main_thread)) as child:
         assert child.receive() == "watched"
-        send(child, TERM)
-        assert child.receive() == ("save", "SIGTERM")
-        assert child.join() == -TERM
+        saves_and_ends(child)
 
 
 def test_sigint_saves_and_then_raises_in_the_main_thread() -> None:
@@ -73,9 +78,7 @@ def test_sigusr1_saves_each_time_and_goes_on() -> None:
             send(child, USR1)
             assert child.receive() == ("save", "SIGUSR1")
             assert child.receive() == "answered"
-        send(child, TERM)
-        assert child.receive() == ("save", "SIGTERM")
-        assert child.join() == -TERM
+        saves_and_ends(child)
 
 
 def test_a_handler_of_before_runs_on_the_main_thread_after_the_save() -> None:
@@ -218,9 +221,7 @@ def test_a_handler_of_c_code_runs_after_the_save(tmp_path: Path) -> None:
             send(child, USR1)
             assert child.receive() == ("save", "SIGUSR1")
             assert child.receive() == "answered"
-        send(child, TERM)
-        assert child.receive() == ("save", "SIGTERM")
-        assert child.join() == -TERM
+        saves_and_ends(child)
     assert dump.read_text().count("Thread") >= 2
 
 
@@ -371,9 +372,7 @@ def test_a_save_that_hangs_keeps_sigterm_no_longer_than_the_grace_period() -> No
 
     with process(code) as child:
         assert child.receive() == "watched"
-        send(child, TERM)
-        assert child.receive() == ("save", "SIGTERM")
-        assert child.join() == -TERM
+        saves_and_ends(child)
 
 
 def test_a_log_that_hangs_keeps_sigterm_no_longer_than_the_grace_period() -> None:
@@ -402,9 +401,7 @@ def test_a_notice_that_blocks_or_fails_keeps_no_signal_waiting(ask: Any) -> None
 
     with process(code) as child:
         assert child.receive() == "watched"
-        send(child, TERM)
-        assert child.receive() == ("save", "SIGTERM")
-        assert child.join() == -TERM
+        saves_and_ends(child)
 
 
 def test_sigterm_during_a_save_for_a_notice_waits_for_that_one_only() -> None:

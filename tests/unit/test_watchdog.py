@@ -131,6 +131,10 @@ def test_before_the_end_other_ranks_are_heard_until_they_cannot_change_anything(
     assert next(settled, None) is None
 
 
-def test_a_rank_that_says_nothing_keeps_nobody_from_ending() -> None:
+def test_a_rank_that_says_nothing_keeps_nobody_from_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     guard = Guard(Rescue(), Failure(), _raises, settled=lambda: False)
     Watchdog()._linger([guard], time.monotonic() + 0.01)
+    monkeypatch.setattr("lightck.failure.watchdog.LINGER_S", 0.01)
+    Watchdog().hear_out(guard)
