@@ -105,7 +105,9 @@ def recall(
                 if taken:
                     return taken[0]
                 choice = attempt.choose()
-            if choice.void:
+            if choice.void and not attempt.damaged:
+                if left := [*choice.fell_back, *choice.left]:
+                    event("begins_anew", logging.WARNING, path=where.path, why="; ".join(left))
                 holdings.give_up()
                 return None
             problems = [*choice.fell_back, *attempt.damaged, *choice.left]
