@@ -214,6 +214,28 @@ def test_a_survivor_that_dies_while_it_takes_over_is_followed_by_the_next(region
     assert info is not None and info.step == AT - 1 and not info.early
 
 
+def test_a_rank_that_dies_while_it_saves_just_in_time_is_completed_by_another(
+    region_dir: Path,
+) -> None:
+    """An exception is on its way out; of what it saves a slot is begun, and nothing said."""
+
+    def meanwhile(rank: int) -> None:
+        def fail(job: Mortal, phase: str) -> None:
+            if (phase, job.iteration) == (job.phase, AT):
+                raise RuntimeError("no such file")
+
+        if rank == 1:
+            Mortal._die_in = fail
+            SlotWriter.seal = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+    with ranks.started(2, first_life(region_dir, 1, "backward", meanwhile, policy=NEVER)) as job:
+        (saved, taken, refused, _), killed = job.outcomes()
+    assert isinstance(killed, ranks.Gone) and saved["fresh"] and not refused
+    assert [(each["rank"], each["step"]) for each in taken] == [(1, AT - 1)]
+    info = go_on(region_dir, 2)
+    assert info is not None and info.step == AT - 1 and not info.early
+
+
 def test_a_rank_that_dies_inside_its_update_leaves_the_newest_whole_step(region_dir: Path) -> None:
     """What it had for itself after that update nobody has."""
     with ranks.started(2, first_life(region_dir, 1, "update", policy=1)) as job:
