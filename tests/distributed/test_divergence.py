@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -177,6 +178,18 @@ def test_every_order_of_the_ranks_words_gives_all_of_them_the_same_verdict(world
 def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     with pytest.raises(CoordinationError, match=r"rank\(s\) 1, 2 of 3 did not say"):
         inquire(MemoryStore(Server()), 0, 3, 5, said("a", 1), 0.05)
+
+
+def test_a_wait_that_ends_with_nothing_there_is_no_verdict() -> None:
+    """torch's server wakes every waiting client when one of them gives up."""
+
+    class Nervous(MemoryStore):
+        def wait(self, key: str, seconds: float) -> bool:
+            time.sleep(0.01)
+            return True
+
+    with pytest.raises(CoordinationError, match=r"rank\(s\) 1, 2 of 3 did not say"):
+        inquire(Nervous(Server()), 0, 3, 5, said("a", 1), 0.05)
 
 
 def calls_of(world: int, digests: Callable[[int, int], bytes], steps: int = 3) -> list[list[Call]]:
