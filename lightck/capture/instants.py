@@ -41,6 +41,12 @@ class Instants:
                 if extra.instant != "forward"
             }
 
+    def standing(self) -> dict[str, Any]:
+        """What (a) would be if the step ended now; keeps nothing."""
+        with users_code():
+            extras = {e.name: _private(e) for e in self.inventory.extras if e.instant != "forward"}
+        return {"rng": rng.capture(), "extras": extras}
+
     def generators_stand(self) -> None:
         """(b) is declared here: whatever runs or is drawn next comes after the snapshot."""
         self._early = None

@@ -9,7 +9,7 @@ An entry of the journal is a parcel (`parcel.py`) of this tree; `unpacked` reads
     first         as `Instants.trees` gives it: what `at_step` of a manifest decodes to
     second        likewise `at_forward`. Of kind STEP_END: values as they are where the step ends,
                   without generators; of kind FORWARD: those of (b), with generators if a forward
-                  was seen
+                  was seen; of kind FENCE: as of STEP_END, as if the step ended at the fence
     tensors       name -> {role, layer, holders, tensor}: this rank's own small tensors as they are
                   then: all that a snapshot copies at (b) (buffers, small tensors of extras, what
                   was found torn twice), and small ones of optimizers' options and attributes.
@@ -43,7 +43,7 @@ from lightck.errors import (
     TornSnapshotError,
 )
 from lightck.events import event
-from lightck.region.journal import FORWARD, STEP_END, JournalEntry, write_entry
+from lightck.region.journal import FENCE, FORWARD, STEP_END, JournalEntry, write_entry
 from lightck.region.native import RECORD_EARLY
 from lightck.region.region import Region
 
@@ -172,6 +172,20 @@ class Journaled:
             with users_code():
                 collected = self.instants.inventory.glance()
             self.ended = self._take(STEP_END, step, collected, seen=False)
+
+    def fenced(self, step: int) -> None:
+        """Write what stands at the fence before the first update of the iteration that ends `step`.
+
+        What the update does not change is that of (a): all that a rank leaves that is killed in it.
+        """
+        with self._told_once():
+            with users_code():
+                collected = self.instants.inventory.glance()
+            trees = self.instants.standing(), {**collected.tree, "step": step}
+            own = [live for live in collected.lives if is_own(live)]
+            if self._writes and sum(live.local.nbytes for live in own) <= MOST_BYTES:
+                shelf = Shelf(own)
+                self._write(FENCE, step, trees, collected.share_digest, shelf, shelf.fill())
 
     def forward(self, step: int, *, seen: bool, sure: bool) -> Instant | None:
         """Take (b), where the forward starts or where it was missed; None if that failed.

@@ -91,8 +91,11 @@ class Recorder:
             with self.lock:  # a save arranges the state, too
                 self._settle()
         self._stand_at_fence()
+        first = not self.mixed
         self.steps.begin(index)
         self.fence(index)
+        if first:
+            self._fenced()
 
     def update_ends(self, optimizer: Optimizer) -> None:
         """A step may be complete."""
@@ -167,8 +170,11 @@ class Recorder:
         self.steps.marked = True
         self.settled = True
         self._stand_at_fence()
+        first = not self.mixed
         self.steps.begin(Steps.MARK)
         self.fence(None)
+        if first:
+            self._fenced()
 
     def mark_end(self) -> None:
         """`handle.after_update()`."""
@@ -212,6 +218,12 @@ class Recorder:
         # A save waits for the end of what has begun, and for a boundary that is kept.
         if kept is not None and not self.mixed and kept.step == self.steps.step:
             self.hold.here(fence=True)
+
+    def _fenced(self) -> None:
+        """The first update of the iteration begins: what it does not change is known now."""
+        if self.enabled and self.journaled is not None:
+            with self.stalls.of("boundary"), self.lock:
+                self.journaled.fenced(self.steps.step + 1)
 
     def _step_ended(self) -> None:
         """Under the lock."""
