@@ -21,7 +21,8 @@ from lightck.distributed.replicas import Replicas
 from lightck.distributed.topology import Topology
 from lightck.errors import LightckError
 from lightck.events import event
-from lightck.failure.takeover import Own, Survivor, Taken, Takeover
+from lightck.failure.inferred import Own
+from lightck.failure.takeover import Survivor, Taken, Takeover
 from lightck.region import place, statistics
 from lightck.region.journal import JournalEntry
 from lightck.region.place import Place

@@ -8,10 +8,11 @@ own rules (I6), as the dead rank would have: its rank, world, share map and time
 
 The rule of instants. A step is put together from shares of one instant only: all at (b), exact, or
 all before it, early. A rank *has* an instant if its snapshot of it is committed, or if it is dead
-and its journal's entry is of that very step and timeline. All ranks of the node having the exact
-one, that is it. Else it is the early one if all can have it: whoever has only an exact snapshot
-writes an early one beside it, from the parameters as they stand and the boundary state of (a). Else
-nothing of the step is written for anyone.
+and its journal's entry is of that very step and timeline. Killed inside the update that completes
+the step, it has the early one, too: the entry of the fence tells it (`inferred.py`). All ranks of
+the node having the exact one, that is it. Else it is the early one if all can have it: whoever has
+only an exact snapshot writes an early one beside it, from the parameters as they stand and the
+boundary state of (a). Else nothing of the step is written for anyone.
 
 A dead rank's journal does not change any more, and a living one's snapshots only grow in number, so
 that every survivor comes to the same instant by itself.
@@ -32,9 +33,10 @@ from lightck.capture.state import Inventory, Live
 from lightck.distributed.shares import Sharing
 from lightck.distributed.topology import Topology
 from lightck.errors import CorruptSnapshotError, LightckError, RegionBusyError
+from lightck.failure.inferred import Own, Unknown, inferred
 from lightck.failure.slots import alike, copy, of_step, shield
 from lightck.region import place
-from lightck.region.journal import FORWARD, STEP_END, JournalEntry, read_entry
+from lightck.region.journal import FENCE, FORWARD, STEP_END, JournalEntry, read_entry
 from lightck.region.native import RECORD_EARLY, RECORD_JIT, Record
 from lightck.region.place import Place
 from lightck.region.pool import NativePool
@@ -43,17 +45,6 @@ from lightck.region.writer import SlotWriter
 
 CHUNK_BYTES = 1 << 20
 _NAMED = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Own:
-    """What a rank has for itself at one instant, as its journal keeps it."""
-
-    at_step: bytes
-    """The blobs of (a) and (b), as in a manifest."""
-    at_forward: bytes
-    lives: tuple[Live, ...]
-    """Every tensor that is no share: buffers, and tensors of extras and options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +91,10 @@ class Survivor:
     stands: Callable[[], int | None]
     """The step whose state the live tensors are; None: an update is half done."""
     process_durable: bool = False
+
+    def entry(self, kind: int) -> JournalEntry | None:
+        """The newest entry of its own journal of a kind."""
+        return read_entry(self.region.native, kind)
 
     def records(self) -> list[Record]:
         """Its committed snapshots of the step that stands, exact ones first."""
@@ -230,15 +225,31 @@ class Takeover:
         """The dead rank's own state of that step and instant."""
         kind = STEP_END if ours.early else FORWARD
         entry = read_entry(region.native, kind)
+        if ours.early and not _is_of(entry, ours.timeline, ours.step):
+            fence = read_entry(region.native, FENCE)
+            if fence is not None and _is_of(fence, ours.timeline, ours.step):
+                return self._inferred(region, fence)
         instant = "end of the step" if ours.early else "start of the next forward"
         if entry is None:
             raise _Refused(f"{region.place.file}: its journal has no entry of the {instant}")
-        if (entry.timeline, entry.step) != (ours.timeline, ours.step):
+        if not _is_of(entry, ours.timeline, ours.step):
             raise _Refused(
                 f"{region.place.file}: the journal's entry of the {instant} is of step {entry.step}"
                 f" of timeline {entry.timeline:x}, wanted step {ours.step} of {ours.timeline:x}"
             )
         return self.own(entry)
+
+    def _inferred(self, region: Region, fence: JournalEntry) -> Own:
+        """The dead rank's own state at (a): it was killed in the update, this rank was not."""
+        kept = [self.survivor.entry(kind) for kind in (FENCE, STEP_END)]
+        mine = [self.own(e) for e in kept if e and _is_of(e, fence.timeline, fence.step)]
+        where = f"{region.place.file}: its rank was killed inside the update to step {fence.step}"
+        if len(mine) < len(kept):
+            raise _Refused(f"{where}, and this rank's own journal does not tell what that changes")
+        try:
+            return inferred(self.own(fence), *mine)
+        except Unknown as unknown:
+            raise _Refused(f"{where}: {unknown}") from unknown
 
     def _instants(self, rank: int, step: int, *, journal: bool) -> set[bool]:
         """What another rank has of a step; nothing if its region cannot be read."""
@@ -248,10 +259,9 @@ class Takeover:
             with contextlib.closing(region):
                 region.recover()
                 found = {r.early for r in of_step(region.slots, timeline, step)}
-                for kind in (FORWARD, STEP_END) if journal else ():
-                    entry = read_entry(region.native, kind)
-                    if entry is not None and (entry.timeline, entry.step) == (timeline, step):
-                        found.add(kind == STEP_END)
+                for kind in (FORWARD, STEP_END, FENCE) if journal else ():
+                    if _is_of(read_entry(region.native, kind), timeline, step):
+                        found.add(kind != FORWARD)
                 return found
         except (_Refused, LightckError):
             return set()
@@ -328,6 +338,10 @@ def _locked(lock: Any, deadline: float) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _is_of(entry: JournalEntry | None, timeline: int, step: int) -> bool:
+    return entry is not None and (entry.timeline, entry.step) == (timeline, step)
 
 
 def _left(deadline: float) -> float:

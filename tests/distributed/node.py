@@ -17,7 +17,8 @@ from lightck.capture.extras import parse
 from lightck.capture.instants import Instants
 from lightck.capture.state import Inventory, Live
 from lightck.distributed.topology import Topology
-from lightck.failure.takeover import Own, Survivor, Taken, Takeover
+from lightck.failure.inferred import Own
+from lightck.failure.takeover import Survivor, Taken, Takeover
 from lightck.region import place
 from lightck.region.journal import FORWARD, STEP_END, JournalEntry, write_entry
 from lightck.region.native import RECORD_JIT

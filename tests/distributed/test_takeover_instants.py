@@ -13,7 +13,7 @@ from test_restore import check, restore
 from written import NoSlotError
 
 from lightck.failure.takeover import Taken, common
-from lightck.region.journal import STEP_END
+from lightck.region.journal import FENCE, STEP_END
 from lightck.region.native import RECORD_EARLY
 from lightck.region.region import Region
 
@@ -54,6 +54,62 @@ def test_an_early_survivor_takes_the_dead_ranks_step_end_though_it_has_the_forwa
         assert node.takeover(0).wants([1]) is True
         assert node.take(0, 1) == Taken(1, 2, early=True, wrote=True)
     assert check(restore(2, folder, step=2), node.crew, 2)[0].early
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_rank_dead_inside_its_update_has_the_early_instant_if_its_end_can_be_told(
+    folder: Path, alike: bool
+) -> None:
+    """Where an iteration goes on changing things of its own behind the fence, it cannot."""
+    with Node(folder, 2) as node:
+        node.train(1)
+        if not alike:
+            for rank in range(2):
+                node.journal(rank, 2, FENCE)
+        node.crew.train(2, absent=[1], flags=JIT | RECORD_EARLY)
+        node.stands = dict.fromkeys(range(2), 2)
+        if alike:
+            for rank in range(2):
+                node.journal(rank, 2, FENCE)
+        node.journal(0, 2, STEP_END)
+        node.die(1)
+        assert node.takeover(0).wants([1]) is True
+        taken = node.take(0, 1, early=True)
+        if not alike:
+            assert "was killed inside the update to step 2: the update changes" in taken.why
+            assert node.steps(1) == [(1, 0)]
+            return
+        assert taken == Taken(1, 2, early=True, wrote=True)
+    assert check(restore(2, folder, step=2), node.crew, 2)[0].early
+
+
+@pytest.mark.parametrize("lacking", [FENCE, STEP_END])
+def test_a_survivor_whose_journal_does_not_tell_of_the_update_writes_nothing(
+    folder: Path, lacking: int
+) -> None:
+    with Node(folder, 2) as node:
+        node.train(1)
+        node.crew.train(2, absent=[1], flags=JIT | RECORD_EARLY)
+        node.stands = dict.fromkeys(range(2), 2)
+        node.journal(1, 2, FENCE)
+        node.journal(0, 2, STEP_END if lacking == FENCE else FENCE)
+        node.die(1)
+        taken = node.take(0, 1, early=True)
+        assert "this rank's own journal does not tell what that changes" in taken.why
+        assert node.steps(1) == [(1, 0)]
+
+
+def test_the_fence_of_another_step_serves_nothing(folder: Path) -> None:
+    with Node(folder, 2) as node:
+        node.train(1)
+        node.crew.train(2, absent=[1], flags=JIT | RECORD_EARLY)
+        node.stands = dict.fromkeys(range(2), 2)
+        for rank in range(2):
+            node.journal(rank, 2 + rank, FENCE)
+        node.journal(0, 2, STEP_END)
+        node.die(1)
+        assert node.takeover(0).wants([1]) is None
+        assert "entry of the end of the step is of step 1" in node.take(0, 1, early=True).why
 
 
 def test_a_living_rank_that_only_has_the_early_instant_takes_all_to_it(folder: Path) -> None:

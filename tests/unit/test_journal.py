@@ -120,6 +120,7 @@ path = sys.argv[1]
 fds = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
 region = native.NativeRegion.open(*fds, 0, None, path)
 for step in range(1, 10**9):
+    journal.write_entry(region, journal.FENCE, step, 5, b"%d?" % step * 400)
     journal.write_entry(region, journal.STEP_END, step, 5, b"%d " % step * 500)
     journal.write_entry(region, journal.FORWARD, step, 5, b"%d!" % step * 300)
     if step == 50:
@@ -127,8 +128,17 @@ for step in range(1, 10**9):
 """
 
 
-def test_a_writer_killed_at_any_instant_leaves_a_whole_entry(path: Path) -> None:
-    for _ in range(3):
+FORMS = {
+    journal.FENCE: (b"%d?", 400),
+    journal.STEP_END: (b"%d ", 500),
+    journal.FORWARD: (b"%d!", 300),
+}
+
+
+def test_a_writer_killed_at_any_instant_leaves_the_two_newest_entries(path: Path) -> None:
+    """Also in the midst of the fence's: the step before is still there."""
+    before = {journal.FENCE: journal.FORWARD, journal.STEP_END: journal.FENCE}
+    for _ in range(5):
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
         )
@@ -140,6 +150,9 @@ def test_a_writer_killed_at_any_instant_leaves_a_whole_entry(path: Path) -> None
             writer.send_signal(signal.SIGKILL)
             writer.communicate()
             found = journal.read_entry(reader)
-        assert found is not None and found.step >= beside.step
-        text, count = (b"%d ", 500) if found.kind == journal.STEP_END else (b"%d!", 300)
-        assert found.blob == text % found.step * count
+            assert found is not None and found.step >= beside.step
+            second = journal.read_entry(reader, before.get(found.kind, journal.STEP_END))
+            assert second is not None and second.sequence == found.sequence - 1
+        for entry in (found, second):
+            text, count = FORMS[entry.kind]
+            assert entry.blob == text % entry.step * count

@@ -1,0 +1,127 @@
+"""What a rank that was killed inside its update would have had at the end of the step.
+
+Such a rank leaves the journal's entry of the fence, of the very step that the update was to
+complete, and none of (a). A survivor has both, and an update changes the same on every rank: what
+it left alone there is with the dead rank as it was at its fence, and what it changed there, and was
+alike on both before, is now alike, too. Whatever is neither nobody knows, and it is named.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightck.capture import boundary
+from lightck.capture.boundary import TAG, join
+from lightck.capture.state import Live
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a rank has for itself at one instant, as its journal keeps it."""
+
+    at_step: bytes
+    """The blobs of (a) and (b), as in a manifest."""
+    at_forward: bytes
+    lives: tuple[Live, ...]
+    """Every tensor that is no share: buffers, and tensors of extras and options."""
+
+
+class Unknown(Exception):  # noqa: N818 - no error
+    """What became of a value in the update cannot be told; its path is named."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"the update changes {path}, which was not alike on both ranks before it")
+
+
+_NOTHING = object()
+"""Stands for what is not there: made in the update, or gone in it."""
+
+
+def inferred(dead: Own, before: Own, after: Own) -> Own:
+    """The dead rank's own state at (a).
+
+    Args:
+        dead: its entry of the fence.
+        before: this rank's entry of the fence of the same step.
+        after: this rank's of (a) of that step.
+
+    Raises:
+        Unknown: something cannot be told, and what.
+        CorruptSnapshotError: an entry does not decode.
+    """
+    found = _told(_tree(dead), _tree(before), _tree(after), "")
+    blobs = boundary.encode(found["at_step"]), boundary.encode(found["at_forward"])
+    return Own(*blobs, tuple(found["tensors"].values()))
+
+
+def _tree(own: Own) -> dict[str, Any]:
+    return {
+        "at_step": boundary.decode(own.at_step, context="journal"),
+        "at_forward": boundary.decode(own.at_forward, context="journal"),
+        "tensors": {live.name: live for live in own.lives},
+    }
+
+
+def _told(dead: Any, before: Any, after: Any, path: str) -> Any:
+    """The rule, of a whole tree where it holds of that, else of its parts."""
+    if _same(before, after):
+        return dead
+    if _same(dead, before):
+        return after
+    kinds = {type(dead), type(before), type(after)}
+    if kinds <= {dict, OrderedDict} and len(kinds) == 1:
+        if not any(TAG in tree for tree in (dead, before, after)):  # else it stands for one value
+            return _of_dicts(dead, before, after, path)
+    elif kinds in ({list}, {tuple}) and len({len(dead), len(before), len(after)}) == 1:
+        rows = enumerate(zip(dead, before, after, strict=True))
+        return type(after)(_told(d, b, a, join(path, i)) for i, (d, b, a) in rows)
+    lives = (each.name for each in (dead, before, after) if isinstance(each, Live))
+    raise Unknown(next(lives, path))
+
+
+def _of_dicts(
+    dead: dict[Any, Any], before: dict[Any, Any], after: dict[Any, Any], path: str
+) -> dict[Any, Any]:
+    """In the order that the dead rank had, where the update changes none."""
+    keys = [*dead, *after] if [*before] == [*after] else [*after, *dead]
+    found = {
+        key: _told(
+            dead.get(key, _NOTHING),
+            before.get(key, _NOTHING),
+            after.get(key, _NOTHING),
+            join(path, key),
+        )
+        for key in dict.fromkeys([*keys, *before])
+    }
+    return type(after)((key, value) for key, value in found.items() if value is not _NOTHING)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Bit for bit."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        said = [(each.dtype, each.shape, each.stride()) for each in (a, b)]
+        return said[0] == said[1] and torch.equal(_bytes(a), _bytes(b))
+    if isinstance(a, Live):
+        return bool(a == b) and _same(a.tensor, b.tensor)
+    if isinstance(a, dict):
+        return _same([*a], [*b]) and _same([*a.values()], [*b.values()])
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, float):
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    if isinstance(a, complex):
+        return _same((a.real, a.imag), (b.real, b.imag))
+    return bool(a == b)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,121 @@
+"""From real journals: what a rank killed inside its update would have had at the step's end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lightck
+from lightck.capture import boundary
+from lightck.capture.journaled import unpacked
+from lightck.failure.inferred import Own, Unknown, _same, inferred
+from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
+
+NEVER = 10**6
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps what it computes where Prodigy and its like do: in its groups and in attributes."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], own: int = 0, draws: bool = False):
+        super().__init__(parameters, {"k": 0, "d": 1e-6, "lr": torch.tensor(0.1)})
+        self.total, self.own, self._draws = 0.0, own, draws
+        self.energy = torch.zeros(2)
+        self.history: list[float] = []
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            norm = sum(float(p.grad.square().sum()) for p in group["params"])
+            group["k"] += 1
+            group["d"] = max(group["d"], norm / group["k"])
+            group["lr"] += 0.01
+            group[f"seen{group['k']}"] = norm
+            self.total += norm
+            self.energy += norm
+            self.history.append(norm)
+            if self._draws:
+                torch.rand(())
+            if self.own:
+                self.own += 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["d"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)),
+    "counting": Counting,
+}
+
+
+def lived(
+    path: Path, rank: int, make: Callable[[Any], torch.optim.Optimizer], steps: int
+) -> dict[int, Own]:
+    """The journal of a rank at the end of a step: gradients as everywhere, the rest its own."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
+    optimizer = make(net.parameters())
+    torch.manual_seed(100 + rank)
+    np.random.seed(200 + rank)
+    random.seed(300 + rank)
+    data = torch.Generator().manual_seed(rank)
+    extras = {"data": data, "progress": {"rank": rank, "batches": 0}}
+    with lightck.attach(
+        net, optimizer, path, policy=NEVER, failure="jit", extras=extras, threads=1
+    ) as handle:
+        for step in range(1, steps + 1):
+            net(torch.randn(3, 4, generator=data)).sum().backward()
+            extras["progress"]["batches"] += 1
+            random.random(), np.random.rand()
+            alike = torch.Generator().manual_seed(step)
+            for parameter in net.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=alike)
+            optimizer.step()
+        found = {}
+        for kind in (FENCE, STEP_END):
+            entry = read_entry(handle.region.native, kind)
+            assert entry is not None and (entry.step, entry.early) == (steps, True)
+            said = unpacked(entry, context="test")
+            found[kind] = Own(said.at_step, said.at_forward, said.lives)
+        before = read_entry(handle.region.native, FORWARD)
+        assert before is not None and before.step == steps - 1
+        handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_end_of_a_step_is_told_as_the_dead_rank_would_have_kept_it(
+    run_dir: Path, name: str, steps: int
+) -> None:
+    dead, alive = (lived(run_dir.with_name(f"{r}"), r, OPTIMIZERS[name], steps) for r in (1, 2))
+    found = inferred(dead[FENCE], alive[FENCE], alive[STEP_END])
+    wanted = dead[STEP_END]
+    assert _same(list(found.lives), list(wanted.lives))
+    for blob, other in ((found.at_step, wanted.at_step), (found.at_forward, wanted.at_forward)):
+        assert _same(boundary.decode(blob, context=""), boundary.decode(other, context=""))
+    assert found.at_step != alive[STEP_END].at_step, "the ranks differ in something"
+    assert (found.at_forward != dead[FENCE].at_forward) == (name == "counting")
+
+
+def test_what_is_a_rank_s_own_and_changed_in_the_update_is_refused_by_name(run_dir: Path) -> None:
+    dead, alive = (
+        lived(run_dir.with_name(f"own{r}"), r, lambda p, r=r: Counting(p, own=r), 2) for r in (1, 2)
+    )
+    with pytest.raises(Unknown, match="changes at_forward/optimizers/0/attributes/own,"):
+        inferred(dead[FENCE], alive[FENCE], alive[STEP_END])
+    dead, alive = (
+        lived(run_dir.with_name(f"drawn{r}"), r, lambda p: Counting(p, draws=True), 2)
+        for r in (1, 2)
+    )
+    with pytest.raises(Unknown, match="changes at_step/rng/torch,"):
+        inferred(dead[FENCE], alive[FENCE], alive[STEP_END])
