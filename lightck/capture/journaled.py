@@ -160,6 +160,18 @@ class Journaled:
     """Steps for which all tensors are looked up, since they have been others lately."""
     _sorted: _Sorted | None = None
     _told: set[type[LightckError]] = field(default_factory=set)
+    _update: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    """Step and blob of the last entry of the fence, and of a step's first entry of (a)."""
+
+    def entry(self, kind: int) -> JournalEntry | None:
+        """What lies on both sides of the last update: FENCE, and the first STEP_END behind it.
+
+        The journal has them no more where position and generators have been taken again since. Any
+        thread.
+        """
+        step, blob = self._update.get(kind, (0, b""))
+        timeline = self.region.timeline
+        return JournalEntry(kind, step, timeline, 0, 0, RECORD_EARLY, blob) if blob else None
 
     def forget(self, step: int) -> None:
         """A step has ended: what was kept is of an older one."""
@@ -267,6 +279,8 @@ class Journaled:
         if "rng" in second:  # there are no other tensors in it
             tree["second"]["rng"] = parcel.packed(second["rng"])
         blob = parcel.sealed(tree)
+        if kind == FENCE or (kind == STEP_END and self._update.get(kind, (-1,))[0] != step):
+            self._update[kind] = step, blob
         write_entry(self.region.native, kind, step, self.region.timeline, blob)
 
     def begin(self, step: int) -> None:

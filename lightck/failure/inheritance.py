@@ -63,6 +63,7 @@ class Inheritance:
             lock=recorder.lock,
             stands=lambda: None if recorder.mixed else recorder.steps.step,
             process_durable=process_durable,
+            kept=lambda kind: recorder.journaled.entry(kind) if recorder.journaled else None,
         )
         return cls(Takeover(survivor, _own, threads=1), rescue)
 

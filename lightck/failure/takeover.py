@@ -91,10 +91,12 @@ class Survivor:
     stands: Callable[[], int | None]
     """The step whose state the live tensors are; None: an update is half done."""
     process_durable: bool = False
+    kept: Callable[[int], JournalEntry | None] = lambda kind: None
+    """See `Journaled.entry`."""
 
     def entry(self, kind: int) -> JournalEntry | None:
-        """The newest entry of its own journal of a kind."""
-        return read_entry(self.region.native, kind)
+        """Of its own last update: FENCE, or STEP_END."""
+        return self.kept(kind) or read_entry(self.region.native, kind)
 
     def records(self) -> list[Record]:
         """Its committed snapshots of the step that stands, exact ones first."""
@@ -245,7 +247,7 @@ class Takeover:
         mine = [self.own(e) for e in kept if e and _is_of(e, fence.timeline, fence.step)]
         where = f"{region.place.file}: its rank was killed inside the update to step {fence.step}"
         if len(mine) < len(kept):
-            raise _Refused(f"{where}, and this rank's own journal does not tell what that changes")
+            raise _Refused(f"{where}, and this rank has not kept what that changes")
         try:
             return inferred(self.own(fence), *mine)
         except Unknown as unknown:

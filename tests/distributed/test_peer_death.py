@@ -20,6 +20,7 @@ import torch._dynamo  # what an optimizer would load on first use, in every rank
 from proof import record
 from test_golden import Job
 from test_resume import same, state_of
+from torch.utils.data import DataLoader
 
 import lightck
 from lightck.failure.takeover import Takeover
@@ -92,11 +93,24 @@ class Mortal(Job):
         return info
 
     def pending(self) -> None:
-        """What the loop does between (a) and (b)."""
-        self.schedule.step()
+        """What the loop does between (a) and (b), as far as it is not done."""
+        if self.schedule.last_epoch < self.iteration:
+            self.schedule.step()
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.clamp_(-0.3, 0.3)
+
+
+class Epochs(Mortal):
+    """A loader is iterated anew at each step: generators are taken again behind (a)."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.loader = DataLoader(range(2))  # type: ignore[arg-type]
+
+    def pending(self) -> None:
+        super().pending()
+        assert len(list(self.loader)) == 2  # draws from the global generator
 
 
 class Events(logging.Handler):
@@ -125,6 +139,7 @@ def first_life(
     phase: str,
     meanwhile: Callable[[int], object] = id,
     last: int = AT,
+    kind: type[Mortal] = Mortal,
     **settings: Any,
 ) -> Callable[..., Any]:
     """Trains until the rank `dead` kills itself; the others' errors leave their training, too."""
@@ -132,7 +147,7 @@ def first_life(
     def train(me: ranks.Me) -> Any:
         events = Events()
         meanwhile(me.rank)
-        job = Mortal(me.rank, KIND, phase if me.rank == dead else "", **settings)
+        job = kind(me.rank, KIND, phase if me.rank == dead else "", **settings)
         job.tell, job.last = me.send, last
         job.resume(path, 300 + me.rank)
         handle = job.attach(path, failure="jit", on_error=lambda error: None)
@@ -147,9 +162,9 @@ def first_life(
     return train
 
 
-def second_life(path: Path) -> Callable[..., Any]:
+def second_life(path: Path, kind: type[Mortal]) -> Callable[..., Any]:
     def train(me: ranks.Me) -> Any:
-        job = Mortal(me.rank, KIND)
+        job = kind(me.rank, KIND)
         info = job.resume(path, 300 + me.rank)
         with job.attach(path) as handle:
             losses = [job.iterate() for _ in range(handle.step, LAST)]
@@ -159,25 +174,25 @@ def second_life(path: Path) -> Callable[..., Any]:
 
 
 @cache
-def golden(world: int) -> list[Any]:
+def golden(world: int, kind: type[Mortal]) -> list[Any]:
     """Losses and last state of each rank of a run that nothing interrupts."""
 
     def train(me: ranks.Me) -> Any:
-        job = Mortal(me.rank, KIND)
+        job = kind(me.rank, KIND)
         return [job.iterate() for _ in range(LAST)], state_of(job)
 
     with ranks.started(world, train) as job:
         return job.results()
 
 
-def go_on(path: Path, world: int) -> lightck.types.RestoreInfo | None:
+def go_on(path: Path, world: int, kind: type[Mortal] = Mortal) -> lightck.types.RestoreInfo | None:
     """The rest of the trajectory is golden; returns what was restored."""
-    with ranks.started(world, second_life(path)) as job:
+    with ranks.started(world, second_life(path, kind)) as job:
         results = job.results()
     infos = [info for info, _, _ in results]
     steps = {info.step if info else 0 for info in infos}
     assert len(steps) == 1, infos
-    for (_, losses, state), (all_losses, last) in zip(results, golden(world), strict=True):
+    for (_, losses, state), (all_losses, last) in zip(results, golden(world, kind), strict=True):
         assert losses == all_losses[steps.copy().pop() :]
         assert same(state, last)
     return infos[0]
@@ -204,6 +219,19 @@ def test_the_last_complete_step_is_there_on_every_rank(
     info = go_on(region_dir, world)
     assert info is not None and info.step == step
     assert info.early == (phase not in BEFORE)
+
+
+@pytest.mark.parametrize("phase", ["half", "step end"])
+def test_what_a_survivor_takes_again_behind_its_update_does_not_hide_the_update(
+    region_dir: Path, phase: str
+) -> None:
+    code = first_life(region_dir, 1, phase, kind=Epochs, policy=NEVER)
+    with ranks.started(2, code) as job:
+        ((saved, taken, refused, _),) = job.outcomes([0])
+    assert saved["step"] == AT and not refused
+    assert [(each["rank"], each["step"], each["early"]) for each in taken] == [(1, AT, True)]
+    info = go_on(region_dir, 2, Epochs)
+    assert info is not None and info.step == AT and info.early
 
 
 def test_a_survivor_that_dies_while_it_takes_over_is_followed_by_the_next(region_dir: Path) -> None:

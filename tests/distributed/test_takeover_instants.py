@@ -84,7 +84,7 @@ def test_a_rank_dead_inside_its_update_has_the_early_instant_if_its_end_can_be_t
 
 
 @pytest.mark.parametrize("lacking", [FENCE, STEP_END])
-def test_a_survivor_whose_journal_does_not_tell_of_the_update_writes_nothing(
+def test_a_survivor_that_has_not_kept_both_sides_of_the_update_writes_nothing(
     folder: Path, lacking: int
 ) -> None:
     with Node(folder, 2) as node:
@@ -95,7 +95,7 @@ def test_a_survivor_whose_journal_does_not_tell_of_the_update_writes_nothing(
         node.journal(0, 2, STEP_END if lacking == FENCE else FENCE)
         node.die(1)
         taken = node.take(0, 1, early=True)
-        assert "this rank's own journal does not tell what that changes" in taken.why
+        assert "this rank has not kept what that changes" in taken.why
         assert node.steps(1) == [(1, 0)]
 
 
