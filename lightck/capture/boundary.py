@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import io
+import pickletools
 import re
 import zipfile
 from collections.abc import Callable
@@ -24,6 +25,16 @@ TAG = "__lightck__"
 DEEPEST = 150
 """Levels of nesting: what recursion bears, with room for the stack of whoever calls."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+_NAMED = re.compile(rb"(?=c([\w.]{1,80})\n([\w.]{1,80})\n)")
+"""What could be a pickle's reference to a function or class; overlapping ones, too."""
+_STORAGE = "torch.storage.UntypedStorage"
+_CALLED = {
+    *("collections.OrderedDict", "_codecs.encode", "__builtin__.complex", "builtins.complex"),
+    *("torch.device", "torch.Size", "torch._utils._rebuild_tensor_v2"),
+    "torch._utils._rebuild_tensor_v3",
+}
+"""By the pickle of a tree that `plain` made. None takes more memory than it is given."""
 
 _DTYPE = re.compile(r"[<>|=][a-zA-Z][0-9]*(\[[0-9]*[a-zA-Z]+\])?")
 
@@ -218,10 +229,47 @@ def _check_archive(data: bytes) -> None:
     """Nothing in the archive unfolds to more than there is; other formats are not looked at."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
-    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise ValueError("a member of the archive is compressed")
-    if sum(member.file_size for member in members) > len(data):
-        raise ValueError(f"its members claim more than the {len(data)} bytes of the archive")
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise ValueError("a member of the archive is compressed")
+        if sum(member.file_size for member in members) > len(data):
+            raise ValueError(f"its members claim more than the {len(data)} bytes of the archive")
+        for member in members:
+            if member.filename.endswith(".pkl"):
+                _check_calls(archive.read(member))
+
+
+def _check_calls(pickled: bytes) -> None:
+    """It calls what `plain` needs only: `bytearray(n)`, which the loader takes, makes n bytes."""
+    names = {b".".join(named).decode() for named in _NAMED.findall(pickled)}
+    if all(map(_is_known, names)):
+        return
+    stored: set[Any] = set()
+    expects_key = False
+    for opcode, argument, _ in pickletools.genops(pickled):
+        put = opcode.name in ("BINPUT", "LONG_BINPUT", "PUT")
+        if expects_key and not put and opcode.name != "BINUNICODE":
+            raise ValueError(f"it uses {_STORAGE} for something else than a tensor's bytes")
+        if expects_key and put:
+            stored.add(argument)
+        elif opcode.name in ("BINGET", "LONG_BINGET", "GET"):
+            expects_key = argument in stored
+        elif opcode.name == "GLOBAL":
+            name = str(argument).replace(" ", ".", 1)
+            expects_key = name == _STORAGE
+            if not (expects_key or _is_known(name)):
+                raise ValueError(f"it uses {name}, which no boundary state needs")
+        elif opcode.name in ("POP", "POP_MARK", "DUP", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ"):
+            raise ValueError(f"it uses {opcode.name}, which no boundary state needs")
+        elif not put:
+            expects_key = False
+
+
+def _is_known(name: str) -> bool:
+    module, _, what = name.rpartition(".")
+    of_torch = module == "torch" and (
+        what.endswith("Storage") or isinstance(getattr(torch, what, None), torch.dtype)
+    )
+    return of_torch or name in _CALLED
 
 
 def _check_tree(tree: Any, limit: int) -> None:

@@ -95,7 +95,7 @@ def opened(data: bytes, *, context: str) -> Any:
         raise CorruptSnapshotError(f"{context}: a tree of {length} bytes in {len(data)}")
     tree = boundary.decode(_archive(data[begin : begin + length]), context=context)
     try:
-        return _unpacked(tree, data[begin + length :])
+        return _unpacked(tree, _Held(data[begin + length :]))
     except (ValueError, RuntimeError, OverflowError) as error:
         raise CorruptSnapshotError(f"{context}: {error}") from error
 
@@ -109,7 +109,28 @@ def _archive(pickled: bytes) -> bytes:
     return sink.getvalue()
 
 
-def _unpacked(tree: Any, data: bytes) -> Any:
+@dataclass(eq=False)
+class _Held:
+    """The bytes of a parcel's tensors, each of which takes its own."""
+
+    data: bytes
+    left: int = field(init=False)
+    """Bytes that may yet be taken: forms that mean the same ones could ask for any amount."""
+
+    def __post_init__(self) -> None:
+        """Nothing is taken."""
+        self.left = len(self.data)
+
+    def take(self, at: int, length: int) -> bytearray:
+        if not 0 <= at <= at + length <= len(self.data):
+            raise ValueError(f"bytes {at} to {at + length} of {len(self.data)} are not there")
+        self.left -= length
+        if self.left < 0:
+            raise ValueError(f"its tensors claim more than the {len(self.data)} bytes there are")
+        return bytearray(self.data[at : at + length])
+
+
+def _unpacked(tree: Any, data: _Held) -> Any:
     if isinstance(tree, dict):
         if tree.get(TAG) == "bytes of a tensor":
             return _tensor(tree, data)
@@ -119,7 +140,7 @@ def _unpacked(tree: Any, data: bytes) -> Any:
     return tree
 
 
-def _tensor(said: dict[str, Any], data: bytes) -> torch.Tensor:
+def _tensor(said: dict[str, Any], data: _Held) -> torch.Tensor:
     if said.keys() != _FORM.keys() or any(type(said[k]) is not kind for k, kind in _FORM.items()):
         raise ValueError(f"a tensor of unknown form: {said}")
     dtype, at, length = getattr(torch, said["dtype"], None), said["at"], said["length"]
@@ -129,9 +150,9 @@ def _tensor(said: dict[str, Any], data: bytes) -> torch.Tensor:
         raise ValueError(f"a tensor of unknown form: {said}")
     span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
     size = math.prod(shape) * dtype.itemsize
-    if not size == length == span * dtype.itemsize or not 0 <= at <= at + length <= len(data):
-        raise ValueError(f"bytes {at} to {at + length} of {len(data)} hold no {said}")
+    if not size == length == span * dtype.itemsize:
+        raise ValueError(f"{length} bytes hold no {said}")
+    held = data.take(at, length)
     if not length:
         return torch.empty_strided(shape, strides, dtype=dtype)
-    held = bytearray(data[at : at + length])
     return torch.frombuffer(held, dtype=dtype).as_strided(shape, strides)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import mmap
 import random
+import resource
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightck.capture import parcel
+from lightck.capture import boundary, parcel
 from lightck.capture.parcel import Parcel
 from lightck.errors import CorruptSnapshotError
 
@@ -36,6 +41,83 @@ def test_a_tree_comes_back_with_its_tensors() -> None:
         back = found["tensors"][name]
         assert back.dtype == tensor.dtype and back.stride() == tensor.stride()
         assert parcel.raw(back) == parcel.raw(tensor)
+
+
+def test_tensors_that_mean_the_same_bytes_are_an_error_before_they_take_memory() -> None:
+    held = Parcel()
+    said = held.put(torch.zeros(1 << 20, dtype=torch.uint8))
+    tree = [{**said} for _ in range(1 << 10)]
+    with pytest.raises(CorruptSnapshotError, match="claim more than the 1048576 bytes there are"):
+        _within(64 << 20, lambda: parcel.opened(held.sealed(tree), context="test"))
+
+
+class Asks:
+    """Pickled as the call of a function that the restricted loader takes."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (bytearray, (1 << 40,)),
+        (bytearray, (b"few",)),
+        (torch.Tensor, (1 << 40,)),
+        (torch.UntypedStorage, (1 << 40,)),
+        (set, ([1],)),
+    ],
+    ids=lambda call: f"{call[0].__name__} {call[1]}",
+)
+@pytest.mark.parametrize("beside", [None, torch.zeros(3).to(torch.float8_e4m3fn)], ids=["", "fp8"])
+def test_a_pickle_that_asks_for_memory_is_an_error_before_it_gets_any(
+    call: Any, beside: Any
+) -> None:
+    tree = {"first": [1, beside if beside is None else "text"], "asks": Asks(*call)}
+    blobs = [Parcel().sealed(tree)]
+    sink = io.BytesIO()
+    torch.save({**tree, "beside": beside, "again": beside}, sink)
+    for opened in (
+        lambda: parcel.opened(blobs[0], context="test"),
+        lambda: boundary.decode(sink.getvalue(), context="test"),
+    ):
+        with pytest.raises(CorruptSnapshotError, match="which no boundary state needs|for someth"):
+            _within(64 << 20, opened)
+
+
+def test_text_that_looks_like_a_call_comes_back() -> None:
+    tree = {"text": "cbuiltins\nbytearray\n", "also": "abcd\nef\n", "bytes": b"cos\nsystem\n"}
+    assert parcel.opened(Parcel().sealed(tree), context="test") == tree
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e5m2, torch.complex64, torch.bool])
+def test_tensors_of_every_kind_come_back_from_a_manifest(dtype: torch.dtype) -> None:
+    tree = {"a": torch.zeros(3).to(dtype), "b": [torch.zeros(2).to(dtype)] * 2, "dtype": dtype}
+    found = boundary.decode(boundary.encode(tree), context="test")
+    assert found["a"].dtype == dtype and found["b"][1].shape == (2,) and found["dtype"] is dtype
+
+
+def test_a_tensor_larger_than_its_bytes_is_an_error() -> None:
+    tensor = torch.zeros(4)
+    whole = boundary.encode({"tensor": tensor})
+    at = whole.index(b"K\x04\x85")  # its shape
+    forged = whole[:at] + b"M\xff\x85" + whole[at + 3 :]
+    with pytest.raises(CorruptSnapshotError):
+        boundary.decode(forged, context="test")
+
+
+def _within(most: int, work: Callable[[], object]) -> None:
+    """Do it in address space that has so many bytes left."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + most, limits[1]))
+    try:
+        work()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 @pytest.mark.parametrize("length", [0, 4, 8, 20, -1])
