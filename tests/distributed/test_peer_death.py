@@ -110,6 +110,7 @@ class Epochs(Mortal):
 
     def pending(self) -> None:
         super().pending()
+        self.progress["passes"] = 10 * self.iteration + self.progress["rank"]  # position, (a)'s own
         assert len(list(self.loader)) == 2  # draws from the global generator
 
 

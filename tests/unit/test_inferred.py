@@ -67,6 +67,11 @@ def test_what_it_changes_and_was_alike_before_is_alike_behind_it(before: Any, af
         (torch.zeros(2), torch.ones(2), torch.arange(2)),
         ([1, 2], [1], [1, 3]),
         ({TAG: "set", "items": [1]}, {TAG: "set", "items": [2]}, {TAG: "set", "items": [2, 3]}),
+        (
+            {TAG: "set", "items": [1, 5]},
+            {TAG: "set", "items": [2, 5]},
+            {TAG: "set", "items": [2, 6]},
+        ),
         ({}, {"x": 1}, {"x": 2}),
         ({"x": 1}, {}, {"x": 2}),
     ],
