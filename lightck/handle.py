@@ -283,6 +283,7 @@ class Handle:
         if self._rescue is None or self._closed or self._inherited:
             return
         saved = self._save(type(error).__name__)
+        self._recorder.left_off()
         if self._guard is not None:
             WATCHDOG.hear_out(self._guard)
         if not saved.fresh and not isinstance(error, LightckError):

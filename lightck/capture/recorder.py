@@ -225,6 +225,12 @@ class Recorder:
             with self.stalls.of("boundary"), self.lock:
                 self.journaled.fenced(self.steps.step + 1)
 
+    def left_off(self) -> None:
+        """An exception leaves the iteration: others may make the update that this rank does not."""
+        # Its part of the communication is complete then: all is as it would be at its fence.
+        if self.inside and not self.mixed and threading.get_ident() == self.thread:
+            self._fenced()
+
     def _step_ended(self) -> None:
         """Under the lock."""
         if not self.enabled:

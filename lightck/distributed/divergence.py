@@ -198,17 +198,17 @@ def inquire(store: Store, rank: int, world: int, step: int, said: str, seconds: 
         every = store.read_many([f"e/{step}/{r}" for r in range(world)])
         store.claim(verdict, decide([each.decode() for each in every]).encode())
     began = time.monotonic()
-    said = None
+    told = None
     # A wait may end with nothing there: torch's server wakes all when one of them gives up.
-    while said is None and (left := began + seconds - time.monotonic()) > 0:
-        said = store.read(verdict) if store.wait(verdict, left) else None
-    if said is None:
+    while told is None and (left := began + seconds - time.monotonic()) > 0:
+        told = store.read(verdict) if store.wait(verdict, left) else None
+    if told is None:
         missing = [r for r in range(world) if store.read(f"e/{step}/{r}") is None]
         raise CoordinationError(
             f"rank(s) {_listed(missing)} of {world} did not say in {time.monotonic() - began:.0f} s"
             f" what they hold (key e/{step})"
         )
-    found = Verdict.decode(said)
+    found = Verdict.decode(told)
     store.delete([f"e/{step}/{rank}"])
     if store.add(count) == 2 * world:
         store.delete([verdict, count])

@@ -13,7 +13,7 @@ from lightck.capture.recorder import Recorder
 from lightck.distributed.store import Store
 from lightck.distributed.topology import Topology
 from lightck.failure.inheritance import Inheritance
-from lightck.failure.peers import Peers, Word
+from lightck.failure.peers import Heard, Peers, Word
 from lightck.failure.rescue import Rescue
 from lightck.types import Saved
 
@@ -30,7 +30,9 @@ class JointRescue(Rescue):
     _answered: int = 0
     """Of the words heard, how many `elsewhere` has given."""
     _mourned: set[int] = field(default_factory=set)
-    """Dead ranks that `elsewhere` has given."""
+    """Ranks that have ended and that `elsewhere` has given."""
+    _finished: set[int] = field(default_factory=set)
+    """Those whose share was looked after since."""
     _given: set[str] = field(default_factory=set)
     """Reasons that came from others: these know them."""
     _told: tuple[str, int | None, bool] | None = None
@@ -65,7 +67,9 @@ class JointRescue(Rescue):
             saved = super().save(reason, deadline, early=True)
         self._tell(saved, deadline)
         if saved.fresh:
+            heard = self.peers.look()
             self.inheritance.settle(deadline)
+            self._finished.update(heard.dead, heard.closed)
         return replace(saved, seconds=time.monotonic() - began)
 
     def elsewhere(self) -> str | None:
@@ -76,8 +80,10 @@ class JointRescue(Rescue):
         heard = self.peers.look()
         words, self._answered = heard.words[self._answered :], len(heard.words)
         dead = [rank for rank in heard.dead if rank not in self._mourned]
-        self._mourned.update(dead)
+        left = sorted(self._behind(heard).intersection(heard.closed) - self._mourned)
+        self._mourned.update(dead, left)
         reasons = [f"rank {rank}: killed" for rank in dead]
+        reasons += [f"rank {rank}: has left without the step that is saved here" for rank in left]
         reasons += [f"rank {word.rank}: {word.reason}" for word in words if not word.heard]
         if not reasons and any(self._goes_before(word) for word in words):
             reasons = ["another rank's snapshot is of the instant before"]
@@ -87,13 +93,24 @@ class JointRescue(Rescue):
     def is_settled(self) -> bool:
         """Every other rank has ended, or has said what it has of the last complete step.
 
-        Until then one may still have to go back to the instant before, and this rank with it.
+        Until then one may still have to go back to the instant before, and this rank with it. One
+        of this node that fails without the step that is saved here is finished once it has left.
         """
         heard, topology = self.peers.look(), self.peers.topology
         step = self.recorder.steps.step
         said = {word.rank for word in heard.words if word.step is None or word.step >= step}
         others = {*range(topology.world)} - {topology.rank}
-        return others <= said.union(heard.dead)
+        settled = others <= said.union(heard.dead, heard.closed)
+        return settled and self._behind(heard) <= self._finished
+
+    def _behind(self, heard: Heard) -> set[int]:
+        """Ranks of this node that have failed without the step that this one has saved."""
+        mine = self._told[1] if self._told is not None else None
+        last = {word.rank: word.step for word in heard.words}
+        if mine is None:
+            return set()
+        peers = self.peers.topology.peers
+        return {rank for rank in peers if rank in last and (last[rank] or 0) < mine}
 
     def stop(self) -> None:
         """Listen no more."""

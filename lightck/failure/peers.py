@@ -58,11 +58,13 @@ class Heard:
     Attributes:
         words: what they said, in the order in which it was heard; later ones are added behind.
         dead: ranks of this node that have ended without closing their handle.
+        closed: those that have closed it.
         unreachable: why the store did not answer the last time; empty if it did.
     """
 
     words: tuple[Word, ...] = ()
     dead: tuple[int, ...] = ()
+    closed: tuple[int, ...] = ()
     unreachable: str = ""
 
     @property
@@ -126,6 +128,7 @@ class Peers:
         self._stopping = False
         self._changed = threading.Condition()
         self._dead: tuple[int, ...] = ()
+        self._closed: tuple[int, ...] = ()
         self._looks = 0
         self._peers = _peers(topology, where)
         names = {"lightck-peers": self._run, "lightck-locks": self._watch_locks}
@@ -166,7 +169,7 @@ class Peers:
     def look(self) -> Heard:
         """What is known: from the store, and of this node's locks; at once."""
         with self._changed:
-            return Heard(tuple(self._words), self._dead, self._unreachable)
+            return Heard(tuple(self._words), self._dead, self._closed, self._unreachable)
 
     def stop(self, seconds: float = 1.0) -> None:
         """Say what is still to be said, and stop listening. Idempotent.
@@ -187,8 +190,9 @@ class Peers:
     def _watch_locks(self) -> None:
         while self._peers:
             dead = tuple(peer.rank for peer in self._peers if peer.is_dead())
+            closed = tuple(peer.rank for peer in self._peers if peer.closed)
             with self._changed:
-                self._dead = dead
+                self._dead, self._closed = dead, closed
                 self._looks += 1
                 if self._changed.wait_for(lambda: self._stopping, self.look_s):
                     return

@@ -216,6 +216,36 @@ def test_an_update_that_fails_on_one_rank_ends_as_on_the_other_or_leaves_the_ste
     check(found, 2, 2 if draws else 5, early=True)
 
 
+def test_a_rank_that_fails_behind_its_part_of_the_allreduce_is_finished_by_those_that_go_on(
+    region_dir: Path,
+) -> None:
+    """It has saved the step before, which nobody else has any more."""
+
+    def train(me: ranks.Me) -> Any:
+        training = begin(me)
+        saved = None
+        try:
+            with armed(training, region_dir) as handle:
+                losses_of(training, AT)
+                if me.rank == 0:
+                    training.optimizer.step = lambda: fail(training, "data")
+                losses_of(training, 1)
+                saved = handle.snapshot_now("ahead").step
+                me.send("ahead")
+                me.pause()  # until the other has left
+                raise Broken
+        except Broken:
+            pass
+        return saved
+
+    with ranks.started(2, train) as job:
+        assert job.receive(1) == "ahead"
+        assert job.outcomes([0]) == [None]
+        job.let_go(1)
+        assert job.outcomes([1]) == [AT + 1]
+    check(resumed(region_dir, 2), 2, AT + 1, early=True)
+
+
 def test_a_just_in_time_slot_is_kept_until_a_newer_step_is_whole(region_dir: Path) -> None:
     def train(me: ranks.Me) -> Any:
         training = begin(me)

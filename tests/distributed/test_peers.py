@@ -186,7 +186,7 @@ def test_a_file_system_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
         asked.set()
         return done.wait(LONG_S)
 
-    peer = SimpleNamespace(rank=1, is_dead=hangs)
+    peer = SimpleNamespace(rank=1, is_dead=hangs, closed=False)
     monkeypatch.setattr("lightck.failure.peers._peers", lambda topology, where: [peer])
     with listening(Server()) as peers:
         assert asked.wait(LONG_S)
