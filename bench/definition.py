@@ -14,7 +14,18 @@ from bench.place import DEFINITIONS, MEDIA
 from bench.work import MODELS, NEEDS, OPTIMIZERS, Work
 
 RANKS = ("ranks", "commit_ranks", "restore_ranks")
-KINDS = ("training", "idle", "native", "restore", "commit", "memory", "trace", "jit", *RANKS)
+KINDS = (
+    "training",
+    "idle",
+    "native",
+    "restore",
+    "commit",
+    "memory",
+    "trace",
+    "jit",
+    "recovery",
+    *RANKS,
+)
 WAITS = ("default", "passive", "active")
 POLICIES = ("pairs", "blocks")
 
@@ -36,6 +47,7 @@ class Method:
         seconds: at most, once there are `least`.
         patient: let each snapshot finish before the next is due, off the clock. Only for toys,
             whose steps may be shorter than a commit; real engines must keep up.
+        fault: what fails, for `recovery`: a key of `bench.measures.recovery.FAULTS`.
     """
 
     policy: str = "pairs"
@@ -46,6 +58,7 @@ class Method:
     most: int = 400
     seconds: float = 90.0
     patient: bool = False
+    fault: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ _MAIN = {
     "memory": ("extra_dram",),
     "trace": ("trace_overhead", "trace_cpu", "trace_wall", "step", "copies", "thin_copies"),
     "jit": ("jit", "sync_copy", "jit_ratio"),
+    "recovery": ("recovery", "detected", "saved", "ended", "restart", "first_step"),
     "ranks": (
         *("extra", "cost_ratio", "cost_ratio_alone", "overhead", "step", "compute", "sync_copy"),
         "written_share",
@@ -142,6 +143,8 @@ def _how(definition: dict[str, Any]) -> str:
     if work.get("world", 1) > 1:
         link = f"{work['link']:,} Mbit/s each way" if work["link"] else "loopback"
         ranks = f" on each of {work['world']} ranks (DDP, gloo, {link})"
+    elif work.get("forks", 0):
+        ranks = f" on each of {work['forks']} ranks (DDP, gloo, loopback)"
     return (
         f"{work['model']}, {work['optimizer']}, batch {work['batch']} x {work['sequence']}{ranks};"
         f" {definition['threads']} threads, OMP_WAIT_POLICY {definition['wait']}; {count}, unless"

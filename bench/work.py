@@ -36,6 +36,7 @@ class Work:
         world: ranks that train it together, data parallel.
         link: Mbit/s of the network between them, each way; 0: loopback.
         saved_by: ranks that wrote the snapshot that `world` ranks restore; 0: as many.
+        forks: ranks that the measuring process, one alone, forks and lets fail.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Work:
     world: int = 1
     link: int = 0
     saved_by: int = 0
+    forks: int = 0
 
 
 class Tiny(nn.Module):

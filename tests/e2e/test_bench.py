@@ -37,6 +37,7 @@ _MAIN = {
     "memory": "extra_dram",
     "trace": "trace_overhead",
     "jit": "jit",
+    "recovery": "recovery",
     "ranks": "extra",
     "commit_ranks": "commit",
     "restore_ranks": "restore",
