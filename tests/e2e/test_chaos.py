@@ -107,6 +107,57 @@ def test_a_network_drop_passes() -> None:
     assert row["acted"] == ["lo down", "lo up"] and not row["ended"]
 
 
+_TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+_NEVER = 1_000_000
+
+
+def _table(kind: str, policy: int) -> list[str]:
+    """A kind of fault in every phase, on one rank and on both, in the first step and the last.
+
+    Once a rank's gradients are under way its peers end the step without it: if it fails before it
+    has done so, nothing but a step that was due is whole.
+    """
+    phases = ["forward", "backward", "between"]
+    phases += [] if policy == _NEVER else ["allreduce", "fence", "commit"]
+    places = [f"{phase}:{rank}" for phase in phases for rank in ("1", "*", "0")]
+    texts = [f"{kind}:1:backward:0", *(f"{kind}:{3 + i}:{at}" for i, at in enumerate(places))]
+    return [*texts, f"{kind}:{_LAST}:between:*"]
+
+
+_LAST = 22
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("policy", [1, _NEVER])
+@pytest.mark.parametrize("kind", ["exception", "term", "kill", "stop", "hang"])
+def test_a_fault_in_any_phase_on_one_rank_and_on_both(kind: str, policy: int) -> None:
+    """With no step due what is lost is a minibatch, unless nobody is left to save it.
+
+    A signal's save goes on while training does: one more may be lost at steps of milliseconds.
+    """
+    command = [*_TWO, _TRAINER[1], "--steps", str(_LAST), "--policy", str(policy)]
+    words = ["--hold", "0.5", "--patience", "2", *_faults(*_table(kind, policy))]
+    document = _chaos(*words, "--", *command, LIGHTCK_FAILURE="jit")
+    assert document["identical"] and document["world"] == 2
+    assert [row for row in document["faults"] if not row["fired"]] == []
+    most = {"kill": _LAST if policy > 1 else 4, "term": 3}.get(kind, 2)
+    lost = [(row["kind"], row["phase"], row["rank"], row["lost_steps"])
+            for row in document["faults"] if row["ended"]]  # fmt: skip
+    assert [each for each in lost[1:] if each[-1] > most] == []
+
+
+@pytest.mark.timeout(200)
+def test_faults_of_several_kinds_and_phases_under_torchrun() -> None:
+    """No step is ever due; what the last one leaves is killed once more, in its restore."""
+    texts = ["exception:4:backward:1", "kill:5:restore:0", "term:7:commit:*", "kill:9:between:1"]
+    command = [*_TWO, _TRAINER[1], "--steps", "11", "--policy", str(_NEVER)]
+    document = _chaos(*_faults(*texts), "--", *command, LIGHTCK_FAILURE="jit")
+    assert document["identical"] and document["world"] == 2
+    assert [row for row in document["faults"] if not (row["fired"] and row["identical"])] == []
+    assert [row for row in document["faults"] if row["lost_steps"] > 2] == []
+
+
 _ON_RANKS = [
     [f"kill:{4 + 4 * i}:{phase}:{i % 2}" for i, phase in enumerate(list(PHASES)[:4])],
     [f"kill:{4 + 4 * i}:{phase}:{i % 2}" for i, phase in enumerate(list(PHASES)[4:7])],
