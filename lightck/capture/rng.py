@@ -9,36 +9,47 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightck.capture import boundary
+from lightck.capture import boundary, peek
 from lightck.errors import CorruptSnapshotError
 
-_python: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # as it was, raw and packed
+_python: tuple[Any, dict[str, Any]] | None = None  # what was seen of it, and the state, packed
+_numpy: tuple[Any, dict[str, Any]] | None = None
 
 
 def capture() -> dict[str, Any]:
     """All global generators now, plain. Draws nothing; the values are private copies.
 
-    Called twice per step: of generators that nobody has drawn from, the last answer is given.
+    Called at each instant: of generators that nobody has drawn from, the last answer is given, the
+    same object.
     """
-    global _python
-    python = random.getstate()
-    known = _python
-    if known is None or known[0] != python:
-        known = _python = (python, packed(python))
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": _of_numpy(),
-        "python": known[1],
+        "python": _of_python(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
 
 
+def _of_python() -> dict[str, Any]:
+    """625 integers take a while: asked for when their memory has changed."""
+    global _python
+    seen = peek.python()
+    if _python is None or seen is None or _python[0] != seen:
+        state = packed(random.getstate())
+        _python = (seen if peek.python() == seen else None, state)
+    return _python[1]
+
+
 def _of_numpy() -> dict[str, Any]:
-    """Asked every time, 60 us: its memory does not show a normal number kept for the next call."""
-    found: dict[str, Any] = boundary.plain(np.random.get_state(legacy=False), "rng/numpy")
-    return found
+    """NumPy takes 60 us for an answer: asked for when its memory has changed."""
+    global _numpy
+    seen = peek.numpy()
+    if _numpy is None or seen is None or _numpy[0] != seen:
+        state = boundary.plain(np.random.get_state(legacy=False), "rng/numpy")
+        _numpy = (seen if peek.numpy() == seen else None, state)
+    return _numpy[1]
 
 
 def packed(state: tuple[Any, ...]) -> dict[str, Any]:

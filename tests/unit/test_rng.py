@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightck.capture import boundary, rng
+from lightck.capture import boundary, peek, rng
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.rand(()).item(),
@@ -47,3 +47,65 @@ def test_another_kind_of_generator_is_taken_too() -> None:
     finally:
         np.random.set_bit_generator(before)  # type: ignore[attr-defined]
     assert boundary.rebuild(rng.capture())["numpy"]["bit_generator"] == "MT19937"
+
+
+NUMPYS = [
+    pytest.param(lambda: None, id="as it is"),
+    pytest.param(lambda: np.random.seed(3), id="seeded"),
+    pytest.param(lambda: (np.random.seed(3), np.random.randn()), id="a normal number is kept"),
+    pytest.param(lambda: (np.random.seed(3), np.random.randn(2)), id="none is kept, same words"),
+]
+
+
+@pytest.mark.parametrize("one", NUMPYS)
+@pytest.mark.parametrize("other", NUMPYS)
+def test_a_state_that_is_set_shows_in_the_next_answer(
+    one: Callable[[], Any], other: Callable[[], Any]
+) -> None:
+    one()
+    first = np.random.get_state(legacy=False)
+    other()
+    second = np.random.get_state(legacy=False)
+    for state in (first, second, first, second, second):
+        np.random.set_state(state)
+        rng.capture()
+        taken = boundary.rebuild(rng.capture())["numpy"]
+        assert repr(taken) == repr(np.random.get_state(legacy=False))
+
+
+def test_a_seed_and_a_kept_normal_number_of_python_show_in_the_next_answer() -> None:
+    random.seed(4)
+    states = [random.getstate()]
+    random.gauss(0, 1)
+    states.append(random.getstate())
+    random.gauss(0, 1)  # the words are those of before
+    states.append(random.getstate())
+    for state in (*states, *reversed(states)):
+        random.setstate(state)
+        assert rng.unpacked(rng.capture()["python"]) == state
+
+
+def test_another_generator_of_the_same_kind_is_not_taken_for_the_last_one() -> None:
+    before = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    rng.capture()
+    np.random.set_bit_generator(np.random.MT19937(3))  # type: ignore[attr-defined]
+    try:
+        for _ in range(3):
+            taken = boundary.rebuild(rng.capture())["numpy"]
+            assert repr(taken) == repr(np.random.get_state(legacy=False))
+            np.random.random()
+    finally:
+        np.random.set_bit_generator(before)  # type: ignore[attr-defined]
+
+
+def test_memory_is_looked_at_here_and_undrawn_generators_give_the_same_objects() -> None:
+    assert peek.python() is not None and peek.numpy() is not None
+    one, other = rng.capture(), rng.capture()
+    assert one["python"] is other["python"] and one["numpy"] is other["numpy"]
+
+
+def test_where_memory_tells_nothing_generators_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peek, "python", lambda: None)
+    monkeypatch.setattr(peek, "numpy", lambda: None)
+    test_every_draw_shows_in_the_next_answer("numpy, normal", 1)
+    test_every_draw_shows_in_the_next_answer("python, normal", 1)
