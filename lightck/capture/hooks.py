@@ -99,6 +99,7 @@ class Hooks:
     """Called at every gradient that is listened to, too: keeping dynamo out of one more costs."""
     _handles: list[RemovableHandle] = field(default_factory=list)
     _forward: RemovableHandle | None = None
+    _before: Callable[[nn.Module, Any], None] | None = None
 
     def install(self) -> None:
         """Start listening."""
@@ -143,6 +144,12 @@ class Hooks:
         """Report forwards of watched modules until disarmed."""
         if self._forward is not None:
             return
+        if self._before is None:
+            self._before = self._reporting()
+        self._forward = register_module_forward_pre_hook(self._before)
+
+    def _reporting(self) -> Callable[[nn.Module, Any], None]:
+        """The hook: made once, for keeping dynamo out takes longer than all the rest."""
         listener, watched = self.listener, self.watched
 
         @untraced
@@ -151,7 +158,7 @@ class Hooks:
             if module.training and watched.holds(module) and not is_weight(module):
                 listener.forward(torch.is_grad_enabled())
 
-        self._forward = register_module_forward_pre_hook(before)
+        return before
 
     def disarm_forward(self) -> None:
         """Stop reporting forwards: an idle handle costs the forward nothing."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,17 +34,16 @@ class Instants:
         self._early, self._extras, self._drawn = None, None, False
         self._rng = rng.capture()
         with users_code():
-            self._extras = {
-                extra.name: _private(extra)
-                for extra in self.inventory.extras
-                if extra.instant != "forward"
-            }
+            self._extras = self._positions()
+
+    def _positions(self) -> dict[str, Any]:
+        extras = (extra for extra in self.inventory.extras if extra.instant != "forward")
+        return {extra.name: _private(extra) for extra in extras}
 
     def standing(self) -> dict[str, Any]:
         """What (a) would be if the step ended now; keeps nothing."""
         with users_code():
-            extras = {e.name: _private(e) for e in self.inventory.extras if e.instant != "forward"}
-        return {"rng": rng.capture(), "extras": extras}
+            return {"rng": rng.capture(), "extras": self._positions()}
 
     def generators_stand(self) -> None:
         """(b) is declared here: whatever runs or is drawn next comes after the snapshot."""
@@ -151,7 +149,7 @@ def holding(collected: Collected, kept: Mapping[str, torch.Tensor]) -> Collected
         replace(live, tensor=kept[live.name], sync=True) if live.name in kept else live
         for live in collected.lives
     )
-    return replace(collected, lives=lives)
+    return replace(collected, lives=lives, base=())
 
 
 def _private(extra: Extra) -> Any:
@@ -159,12 +157,21 @@ def _private(extra: Extra) -> Any:
     return boundary.plain(extra.state(), boundary.join("extras", extra.name))
 
 
-@contextmanager
-def users_code() -> Iterator[None]:
+class _UsersCode:
+    """See `users_code`; a class, because it comes at every instant of every step."""
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """End, with the error."""
+        if isinstance(error, Exception) and not isinstance(error, LightckError):
+            raise StateError(f"the state cannot be taken: {error!r}") from error
+
+
+_users_code = _UsersCode()
+
+
+def users_code() -> _UsersCode:
     """What calls the user's `state_dict`: its errors become background errors like all others."""
-    try:
-        yield
-    except LightckError:
-        raise
-    except Exception as error:
-        raise StateError(f"the state cannot be taken: {error!r}") from error
+    return _users_code

@@ -22,19 +22,19 @@ from __future__ import annotations
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from lightck.capture import arrange, boundary, parcel
+from lightck.capture import arrange, boundary, entry, parcel
 from lightck.capture.arrange import Sources
+from lightck.capture.entry import Sealing
 from lightck.capture.instants import Instants, holding, users_code
-from lightck.capture.parcel import Parcel
+from lightck.capture.live import SMALL_EXTRA_BYTES, Live
 from lightck.capture.shelf import Shelf
-from lightck.capture.state import SMALL_EXTRA_BYTES, Collected, Live
+from lightck.capture.state import Collected
 from lightck.errors import (
     CorruptSnapshotError,
     LightckError,
@@ -104,31 +104,17 @@ def _watched(lives: Sequence[Live], *, private: bool) -> list[Live]:
 
 @dataclass(eq=False)
 class _Sorted:
-    """The tensors of a state by what is done with them, for as long as they are the same."""
+    """Tensors by what is done with them, for as long as the tuple is the same."""
 
     lives: tuple[Live, ...]
-    shelf: Shelf | None
-    """For what changes in the window, and what an entry has besides; None: too much."""
-    watched: list[torch.Tensor]
-    copied: list[str]
-    """Names of what changes in the window."""
+    own: list[Live] = field(init=False)
+    watched: list[torch.Tensor] = field(init=False)
+    """All but what is copied."""
 
-    @classmethod
-    def of(cls, lives: tuple[Live, ...], shelf: Shelf | None) -> _Sorted:
-        """Sort them; the shelf that there is serves if it fits."""
-        own = [live for live in lives if is_own(live)]
-        if sum(live.local.nbytes for live in own) > MOST_BYTES:
-            shelf = None
-        elif shelf is None or not shelf.fits(own):
-            shelf = Shelf(own)
-        watched = _watched(lives, private=shelf is not None)
-        copied = [live.name for live in own if live.sync]
-        return cls(lives, shelf, [live.tensor for live in watched], copied)
-
-    def serves(self, lives: tuple[Live, ...]) -> bool:
-        """Whether these are the same."""
-        same = len(lives) == len(self.lives) and all(map(operator.is_, lives, self.lives))
-        return same and (self.shelf is None or self.shelf.fits(self.shelf.lives))
+    def __post_init__(self) -> None:
+        """Sort."""
+        self.own = [live for live in self.lives if is_own(live)]
+        self.watched = [live.tensor for live in _watched(self.lives, private=True)]
 
 
 def is_own(live: Live) -> bool:
@@ -158,10 +144,21 @@ class Journaled:
     """The timeline is durable: entries can be of it."""
     _doubts: int = 0
     """Steps for which all tensors are looked up, since they have been others lately."""
-    _sorted: _Sorted | None = None
+    _base: _Sorted = field(default_factory=lambda: _Sorted(()))
+    """Tensors of model and optimizers."""
+    _more: _Sorted = field(default_factory=lambda: _Sorted(()))
+    """Tensors of extras, and of optimizers' options and attributes."""
+    _shelf: Shelf | None = None
+    """For what changes in the window, and what an entry has besides; None: too much."""
+    _sealing: Sealing = field(default_factory=Sealing)
     _told: set[type[LightckError]] = field(default_factory=set)
+    _once: _Once = field(init=False)
     _update: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     """Step and blob of the last entry of the fence, and of a step's first entry of (a)."""
+
+    def __post_init__(self) -> None:
+        """Tell what goes wrong."""
+        self._once = _Once(self._tell)
 
     def entry(self, kind: int) -> JournalEntry | None:
         """What lies on both sides of the last update: FENCE, and the first STEP_END behind it.
@@ -180,24 +177,10 @@ class Journaled:
     def step_ended(self, step: int) -> None:
         """Take (a); once more where position and generators have been taken again."""
         self.ended = None
-        with self._told_once():
+        with self._once:
             with users_code():
                 collected = self.instants.inventory.glance()
             self.ended = self._take(STEP_END, step, collected, seen=False)
-
-    def fenced(self, step: int) -> None:
-        """Write what stands at the fence before the first update of the iteration that ends `step`.
-
-        What the update does not change is that of (a): all that a rank leaves that is killed in it.
-        """
-        with self._told_once():
-            with users_code():
-                collected = self.instants.inventory.glance()
-            trees = self.instants.standing(), {**collected.tree, "step": step}
-            own = [live for live in collected.lives if is_own(live)]
-            if self._writes and sum(live.local.nbytes for live in own) <= MOST_BYTES:
-                shelf = Shelf(own)
-                self._write(FENCE, step, trees, collected.share_digest, shelf, shelf.fill())
 
     def forward(self, step: int, *, seen: bool, sure: bool) -> Instant | None:
         """Take (b), where the forward starts or where it was missed; None if that failed.
@@ -207,11 +190,11 @@ class Journaled:
         """
         self.begun = None
         sure = sure or self._doubts > 0 or step % DOUBT_STEPS == 0
-        with self._told_once():
-            before = self._sorted
+        with self._once:
+            before = self._base
             self.begun = self._take(FORWARD, step, self.instants.collect(sure=sure), seen=seen)
             if sure:
-                same = before is self._sorted
+                same = before is self._base
                 self._doubts = max(self._doubts - 1, 0) if same else DOUBT_STEPS
         return self.begun
 
@@ -242,21 +225,59 @@ class Journaled:
         kept = self.begun.copies
         return all(name in live and torch.equal(live[name], kept[name]) for name in kept)
 
+    def fenced(self, step: int) -> None:
+        """An update begins: write what the end of `step`, which it completes, will have as it is.
+
+        For survivors of a process that is killed inside it. Touches nothing that is kept of the
+        last step.
+        """
+        if not self._writes:
+            return
+        with self._once:
+            with users_code():
+                collected = self.instants.inventory.glance()
+            trees = self.instants.standing(), {**collected.tree, "step": step}
+            shelf = self._sort(collected)
+            if shelf is not None:
+                copies = shelf.fill(aside=True)
+                self._write(FENCE, step, trees, collected.share_digest, shelf, copies)
+
     def _take(self, kind: int, step: int, collected: Collected, *, seen: bool) -> Instant:
         trees = self.instants.trees(collected, step, seen=seen)
-        found = self._sorted
-        if found is None or not found.serves(collected.lives):
-            shelf = found.shelf if found is not None else None
-            found = self._sorted = _Sorted.of(collected.lives, shelf)
+        shelf = self._sort(collected)
         copies = watched = None
         if kind == FORWARD:
-            watched = Sources(found.watched, *arrange.read(found.watched), [])
-        if found.shelf is not None:
-            every = found.shelf.fill()
-            copies = {name: every[name] for name in found.copied}
-            with self._told_once():
-                self._write(kind, step, trees, collected.share_digest, found.shelf, every)
+            tensors = self._watched_now(collected)
+            watched = Sources(tensors, *arrange.read(tensors), [])
+        if shelf is not None:
+            every = shelf.fill()
+            copies = shelf.changing(every)
+            with self._once:
+                self._write(kind, step, trees, collected.share_digest, shelf, every)
         return Instant(kind, step, *trees, collected, copies, watched)
+
+    def _sort(self, collected: Collected) -> Shelf | None:
+        """Sort the tensors, as far as they are others now; the shelf that there is may serve.
+
+        None: what an entry would have is too much.
+        """
+        base, more = collected.base, collected.lives[len(collected.base) :]
+        if self._base.lives is not base:
+            self._base = _Sorted(base)
+        if len(more) != len(self._more.lives) or not all(map(operator.is_, more, self._more.lives)):
+            self._more = _Sorted(more)
+        own = [*self._base.own, *self._more.own]
+        if self._shelf is None or not self._shelf.fits(own):
+            small = sum(live.local.nbytes for live in own) <= MOST_BYTES
+            self._shelf = Shelf(own) if small else None
+        return self._shelf
+
+    def _watched_now(self, collected: Collected) -> list[torch.Tensor]:
+        if self._shelf is None:
+            return [live.tensor for live in collected.lives]
+        return (
+            [*self._base.watched, *self._more.watched] if self._more.watched else self._base.watched
+        )
 
     def _write(
         self,
@@ -265,20 +286,12 @@ class Journaled:
         trees: tuple[dict[str, Any], dict[str, Any]],
         share_digest: bytes,
         shelf: Shelf,
-        every: Mapping[str, torch.Tensor],
+        copies: Mapping[str, torch.Tensor],
     ) -> None:
+        """Write what has just been put on the shelf, and the rest."""
         if not self._writes:
             return
-        parcel, (first, second) = Parcel(), trees
-        tree = {
-            "tensors": shelf.packed(parcel, every),
-            "first": parcel.packed(first),
-            "second": dict(second),
-            "share_digest": share_digest,
-        }
-        if "rng" in second:  # there are no other tensors in it
-            tree["second"]["rng"] = parcel.packed(second["rng"])
-        blob = parcel.sealed(tree)
+        blob = self._sealing.sealed(shelf, copies, trees, share_digest)
         if kind == FENCE or (kind == STEP_END and self._update.get(kind, (-1,))[0] != step):
             self._update[kind] = step, blob
         write_entry(self.region.native, kind, step, self.region.timeline, blob)
@@ -301,25 +314,38 @@ class Journaled:
                 stacklevel=5,
             )
 
-    @contextmanager
-    def _told_once(self) -> Iterator[None]:
+    def _tell(self, raised: Exception) -> None:
         """Each kind of error is told once: it would come at every step.
 
         Told in the log, for nothing is lost yet: a due snapshot will fail by itself, and what is
         saved just in time says why it is not. A region that takes no more is another matter.
         """
-        try:
-            yield
-        except Exception as raised:  # noqa: BLE001 - what nobody has asked for ends no training
-            error = raised
-            if not isinstance(error, LightckError):
-                error = LightckError(f"the boundary state cannot be kept: {raised!r}")
-            self.unwritten = error
-            new = type(error) not in self._told
-            self._told.add(type(error))
-            event("not_kept", logging.WARNING if new else logging.DEBUG, step=self.step, why=error)
-            if new and isinstance(error, RegionIOError):
-                self.region_lost(error)
+        error = raised
+        if not isinstance(error, LightckError):
+            error = LightckError(f"the boundary state cannot be kept: {raised!r}")
+        self.unwritten = error
+        new = type(error) not in self._told
+        self._told.add(type(error))
+        event("not_kept", logging.WARNING if new else logging.DEBUG, step=self.step, why=error)
+        if new and isinstance(error, RegionIOError):
+            self.region_lost(error)
+
+
+@dataclass(frozen=True, eq=False)
+class _Once:
+    """What nobody has asked for ends no training: its errors are told."""
+
+    tell: Callable[[Exception], None]
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Every error that is no interrupt ends here."""
+        if isinstance(error, Exception):
+            self.tell(error)
+            return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -334,17 +360,17 @@ class Unpacked:
     share_digest: bytes
 
 
-def unpacked(entry: JournalEntry, *, context: str) -> Unpacked:
+def unpacked(found: JournalEntry, *, context: str) -> Unpacked:
     """Read an entry; runs no code.
 
     Raises:
         CorruptSnapshotError: it is not what `Journaled` writes.
     """
-    tree = parcel.opened(entry.blob, context=context)
+    tree = parcel.opened(found.blob, context=context)
     try:
-        first, second, digest = tree["first"], tree["second"], tree["share_digest"]
-        lives = tuple(_live(name, said) for name, said in tree["tensors"].items())
-        if type(first) is dict and type(second) is dict and type(digest) is bytes:
+        tensors, first, second, digest = entry.arranged(tree, found.step)
+        lives = tuple(_live(name, said) for name, said in tensors.items())
+        if type(digest) is bytes:
             return Unpacked(boundary.encode(first), boundary.encode(second), lives, digest)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptSnapshotError(f"{context}: no boundary state: {error!r}") from error

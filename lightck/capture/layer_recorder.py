@@ -113,6 +113,9 @@ class LayerRecorder(Recorder):
         if index is not None:
             self.updates.own.behind_hooks(optimizer, lambda: self._complete(index))
 
+    def _fenced(self) -> None:
+        """Layers are updated before the user's step: there is no instant before all of them."""
+
     def _complete(self, index: int) -> None:
         self.updates.check(index)
         if not self.updates.active:

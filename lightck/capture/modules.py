@@ -72,9 +72,14 @@ def every_module(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def held_buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor | None]:
-    """What they hold as buffers themselves, persistent or not."""
-    return list(chain.from_iterable(map(dict.values, map(_BUFFERS, modules))))
+def buffers_of(modules: Iterable[nn.Module]) -> list[dict[str, torch.Tensor | None]]:
+    """Where each module keeps its buffers."""
+    return list(map(_BUFFERS, modules))
+
+
+def held_buffers(holding: Iterable[dict[str, torch.Tensor | None]]) -> list[torch.Tensor | None]:
+    """What is there, persistent or not."""
+    return list(chain.from_iterable(map(dict.values, holding)))
 
 
 def strip(path: str) -> str:

@@ -4,7 +4,10 @@
 beside its tensors' bytes; it becomes an archive for the restricted loader when it is read, which is
 after a failure only.
 
-    length of the pickle (8 bytes, little-endian) | pickle | bytes of the tensors, one by one
+    number of pickles, length of each (8 bytes, little-endian) | pickles | bytes of the tensors
+
+The last pickle is the tree. The others are parts of it that have been the same for some time, and
+were pickled only once (`Kept`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import math
 import pickle
 import struct
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,18 +27,44 @@ from lightck.capture import boundary
 from lightck.capture.boundary import TAG
 from lightck.errors import CorruptSnapshotError
 
-_LENGTH = struct.Struct("<Q")
+_WORD = 8
+_PART = "part"
 _PROTOCOL = 2  # the newest that the restricted loader takes
+_MOST_PARTS = 1000
 _FORM = {TAG: str, "dtype": str, "shape": list, "strides": list, "at": int, "length": int}
+
+
+@dataclass(eq=False)
+class Kept:
+    """Pickles of parts, by where they are: each serves while its tree is the same object.
+
+    Nobody changes a tree that is in here: what differs is another one.
+    """
+
+    _known: dict[str, tuple[Any, bytes | None]] = field(default_factory=dict)
+
+    def pickled(self, where: str, tree: Any) -> bytes | None:
+        """None if it is new there: it may be another one every time."""
+        known = self._known.get(where)
+        if known is None or known[0] is not tree:
+            self._known[where] = tree, None
+            return None
+        if known[1] is None:
+            known = self._known[where] = tree, pickle.dumps(tree, _PROTOCOL)
+        return known[1]
 
 
 @dataclass(eq=False)
 class Parcel:
     """A tree whose tensors lie beside it."""
 
+    kept: Kept = field(default_factory=Kept)
     parts: list[memoryview | bytes] = field(default_factory=list)
     size: int = 0
     """Of the parts."""
+    pickles: list[bytes] = field(default_factory=list)
+    _numbers: dict[int, int] = field(default_factory=dict)
+    """Of the pickles, by the identity of the tree."""
 
     def put(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Add a dense CPU tensor's bytes; returns what stands for it in the tree."""
@@ -57,10 +87,33 @@ class Parcel:
             return type(tree)(map(self.packed, tree))
         return tree
 
-    def sealed(self, tree: Any) -> bytes:
-        """All of it; `tree` holds no tensors any more."""
-        pickled = pickle.dumps(tree, _PROTOCOL)
-        return b"".join((_LENGTH.pack(len(pickled)), pickled, *self.parts))
+    def part(self, where: str, tree: Any) -> Any:
+        """What stands for a tree without tensors; the tree itself, where it is new.
+
+        It stays the same object at least as long as this.
+        """
+        pickled = self.kept.pickled(where, tree)
+        if pickled is None:
+            return tree
+        if id(tree) not in self._numbers:
+            self._numbers[id(tree)] = len(self.pickles)
+            self.pickles.append(pickled)
+        return part(self._numbers[id(tree)])
+
+    def pickled(self, tree: Any) -> bytes:
+        """A tree, whose tensors come beside it, as one more pickle, which is returned, too."""
+        self.pickles.append(pickle.dumps(self.packed(tree), _PROTOCOL))
+        return self.pickles[-1]
+
+    def sealed(self, pickles: Sequence[bytes]) -> bytes:
+        """All of it: the last one is the tree, the others are its parts."""
+        head = struct.pack(f"<{1 + len(pickles)}Q", len(pickles), *map(len, pickles))
+        return b"".join((head, *pickles, *self.parts))
+
+
+def part(number: int) -> dict[str, Any]:
+    """What stands for another pickle of the parcel in the tree."""
+    return {TAG: _PART, "number": number}
 
 
 def form(tensor: torch.Tensor, at: int) -> dict[str, Any]:
@@ -77,6 +130,8 @@ def form(tensor: torch.Tensor, at: int) -> dict[str, Any]:
 
 def raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a dense CPU tensor, in the order of its memory."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor.numpy().data  # generators: at every instant
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
@@ -87,17 +142,29 @@ def opened(data: bytes, *, context: str) -> Any:
     Raises:
         CorruptSnapshotError: it is not what `sealed` makes.
     """
-    if len(data) < _LENGTH.size:
-        raise CorruptSnapshotError(f"{context}: {len(data)} bytes are no boundary state")
-    length = _LENGTH.unpack_from(data)[0]
-    begin = _LENGTH.size
-    if length > len(data) - begin:
-        raise CorruptSnapshotError(f"{context}: a tree of {length} bytes in {len(data)}")
-    tree = boundary.decode(_archive(data[begin : begin + length]), context=context)
+    pickles, data = _opened(data, context)
+    trees = [boundary.decode(_archive(pickled), context=context) for pickled in pickles]
     try:
-        return _unpacked(tree, _Held(data[begin + length :]))
-    except (ValueError, RuntimeError, OverflowError) as error:
+        held = _Held(data)
+        parts = [_unpacked(tree, held, ()) for tree in trees[:-1]]
+        return _unpacked(trees[-1], held, parts)
+    except (IndexError, KeyError, ValueError, RuntimeError, OverflowError) as error:
         raise CorruptSnapshotError(f"{context}: {error}") from error
+
+
+def _opened(data: bytes, context: str) -> tuple[list[bytes], bytes]:
+    """Pickles, and the rest."""
+    count = int.from_bytes(data[:_WORD], "little")
+    at = _WORD * (1 + count)
+    if not 0 < count <= _MOST_PARTS or at > len(data):
+        raise CorruptSnapshotError(f"{context}: {len(data)} bytes are no boundary state")
+    pickles = []
+    for length in struct.unpack_from(f"<{count}Q", data, _WORD):
+        if length > len(data) - at:
+            raise CorruptSnapshotError(f"{context}: a tree of {length} bytes in {len(data)}")
+        pickles.append(data[at : at + length])
+        at += length
+    return pickles, data[at:]
 
 
 def _archive(pickled: bytes) -> bytes:
@@ -130,13 +197,20 @@ class _Held:
         return bytearray(self.data[at : at + length])
 
 
-def _unpacked(tree: Any, data: _Held) -> Any:
+def _unpacked(tree: Any, data: _Held, parts: Sequence[Any]) -> Any:
+    """With tensors, and with parts, of which each is there once however often it is meant."""
     if isinstance(tree, dict):
-        if tree.get(TAG) == "bytes of a tensor":
+        kind = tree.get(TAG)
+        if kind == "bytes of a tensor":
             return _tensor(tree, data)
-        return type(tree)((key, _unpacked(value, data)) for key, value in tree.items())
+        if kind == _PART:
+            number = tree["number"]
+            if type(number) is not int or not 0 <= number < len(parts):
+                raise ValueError(f"part {number!r} of {len(parts)}")
+            return parts[number]
+        return type(tree)((key, _unpacked(value, data, parts)) for key, value in tree.items())
     if type(tree) in (list, tuple):
-        return type(tree)(_unpacked(value, data) for value in tree)
+        return type(tree)(_unpacked(value, data, parts) for value in tree)
     return tree
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightck.capture import boundary, rng, staging
-from lightck.capture.state import BASE_ATTRIBUTES
+from lightck.capture.options import BASE_ATTRIBUTES
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate

@@ -91,10 +91,10 @@ class Recorder:
             with self.lock:  # a save arranges the state, too
                 self._settle()
         self._stand_at_fence()
-        first = not self.mixed
-        self.steps.begin(index)
+        first = not self.steps.between_updates
+        outermost = self.steps.begin(index)
         self.fence(index)
-        if first:
+        if first and outermost:
             self._fenced()
 
     def update_ends(self, optimizer: Optimizer) -> None:
@@ -170,7 +170,7 @@ class Recorder:
         self.steps.marked = True
         self.settled = True
         self._stand_at_fence()
-        first = not self.mixed
+        first = not self.steps.between_updates
         self.steps.begin(Steps.MARK)
         self.fence(None)
         if first:
@@ -220,9 +220,9 @@ class Recorder:
             self.hold.here(fence=True)
 
     def _fenced(self) -> None:
-        """The first update of the iteration begins: what it does not change is known now."""
-        if self.enabled and self.journaled is not None:
-            with self.stalls.of("boundary"), self.lock:
+        """The first update of the iteration is about to change something."""
+        if self.enabled and self.settled and self.journaled is not None:
+            with self.stalls.of("fence"), self.lock:
                 self.journaled.fenced(self.steps.step + 1)
 
     def left_off(self) -> None:

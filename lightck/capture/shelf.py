@@ -1,4 +1,4 @@
-"""Private memory for small tensors that are copied at both instants of every step."""
+"""Private memory for small tensors that are copied at every instant of every step."""
 
 from __future__ import annotations
 
@@ -10,76 +10,103 @@ from typing import Any
 import torch
 
 from lightck.capture import dtensor, staging
+from lightck.capture.live import Live
 from lightck.capture.parcel import Parcel, form, raw
-from lightck.capture.state import Live
 
 _ALIGNED_BYTES = 16
 """As the widest dtype wants it."""
+_ASIDE = 2
 
 
 @dataclass(eq=False)
 class Shelf:
     """Two places, filled in turn: the copies of (a) stay while those of (b) are made.
 
-    Dense tensors in CPU memory go together, by one call; others are cloned one by one.
+    A third one, aside, is for what is only written. Dense tensors in CPU memory go together, by
+    one call; others are cloned one by one.
     """
 
     lives: Sequence[Live]
-    _tensors: list[torch.Tensor] = field(default_factory=list)
-    """Of `lives`."""
     _together: list[int] = field(default_factory=list)
+    _alone: list[int] = field(default_factory=list)
+    _sources: list[torch.Tensor] = field(default_factory=list)
+    """What goes together."""
     _flats: list[torch.Tensor] = field(default_factory=list)
-    """The memory of each place, and views into it."""
+    """The memory of each place, and views into it: in order, by name, of what changes by name."""
     _places: list[list[torch.Tensor]] = field(default_factory=list)
-    _turn: int = 0
-    _said: dict[str, Any] | None = None
+    _named: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    _changing: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    _filled: int = 1
+    """In turn."""
+    _last: int = 0
+    _said: dict[str, Any] = field(default_factory=dict)
     """What a parcel says of those that go together."""
 
     def __post_init__(self) -> None:
         """Make the places."""
-        self._tensors = [live.tensor for live in self.lives]
-        self._together = [i for i, tensor in enumerate(self._tensors) if _is_plain(tensor)]
+        tensors = [live.tensor for live in self.lives]
+        for i, tensor in enumerate(tensors):
+            (self._together if _is_plain(tensor) else self._alone).append(i)
+        self._sources = [tensors[i] for i in self._together]
         end, begins = 0, []
-        for i in self._together:
+        for source in self._sources:
             begins.append(end)
-            end += -(-self._tensors[i].nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        for _ in range(2):
+            end += -(-source.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        lives = [self.lives[i] for i in self._together]
+        for _ in range(_ASIDE + 1):
             flat = torch.empty(end, dtype=torch.uint8)
+            places = list(map(_place, [flat] * len(begins), begins, self._sources))
+            pairs = list(zip(lives, places, strict=True))
             self._flats.append(flat)
-            self._places.append([
-                _place(flat, begin, self._tensors[i])
-                for i, begin in zip(self._together, begins, strict=True)
-            ])  # fmt: skip
+            self._places.append(places)
+            self._named.append({live.name: place for live, place in pairs})
+            self._changing.append({live.name: place for live, place in pairs if live.sync})
+        self._said = {
+            live.name: _said(live, form(place, int(place.storage_offset()) * place.itemsize))
+            for live, place in zip(lives, self._places[0], strict=True)
+            if live.span is None
+        }
 
     def fits(self, lives: Sequence[Live]) -> bool:
-        """Whether the places are for these very tensors, as they are formed now."""
-        tensors = [live.tensor for live in lives]
-        return (
-            len(tensors) == len(self._tensors)
-            and all(map(operator.is_, tensors, self._tensors))
-            and [live.name for live in lives] == [live.name for live in self.lives]
-            and all(
-                place.shape == tensors[i].shape
-                and place.stride() == tensors[i].stride()
-                and place.dtype == tensors[i].dtype
-                for place, i in zip(self._places[0], self._together, strict=True)
-            )
-        )
+        """Whether the places are for tensors of these names and forms; they serve these then."""
+        if len(lives) != len(self.lives):
+            return False
+        if not all(map(operator.is_, lives, self.lives)):
+            plain = [i for i, live in enumerate(lives) if _is_plain(live.tensor)]
+            if list(lives) != list(self.lives) or plain != self._together:
+                return False
+        sources = [lives[i].tensor for i in self._together]
+        if _forms(sources) != _forms(self._places[0]):
+            return False
+        self.lives, self._sources = lives, sources
+        return True
 
-    def fill(self) -> dict[str, torch.Tensor]:
-        """Copy everything now; by name. They stay until `fill` is called for the second time."""
+    def fill(self, *, aside: bool = False) -> dict[str, torch.Tensor]:
+        """Copy everything now; by name, as `changing` picks from it.
+
+        The copies stay until the second time after this; those aside until the next time there.
+        """
         if not self.lives:
             return {}
-        self._turn ^= 1
-        places, tensors = self._places[self._turn], self._tensors
+        if not aside:
+            self._filled ^= 1
+        self._last = turn = _ASIDE if aside else self._filled
         with torch.no_grad():
-            if places:
-                torch._foreach_copy_(places, [tensors[i] for i in self._together])
-            found = {self.lives[i].name: p for i, p in zip(self._together, places, strict=True)}
-            for live in self.lives:
-                if live.name not in found:
-                    found[live.name] = live.tensor.detach().clone()
-        return found
+            if self._sources:
+                torch._foreach_copy_(self._places[turn], self._sources)
+            if not self._alone:
+                return self._named[turn]
+            lives = [self.lives[i] for i in self._alone]
+            alone = {live.name: live.tensor.detach().clone() for live in lives}
+        return {**self._named[turn], **alone}
+
+    def changing(self, copies: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of what `fill` has just copied, what changes in the window."""
+        if not self.lives:
+            return {}
+        if not self._alone:
+            return self._changing[self._last]
+        return {live.name: copies[live.name] for live in self.lives if live.sync}
 
     def packed(self, parcel: Parcel, copies: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Put what `fill` has just copied into an empty parcel; returns what is said of it there.
@@ -87,22 +114,20 @@ class Shelf:
         Neither shares, which others hold, too, nor shards, which are nothing without their mesh.
         """
         if not self.lives:
-            return {}
-        places = self._places[self._turn]
-        if self._said is None:
-            pairs = [(self.lives[i], p) for i, p in zip(self._together, places, strict=True)]
-            self._said = {
-                live.name: _said(live, form(place, int(place.storage_offset()) * place.itemsize))
-                for live, place in pairs
-                if live.span is None
-            }
-        parcel.add(raw(self._flats[self._turn]))
+            return self._said
+        parcel.add(raw(self._flats[self._last]))
+        if not self._alone:
+            return self._said
         said = dict(self._said)
-        together = {*self._together}
-        for i, live in enumerate(self.lives):
-            if i not in together and live.span is None and not dtensor.is_dtensor(live.tensor):
+        for live in (self.lives[i] for i in self._alone):
+            if live.span is None and not dtensor.is_dtensor(live.tensor):
                 said[live.name] = _said(live, parcel.put(_dense(copies[live.name])))
         return said
+
+
+def _forms(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    shapes = list(map(operator.attrgetter("shape"), tensors))
+    return [shapes, list(map(torch.Tensor.stride, tensors)), [each.dtype for each in tensors]]
 
 
 def _said(live: Live, tensor: dict[str, Any]) -> dict[str, Any]:

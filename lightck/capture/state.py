@@ -16,41 +16,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightck.capture import dtensor, fsdp
-from lightck.capture.boundary import join, plain, reference
+from lightck.capture import fsdp
+from lightck.capture.boundary import join, plain
 from lightck.capture.dense import must_be_dense
 from lightck.capture.extras import Extra
-from lightck.capture.modules import every_module, held_buffers, named_buffers, named_parameters
+from lightck.capture.live import Live as Live
+from lightck.capture.live import Placing
+from lightck.capture.modules import (
+    buffers_of,
+    every_module,
+    held_buffers,
+    named_buffers,
+    named_parameters,
+)
+from lightck.capture.options import Options
 from lightck.errors import StateError
 from lightck.region.native import HOLDS_ALL
 
-SMALL_EXTRA_BYTES = 64 << 10
-"""An extra's tensor up to this size is copied at (b) at once: cheaper than finding it torn."""
-BASE_ATTRIBUTES = frozenset({"defaults", "state", "param_groups"})
 _TOLD_BY_IDENTITY = (torch.Tensor, int, float, str, type(None))
 """While an optimizer's state holds the same object, what is captured of it is the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """One live tensor and what is known about who changes it."""
-
-    name: str
-    role: str
-    layer: str
-    tensor: torch.Tensor = field(compare=False)
-    holders: frozenset[int] = frozenset()
-    """Optimizers whose step changes it; with none, any optimizer's step ends its window."""
-    sync: bool = False
-    """Changes inside the window (buffers): copied at (b)."""
-    alias_of: str | None = None
-    span: tuple[int, int] | None = None
-    """First byte and end of what this rank captures of a tensor that others hold; None: all."""
-
-    @property
-    def local(self) -> torch.Tensor:
-        """What holds the bytes: of a DTensor this rank's part."""
-        return dtensor.local(self.tensor)
 
 
 @dataclass(frozen=True)
@@ -76,6 +60,9 @@ class Collected:
     share_digest: bytes = HOLDS_ALL
     form: bytes = b""
     """See `Shared`."""
+    base: tuple[Live, ...] = ()
+    """What `lives` begins with, of model and optimizers: the same object while they are the same.
+    Empty: not known."""
 
 
 @dataclass(eq=False)
@@ -90,8 +77,12 @@ class _Cache:
     states: list[dict[str, Any]]
     held: list[list[list[str]]]
     """Per optimizer and group the names of its parameters."""
+    bare: list[dict[str, Any]]
+    """Where modules keep their buffers, of those that had none."""
+    holding: list[dict[str, Any]]
+    """Likewise of the others."""
     buffers: list[Any]
-    """What the modules held as buffers."""
+    """What was in there."""
     sizes: list[int]
     """Of the optimizers' groups and states."""
 
@@ -113,6 +104,11 @@ class Inventory:
     depends: Callable[[], Sequence[Any]] = lambda: ()
     """Other objects that `share` looks at."""
     _cache: _Cache | None = field(default=None, init=False)
+    _options: list[Options] = field(default_factory=list, init=False)
+    _trees: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _placed: dict[str, dict[str, Live]] = field(default_factory=dict, init=False)
+    """Tensors of extras, by extra and path."""
+    _last_joined: tuple[tuple[Live, ...], tuple[Live, ...]] = field(default=((), ()), init=False)
 
     def __post_init__(self) -> None:
         """Learn what is sharded before a forward gathers it."""
@@ -134,26 +130,40 @@ class Inventory:
         cache = self._cache
         if cache is None or any(cache.states) or _sizes(self.optimizers) != cache.sizes:
             cache = self._known()
-        elif not _identical(held_buffers(cache.modules), cache.buffers):
+        elif any(cache.bare) or not _identical(held_buffers(cache.holding), cache.buffers):
             cache = self._known()
         return self._collected(cache)
 
     def _collected(self, cache: _Cache) -> Collected:
         more: list[Live] = []
-        sync = self.always_sync
-        held = zip(self.optimizers, cache.held, strict=True)
-        groups = [_groups(i, o, names, more, sync) for i, (o, names) in enumerate(held)]
-        attributes = [_attributes(i, o, more, sync) for i, o in enumerate(self.optimizers)]
-        optimizers = [
-            {"class": _class_name(o), "groups": g, "state": s, "attributes": a}
-            for o, g, s, a in zip(self.optimizers, groups, cache.states, attributes, strict=True)
-        ]
+        optimizers = self._optimizer_trees(cache, more)
         extras = {e.name: self._extra(e, more) for e in self.extras if e.instant != "step"}
-        tree: dict[str, Any] = {"optimizers": optimizers, "extras": extras}
-        if cache.shared.told is not None:
-            tree["share"] = cache.shared.told
         shared = cache.shared
-        return Collected((*shared.lives, *more), tree, shared.digest, shared.form)
+        tree: dict[str, Any] = {"optimizers": optimizers, "extras": extras}
+        if shared.told is not None:
+            tree["share"] = shared.told
+        lives = self._joined(shared.lives, more)
+        return Collected(lives, tree, shared.digest, shared.form, shared.lives)
+
+    def _optimizer_trees(self, cache: _Cache, more: list[Live]) -> list[dict[str, Any]]:
+        """The same object as last time, while everything in it is."""
+        if [options.optimizer for options in self._options] != self.optimizers:
+            each = enumerate(self.optimizers)
+            self._options = [Options(i, optimizer, self.always_sync) for i, optimizer in each]
+        rows = zip(self._options, cache.held, cache.states, strict=True)
+        trees = [options.take(held, state, more) for options, held, state in rows]
+        if not _identical(trees, self._trees):
+            self._trees = trees
+        return self._trees
+
+    def _joined(self, base: tuple[Live, ...], more: list[Live]) -> tuple[Live, ...]:
+        """One tuple; the last one, if it is of the same."""
+        if not more:
+            return base
+        last, begun = self._last_joined, len(base)
+        if last[0] is not base or not _identical(last[1][begun:], more):
+            self._last_joined = last = base, (*base, *more)
+        return last[1]
 
     def everything(self) -> tuple[Live, ...]:
         """Every tensor of model and optimizers, also those that other ranks capture."""
@@ -237,9 +247,11 @@ class Inventory:
             [[labels[parameter] for parameter in group["params"]] for group in o.param_groups]
             for o, labels in zip(self.optimizers, known, strict=True)
         ]
-        assigned, buffers = tuple(self.assign(lives)), held_buffers(modules)
+        assigned, kept = tuple(self.assign(lives)), buffers_of(modules)
         shared, sizes = self.share(assigned), _sizes(self.optimizers)
-        return _Cache(modules, objects, assigned, shared, states, held, buffers, sizes)
+        bare, holding = [each for each in kept if not each], [each for each in kept if each]
+        rest = (states, held, bare, holding, held_buffers(holding), sizes)
+        return _Cache(modules, objects, assigned, shared, *rest)
 
     def _model_lives(self) -> Iterator[Live]:
         holders: dict[int, set[int]] = {}
@@ -282,7 +294,7 @@ class Inventory:
                 continue  # state of a parameter that left the groups: no step can read it
             layer = label.rpartition(".")[0]
             base = f"optim/{i}/{join('', label)}"
-            place = _Placing(lives, "optimizer", layer, held, self.always_sync)
+            place = Placing(lives, "optimizer", layer, held, self.always_sync)
             others = {}
             if not isinstance(state, dict):
                 raise StateError(f"{base} is a {type(state).__name__}, expected a dict", path=base)
@@ -297,26 +309,13 @@ class Inventory:
         return rest
 
     def _extra(self, extra: Extra, lives: list[Live]) -> Any:
-        place = _Placing(lives, "extra", f"extras.{extra.name}", frozenset(), self.always_sync)
-        return plain(extra.state(), join("extras", extra.name), place)
-
-
-@dataclass(eq=False)
-class _Placing:
-    """Sends tensors found in a tree to the region and leaves references."""
-
-    lives: list[Live]
-    role: str
-    layer: str
-    holders: frozenset[int]
-    always_sync: set[str]
-
-    def __call__(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
-        must_be_dense(path, tensor)
-        small = self.role == "extra" and dtensor.local(tensor).nbytes <= SMALL_EXTRA_BYTES
-        sync = small or path in self.always_sync
-        self.lives.append(Live(path, self.role, self.layer, tensor, self.holders, sync))
-        return reference(path)
+        layer, known = f"extras.{extra.name}", self._placed.setdefault(extra.name, {})
+        place = Placing(lives, "extra", layer, frozenset(), self.always_sync, known)
+        begun = len(lives)
+        tree = plain(extra.state(), join("extras", extra.name), place)
+        if len(known) > len(lives) - begun:  # some are gone
+            self._placed[extra.name] = {live.name: live for live in lives[begun:]}
+        return tree
 
 
 def key_label(i: int, key: Any) -> str:
@@ -345,45 +344,6 @@ def parameter_names(i: int, optimizer: Optimizer, names: dict[int, str]) -> dict
         for k, parameter in enumerate(group["params"]):
             found[parameter] = names.get(id(parameter), f"@{g}.{k}")
     return found
-
-
-def _groups(
-    i: int, optimizer: Optimizer, held: list[list[str]], lives: list[Live], sync: set[str]
-) -> list[dict[str, Any]]:
-    place = _Placing(lives, "optimizer", "", frozenset((i,)), sync)
-    groups = []
-    for g, group in enumerate(optimizer.param_groups):
-        base = f"optim/{i}/@group/{g}"
-        options = {k: plain(v, join(base, k), place) for k, v in group.items() if k != "params"}
-        groups.append({"params": held[g], "options": options})
-    return groups
-
-
-def _attributes(i: int, optimizer: Optimizer, lives: list[Live], sync: set[str]) -> dict[str, Any]:
-    """State that custom optimizers keep as attributes: public plain values, and any tensor."""
-    kept: dict[str, Any] = {}
-    for name, value in vars(optimizer).items():
-        if name in BASE_ATTRIBUTES or callable(value):
-            continue
-        if name[0] == "_" and not isinstance(value, torch.Tensor) and (not value or value is True):
-            continue  # nothing that could hold a tensor
-        found: list[Live] = []
-        place = _Placing(found, "optimizer", "", frozenset((i,)), sync)
-        try:
-            tree = plain(value, f"optim/{i}/@attribute/{name}", place)
-        except StateError:
-            continue  # configuration objects (process groups, hooks): nothing a step computes
-        tensors = {id(live.tensor) for live in found}
-        if tensors and not tensors.isdisjoint(map(id, held_parameters(optimizer))):
-            continue  # LBFGS keeps its parameters again
-        if found or not name.startswith("_"):
-            lives += found
-            kept[name] = tree
-    return kept
-
-
-def _class_name(optimizer: Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _sizes(optimizers: Sequence[Optimizer]) -> list[int]:

@@ -41,10 +41,11 @@ def write_entry(region: NativeRegion, kind: int, step: int, timeline: int, blob:
         PreviousPersistError: the region is latched by an earlier failure.
         RegionError: `timeline` is not the region's newest.
     """
-    fields = {"step": step, "timeline": timeline, "length": len(blob), "kind": kind}
-    entry = ffi.new("lck_journal_entry *", fields)
-    code = library().lck_journal_write(region.handle, entry, ffi.from_buffer(blob))
-    check(code, f"journal of {region.label}")
+    entry = ffi.new("lck_journal_entry *")
+    entry.step, entry.timeline, entry.length, entry.kind = step, timeline, len(blob), kind
+    code = library().lck_journal_write(region.handle, entry, blob)
+    if code != 0:
+        check(code, f"journal of {region.label}")
 
 
 def read_entry(region: NativeRegion, kind: int = 0) -> JournalEntry | None:

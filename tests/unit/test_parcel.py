@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightck.capture import boundary, parcel
-from lightck.capture.parcel import Parcel
+from lightck.capture.parcel import Kept, Parcel
 from lightck.errors import CorruptSnapshotError
 
 TENSORS = {
@@ -31,7 +31,12 @@ PLAIN: dict[str, Any] = {"list": [1, 2.5, None, True, "text"], "tuple": (1, (2,)
 
 def sealed() -> bytes:
     held = Parcel()
-    return held.sealed({"tensors": held.packed(TENSORS), "plain": held.packed(PLAIN)})
+    return held.sealed([held.pickled({"tensors": TENSORS, "plain": PLAIN})])
+
+
+def alone(tree: Any) -> bytes:
+    held = Parcel()
+    return held.sealed([held.pickled(tree)])
 
 
 def test_a_tree_comes_back_with_its_tensors() -> None:
@@ -43,12 +48,46 @@ def test_a_tree_comes_back_with_its_tensors() -> None:
         assert parcel.raw(back) == parcel.raw(tensor)
 
 
+def test_a_part_that_stays_the_same_is_pickled_once_and_comes_back() -> None:
+    kept, part = Kept(), {"names": ["a", "b"], "n": 3}
+    blobs = []
+    for i in range(4):
+        held = Parcel(kept)
+        tree = {"i": i, "one": held.part("x", part), "two": held.part("y", part)}
+        held.pickled(tree)
+        blobs.append(held.sealed(held.pickles))
+        assert parcel.opened(blobs[-1], context="test") == {"i": i, "one": part, "two": part}
+    assert len(blobs[1]) == len(blobs[3]) and blobs[1].count(b"names") == 1
+    held = Parcel(kept)
+    held.pickled({"i": 5, "one": held.part("x", {**part, "n": 4}), "two": held.part("y", part)})
+    found = parcel.opened(held.sealed(held.pickles), context="test")
+    assert found == {"i": 5, "one": {**part, "n": 4}, "two": part}
+
+
+@pytest.mark.parametrize("number", [-1, 1, 2, 1 << 40, "0", None, True])
+def test_a_part_that_is_not_there_is_an_error(number: Any) -> None:
+    held = Parcel()
+    held.pickled({"n": 1})
+    held.pickled({"part": {**parcel.part(0), "number": number}})
+    with pytest.raises(CorruptSnapshotError):
+        parcel.opened(held.sealed(held.pickles), context="test")
+
+
+def test_a_part_of_a_part_is_an_error() -> None:
+    held = Parcel()
+    held.pickled({"n": 1})
+    held.pickled({"part": parcel.part(0)})
+    held.pickled({"part": parcel.part(1)})
+    with pytest.raises(CorruptSnapshotError):
+        parcel.opened(held.sealed(held.pickles), context="test")
+
+
 def test_tensors_that_mean_the_same_bytes_are_an_error_before_they_take_memory() -> None:
     held = Parcel()
     said = held.put(torch.zeros(1 << 20, dtype=torch.uint8))
     tree = [{**said} for _ in range(1 << 10)]
     with pytest.raises(CorruptSnapshotError, match="claim more than the 1048576 bytes there are"):
-        _within(64 << 20, lambda: parcel.opened(held.sealed(tree), context="test"))
+        _within(64 << 20, lambda: parcel.opened(held.sealed([held.pickled(tree)]), context="test"))
 
 
 class Asks:
@@ -77,7 +116,7 @@ def test_a_pickle_that_asks_for_memory_is_an_error_before_it_gets_any(
     call: Any, beside: Any
 ) -> None:
     tree = {"first": [1, beside if beside is None else "text"], "asks": Asks(*call)}
-    blobs = [Parcel().sealed(tree)]
+    blobs = [alone(tree)]
     sink = io.BytesIO()
     torch.save({**tree, "beside": beside, "again": beside}, sink)
     for opened in (
@@ -90,7 +129,7 @@ def test_a_pickle_that_asks_for_memory_is_an_error_before_it_gets_any(
 
 def test_text_that_looks_like_a_call_comes_back() -> None:
     tree = {"text": "cbuiltins\nbytearray\n", "also": "abcd\nef\n", "bytes": b"cos\nsystem\n"}
-    assert parcel.opened(Parcel().sealed(tree), context="test") == tree
+    assert parcel.opened(alone(tree), context="test") == tree
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e5m2, torch.complex64, torch.bool])
@@ -155,4 +194,4 @@ def test_a_tensor_that_is_not_there_is_an_error(change: dict[str, Any]) -> None:
     held = Parcel()
     said = {**held.put(torch.ones(3)), **change}
     with pytest.raises(CorruptSnapshotError):
-        parcel.opened(held.sealed({"tensor": said}), context="test")
+        parcel.opened(held.sealed([held.pickled({"tensor": said})]), context="test")

@@ -1,0 +1,61 @@
+"""One live tensor: its name, its role, and who changes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lightck.capture import dtensor
+from lightck.capture.boundary import reference
+from lightck.capture.dense import must_be_dense
+
+SMALL_EXTRA_BYTES = 64 << 10
+"""An extra's tensor up to this size is copied at (b) at once: cheaper than finding it torn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """One live tensor and what is known about who changes it."""
+
+    name: str
+    role: str
+    layer: str
+    tensor: torch.Tensor = field(compare=False)
+    holders: frozenset[int] = frozenset()
+    """Optimizers whose step changes it; with none, any optimizer's step ends its window."""
+    sync: bool = False
+    """Changes inside the window (buffers): copied at (b)."""
+    alias_of: str | None = None
+    span: tuple[int, int] | None = None
+    """First byte and end of what this rank captures of a tensor that others hold; None: all."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What holds the bytes: of a DTensor this rank's part."""
+        return dtensor.local(self.tensor)
+
+
+@dataclass(eq=False)
+class Placing:
+    """Sends tensors found in a tree to the region and leaves references."""
+
+    lives: list[Live]
+    role: str
+    layer: str
+    holders: frozenset[int]
+    always_sync: set[str]
+    known: dict[str, Live] = field(default_factory=dict)
+    """By path: what was said of a tensor serves while it is the same object."""
+
+    def __call__(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
+        """See `boundary.Place`."""
+        must_be_dense(path, tensor)
+        small = self.role == "extra" and dtensor.local(tensor).nbytes <= SMALL_EXTRA_BYTES
+        sync = small or path in self.always_sync
+        live = self.known.get(path)
+        if live is None or live.tensor is not tensor or live.sync is not sync:
+            live = Live(path, self.role, self.layer, tensor, self.holders, sync)
+            self.known[path] = live
+        self.lives.append(live)
+        return reference(path)

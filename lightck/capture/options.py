@@ -1,0 +1,143 @@
+"""What an optimizer holds besides parameters and their state: groups' options, and attributes.
+
+Taken at every instant of every step: what is immutable and still the same object is not looked at
+again, and of what is unchanged the last answer is given, the same object.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightck.capture.boundary import join, plain
+from lightck.capture.live import Live, Placing
+from lightck.errors import StateError
+
+BASE_ATTRIBUTES = frozenset({"defaults", "state", "param_groups"})
+_CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass(eq=False)
+class _Entries:
+    """Keys and values as they were, the very objects."""
+
+    keys: list[str]
+    values: list[Any]
+    taken: Any
+    """What was made of them."""
+    constant: bool
+    """Nothing in them can change, except that one of `empty` ceases to be so."""
+    empty: list[Any] = field(default_factory=list)
+
+    def serve(self, entries: Mapping[str, Any]) -> bool:
+        """Whether these give the same again."""
+        return (
+            self.constant
+            and self.keys == list(entries)
+            and all(map(operator.is_, self.values, entries.values()))
+            and not any(map(bool, self.empty))
+        )
+
+
+@dataclass(eq=False)
+class Options:
+    """Of one optimizer."""
+
+    index: int
+    optimizer: Optimizer
+    sync: set[str]
+    """Tensors that are always copied at (b)."""
+    _groups: list[_Entries] = field(default_factory=list)
+    _attributes: _Entries | None = None
+    _lives: dict[str, Live] = field(default_factory=dict)
+    _tree: dict[str, Any] | None = None
+
+    def take(
+        self, held: Sequence[list[str]], state: dict[str, Any], lives: list[Live]
+    ) -> dict[str, Any]:
+        """Everything of it that is no tensor; adds the tensors that are found to `lives`.
+
+        Args:
+            held: per group the names of its parameters.
+            state: what its state holds besides tensors.
+            lives: tensors of options and attributes.
+        """
+        groups = self._take_groups(held, lives)
+        known = self._attributes
+        if known is None or not known.serve(vars(self.optimizer)):
+            known = self._attributes = self._take_attributes(lives)
+        last = self._tree
+        if (
+            last is None
+            or last["state"] is not state
+            or last["attributes"] is not known.taken
+            or len(groups) != len(last["groups"])
+            or not all(map(operator.is_, groups, last["groups"]))
+        ):
+            kind = type(self.optimizer)
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            taken = known.taken
+            last = {"class": name, "groups": groups, "state": state, "attributes": taken}
+            self._tree = last
+        return last
+
+    def _take_groups(self, held: Sequence[list[str]], lives: list[Live]) -> list[dict[str, Any]]:
+        now = self.optimizer.param_groups
+        if len(self._groups) != len(now):
+            self._groups = [_Entries([], [], None, constant=False) for _ in now]
+        place = self._placing(lives)
+        for g, (group, names, known) in enumerate(zip(now, held, self._groups, strict=True)):
+            if known.serve(group) and known.taken["params"] is names:
+                continue
+            base = f"optim/{self.index}/@group/{g}"
+            options = {k: plain(v, join(base, k), place) for k, v in group.items() if k != "params"}
+            constant = all(_is_constant(v) for k, v in group.items() if k != "params")
+            taken = {"params": names, "options": options}
+            self._groups[g] = _Entries(list(group), list(group.values()), taken, constant)
+        return [known.taken for known in self._groups]
+
+    def _take_attributes(self, lives: list[Live]) -> _Entries:
+        """State that custom optimizers keep as attributes: public plain values, and any tensor."""
+        i, optimizer = self.index, self.optimizer
+        kept: dict[str, Any] = {}
+        empty, constant = [], True
+        for name, value in vars(optimizer).items():
+            if name in BASE_ATTRIBUTES or callable(value):
+                continue
+            constant_one = _is_constant(value)
+            if (
+                name[0] == "_"
+                and not isinstance(value, torch.Tensor)
+                and (not value or value is True)
+            ):
+                if not constant_one:
+                    empty.append(value)
+                continue  # nothing that could hold a tensor
+            constant = constant and constant_one
+            found: list[Live] = []
+            try:
+                tree = plain(value, f"optim/{i}/@attribute/{name}", self._placing(found))
+            except StateError:
+                continue  # configuration objects (process groups, hooks): nothing a step computes
+            tensors = {id(live.tensor) for live in found}
+            own = (id(p) for group in optimizer.param_groups for p in group["params"])
+            if tensors and not tensors.isdisjoint(own):
+                continue  # LBFGS keeps its parameters again
+            if found or not name.startswith("_"):
+                lives += found
+                kept[name] = tree
+        held = vars(optimizer)
+        return _Entries(list(held), list(held.values()), kept, constant, empty)
+
+    def _placing(self, lives: list[Live]) -> Placing:
+        return Placing(lives, "optimizer", "", frozenset((self.index,)), self.sync, self._lives)
+
+
+def _is_constant(value: Any) -> bool:
+    """Nothing that is done to it later can change it."""
+    return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))
