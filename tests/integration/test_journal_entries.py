@@ -344,6 +344,6 @@ def test_layers_that_update_by_themselves_have_no_fence_of_all(run_dir: Path) ->
             model(torch.ones(2, 2)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert read_entry(handle.region.native, FENCE) is None
+            assert read_entry(handle.region.native, FENCE) is None
         assert read_entry(handle.region.native, STEP_END) is not None
         handle.detach()
