@@ -105,9 +105,7 @@ def recall(
                 if taken:
                     return taken[0]
                 choice = attempt.choose()
-            if choice.void and not attempt.damaged:
-                if left := [*choice.fell_back, *choice.left]:
-                    event("begins_anew", logging.WARNING, path=where.path, why="; ".join(left))
+            if choice.void:
                 holdings.give_up()
                 return None
             problems = [*choice.fell_back, *attempt.damaged, *choice.left]

@@ -5,7 +5,6 @@ No step is ever due: what is resumed from was saved just in time, by each rank f
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -131,35 +130,6 @@ def test_ranks_that_share_nothing_go_on_from_different_places(region_dir: Path) 
 
     with ranks.started(2, again) as job:
         assert [found[0] for found in job.results()] == [AT, AT]
-
-
-def test_ranks_that_have_saved_different_steps_before_any_was_whole_begin_anew(
-    region_dir: Path,
-) -> None:
-    """One fails when the other has what it needs to go on: nothing is whole, and never was."""
-
-    def train(me: ranks.Me) -> Any:
-        training = begin(me)
-        training.model = training.module  # nothing is reduced: one can be ahead
-        heard: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: heard.append(record.lightck_event)  # type: ignore
-        logging.getLogger("lightck").addHandler(handler)
-        info = restore(training, region_dir)
-        handle = armed(training, region_dir)
-        losses_of(training, 3)
-        if me.rank:
-            losses_of(training, 1)
-        saved = handle.snapshot_now("ahead" if me.rank else "behind")
-        me.send((info, heard, saved.step))
-        me.pause()  # and ends there, with the test
-
-    for life in range(2):
-        with ranks.started(2, train) as job:
-            for rank in range(2):
-                info, heard, step = job.receive(rank)
-                assert info is None and step == 3 + rank
-                assert ("begins_anew" in heard) == bool(life)
 
 
 def test_a_rank_that_another_ones_exception_reaches_saves_the_same_step(region_dir: Path) -> None:
