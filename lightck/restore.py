@@ -25,11 +25,14 @@ from lightck.capture.state import Inventory
 from lightck.capture.steps import Steps
 from lightck.config import Config
 from lightck.distributed.healed import Healed
+from lightck.distributed.holdings import Holdings
+from lightck.distributed.lineage import Key
 from lightck.distributed.meeting import meeting
 from lightck.distributed.recall import Found, recall
 from lightck.errors import LightckError
 from lightck.events import event
 from lightck.region import claim, place
+from lightck.region.native import Record
 from lightck.types import RestoreInfo
 
 _EARLY = (
@@ -182,13 +185,14 @@ def _carry_on(found: Found) -> None:
     """Say what attach may go on from in this rank's region, and what it must protect there.
 
     A rank that has a part of the snapshot keeps it until a newer one is whole, also in another
-    world; one that has none gives up what it has.
+    world; one that was given all of it keeps its newest older one, as what the others fall back to;
+    one that has none gives up what it has.
     """
     own, snapshot = found.holdings.own, found.snapshot
     if found.holdings.broken is not None:
         claim.give_up(found.holdings.where)
     if isinstance(snapshot, Healed):
-        kept = snapshot.kept
+        kept = snapshot.kept or _newest_before(found.holdings, found.key)
     else:
         there = own is not None and own.region is snapshot.parts[0].region
         kept = snapshot.record if there else None
@@ -196,6 +200,17 @@ def _carry_on(found: Found) -> None:
         own.region.carry_on(kept)
     elif own is not None:
         own.region.leave_behind()
+
+
+def _newest_before(holdings: Holdings, key: Key) -> Record | None:
+    """The snapshot in this rank's own region, of those that count, of the newest step before."""
+    every = [c.record for c in holdings.own.recovery.candidates] if holdings.own is not None else []
+    older = [
+        each
+        for each in every
+        if each.step < key.step and not holdings.excludes(Key(each.timeline, each.step, each.world))
+    ]
+    return max(older, key=lambda record: record.sequence, default=None)
 
 
 def _told(found: Found, filling: Filling, first: dict[str, Any]) -> RestoreInfo:

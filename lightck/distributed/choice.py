@@ -16,7 +16,7 @@ from typing import Any
 from lightck.distributed.agreement import named
 from lightck.distributed.exchange import Said
 from lightck.distributed.healing import Plan, plan
-from lightck.distributed.lineage import Key, age, rule
+from lightck.distributed.lineage import Key, Lineage, age, rule
 from lightck.distributed.views import Offer, View
 from lightck.errors import CoordinationError
 from lightck.region.preference import is_near
@@ -77,7 +77,7 @@ def decide(views: Sequence[View]) -> Choice:
     """The choice, from what every rank sees; with one, what a single process takes."""
     _must_agree("step", [str(view.step) for view in views], "ask for the same step=")
     _must_agree("path", [view.path for view in views], "give every rank the same path=")
-    ruling = rule([view.lineage for view in views if view.lineage is not None])
+    ruling = rule(_speaking(views))
     found: dict[Key, list[Offer]] = {}
     for view in views:
         for offer in view.offers:
@@ -113,6 +113,17 @@ def decide(views: Sequence[View]) -> Choice:
         bare=healed.bare if isinstance(healed, Plan) else (),
         compare=chosen is not None and _on_several_nodes(chosen, views),
     )
+
+
+def _speaking(views: Sequence[View]) -> list[Lineage]:
+    """The lineages that decide what counts.
+
+    A region that has begun a timeline out of nothing, and holds nothing of it yet, abandons for
+    itself alone: the job was stopped before the others had begun it.
+    """
+    every = [view.lineage for view in views if view.lineage is not None and view.lineage.head]
+    held = [v.lineage for v in views if v.lineage and v.lineage.head and v.young != v.lineage.head]
+    return held or every
 
 
 def _missing(key: Key, views: Sequence[View], planned: Plan | str) -> str:

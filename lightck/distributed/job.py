@@ -76,7 +76,8 @@ def begin(
     if ranks.rounds is None:
         return None, Alone()
     continued = region.continued
-    if continued is not None:
+    # A rank that was given what it lacked continues an older snapshot of its own region.
+    if continued is not None and (restored is None or continued.step >= restored[1]):
         restored = (continued.timeline, continued.step)
     identity = Identity(
         run_id=region.info.run_id,

@@ -106,6 +106,13 @@ def recall(
                     return taken[0]
                 choice = attempt.choose()
             if choice.void:
+                if left := [*choice.fell_back, *choice.left]:
+                    event(
+                        "begins_anew",
+                        logging.WARNING,
+                        path=holdings.where.path,
+                        why="; ".join(left),
+                    )
                 holdings.give_up()
                 return None
             problems = [*choice.fell_back, *attempt.damaged, *choice.left]
