@@ -283,7 +283,10 @@ class Handle:
         if self._rescue is None or self._closed or self._inherited:
             return
         saved = self._save(type(error).__name__)
-        self._recorder.left_off()
+        try:
+            self._recorder.left_off()
+        except LightckError as theirs:  # `on_error` raises: the exception that is under way counts
+            error.add_note(f"lightck: {theirs}")
         if self._guard is not None:
             WATCHDOG.hear_out(self._guard)
         if not saved.fresh and not isinstance(error, LightckError):

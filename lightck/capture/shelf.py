@@ -54,7 +54,7 @@ class Shelf:
             end += -(-source.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         lives = [self.lives[i] for i in self._together]
         for _ in range(_ASIDE + 1):
-            flat = torch.empty(end, dtype=torch.uint8)
+            flat = torch.empty(end, dtype=torch.uint8, device="cpu")
             places = list(map(_place, [flat] * len(begins), begins, self._sources))
             pairs = list(zip(lives, places, strict=True))
             self._flats.append(flat)

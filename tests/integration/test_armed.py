@@ -1,4 +1,4 @@
-"""What `attach` arms unless it is told not to is in nobody's way, wherever it is called."""
+"""What `failure="jit"` arms is in nobody's way, wherever attach is called."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def state() -> list[object]:
 
 
 def train(path: Path) -> None:
-    """Attach as it comes, train, close."""
+    """Attach armed, train, close."""
     loop = adam_loop()
-    with attach(path, loop) as handle:
+    with attach(path, loop, failure="jit") as handle:
         assert handle.config.failure == lightck.Failure()
         loop.run(STEPS)
         handle.wait()
