@@ -102,8 +102,8 @@ def beside_faulthandler(path: Path) -> None:
 def twice_at_once(path: Path) -> None:
     """Two handles; the first one goes first."""
     one, other = adam_loop(), adam_loop()
-    first = attach(path, one)
-    second = attach(path.parent / "other", other)
+    first = attach(path, one, failure="jit")
+    second = attach(path.parent / "other", other, failure="jit")
     one.run(STEPS)
     other.run(STEPS)
     first.close()
@@ -136,7 +136,7 @@ def test_a_forked_child_gets_nothing_of_it(run_dir: Path) -> None:
     def child() -> Any:
         return run(lambda: state()[:-1] == before[:-1]), state()[:-1], threading.active_count()
 
-    with attach(run_dir, loop):
+    with attach(run_dir, loop, failure="jit"):
         loop.run(1)
         armed = state()
         assert armed != before
