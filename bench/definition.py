@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from bench import engines
 from bench.errors import BenchError
+from bench.models import MODELS
 from bench.place import DEFINITIONS, MEDIA
-from bench.work import MODELS, NEEDS, OPTIMIZERS, Work
+from bench.work import OPTIMIZERS, Work
 
 RANKS = ("ranks", "commit_ranks", "restore_ranks")
 KINDS = (
@@ -143,7 +144,8 @@ class Definition:
         """What must be installed, in order."""
         needed = ["torch", "numpy", "pyarrow", "cffi"]
         needed += [p for c in self.contenders for p in engines.KINDS[c.engine].packages]
-        needed += [NEEDS[w.model] for c in self.contenders if (w := self.work_of(c)).model in NEEDS]
+        models = [MODELS[self.work_of(contender).model] for contender in self.contenders]
+        needed += [model.needs for model in models if model.needs]
         return list(dict.fromkeys(needed))
 
     def work_of(self, contender: Contender) -> Work:
@@ -166,14 +168,15 @@ def tiny(definition: Definition) -> Definition:
 
     def shrunk(contender: Contender) -> Contender:
         work: dict[str, Any] = dict(contender.work)
-        if "tensors" in work:
-            work["tensors"] = min(work["tensors"], 64)
+        for key, most in (("tensors", 64), ("batch", 2), ("sequence", 8)):
+            if key in work:
+                work[key] = min(work[key], most)
         work["link"] = 0
-        if "model" in work and work["model"] != "bag":
-            work["model"] = "tiny"
+        if "model" in work:
+            work["model"] = MODELS[work["model"]].tiny
         return replace(contender, work=work, method={**contender.method, **small}, threads=1)
 
-    model = definition.work.model if definition.work.model == "bag" else "tiny"
+    model = MODELS[definition.work.model].tiny
     work = replace(definition.work, model=model, batch=1, sequence=8, tensors=64, link=0)
     contenders = tuple(map(shrunk, definition.contenders))
     return replace(definition, work=work, threads=1, contenders=contenders)

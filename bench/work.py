@@ -1,4 +1,4 @@
-"""What is trained: models with random weights, random tokens, an optimizer; and their state."""
+"""What is trained: a model, an optimizer, endless random batches; and the state of both."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.errors import BenchError
+from bench.models import MODELS
 
 State = dict[str, Any]
 _LINE = 64  # bytes
@@ -50,106 +48,26 @@ class Work:
     forks: int = 0
 
 
-class Tiny(nn.Module):
-    """Stands in for any model where only the machinery is tested: milliseconds per step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, 32)
-        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-        self.head = nn.Linear(32, 64, bias=False)
-        self.head.weight = self.embedding.weight  # tied, as in GPT-2
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean loss of the next token."""
-        logits = self.head(self.layers(self.embedding(tokens)))
-        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-class Bag(nn.Module):
-    """Very many tiny layers, so that what counts is the number of tensors, not their bytes.
-
-    With AdamW a parameter comes with three tensors of optimizer state; buffers make up the rest.
-    """
-
-    WIDTH = 4
-
-    def __init__(self, tensors: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Module() for _ in range(tensors // 8))
-        for layer in self.layers:
-            layer.weight = nn.Parameter(torch.randn(self.WIDTH))
-            layer.bias = nn.Parameter(torch.randn(self.WIDTH))
-        for i in range(tensors % 8):
-            self.register_buffer(f"rest_{i}", torch.randn(self.WIDTH))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """A loss that reaches every parameter."""
-        everything = torch.cat(list(self.parameters()))
-        return (everything * tokens.float().mean()).square().mean()
-
-
-class Gpt2(nn.Module):
-    """GPT-2 small as `transformers` builds it from its default config; nothing is downloaded."""
-
-    THIN = 36  # wide, instead of 768
-
-    def __init__(self, width: int | None = None) -> None:
-        super().__init__()
-        try:
-            from transformers import GPT2Config, GPT2LMHeadModel
-        except ImportError as error:
-            raise BenchError(
-                f"model gpt2 needs transformers ({error}): pip install '.[bench]'"
-            ) from error
-        self.inner = GPT2LMHeadModel(GPT2Config() if width is None else GPT2Config(n_embd=width))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean loss of the next token."""
-        loss: torch.Tensor = self.inner(input_ids=tokens, labels=tokens).loss
-        return loss
-
-
-class Vgg16(nn.Module):
-    """VGG-16 as its paper has it (Simonyan and Zisserman, 2015, table 1, D): no BatchNorm."""
-
-    PIXELS, CLASSES = 224, 1000
-    _CHANNELS = ((3, 64, 64), (64, 128, 128), (128, 256, 256, 256), (256, *[512] * 3), [512] * 4)
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        for block in self._CHANNELS:
-            for inputs, outputs in pairwise(block):
-                layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(inplace=True)]
-            layers.append(nn.MaxPool2d(2))
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Sequential(
-            nn.Flatten(),
-            *(nn.Linear(512 * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout()),
-            *(nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout()),
-            nn.Linear(4096, self.CLASSES),
-        )
-
-    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        """Mean loss of a guess; one picture of each class in turn."""
-        guess = self.classifier(self.features(pictures))
-        return functional.cross_entropy(guess, torch.arange(len(guess)) % self.CLASSES)
-
-
-MODELS: dict[str, Callable[[Work], nn.Module]] = {
-    "tiny": lambda work: Tiny(),
-    "bag": lambda work: Bag(work.tensors),
-    "gpt2": lambda work: Gpt2(),
-    "gpt2-thin": lambda work: Gpt2(Gpt2.THIN),
-    "vgg16": lambda work: Vgg16(),
-}
-VOCABULARY = {"tiny": 64, "bag": 8, "gpt2": 50257, "gpt2-thin": 50257}  # others look at pictures
-NEEDS = {"gpt2": "transformers", "gpt2-thin": "transformers"}  # model -> package beyond torch
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True),
 }
+
+
+_MOMENTS = {"adamw": 2, "sgd": 1}  # tensors of a parameter's size that the optimizer keeps for it
+_COUNTER = 4  # bytes of AdamW's step, of each parameter
+
+
+def state_bytes(work: Work) -> int:
+    """Bytes of model and optimizer state once a step has been taken; no memory is touched."""
+    with torch.device("meta"):
+        model = MODELS[work.model].make(work.tensors)
+    parameters = list(model.parameters())  # a tied one once
+    weights: int = sum(p.nbytes for p in parameters)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers: int = sum(t.nbytes for name, t in model.state_dict().items() if name not in names)
+    counters = _COUNTER * len(parameters) if work.optimizer == "adamw" else 0
+    return weights * (1 + _MOMENTS[work.optimizer]) + counters + buffers
 
 
 class Training:
@@ -166,7 +84,7 @@ class Training:
         torch.manual_seed(seed)
         self.work = work
         self.rank, self.world = rank or 0, 1 if rank is None else dist.get_world_size()
-        self.plain = self.model = MODELS[work.model](work).train()
+        self.plain = self.model = MODELS[work.model].make(work.tensors).train()
         self.optimizer = OPTIMIZERS[work.optimizer](self.plain.parameters())
         self._random = torch.Generator().manual_seed(seed + self.rank)
         if rank is not None:
@@ -188,11 +106,11 @@ class Training:
         return spent
 
     def _batch(self) -> torch.Tensor:
-        high = VOCABULARY.get(self.work.model)
-        if high is None:
-            pixels = Vgg16.PIXELS
-            return torch.rand(self.work.batch, 3, pixels, pixels, generator=self._random)
-        return torch.randint(high, (self.work.batch, self.work.sequence), generator=self._random)
+        model, generator = MODELS[self.work.model], self._random
+        if model.vocabulary:
+            shape = (self.work.batch, self.work.sequence)
+            return torch.randint(model.vocabulary, shape, generator=generator)
+        return torch.rand(self.work.batch, 3, model.pixels, model.pixels, generator=generator)
 
     def update(self) -> None:
         """The optimizer's step; gradients are then gone."""

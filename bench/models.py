@@ -1,0 +1,141 @@
+"""The models that definitions name: how each is made, what it looks at, its tiny stand-in.
+
+Weights are random and nothing is downloaded; what is copied does not depend on the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bench.errors import BenchError
+from bench.nets import AlexNet, InceptionV3, ResNet18, Vgg16
+
+
+class Tiny(nn.Module):
+    """Stands in for any model where only the machinery is tested: milliseconds per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embedding.weight  # tied, as in GPT-2
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean loss of the next token."""
+        logits = self.head(self.layers(self.embedding(tokens)))
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Bag(nn.Module):
+    """Very many tiny layers, so that what counts is the number of tensors, not their bytes.
+
+    With AdamW a parameter comes with three tensors of optimizer state; buffers make up the rest.
+    """
+
+    WIDTH = 4
+
+    def __init__(self, tensors: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Module() for _ in range(tensors // 8))
+        for layer in self.layers:
+            layer.weight = nn.Parameter(torch.randn(self.WIDTH))
+            layer.bias = nn.Parameter(torch.randn(self.WIDTH))
+        for i in range(tensors % 8):
+            self.register_buffer(f"rest_{i}", torch.randn(self.WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """A loss that reaches every parameter."""
+        everything = torch.cat(list(self.parameters()))
+        return (everything * tokens.float().mean()).square().mean()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise BenchError(
+            f"models gpt2 and bert-large need transformers ({error}): pip install '.[bench]'"
+        ) from error
+    return transformers
+
+
+class Gpt2(nn.Module):
+    """GPT-2 small as `transformers` builds it from its default config."""
+
+    THIN = 36  # wide, instead of 768
+
+    def __init__(self, width: int | None = None) -> None:
+        super().__init__()
+        made = _transformers()
+        config = made.GPT2Config() if width is None else made.GPT2Config(n_embd=width)
+        self.inner = made.GPT2LMHeadModel(config)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean loss of the next token."""
+        loss: torch.Tensor = self.inner(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+class BertLarge(nn.Module):
+    """BERT-large, cased, with its pooler and two classes: as it is tuned for sentences."""
+
+    VOCABULARY = 28996
+    _SHAPE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = _transformers()
+        config = made.BertConfig(vocab_size=self.VOCABULARY, intermediate_size=4096, **self._SHAPE)
+        self.inner = made.BertForSequenceClassification(config)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean loss of a guess; sentences of both classes in turn."""
+        labels = torch.arange(len(tokens)) % 2
+        loss: torch.Tensor = self.inner(input_ids=tokens, labels=labels).loss
+        return loss
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as definitions name it.
+
+    Attributes:
+        make: builds it; takes the number of tensors of state, which only `bag` heeds.
+        tiny: the one that stands for it with `--tiny`.
+        vocabulary: of the tokens that it looks at; 0: it looks at pictures.
+        pixels: of a picture, each way.
+        needs: a package beyond torch.
+    """
+
+    make: Callable[[int], nn.Module]
+    tiny: str = "tiny"
+    vocabulary: int = 0
+    pixels: int = 224
+    needs: str = ""
+
+
+MODELS = {
+    "tiny": Model(lambda tensors: Tiny(), vocabulary=64),
+    "bag": Model(Bag, "bag", vocabulary=8),
+    "gpt2": Model(lambda tensors: Gpt2(), vocabulary=50257, needs="transformers"),
+    "gpt2-thin": Model(lambda tensors: Gpt2(Gpt2.THIN), vocabulary=50257, needs="transformers"),
+    "bert-large": Model(
+        lambda tensors: BertLarge(), vocabulary=BertLarge.VOCABULARY, needs="transformers"
+    ),
+    "resnet18": Model(lambda tensors: ResNet18(), "resnet18-thin"),
+    "vgg16": Model(lambda tensors: Vgg16(), "vgg16-thin"),
+    "inception-v3": Model(lambda tensors: InceptionV3(), "inception-v3-thin", pixels=299),
+    "alexnet": Model(lambda tensors: AlexNet(), "alexnet-thin"),
+    # The same layers with a sixteenth of the channels, on the smallest pictures they take.
+    "resnet18-thin": Model(lambda tensors: ResNet18(16), "resnet18-thin", pixels=64),
+    "vgg16-thin": Model(lambda tensors: Vgg16(16, last=1), "vgg16-thin", pixels=32),
+    "inception-v3-thin": Model(lambda tensors: InceptionV3(16), "inception-v3-thin", pixels=107),
+    "alexnet-thin": Model(lambda tensors: AlexNet(16, last=1), "alexnet-thin", pixels=63),
+}
