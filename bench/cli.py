@@ -104,6 +104,8 @@ def _list(arguments: argparse.Namespace) -> int:
     print("\nengines:")
     for name, kind in engines.KINDS.items():
         print(f"    {name}: {kind.about}")
+        if why := engines.missing(name):
+            print(f"        cannot run here: {why}")
     return 0
 
 
@@ -125,6 +127,8 @@ def _run(arguments: argparse.Namespace) -> int:
         result.about["tiny"] = arguments.tiny
         path = arguments.out / f"{each.name}.parquet"
         record.write(result, path)
+        for label, reason in result.about["absent"].items():
+            print(f"{each.name}: {label} cannot run here: {reason}", file=sys.stderr)
         print(path)
         for found in verdict.verdicts([result]):
             print(f"    {found.state}: {found.target.row}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from bench import machine, measures
+from bench import engines, machine, measures
 from bench.definition import Contender, Definition
 from bench.errors import BenchError
 from bench.group import Place
@@ -31,9 +31,10 @@ def run(definition: Definition, command: str, launch: Launch, tell: Tell) -> Res
 
     Raises:
         BenchError: a package is missing, an engine failed or what it restored is not what was
-            saved. There is no result then, not even of the other engines.
+            saved. There is no result then, not even of the other engines. Only of an engine that is
+            somebody else's and cannot run here, the error is kept beside the others' numbers.
     """
-    versions = machine.versions(definition.packages)
+    versions = machine.versions(_packages(definition))
     started = datetime.now(UTC)
     about: dict[str, Any] = {
         "definition": definition.as_json(),
@@ -44,14 +45,23 @@ def run(definition: Definition, command: str, launch: Launch, tell: Tell) -> Res
         "load": machine.load(),
     }
     records: list[Record] = []
+    absent: dict[str, str] = {}
     for contender in definition.contenders:
-        outcome = _measured(definition, contender, launch, tell)
+        outcome: dict[str, Any] = {"unavailable": engines.missing(contender.engine)}
+        if not outcome["unavailable"]:
+            outcome = _measured(definition, contender, launch, tell)
+        if "unavailable" in outcome:
+            absent[contender.label] = outcome["unavailable"]
+            continue
         if outcome["versions"] != versions:
             raise BenchError(
                 f"{definition.name}: {contender.label} ran with {outcome['versions']}, expected"
                 f" {versions}"
             )
         records += [Record(**record) for record in outcome["records"]]
+    if not records:
+        raise BenchError(f"{definition.name}: none of its engines can run here: {absent}")
+    about["absent"] = absent
     about["versions"] = versions
     about["seconds"] = round((datetime.now(UTC) - started).total_seconds())
     return Result(about, records)
@@ -69,7 +79,15 @@ def _measured(
             outcome = launch(job, lambda text: tell(f"{contender.label}: {text}"))
             if "error" in outcome:
                 raise BenchError(f"{definition.name}: {contender.label}: {outcome['error']}")
+            if "unavailable" in outcome:
+                break
     return outcome
+
+
+def _packages(definition: Definition) -> list[str]:
+    """Whose versions count: what must be there, and of the engines' own packages what is."""
+    own = [package for c in definition.contenders for package in engines.KINDS[c.engine].peers]
+    return list(dict.fromkeys([*definition.packages, *filter(machine.installed, own)]))
 
 
 def job_of(definition: Definition, contender: Contender) -> dict[str, Any]:
@@ -84,7 +102,7 @@ def job_of(definition: Definition, contender: Contender) -> dict[str, Any]:
         "precision": precision(definition, contender),
         "threads": contender.threads or definition.threads,
         "wait": definition.wait,
-        "packages": definition.packages,
+        "packages": _packages(definition),
     }
 
 

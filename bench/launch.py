@@ -105,7 +105,7 @@ def _outcome(ranks: Sequence[_Rank], tell: Callable[[str], None]) -> Outcome:
                     continue
                 waiting.unregister(rank.stdout)
                 found[rank.rank] = rank.outcome()
-                if "error" in found[rank.rank]:
+                if "records" not in found[rank.rank]:
                     return merged(found)
     return merged(found)
 
@@ -116,6 +116,8 @@ def merged(outcomes: dict[int, Outcome]) -> Outcome:
     Rank 0's has the records. The first error stands for all: the others' mostly follow from it.
     """
     for rank, outcome in outcomes.items():
+        if "unavailable" in outcome:
+            return outcome
         if "error" in outcome:
             where = f"rank {rank}: " if rank or len(outcomes) > 1 else ""
             return {"error": f"{where}{outcome['error']}"}

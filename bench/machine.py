@@ -59,6 +59,15 @@ def _git(*arguments: str) -> str:
     return done.stdout.decode().strip()
 
 
+def installed(package: str) -> bool:
+    """Whether a package is there, in any version."""
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions of Python and of the packages.
 

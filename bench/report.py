@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from bench import engines
+from bench import engines, rivals
 from bench.record import Record, Result
 from bench.verdict import ABSENT, MISSED, Verdict, verdicts
 
@@ -31,15 +31,6 @@ _MAIN = {
     "commit_ranks": ("commit", "seal", "tensors"),
     "restore_ranks": ("restore", "state"),
 }
-_SORTED_BY = {
-    "training": "extra",
-    "restore": "restore",
-    "commit": "commit",
-    "memory": "extra_dram",
-    "ranks": "extra",
-    "commit_ranks": "commit",
-    "restore_ranks": "restore",
-}
 _SHARES = ("overhead", "idle_hooks", "trace_overhead", "written_share")
 
 
@@ -50,7 +41,8 @@ def render(results: Sequence[Result], charts: dict[str, str]) -> str:
         results: in the order in which they shall appear.
         charts: definition to the chart's file name, relative to the report.
     """
-    parts = ["# Benchmarks of lightck", _origin(results), "## Targets", targets(results)]
+    parts = ["# Benchmarks of lightck", _origin(results)]
+    parts += ["## Where another engine wins", lost(results), "## Targets", targets(results)]
     for result in results:
         parts += _section(result, charts)
     return "\n\n".join(parts) + "\n"
@@ -81,11 +73,27 @@ def targets(results: Sequence[Result]) -> str:
     found = verdicts(results)
     states = list(dict.fromkeys(verdict.state for verdict in found))
     counts = ", ".join(f"{sum(v.state == s for v in found)} {s}" for s in states)
-    rows = [_target_row(verdict) for verdict in found]
+    by_name = {result.about["definition"]["name"]: result for result in results}
+    rows = [_target_row(verdict, by_name[verdict.definition]) for verdict in found]
     return f"{counts}.\n\n" + table(["", "target", "bound", "found", "benchmark"], rows)
 
 
-def _target_row(verdict: Verdict) -> list[str]:
+def lost(results: Sequence[Result]) -> str:
+    """Every row in which something else is better than lightck; or that there is none."""
+    rows = []
+    for result in results:
+        definition = result.about["definition"]
+        for model, winner, ours in rivals.lost(result):
+            noise = "the intervals meet" if winner.high >= ours.low else ""
+            where = [f"`{definition['name']}`", model, winner.measure]
+            who = [winner.engine, cell(winner), ours.engine, cell(ours), noise]
+            rows.append([*where, *who])
+    if not rows:
+        return "Nowhere among these rows."
+    return table(["benchmark", "model", "measure", "best", "", "lightck", "", ""], rows)
+
+
+def _target_row(verdict: Verdict, result: Result) -> list[str]:
     target = verdict.target
     mark = f"**{verdict.state}**" if verdict.state == MISSED else verdict.state
     if verdict.found is None:
@@ -96,6 +104,10 @@ def _target_row(verdict: Verdict) -> list[str]:
         text = _quantity(verdict.found.value, unit, measure)
         if low != high:
             text += f" [{_quantity(low, unit, measure)}, {_quantity(high, unit, measure)}]"
+        if measure == "overhead" and (cost := result.of(target.engine, "cost_ratio")):
+            text += f" at a cost ratio of {cell(cost)}"
+        if measure == "overhead" and rivals.easy(result, target.engine):
+            text += ", an easy row"
         text += f", {verdict.why}" if verdict.why else ""
         text += ", cut short by the cap" if verdict.capped else ""
     return [mark, target.row, _bound(verdict), text, f"`{verdict.definition}`"]
@@ -116,13 +128,17 @@ def _section(result: Result, charts: dict[str, str]) -> list[str]:
     definition = result.about["definition"]
     name, kind = definition["name"], definition["kind"]
     parts = [f"## {name}", definition["about"], _how(definition)]
-    labels = [contender["label"] for contender in definition["contenders"]]
-    key = _SORTED_BY.get(kind)
-    if key:  # whoever wins stands first, even if it is not lightck
-        labels.sort(key=lambda label: r.value if (r := result.of(label, key)) else math.inf)
-    if labels:
-        rows = [_row(result, label, kind) for label in labels]
-        parts.append(table(["engine", *_MAIN[kind], "samples", "verified"], rows))
+    labels = []
+    groups = rivals.by_model(definition)
+    for model, contenders in groups.items():
+        if len(groups) > 1:
+            work = {**definition["work"], **contenders[0]["work"]}
+            parts.append(f"### {model}, {work['optimizer']}, batch {work['batch']}")
+        found = rivals.best_first(result, [contender["label"] for contender in contenders])
+        share = ["copy / step"] if kind in rivals.SHARING else []
+        rows = [_row(result, label, kind) for label in found]
+        parts.append(table(["engine", *_MAIN[kind], *share, "samples", "verified"], rows))
+        labels += found
     if name in charts:
         parts.append(f"![{name}]({charts[name]})")
     stalls = _stalls(result, labels)
@@ -156,8 +172,23 @@ def _row(result: Result, label: str, kind: str) -> list[str]:
     records = [result.of(label, measure) for measure in _MAIN[kind]]
     first = records[0]
     samples = "" if first is None else f"{len(first.samples) or 1}{', capped' * first.capped}"
-    note = "" if first is None else first.note
-    return [label, *map(cell, records), samples, note]
+    note = _absent(result, label) if first is None else first.note
+    share = [_copy_share(result, label)] if kind in rivals.SHARING else []
+    return [label, *map(cell, records), *share, samples, note]
+
+
+def _absent(result: Result, label: str) -> str:
+    """Why there is nothing of an engine, on one line of a table."""
+    why = result.about.get("absent", {}).get(label)
+    return "" if why is None else f"cannot run here: {' '.join(why.split()).replace('|', '/')}"
+
+
+def _copy_share(result: Result, label: str) -> str:
+    """What a copy of the state would cost of a step, if training waited for it."""
+    share = rivals.copy_share(result, label)
+    if share is None:
+        return ""
+    return f"{_digits(100 * share)} %" + (", easy" if share < rivals.EASY else "")
 
 
 def cell(record: Record | None) -> str:

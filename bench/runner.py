@@ -18,19 +18,28 @@ from typing import Any
 
 from bench import measures
 from bench.definition import Contender, Method
-from bench.errors import BenchError
+from bench.engines import KINDS
+from bench.errors import BenchError, Unavailable
 from bench.group import Place, joined
 from bench.machine import versions
 from bench.work import Work
 
 
 def perform(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure what the job says; `{"records": ..., "versions": ...}` or `{"error": text}`."""
+    """Measure what the job says; `{"records": ..., "versions": ...}` or `{"error": text}`.
+
+    `{"unavailable": text}` if the engine is somebody else's and raised what it raises itself.
+    """
     try:
         return {"records": _measured(job), "versions": versions(job["packages"])}
+    except Unavailable as why:
+        return {"unavailable": str(why)}
     except BenchError as error:
         return {"error": str(error)}
-    except Exception:  # noqa: BLE001 - the parent has nothing else to tell its user
+    except Exception as error:  # noqa: BLE001 - the parent has nothing else to tell its user
+        if KINDS[job["contender"]["engine"]].peers:
+            traceback.print_exc()
+            return {"unavailable": f"{type(error).__name__}: {error}"}
         return {"error": traceback.format_exc()}
 
 

@@ -123,6 +123,16 @@ class Training:
             self.compute()
             self.update()
 
+    def need_optimizer_state(self) -> None:
+        """For what restores into tensors that exist: a fresh optimizer has none before a step."""
+        if not self.optimizer.state:
+            self.steps(1)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What is saved of the model and is no parameter: a forward may change it (BatchNorm)."""
+        names = {name for name, _ in self.plain.named_parameters(remove_duplicate=False)}
+        return {name: t for name, t in self.plain.state_dict().items() if name not in names}
+
     def state(self) -> State:
         """Model and optimizer state; it shares memory with the live tensors."""
         return {"model": self.plain.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -148,6 +158,18 @@ def leaves(state: object, name: str = "") -> Iterator[tuple[str, object]]:
             yield from leaves(value, f"{name}.{i}")
     else:
         yield name, state
+
+
+def with_leaves(state: object, values: Mapping[str, object], name: str = "") -> Any:
+    """A nested state like the given one, with other values; the inverse of `leaves`."""
+    if isinstance(state, Mapping):
+        return {
+            key: with_leaves(value, values, f"{name}.{key}" if name else str(key))
+            for key, value in state.items()
+        }
+    if isinstance(state, list | tuple):
+        return type(state)(with_leaves(v, values, f"{name}.{i}") for i, v in enumerate(state))
+    return values[name]
 
 
 def tensors(state: State) -> list[torch.Tensor]:

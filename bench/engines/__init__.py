@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.engines.base import Engine
-from bench.errors import BenchError
+from bench.errors import BenchError, Unavailable
+from bench.machine import installed
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Kind:
         module: where its class is, imported in the process that measures it.
         about: one line for `python -m bench list` and the report.
         packages: whose versions are recorded; all must be installed.
+        peers: packages of this engine alone. It cannot run without, which is said where its numbers
+            would stand; the others are measured.
         settings: name to default; None: checked by the engine itself.
     """
 
@@ -26,6 +29,7 @@ class Kind:
     about: str
     packages: tuple[str, ...] = ("torch",)
     settings: Mapping[str, Any] | None = None
+    peers: tuple[str, ...] = ()
 
 
 KINDS = {
@@ -53,6 +57,36 @@ KINDS = {
         ("torch",),
         {"checkpointer": "thread"},
     ),  # fmt: skip
+    "safetensors": Kind(
+        "bench.engines.safetensors",
+        "safetensors.torch.save_file while training waits, the state flattened",
+        ("torch",),
+        {"sync": False},
+        ("safetensors",),
+    ),
+    "torchsnapshot": Kind(
+        "bench.engines.torchsnapshot",
+        "torchsnapshot.Snapshot.async_take",
+        ("torch",),
+        {},
+        ("torchsnapshot",),
+    ),
+    "torch_checkpointing": Kind(
+        "bench.engines.torch_checkpointing",
+        "torch_checkpointing.CheckpointManager with asynchronous saves: staged by a thread, written"
+        " by a process",
+        ("torch",),
+        {"direct": True},
+        ("torch_checkpointing",),
+    ),
+    "lm-resiliency": Kind(
+        "bench.engines.lm_resiliency",
+        "lm-resiliency (GEMINI): a copy in the process's own memory, which blocks on a CPU; with"
+        " `flush` also into files, by a thread",
+        ("torch",),
+        {"flush": False},
+        ("lm-resiliency",),
+    ),
 }
 
 
@@ -83,7 +117,20 @@ def make(name: str, settings: Mapping[str, Any]) -> Engine:
 
     Raises:
         BenchError: unknown, or it does not take these settings.
+        Unavailable: it is somebody else's, and it cannot be imported.
     """
     check(name, settings)
-    engine: Engine = importlib.import_module(KINDS[name].module).make(**settings)
+    try:
+        module = importlib.import_module(KINDS[name].module)
+    except Exception as error:
+        if not KINDS[name].peers:
+            raise
+        raise Unavailable(f"{type(error).__name__}: {error}") from error
+    engine: Engine = module.make(**settings)
     return engine
+
+
+def missing(name: str) -> str:
+    """Which of an engine's own packages are not installed, in words; empty if all are."""
+    gone = [package for package in KINDS[name].peers if not installed(package)]
+    return f"no {', '.join(gone)}: pip install -c constraints.txt '.[bench]'" if gone else ""

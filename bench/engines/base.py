@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from bench.errors import BenchError
 from bench.work import Training
 
 
@@ -75,3 +76,18 @@ class Engine(Protocol):
 
     def stalls(self) -> Mapping[str, float]:
         """Seconds by cause that the training thread spent in the engine, if it knows."""
+
+
+def single_rank(engine: str, training: Training) -> None:
+    """Refuse several ranks.
+
+    Raises:
+        BenchError: there are several.
+    """
+    if training.world > 1:
+        raise BenchError(f"{engine} is measured on one rank, not on {training.world}")
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -55,10 +55,7 @@ class Blocking:
 
     def restore(self, training: Training) -> int:
         """See `Engine`."""
-        # A fresh optimizer has no state until it is loaded: zeros of the right kind first.
-        if not training.state()["optimizer"]["state"]:
-            training.compute()
-            training.update()
+        training.need_optimizer_state()
         live = tensors(training.state())
         steps = {self._read(self._root / str(rank), live) for rank in range(self._world)}
         return min(steps)

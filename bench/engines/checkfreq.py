@@ -105,8 +105,13 @@ class CheckFreq:
             return
         self.drain()
 
+        # The update waits for the thread, the forward does not, and it changes BatchNorm's buffers.
+        buffers = {name: tensor.clone() for name, tensor in self._training.buffers().items()}
+
         def snapshot() -> State:
-            return {"step": step, **copied(self._training.state())}
+            state = copied(self._training.state())
+            state["model"].update(buffers)
+            return {"step": step, **state}
 
         self._snapshot = self._background.submit(snapshot)
         self._persist = self._background.submit(self._write, self._snapshot)

@@ -24,11 +24,16 @@ def write(state: Mapping[str, Any], path: Path, *, sync: bool) -> None:
             os.fsync(file.fileno())
     part.replace(path)
     if sync:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """On return the folder's names survive power loss."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def read(path: Path, training: Training, *, mapped: bool) -> int:

@@ -15,8 +15,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bench import charts, cli, definition, execute, launch, record, report, verdict
+from bench import (
+    charts,
+    cli,
+    definition,
+    engines,
+    execute,
+    launch,
+    record,
+    report,
+    runner,
+    verdict,
+)
 from bench.errors import BenchError
+from bench.group import Place
 from bench.record import Record, Result
 
 _DATA = Path(__file__).parents[1] / "data" / "bench"
@@ -43,6 +55,71 @@ def test_misses_stand_first_and_what_was_not_measured_is_told() -> None:
 def test_whoever_wins_stands_first() -> None:
     rows = [line for line in _rendered().splitlines() if "restored and equal" in line]
     assert [row.split(" | ")[0] for row in rows] == ["| torch.save tmpfs", "| lightck"]
+
+
+def test_rows_that_another_engine_wins_stand_before_everything_else() -> None:
+    text = _rendered()
+    first = text.index("## Where another engine wins")
+    assert first < text.index("## Targets") < text.index("## sample")
+    lost = text[first : text.index("## Targets")]
+    assert "torch.save tmpfs" in lost and "lightck" in lost
+    slower = [
+        replace(r, value=9e9, low=9e9, high=9e9) if r.engine == "torch.save tmpfs" else r
+        for r in _stored().records
+    ]
+    none_lost = report.render([replace(_stored(), records=slower)], {})
+    assert "Nowhere among these rows." in none_lost
+
+
+def _with(result: Result, **values: float) -> Result:
+    """The same with other values of lightck's measures."""
+    records = [
+        replace(r, value=values[r.measure], low=values[r.measure], high=values[r.measure])
+        if r.engine == "lightck" and r.measure in values
+        else r
+        for r in result.records
+    ]
+    return replace(result, records=records)
+
+
+def test_a_row_says_whether_a_blocking_copy_would_cost_little_too() -> None:
+    def told(copy: float) -> str:
+        text = report.render([_with(_stored(), step=1.0, sync_copy=copy)], {})
+        return next(x for x in text.splitlines() if x.startswith("| lightck | "))
+
+    assert "| 4.90 %, easy |" in told(0.049)
+    assert "| 5.10 % |" in told(0.051)
+
+
+def test_every_percentage_of_a_target_stands_beside_its_cost_ratio() -> None:
+    target = {"row": "share", "measure": "overhead", "engine": "lightck", "at_most": 0.01}
+    missing = {"at_least": None, "against": [], "unavailable": ""}
+    definition_ = {**_stored().about["definition"], "targets": [{**target, **missing}]}
+    result = replace(_stored(), about={**_stored().about, "definition": definition_})
+    hard = report.targets([_with(result, overhead=0.004, cost_ratio=0.3, step=1, sync_copy=0.1)])
+    assert "| 0.400 % at a cost ratio of 0.300, cut short" in hard
+    easy = report.targets([_with(result, overhead=0.004, cost_ratio=0.3, step=1, sync_copy=0.01)])
+    assert "| 0.400 % at a cost ratio of 0.300, an easy row, cut" in easy
+
+
+def test_models_stand_apart_each_with_its_winner_first() -> None:
+    about = _stored().about
+    given = about["definition"]
+    two = [
+        {**c, "label": f"{model} {c['label']}", "work": {"model": model}}
+        for model in ("vgg16", "gpt2")
+        for c in given["contenders"]
+    ]
+    records = [
+        replace(r, engine=f"{model} {r.engine}")
+        for model in ("vgg16", "gpt2")
+        for r in _stored().records
+    ]
+    changed = {**about, "definition": {**given, "contenders": two, "targets": []}}
+    text = report.render([Result(changed, records)], {})
+    vgg, gpt = text.index("### vgg16, "), text.index("### gpt2, ")
+    for part in (text[vgg:gpt], text[gpt:]):
+        assert part.index("torch.save tmpfs |") < part.index(" lightck |")
 
 
 def test_a_value_meets_a_target_only_with_its_whole_interval() -> None:
@@ -160,6 +237,55 @@ def test_nothing_runs_if_a_package_is_missing(
     assert _run(tmp_path, _DEFINITION.replace('"tiny"', '"gpt2"')) == 2
     assert "package transformers is not installed, so nothing was run" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("packaged", [False, True])
+def test_a_peer_that_cannot_run_here_is_listed_with_its_error(
+    packaged: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measured(job: dict[str, object], tell: object) -> dict[str, object]:
+        if job["contender"]["engine"] == "torchsnapshot":  # type: ignore[index]
+            return {"unavailable": "OSError: libcudart.so|\nnot found"}
+        one = {**record.single("extra", "s", 1.0).__dict__, "engine": "none"}
+        return {"records": [one], "versions": {"torch": "1"}}
+
+    monkeypatch.setattr(launch, "in_processes_of_their_own", measured)
+    monkeypatch.setattr(execute.machine, "commit", lambda: "0123")
+    monkeypatch.setattr(execute.machine, "versions", lambda packages: {"torch": "1"})
+    monkeypatch.setattr(engines, "installed", lambda package: packaged)
+    assert _run(tmp_path, _DEFINITION.replace('"blocking"', '"torchsnapshot"')) == 0
+    assert "torchsnapshot cannot run here: " in capsys.readouterr().err
+    text = report.render([record.read(tmp_path / "out" / "given.parquet")], {})
+    row = next(line for line in text.splitlines() if line.startswith("| torchsnapshot |"))
+    why = "OSError: libcudart.so/ not found" if packaged else "no torchsnapshot: pip install"
+    assert f"| cannot run here: {why}" in row
+    assert cli.main(["list"]) == 0
+    listed = capsys.readouterr().out
+    assert ("cannot run here: no torchsnapshot: pip install" in listed) is not packaged
+
+
+def test_lightck_itself_is_never_listed_as_one_that_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: object) -> object:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(runner.measures, "run", broken)
+    job = {"contender": {"label": "x", "engine": "lightck"}, "place": Place().as_json()}
+    job |= {"work": {"model": "tiny"}, "method": {}, "kind": "training", "threads": 1}
+    job |= {"precision": {}, "folder": str(tmp_path), "packages": []}
+    assert "RuntimeError: broken" in runner.perform(job)["error"]
+    peer = {**job, "contender": {"label": "x", "engine": "torchsnapshot"}}
+    assert runner.perform(peer) == {"unavailable": "RuntimeError: broken"}
+    monkeypatch.setattr(runner.measures, "run", lambda job: _differs())
+    assert "x: 1 of 4 bytes" in runner.perform(peer)["error"], "a wrong result is an error"
+
+
+def _differs() -> None:
+    raise BenchError("the restored state of step 7 is not what was saved: x: 1 of 4 bytes")
 
 
 def test_an_engine_that_is_not_in_the_definition_cannot_be_chosen(

@@ -1,0 +1,80 @@
+"""Who is compared with whom: engines on the same model, best first; and whether a row is easy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.record import Record, Result
+
+EASY = 0.05  # of a step: where a blocking copy costs less, low overhead says little
+SHARING = ("training", "ranks")  # kinds in which steps carry snapshots
+SORTED_BY = {  # less is better
+    "training": "extra",
+    "restore": "restore",
+    "commit": "commit",
+    "memory": "extra_dram",
+    "ranks": "extra",
+    "commit_ranks": "commit",
+    "restore_ranks": "restore",
+}
+
+
+def by_model(definition: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """The contenders of a stored definition by what they train, in its order."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for contender in definition["contenders"]:
+        work = {**definition["work"], **contender["work"]}
+        found.setdefault(work["model"], []).append(contender)
+    return found
+
+
+def best_first(result: Result, labels: Sequence[str]) -> list[str]:
+    """Whoever wins stands first, even if it is not lightck; what was not measured, last."""
+    measure = SORTED_BY.get(result.about["definition"]["kind"])
+    if measure is None:
+        return list(labels)
+
+    def value(label: str) -> float:
+        record = result.of(label, measure)
+        return math.inf if record is None else record.value
+
+    return sorted(labels, key=value)
+
+
+def lost(result: Result) -> list[tuple[str, Record, Record]]:
+    """Model, the winner and lightck, wherever they are not the same.
+
+    What stands for lightck is the first of its rows, that with its defaults. Compared is what
+    trains the same. An engine `none` takes no part: nobody is faster than nothing.
+    """
+    definition = result.about["definition"]
+    measure = SORTED_BY.get(definition["kind"], "")
+    found = []
+    for model, contenders in by_model(definition).items():
+        ours = next((c for c in contenders if c["engine"] == "lightck"), None)
+        if ours is None or (record := result.of(ours["label"], measure)) is None:
+            continue
+        others = [
+            other
+            for c in contenders
+            if c["engine"] not in ("none", "lightck") and c["work"] == ours["work"]
+            if (other := result.of(c["label"], measure)) is not None
+        ]
+        winner = min(others, key=lambda r: r.value, default=record)
+        if winner.value < record.value:
+            found.append((model, winner, record))
+    return found
+
+
+def copy_share(result: Result, label: str) -> float | None:
+    """A plain copy of the state / a step without a snapshot, in that engine's process."""
+    copy, step = result.of(label, "sync_copy"), result.of(label, "step")
+    return None if copy is None or step is None else copy.value / step.value
+
+
+def easy(result: Result, label: str) -> bool:
+    """Whether even a blocking copy would cost less than a twentieth of a step."""
+    share = copy_share(result, label)
+    return share is not None and share < EASY
