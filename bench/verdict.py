@@ -65,12 +65,14 @@ def judge(result: Result, target: Target) -> Verdict:
     unit, why = record.unit, ""
     if target.against:
         rivals = [r for label in target.against if (r := result.of(label, target.measure))]
-        if len(rivals) < len(target.against):
-            missing = [x for x in target.against if result.of(x, target.measure) is None]
+        missing = [x for x in target.against if result.of(x, target.measure) is None]
+        unable = [label for label in missing if label in result.about.get("absent", {})]
+        if len(unable) < len(missing) or not rivals:
             return Verdict(target, name, ABSENT, None, why=f"{', '.join(missing)} was not run")
         best = min(rivals, key=lambda r: r.value)
         value = ratio(Estimate(best.value, best.low, best.high), value)
         unit, why = "", f"against {best.engine}"
+        why += f" ({', '.join(unable)} cannot run here)" if unable else ""
     return Verdict(target, name, state(target, value), value, unit, why, record.capped)
 
 

@@ -24,6 +24,7 @@ from bench import (
     launch,
     record,
     report,
+    rivals,
     runner,
     verdict,
 )
@@ -63,6 +64,13 @@ def test_rows_that_another_engine_wins_stand_before_everything_else() -> None:
     assert first < text.index("## Targets") < text.index("## sample")
     lost = text[first : text.index("## Targets")]
     assert "torch.save tmpfs" in lost and "lightck" in lost
+    second = [
+        replace(r, engine="dcp", value=r.value * 1.1)
+        for r in _stored().records
+        if r.engine == "torch.save tmpfs"
+    ]
+    both = replace(_stored(), records=[*_stored().records, *second])
+    assert [winner.engine for _, winner, _ in rivals.lost(both)] == ["torch.save tmpfs"]
     slower = [
         replace(r, value=9e9, low=9e9, high=9e9) if r.engine == "torch.save tmpfs" else r
         for r in _stored().records
@@ -265,6 +273,23 @@ def test_a_peer_that_cannot_run_here_is_listed_with_its_error(
     assert cli.main(["list"]) == 0
     listed = capsys.readouterr().out
     assert ("cannot run here: no torchsnapshot: pip install" in listed) is not packaged
+
+
+def test_a_target_is_judged_by_the_engines_that_run_here_and_names_the_others() -> None:
+    about = _stored().about
+    target = {"row": "x", "measure": "extra", "engine": "lightck", "at_most": None, "at_least": 0.1}
+    target |= {"against": ["torch.save tmpfs", "nebula"], "unavailable": ""}
+    given = {**about["definition"], "targets": [target]}
+
+    def judged(absent: dict[str, str]) -> verdict.Verdict:
+        changed = {**about, "definition": given, "absent": absent}
+        (found,) = verdict.verdicts([replace(_stored(), about=changed)])
+        return found
+
+    assert judged({}).state == "not available", "left out by --engines: nobody knows"
+    found = judged({"nebula": "no nebula"})
+    assert found.state == "met"
+    assert found.why == "against torch.save tmpfs (nebula cannot run here)"
 
 
 def test_lightck_itself_is_never_listed_as_one_that_cannot_run(
