@@ -39,8 +39,15 @@ def perform(job: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - the parent has nothing else to tell its user
         if KINDS[job["contender"]["engine"]].peers:
             traceback.print_exc()
-            return {"unavailable": f"{type(error).__name__}: {error}"}
+            return {"unavailable": _brief(error)}
         return {"error": traceback.format_exc()}
+
+
+def _brief(error: Exception) -> str:
+    """Type and message; of a message that is a traceback from elsewhere, its ends."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    shown = lines if len(lines) < 3 else [lines[0], "...", lines[-1]]
+    return f"{type(error).__name__}: {' '.join(shown)}"
 
 
 def _measured(job: dict[str, Any]) -> list[dict[str, Any]]:

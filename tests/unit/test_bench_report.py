@@ -296,7 +296,7 @@ def test_lightck_itself_is_never_listed_as_one_that_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*arguments: object) -> object:
-        raise RuntimeError("broken")
+        raise RuntimeError("broken\n  File x, line 1\nOSError: EINVAL")
 
     monkeypatch.setattr(runner.measures, "run", broken)
     job = {"contender": {"label": "x", "engine": "lightck"}, "place": Place().as_json()}
@@ -304,7 +304,8 @@ def test_lightck_itself_is_never_listed_as_one_that_cannot_run(
     job |= {"precision": {}, "folder": str(tmp_path), "packages": []}
     assert "RuntimeError: broken" in runner.perform(job)["error"]
     peer = {**job, "contender": {"label": "x", "engine": "torchsnapshot"}}
-    assert runner.perform(peer) == {"unavailable": "RuntimeError: broken"}
+    told = {"unavailable": "RuntimeError: broken ... OSError: EINVAL"}
+    assert runner.perform(peer) == told
     monkeypatch.setattr(runner.measures, "run", lambda job: _differs())
     assert "x: 1 of 4 bytes" in runner.perform(peer)["error"], "a wrong result is an error"
 
