@@ -103,7 +103,7 @@ def test_every_requirement_on_speed_has_a_target() -> None:
     # Issue 5's, and that peers cost no less; the first group for each of two models.
     ranks = 2 * [0.1, 0.1, 2.0, 0.505, 1.0] + 2 * [1.0] + [0.005] + 2 * [0.667]
     failures = [0.002, 3.0, *4 * [1.0]]  # issue 6's that are measured
-    # Issue 7's: six models, all peers, and what overlap is worth.
-    suite = 6 * [0.01, 0.5, 20] + [1.0] + [2.0, 2.0]
+    # Issue 7's: six models, all peers, what overlap is worth, and restoring.
+    suite = 6 * [0.01, 0.5, 20] + [1.0] + [2.0, 2.0] + [1.0, 10]
     assert bounds == sorted([*ratios, 64 << 20, 64 << 20, *ranks, *failures, *suite])
     assert not [t.row for t in rows if t.unavailable]
