@@ -6,12 +6,11 @@ stands between two markers and is the same bytes for the same files; a test comp
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench import definition, record, report
+from bench import definition, record, report, rivals
 from bench.errors import BenchError
 from bench.place import ROOT
 from bench.record import Result
@@ -20,8 +19,13 @@ RESULTS = Path(__file__).parent / "results"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 _LINK = "A snapshot every step of {}, two ranks over 1 Gbit/s"
+_OVERHEAD = ("extra", "cost_ratio", "overhead", "step")
 _ENGINES = {
     "stress": ("A snapshot every step of GPT-2 small", ("extra", "cost_ratio", "step")),
+    "models": ("A snapshot every step of the seed table's models", _OVERHEAD),
+    "models-bert": ("A snapshot every step of BERT-large, 4.0 GB", _OVERHEAD),
+    "peers": ("A snapshot every step of GPT-2 small, whatever else there is", _OVERHEAD),
+    "ablation": ("lightck with pieces switched off, GPT-2 small", _OVERHEAD),
     "ddp-link-gpt2": (_LINK.format("GPT-2 small"), ("extra", "cost_ratio", "step")),
     "ddp-link-vgg16": (_LINK.format("VGG-16"), ("extra", "cost_ratio", "step")),
     "restore": ("The state back into live tensors", ("restore", "memcpy", "restore_ratio")),
@@ -29,6 +33,7 @@ _ENGINES = {
 _WORDS = {
     "extra": "training longer by, per snapshot",
     "cost_ratio": "of a plain copy",
+    "overhead": "of a step",
     "step": "step without",
     "restore": "restore",
     "memcpy": "plain memcpy",
@@ -87,12 +92,11 @@ def _origins(results: Sequence[Result]) -> str:
 def _engines(result: Result) -> str:
     name = result.about["definition"]["name"]
     title, measures = _ENGINES[name]
-    first = measures[0]
-    labels = [contender["label"] for contender in result.about["definition"]["contenders"]]
-    labels.sort(key=lambda label: r.value if (r := result.of(label, first)) else math.inf)
-    rows = [
-        [label, *(report.cell(result.of(label, each)) for each in measures)] for label in labels
-    ]
+    rows = []
+    for contenders in rivals.by_model(result.about["definition"]).values():
+        for label in rivals.best_first(result, [each["label"] for each in contenders]):
+            cells = [report.cell(result.of(label, each)) for each in measures]
+            rows.append([label, *cells])
     return f"{title} (`{name}`):\n\n" + report.table(["", *(_WORDS[m] for m in measures)], rows)
 
 
