@@ -7,6 +7,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from lightck.capture.assembled import Assembled
 from lightck.distributed import transfer
 from lightck.distributed.channel import Channel
@@ -16,6 +18,7 @@ from lightck.distributed.lineage import Key
 from lightck.distributed.meeting import Meeting
 from lightck.errors import CoordinationError, LightckError
 from lightck.events import event
+from lightck.region import layout
 
 SLOWEST_BYTES_S = 100e6
 """At which a rank is still believed to be reading, or sending."""
@@ -120,17 +123,22 @@ class Gifts:
             found = transfer.receive(self._channels[0], self.key, donor, SLOWEST_BYTES_S)
             found.half = self.holdings.half(self.key, self.early)
             if found.half is not None and not _fits(found):
-                found.half = None
-                found.__dict__.pop("entries", None)
+                found.drop_half()
         except LightckError as error:
             raise GiftError(str(error)) from error
         return found
 
 
 def _fits(found: Healed) -> bool:
-    """Whether the rank's own state goes together with what was given."""
+    """Whether the rank's own state goes together with what was given, and nothing is missing."""
+    half, entries = found.half, found.entries
     try:
         found.trees()
+        layout.decode(layout.encode(entries, np.zeros(len(entries), np.uint64)), context="healed")
     except LightckError:
         return False
-    return True
+    # A snapshot has every name of its own rank's model, which may be others than the donor's.
+    names = {each.name for each in entries}
+    return (half is not None and half.ties is not None) or all(
+        each.name in names for each in found.given.entries if each.name.startswith("model/")
+    )

@@ -37,6 +37,8 @@ class Half:
     """The blobs of (a) and (b), as in a manifest."""
     at_forward: bytes
     tensors: tuple[tuple[Entry, torch.Tensor], ...]
+    ties: tuple[Entry, ...] | None = None
+    """Further names of these tensors, or of shared ones; None: the journal does not say."""
     record: Record | None = None
     """Of the snapshot it comes from; None: from the journal."""
 
@@ -72,11 +74,9 @@ def key_of(record: Record) -> Key:
 def of_snapshot(region: Region, candidate: Candidate) -> Half | None:
     """What one snapshot holds of its rank's own; None if any of it is damaged."""
     record, layout = candidate.record, candidate.layout
-    rows = [
-        (i, entry)
-        for i, entry in enumerate(layout.entries)
-        if is_own(entry) and entry.alias_of is None and entry.begin is None
-    ]
+    own = [(i, e) for i, e in enumerate(layout.entries) if is_own(e) and e.begin is None]
+    rows = [(i, entry) for i, entry in own if entry.alias_of is None]
+    ties = tuple(entry for _, entry in own if entry.alias_of is not None)
     try:
         staging.check([entry for _, entry in rows], context="layout table")
         held = [(entry, fresh(entry)) for _, entry in rows]
@@ -99,7 +99,7 @@ def of_snapshot(region: Region, candidate: Candidate) -> Half | None:
     key = key_of(record)
     state = candidate.manifest
     return Half(
-        key, record.rank, record.early, state.at_step, state.at_forward, tuple(held), record
+        key, record.rank, record.early, state.at_step, state.at_forward, tuple(held), ties, record
     )
 
 

@@ -59,16 +59,39 @@ class Healed:
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """Every tensor."""
+        """Every tensor; ties come behind what they are tied to."""
         if self.half is None:
             return self.given.entries
-        own = [entry for entry, _ in self.half.tensors]
-        return (*(e for e in self.given.entries if not is_own(e)), *own)
+        shared = [e for e in self.given.entries if not is_own(e)]
+        held = [*shared, *(entry for entry, _ in self.half.tensors)]
+        ties = self._ties({e.name: e for e in held}) if self.half.ties is None else self.half.ties
+        return (*held, *ties)
+
+    def _ties(self, held: dict[str, Entry]) -> tuple[Entry, ...]:
+        """The donor's, where this rank has what they are tied to, in the form that it has here."""
+        return tuple(
+            replace(
+                held[e.alias_of],
+                name=e.name,
+                role=e.role,
+                layer=e.layer,
+                length=0,
+                alias_of=e.alias_of,
+            )
+            for e in self.given.entries
+            if e.alias_of in held and e.name not in held
+        )
 
     @cached_property
     def index(self) -> dict[str, int]:
         """Position of each name."""
         return {entry.name: i for i, entry in enumerate(self.entries)}
+
+    def drop_half(self) -> None:
+        """The other rank's own state stands in after all."""
+        self.half = None
+        for cached in ("entries", "index"):
+            self.__dict__.pop(cached, None)
 
     @property
     def record(self) -> Record:

@@ -12,7 +12,7 @@ import pytest
 import ranks
 import torch
 from islands import Islands, check
-from written import Crew, Rank
+from written import Crew, Net, Rank
 
 import lightck
 from lightck.errors import CoordinationError, NoSnapshotError, RegionFormatError
@@ -91,6 +91,23 @@ def test_a_damaged_tensor_comes_from_another_node_and_what_is_the_ranks_own_stay
     infos = check(islands.restored(), crew, 3)
     assert all("are its own" in text for text in infos[0].healed) and infos[0].healed
     assert any("do not match their checksum" in text for text in infos[0].fell_back)
+
+
+def test_a_buffer_of_two_names_is_the_ranks_own_under_both(
+    two: Islands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Net.__init__
+
+    def tied(net: Net) -> None:
+        make(net)
+        net.register_buffer("seen_too", net.seen)  # as of a module that is used twice
+        net.register_buffer("first_too", net.first.weight)
+
+    monkeypatch.setattr(Net, "__init__", tied)  # ranks are forked from here
+    crew = written(two, 1, 3)
+    two.alter(1, 3, "model/first.weight")
+    infos = check(two.restored(), crew, 3)
+    assert "are its own" in infos[0].healed[0]
 
 
 def test_a_damaged_buffer_is_lost_with_all_that_was_the_ranks_own(two: Islands) -> None:

@@ -15,11 +15,15 @@ from written import Crew, Rank, replicated
 
 from lightck.capture.assembled import Assembled
 from lightck.capture.extras import parse
+from lightck.capture.filling import fresh
 from lightck.capture.state import Inventory
 from lightck.distributed.choice import Choice, decide, decide_restore
+from lightck.distributed.gifts import _fits
+from lightck.distributed.halves import Half
 from lightck.distributed.healing import Plan, plan
 from lightck.distributed.holdings import Holdings
 from lightck.distributed.lineage import Key
+from lightck.distributed.majority import is_own
 from lightck.distributed.shares import Sharing
 from lightck.distributed.topology import Topology
 from lightck.distributed.transfer import CHUNK, END, FAILURE, TABLE, described, receive, stream
@@ -165,6 +169,29 @@ def test_what_was_sent_is_what_is_taken_once_and_let_go(messages: Any) -> None:
     addresses[0] = target.data_ptr()
     healed.read(addresses)
     assert torch.equal(target, first[: target.numel()])
+
+
+def test_what_is_a_ranks_own_is_used_only_with_every_name_of_the_model(messages: Any) -> None:
+    key, sent = messages
+    healed = got(key, sent)
+    given, bare = healed.given, healed.entries
+    own = tuple((e, fresh(e)) for e in given.entries if is_own(e) and e.alias_of is None)
+
+    def fits(tensors: Any, ties: Any) -> bool:
+        healed.drop_half()
+        healed.half = Half(key, 0, False, given.at_step, given.at_forward, tensors, ties)
+        return _fits(healed)
+
+    buffer = next(e for e, _ in own if e.role == "buffer")
+    lacking = tuple(held for held in own if held[0] is not buffer)
+    assert fits(own, None) and fits(own, ())
+    assert not fits(lacking, None), "a journal that lacks a buffer"
+    assert fits(lacking, ()), "a snapshot knows its rank's names, whatever the donor has"
+    tie = replace(buffer, name="model/too", length=0, alias_of=buffer.name)
+    assert fits(own, (tie,))
+    assert not fits(lacking, (tie,)) and not fits(own, (replace(tie, shape=(2,)),))
+    healed.drop_half()
+    assert healed.entries == bare
 
 
 @pytest.mark.parametrize(
