@@ -21,6 +21,7 @@ CHUNK_BYTES = 8 << 20
 MOST_BYTES = 1 << 32
 """Of one message; a head that claims more is none."""
 _HEAD = 3  # numbers
+_SHORTEST_S = 0.01  # gloo counts milliseconds, and takes none for no limit
 
 Message = tuple[int, torch.Tensor]
 """Kind, and bytes."""
@@ -40,18 +41,30 @@ class Channel:
 
     @classmethod
     def between(
-        cls, store: Any, donor: int, receiver: int, rank: int, what: str, seconds: float
+        cls, store: Any, ends: tuple[int, int], rank: int, what: str, seconds: float, until: float
     ) -> Channel:
         """Connect; both ends must, with a store (torch's) of which nobody else uses the keys.
+
+        Args:
+            store: see above.
+            ends: who gives, and who gets.
+            rank: this one of them.
+            what: is sent; for messages.
+            seconds: see the class.
+            until: on the monotonic clock; no connection by then is none.
 
         Raises:
             CoordinationError: the other end did not come.
         """
+        donor, receiver = ends
         here = int(rank == receiver)
         label = f"{what} from rank {donor} to rank {receiver}"
         began = time.monotonic()
         try:
-            group = dist.ProcessGroupGloo(store, here, 2, timedelta(seconds=seconds))
+            left = until - began
+            if left < _SHORTEST_S:
+                raise ValueError("no time was left, for others did not come either")
+            group = dist.ProcessGroupGloo(store, here, 2, timedelta(seconds=left))
         except (RuntimeError, ValueError) as error:
             waited = time.monotonic() - began
             other = donor if here else receiver

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -105,11 +106,14 @@ class Gifts:
         if not mine:
             return
         assert rounds is not None, "alone, nobody gives anything"
+        # One after the other, and with one deadline for all, long before anybody loses patience in
+        # the round that follows: there they hear of each other, and take an older step.
+        until = time.monotonic() + rounds.timeout_s / 2
         for receiver, donor in mine:
             store = self.ranks.store.plain(f"heal/{rounds.number}/{donor}-{receiver}")
-            what = f"step {self.key.step}"
+            what, ends = f"step {self.key.step}", (donor, receiver)
             try:
-                channel = Channel.between(store, donor, receiver, rank, what, rounds.timeout_s)
+                channel = Channel.between(store, ends, rank, what, rounds.timeout_s, until)
             except CoordinationError as error:
                 if rank == receiver:
                     raise GiftError(str(error)) from error

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,26 @@ def test_a_model_that_does_not_fit_on_the_donor_is_an_error_on_every_rank(tmp_pa
     first, second = islands.restored(before=on(0, lambda: setattr(Filling, "check", refuse)))
     assert isinstance(first, RestoreMismatchError)
     assert isinstance(second, CoordinationError) and "rank 0: RestoreMismatchError" in str(second)
+
+
+@pytest.mark.parametrize("donor", [0, 1])
+def test_ranks_that_cannot_connect_take_an_older_step_together(tmp_path: Path, donor: int) -> None:
+    """Not before their patience ends, as gloo does; rank 0, where it is given it, at once."""
+    islands = Islands(tmp_path, 4, 4)
+    with islands.crew() as crew:
+        crew.train(1)
+        crew.train(2)
+        crew.train(9, absent=[rank for rank in range(4) if rank != donor])
+    islands.settle(crew)
+
+    def before(me: ranks.Me) -> None:
+        def nobody(store: Any, here: int, world: int, limit: timedelta) -> None:
+            if (me.rank, donor) != (0, 1):
+                time.sleep(limit.total_seconds())
+            raise RuntimeError("connect timed out")
+
+        torch.distributed.ProcessGroupGloo = nobody
+
+    infos = check(islands.restored(before=before, patience_s=6.0), crew, 2)
+    told = [text for text in infos[0].fell_back if "no connection after" in text]
+    assert len(told) == 3 and infos[0].healed == ()
