@@ -34,6 +34,7 @@ class Choice:
         early: a rank has only an early one: whoever has both takes the early one, too.
         heals: (rank that gets the snapshot, rank that gives it to it).
         bare: of the ranks that get it, those that take over the other's own state, too.
+        size: bytes of the largest rank's part: how long to wait for each other goes by it.
         compare: it is there on several nodes, whose replicas are compared before it is taken.
         why: one sentence.
         fell_back: why newer ones, or parts of them, are not whole; newest first.
@@ -54,6 +55,7 @@ class Choice:
     heals: tuple[tuple[int, int], ...] = ()
     bare: tuple[int, ...] = ()
     compare: bool = False
+    size: int = 0
 
     @classmethod
     def heard(cls, said: Said) -> Choice:
@@ -112,6 +114,7 @@ def decide(views: Sequence[View]) -> Choice:
         heals=healed.heals if isinstance(healed, Plan) else (),
         bare=healed.bare if isinstance(healed, Plan) else (),
         compare=chosen is not None and _on_several_nodes(chosen, views),
+        size=max((offer.size for offer in found.get(chosen, ())), default=0) if chosen else 0,
     )
 
 

@@ -39,6 +39,8 @@ class Gifts:
     early: bool
     heals: Mapping[int, int]
     """Rank that gets it -> rank that gives it."""
+    patience_s: float
+    """For a connection, and for each message."""
     mine: Assembled | None = None
     """What this rank put together by itself; None: it is given."""
     got: Healed | None = None
@@ -108,12 +110,12 @@ class Gifts:
         assert rounds is not None, "alone, nobody gives anything"
         # One after the other, and with one deadline for all, long before anybody loses patience in
         # the round that follows: there they hear of each other, and take an older step.
-        until = time.monotonic() + rounds.timeout_s / 2
+        until = time.monotonic() + self.patience_s / 2
         for receiver, donor in mine:
             store = self.ranks.store.plain(f"heal/{rounds.number}/{donor}-{receiver}")
             what, ends = f"step {self.key.step}", (donor, receiver)
             try:
-                channel = Channel.between(store, ends, rank, what, rounds.timeout_s, until)
+                channel = Channel.between(store, ends, rank, what, self.patience_s, until)
             except CoordinationError as error:
                 if rank == receiver:
                     raise GiftError(str(error)) from error

@@ -259,7 +259,8 @@ class Holdings:
 
     def _offer(self, key: Key, found: Assembled) -> Offer:
         alike = self.world > 1 and found.replica is not None
-        return Offer(key, found.early, found.suspect or key in self.differing, alike)
+        suspect, size = found.suspect or key in self.differing, sum(e.length for e in found.entries)
+        return Offer(key, found.early, suspect, alike, size)
 
     def _for_others(
         self, offered: set[Key], step: int | None

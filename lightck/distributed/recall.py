@@ -156,7 +156,8 @@ class _Attempt:
                 return []
             if odd:  # whoever lacks it gets what most nodes have, too
                 heals = dict.fromkeys([*heals, *odd], min(odd.values()))
-        gifts = Gifts(self.ranks, self.holdings, key, choice.early, heals)
+        usual = self.ranks.rounds.timeout_s if self.ranks.rounds is not None else 0.0
+        gifts = Gifts(self.ranks, self.holdings, key, choice.early, heals, usual)
         fell_back = (*choice.fell_back, *self.damaged)
         with contextlib.ExitStack() as held:
             taken: list[T] = []
@@ -164,8 +165,9 @@ class _Attempt:
             finish: Callable[[], T] | None = None
             found: Found | None = None
             try:
+                # Those that fail at once must wait no less for the others than those that do not.
+                held.enter_context(self._patient(choice.size, len(heals)))
                 with gifts.exchanged() as snapshot:
-                    held.enter_context(self._patient(snapshot, len(heals)))
                     differs = key in self.holdings.differing
                     found = Found(key, snapshot, choice.why, fell_back, self.holdings, differs)
                     finish = held.enter_context(taking(found))
@@ -220,14 +222,13 @@ class _Attempt:
         return ""
 
     @contextlib.contextmanager
-    def _patient(self, snapshot: Assembled | Healed, heals: int) -> Iterator[None]:
+    def _patient(self, size: int, heals: int) -> Iterator[None]:
         """Wait longer for ranks that read: another's medium may be much slower than this one's."""
         rounds = self.ranks.rounds
         if rounds is None:
             yield
             return
         usual = rounds.timeout_s
-        size = sum(e.length for e in snapshot.entries)
         rounds.timeout_s = usual + (1 + heals) * size / SLOWEST_BYTES_S
         try:
             yield

@@ -26,22 +26,24 @@ class Offer:
         suspect: replicas were found to differ.
         alike: by its own word every rank held the same parameters and optimizer state, so that any
             rank that offers it can give them to any other.
+        size: bytes of all tensors, as this rank has them.
     """
 
     key: Key
     early: bool = False
     suspect: bool = False
     alike: bool = False
+    size: int = 0
 
     def said(self) -> list[int]:
         """As JSON."""
-        return [*self.key, self.early | self.suspect << 1 | self.alike << 2]
+        return [*self.key, self.early | self.suspect << 1 | self.alike << 2, self.size]
 
     @classmethod
     def heard(cls, said: list[int]) -> Offer:
         """The inverse of `said`."""
-        flags = said[3]
-        return cls(Key(*said[:3]), bool(flags & 1), bool(flags & 2), bool(flags & 4))
+        flags, size = said[3:]
+        return cls(Key(*said[:3]), bool(flags & 1), bool(flags & 2), bool(flags & 4), size)
 
 
 @dataclass(frozen=True, slots=True)

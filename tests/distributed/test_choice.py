@@ -205,7 +205,7 @@ def test_every_rank_hears_the_same_choice_and_what_others_met() -> None:
 
 def test_what_a_rank_says_has_room_in_one_message() -> None:
     most: Sequence[tuple[int, int]] = [(2**62 + i, 2**40) for i in range(40)]
-    offers = tuple(Offer(Key(2**62 + i, 2**40, 10_000), True, True) for i in range(60))
+    offers = tuple(Offer(Key(2**62 + i, 2**40, 10_000), True, True, True, 2**46) for i in range(60))
     seen = View(
         "\N{SNOWMAN}" * 900,
         2**40,

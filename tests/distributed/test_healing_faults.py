@@ -17,7 +17,7 @@ from islands import Islands, check
 from written import Crew
 
 from lightck.capture.assembled import Assembled
-from lightck.distributed import transfer
+from lightck.distributed import gifts, recall, transfer
 from lightck.distributed.channel import Channel
 from lightck.errors import CoordinationError, NoSnapshotError
 
@@ -173,3 +173,35 @@ def test_ranks_that_cannot_connect_take_an_older_step_together(tmp_path: Path, d
     infos = check(islands.restored(before=before, patience_s=6.0), crew, 2)
     told = [text for text in infos[0].fell_back if "no connection after" in text]
     assert len(told) == 3 and infos[0].healed == ()
+
+
+@pytest.mark.parametrize("fails", [0, 2])
+def test_a_rank_whose_gift_fails_at_once_waits_for_those_that_are_still_given_theirs(
+    tmp_path: Path, fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (gifts, recall):  # what is believed of a medium is scaled with the state
+        monkeypatch.setattr(module, "SLOWEST_BYTES_S", 1e4)
+    islands = Islands(tmp_path, 3, 3)
+    with islands.crew() as crew:
+        crew.train(1)
+        crew.train(2)
+        crew.train(9, absent=[0, 2])
+    islands.settle(crew)
+
+    def before(me: ranks.Me) -> None:
+        send = Channel.begin_send
+
+        def receive(channel: Channel) -> Any:
+            raise CoordinationError(f"{channel.label}: changed on the way")
+
+        def slowly(channel: Channel, kind: int, data: torch.Tensor) -> list[Any]:
+            time.sleep(0.5 if kind == transfer.CHUNK else 0.0)
+            return send(channel, kind, data)
+
+        if me.rank == fails:
+            monkeypatch.setattr(Channel, "receive", receive)
+        if me.rank == 1:
+            monkeypatch.setattr(Channel, "begin_send", slowly)
+
+    infos = check(islands.restored(before=before, patience_s=3.0), crew, 2)
+    assert any(f"rank {fails}: changed on the way" in text for text in infos[0].fell_back)

@@ -55,8 +55,11 @@ def test_whoever_lacks_the_newest_step_gets_it_from_the_lowest_rank_that_has_it(
 
 def test_every_rank_hears_the_same_plan() -> None:
     views = [node(5, halves=(8,), name="a"), node(8, 5, name="b"), node(8, name="c")]
+    for rank, size in ((1, 30), (2, 40)):
+        offers = tuple(replace(offer, size=size) for offer in views[rank].offers)
+        views[rank] = replace(views[rank], offers=offers)
     choice = Choice.heard(decide_restore([each.said() for each in views]))
-    assert choice == decide(views)
+    assert choice == decide(views) and choice.size == 40, "the largest one's"
     assert choice.heals == ((0, 1),) and choice.bare == () and choice.compare
 
 
