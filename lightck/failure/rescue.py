@@ -31,6 +31,11 @@ PATIENCE_S = 1.0
 a quarter of the time that there is at most."""
 
 
+FATES_S = 3.0
+"""How long it waits for a slot while nothing is written: with a dead rank no open fate may ever be
+settled."""
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Where the training loop is, as its hooks have it.
@@ -146,7 +151,7 @@ class Rescue:
             LightckError: it cannot be saved, and why.
         """
         here = threading.get_ident() == self.recorder.thread
-        left = deadline - time.monotonic()
+        began, left = time.monotonic(), deadline - time.monotonic()
         patience = time.monotonic() + (0.0 if here else min(PATIENCE_S, left / 4))
         while True:
             leaving = self.leaving  # before the try: what the thread did until then counts
@@ -155,6 +160,8 @@ class Rescue:
                     return self._try(early, here, 0.0 if leaving else patience)
             except _Later as later:
                 gone = later.training and (here or leaving)
+                idle = not (later.training or self.recorder.pipeline.persisting)
+                gone = gone or (idle and time.monotonic() > began + FATES_S)
                 if gone or time.monotonic() >= deadline:
                     self._finish_others(deadline)
                     raise LightckError(str(later)) from None
@@ -190,7 +197,7 @@ class Rescue:
             return None
         self._check(step)
         if pipeline.busy:
-            raise _Later("no slot was free by the deadline", training=False)
+            raise _Later("no slot became free", training=False)
         if recorder.inside:
             return self._open_late(early)
         if time.monotonic() < patience:

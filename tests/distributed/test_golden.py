@@ -154,7 +154,9 @@ def killed_again_and_again(
                 os.kill(job.pid(rank), signal.SIGKILL)
             outcomes = job.outcomes()  # whoever is left finds out, and ends by itself
             assert all(isinstance(each, Exception) for each in outcomes), (context, outcomes)
-            assert not any(isinstance(each, LightckError) for each in outcomes), outcomes
+            # Who has done all steps when another is killed hears of it in close.
+            ours = [each for each in outcomes if isinstance(each, LightckError)]
+            assert all("did not come" in str(each) for each in ours), outcomes
             for rank in range(world):
                 said[rank] += drain(job, rank)
         for rank in range(world):

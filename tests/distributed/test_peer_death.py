@@ -286,7 +286,7 @@ def test_a_rank_that_dies_inside_its_update_is_finished_though_an_exact_step_is_
     region_dir: Path,
 ) -> None:
     """Which restore prefers, being only a step older."""
-    with ranks.started(2, first_life(region_dir, 1, "half", policy=1)) as job:
+    with ranks.started(2, first_life(region_dir, 1, "half", policy=1, slots=8)) as job:
         ((saved, taken, refused, _),) = job.outcomes([0])
     assert saved["step"] == AT and not refused
     assert [(each["rank"], each["step"], each["early"]) for each in taken] == [(1, AT, True)]

@@ -243,7 +243,7 @@ def test_what_persists_is_kept_when_the_deadline_passes(disk_dir: Path) -> None:
         loop.forward()
         saved = handle.snapshot_now("now")
         assert (saved.step, saved.fresh) == (1, False)
-        assert "no slot was free" in saved.why
+        assert "no slot became free" in saved.why
         faults.delay(faults.SYNC, 0)
         handle.wait(2)
         assert steps_at(disk_dir) == [1, 2]
