@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,27 @@ def test_a_rank_healed_with_its_own_journal_keeps_its_older_snapshot(tmp_path: P
     region = Region.open(place.locate(two.file(1).parent, 1, create=False), writable=False)
     assert [each.record.step for each in region.recover().candidates] == [3]
     region.close()
+
+
+def test_a_job_that_begins_anew_beside_a_snapshot_says_so(tmp_path: Path) -> None:
+    """Rank 0 alone has one, of state that no other rank has alike."""
+    two = Islands(tmp_path, 2, 2)
+    with two.crew(shares=False) as crew:
+        crew.train(1, absent=[1])
+    two.settle(crew)
+
+    def life(me: ranks.Me) -> Any:
+        heard: list[tuple[str, str]] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: heard.append(  # type: ignore[method-assign]
+            (record.lightck_event, str(record.lightck))  # type: ignore[attr-defined]
+        )
+        logging.getLogger("lightck").addHandler(handler)
+        path, live = two.enter(me.rank), Rank(me.rank)
+        info = lightck.restore(live.net, live.optimizer, path, extras=live.extras)
+        return info, [said for event, said in heard if event == "begins_anew"]
+
+    with ranks.started(2, life) as job:
+        for info, said in job.results():
+            assert info is None
+            assert len(said) == 1 and "step 1: not whole" in said[0]

@@ -251,6 +251,25 @@ def test_what_persists_is_kept_when_the_deadline_passes(disk_dir: Path) -> None:
     loop.check(disk_dir, [1, 2])
 
 
+def test_a_slot_that_nobody_writes_is_waited_for_a_moment_only(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader may hold it, or a step of open fate, for good: not until a far deadline."""
+    monkeypatch.setattr("lightck.failure.rescue.FATES_S", 0.05)
+    loop = counting_loop()
+    with attach(run_dir, loop, policy=1, close_timeout_s=1e6) as handle:
+        loop.run(3)
+        handle.wait()
+        assert steps_at(run_dir) == [1, 2]
+        held = lightck.load(run_dir, 1)
+        loop.forward()
+        saved = handle.snapshot_now("now")
+        assert (saved.step, saved.fresh) == (2, False)
+        assert "every slot is busy" in saved.why
+        assert held["step"] == 1
+        handle.detach()
+
+
 def test_a_changed_parameter_is_not_saved_just_in_time(run_dir: Path) -> None:
     loop = counting_loop()
     with attach(run_dir, loop) as handle:
