@@ -1,11 +1,12 @@
 """torchsnapshot: Snapshot.async_take as its documentation shows it.
 
 It returns when all is in host memory, and writes behind the training. Two folders in turn, so that
-one is whole at any time.
+one is whole at any time; the older is removed first, for its files get new names every time.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -41,6 +42,7 @@ class TorchSnapshot:
         """See `Engine`."""
         self.drain()
         self._begun += 1
+        shutil.rmtree(self._target(), ignore_errors=True)
         state = _state(self._training, step)
         self._running = _PACKAGE.Snapshot.async_take(path=str(self._target()), app_state=state)
 
