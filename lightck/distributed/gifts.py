@@ -108,11 +108,12 @@ class Gifts:
         if not mine:
             return
         assert rounds is not None, "alone, nobody gives anything"
+        # The store is asked first: a receiver that waits for its server waits for no other rank.
+        stores = [self.ranks.store.plain(f"heal/{rounds.number}/{d}-{r}") for r, d in mine]
         # One after the other, and with one deadline for all, long before anybody loses patience in
         # the round that follows: there they hear of each other, and take an older step.
         until = time.monotonic() + self.patience_s / 2
-        for receiver, donor in mine:
-            store = self.ranks.store.plain(f"heal/{rounds.number}/{donor}-{receiver}")
+        for (receiver, donor), store in zip(mine, stores, strict=True):
             what, ends = f"step {self.key.step}", (donor, receiver)
             try:
                 channel = Channel.between(store, ends, rank, what, self.patience_s, until)

@@ -68,9 +68,12 @@ class Islands:
         world: int | None = None,
         *,
         before: Callable[[ranks.Me], object] = lambda me: None,
-        patience_s: float | None = None,
+        during: Callable[[ranks.Job], object] = lambda job: None,
     ) -> list[Any]:
-        """(info, state) of every rank of a job that restores, or what it raised."""
+        """(info, state) of every rank of a job that restores, or what it raised.
+
+        `before` is called in each rank's process, `during` here, while they restore.
+        """
         world = world or self.world
 
         def code(me: ranks.Me) -> tuple[RestoreInfo | None, dict[str, Any]]:
@@ -86,7 +89,8 @@ class Islands:
                 raise
             return info, live.state()
 
-        with ranks.started(world, code, patience_s=patience_s) as job:
+        with ranks.started(world, code) as job:
+            during(job)
             return job.outcomes()
 
     def alter(self, rank: int, step: int, name: str | None) -> None:

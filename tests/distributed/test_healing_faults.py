@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from islands import Islands, check
 from written import Crew
 
 from lightck.capture.assembled import Assembled
-from lightck.distributed import gifts, recall, transfer
+from lightck.distributed import channel, gifts, recall, transfer
 from lightck.distributed.channel import Channel
+from lightck.distributed.store import JobStore
 from lightck.errors import CoordinationError, NoSnapshotError
 
 NAME = "model/second.weight"
@@ -89,22 +92,61 @@ def test_a_rank_that_dies_while_it_gives_is_named_on_every_other(tmp_path: Path,
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    results = islands.restored(
-        before=on(0, lambda: setattr(transfer.Giving, "send", dying)), patience_s=3.0
-    )
-    assert isinstance(results[0], ranks.Gone)
-    for result in results[1:]:
-        assert isinstance(result, CoordinationError) and "0" in str(result), result
+    def before(me: ranks.Me) -> None:
+        if me.rank == 0:
+            transfer.Giving.send = dying
+        agreed = recall._Attempt._all_well
+
+        def later(attempt: Any, *args: Any) -> Any:
+            me.send("waits for rank 0")
+            me.pause()
+            attempt.ranks.rounds.timeout_s = 0.5  # nobody else is waited for
+            return agreed(attempt, *args)
+
+        recall._Attempt._all_well = later
+
+    def during(job: ranks.Job) -> None:
+        (dead,) = job.outcomes([0])
+        assert isinstance(dead, ranks.Gone), dead
+        assert job.receive(1) == job.receive(2) == "waits for rank 0"
+        job.let_go(1, 2)
+
+    for result in islands.restored(before=before, during=during)[1:]:
+        assert isinstance(result, CoordinationError) and "rank(s) 0 of 3" in str(result), result
 
 
 def test_a_rank_that_gives_nothing_in_time_is_named_with_the_one_that_waits(
     tmp_path: Path,
 ) -> None:
-    islands, crew = lacking(tmp_path, 2, 1, 3)
-    silent = on(0, lambda: setattr(transfer.Giving, "send", lambda giving: 0))
-    for result in islands.restored(before=silent, patience_s=2.0):
-        assert isinstance(result, NoSnapshotError | CoordinationError), result
+    islands, _ = lacking(tmp_path, 2, 1, 3)
+
+    def before(me: ranks.Me) -> None:
+        table, receive = transfer._table, transfer.receive
+        number, tables = itertools.count(), itertools.count(1)
+
+        def silent(giving: transfer.Giving) -> int:
+            me.store.wait([f"lost patience/{next(number)}"])
+            return 0
+
+        def hasty(channel: Channel) -> torch.Tensor:
+            """What comes after the two parts of the table is soon waited for in vain."""
+            found = table(channel)
+            if next(tables) % 2 == 0:
+                channel.seconds = 1.0
+            return found
+
+        def receiving(*args: Any) -> Any:
+            try:
+                return receive(*args)
+            finally:
+                me.store.set(f"lost patience/{next(number)}", "")
+
+        transfer.Giving.send, transfer._table, transfer.receive = silent, hasty, receiving
+
+    for result in islands.restored(before=before):
+        assert isinstance(result, NoSnapshotError), result
         assert "from rank 0 to rank 1: no progress after" in str(result)
+        assert " of 1 s; the other rank died, failed or is too slow" in str(result)
 
 
 def test_bytes_that_change_on_the_way_are_noticed(tmp_path: Path) -> None:
@@ -152,6 +194,16 @@ def test_a_model_that_does_not_fit_on_the_donor_is_an_error_on_every_rank(tmp_pa
     assert isinstance(second, CoordinationError) and "rank 0: RestoreMismatchError" in str(second)
 
 
+@dataclass
+class Clock:
+    """`time`, as far as it is used here, with waits that take no time."""
+
+    passed_s: float = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed_s
+
+
 @pytest.mark.parametrize("donor", [0, 1])
 def test_ranks_that_cannot_connect_take_an_older_step_together(tmp_path: Path, donor: int) -> None:
     """Not before their patience ends, as gloo does; rank 0, where it is given it, at once."""
@@ -163,16 +215,36 @@ def test_ranks_that_cannot_connect_take_an_older_step_together(tmp_path: Path, d
     islands.settle(crew)
 
     def before(me: ranks.Me) -> None:
+        clock = Clock()
+
         def nobody(store: Any, here: int, world: int, limit: timedelta) -> None:
             if (me.rank, donor) != (0, 1):
-                time.sleep(limit.total_seconds())
+                clock.passed_s += limit.total_seconds()
+            assert clock.passed_s <= ranks.LONG_S / 2, "the others lose patience meanwhile"
             raise RuntimeError("connect timed out")
 
         torch.distributed.ProcessGroupGloo = nobody
+        gifts.time = channel.time = clock  # type: ignore[assignment]
 
-    infos = check(islands.restored(before=before, patience_s=6.0), crew, 2)
+    infos = check(islands.restored(before=before), crew, 2)
     told = [text for text in infos[0].fell_back if "no connection after" in text]
     assert len(told) == 3 and infos[0].healed == ()
+
+
+def test_a_slow_store_takes_nothing_from_the_time_to_connect(tmp_path: Path) -> None:
+    islands, crew = lacking(tmp_path, 3)
+
+    def before(me: ranks.Me) -> None:
+        clock, plain = Clock(), JobStore.plain
+
+        def slowly(store: JobStore, part: str) -> Any:
+            clock.passed_s += ranks.LONG_S if me.rank == 2 else 0.0
+            return plain(store, part)
+
+        JobStore.plain = slowly
+        gifts.time = channel.time = clock  # type: ignore[assignment]
+
+    check(islands.restored(before=before), crew, 3, lent={2: 0})
 
 
 @pytest.mark.parametrize("fails", [0, 2])
@@ -189,19 +261,23 @@ def test_a_rank_whose_gift_fails_at_once_waits_for_those_that_are_still_given_th
     islands.settle(crew)
 
     def before(me: ranks.Me) -> None:
-        send = Channel.begin_send
+        agreed = recall._Attempt._all_well
 
         def receive(channel: Channel) -> Any:
             raise CoordinationError(f"{channel.label}: changed on the way")
 
-        def slowly(channel: Channel, kind: int, data: torch.Tensor) -> list[Any]:
-            time.sleep(0.5 if kind == transfer.CHUNK else 0.0)
-            return send(channel, kind, data)
+        def waiting(attempt: Any, kind: str, key: Any, *args: Any) -> Any:
+            if (kind, key.step) == ("restore: verified", 9):
+                me.send(attempt.ranks.rounds.timeout_s)
+            return agreed(attempt, kind, key, *args)
 
         if me.rank == fails:
-            monkeypatch.setattr(Channel, "receive", receive)
-        if me.rank == 1:
-            monkeypatch.setattr(Channel, "begin_send", slowly)
+            Channel.receive = receive
+        recall._Attempt._all_well = waiting
 
-    infos = check(islands.restored(before=before, patience_s=3.0), crew, 2)
+    def during(job: ranks.Job) -> None:
+        waits = {job.receive(rank) for rank in range(3)}
+        assert len(waits) == 1 and waits.pop() > ranks.LONG_S + 1.0
+
+    infos = check(islands.restored(before=before, during=during), crew, 2)
     assert any(f"rank {fails}: changed on the way" in text for text in infos[0].fell_back)
