@@ -203,7 +203,7 @@ class _Parts:
         pipeline.barrier = recorder.cadence.barrier = barrier
         region.begin_timeline(region.continued, timeline)
         if recorder.journaled is not None:
-            recorder.journaled.begin(steps.step)
+            recorder.journaled.begin(steps.step, peers=not barrier.alone)
         hooks.install()
         communication.install(Traffic(recorder))
         sight.install()

@@ -140,6 +140,8 @@ class Journaled:
     """(b) after it; None: it has not come, or taking it failed."""
     unwritten: LightckError | None = None
     """The last error that kept an instant, or its entry, from being taken."""
+    peers: bool = False
+    """Other ranks may have to finish the update that this one is killed in."""
     _writes: bool = False
     """The timeline is durable: entries can be of it."""
     _doubts: int = 0
@@ -296,9 +298,9 @@ class Journaled:
             self._update[kind] = step, blob
         write_entry(self.region.native, kind, step, self.region.timeline, blob)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, peers: bool) -> None:
         """The timeline is durable: write the first entry, and say what cannot be had."""
-        self._writes = True
+        self._writes, self.peers = True, peers
         self.step_ended(step)
         if isinstance(self.unwritten, RegionFullError):
             warnings.warn(

@@ -67,7 +67,7 @@ class Job:
             "dice": self.dice,
         }
         settings: Tree = {"policy": Never(), "failure": "jit", "extras": self.extras}
-        self.handle = lightck.attach(self.model, self.optimizer, path, **settings)
+        self.handle = with_peers(lightck.attach(self.model, self.optimizer, path, **settings))
         self.inside: Callable[[], None] = lambda: None
         self.optimizer.register_step_post_hook(lambda *_: self.inside())
         self.first: Tree = {}
@@ -126,6 +126,14 @@ class Job:
         assert same(self.entry(STEP_END, step + 1), self.values())
         self.first = self.values()[0]
         self.optimizer.zero_grad()
+
+
+def with_peers(handle: lightck.Handle) -> Any:
+    """As if other ranks could read what it leaves: then it has an entry at its fence, too."""
+    kept = handle._recorder.journaled
+    assert kept is not None and not kept.peers
+    kept.peers = True
+    return handle
 
 
 def same(one: Any, other: Any) -> bool:
@@ -260,6 +268,7 @@ def test_of_several_optimizers_the_first_to_step_has_an_entry_at_its_fence(run_d
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (one, other)]
     settings: Tree = {"policy": Never(), "failure": "jit"}
     with lightck.attach(model, list(optimizers), run_dir, **settings) as handle:
+        with_peers(handle)
         for step in range(1, 4):
             model(torch.ones(2, 2)).mean().backward()
             first, second = optimizers if step % 2 else reversed(optimizers)
@@ -282,6 +291,7 @@ def test_an_update_that_the_scaler_skips_has_no_fence_and_those_after_it_have(
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     settings: Tree = {"policy": Never(), "failure": "jit", "extras": {"scaler": scaler}}
     with lightck.attach(model, optimizer, run_dir, **settings) as handle:
+        with_peers(handle)
         fences = []
         for step in range(1, 6):
             loss = model(torch.ones(2, 2)).mean() * (float("inf") if step == 3 else 1)
@@ -323,6 +333,7 @@ def test_marked_updates_have_an_entry_at_their_fence(run_dir: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings: Tree = {"policy": Never(), "failure": "jit"}
     with lightck.attach(model, optimizer, run_dir, **settings) as handle:
+        with_peers(handle)
         for step in range(1, 3):
             model(torch.ones(2, 2)).mean().backward()
             handle.before_update()
@@ -340,10 +351,25 @@ def test_layers_that_update_by_themselves_have_no_fence_of_all(run_dir: Path) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings: Tree = {"policy": Never(), "failure": "jit", "update": "layerwise"}
     with lightck.attach(model, optimizer, run_dir, **settings) as handle:
+        with_peers(handle)
         for _ in range(4):
             model(torch.ones(2, 2)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             assert read_entry(handle.region.native, FENCE) is None
         assert read_entry(handle.region.native, STEP_END) is not None
+        handle.detach()
+
+
+def test_one_rank_has_no_entry_at_its_fence_for_nobody_finishes_its_update(run_dir: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings: Tree = {"policy": Never(), "failure": "jit"}
+    with lightck.attach(model, optimizer, run_dir, **settings) as handle:
+        for step in range(1, 4):
+            model(torch.ones(2, 2)).mean().backward()
+            optimizer.step()
+            found = read_entry(handle.region.native)
+            assert found is not None and (found.kind, found.step) == (STEP_END, step)
+            assert read_entry(handle.region.native, FENCE) is None
         handle.detach()
