@@ -7,7 +7,7 @@ set of optimizers that change them, so that each optimizer's step waits for its 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -57,6 +57,8 @@ class Flight:
     """Seconds at fences so far."""
     torn: tuple[str, ...] = ()
     """What changed while it was copied; it was dropped for that."""
+    moved: Callable[[], str] = lambda: ""
+    """Name of a tensor that is not what it was at an instant before the opening, see `Weights`."""
     futures: list[Future[int]] = field(default_factory=list)
     """Whoever waits for this very snapshot."""
 

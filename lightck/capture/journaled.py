@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,9 +32,11 @@ from lightck.capture import arrange, boundary, entry, parcel
 from lightck.capture.arrange import Sources
 from lightck.capture.entry import Sealing
 from lightck.capture.instants import Instants, holding, users_code
+from lightck.capture.kept import Instant, watched
 from lightck.capture.live import SMALL_EXTRA_BYTES, Live
 from lightck.capture.shelf import Shelf
 from lightck.capture.state import Collected
+from lightck.capture.weights import Weights
 from lightck.errors import (
     CorruptSnapshotError,
     LightckError,
@@ -54,52 +56,8 @@ DOUBT_STEPS = 8
 """Every so many steps all tensors are looked up; at every one for so long after a change."""
 
 
-@dataclass(frozen=True, eq=False)
-class Instant:
-    """What is known of one instant of one step."""
-
-    kind: int
-    """STEP_END or FORWARD."""
-    step: int
-    first: dict[str, Any]
-    second: dict[str, Any]
-    """See `Instants.trees`."""
-    collected: Collected
-    """At (b) everything; at (a) a parameter or its state that is new may be missing."""
-    copies: dict[str, torch.Tensor] | None
-    """Private, of what changes in the window, by name; None: too much for every step."""
-    watched: Sources | None = None
-    """Of (b): every other tensor, with version and address (I5)."""
-
-    @property
-    def flags(self) -> int:
-        """For the record of a snapshot."""
-        return RECORD_EARLY if self.kind == STEP_END else 0
-
-    def changed(self, shared: Sequence[Live]) -> str:
-        """What is not any more what it was at (b), as far as can be seen; empty if nothing is.
-
-        Args:
-            shared: model and optimizers, just looked up.
-        """
-        private = self.copies is not None
-        then = _watched(self.collected.lives[: len(shared)], private=private)
-        now = _watched(shared, private=private)
-        if [(v.name, id(v.tensor)) for v in now] != [(v.name, id(v.tensor)) for v in then]:
-            return "the set of tensors has changed"
-        if self.watched is None:
-            return "" if private else "what a forward changes is not kept"
-        moved = self.watched.changed()
-        watched = _watched(self.collected.lives, private=private)
-        return f"{watched[moved[0]].name} was changed" if moved else ""
-
-
 def _torn(step: int, why: str) -> TornSnapshotError:
     return TornSnapshotError(f"step {step} cannot be saved any more: {why}")
-
-
-def _watched(lives: Sequence[Live], *, private: bool) -> list[Live]:
-    return [live for live in lives if not (private and live.sync)]
 
 
 @dataclass(eq=False)
@@ -114,7 +72,7 @@ class _Sorted:
     def __post_init__(self) -> None:
         """Sort."""
         self.own = [live for live in self.lives if is_own(live)]
-        self.watched = [live.tensor for live in _watched(self.lives, private=True)]
+        self.watched = [live.tensor for live in watched(self.lives, private=True)]
 
 
 def is_own(live: Live) -> bool:
@@ -142,6 +100,7 @@ class Journaled:
     """The last error that kept an instant, or its entry, from being taken."""
     peers: bool = False
     """Other ranks may have to finish the update that this one is killed in."""
+    _weights: Weights = field(default_factory=Weights)
     _writes: bool = False
     """The timeline is durable: entries can be of it."""
     _doubts: int = 0
@@ -175,14 +134,19 @@ class Journaled:
     def forget(self, step: int) -> None:
         """A step has ended: what was kept is of an older one."""
         self.step, self.ended, self.begun = step, None, None
+        self._weights.forget()
 
     def step_ended(self, step: int) -> None:
-        """Take (a); once more where position and generators have been taken again."""
-        self.ended = None
+        """Take (a); once more where position and generators have been taken again.
+
+        Not while others stand in for the weights: then the first one serves.
+        """
+        before, self.ended = self.ended, None
         with self._once:
             with users_code():
                 collected = self.instants.inventory.glance()
-            self.ended = self._take(STEP_END, step, collected, seen=False)
+            own = self._weights.step_ended(collected.base)
+            self.ended = self._take(STEP_END, step, collected, seen=False) if own else before
 
     def forward(self, step: int, *, seen: bool, sure: bool) -> Instant | None:
         """Take (b), where the forward starts or where it was missed; None if that failed.
@@ -214,10 +178,18 @@ class Journaled:
             raise _torn(self.step, f"its boundary state is not kept: {self.unwritten}")
         newest = self.begun or kept
         why = newest.changed(self.instants.inventory.shared())
-        if why:
-            raise _torn(self.step, why)
+        name = "" if why else self.moved(early=kept.early)
+        if why or name:
+            raise _torn(self.step, why or f"{name} is not what it was at the instant to be saved")
         state = newest.collected
         return replace(kept, collected=holding(state, kept.copies) if kept.copies else state)
+
+    def moved(self, *, early: bool) -> str:
+        """Name of a weight that is not what it was at (a) (`early`), or by its bytes at (b).
+
+        Empty: none is, as far as can be seen.
+        """
+        return self._weights.moved(self.instants.inventory.shared(), early=early)
 
     def untouched(self) -> bool:
         """What a forward may change is as it was at (b): what stands is of one instant."""
@@ -247,16 +219,17 @@ class Journaled:
     def _take(self, kind: int, step: int, collected: Collected, *, seen: bool) -> Instant:
         trees = self.instants.trees(collected, step, seen=seen)
         shelf = self._sort(collected)
-        copies = watched = None
+        copies = sources = None
         if kind == FORWARD:
+            self._weights.forward()
             tensors = self._watched_now(collected)
-            watched = Sources(tensors, *arrange.read(tensors), [])
+            sources = Sources(tensors, *arrange.read(tensors), [])
         if shelf is not None:
             every = shelf.fill()
             copies = shelf.changing(every)
             with self._once:
                 self._write(kind, step, trees, collected.share_digest, shelf, every)
-        return Instant(kind, step, *trees, collected, copies, watched)
+        return Instant(kind, step, *trees, collected, copies, sources)
 
     def _sort(self, collected: Collected) -> Shelf | None:
         """Sort the tensors, as far as they are others now; the shelf that there is may serve.

@@ -382,7 +382,7 @@ class Pipeline:
             entries = flight.writer.layout.entries
             return [entries[int(group.batch.positions[i])].name for i in moved]
         differs = flight.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
-        return [] if differs is None else [differs]
+        return [*filter(None, [differs or flight.moved()])]
 
     def _seal(self, flight: Flight) -> None:
         begin = now_ns()

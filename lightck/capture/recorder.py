@@ -20,7 +20,8 @@ from lightck.capture.due import Due
 from lightck.capture.hold import Hold
 from lightck.capture.hooks import Watched
 from lightck.capture.instants import Instants
-from lightck.capture.journaled import Instant, Journaled
+from lightck.capture.journaled import Journaled
+from lightck.capture.kept import Instant
 from lightck.capture.outcomes import Outcomes
 from lightck.capture.pipeline import Pipeline
 from lightck.capture.stall import Stalls

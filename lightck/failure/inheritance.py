@@ -64,6 +64,7 @@ class Inheritance:
             stands=lambda: None if recorder.mixed else recorder.steps.step,
             process_durable=process_durable,
             kept=lambda kind: recorder.journaled.entry(kind) if recorder.journaled else None,
+            must_stand=lambda early: recorder.journaled and recorder.journaled.late(early=early),
         )
         return cls(Takeover(survivor, _own, threads=1), rescue)
 

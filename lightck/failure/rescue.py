@@ -2,7 +2,8 @@
 
 Everything is done under the recorder's lock. The forward hook takes it for (b), and an update
 begins with the fence, which takes it: while it is held, and no update has begun, parameters are
-those of the last complete step. Before (b) everything is still live, and the snapshot is `early`.
+those of the last complete step. Before (b) everything is still live, and the snapshot is `early`:
+it is not made while others stand in for the weights (`capture/weights.py`).
 After (b) what a forward changes comes from what was kept then (`capture/journaled.py`). Inside an
 update the state is mixed: another thread waits for its end, the training thread cannot.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from lightck.capture.arrange import versions_of
 from lightck.capture.flight import Flight
@@ -237,17 +239,24 @@ class Rescue:
         assert kept is not None
         instant = kept.late(early=early)
         blobs = self.recorder.instants.encoded(instant.first, instant.second)
-        return self._sealed(self._opened(instant.collected, blobs, instant.flags))
+        moved = partial(kept.moved, early=instant.early)
+        return self._sealed(self._opened(instant.collected, blobs, instant.flags, moved))
 
     def _open_early(self, here: bool) -> Flight:
         """(b) is still to come. Another thread looks twice: the loop may change something between.
 
         Raises:
-            _Later: it does.
+            _Later: it does, or others stand in for the weights.
         """
+        kept, step = self.recorder.journaled, self.recorder.steps.step
+        assert kept is not None
+        moved = partial(kept.moved, early=True)
         state, blobs = self._before_forward()
-        versions = _versions(state)
-        flight = self._opened(state, blobs, RECORD_EARLY)
+        versions, name = _versions(state), moved()
+        if name:
+            why = f"{name} is not what it was when step {step} ended: its snapshot has to wait for"
+            raise _Later(f"{why} the next forward", training=True)
+        flight = self._opened(state, blobs, RECORD_EARLY, moved)
         try:
             again, said = (state, blobs) if here else self._before_forward()
             changed = not here and (_versions(again) != versions or said != blobs)
@@ -276,12 +285,15 @@ class Rescue:
             return collected, instants.encode(collected, recorder.steps.step, seen=False)
         return holding(collected, ended.copies), instants.encoded(ended.first, ended.second)
 
-    def _opened(self, state: Collected, blobs: tuple[bytes, bytes], flags: int) -> Flight:
+    def _opened(
+        self, state: Collected, blobs: tuple[bytes, bytes], flags: int, moved: Callable[[], str]
+    ) -> Flight:
         pipeline, step = self.recorder.pipeline, self.recorder.steps.step
         with pipeline.pacing:
             flight = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT)
         if isinstance(flight, str):
             raise _Later(f"step {step} has no snapshot: {flight}", training=False)
+        flight.moved = moved
         return flight
 
     def _sealed(self, flight: Flight) -> Flight:

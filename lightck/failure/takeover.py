@@ -94,6 +94,9 @@ class Survivor:
     kept: Callable[[int], JournalEntry | None] = lambda kind: None
     """See `Journaled.entry`."""
 
+    must_stand: Callable[[bool], object] = lambda early: None
+    """Raises a `LightckError` if what stands is not of that instant (True: the early one)."""
+
     def entry(self, kind: int) -> JournalEntry | None:
         """Of its own last update: FENCE, or STEP_END."""
         return self.kept(kind) or read_entry(self.region.native, kind)
@@ -276,6 +279,7 @@ class Takeover:
             with _locked(survivor.lock, deadline):
                 if survivor.stands() != ours.step:
                     raise _Refused(f"this rank has gone on from step {ours.step}")
+                survivor.must_stand(ours.early)
                 lives = self._lives(rank, own, ours)
                 arrangement = Arrangement(region)
                 size = len(own.at_step) + len(own.at_forward)
@@ -283,6 +287,7 @@ class Takeover:
                 if writer is None:
                     raise _Refused(f"{region.place.file}: every slot is protected or leased")
                 copy(writer, arrangement, deadline)
+                survivor.must_stand(ours.early)
             flags = RECORD_JIT | (RECORD_EARLY if ours.early else 0)
             blobs = own.at_step, own.at_forward
             writer.seal(ours.step, *blobs, flags, ours.share_digest)

@@ -14,6 +14,7 @@ from test_restore import check, restore
 from written import T2
 
 from lightck.capture.state import Live
+from lightck.errors import TornSnapshotError
 from lightck.failure.takeover import Taken
 from lightck.region import place
 from lightck.region.journal import FORWARD, STEP_END
@@ -53,6 +54,28 @@ def test_without_the_takeover_the_step_is_lost(folder: Path) -> None:
         node.train(2, absent=[1])
         node.die(1)
     check(restore(2, folder), node.crew, 1)
+
+
+@pytest.mark.parametrize("last", [1, 2], ids=["before the copies", "while they are made"])
+def test_weights_that_others_stand_in_for_are_no_dead_rank_s_share(folder: Path, last: int) -> None:
+    """The survivor validates with an average by now, though its own part is committed."""
+    with Node(folder, 2) as node:
+        node.train(1)
+        node.train(2, absent=[1])
+        node.die(1)
+        takeover, asked = node.takeover(0), []
+
+        def must_stand(early: bool) -> None:
+            asked.append(early)
+            if len(asked) == last:
+                raise TornSnapshotError("model/w is not what it was")
+
+        takeover.survivor.must_stand = must_stand
+        taken = takeover.of(1, time.monotonic() + LONG_S)
+        assert taken.step is None and "model/w is not what it was" in taken.why
+        assert asked == [False] * last and node.steps(1) == [(1, 0)]
+        takeover.survivor.must_stand = lambda early: None
+        assert takeover.of(1, time.monotonic() + LONG_S).wrote
 
 
 def test_a_region_whose_owner_lives_is_left_alone(folder: Path) -> None:
