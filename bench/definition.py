@@ -28,7 +28,7 @@ KINDS = (
     *RANKS,
 )
 WAITS = ("default", "passive", "active")
-POLICIES = ("pairs", "blocks")
+POLICIES = ("pairs", "blocks", "lone")
 
 _T = TypeVar("_T")
 
@@ -39,7 +39,8 @@ class Method:
 
     Attributes:
         policy: `pairs` (every other step carries a snapshot) or `blocks` (blocks of steps with one
-            each, between blocks without).
+            each, between blocks without) or `lone` (one snapshot and as many steps as the engine
+            is at work on it, between as many without; pairs, where it is one step).
         block: steps of a block; with several ranks also pairs in a row.
         warmup: steps before the engine is attached.
         settle: pairs or blocks after it, not counted.
@@ -127,6 +128,8 @@ class Definition:
         method: how it is measured.
         contenders: the engines.
         targets: what must be reached.
+        minutes: that it takes on two quiet cores, about; 0: not known.
+        essential: one of the few that `make bench` runs.
     """
 
     name: str
@@ -138,6 +141,8 @@ class Definition:
     method: Method
     contenders: tuple[Contender, ...]
     targets: tuple[Target, ...]
+    minutes: float = 0.0
+    essential: bool = False
 
     @property
     def packages(self) -> list[str]:
@@ -187,6 +192,11 @@ def names() -> list[str]:
     return sorted(file.stem for file in DEFINITIONS.glob("*.toml"))
 
 
+def essential() -> list[str]:
+    """Those that answer in minutes, and are enough to compare."""
+    return [name for name in names() if load(name).essential]
+
+
 def load(name: str) -> Definition:
     """Read and check a definition: a name, or the path of a TOML file.
 
@@ -210,7 +220,10 @@ def load(name: str) -> Definition:
 
 def _definition(name: str, table: dict[str, Any]) -> Definition:
     known = {"about", "kind", "threads", "wait", "work", "method", "engine", "target"}
-    _only(table, known, "top level")
+    _only(table, known | {"minutes", "essential"}, "top level")
+    minutes, essential = table.get("minutes", 0.0), table.get("essential", False)
+    if not isinstance(minutes, int | float) or minutes < 0 or not isinstance(essential, bool):
+        raise BenchError(f"minutes = {minutes!r}, essential = {essential!r}: a number, a bool")
     about = table.get("about", "")
     kind = _choice("kind", table.get("kind"), KINDS)
     wait = _choice("wait", table.get("wait", "passive"), WAITS)
@@ -227,7 +240,10 @@ def _definition(name: str, table: dict[str, Any]) -> Definition:
         if labels.count(label) > 1:
             raise BenchError(f"two engines are labelled {label!r}")
     targets = tuple(_target(each, contenders) for each in table.get("target", []))
-    made = Definition(name, about, kind, work, threads, wait, method, contenders, targets)
+    made = Definition(
+        *(name, about, kind, work, threads, wait, method, contenders, targets),
+        *(float(minutes), essential),
+    )
     for contender in contenders:
         _check_contender(made, contender)
     return made

@@ -22,8 +22,8 @@ _LINK = "A snapshot every step of {}, two ranks over 1 Gbit/s"
 _OVERHEAD = ("extra", "cost_ratio", "overhead", "step")
 _ENGINES = {
     "stress": ("A snapshot every step of GPT-2 small", ("extra", "cost_ratio", "step")),
-    "models": ("A snapshot every step of the seed table's models", _OVERHEAD),
-    "models-bert": ("A snapshot every step of BERT-large, 4.0 GB", _OVERHEAD),
+    "essential": ("A snapshot every step of the seed table's models", _OVERHEAD),
+    "essential-bert": ("A snapshot every step of BERT-large, 4.0 GB", _OVERHEAD),
     "peers": ("A snapshot every step of GPT-2 small, whatever else there is", _OVERHEAD),
     "ablation": ("lightck with pieces switched off, GPT-2 small", _OVERHEAD),
     "ddp-link-gpt2": (_LINK.format("GPT-2 small"), ("extra", "cost_ratio", "step")),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +29,7 @@ class Loop:
     plan: Plan = field(default_factory=Plan)
     patient: bool = False  # see `Method`
     step: int = 0  # the last complete one, counted from attach
+    inside: dict[str, float] = field(default_factory=dict)  # s in the engine's calls, by name
 
     @classmethod
     def of(cls, job: Job, training: Training, engine: Engine | None = None) -> Loop:
@@ -48,12 +51,25 @@ class Loop:
             self.engine.drain()
         begin = time.perf_counter()
         if self.step in self.plan.due:
-            self.engine.begin(self.step)
+            with self._inside("begin"):
+                self.engine.begin(self.step)
         self.training.compute()
-        self.engine.before_update()
+        with self._inside("before_update"):
+            self.engine.before_update()
         self.training.update()
         self.step += 1
         return time.perf_counter() - begin
+
+    @contextmanager
+    def _inside(self, call: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        spent = time.perf_counter() - begin
+        self.inside[call] = self.inside.get(call, 0.0) + spent
+
+    def stalls(self) -> Mapping[str, float]:
+        """Seconds of the training in the engine so far: as it counts them, else by its calls."""
+        return self.engine.stalls() or self.inside
 
     def finish(self, fresh: Training) -> str:
         """Take one last snapshot under a running step, then restore it and compare every bit.

@@ -6,21 +6,32 @@ Records:
     overhead: extra per step, relative to a step without.
     step: seconds of a step without a snapshot.
     sync_copy: seconds of the yardstick, measured between steps all through the run.
-    stall.<cause>: training-thread seconds per snapshot, as the engine itself counts them.
+    interval_1pct_steps, interval_5pct_steps: the smallest number of steps from one snapshot to the
+        next at which they cost at most so much of the training. From extra and step: the bounds
+        pair the worst with the worst. With policy `lone` not below `busy_steps`.
+    spacing_steps: steps of a block per snapshot, at which extra was measured.
+    busy_steps: steps that an engine needs, when idle, until it can begin the next snapshot.
+    stall_s: training-thread seconds per snapshot inside the engine, and stall.<cause> by cause:
+        as the engine itself counts them, else those of its calls.
+    cpu_s: CPU seconds per snapshot of all threads and processes, beyond those of the training.
+    extra_dram_bytes: memory at its peak beyond that before attaching; see `accounting.Peak`.
+    written_bytes: of one snapshot, on its medium.
     state, snapshots: bytes of one, number of them.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from bench.errors import BenchError
 from bench.measures import Job
+from bench.measures.accounting import Cpu, Peak
 from bench.measures.loop import Loop
 from bench.record import Record, sampled, single
-from bench.statistics import Enough, trimmed_mean
+from bench.statistics import Enough, Estimate, estimate, trimmed_mean
 from bench.work import Training, tensors
 from bench.yardstick import SyncCopy
 
@@ -33,13 +44,19 @@ class Series:
 
     extra: list[float] = field(default_factory=list)  # s per snapshot
     without: list[float] = field(default_factory=list)  # s per step
+    cpu: list[float] = field(default_factory=list)  # s per snapshot
     overhead_scale: float = 1.0  # snapshots per step of a block with them
+    spacing: int = 1  # steps of a block with one snapshot
+    busy: int = 1  # steps from one snapshot to the next that the engine can keep up with
+    spent: Cpu = field(default_factory=Cpu)
 
 
 def measure(job: Job) -> list[Record]:
     """See the module and `bench.measures.run`."""
     training = Training(job.work)
     training.steps(job.method.warmup)
+    with Peak(job.folder) as alone:
+        training.steps(1)
     loop = Loop.of(job, training)
     loop.attach(job.folder)
     if loop.engine.spills and job.method.policy == "pairs":
@@ -48,11 +65,11 @@ def measure(job: Job) -> list[Record]:
             ' steps and would count for the wrong side; policy = "blocks" compares fairly'
         )
     yardstick = SyncCopy(job.folder, tensors(training.state()))
-    one = _pair if job.method.policy == "pairs" else _block
-    series, copies, capped = _collect(job, loop, yardstick, one)
+    series, copies, capped = _collect(job, loop, yardstick, _ONE[job.method.policy])
     state_bytes, kernel = sum(t.nbytes for t in tensors(training.state())), yardstick.kernel
     yardstick.close()
-    stalls = {cause: s / len(loop.plan.due) for cause, s in loop.engine.stalls().items()}
+    extra_dram = max(0, _peak(job, loop) - alone.bytes)
+    stalls = {cause: s / len(loop.plan.due) for cause, s in loop.stalls().items()}
     verified = loop.finish(Training(job.work, seed=1))
     scale = trimmed_mean(copies)
     without = trimmed_mean(series.without)
@@ -62,21 +79,66 @@ def measure(job: Job) -> list[Record]:
         sampled("overhead", "", series.extra, scale=without / series.overhead_scale, capped=capped),
         sampled("step", "s", series.without),
         sampled("sync_copy", "s", copies, note=f"{kernel}, one thread"),
+        *_intervals(series),
+        single("stall_s", "s", sum(stalls.values())),
         *(single(f"stall.{cause}", "s", value) for cause, value in sorted(stalls.items())),
+        sampled("cpu_s", "s", series.cpu),
+        single("extra_dram_bytes", "B", extra_dram),
+        single("written_bytes", "B", loop.engine.written()),
         single("state", "B", state_bytes),
         single("snapshots", "", len(loop.plan.due)),
     ]
+
+
+def _intervals(series: Series) -> list[Record]:
+    """The smallest intervals at which snapshots cost no more than 1 % and 5 %."""
+    extra, step = estimate(series.extra), estimate(series.without)
+    found = [
+        Record("", f"interval_{percent}pct_steps", "", value, low, high)
+        for percent in (1, 5)
+        for value, low, high in [_spaced(extra, step, percent, series.busy)]
+    ]
+    found.append(single("spacing_steps", "", round(1 / series.overhead_scale)))
+    return [*found, single("busy_steps", "", series.busy)]
+
+
+def _spaced(
+    extra: Estimate, step: Estimate, percent: int, least: int
+) -> tuple[float, float, float]:
+    """Steps between snapshots of which each costs `extra`: value, low, high."""
+
+    def steps(cost: float, each: float) -> float:
+        needed = 100 * cost / (percent * max(each, 1e-9))
+        return max(float(least), math.ceil(needed) if math.isfinite(needed) else needed)
+
+    return (
+        steps(extra.value, step.value),
+        steps(extra.low, step.high),
+        steps(extra.high, step.low),
+    )
+
+
+def _peak(job: Job, loop: Loop) -> int:
+    """Bytes at their peak while snapshots are taken one by one; the next step carries one again."""
+    with Peak(job.folder) as peak:
+        for _ in range(2):
+            loop.run(then=False)
+            loop.engine.drain()
+            loop.run(then=True)
+    return peak.bytes
 
 
 def _collect(
     job: Job, loop: Loop, yardstick: SyncCopy, one: Callable[[Job, Loop, Series], None]
 ) -> tuple[Series, list[float], bool]:
     """Pairs or blocks until the interval is narrow enough; whether that was cut short, last."""
-    unmeasured = Series()
+    series = Series()
     loop.run(then=True)
+    if job.method.policy == "lone" and loop.engine.spills:
+        series.busy, series.spacing = _needed(loop)
+    unmeasured = replace(series, extra=[], without=[], cpu=[])
     for _ in range(job.method.settle):
         one(job, loop, unmeasured)
-    series = Series()
     copies = [_rest_and_copy(loop, yardstick)]
     begin = time.monotonic()
     while True:
@@ -89,6 +151,21 @@ def _collect(
             return series, copies, not enough.narrow(series.extra)
         if len(series.extra) % _YARDSTICK_EVERY == 0:
             copies.append(_rest_and_copy(loop, yardstick))
+            series.spent.look()
+
+
+def _needed(loop: Loop) -> tuple[int, int]:
+    """Steps that the engine is busy with a snapshot if training waits for it; and beside training.
+
+    Beside training it takes longer: half as long again, and a step.
+    """
+    for _ in range(2):
+        begin = time.perf_counter()
+        loop.run(then=False)
+        loop.engine.drain()
+        busy = time.perf_counter() - begin
+        steps = busy / loop.run(then=True)
+    return math.ceil(steps), math.ceil(1.5 * steps) + 1
 
 
 def _rest_and_copy(loop: Loop, yardstick: SyncCopy) -> float:
@@ -104,28 +181,52 @@ def _rest_and_copy(loop: Loop, yardstick: SyncCopy) -> float:
 
 
 def _pair(job: Job, loop: Loop, series: Series) -> None:
-    carrying, without = loop.run(then=False), loop.run(then=True)
+    cpu = [series.spent()]
+    carrying = loop.run(then=False)
+    cpu.append(series.spent())
+    without = loop.run(then=True)
+    cpu.append(series.spent())
     series.extra.append(carrying - without)
     series.without.append(without)
+    series.cpu.append((cpu[1] - cpu[0]) - (cpu[2] - cpu[1]))
+
+
+def _lone(job: Job, loop: Loop, series: Series) -> None:
+    """One snapshot and as many steps as it is worked on; a pair where that is one step."""
+    if loop.engine.spills:
+        _compare(loop, series, [i == 0 for i in range(series.spacing)])
+    else:
+        _pair(job, loop, series)
 
 
 def _block(job: Job, loop: Loop, series: Series) -> None:
     """Steps with a snapshot every `interval`, until the last one is complete; as many without."""
     interval = loop.engine.interval
     steps = -(-job.method.block // interval) * interval
-    flags = [i % interval == 0 for i in range(steps)] + [False]
+    _compare(loop, series, [i % interval == 0 for i in range(steps)])
+
+
+def _compare(loop: Loop, series: Series, carrying: Sequence[bool]) -> None:
+    """Steps of which some carry a snapshot, until the last one is complete; as many without."""
+    steps, snapshots = len(carrying), sum(carrying)
+    cpu = [series.spent()]
     begin = time.perf_counter()
-    for following in flags[1:]:
+    for following in [*carrying[1:], False]:
         loop.run(then=following)
     loop.engine.drain()
     middle = time.perf_counter()
+    cpu.append(series.spent())
     for i in range(steps):
         loop.run(then=i == steps - 1)
     end = time.perf_counter()
-    snapshots = sum(flags)
+    cpu.append(series.spent())
     series.extra.append(((middle - begin) - (end - middle)) / snapshots)
     series.without.append((end - middle) / steps)
+    series.cpu.append(((cpu[1] - cpu[0]) - (cpu[2] - cpu[1])) / snapshots)
     series.overhead_scale = snapshots / steps
+
+
+_ONE = {"pairs": _pair, "blocks": _block, "lone": _lone}
 
 
 def wanted_precision(job: Job, series: Series, copies: list[float]) -> Enough:

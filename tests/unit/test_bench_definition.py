@@ -68,6 +68,8 @@ def test_a_definition_says_what_runs(tmp_path: Path) -> None:
             'label = "other"\nmedium = "tape"',
             "medium = 'tape': must be one of tmpfs, file",
         ),
+        ('about = "x"', "minutes = -1", "minutes = -1, essential = False: a number, a bool"),
+        ('about = "x"', "essential = 1", "essential = 1: a number, a bool"),
         ('about = "x"', "about = ", "cannot be read: "),
     ],
 )
@@ -94,6 +96,14 @@ def test_every_definition_is_sound(name: str) -> None:
     assert all(model in ("tiny", "bag") or model.endswith("-thin") for model in models)
 
 
+def test_the_essential_definitions_take_minutes() -> None:
+    chosen = [definition.load(name) for name in definition.essential()]
+    assert {"essential", "essential-bert"} <= {each.name for each in chosen}
+    assert all(each.minutes for each in chosen), "how long is known"
+    models = {each.work_of(c).model for each in chosen for c in each.contenders}
+    assert models >= {"resnet18", "vgg16", "inception-v3", "alexnet", "gpt2", "bert-large"}
+
+
 def test_every_requirement_on_speed_has_a_target() -> None:
     rows = [target for name in definition.names() for target in definition.load(name).targets]
     bounds = sorted(t.bound for t in rows if t.bound is not None)
@@ -103,7 +113,7 @@ def test_every_requirement_on_speed_has_a_target() -> None:
     # Issue 5's, and that peers cost no less; the first group for each of two models.
     ranks = 2 * [0.1, 0.1, 2.0, 0.505, 1.0] + 2 * [1.0] + [0.005] + 2 * [0.667]
     failures = [0.002, 3.0, *4 * [1.0]]  # issue 6's that are measured
-    # Issue 7's: six models, all peers, what overlap is worth, and restoring.
-    suite = 6 * [0.01, 0.5, 20] + [1.0] + [2.0, 2.0] + [1.0, 10]
+    # Issue 7's: six models, all peers, what overlap is worth, and restoring; the essential few.
+    suite = 6 * [0.01, 0.5, 20] + [1.0] + [2.0, 2.0] + [1.0, 10] + [0.5, 1.0, 1.0]
     assert bounds == sorted([*ratios, 64 << 20, 64 << 20, *ranks, *failures, *suite])
     assert not [t.row for t in rows if t.unavailable]

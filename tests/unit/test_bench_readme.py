@@ -81,7 +81,7 @@ def test_models_stand_apart_in_readme() -> None:
         for c in given["contenders"]
     ]
     records = [replace(r, engine=f"{m} {r.engine}") for m in models for r in result.records]
-    changed = {**given, "name": "models", "contenders": contenders}
+    changed = {**given, "name": "essential", "contenders": contenders}
     text = readme.render([replace(_saying(result, definition=changed), records=records)])
     order = [f"\n| {m} {e} |" for m in models for e in ("torch.save tmpfs", "lightck")]
     places = [text.index(each) for each in order]
