@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from bench.errors import BenchError
 from bench.work import Training
@@ -76,6 +76,106 @@ class Engine(Protocol):
 
     def stalls(self) -> Mapping[str, float]:
         """Seconds by cause that the training thread spent in the engine, if it knows."""
+
+
+class AtOnce:
+    """An engine for which training waits: the snapshot is complete when `begin` returns.
+
+    A subclass says in `_path` which file it writes, if it is one.
+    """
+
+    spills = False
+    interval = 1
+    _path: Path
+
+    def attach(self, training: Training, folder: Path, plan: Plan) -> None:
+        """See `Engine`."""
+        self._training, self._begun = training, 0
+
+    def begin(self, step: int) -> None:
+        """See `Engine`."""
+        self._save(step)
+        self._begun += 1
+
+    def _save(self, step: int) -> None:
+        """Return when the snapshot is complete."""
+        raise NotImplementedError
+
+    def before_update(self) -> None:
+        """Nothing is under way."""
+
+    def drain(self) -> None:
+        """Nothing is under way."""
+
+    def finish(self) -> Counts:
+        """See `Engine`."""
+        del self._training
+        return Counts(self._begun)
+
+    def written(self) -> int:
+        """See `Engine`."""
+        return self._path.stat().st_size
+
+    def stalls(self) -> Mapping[str, float]:
+        """Not known."""
+        return {}
+
+
+class InTurn:
+    """An engine that saves behind the training, one snapshot at a time: the next waits for it.
+
+    Two folders in turn, so that one is whole at any time.
+    """
+
+    spills = True
+    interval = 1
+
+    def attach(self, training: Training, folder: Path, plan: Plan) -> None:
+        """See `Engine`."""
+        self._training, self._folder = training, folder
+        self._running: Any = None
+        self._begun = self._complete = 0
+
+    def begin(self, step: int) -> None:
+        """See `Engine`."""
+        self.drain()
+        self._begun += 1
+        self._running = self._started(step)
+
+    def _started(self, step: int) -> Any:
+        """Begin to save into `_target`; what `_wait` takes."""
+        raise NotImplementedError
+
+    def _target(self) -> Path:
+        return self._folder / f"checkpoint-{self._begun % 2}"
+
+    def before_update(self) -> None:
+        """The state had been copied when `begin` returned."""
+
+    def drain(self) -> None:
+        """See `Engine`."""
+        if self._running is not None:
+            self._wait(self._running)
+            self._running = None
+            self._complete += 1
+
+    def _wait(self, running: Any) -> None:
+        """Return when it is complete; raise what it failed with."""
+        running.result()
+
+    def finish(self) -> Counts:
+        """See `Engine`."""
+        self.drain()
+        del self._training
+        return Counts(self._complete)
+
+    def written(self) -> int:
+        """See `Engine`."""
+        return folder_bytes(self._target())
+
+    def stalls(self) -> Mapping[str, float]:
+        """Not known."""
+        return {}
 
 
 def single_rank(engine: str, training: Training) -> None:

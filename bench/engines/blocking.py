@@ -5,53 +5,42 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from bench.engines.base import Counts, Plan
+from bench.engines.base import AtOnce, Counts, Plan
 from bench.work import Training, part, share, tensors
 from bench.yardstick import SyncCopy
 
 
-class Blocking:
+class Blocking(AtOnce):
     """One slot, no checksum, no crash safety: what any engine is up against.
 
     The copy is the yardstick's own, so that its cost ratio is 1 but for noise. Of several ranks
     each copies its share, all of them at the same time.
     """
 
-    spills = False
-    interval = 1
-
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
+        super().attach(training, folder, plan)
         self._root, self._world = folder / "blocking", training.world
         self._folder = self._root / str(training.rank)
         self._folder.mkdir(parents=True)
         live = tensors(training.state())
         self._parts = share(live, training.rank, training.world)
         self._copy = SyncCopy(self._folder, [part(live[i], b, e) for i, b, e in self._parts])
-        self._step = self._begun = 0
+        self._step = 0
 
-    def begin(self, step: int) -> None:
-        """See `Engine`."""
+    def _save(self, step: int) -> None:
         self._copy()
         self._step = step
-        self._begun += 1
-
-    def before_update(self) -> None:
-        """See `Engine`."""
-
-    def drain(self) -> None:
-        """See `Engine`."""
 
     def finish(self) -> Counts:
         """See `Engine`."""
         places = list(zip(self._parts, self._copy.offsets, strict=True))
         (self._folder / "index").write_text(json.dumps({"step": self._step, "parts": places}))
-        return Counts(self._begun)
+        return super().finish()
 
     def restore(self, training: Training) -> int:
         """See `Engine`."""
@@ -74,10 +63,6 @@ class Blocking:
     def written(self) -> int:
         """See `Engine`."""
         return self._copy.bytes
-
-    def stalls(self) -> Mapping[str, float]:
-        """See `Engine`."""
-        return {}
 
 
 def make() -> Blocking:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-from bench.engines.base import Counts, Plan
+from bench.engines.base import InTurn, Plan
 from bench.errors import BenchError
 from bench.work import Training
 
@@ -26,19 +25,14 @@ def _state(training: Training) -> dict[str, Any]:
 
 
 @dataclass
-class Dcp:
-    """Staging blocks, writing goes on in the background; the next save waits for the last one.
-
-    Two folders in turn, so that a whole checkpoint is there at any time.
-    """
+class Dcp(InTurn):
+    """Staging blocks, writing goes on in the background."""
 
     checkpointer: str
-    spills = True
-    interval = 1
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
-        self._training, self._folder = training, folder
+        super().attach(training, folder, plan)
         self._rank = training.rank
         if training.world == 1:
             # async_save wants a CPU backend, and its process variant a group to copy.
@@ -47,14 +41,8 @@ class Dcp:
             )
         # Its collectives run on a thread beside the training's, so that they need their own group.
         self._group = dist.new_group(backend="gloo") if training.world > 1 else None
-        self._running: Future[Any] | None = None
-        self._begun = self._complete = self._step = 0
 
-    def begin(self, step: int) -> None:
-        """See `Engine`."""
-        self.drain()
-        self._begun += 1
-        self._step = step
+    def _started(self, step: int) -> Any:
         state = {"step": torch.tensor(step), **_state(self._training)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about overwriting the older of the two folders
@@ -66,26 +54,7 @@ class Dcp:
             )
         if not isinstance(saved, Future):
             raise BenchError(f"async_save gave {type(saved).__name__}, expected a Future")
-        self._running = saved
-
-    def _target(self) -> Path:
-        return self._folder / f"checkpoint-{self._begun % 2}"
-
-    def before_update(self) -> None:
-        """Staging was complete when async_save returned."""
-
-    def drain(self) -> None:
-        """See `Engine`."""
-        if self._running is not None:
-            self._running.result()
-            self._running = None
-            self._complete += 1
-
-    def finish(self) -> Counts:
-        """See `Engine`."""
-        self.drain()
-        del self._training
-        return Counts(self._complete)
+        return saved
 
     def restore(self, training: Training) -> int:
         """See `Engine`."""
@@ -103,10 +72,6 @@ class Dcp:
         """See `Engine`."""
         files = self._target().glob(f"__{self._rank}_*.distcp")
         return sum(file.stat().st_size for file in files)
-
-    def stalls(self) -> Mapping[str, float]:
-        """See `Engine`."""
-        return {}
 
 
 def make(checkpointer: str = "thread") -> Dcp:

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
-from bench.engines.base import Counts, Plan
+from bench.engines.base import AtOnce
 from bench.work import Training
 
 
-class Nothing:
+class Nothing(AtOnce):
     """Takes no snapshots."""
 
-    spills = False
-    interval = 1
-
-    def attach(self, training: Training, folder: Path, plan: Plan) -> None:
-        """See `Engine`."""
-        self._begun = 0
-
-    def begin(self, step: int) -> None:
-        """See `Engine`."""
-        self._begun += 1
-
-    def before_update(self) -> None:
-        """See `Engine`."""
-
-    def drain(self) -> None:
-        """See `Engine`."""
-
-    def finish(self) -> Counts:
-        """See `Engine`."""
-        return Counts(self._begun)
+    def _save(self, step: int) -> None:
+        """Nothing to do."""
 
     def restore(self, training: Training) -> int:
         """There is nothing to restore from."""
@@ -40,10 +19,6 @@ class Nothing:
     def written(self) -> int:
         """See `Engine`."""
         return 0
-
-    def stalls(self) -> Mapping[str, float]:
-        """See `Engine`."""
-        return {}
 
 
 def make() -> Nothing:

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from bench.engines.base import Counts, Plan, single_rank
+from bench.engines.base import AtOnce, Plan, single_rank
 from bench.engines.torch_save import sync_folder
 from bench.work import Training, leaves, with_leaves
 
@@ -40,21 +40,18 @@ def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 @dataclass
-class Safetensors:
+class Safetensors(AtOnce):
     """Training waits until the file is complete; `sync`: until it is on the disk."""
 
     sync: bool
-    spills = False
-    interval = 1
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
         single_rank("safetensors", training)
-        self._training, self._path = training, folder / "snapshot.safetensors"
-        self._begun = 0
+        super().attach(training, folder, plan)
+        self._path = folder / "snapshot.safetensors"
 
-    def begin(self, step: int) -> None:
-        """See `Engine`."""
+    def _save(self, step: int) -> None:
         part = self._path.with_suffix(".part")
         found, strings = _split(self._training.state())
         save_file(found, part, {"step": str(step), **strings})
@@ -64,18 +61,6 @@ class Safetensors:
         part.replace(self._path)
         if self.sync:
             sync_folder(self._path.parent)
-        self._begun += 1
-
-    def before_update(self) -> None:
-        """See `Engine`."""
-
-    def drain(self) -> None:
-        """See `Engine`."""
-
-    def finish(self) -> Counts:
-        """See `Engine`."""
-        del self._training
-        return Counts(self._begun)
 
     def restore(self, training: Training) -> int:
         """See `Engine`."""
@@ -88,14 +73,6 @@ class Safetensors:
             values[name] = values[other]
         training.load(with_leaves(training.state(), values))
         return int(strings["step"])
-
-    def written(self) -> int:
-        """See `Engine`."""
-        return self._path.stat().st_size
-
-    def stalls(self) -> Mapping[str, float]:
-        """See `Engine`."""
-        return {}
 
 
 def make(sync: bool = False) -> Safetensors:

@@ -1,20 +1,18 @@
 """torch_checkpointing (meta-pytorch): CheckpointManager with its asynchronous saver.
 
 A thread stages into shared memory under the next forward and backward, the update waits at the
-manager's lock, a process of its own writes. Two folders in turn, so that one is whole at any time.
+manager's lock, a process of its own writes.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bench.engines.base import Counts, Plan, folder_bytes, single_rank
+from bench.engines.base import Counts, InTurn, Plan, single_rank
 from bench.errors import BenchError
 from bench.work import Training
 
@@ -25,60 +23,42 @@ LocalFileSystemStorageConfig: Any = import_module(_FILES).LocalFileSystemStorage
 
 
 @dataclass
-class TorchCheckpointing:
+class TorchCheckpointing(InTurn):
     """`direct`: write with O_DIRECT, its default."""
 
     direct: bool
-    spills = True
-    interval = 1
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
         single_rank("torch_checkpointing", training)
-        self._training, self._folder = training, folder
+        super().attach(training, folder, plan)
         self._waits = bool(training.buffers())
         self._manager = CheckpointManager(self._config(CheckpointManager.Config.with_async_save()))
-        self._running: Future[Any] | None = None
-        self._begun = self._complete = 0
 
     def _config(self, config: Any) -> Any:
         config.storage_config = LocalFileSystemStorageConfig(use_direct_io=self.direct)
         return config
 
-    def begin(self, step: int) -> None:
-        """See `Engine`."""
-        self.drain()
-        self._begun += 1
+    def _started(self, step: int) -> Any:
         shutil.rmtree(self._target(), ignore_errors=True)  # the older one; it replaces none itself
         state = {**self._training.state(), "step": step}
         saved = self._manager.save(str(self._target()), state)
         if saved is None:
             raise BenchError("torch_checkpointing saved at once, expected a Future")
-        self._running = saved
         if self._waits:  # its lock is for updates; a forward that changes buffers needs it as well
             self.before_update()
-
-    def _target(self) -> Path:
-        return self._folder / f"checkpoint-{self._begun % 2}"
+        return saved
 
     def before_update(self) -> None:
         """The manager's lock, taken by `save` itself, is free once all is staged."""
         with self._manager.lock():
             pass
 
-    def drain(self) -> None:
-        """See `Engine`."""
-        if self._running is not None:
-            self._running.result()
-            self._running = None
-            self._complete += 1
-
     def finish(self) -> Counts:
         """See `Engine`."""
-        self.drain()
+        counts = super().finish()
         self._manager.close()
-        del self._training
-        return Counts(self._complete)
+        return counts
 
     def restore(self, training: Training) -> int:
         """See `Engine`."""
@@ -89,14 +69,6 @@ class TorchCheckpointing:
         manager.close()
         step: int = found["step"]
         return step
-
-    def written(self) -> int:
-        """See `Engine`."""
-        return folder_bytes(self._target())
-
-    def stalls(self) -> Mapping[str, float]:
-        """See `Engine`."""
-        return {}
 
 
 def make(direct: bool = True) -> TorchCheckpointing:

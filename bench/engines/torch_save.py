@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bench.engines.base import Counts, Plan
+from bench.engines.base import AtOnce, Plan
 from bench.work import Training
 
 
@@ -45,46 +45,23 @@ def read(path: Path, training: Training, *, mapped: bool) -> int:
 
 
 @dataclass
-class TorchSave:
+class TorchSave(AtOnce):
     """Training waits until the file is complete; `sync`: until it is on the disk."""
 
     sync: bool
     mmap: bool
-    spills = False
-    interval = 1
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
-        self._training, self._path = training, folder / "snapshot.pt"
-        self._begun = 0
+        super().attach(training, folder, plan)
+        self._path = folder / "snapshot.pt"
 
-    def begin(self, step: int) -> None:
-        """See `Engine`."""
+    def _save(self, step: int) -> None:
         write({"step": step, **self._training.state()}, self._path, sync=self.sync)
-        self._begun += 1
-
-    def before_update(self) -> None:
-        """See `Engine`."""
-
-    def drain(self) -> None:
-        """See `Engine`."""
-
-    def finish(self) -> Counts:
-        """See `Engine`."""
-        del self._training
-        return Counts(self._begun)
 
     def restore(self, training: Training) -> int:
         """See `Engine`."""
         return read(self._path, training, mapped=self.mmap)
-
-    def written(self) -> int:
-        """See `Engine`."""
-        return self._path.stat().st_size
-
-    def stalls(self) -> Mapping[str, float]:
-        """See `Engine`."""
-        return {}
 
 
 def make(sync: bool = False, mmap: bool = False) -> TorchSave:
