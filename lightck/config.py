@@ -49,6 +49,11 @@ class Config:
         placement: `direct` (tensor to region), `staged` (through as much DRAM as the state has, to
             the region behind the training: for media slower than a step), or `auto` (tries
             staging when the fence waits for the medium). Ordinary files are always staged.
+            Of tensors in a GPU's memory: `direct` (into the region, registered with the driver),
+            `host` or `staged` (through a bounded ring of pinned DRAM), `device` (a copy in the
+            GPU's spare memory first), `auto` (what is possible, in the order `device`, `direct`,
+            `host`); what is not possible becomes `host`, as `stats()` says. `host` and `device`
+            are `auto` for tensors in DRAM.
         write_limit: bytes per second written to the medium at most, for media that others use,
             too; 0 is no limit.
         backend: who maps the region for the writer: `auto` (lightck itself; libpmemobj where the
@@ -88,7 +93,7 @@ class Config:
     chunk_bytes: int = 262_144
     priority: Literal["idle", "normal"] = "idle"
     schedule: Literal["auto", "eager", "backward", "comm"] = "auto"
-    placement: Literal["auto", "direct", "staged"] = "auto"
+    placement: Literal["auto", "direct", "staged", "host", "device"] = "auto"
     write_limit: int = 0
     backend: Literal["auto", "pmem2", "pmemobj"] = "auto"
     durability: Literal["medium", "process"] = "medium"
@@ -365,7 +370,7 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "chunk_bytes": _integer(4096, 1 << 30, multiple=4096),
     "priority": _choice("idle", "normal"),
     "schedule": _choice("auto", "eager", "backward", "comm"),
-    "placement": _choice("auto", "direct", "staged"),
+    "placement": _choice("auto", "direct", "staged", "host", "device"),
     "write_limit": _integer(0, 1 << 50),
     "backend": _choice("auto", "pmem2", "pmemobj"),
     "durability": _choice("medium", "process"),

@@ -258,6 +258,12 @@ class Stats:
         whole_s: mean seconds from this rank's commit record to knowing that every rank has its own;
             0 with one rank, and until known.
         staging_bytes: DRAM held for staged snapshots now.
+        device_mode: how tensors in a device's memory reach the region: `direct`, `host` or
+            `device`; empty while there are none. With several devices, the last one's.
+        device_why: one sentence: why that mode.
+        bytes_from_device: bytes brought out of devices' memory.
+        ring_bytes: pinned DRAM held for transfers now.
+        device_copy_bytes: devices' memory held for copies of the state now.
     """
 
     captured: int = 0
@@ -276,3 +282,8 @@ class Stats:
     commit_s: float = 0.0
     whole_s: float = 0.0
     staging_bytes: int = 0
+    device_mode: str = ""
+    device_why: str = ""
+    bytes_from_device: int = 0
+    ring_bytes: int = 0
+    device_copy_bytes: int = 0

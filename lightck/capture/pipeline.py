@@ -1,15 +1,15 @@
 """From live tensors through the pool, one snapshot at a time, fenced before the update.
 
 A flight (`flight.py`) is opened at (b), captured by the fence and sealed, made durable by the pool,
-and counts once the barrier knows it whole. The barrier hears of every step that a flight was due
-for: this file is where it is told of its opening, its commit and its loss.
+and counts once the barrier knows it whole (`landing.py`). The barrier hears of every step that a
+flight was due for: of its opening and its loss here, of its commit there.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,41 +19,31 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.capture.arrange import Arrangement, Part, sources
-from lightck.capture.barrier import Alone, Barrier, is_final
-from lightck.capture.flight import Counters, Flight, Group, Slip
-from lightck.capture.placement import Placement, behind
+from lightck.capture.barrier import is_final
+from lightck.capture.flight import Flight, Group, Slip
+from lightck.capture.landing import Landing
+from lightck.capture.placement import Placement, behind, in_dram
 from lightck.capture.state import Collected, Live
-from lightck.capture.trace import Trace, moments_of, now_ns
+from lightck.capture.trace import moments_of, now_ns
 from lightck.config import Config
-from lightck.errors import CoordinationError, LightckError, WaitTimeoutError
-from lightck.events import event
+from lightck.errors import LightckError, WaitTimeoutError
 from lightck.region.native import RECORD_JIT
 from lightck.region.pool import NativePool
 from lightck.region.region import Region
 from lightck.region.writer import SlotWriter
-from lightck.types import Fate, ReleaseSchedule
+from lightck.types import ReleaseSchedule
 
 
 @dataclass(eq=False)
-class Pipeline:
+class Pipeline(Landing):
     """Owns the flights into one region. Used by the training thread; `pace` by autograd's."""
 
-    region: Region
     pool: NativePool
     schedule: ReleaseSchedule
     placement: Placement = field(default_factory=Placement)
     proof: bool = False
-    barrier: Barrier = field(default_factory=Alone)
-    counters: Counters = field(default_factory=Counters)
     window: Flight | None = None
     """The flight whose sources must not change: opened, not yet captured."""
-    persisting: list[Flight] = field(default_factory=list)
-    """Captured and sealed; the pool commits them."""
-    awaiting: list[Flight] = field(default_factory=list)
-    """Durable on this rank; whether on every other one is not known yet."""
-    newest: Flight | None = None
-    """The last one that became durable on this rank."""
-    trace: Trace | None = None
     on_torn: Callable[[Flight, Sequence[str]], None] = lambda flight, names: None
     pacing: RLock = field(default_factory=RLock)
     """Held while a snapshot opens or ends: one made just in time does so beside a backward."""
@@ -76,7 +66,8 @@ class Pipeline:
         pool = NativePool(config.threads, config.chunk_bytes, idle=idle, moments=moments)
         pool.limit(config.write_limit)
         pipeline = cls(region, pool, schedule, proof=config.proof)
-        pipeline.placement = Placement(config.placement, region.staged, pipeline._map_dram)
+        chosen = in_dram(config.placement)
+        pipeline.placement = Placement(chosen, region.staged, pipeline._map_dram)
         return pipeline
 
     def prepare(self, lives: Sequence[Live], boundary_bytes: int) -> None:
@@ -180,86 +171,6 @@ class Pipeline:
             raise
         return True
 
-    def poll(self, timeout_s: float | None = 0.0) -> Iterator[Flight]:
-        """Flights that are committed now, one by one; waits up to `timeout_s` for this rank's own.
-
-        Raises:
-            LightckError: a background failure; that snapshot is dropped.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self.persisting:
-            flight = self.persisting[0]
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                if not flight.writer.wait(left):
-                    break
-            except Exception as error:
-                self.persisting.remove(flight)
-                self._lost(flight, f"failed: {error}", for_good=is_final(error))
-                flight.fail(error)
-                raise
-            self.persisting.remove(flight)
-            flight.durable_s = time.monotonic()
-            self.counters.durable += 1
-            self.counters.commit_s += flight.durable_s - flight.captured_s
-            self.newest = flight
-            self.barrier.committed(flight.step, flight.counted_form)
-            if flight.local:
-                self.region.keep(flight.writer.slot)
-                continue
-            self.awaiting.append(flight)
-        for flight in [*self.awaiting]:
-            fate = self.barrier.fate(flight.step)
-            if fate is Fate.WHOLE:
-                self._whole(flight)
-                yield flight
-            elif fate is Fate.DEAD:
-                self._dead(flight)
-
-    def _whole(self, flight: Flight) -> None:
-        """Every rank has committed it: it is protected, and what was protected is free (I6)."""
-        self.region.whole(flight.writer.slot)
-        self.awaiting = [each for each in self.awaiting if each is not flight]
-        counters, now = self.counters, time.monotonic()
-        counters.committed += 1
-        counters.whole_s += now - flight.durable_s
-        counters.persist_s = now - flight.opened_s
-        # Fates need not come in the order of the steps.
-        counters.last_committed_step = max(flight.step, counters.last_committed_step or 0)
-
-    def count_last(self) -> None:
-        """Every rank holds the newest, as they found at their close, whatever its fate was."""
-        flight = self.newest
-        if flight is not None and self.counters.last_committed_step != flight.step:
-            assert flight.writer.record is not None
-            self.region.committed(flight.writer.slot, flight.writer.record)
-            self._whole(flight)
-            for future in flight.futures:
-                if not future.done():
-                    future.set_result(flight.step)
-
-    def _dead(self, flight: Flight) -> None:
-        """Another rank has not: the slot is reused first."""
-        self.region.dead(flight.writer.slot)
-        self.awaiting.remove(flight)
-        self.counters.dead += 1
-        why = self.barrier.why_dead(flight.step)
-        event("dead", step=flight.step, why=why)
-        if self.trace is not None:
-            self.trace.lost_snapshot("dead", flight.step, why)
-        flight.fail(CoordinationError(f"snapshot of step {flight.step} does not count: {why}"))
-
-    @property
-    def in_flight(self) -> list[Flight]:
-        """Sealed, and neither committed on every rank nor given up."""
-        return [*self.persisting, *self.awaiting]
-
-    def await_fates(self, seconds: float) -> None:
-        """Wait until the fate of what this rank has committed is known, or `seconds`."""
-        deadline = time.monotonic() + seconds
-        for flight in self.awaiting:
-            self.barrier.wait(flight.step, max(0.0, deadline - time.monotonic()))
-
     def pool_stats(self) -> dict[str, int]:
         """The pool's counters, the last ones once it is closed."""
         return self.pool.stats() if self._last_stats is None else self._last_stats
@@ -283,10 +194,6 @@ class Pipeline:
             self.schedule.close()
         self._lost(flight, why, for_good=for_good)
         self._abandon(flight)
-
-    def _lost(self, flight: Flight, why: str, *, for_good: bool) -> None:
-        if not flight.local:
-            self.barrier.lost(flight.step, why, for_good=for_good)
 
     def _abandon(self, flight: Flight) -> None:
         if not self.region.staged:

@@ -37,6 +37,11 @@ SPARE = 0.75
 Mode = Literal["auto", "direct", "staged"]
 
 
+def in_dram(placement: str) -> Mode:
+    """What the setting says of tensors in DRAM; of those on a device see `ways`."""
+    return "direct" if placement == "direct" else "staged" if placement == "staged" else "auto"
+
+
 def dram_rate(sample_bytes: int = 16 << 20) -> float:
     """Bytes per second of one thread's plain copy, the best of three; takes some milliseconds."""
     source, target = np.zeros(sample_bytes, np.uint8), np.ones(sample_bytes, np.uint8)

@@ -1,0 +1,115 @@
+"""Behind the capture: a sealed flight becomes durable, and counts once every rank has it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lightck.capture.barrier import Alone, Barrier, is_final
+from lightck.capture.flight import Counters, Flight
+from lightck.capture.trace import Trace
+from lightck.errors import CoordinationError
+from lightck.events import event
+from lightck.region.region import Region
+from lightck.types import Fate
+
+
+@dataclass(eq=False)
+class Landing:
+    """The flights that have left the window. Used by the training thread, or under its lock."""
+
+    region: Region
+    barrier: Barrier = field(default_factory=Alone, kw_only=True)
+    counters: Counters = field(default_factory=Counters, kw_only=True)
+    persisting: list[Flight] = field(default_factory=list, kw_only=True)
+    """Captured and sealed; the pool commits them."""
+    awaiting: list[Flight] = field(default_factory=list, kw_only=True)
+    """Durable on this rank; whether on every other one is not known yet."""
+    newest: Flight | None = field(default=None, kw_only=True)
+    """The last one that became durable on this rank."""
+    trace: Trace | None = field(default=None, kw_only=True)
+
+    def poll(self, timeout_s: float | None = 0.0) -> Iterator[Flight]:
+        """Flights that are committed now, one by one; waits up to `timeout_s` for this rank's own.
+
+        Raises:
+            LightckError: a background failure; that snapshot is dropped.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.persisting:
+            flight = self.persisting[0]
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                if not flight.writer.wait(left):
+                    break
+            except Exception as error:
+                self.persisting.remove(flight)
+                self._lost(flight, f"failed: {error}", for_good=is_final(error))
+                flight.fail(error)
+                raise
+            self.persisting.remove(flight)
+            flight.durable_s = time.monotonic()
+            self.counters.durable += 1
+            self.counters.commit_s += flight.durable_s - flight.captured_s
+            self.newest = flight
+            self.barrier.committed(flight.step, flight.counted_form)
+            if flight.local:
+                self.region.keep(flight.writer.slot)
+                continue
+            self.awaiting.append(flight)
+        for flight in [*self.awaiting]:
+            fate = self.barrier.fate(flight.step)
+            if fate is Fate.WHOLE:
+                self._whole(flight)
+                yield flight
+            elif fate is Fate.DEAD:
+                self._dead(flight)
+
+    def _whole(self, flight: Flight) -> None:
+        """Every rank has committed it: it is protected, and what was protected is free (I6)."""
+        self.region.whole(flight.writer.slot)
+        self.awaiting = [each for each in self.awaiting if each is not flight]
+        counters, now = self.counters, time.monotonic()
+        counters.committed += 1
+        counters.whole_s += now - flight.durable_s
+        counters.persist_s = now - flight.opened_s
+        # Fates need not come in the order of the steps.
+        counters.last_committed_step = max(flight.step, counters.last_committed_step or 0)
+
+    def count_last(self) -> None:
+        """Every rank holds the newest, as they found at their close, whatever its fate was."""
+        flight = self.newest
+        if flight is not None and self.counters.last_committed_step != flight.step:
+            assert flight.writer.record is not None
+            self.region.committed(flight.writer.slot, flight.writer.record)
+            self._whole(flight)
+            for future in flight.futures:
+                if not future.done():
+                    future.set_result(flight.step)
+
+    def _dead(self, flight: Flight) -> None:
+        """Another rank has not: the slot is reused first."""
+        self.region.dead(flight.writer.slot)
+        self.awaiting.remove(flight)
+        self.counters.dead += 1
+        why = self.barrier.why_dead(flight.step)
+        event("dead", step=flight.step, why=why)
+        if self.trace is not None:
+            self.trace.lost_snapshot("dead", flight.step, why)
+        flight.fail(CoordinationError(f"snapshot of step {flight.step} does not count: {why}"))
+
+    @property
+    def in_flight(self) -> list[Flight]:
+        """Sealed, and neither committed on every rank nor given up."""
+        return [*self.persisting, *self.awaiting]
+
+    def await_fates(self, seconds: float) -> None:
+        """Wait until the fate of what this rank has committed is known, or `seconds`."""
+        deadline = time.monotonic() + seconds
+        for flight in self.awaiting:
+            self.barrier.wait(flight.step, max(0.0, deadline - time.monotonic()))
+
+    def _lost(self, flight: Flight, why: str, *, for_good: bool) -> None:
+        if not flight.local:
+            self.barrier.lost(flight.step, why, for_good=for_good)
