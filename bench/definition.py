@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench import engines
+from bench.emulated import DEVICES
 from bench.errors import BenchError
 from bench.models import MODELS
 from bench.place import DEFINITIONS, MEDIA
@@ -173,7 +174,7 @@ def tiny(definition: Definition) -> Definition:
 
     def shrunk(contender: Contender) -> Contender:
         work: dict[str, Any] = dict(contender.work)
-        for key, most in (("tensors", 64), ("batch", 2), ("sequence", 8)):
+        for key, most in (("tensors", 64), ("batch", 2), ("sequence", 8), ("step_ms", 5.0)):
             if key in work:
                 work[key] = min(work[key], most)
         work["link"] = 0
@@ -183,6 +184,7 @@ def tiny(definition: Definition) -> Definition:
 
     model = MODELS[definition.work.model].tiny
     work = replace(definition.work, model=model, batch=1, sequence=8, tensors=64, link=0)
+    work = replace(work, step_ms=min(work.step_ms, 5.0))
     contenders = tuple(map(shrunk, definition.contenders))
     return replace(definition, work=work, threads=1, contenders=contenders)
 
@@ -265,8 +267,19 @@ def _check_contender(definition: Definition, contender: Contender) -> None:
     _choice(f"{where}: policy", method.policy, POLICIES)
     if work.world < 1 or (work.world > 1 and definition.kind not in RANKS):
         raise BenchError(f"{where}: world = {work.world}: only {', '.join(RANKS)} take several")
+    _check_device(where, contender, work)
     if work.link and work.world != 2:
         raise BenchError(f"{where}: link = {work.link} joins two ranks, not world = {work.world}")
+
+
+def _check_device(where: str, contender: Contender, work: Work) -> None:
+    if not work.device:
+        return
+    _choice(f"{where}: device", work.device, tuple(DEVICES))
+    if work.step_ms <= 0 or work.world > 1 or work.forks:
+        raise BenchError(f"{where}: an emulated device takes step_ms, and one rank")
+    if "emulated" not in contender.label:
+        raise BenchError(f"{where}: on an emulated device, which its label must say: 'emulated'")
 
 
 def _target(table: dict[str, Any], contenders: Iterable[Contender]) -> Target:

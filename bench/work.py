@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.emulated import place
 from bench.models import MODELS
 
 State = dict[str, Any]
@@ -35,6 +36,8 @@ class Work:
         link: Mbit/s of the network between them, each way; 0: loopback.
         saved_by: ranks that wrote the snapshot that `world` ranks restore; 0: as many.
         forks: ranks that the measuring process, one alone, forks and lets fail.
+        device: a key of `bench.emulated.DEVICES`: what stands for the forward, backward and update.
+        step_ms: of a step on that device.
     """
 
     model: str
@@ -46,6 +49,8 @@ class Work:
     link: int = 0
     saved_by: int = 0
     forks: int = 0
+    device: str = ""
+    step_ms: float = 0.0
 
 
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -85,7 +90,11 @@ class Training:
         self.work = work
         self.rank, self.world = rank or 0, 1 if rank is None else dist.get_world_size()
         self.plain = self.model = MODELS[work.model].make(work.tensors).train()
-        self.optimizer = OPTIMIZERS[work.optimizer](self.plain.parameters())
+        if work.device:
+            step_s, name = work.step_ms / 1e3, work.optimizer
+            self.optimizer: torch.optim.Optimizer = place(self.plain, work.device, step_s, name)
+        else:
+            self.optimizer = OPTIMIZERS[work.optimizer](self.plain.parameters())
         self._random = torch.Generator().manual_seed(seed + self.rank)
         if rank is not None:
             self.model = DistributedDataParallel(self.plain)
@@ -107,6 +116,8 @@ class Training:
 
     def _batch(self) -> torch.Tensor:
         model, generator = MODELS[self.work.model], self._random
+        if self.work.device:
+            return torch.zeros(())  # it is not looked at
         if model.vocabulary:
             shape = (self.work.batch, self.work.sequence)
             return torch.randint(model.vocabulary, shape, generator=generator)
@@ -136,6 +147,10 @@ class Training:
     def state(self) -> State:
         """Model and optimizer state; it shares memory with the live tensors."""
         return {"model": self.plain.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def bytes(self) -> int:
+        """Of the state; each memory once."""
+        return sum(t.nbytes for t in tensors(self.state()))
 
     def load(self, state: State) -> None:
         """Take a state over."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench import engines
+from bench.bus import behind_bus
 from bench.engines.base import Counts, Engine, Plan
 from bench.engines.none import Nothing
 from bench.errors import BenchError
@@ -34,7 +35,10 @@ class Loop:
     @classmethod
     def of(cls, job: Job, training: Training, engine: Engine | None = None) -> Loop:
         """A loop as a job asks for it; with the job's engine, unless one is given."""
-        made = engine or engines.make(job.contender.engine, job.contender.settings)
+        asked = job.contender
+        made = engine or engines.make(asked.engine, asked.settings)
+        if job.work.device:
+            made = behind_bus(made, asked.engine, asked.settings, job.work.device)
         return cls(training, made, patient=job.method.patient)
 
     def attach(self, folder: Path) -> None:

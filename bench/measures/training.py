@@ -237,6 +237,9 @@ def wanted_precision(job: Job, series: Series, copies: list[float]) -> Enough:
     if "overhead" in job.precision:
         step = trimmed_mean(series.without)
         widths.append(job.precision["overhead"] * step / series.overhead_scale)
+    for percent in (1, 5):
+        if (steps := job.precision.get(f"interval_{percent}pct_steps")) is not None:
+            widths.append(steps * percent / 100 * trimmed_mean(series.without))
     method = job.method
     return Enough(
         half_width=min(widths, default=0.0),

@@ -58,6 +58,9 @@ def test_a_definition_says_what_runs(tmp_path: Path) -> None:
         ('model = "tiny"', "batch = 1", "[work]: model is missing"),
         ('about = "x"', "treads = 2", "top level: unknown 'treads'"),
         ('about = "x"', "threads = 0", "threads = 0: must be 1 or more"),
+        ("batch = 2", 'device = "v100"', "emulated device takes step_ms, and one rank"),
+        ("batch = 2", 'device = "v100", step_ms = 5', "its label must say: 'emulated'"),
+        ("batch = 2", 'device = "a100"', "device = 'a100': must be one of v100, h100"),
         ("most = 3", "moost = 3", "other: method: unknown 'moost'"),
         ("most = 3", 'policy = "pears"', "other: policy = 'pears': must be one of pairs, blocks"),
         ('engine = "other"', 'engine = "othr"', "no engine is labelled 'othr'"),
@@ -96,6 +99,14 @@ def test_every_definition_is_sound(name: str) -> None:
     assert all(model in ("tiny", "bag") or model.endswith("-thin") for model in models)
 
 
+def test_what_is_emulated_says_so_wherever_it_is_shown() -> None:
+    for name in definition.names():
+        found = definition.load(name)
+        if any(found.work_of(contender).device for contender in found.contenders):
+            assert "emulated" in name and "EMULATED" in found.about
+            assert all("emulated" in target.row for target in found.targets)
+
+
 def test_the_essential_definitions_take_minutes() -> None:
     chosen = [definition.load(name) for name in definition.essential()]
     assert {"essential", "essential-bert"} <= {each.name for each in chosen}
@@ -115,5 +126,6 @@ def test_every_requirement_on_speed_has_a_target() -> None:
     failures = [0.002, 3.0, *4 * [1.0]]  # issue 6's that are measured
     # Issue 7's: six models, all peers, what overlap is worth, and restoring; the essential few.
     suite = 6 * [0.01, 0.5, 20] + [1.0] + [2.0, 2.0] + [1.0, 10] + [0.5, 1.0, 1.0]
+    suite += [1, 6, 14, 8, 6, 10] + 6 * [1.0]  # LightCheck's own intervals, emulated; no worse
     assert bounds == sorted([*ratios, 64 << 20, 64 << 20, *ranks, *failures, *suite])
     assert not [t.row for t in rows if t.unavailable]
