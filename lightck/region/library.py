@@ -15,7 +15,7 @@ from cffi import FFI
 
 from lightck.errors import LightckError, from_native
 
-ABI = 8
+ABI = 9
 _UNKNOWN = 2**64 - 1
 
 CDEF = """
@@ -30,7 +30,7 @@ typedef struct { uint64_t offset, length, slot_bytes; } lck_segment;
 typedef struct { uint64_t timeline, sequence; } lck_branch;
 typedef struct { uint8_t uuid[16], run_id[16]; uint32_t format_version, rank, world, slot_count;
   uint32_t medium, granularity, page_bytes, latched; uint64_t size, generation, created_ns;
-  uint64_t journal_offset, journal_length, timeline, suspect; const void *base;
+  uint64_t journal_offset, journal_length, timeline, suspect; const void *base; void *device;
   uint32_t segment_count, lineage_count; lck_segment segments[16];
   lck_branch lineage[16]; } lck_region_info;
 typedef struct { uint64_t sequence, step, timeline, parent;
@@ -93,6 +93,11 @@ int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot, lck_sn
 int lck_snapshot_add(lck_snapshot *snapshot, const lck_copy *copies, uint64_t count,
   uint32_t *batch);
 int lck_snapshot_release(lck_snapshot *snapshot, uint32_t batch, uint64_t bytes);
+int lck_snapshot_cuts(const lck_snapshot *snapshot, uint32_t batch, uint64_t *starts, uint64_t room,
+  uint64_t *count);
+int lck_snapshot_feed(lck_snapshot *snapshot, uint32_t batch, uint64_t end, const void *from);
+int lck_snapshot_taken(lck_snapshot *snapshot, uint32_t batch, uint64_t end, int64_t timeout_ns,
+  int help);
 int lck_snapshot_capture(lck_snapshot *snapshot, uint32_t batch, int64_t timeout_ns, int help);
 int lck_snapshot_audit(lck_snapshot *snapshot, uint32_t batch, uint64_t seed, int everything,
   uint64_t *bad);

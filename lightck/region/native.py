@@ -76,6 +76,8 @@ class RegionInfo:
     created_ns: int
     timeline: int
     base: int
+    device: int
+    """The same bytes, for a device that stores copies itself."""
     journal_bytes: int
     """Of the boundary journal, three entries."""
     segments: tuple[Segment, ...]
@@ -192,6 +194,7 @@ class NativeRegion:
             created_ns=raw.created_ns,
             timeline=raw.timeline,
             base=int(ffi.cast("uintptr_t", raw.base)),
+            device=int(ffi.cast("uintptr_t", raw.device)),
             journal_bytes=raw.journal_length,
             segments=tuple(
                 Segment(s.offset, s.length, s.slot_bytes)

@@ -13,7 +13,7 @@ from lightck.region.library import check, ffi, library
 from lightck.region.native import NativeRegion
 
 ALL = 2**64 - 1
-COPY_IF_CHANGED, COPY_STAGED = 1, 2
+COPY_IF_CHANGED, COPY_STAGED, COPY_FED = 1, 2, 4
 SNAP_OPEN, SNAP_SEALED, SNAP_COMMITTED, SNAP_FAILED = 0, 1, 2, 3
 DID_COPY, DID_DRAIN, DID_INVALIDATE, DID_TABLES, DID_SYNC, DID_RECORD = 1, 2, 3, 4, 5, 6
 THREAD_KEEPER, THREAD_CALLER = 64, 65
@@ -47,7 +47,7 @@ class NativePool:
             idle: they take what everything else leaves of their CPUs.
             moments: each keeps its last ones for `timeline`; 0: none.
         """
-        self.threads = threads or usual_threads()
+        self.threads, self.chunk_bytes = threads or usual_threads(), chunk_bytes
         spec = ffi.new("lck_pool_spec *")
         spec.threads, spec.chunk_bytes, spec.idle = self.threads, chunk_bytes, idle
         spec.moments = moments
@@ -126,6 +126,33 @@ class NativeSnapshot:
     def release(self, batch: int, up_to_bytes: int = ALL) -> None:
         """Let the first `up_to_bytes` of a batch run."""
         check(library().lck_snapshot_release(self.handle, batch, up_to_bytes), self.label)
+
+    def cuts(self, batch: int) -> npt.NDArray[np.uint64]:
+        """Bytes of a fed batch at which its chunks start, in ascending order."""
+        count = ffi.new("uint64_t *")
+        code = library().lck_snapshot_cuts(self.handle, batch, ffi.NULL, 0, count)
+        check(code, self.label)
+        starts = np.empty(int(count[0]), np.uint64)
+        room = ffi.cast("uint64_t *", starts.ctypes.data)
+        check(library().lck_snapshot_cuts(self.handle, batch, room, len(starts), count), self.label)
+        return starts
+
+    def feed(self, batch: int, end: int, address: int) -> None:
+        """Give a fed batch its bytes up to `end`; address 0: they are in their extents. Any thread.
+
+        They stay readable at `address` until `taken` says so.
+        """
+        source = ffi.cast("const void *", address)
+        check(library().lck_snapshot_feed(self.handle, batch, end, source), f"feed {self.label}")
+
+    def taken(self, batch: int, end: int, timeout_s: float, help: bool) -> bool:
+        """Whether a fed batch's bytes up to `end` have been read, after waiting. Any thread."""
+        timeout_ns = int(timeout_s * 1e9)
+        code = library().lck_snapshot_taken(self.handle, batch, end, timeout_ns, int(help))
+        if code == E_TIMEOUT:
+            return False
+        check(code, f"capture into {self.label}")
+        return True
 
     def capture(self, batch: int, timeout_s: float | None = None, help: bool = True) -> None:
         """Return when every copy of the batch has left its source."""

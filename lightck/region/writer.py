@@ -16,6 +16,7 @@ from lightck.region.native import HOLDS_ALL, Record
 from lightck.region.pool import (
     ALL,
     COPY_DTYPE,
+    COPY_FED,
     COPY_IF_CHANGED,
     COPY_STAGED,
     SNAP_COMMITTED,
@@ -74,7 +75,8 @@ class SlotWriter:
         return cls(region, slot, plan, layout, places, known)
 
     @property
-    def _snapshot(self) -> NativeSnapshot:
+    def snapshot(self) -> NativeSnapshot:
+        """The native one, as long as it is open."""
         assert self.slot.writer is not None, "the snapshot is closed"
         return self.slot.writer
 
@@ -93,31 +95,46 @@ class SlotWriter:
             may_skip: a copy whose digest equals the extent's known one need not be written.
             staged: a copy that goes to DRAM first.
         """
-        copies = np.zeros(len(positions), COPY_DTYPE)
-        copies["offset"] = self.layout.offsets[positions]
-        copies["length"] = self.layout.lengths[positions]
+        copies = self._copies(positions, staged)
         copies["source"] = sources
-        copies["layer"] = self.plan.layers[positions]
-        copies["flags"] = staged * np.uint32(COPY_STAGED)
         if self.known is not None:
             copies["flags"] |= may_skip * np.uint32(COPY_IF_CHANGED)
             copies["crc"] = self.known[positions]
-        number = self._snapshot.add(copies)
+        return self._added(positions, copies)
+
+    def add_fed(self, positions: npt.NDArray[np.intp], staged: npt.NDArray[np.bool_]) -> Batch:
+        """Queue copies whose bytes will be fed (`NativeSnapshot.feed`), in this order."""
+        copies = self._copies(positions, staged)
+        copies["flags"] |= np.uint32(COPY_FED)
+        return self._added(positions, copies)
+
+    def _copies(
+        self, positions: npt.NDArray[np.intp], staged: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[Any]:
+        copies = np.zeros(len(positions), COPY_DTYPE)
+        copies["offset"] = self.layout.offsets[positions]
+        copies["length"] = self.layout.lengths[positions]
+        copies["layer"] = self.plan.layers[positions]
+        copies["flags"] = staged * np.uint32(COPY_STAGED)
+        return copies
+
+    def _added(self, positions: npt.NDArray[np.intp], copies: npt.NDArray[Any]) -> Batch:
+        number = self.snapshot.add(copies)
         batch = Batch(number, positions, int(copies["length"].sum()))
         self.batches.append(batch)
         return batch
 
     def release(self, batch: Batch, up_to_bytes: int = ALL) -> None:
         """Let the first `up_to_bytes` of a batch run."""
-        self._snapshot.release(batch.number, up_to_bytes)
+        self.snapshot.release(batch.number, up_to_bytes)
 
     def capture(self, batch: Batch, timeout_s: float | None = None) -> None:
         """Help until every copy of the batch has left its source."""
-        self._snapshot.capture(batch.number, timeout_s)
+        self.snapshot.capture(batch.number, timeout_s)
 
     def audit(self, batch: Batch, seed: int, everything: bool) -> str | None:
         """Name of a tensor whose live bytes differ from the captured ones, or None."""
-        bad = self._snapshot.audit(batch.number, seed, everything)
+        bad = self.snapshot.audit(batch.number, seed, everything)
         return None if bad is None else self.layout.entries[batch.positions[bad]].name
 
     def seal(
@@ -135,7 +152,7 @@ class SlotWriter:
         region, slot, plan = self.region, self.slot, self.plan
         crcs = np.zeros(len(plan.entries), np.uint32)
         for batch in self.batches:
-            crcs[batch.positions] = self._snapshot.digests(batch.number, len(batch.positions))
+            crcs[batch.positions] = self.snapshot.digests(batch.number, len(batch.positions))
         sequence, region.next_sequence = region.next_sequence, region.next_sequence + 1
         blob = manifest.encode(Manifest(step, sequence, crcs, at_step, at_forward))
         assert len(blob) <= plan.manifest_bytes, (len(blob), plan.manifest_bytes)
@@ -156,7 +173,7 @@ class SlotWriter:
         }
         there = slot.table_digest == self.layout.digest
         slot.table_digest = b""
-        self._snapshot.seal(fields, None if there else self.layout.table, blob)
+        self.snapshot.seal(fields, None if there else self.layout.table, blob)
         self.crcs = crcs
         self.record = Record(
             payload_bytes=self.layout.payload_bytes,
@@ -172,7 +189,7 @@ class SlotWriter:
             LightckError: the background failure; the slot stays invalid and the snapshot is closed.
         """
         try:
-            state = self._snapshot.wait(timeout_s)
+            state = self.snapshot.wait(timeout_s)
         except Exception:
             self.abandon()
             raise
@@ -192,7 +209,7 @@ class SlotWriter:
             self._close()
 
     def _close(self) -> None:
-        self._snapshot.free()
+        self.snapshot.free()
         self.slot.writer = None
 
     crcs: Any = None

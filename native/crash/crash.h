@@ -121,6 +121,7 @@ typedef struct bounds {
 typedef struct bed {
   uint64_t random; /* state */
   medium medium;
+  int device; /* some snapshots are fed */
   uint32_t layout_version;
   uint64_t last_in_slot[2]; /* sequence that this process wrote there whole, or 0 */
   uint64_t segments_used;
@@ -144,6 +145,12 @@ void bed_create_over(bed *b, int fd, void *base, uint64_t size, lck_trace_log *l
 /* -1: the region's creation was cut short. */
 int bed_continue(bed *b, int fd, uint32_t commits, lck_trace_log *log);
 void bed_seed(bed *b, medium on, uint64_t seed);
+
+/* Whether these copies shall be fed; they are marked then. */
+int bed_fed(bed *b, lck_copy *copies);
+/* Feed all of them. */
+int bed_feed(bed *b, const lck_region *region, lck_snapshot *snapshot, uint32_t batch,
+             const truth *t, const lck_copy *copies);
 
 /* ---- recovery ------------------------------------------------------------------------------- */
 

@@ -190,6 +190,7 @@ static void run_trace(medium on, uint64_t seed, uint32_t per_cut, int stop_at_ba
   m.random = seed ^ 0x5EED;
   m.saver = &kept;
   bed_seed(&b, on, seed);
+  b.device = 1;
   int fd = memory_file(NULL, 0);
   bed_create(&b, fd, &log);
   close(fd);

@@ -10,21 +10,19 @@
  * used from one thread at a time, except where a function says "any thread".
  *
  * Memory that is gone (the file cut by somebody, a poisoned page, a disk that cannot be read)
- * raises SIGBUS in whoever touches it. Inside the library that is LCK_E_IO, with the offset, the
- * region's size, the file's length now and what to do, and a region that is open for writing is
- * latched. The handler is installed once per process, when the first region is made or opened; a
- * SIGBUS of anybody else goes to the handler that was there then, or ends the process as it would
- * have. Whoever installs another one later must pass on what is not theirs: call what sigaction()
- * gave them, or put it back and raise the signal, as Python's faulthandler does.
+ * raises SIGBUS in whoever touches it. Inside the library that is LCK_E_IO, with the offset, region
+ * size, file length and what to do; a region open for writing is latched. The handler is installed
+ * once per process, with the first region; anybody else's SIGBUS goes to the handler that was there
+ * then, or ends the process. Whoever installs another one later must pass on what is not theirs:
+ * call what sigaction() gave them, or put it back and raise the signal.
  *
  * After fork() a child has no mapping, lock or workers: calls on older handles say LCK_E_FORKED. */
 #ifndef LIGHTCK_H
 #define LIGHTCK_H
-
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 8u
+#define LCK_ABI 9u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -54,9 +52,8 @@ uint32_t lck_abi_version(void);
 /* Text of the calling thread's last error; never NULL; valid until its next failing call. */
 const char *lck_last_error(void);
 
-/* Select the copy kernel by name ("avx512", "avx2", "sse42", "portable", "aarch64"); NULL keeps the
- * present one, which is the fastest this CPU has. *name receives the kernel in use.
- * Errors: LCK_E_INVALID, the name is unknown or the CPU cannot run it. Process-wide. */
+/* Select the copy kernel by name ("avx512", "avx2", "sse42", "portable", "aarch64"), process-wide;
+ * NULL: keep it, the fastest that this CPU has. *name: the one in use. LCK_E_INVALID: not there. */
 int lck_kernel(const char *select, const char **name);
 
 /* CRC32C (Castagnoli) of `length` bytes, continuing from `crc` (0 to start). Any thread. */
@@ -66,14 +63,14 @@ uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length);
  * groups' DRAM, with `swap` of both and swap. LCK_ALL: nobody says. Any thread. */
 uint64_t lck_memory_available(int swap);
 
-/* ---- Regions ------------------------------------------------------------------------------- */
-
 typedef struct lck_region lck_region;
+typedef struct lck_pool lck_pool;
+typedef struct lck_snapshot lck_snapshot;
 
 enum { LCK_FSDAX = 1, LCK_DEVDAX = 2, LCK_FILE = 3, LCK_TMPFS = 4, LCK_HUGETLBFS = 5 };
 
-/* How stores become durable: nothing to do beyond a fence (memory that dies with the host), a
- * fence (power-protected caches), line flush + fence, or msync/fdatasync. */
+/* How stores become durable: nothing beyond a fence (memory that dies with the host), a fence
+ * (power-protected caches), line flush + fence, or msync/fdatasync. */
 enum { LCK_GRAN_NONE = 0, LCK_GRAN_BYTE = 1, LCK_GRAN_LINE = 2, LCK_GRAN_PAGE = 3 };
 
 enum {
@@ -104,8 +101,7 @@ typedef struct lck_backing {
 } lck_backing;
 
 typedef struct lck_segment {
-  uint64_t offset, length;
-  uint64_t slot_bytes; /* slot i owns [offset + i * slot_bytes, + slot_bytes) */
+  uint64_t offset, length, slot_bytes; /* slot i owns [offset + i * slot_bytes, + slot_bytes) */
 } lck_segment;
 
 typedef struct lck_branch {
@@ -120,22 +116,22 @@ typedef struct lck_region_info {
   uint64_t journal_offset, journal_length;
   uint64_t timeline, suspect; /* newest, 0 before the first attach; its first suspect sequence */
   const void *base;           /* where offset 0 is mapped */
+  void *device;               /* the same bytes, for a device that stores fed copies itself */
   uint32_t segment_count, lineage_count;
   lck_segment segments[LCK_MAX_SEGMENTS];
   lck_branch lineage[LCK_MAX_LINEAGE]; /* ancestors of `timeline`, each up to its branch point */
 } lck_region_info;
 
-/* Make a region in the empty file (or on the device) `fd`, and own it.
- * `lock_fd` is a second open file description of the same file: it carries the owner lock. Both
- * stay the caller's and may be closed at once: the region keeps its own duplicate.
- * On return space is allocated and pre-faulted, the superblocks are durable, every slot is empty.
- * Errors: LCK_E_BUSY; LCK_E_FULL with the bytes needed and free; LCK_E_IO. The file may then hold
- * a partial region, which lck_region_open refuses with LCK_E_FORMAT. */
+/* Make a region in the empty file (or on the device) `fd`, and own it. `lock_fd` is a second open
+ * file description of the same file: it carries the owner lock. Both stay the caller's and may be
+ * closed at once: the region keeps its own duplicate. On return space is allocated and pre-faulted,
+ * superblocks are durable, every slot is empty. LCK_E_BUSY; LCK_E_FULL with bytes needed and free;
+ * LCK_E_IO: there may be a partial region, which lck_region_open refuses (LCK_E_FORMAT). */
 int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_region **out);
 
-/* Open an existing region. Without LCK_READ_ONLY the owner lock is taken. Either superblock
- * suffices; the newer valid one counts, and a writer repairs the other. Errors: LCK_E_BUSY;
- * LCK_E_FORMAT (no region, other version, truncated); LCK_E_CORRUPT (both fail); LCK_E_IO. */
+/* Open an existing region, without LCK_READ_ONLY as its owner. The newer valid superblock counts; a
+ * writer repairs the other. LCK_E_BUSY; LCK_E_FORMAT (no region, other version, truncated);
+ * LCK_E_CORRUPT (both fail); LCK_E_IO. */
 int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_region **out);
 
 /* The same on a mapping that somebody else made. `fd` and `lock_fd` are of the file it maps: for
@@ -153,10 +149,9 @@ int lck_region_open_on(const lck_backing *backing, int fd, int lock_fd, uint32_t
 /* How many bytes a new region takes on a medium with pages of 4 KiB. */
 int lck_region_measure(const lck_region_spec *spec, uint64_t *bytes);
 
-/* Add a segment that gives every slot at least `slot_bytes` more. Nothing mapped moves.
- * On return the file is extended, allocated and synced and the superblocks name the segment.
- * Errors: LCK_E_FULL (space, segments, or the fixed size of a device or backing; the bytes needed
- * and free are named; the region stays as it was); LCK_E_IO. May block on the medium. */
+/* Add a segment that gives every slot at least `slot_bytes` more, durably. Nothing mapped moves.
+ * LCK_E_FULL (space, segments, or the fixed size of a device or backing; bytes needed and free are
+ * named; the region stays as it was); LCK_E_IO. May block on the medium. */
 int lck_region_grow(lck_region *region, uint64_t slot_bytes);
 
 /* Begin a timeline: durably record its id and the ancestors it continues, each up to the sequence
@@ -174,8 +169,6 @@ int lck_region_describe(const lck_region *region, lck_region_info *out);
 
 /* Unmap, unlock, free. No snapshot may be open. NULL is allowed. */
 int lck_region_close(lck_region *region);
-
-/* ---- Slots --------------------------------------------------------------------------------- */
 
 enum {
   LCK_RECORD_EARLY = 1u << 0,   /* finished before the boundary instant (b) */
@@ -199,8 +192,8 @@ typedef struct lck_record {
  * Errors: LCK_E_EMPTY; LCK_E_CORRUPT, with what does not hold; LCK_E_IO, it cannot be read. */
 int lck_slot_read(const lck_region *region, uint32_t slot, lck_record *out);
 
-/* Take (`hold` 1) or drop (0) a reader's lease: no owner reuses the slot meanwhile. Read the record
- * again after taking it. Errors: LCK_E_LEASED, the owner is writing the slot. */
+/* Take (`hold` 1) or drop (0) a reader's lease: no owner reuses the slot meanwhile. Then read the
+ * record again. LCK_E_LEASED: the owner is writing the slot. */
 int lck_slot_lease(lck_region *region, uint32_t slot, int hold);
 
 typedef struct lck_read {
@@ -211,18 +204,15 @@ typedef struct lck_read {
 } lck_read;
 
 /* Verify extents, and copy them out in the same pass, on `threads` threads including the caller.
- * Errors: LCK_E_CORRUPT with *bad = index of the first bad extent; destinations are then undefined.
- * So is one out of bounds (damage, or growth after the open). LCK_E_IO: the same, unreadable. */
+ * LCK_E_CORRUPT, also for one out of bounds: *bad = the first bad one; LCK_E_IO: one is unreadable.
+ * Destinations are then undefined. */
 int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t count,
                    uint32_t threads, uint64_t *bad);
 
-/* ---- Boundary journal ---------------------------------------------------------------------- */
-
 /* The small state of a step's instants, kept for every step, due or not, in three places: the next
  * entry goes over the oldest. After any crash the two newest complete entries come back whole.
- *
- * Once written it survives the process on every medium, and power loss on line and byte media. On
- * page media, without a sync to wait for, it is whole after power loss or not there. */
+ * Written, it survives the process, and power loss on line and byte media; on page media it is
+ * whole then or not there. */
 enum {
   LCK_JOURNAL_STEP_END = 1, /* (a): complete in itself; always carries LCK_RECORD_EARLY */
   LCK_JOURNAL_FORWARD = 2,  /* (b): start of the next forward, everything; of the same step */
@@ -237,9 +227,9 @@ typedef struct lck_journal_entry {
   uint32_t kind, flags;    /* LCK_JOURNAL_*, LCK_RECORD_* */
 } lck_journal_entry;
 
-/* Write over the oldest of the three entries. Never blocks on the medium. One thread at a time, not
- * only the handle's. Errors: LCK_E_FULL with the bytes needed and there (a third of the journal);
- * LCK_E_INVALID, also for another timeline than the region's newest; LCK_E_PREVIOUS. */
+/* Write over the oldest entry; never blocks. One thread at a time, not only the handle's.
+ * LCK_E_FULL with the bytes needed and there (a third of the journal); LCK_E_INVALID, also for
+ * another timeline than the region's newest; LCK_E_PREVIOUS. */
 int lck_journal_write(lck_region *region, const lck_journal_entry *entry, const void *blob);
 
 /* Read the newest whole entry of a kind (0: of any) that belongs to the region's newest
@@ -249,11 +239,6 @@ int lck_journal_write(lck_region *region, const lck_journal_entry *entry, const 
  * owner rewrote the entries faster than they could be read. */
 int lck_journal_read(const lck_region *region, uint32_t kind, lck_journal_entry *out, void *blob,
                      uint64_t room);
-
-/* ---- Pool and snapshots -------------------------------------------------------------------- */
-
-typedef struct lck_pool lck_pool;
-typedef struct lck_snapshot lck_snapshot;
 
 typedef struct lck_pool_spec {
   uint32_t threads;     /* 1..64 */
@@ -270,8 +255,8 @@ typedef struct lck_stats {
   uint64_t staging_bytes; /* DRAM held for staged snapshots */
 } lck_stats;
 
-/* Start the workers. All signals but SIGBUS are blocked in them. Idle ones share the caller's CPUs
- * out among themselves, and get the CPU of whoever has to wait for them. */
+/* Start the workers. All signals but SIGBUS are blocked in them. Idle ones share out the caller's
+ * CPUs, and get the CPU of whoever has to wait for them. */
 int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
 
 /* Set the workers' (no helper's) pace in thousandths; 0 pauses copies, not commits. Any thread. */
@@ -304,12 +289,13 @@ typedef struct lck_moment {
 int lck_pool_timeline(lck_pool *pool, lck_moment *moments, uint64_t room, uint64_t *count,
                       uint64_t *lost);
 
-/* Finish the chunks in hand, stop the workers, free the pool (or NULL). No snapshot may be open. */
+/* Stop the workers after the chunks in hand; free the pool, or NULL. No snapshot may be open. */
 int lck_pool_destroy(lck_pool *pool);
 
 enum {
   LCK_COPY_IF_CHANGED = 1u << 0, /* hash first; skip when the CRC equals `crc` (whole extent) */
   LCK_COPY_STAGED = 1u << 1,     /* to DRAM first, to the region behind the capture's back */
+  LCK_COPY_FED = 1u << 2,        /* the pool cannot read it: source NULL, see lck_snapshot_feed */
 };
 
 typedef struct lck_copy {
@@ -322,37 +308,51 @@ typedef struct lck_copy {
   uint32_t reserved;
 } lck_copy;
 
-/* Open `slot` for a new snapshot. Its old content is invalid, durably, before the first payload
- * byte changes: at once on byte, line and memory media, as a background task on page media. There
- * every copy is staged (LCK_COPY_STAGED), so that neither capture nor training ever waits for a
- * sync. Errors: LCK_E_LEASED; LCK_E_PREVIOUS; LCK_E_BUSY (a snapshot is open in the slot). */
+/* Open `slot` for a new snapshot. Its old content is durably invalid before the first payload byte
+ * changes: at once, but on page media in the background. There every copy is staged
+ * (LCK_COPY_STAGED): neither capture nor training ever waits for a sync. LCK_E_LEASED;
+ * LCK_E_PREVIOUS; LCK_E_BUSY (a snapshot is open in the slot). */
 int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot, lck_snapshot **out);
 
-/* Add a batch of copies, held back until released. They are copied in the given order. *batch
- * numbers the batches from 0. At most 65,536 batches. The array is copied. */
+/* Add a batch of copies, done in this order once they are released or fed. *batch: its number, from
+ * 0; at most 65,536 batches. The array is copied. */
 int lck_snapshot_add(lck_snapshot *snapshot, const lck_copy *copies, uint64_t count,
                      uint32_t *batch);
 
 /* Let the first `bytes` of a batch's copies run (LCK_ALL: all). Never goes back. Any thread. */
 int lck_snapshot_release(lck_snapshot *snapshot, uint32_t batch, uint64_t bytes);
 
-/* Wait until every copy of the batch has left its source, releasing what is held back.
- * `help` 1: the caller copies too. timeout_ns < 0: no limit. Afterwards the sources may change.
- * Any thread. Errors: LCK_E_TIMEOUT; the snapshot's own failure. */
+/* The bytes of a batch, copies one behind the other, at which its chunks start: all *count of them,
+ * of which `room` are written. LCK_E_INVALID: it is not fed (LCK_COPY_FED: all copies, or none). */
+int lck_snapshot_cuts(const lck_snapshot *snapshot, uint32_t batch, uint64_t *starts, uint64_t room,
+                      uint64_t *count);
+
+/* Give a fed batch its bytes up to `end`, a later cut or its end: at `from`, readable until taken;
+ * or (NULL, none staged) in their extents already, every store arrived: they are hashed and flushed
+ * there. One thread at a time, not only the handle's. LCK_E_INVALID; the snapshot's failure. */
+int lck_snapshot_feed(lck_snapshot *snapshot, uint32_t batch, uint64_t end, const void *from);
+
+/* As lck_snapshot_capture, for the bytes of a fed batch up to `end`; feeds nothing itself. */
+int lck_snapshot_taken(lck_snapshot *snapshot, uint32_t batch, uint64_t end, int64_t timeout_ns,
+                       int help);
+
+/* Wait until every copy of the batch has left its source, releasing what is held back (and is not
+ * fed). `help` 1: the caller copies too. timeout_ns < 0: no limit. Afterwards the sources may
+ * change. Any thread. Errors: LCK_E_TIMEOUT; the snapshot's own failure. */
 int lck_snapshot_capture(lck_snapshot *snapshot, uint32_t batch, int64_t timeout_ns, int help);
 
-/* Compare a captured batch with its live sources: a random 4 KiB of every copy and one random chunk
- * of every layer, or (`everything`) all of it. Errors: LCK_E_MISMATCH, *bad = a copy's index. */
+/* Compare a captured, not fed batch with its live sources: a random 4 KiB of every copy and a chunk
+ * of every layer, or (`everything`) all of it. LCK_E_MISMATCH: *bad = a copy's index. */
 int lck_snapshot_audit(lck_snapshot *snapshot, uint32_t batch, uint64_t seed, int everything,
                        uint64_t *bad);
 
 /* CRC32C per copy of a captured batch, in the order given to lck_snapshot_add. */
 int lck_snapshot_digests(const lck_snapshot *snapshot, uint32_t batch, uint32_t *crcs);
 
-/* Commit in the background once every batch is captured: payload, layout table (when `layout` is
- * not NULL; else the one that the slot already holds at record->layout_offset), manifest, record,
- * each durable before the next. The blobs are copied; their CRCs, run_id, slot, rank, payload_bytes
- * and a world of 0 are filled in here. Errors: LCK_E_STATE, a batch is not captured. */
+/* Commit in the background: payload, layout table (NULL: the one that the slot already holds at
+ * record->layout_offset), manifest, record, each durable before the next. Blobs are copied; their
+ * CRCs, run_id, slot, rank, payload_bytes and a world of 0 are filled in. LCK_E_STATE: a batch is
+ * not captured. */
 int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, const void *layout,
                       const void *manifest);
 
@@ -379,8 +379,8 @@ typedef struct lck_statistics {
   uint64_t bytes_drained, drain_ns; /* DRAM to region, summed over threads */
 } lck_statistics;
 
-/* Put `said` on the region's statistics page, with the pool's counters. Not durable; never waits
- * for the medium (where a store might, the keeper does it: the region must outlive the pool). */
+/* Put `said` on the region's statistics page, with the pool's counters. Not durable; never waits:
+ * where a store might, the keeper does it (the region must outlive the pool). */
 int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_statistics *said);
 
 /* What was last published, and (in any case) in *owned whether any process owns the region now.
@@ -389,12 +389,12 @@ int lck_region_statistics(const lck_region *region, lck_statistics *out, int *ow
 
 enum { LCK_SNAP_OPEN = 0, LCK_SNAP_SEALED = 1, LCK_SNAP_COMMITTED = 2, LCK_SNAP_FAILED = 3 };
 
-/* Wait until a sealed snapshot is committed or has failed; timeout_ns 0 polls. *state is written in
- * any case. Any thread. Errors: LCK_E_TIMEOUT; the failure's code. */
+/* Wait until a sealed snapshot is committed or has failed; 0 polls. *state is always written. Any
+ * thread. LCK_E_TIMEOUT; the failure's code. */
 int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *state);
 
-/* Give the snapshot up if it is not sealed (the slot stays invalid), wait for copies in hand, and
- * free it. A sealed snapshot is waited for. NULL is allowed. */
+/* Give the snapshot up unless it is sealed (then wait for it): the slot stays invalid. Wait for
+ * copies in hand, free it. NULL is allowed. */
 int lck_snapshot_free(lck_snapshot *snapshot);
 
 #endif

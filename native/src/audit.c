@@ -147,6 +147,8 @@ LCK_API int lck_snapshot_audit(lck_snapshot *snapshot, uint32_t batch, uint64_t 
                                int everything, uint64_t *bad) {
   lck_batch *captured;
   int rc = find_captured(snapshot, batch, &captured);
+  if (rc == 0 && captured->fed)
+    rc = lck_fail(LCK_E_STATE, "batch %u is fed: its sources are not here", batch);
   if (rc == 0)
     rc = compare_windows(snapshot, captured, &seed, bad);
   if (rc == 0) {

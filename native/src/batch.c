@@ -17,10 +17,12 @@ static uint64_t whole_lines(uint64_t length) {
   return (length + LCK_LINE - 1) / LCK_LINE * LCK_LINE;
 }
 
-static int check_copy(const lck_snapshot *snapshot, const lck_copy *copy, uint64_t index) {
-  if (!copy->source || copy->length == 0 || copy->length > INT64_MAX ||
-      (copy->flags & ~(uint32_t)(LCK_COPY_IF_CHANGED | LCK_COPY_STAGED)) != 0) {
-    return lck_fail(LCK_E_INVALID, "copy %llu: no source, no length or unknown flags 0x%x",
+static int check_copy(const lck_snapshot *snapshot, const lck_copy *copy, uint64_t index, int fed) {
+  const uint32_t known = LCK_COPY_STAGED | (fed ? LCK_COPY_FED : LCK_COPY_IF_CHANGED);
+  if ((copy->source == NULL) != fed || copy->length == 0 || copy->length > INT64_MAX ||
+      (copy->flags & ~known) != 0 || ((copy->flags & LCK_COPY_FED) != 0) != fed) {
+    return lck_fail(LCK_E_INVALID,
+                    "copy %llu: no source (of a fed one: a source), no length or flags 0x%x",
                     (unsigned long long)index, copy->flags);
   }
   if (copy->offset % LCK_LINE != 0 || !lck_slot_contains(snapshot->region, snapshot->slot,
@@ -60,7 +62,7 @@ static void cut_copy(lck_batch *batch, uint64_t chunk_bytes, const lck_copy *cop
           (lck_chunk){.first = batch->piece_count, .start = batch->bytes, .layer = copy->layer};
     }
     batch->pieces[batch->piece_count++] = (lck_piece){
-        .source = (const unsigned char *)copy->source + at,
+        .source = copy->source ? (const unsigned char *)copy->source + at : NULL,
         .staged = staged ? staged + at : NULL,
         .offset = copy->offset + at,
         .length = length,
@@ -78,8 +80,9 @@ int lck_batch_build(lck_snapshot *snapshot, const lck_copy *copies, uint64_t cou
   uint64_t chunk_bytes = snapshot->pool->chunk_bytes, pieces = 0, staging = 0;
   if (count > UINT32_MAX)
     return lck_fail(LCK_E_INVALID, "%llu copies in one batch", (unsigned long long)count);
+  int fed = count > 0 && (copies[0].flags & LCK_COPY_FED) != 0;
   for (uint64_t i = 0; i < count; i++) {
-    int rc = check_copy(snapshot, &copies[i], i);
+    int rc = check_copy(snapshot, &copies[i], i, fed);
     if (rc)
       return rc;
     pieces += (copies[i].length + chunk_bytes - 1) / chunk_bytes;
@@ -109,6 +112,7 @@ int lck_batch_build(lck_snapshot *snapshot, const lck_copy *copies, uint64_t cou
   batch->chunks[batch->chunk_count] =
       (lck_chunk){.first = batch->piece_count, .start = batch->bytes};
   batch->copy_count = count;
+  batch->fed = fed;
   *out = batch;
   return 0;
 }
@@ -159,7 +163,11 @@ static void store_piece(lck_snapshot *snapshot, lck_piece *piece) {
     piece->crc = lck_kernel_current()->copy(piece->staged, piece->source, piece->length, 0);
   } else {
     uint32_t crc = 0;
-    (void)lck_persist_payload(snapshot->region, piece->offset, piece->source, piece->length, &crc);
+    if (piece->source)
+      (void)lck_persist_payload(snapshot->region, piece->offset, piece->source, piece->length,
+                                &crc);
+    else
+      (void)lck_persist_settle(snapshot->region, piece->offset, piece->length, &crc);
     piece->crc = crc;
     lck_pool_throttle(snapshot->pool, piece->length, 0);
   }
@@ -282,7 +290,7 @@ void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
   if (atomic_load(&chunk->captured))
     note_lap(snapshot, batch, index, LCK_DID_COPY, run.moved, lap);
   int last = atomic_fetch_add(&batch->done, 1) + 1 == batch->chunk_count;
-  if (last || atomic_load(&snapshot->halted))
+  if (last || batch->fed || atomic_load(&snapshot->halted))
     lck_pool_notify(snapshot->pool);
 }
 

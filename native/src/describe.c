@@ -3,6 +3,7 @@
 
 #include "api.h"
 #include "error.h"
+#include "guard.h"
 #include "region.h"
 #include "superblock.h"
 
@@ -30,6 +31,7 @@ LCK_API int lck_region_describe(const lck_region *region, lck_region_info *out) 
       .timeline = super.timeline,
       .suspect = super.suspect,
       .base = region->base,
+      .device = lck_guard_store(region, 0),
       .segment_count = super.segment_count,
       .lineage_count = super.lineage_count,
   };

@@ -138,6 +138,17 @@ static void put_payload(void *argument) {
     flush(region, to.offset, to.length);
 }
 
+static void settle(void *argument) {
+  const change to = *(const change *)argument;
+  lck_region *region = to.region;
+  uint64_t padding = (LCK_LINE - to.length % LCK_LINE) % LCK_LINE;
+  *to.crc = lck_kernel_current()->crc(region->base + to.offset, to.length, *to.crc);
+  memset(lck_guard_store(region, to.offset + to.length), 0, padding);
+  lck_trace_payload(region, to.offset, to.length, 1);
+  if (!LCK_MUTANT(MUTANT_PAYLOAD_NOT_FLUSHED))
+    flush(region, to.offset, to.length + padding);
+}
+
 static void put_bytes(void *argument) {
   const change to = *(const change *)argument;
   memcpy(lck_guard_store(to.region, to.offset), to.bytes, to.length);
@@ -183,6 +194,11 @@ int lck_persist_payload(lck_region *region, uint64_t offset, const void *source,
                         uint32_t *crc) {
   change to = {.region = region, .offset = offset, .bytes = source, .length = length, .crc = crc};
   return lck_access_run(region, put_payload, &to);
+}
+
+int lck_persist_settle(lck_region *region, uint64_t offset, uint64_t length, uint32_t *crc) {
+  change to = {.region = region, .offset = offset, .length = length, .crc = crc};
+  return lck_access_run(region, settle, &to);
 }
 
 int lck_persist_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length) {

@@ -11,6 +11,7 @@
 #include "error.h"
 #include "mutant.h"
 #include "region.h"
+#include "vigil.h"
 
 int lck_snapshot_usable(const lck_snapshot *snapshot) {
   if (!snapshot)
@@ -150,162 +151,6 @@ LCK_API int lck_snapshot_add(lck_snapshot *snapshot, const lck_copy *copies, uin
   return 0;
 }
 
-/* ---- Waiting for workers --------------------------------------------------------------------- */
-
-/* Somebody who waits for what workers do; see lane.h. */
-typedef struct vigil {
-  lck_snapshot *snapshot;
-  const lck_batch *batch; /* NULL: all of the snapshot's */
-  uint64_t finished;      /* chunks of it, at the last look */
-  uint64_t lent;          /* workers, a bit each */
-} vigil;
-
-static uint64_t finished(const vigil *v) {
-  if (v->batch)
-    return atomic_load(&v->batch->done);
-  uint64_t sum = 0;
-  for (uint32_t i = 0; i < atomic_load(&v->snapshot->batch_count); i++) {
-    const lck_batch *batch = lck_snapshot_batch(v->snapshot, i);
-    sum += atomic_load(&batch->done) + atomic_load(&batch->drained);
-  }
-  return sum;
-}
-
-/* Whether a worker may have a part in what is waited for; else it is the keeper, who may sync for
- * long and whom nobody displaces for long. */
-static int on_workers(const vigil *v) {
-  const lck_snapshot *snapshot = v->snapshot;
-  if (v->batch || snapshot->phase != LCK_PHASE_SEALED)
-    return v->batch || snapshot->users > 0;
-  return atomic_load(&snapshot->staged) &&
-         atomic_load(&snapshot->drained) < atomic_load(&snapshot->batch_count);
-}
-
-/* Sleep, under the pool's lock, until there may be something to see. Workers that got nothing done
- * meanwhile are lent a CPU; others are left alone, because many get more done on their own CPUs
- * than all of them here. */
-static void keep_vigil(vigil *v, uint64_t deadline) {
-  lck_pool *pool = v->snapshot->pool;
-  int workers = on_workers(v);
-  uint64_t again = workers ? lck_now_ns() + LCK_LEND_AGAIN_NS : LCK_ALL;
-  lck_pool_sleep(pool, &pool->progress, deadline < again ? deadline : again);
-  uint64_t now = finished(v);
-  if (workers && now == v->finished) {
-    pthread_mutex_unlock(&pool->lock);
-    v->lent |= lck_lanes_lend(pool, v->batch);
-    lck_pool_lock(pool);
-  }
-  v->finished = now;
-}
-
-static void end_vigil(const vigil *v) {
-  lck_lanes_take_home(v->snapshot->pool, v->lent);
-}
-
-/* ---- Release and capture --------------------------------------------------------------------- */
-
-/* Returns 1 if the watermark rose. */
-static int raise_to(lck_batch *batch, uint64_t chunks) {
-  uint64_t before = atomic_load(&batch->released);
-  while (before < chunks)
-    if (atomic_compare_exchange_weak(&batch->released, &before, chunks))
-      return 1;
-  return 0;
-}
-
-LCK_API int lck_snapshot_release(lck_snapshot *snapshot, uint32_t batch, uint64_t bytes) {
-  int rc = lck_snapshot_usable(snapshot);
-  if (rc)
-    return rc;
-  lck_batch *released = lck_snapshot_batch(snapshot, batch);
-  if (!released)
-    return LCK_E_INVALID;
-  if (raise_to(released, lck_batch_chunks(released, bytes)))
-    lck_pool_wake(snapshot->pool);
-  return lck_snapshot_failure(snapshot);
-}
-
-static uint64_t deadline_of(int64_t timeout_ns) {
-  if (timeout_ns < 0)
-    return LCK_ALL;
-  uint64_t now = lck_now_ns();
-  return (uint64_t)timeout_ns > LCK_ALL - 1 - now ? LCK_ALL : now + (uint64_t)timeout_ns;
-}
-
-/* After a failure the sources are free as soon as no claimed chunk is in hand. The order of the
- * loads matters: a chunk claimed after `halted` was seen touches no source (lck_chunk_capture), and
- * `next` read after `done` and equal to it means that at the first load every claim was done. */
-static int settled(const lck_snapshot *snapshot, const lck_batch *batch) {
-  int halted = atomic_load(&snapshot->halted);
-  uint64_t done = atomic_load(&batch->done);
-  return done == batch->chunk_count || (halted && done == atomic_load(&batch->next));
-}
-
-static void help_batch(lck_snapshot *snapshot, lck_batch *batch, uint64_t deadline) {
-  lck_lap lap = {.lane = &snapshot->pool->lanes[LCK_THREAD_CALLER]};
-  while (!atomic_load(&snapshot->halted) && (deadline == LCK_ALL || lck_now_ns() < deadline)) {
-    uint64_t chunk = lck_batch_claim(batch);
-    if (chunk == LCK_NO_CHUNK)
-      return;
-    lck_chunk_capture(snapshot, batch, chunk, 1, &lap);
-  }
-}
-
-/* Nothing is left to claim. Workers that run have their last chunk done sooner than anybody could
- * be moved; those that do not get this CPU. */
-static void lend_to_last(vigil *v) {
-  lck_pool *pool = v->snapshot->pool;
-  uint64_t until = lck_now_ns() + LCK_PATIENCE_NS;
-  int done;
-  while (!(done = settled(v->snapshot, v->batch)) && !lck_lanes_behind(pool, v->batch) &&
-         lck_now_ns() < until)
-    lck_pause();
-  if (!done)
-    v->lent = lck_lanes_lend(pool, v->batch);
-}
-
-LCK_API int lck_snapshot_capture(lck_snapshot *snapshot, uint32_t batch, int64_t timeout_ns,
-                                 int help) {
-  int rc = lck_snapshot_usable(snapshot);
-  if (rc)
-    return rc;
-  lck_batch *wanted = lck_snapshot_batch(snapshot, batch);
-  if (!wanted)
-    return LCK_E_INVALID;
-  uint64_t deadline = deadline_of(timeout_ns);
-  lck_pool *pool = snapshot->pool;
-  int done = settled(snapshot, wanted);
-  if (!done) {
-    atomic_fetch_add(&wanted->waiting, 1);
-    atomic_fetch_add(&snapshot->urgent, 1);
-    atomic_fetch_add(&pool->urgent, 1);
-    raise_to(wanted, wanted->chunk_count);
-    lck_pool_wake(pool);
-    vigil v = {.snapshot = snapshot, .batch = wanted};
-    if (help) {
-      help_batch(snapshot, wanted, deadline);
-      lend_to_last(&v);
-    }
-    v.finished = finished(&v);
-    lck_pool_lock(pool);
-    atomic_fetch_add(&pool->waiters, 1);
-    while (!(done = settled(snapshot, wanted)) && lck_now_ns() < deadline)
-      keep_vigil(&v, deadline);
-    atomic_fetch_sub(&pool->waiters, 1);
-    pthread_mutex_unlock(&pool->lock);
-    end_vigil(&v);
-    atomic_fetch_sub(&pool->urgent, 1);
-    atomic_fetch_sub(&snapshot->urgent, 1);
-    atomic_fetch_sub(&wanted->waiting, 1);
-  }
-  if (!done) {
-    return lck_fail(LCK_E_TIMEOUT, "batch %u: %llu of %llu chunks captured in time", batch,
-                    (unsigned long long)atomic_load(&wanted->done),
-                    (unsigned long long)wanted->chunk_count);
-  }
-  return lck_snapshot_failure(snapshot);
-}
-
 /* ---- Wait and free --------------------------------------------------------------------------- */
 
 static int public_state(const lck_snapshot *snapshot) {
@@ -324,18 +169,18 @@ LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *s
     return rc;
   }
   lck_pool *pool = snapshot->pool;
-  uint64_t deadline = deadline_of(timeout_ns);
-  vigil v = {.snapshot = snapshot, .finished = LCK_ALL};
+  uint64_t deadline = lck_deadline_of(timeout_ns);
+  lck_vigil v = {.snapshot = snapshot, .finished = LCK_ALL};
   lck_pool_lock(pool);
   atomic_fetch_add(&pool->waiters, 1);
   int seen = public_state(snapshot);
   while (seen == LCK_SNAP_SEALED && lck_now_ns() < deadline) {
-    keep_vigil(&v, deadline);
+    lck_vigil_keep(&v, deadline);
     seen = public_state(snapshot);
   }
   atomic_fetch_sub(&pool->waiters, 1);
   pthread_mutex_unlock(&pool->lock);
-  end_vigil(&v);
+  lck_vigil_end(&v);
   if (state)
     *state = seen;
   if (seen == LCK_SNAP_FAILED)
@@ -350,17 +195,17 @@ LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *s
  * it. */
 static void retire(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
-  vigil v = {.snapshot = snapshot, .finished = LCK_ALL};
+  lck_vigil v = {.snapshot = snapshot, .finished = LCK_ALL};
   lck_pool_lock(pool);
   atomic_fetch_add(&snapshot->urgent, 1);
   atomic_fetch_add(&pool->urgent, 1);
   pthread_cond_broadcast(&pool->work);
   while (public_state(snapshot) == LCK_SNAP_SEALED)
-    keep_vigil(&v, LCK_ALL);
+    lck_vigil_keep(&v, LCK_ALL);
   atomic_fetch_sub(&pool->urgent, 1);
   atomic_store(&snapshot->halted, 1);
   while (snapshot->users > 0 || snapshot->doomed)
-    keep_vigil(&v, LCK_ALL);
+    lck_vigil_keep(&v, LCK_ALL);
   lck_snapshot **at = &pool->first, *before = NULL;
   while (*at != snapshot) {
     before = *at;
@@ -370,7 +215,7 @@ static void retire(lck_snapshot *snapshot) {
   if (pool->last == snapshot)
     pool->last = before;
   pthread_mutex_unlock(&pool->lock);
-  end_vigil(&v);
+  lck_vigil_end(&v);
 }
 
 LCK_API int lck_snapshot_free(lck_snapshot *snapshot) {

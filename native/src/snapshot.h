@@ -22,8 +22,8 @@
 /* `crc` and LCK_PIECE_SKIPPED are written by the thread that claimed the chunk, before it counts
  * the chunk as done, and read by others after they have seen that count. */
 typedef struct lck_piece {
-  const unsigned char *source;
-  unsigned char *staged; /* NULL: straight to the region */
+  const unsigned char *source; /* of a fed copy: NULL, its bytes are in the extent */
+  unsigned char *staged;       /* NULL: straight to the region */
   uint64_t offset, length;
   uint32_t copy;     /* index in the batch */
   uint32_t flags;    /* LCK_COPY_*, LCK_PIECE_SKIPPED */
@@ -45,6 +45,7 @@ typedef struct lck_batch {
   lck_chunk *chunks; /* chunk_count and a last one that ends the pieces */
   uint64_t copy_count, chunk_count, piece_count, bytes;
   uint32_t number; /* in its snapshot */
+  int fed;         /* sources come with lck_snapshot_feed, which alone raises `released` */
   _Alignas(64) _Atomic uint64_t released;
   _Atomic uint32_t waiting; /* captures that wait for this batch */
   _Alignas(64) _Atomic uint64_t next;

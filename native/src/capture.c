@@ -1,0 +1,177 @@
+/* capture.c -- letting copies run, feeding those that the pool cannot read, and waiting for them.
+ */
+#include <string.h>
+
+#include "api.h"
+#include "error.h"
+#include "vigil.h"
+
+/* ---- Release --------------------------------------------------------------------------------- */
+
+/* Returns 1 if the watermark rose. */
+static int raise_to(lck_batch *batch, uint64_t chunks) {
+  uint64_t before = atomic_load(&batch->released);
+  while (before < chunks)
+    if (atomic_compare_exchange_weak(&batch->released, &before, chunks))
+      return 1;
+  return 0;
+}
+
+static int find(const lck_snapshot *snapshot, uint32_t batch, int fed, lck_batch **out) {
+  int rc = lck_snapshot_usable(snapshot);
+  if (rc)
+    return rc;
+  *out = lck_snapshot_batch(snapshot, batch);
+  if (!*out)
+    return LCK_E_INVALID;
+  if ((*out)->fed != fed)
+    return lck_fail(LCK_E_INVALID, "batch %u is %sfed", batch, fed ? "not " : "");
+  return 0;
+}
+
+LCK_API int lck_snapshot_release(lck_snapshot *snapshot, uint32_t batch, uint64_t bytes) {
+  lck_batch *released;
+  int rc = find(snapshot, batch, 0, &released);
+  if (rc)
+    return rc;
+  if (raise_to(released, lck_batch_chunks(released, bytes)))
+    lck_pool_wake(snapshot->pool);
+  return lck_snapshot_failure(snapshot);
+}
+
+/* ---- Feed ------------------------------------------------------------------------------------ */
+
+LCK_API int lck_snapshot_cuts(const lck_snapshot *snapshot, uint32_t batch, uint64_t *starts,
+                              uint64_t room, uint64_t *count) {
+  lck_batch *cut;
+  int rc = find(snapshot, batch, 1, &cut);
+  if (rc)
+    return rc;
+  if (!count || (!starts && room > 0))
+    return lck_fail(LCK_E_INVALID, "no place for the cuts of batch %u", batch);
+  for (uint64_t i = 0; i < cut->chunk_count && i < room; i++)
+    starts[i] = cut->chunks[i].start;
+  *count = cut->chunk_count;
+  return 0;
+}
+
+/* The sources are stored before the watermark rises: a worker that claims a chunk has seen both. */
+LCK_API int lck_snapshot_feed(lck_snapshot *snapshot, uint32_t batch, uint64_t end,
+                              const void *from) {
+  lck_batch *fed;
+  int rc = find(snapshot, batch, 1, &fed);
+  if (rc)
+    return rc;
+  uint64_t first = atomic_load(&fed->released), last = lck_batch_chunks(fed, end);
+  uint64_t begin = fed->chunks[first].start;
+  if (end <= begin || fed->chunks[last].start != end) {
+    return lck_fail(LCK_E_INVALID, "batch %u is fed up to byte %llu: %llu is no later cut", batch,
+                    (unsigned long long)begin, (unsigned long long)end);
+  }
+  const unsigned char *at = from;
+  for (uint64_t i = fed->chunks[first].first; i < fed->chunks[last].first; i++) {
+    lck_piece *piece = &fed->pieces[i];
+    if (!from && piece->staged)
+      return lck_fail(LCK_E_INVALID, "copy %u of batch %u is staged: nothing is there yet",
+                      piece->copy, batch);
+    piece->source = at;
+    at = at ? at + piece->length : NULL;
+  }
+  if (raise_to(fed, last))
+    lck_pool_wake(snapshot->pool);
+  return lck_snapshot_failure(snapshot);
+}
+
+/* ---- Wait ------------------------------------------------------------------------------------ */
+
+/* After a failure the sources are free as soon as no claimed chunk is in hand. The order of the
+ * loads matters: a chunk claimed after `halted` was seen touches no source (lck_chunk_capture), and
+ * `next` read after `done` and equal to it means that at the first load every claim was done. */
+static int settled(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t chunks) {
+  int halted = atomic_load(&snapshot->halted);
+  uint64_t done = atomic_load(&batch->done);
+  if (done == batch->chunk_count || (halted && done == atomic_load(&batch->next)))
+    return 1;
+  if (chunks == batch->chunk_count || done < chunks)
+    return 0;
+  for (uint64_t i = 0; i < chunks; i++)
+    if (!atomic_load(&batch->chunks[i].captured))
+      return 0;
+  return 1;
+}
+
+static void help_batch(lck_snapshot *snapshot, lck_batch *batch, uint64_t deadline) {
+  lck_lap lap = {.lane = &snapshot->pool->lanes[LCK_THREAD_CALLER]};
+  while (!atomic_load(&snapshot->halted) && (deadline == LCK_ALL || lck_now_ns() < deadline)) {
+    uint64_t chunk = lck_batch_claim(batch);
+    if (chunk == LCK_NO_CHUNK)
+      return;
+    lck_chunk_capture(snapshot, batch, chunk, 1, &lap);
+  }
+}
+
+/* Nothing is left to claim. Workers that run have their last chunk done sooner than anybody could
+ * be moved; those that do not get this CPU. */
+static void lend_to_last(lck_vigil *v, uint64_t chunks) {
+  lck_pool *pool = v->snapshot->pool;
+  uint64_t until = lck_now_ns() + LCK_PATIENCE_NS;
+  int done;
+  while (!(done = settled(v->snapshot, v->batch, chunks)) && !lck_lanes_behind(pool, v->batch) &&
+         lck_now_ns() < until)
+    lck_pause();
+  if (!done)
+    v->lent = lck_lanes_lend(pool, v->batch);
+}
+
+/* Until the batch's first `chunks` are captured. */
+static int await(lck_snapshot *snapshot, lck_batch *wanted, uint64_t chunks, int64_t timeout_ns,
+                 int help) {
+  uint64_t deadline = lck_deadline_of(timeout_ns);
+  lck_pool *pool = snapshot->pool;
+  int done = settled(snapshot, wanted, chunks);
+  if (!done) {
+    atomic_fetch_add(&wanted->waiting, 1);
+    atomic_fetch_add(&snapshot->urgent, 1);
+    atomic_fetch_add(&pool->urgent, 1);
+    if (!wanted->fed)
+      raise_to(wanted, wanted->chunk_count);
+    lck_pool_wake(pool);
+    lck_vigil v = {.snapshot = snapshot, .batch = wanted};
+    if (help) {
+      help_batch(snapshot, wanted, deadline);
+      lend_to_last(&v, chunks);
+    }
+    lck_vigil_look(&v);
+    lck_pool_lock(pool);
+    atomic_fetch_add(&pool->waiters, 1);
+    while (!(done = settled(snapshot, wanted, chunks)) && lck_now_ns() < deadline)
+      lck_vigil_keep(&v, deadline);
+    atomic_fetch_sub(&pool->waiters, 1);
+    pthread_mutex_unlock(&pool->lock);
+    lck_vigil_end(&v);
+    atomic_fetch_sub(&pool->urgent, 1);
+    atomic_fetch_sub(&snapshot->urgent, 1);
+    atomic_fetch_sub(&wanted->waiting, 1);
+  }
+  if (!done) {
+    return lck_fail(LCK_E_TIMEOUT, "batch %u: %llu of %llu chunks captured in time", wanted->number,
+                    (unsigned long long)atomic_load(&wanted->done), (unsigned long long)chunks);
+  }
+  return lck_snapshot_failure(snapshot);
+}
+
+LCK_API int lck_snapshot_capture(lck_snapshot *snapshot, uint32_t batch, int64_t timeout_ns,
+                                 int help) {
+  int rc = lck_snapshot_usable(snapshot);
+  if (rc)
+    return rc;
+  lck_batch *wanted = lck_snapshot_batch(snapshot, batch);
+  return wanted ? await(snapshot, wanted, wanted->chunk_count, timeout_ns, help) : LCK_E_INVALID;
+}
+
+LCK_API int lck_snapshot_taken(lck_snapshot *snapshot, uint32_t batch, uint64_t end,
+                               int64_t timeout_ns, int help) {
+  lck_batch *wanted;
+  int rc = find(snapshot, batch, 1, &wanted);
+  return rc ? rc : await(snapshot, wanted, lck_batch_chunks(wanted, end), timeout_ns, help);
+}
