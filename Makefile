@@ -11,6 +11,9 @@ TORCH ?=
 TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
 CPU_INDEX = https://download.pytorch.org/whl/cpu
 
+# Where a lent machine wants its results, it says so in $OUT, which has another meaning below.
+GPU_OUT := $(if $(filter environment,$(origin OUT)),$(OUT),build/gpu)
+
 BIN = $(VENV)/bin
 PIP = $(BIN)/pip install --quiet -c constraints.txt
 STAMP = $(VENV)/.lightck-installed
@@ -36,7 +39,7 @@ CROSS = aarch64-linux-gnu-gcc
 
 .PHONY: help venv demo test lint bench bench-record bench-micro native-test crash asan tsan
 .PHONY: pmem-guest kill fuzz
-.PHONY: soak clean
+.PHONY: soak clean gpu-check
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -102,6 +105,17 @@ bench-record: $(BENCH_STAMP) ## Store the results of build/bench, draw and rende
 bench-micro: $(BENCH_STAMP) ## Measure copies, submitting, completing and the step boundary
 	@mkdir -p build/bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench/micro --benchmark-json build/bench/micro.json
+
+# On a bare machine, without network and .venv; with GPU_DEVICE=cpu on any, with toys. GPU_PARTS and
+# GPU_BUDGET (seconds) say what and how long: docs/gpu-check.md.
+GPU_PYTHON = $(firstword $(wildcard $(BIN)/python) $(PYTHON))
+GPU_DEVICE = cuda
+GPU_PARTS =
+GPU_BUDGET = 465
+gpu-check: ## On a machine with a GPU: its tests, then what it reaches; in build/gpu or OUT
+	@$(GPU_PYTHON) -c 'import torch' || { echo "$(GPU_PYTHON) has no torch: make venv, or PYTHON="; exit 2; }
+	$(GPU_PYTHON) -m bench.gpu check $(GPU_PARTS) --device $(GPU_DEVICE) --out '$(GPU_OUT)' \
+	  --budget $(GPU_BUDGET)
 
 lint: venv ## Check style, types and warnings of everything
 	$(BIN)/ruff check .

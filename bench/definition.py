@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench import engines
-from bench.emulated import DEVICES
+from bench.emulated import DEVICES as EMULATED
 from bench.errors import BenchError
 from bench.models import MODELS
 from bench.place import DEFINITIONS, MEDIA
 from bench.work import OPTIMIZERS, Work
 
 RANKS = ("ranks", "commit_ranks", "restore_ranks")
+DEVICE = ("device_rate", "device_fence", "device_training", "device_restore")
 KINDS = (
     "training",
     "idle",
@@ -27,9 +28,11 @@ KINDS = (
     "jit",
     "recovery",
     *RANKS,
+    *DEVICE,
 )
 WAITS = ("default", "passive", "active")
 POLICIES = ("pairs", "blocks", "lone")
+DEVICES = ("cpu", "cuda")
 
 _T = TypeVar("_T")
 
@@ -189,6 +192,20 @@ def tiny(definition: Definition) -> Definition:
     return replace(definition, work=work, threads=1, contenders=contenders)
 
 
+def on_device(definition: Definition, device: str) -> Definition:
+    """The same on another device; a CPU has no placements of its own to choose from."""
+
+    def moved(contender: Contender) -> Contender:
+        settings = dict(contender.settings)
+        if device == "cpu":
+            settings.pop("placement", None)
+        work = {k: v for k, v in contender.work.items() if k != "device"}
+        return replace(contender, settings=settings, work=work)
+
+    contenders = tuple(map(moved, definition.contenders))
+    return replace(definition, work=replace(definition.work, device=device), contenders=contenders)
+
+
 def names() -> list[str]:
     """All definitions there are."""
     return sorted(file.stem for file in DEFINITIONS.glob("*.toml"))
@@ -264,18 +281,21 @@ def _check_contender(definition: Definition, contender: Contender) -> None:
     work, method = definition.work_of(contender), definition.method_of(contender)
     _choice(f"{where}: model", work.model, tuple(MODELS))
     _choice(f"{where}: optimizer", work.optimizer, tuple(OPTIMIZERS))
+    _choice(f"{where}: device", work.device, DEVICES)
+    if work.device != "cpu" and definition.kind not in DEVICE:
+        raise BenchError(f"{where}: device = {work.device}: only {', '.join(DEVICE)} take it")
     _choice(f"{where}: policy", method.policy, POLICIES)
     if work.world < 1 or (work.world > 1 and definition.kind not in RANKS):
         raise BenchError(f"{where}: world = {work.world}: only {', '.join(RANKS)} take several")
-    _check_device(where, contender, work)
+    _check_emulated(where, contender, work)
     if work.link and work.world != 2:
         raise BenchError(f"{where}: link = {work.link} joins two ranks, not world = {work.world}")
 
 
-def _check_device(where: str, contender: Contender, work: Work) -> None:
-    if not work.device:
+def _check_emulated(where: str, contender: Contender, work: Work) -> None:
+    if not work.emulated:
         return
-    _choice(f"{where}: device", work.device, tuple(DEVICES))
+    _choice(f"{where}: emulated", work.emulated, tuple(EMULATED))
     if work.step_ms <= 0 or work.world > 1 or work.forks:
         raise BenchError(f"{where}: an emulated device takes step_ms, and one rank")
     if "emulated" not in contender.label:

@@ -67,15 +67,18 @@ def _transformers() -> Any:
 
 
 class Gpt2(nn.Module):
-    """GPT-2 small as `transformers` builds it from its default config."""
+    """GPT-2 as `transformers` builds it from its default config, that of the small one.
 
-    THIN = 36  # wide, instead of 768
+    `shape`: what differs from it.
+    """
 
-    def __init__(self, width: int | None = None) -> None:
+    THIN = {"n_embd": 36}  # wide, instead of 768
+    MEDIUM = {"n_embd": 1024, "n_layer": 24, "n_head": 16}
+
+    def __init__(self, **shape: int) -> None:
         super().__init__()
         made = _transformers()
-        config = made.GPT2Config() if width is None else made.GPT2Config(n_embd=width)
-        self.inner = made.GPT2LMHeadModel(config)
+        self.inner = made.GPT2LMHeadModel(made.GPT2Config(**shape))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean loss of the next token."""
@@ -97,7 +100,7 @@ class BertLarge(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean loss of a guess; sentences of both classes in turn."""
-        labels = torch.arange(len(tokens)) % 2
+        labels = torch.arange(len(tokens), device=tokens.device) % 2
         loss: torch.Tensor = self.inner(input_ids=tokens, labels=labels).loss
         return loss
 
@@ -125,7 +128,10 @@ MODELS = {
     "tiny": Model(lambda tensors: Tiny(), vocabulary=64),
     "bag": Model(Bag, "bag", vocabulary=8),
     "gpt2": Model(lambda tensors: Gpt2(), vocabulary=50257, needs="transformers"),
-    "gpt2-thin": Model(lambda tensors: Gpt2(Gpt2.THIN), vocabulary=50257, needs="transformers"),
+    "gpt2-medium": Model(
+        lambda tensors: Gpt2(**Gpt2.MEDIUM), vocabulary=50257, needs="transformers"
+    ),
+    "gpt2-thin": Model(lambda tensors: Gpt2(**Gpt2.THIN), vocabulary=50257, needs="transformers"),
     "bert-large": Model(
         lambda tensors: BertLarge(), vocabulary=BertLarge.VOCABULARY, needs="transformers"
     ),

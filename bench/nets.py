@@ -26,7 +26,8 @@ class Picturing(nn.Module):
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
         """Mean loss of a guess."""
         guess = self.classifier(self.features(pictures))
-        return functional.cross_entropy(guess, torch.arange(len(guess)) % guess.shape[1])
+        labels = torch.arange(len(guess), device=guess.device) % guess.shape[1]
+        return functional.cross_entropy(guess, labels)
 
 
 def _heavy(inputs: int, hidden: int) -> nn.Sequential:

@@ -31,7 +31,7 @@ _MAIN = {
     "commit_ranks": ("commit", "seal", "tensors"),
     "restore_ranks": ("restore", "state"),
 }
-_SHARES = ("overhead", "idle_hooks", "trace_overhead", "written_share")
+_SHARES = ("overhead", "idle_hooks", "fence_idle", "fence_bare", "trace_overhead", "written_share")
 
 
 def render(results: Sequence[Result], charts: dict[str, str]) -> str:

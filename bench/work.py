@@ -36,8 +36,9 @@ class Work:
         link: Mbit/s of the network between them, each way; 0: loopback.
         saved_by: ranks that wrote the snapshot that `world` ranks restore; 0: as many.
         forks: ranks that the measuring process, one alone, forks and lets fail.
-        device: a key of `bench.emulated.DEVICES`: what stands for the forward, backward and update.
+        emulated: a key of `bench.emulated.DEVICES`: what stands for forward, backward and update.
         step_ms: of a step on that device.
+        device: where model, optimizer and batches are: `cpu` or `cuda`.
     """
 
     model: str
@@ -49,8 +50,9 @@ class Work:
     link: int = 0
     saved_by: int = 0
     forks: int = 0
-    device: str = ""
+    emulated: str = ""
     step_ms: float = 0.0
+    device: str = "cpu"
 
 
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -89,13 +91,14 @@ class Training:
         torch.manual_seed(seed)
         self.work = work
         self.rank, self.world = rank or 0, 1 if rank is None else dist.get_world_size()
-        self.plain = self.model = MODELS[work.model].make(work.tensors).train()
-        if work.device:
+        with torch.device(work.device):
+            self.plain = self.model = MODELS[work.model].make(work.tensors).train()
+        if work.emulated:
             step_s, name = work.step_ms / 1e3, work.optimizer
-            self.optimizer: torch.optim.Optimizer = place(self.plain, work.device, step_s, name)
+            self.optimizer: torch.optim.Optimizer = place(self.plain, work.emulated, step_s, name)
         else:
             self.optimizer = OPTIMIZERS[work.optimizer](self.plain.parameters())
-        self._random = torch.Generator().manual_seed(seed + self.rank)
+        self._random = torch.Generator(work.device).manual_seed(seed + self.rank)
         if rank is not None:
             self.model = DistributedDataParallel(self.plain)
 
@@ -115,13 +118,13 @@ class Training:
         return spent
 
     def _batch(self) -> torch.Tensor:
-        model, generator = MODELS[self.work.model], self._random
-        if self.work.device:
+        model, work = MODELS[self.work.model], self.work
+        if work.emulated:
             return torch.zeros(())  # it is not looked at
+        drawn: dict[str, Any] = {"generator": self._random, "device": work.device}
         if model.vocabulary:
-            shape = (self.work.batch, self.work.sequence)
-            return torch.randint(model.vocabulary, shape, generator=generator)
-        return torch.rand(self.work.batch, 3, model.pixels, model.pixels, generator=generator)
+            return torch.randint(model.vocabulary, (work.batch, work.sequence), **drawn)
+        return torch.rand(work.batch, 3, model.pixels, model.pixels, **drawn)
 
     def update(self) -> None:
         """The optimizer's step; gradients are then gone."""
@@ -201,7 +204,7 @@ def digests(state: State) -> State:
     found: State = {}
     for name, value in leaves(state):
         if isinstance(value, torch.Tensor):
-            content = hashlib.blake2b(_bits(value).numpy().data, digest_size=16)
+            content = hashlib.blake2b(_bits(value).cpu().numpy().data, digest_size=16)
             value = f"{value.dtype} {tuple(value.shape)} {content.hexdigest()}"
         found[name] = value
     return found

@@ -57,6 +57,19 @@ KINDS = {
         ("torch",),
         {"checkpointer": "thread"},
     ),  # fmt: skip
+    "checkfreq-device": Kind(
+        "bench.engines.checkfreq_device",
+        "CheckFreq (FAST'21), own implementation for a GPU: snapshot in spare GPU memory, then by a"
+        " thread through pinned memory, torch.save + fsync",
+        ("torch",),
+        {},
+    ),
+    "dcp-pinned": Kind(
+        "bench.engines.dcp_pinned",
+        "torch.distributed.checkpoint.async_save, staged asynchronously into pinned memory",
+        ("torch",),
+        {},
+    ),
     "safetensors": Kind(
         "bench.engines.safetensors",
         "safetensors.torch.save_file while training waits, the state flattened",

@@ -37,8 +37,8 @@ class Loop:
         """A loop as a job asks for it; with the job's engine, unless one is given."""
         asked = job.contender
         made = engine or engines.make(asked.engine, asked.settings)
-        if job.work.device:
-            made = behind_bus(made, asked.engine, asked.settings, job.work.device)
+        if job.work.emulated:
+            made = behind_bus(made, asked.engine, asked.settings, job.work.emulated)
         return cls(training, made, patient=job.method.patient)
 
     def attach(self, folder: Path) -> None:

@@ -58,9 +58,9 @@ def test_a_definition_says_what_runs(tmp_path: Path) -> None:
         ('model = "tiny"', "batch = 1", "[work]: model is missing"),
         ('about = "x"', "treads = 2", "top level: unknown 'treads'"),
         ('about = "x"', "threads = 0", "threads = 0: must be 1 or more"),
-        ("batch = 2", 'device = "v100"', "emulated device takes step_ms, and one rank"),
-        ("batch = 2", 'device = "v100", step_ms = 5', "its label must say: 'emulated'"),
-        ("batch = 2", 'device = "a100"', "device = 'a100': must be one of v100, h100"),
+        ("batch = 2", 'emulated = "v100"', "emulated device takes step_ms, and one rank"),
+        ("batch = 2", 'emulated = "v100", step_ms = 5', "its label must say: 'emulated'"),
+        ("batch = 2", 'emulated = "a100"', "emulated = 'a100': must be one of v100, h100"),
         ("most = 3", "moost = 3", "other: method: unknown 'moost'"),
         ("most = 3", 'policy = "pears"', "other: policy = 'pears': must be one of pairs, blocks"),
         ('engine = "other"', 'engine = "othr"', "no engine is labelled 'othr'"),
@@ -102,7 +102,7 @@ def test_every_definition_is_sound(name: str) -> None:
 def test_what_is_emulated_says_so_wherever_it_is_shown() -> None:
     for name in definition.names():
         found = definition.load(name)
-        if any(found.work_of(contender).device for contender in found.contenders):
+        if any(found.work_of(contender).emulated for contender in found.contenders):
             assert "emulated" in name and "EMULATED" in found.about
             assert all("emulated" in target.row for target in found.targets)
 

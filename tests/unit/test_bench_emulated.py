@@ -20,7 +20,7 @@ from bench.measures.loop import Loop
 from bench.work import Training, Work, copied, state_bytes, tensors
 
 _STEP_S = 2.0
-_WORK = Work("tiny", device="v100", step_ms=1e3 * _STEP_S)
+_WORK = Work("tiny", emulated="v100", step_ms=1e3 * _STEP_S)
 
 
 class _Time:
@@ -66,7 +66,7 @@ def test_what_hooks_take_is_not_made_up_for(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_tensor_changes_in_a_step_and_its_state_has_the_real_one_s_size(
     model: str, optimizer: str
 ) -> None:
-    work = Work(model, optimizer, tensors=16, device="v100", step_ms=1)
+    work = Work(model, optimizer, tensors=16, emulated="v100", step_ms=1)
     training = Training(work)
     training.steps(1)
     before = [t.clone() for t in tensors(copied(training.state()))]
@@ -77,7 +77,7 @@ def test_every_tensor_changes_in_a_step_and_its_state_has_the_real_one_s_size(
 
 
 def test_gradients_come_layer_by_layer_from_the_last_to_the_first() -> None:
-    training = Training(Work("vgg16-thin", "sgd", device="v100", step_ms=1))
+    training = Training(Work("vgg16-thin", "sgd", emulated="v100", step_ms=1))
     order: list[str] = []
     for name, parameter in training.plain.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, n=name: order.append(n))
@@ -97,7 +97,7 @@ def test_no_byte_of_a_gradient_is_touched_or_copied(monkeypatch: pytest.MonkeyPa
         return found
 
     monkeypatch.setattr(torch, "empty_like", watched)
-    training = Training(Work("tiny", device="v100", step_ms=1))
+    training = Training(Work("tiny", emulated="v100", step_ms=1))
     training.compute()
     gradients = [p.grad for p in training.plain.parameters()]
     assert sorted(g.data_ptr() for g in gradients if g is not None) == sorted(made)

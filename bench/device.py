@@ -1,0 +1,94 @@
+"""Time and plain copies on a device: events and pinned memory on a GPU, or what stands for it.
+
+A GPU works behind the training thread's back: what it does between two points of the program is
+timed by events on its stream, and waited for only outside of what is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bench.work import part
+
+_LINE = 64  # bytes
+
+
+def synchronize(device: str) -> None:
+    """Return when everything that was asked of the device is done."""
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def settle(device: str) -> None:
+    """As people train on a GPU: TF32 where it may be used, convolutions tried out once."""
+    if device != "cpu":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
+        torch.zeros(1, device=device)  # the driver's own start is nobody's time
+
+
+@dataclass
+class Mark:
+    """A point of the program; on a GPU, one in the current stream's work."""
+
+    device: str
+    _event: Any = field(init=False, default=None)
+    _at: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        if self.device != "cpu":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        else:
+            self._at = time.perf_counter()
+
+    def wait(self) -> None:
+        """Return when the stream has come here; what other streams do goes on."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def until(self, later: Mark) -> float:
+        """Seconds from here to there; call when the device is done with both."""
+        if self._event is None:
+            return later._at - self._at
+        return float(self._event.elapsed_time(later._event)) / 1000  # it counts milliseconds
+
+
+class PlainCopy:
+    """The whole state in one go between the device and pinned memory: what the bus can do."""
+
+    def __init__(self, device: str, tensors: Sequence[torch.Tensor]) -> None:
+        self._device = device
+        self._live = [part(t, 0, t.nbytes) for t in tensors]
+        self.bytes = sum(t.nbytes for t in tensors)
+        ends = [-(-t.nbytes // _LINE) * _LINE for t in tensors]
+        held = torch.empty(max(sum(ends), 1), dtype=torch.uint8, pin_memory=device != "cpu")
+        self._held: list[torch.Tensor] = []
+        at = 0
+        for t, size in zip(self._live, ends, strict=True):
+            self._held.append(held[at : at + t.nbytes])
+            at += size
+        self.to_host()  # touches every page
+
+    def to_host(self) -> float:
+        """Copy the live tensors to host memory; seconds. Nothing else may run."""
+        return self._timed(self._held, self._live)
+
+    def to_device(self) -> float:
+        """Copy what `to_host` has brought back into the live tensors; seconds."""
+        return self._timed(self._live, self._held)
+
+    def _timed(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> float:
+        synchronize(self._device)
+        begin = Mark(self._device)
+        with torch.no_grad():
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        end = Mark(self._device)
+        synchronize(self._device)
+        return begin.until(end)

@@ -1,0 +1,103 @@
+"""The parts of a check: what there is, in which order, and how long each may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench import definition
+from bench.definition import Contender, Definition
+from bench.errors import BenchError
+from bench.place import ROOT
+
+TESTS = "tests"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part.
+
+    Attributes:
+        name: how it is asked for: `tests:FILE`, a definition, or a definition and a model.
+        least_s: it is not begun with less time than that left.
+        most_s: it is stopped then; what it has found until then is kept.
+    """
+
+    name: str
+    least_s: float
+    most_s: float
+
+    @property
+    def group(self) -> str:
+        """The definition; or `tests`."""
+        return self.name.partition(":")[0]
+
+    @property
+    def rest(self) -> str:
+        """The model whose engines are measured, empty: all; or the file of tests."""
+        return self.name.partition(":")[2]
+
+
+# Seconds of an H100, where nothing of this has run yet; the slow ones last.
+PARTS = (
+    Part("tests:resume", 30, 90),
+    Part("tests:ordering", 20, 80),
+    Part("tests:faults", 20, 90),
+    Part("tests:others", 15, 60),
+    Part("gpu-rate", 20, 45),
+    Part("gpu-fence", 20, 50),
+    Part("gpu-restore", 20, 45),
+    Part("gpu-models:resnet18", 15, 35),
+    Part("gpu-models:gpt2", 20, 60),
+    Part("gpu-models:vgg16", 15, 50),
+    Part("gpu-models:alexnet", 15, 40),
+    Part("gpu-models:inception-v3", 15, 40),
+    Part("gpu-models:gpt2-medium", 30, 90),
+    Part("gpu-models:bert-large", 30, 90),
+)
+
+
+def chosen(names: Sequence[str]) -> list[Part]:
+    """The parts that are meant: by their whole names, or all of a group; none: all.
+
+    Raises:
+        BenchError: there is no such part, with those there are.
+    """
+    for name in names:
+        if not any(name in (part.name, part.group) for part in PARTS):
+            raise BenchError(
+                f"no part {name!r}; there are {', '.join(part.name for part in PARTS)}, and all"
+                f" of a kind: {', '.join(dict.fromkeys(part.group for part in PARTS))}"
+            )
+    return [p for p in PARTS if not names or p.name in names or p.group in names]
+
+
+def files_of(part: Part) -> list[str]:
+    """The tests of a part: its own file, or those that are no other part's."""
+    named = {f"test_gpu_{p.rest}.py" for p in PARTS if p.group == TESTS}
+    own = f"test_gpu_{part.rest}.py"
+    there = sorted(file.name for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    return [n for n in there if (n == own if own in there else n not in named)]
+
+
+def fits(part: Part, left_s: float) -> bool:
+    """Whether there is time enough to begin it."""
+    return left_s >= part.least_s
+
+
+def definition_of(part: Part, *, device: str, small: bool) -> Definition:
+    """What a part measures: its whole definition, on a device.
+
+    `small`: with toys, to see that it works. On a CPU there are no modes of a GPU.
+    """
+    whole = definition.load(f"gpu/{part.group}")
+    if small:
+        whole = definition.tiny(whole)
+    return definition.on_device(whole, device)
+
+
+def contenders_of(part: Part, whole: Definition) -> list[Contender]:
+    """Those of its engines that a part measures."""
+    named = definition.load(f"gpu/{part.group}")  # where models have their own names still
+    wanted = {c.label for c in named.contenders if part.rest in ("", named.work_of(c).model)}
+    return [each for each in whole.contenders if each.label in wanted]

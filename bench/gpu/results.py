@@ -1,0 +1,199 @@
+"""What parts have found: in one Parquet file per definition, in a report, and in the repository."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bench import machine, record, report, rivals
+from bench.definition import Definition
+from bench.errors import BenchError
+from bench.gpu import tree
+from bench.place import ROOT
+from bench.record import Record, Result
+
+STORED = ROOT / "bench" / "results" / "gpu"
+PAGE = ROOT / "docs" / "gpu-check.md"
+BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
+_NOTHING = "Nothing has been measured on a GPU yet."
+_MEASURES = {
+    "device_rate": ("to_region", "captured", "plain", "region_ratio", "captured_ratio"),
+    "device_fence": ("fence_idle", "fence_bare", "fence", "idle_hooks", "step"),
+    "device_restore": ("restore", "plain", "restore_share"),
+    "device_training": ("overhead", "interval", "extra", "cost_ratio", "alone", "step", "plain"),
+}
+
+
+@cache
+def machine_of(device: str) -> dict[str, Any]:
+    """This machine, and its GPU."""
+    found = machine.machine()
+    if device != "cpu":
+        import torch
+
+        about = torch.cuda.get_device_properties(device)
+        found["gpu"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB"
+        found["cuda"] = torch.version.cuda
+        found["driver"] = _asked("driver_version")
+        found["pcie"] = f"{_asked('pcie.link.gen.max')} x{_asked('pcie.link.width.max')}"
+    return found
+
+
+def _asked(what: str) -> str:
+    """One answer of nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def add(
+    out: Path,
+    whole: Definition,
+    outcome: Mapping[str, Any],
+    failed: Mapping[str, str],
+    about: Mapping[str, Any],
+) -> Path | None:
+    """Put a part's records into its definition's file, beside those of other parts.
+
+    Records of other sources, another machine or another device are no company: they are dropped.
+    """
+    path = out / f"{whole.name}.parquet"
+    before = record.read(path) if path.exists() else None
+    versions = outcome["versions"]
+    if not versions and before is not None:  # it died before it could say
+        versions = before.about["versions"]
+    told: dict[str, Any] = {"versions": versions, "definition": whole.as_json(), **about}
+    told = json.loads(json.dumps(told))  # as they are read back
+    kept: list[Record] = []
+    absent: dict[str, str] = {}
+    if before is not None and all(before.about.get(key) == told[key] for key in told):
+        kept, absent = before.records, before.about["absent"]
+    new = [Record(**each) for each in outcome["records"]]
+    again = {each.engine for each in new} | failed.keys()
+    records = [*(each for each in kept if each.engine not in again), *new]
+    absent = {k: v for k, v in absent.items() if k not in again} | dict(failed)
+    if not records:
+        return None
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    full = {**told, "absent": absent, "started": started, "seconds": 0, "load": machine.load()}
+    order = {contender.label: i for i, contender in enumerate(whole.contenders)}
+    records.sort(key=lambda each: order[each.engine])
+    record.write(Result({**full, "command": "make gpu-check"}, records), path)
+    return path
+
+
+def found_in(folder: Path) -> list[Result]:
+    """The results in a folder, by name."""
+    return [record.read(file) for file in sorted(folder.glob("gpu-*.parquet"))]
+
+
+def render(out: Path, kept: Mapping[str, Any]) -> str:
+    """The report of a run: its parts, then what they found."""
+    rows = [
+        [p["part"], p["state"], f"{p['seconds']:.0f} s", _line(p["why"])] for p in kept["parts"]
+    ]
+    parts = report.table(["part", "", "took", ""], rows)
+    return f"# make gpu-check on {kept['device']}\n\n{parts}\n\n{tables(found_in(out))}\n"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "/")
+
+
+def tables(results: Sequence[Result]) -> str:
+    """Machine, targets and what every engine reached; the same bytes for the same results."""
+    if not results:
+        return _NOTHING
+    parts = [_toys(results), _origin(results), report.targets(results)]
+    for result in results:
+        kind = result.about["definition"]["kind"]
+        for model, contenders in rivals.by_model(result.about["definition"]).items():
+            rows = [_row(result, each["label"], _MEASURES[kind]) for each in contenders]
+            shown = [row for row in rows if any(row[1:])]
+            if shown:
+                head = f"`{result.about['definition']['name']}`, {model}:"
+                columns = ["", *_MEASURES[kind], "how"]
+                parts.append(f"{head}\n\n{report.table(columns, shown)}")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _toys(results: Sequence[Result]) -> str:
+    toys = any(result.about["tiny"] for result in results)
+    return "**Made with toys on a CPU: the numbers mean nothing.**" if toys else ""
+
+
+def _row(result: Result, label: str, measures: Sequence[str]) -> list[str]:
+    records = [result.of(label, measure) for measure in measures]
+    notes = [each.note for each in records if each is not None and each.note]
+    why = result.about["absent"].get(label, "")
+    how = notes[-1] if notes else ""
+    return [label, *map(report.cell, records), _line(why.strip().rpartition("\n")[2] or how)]
+
+
+def _origin(results: Sequence[Result]) -> str:
+    lines: dict[str, list[str]] = {}
+    for result in results:
+        about, where = result.about, result.about["machine"]
+        versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
+        gpu = ", ".join(f"{k} {where[k]}" for k in ("gpu", "cuda", "driver", "pcie") if k in where)
+        text = (
+            f"{gpu or 'no GPU'}; {where['cpu']}, {where['cores']} cores,"
+            f" {where['memory_bytes'] / 2**30:.0f} GiB, Linux {where['kernel']}; {versions};"
+            f" {about['commit']}, {about['started'][:10]}"
+        )
+        lines.setdefault(text, []).append(f"`{about['definition']['name']}`")
+    return "\n".join(f"- {', '.join(names)}: {text}" for text, names in lines.items())
+
+
+def take(folder: Path) -> list[Path]:
+    """Store a run's results in the repository, and show them on the page.
+
+    A copy without its repository has written its sources' digest: it is the commit's here, or the
+    results are of something else.
+
+    Raises:
+        BenchError: there are none, they are of toys, or of other sources.
+    """
+    results = found_in(folder)
+    if not results:
+        raise BenchError(f"{folder}: no gpu-*.parquet in it")
+    taken = []
+    for result in results:
+        name, commit = result.about["definition"]["name"], result.about["commit"]
+        if result.about["tiny"]:
+            raise BenchError(f"{name}: made with toys, its numbers mean nothing; nothing stored")
+        if commit.startswith("tree-"):
+            if commit != tree.digest():
+                raise BenchError(
+                    f"{name}: measured with {commit}, here is {tree.digest()}: check out what was"
+                    " sent to the machine; nothing stored"
+                )
+            commit = machine.commit()
+        taken.append(Result({**result.about, "commit": commit}, result.records))
+    STORED.mkdir(parents=True, exist_ok=True)
+    files = [STORED / f"{result.about['definition']['name']}.parquet" for result in taken]
+    for result, file in zip(taken, files, strict=True):
+        record.write(result, file)
+    PAGE.write_text(shown(PAGE.read_text()))
+    return files
+
+
+def shown(page: str) -> str:
+    """The page with the stored results between its markers.
+
+    Raises:
+        BenchError: the markers are not there.
+    """
+    head, _, rest = page.partition(BEGIN)
+    _, found, tail = rest.partition(END)
+    if not found:
+        raise BenchError(f"{PAGE}: no {BEGIN} ... {END} in it: put the markers back")
+    return f"{head}{BEGIN}\n\n{tables(found_in(STORED))}\n\n{END}{tail}"
