@@ -27,6 +27,7 @@ KINDS = (
     "trace",
     "jit",
     "recovery",
+    "restart",
     *RANKS,
     *DEVICE,
 )
@@ -45,7 +46,8 @@ class Method:
         policy: `pairs` (every other step carries a snapshot) or `blocks` (blocks of steps with one
             each, between blocks without) or `lone` (one snapshot and as many steps as the engine
             is at work on it, between as many without; pairs, where it is one step).
-        block: steps of a block; with several ranks also pairs in a row.
+        block: steps of a block; with several ranks also pairs in a row; for `restart` steps from
+            one snapshot to the next.
         warmup: steps before the engine is attached.
         settle: pairs or blocks after it, not counted.
         least: samples (pairs, blocks, repetitions) in any case.
@@ -170,6 +172,9 @@ class Definition:
         return asdict(self)
 
 
+_TINY = {"tensors": 64, "width": 64, "batch": 2, "sequence": 8, "step_ms": 5.0}  # at most
+
+
 def tiny(definition: Definition) -> Definition:
     """The same with a model of a few kilobytes and a handful of samples: shows that it works."""
     small: dict[str, Any] = {"least": 2, "most": 2, "warmup": 1, "settle": 1, "block": 2}
@@ -177,7 +182,7 @@ def tiny(definition: Definition) -> Definition:
 
     def shrunk(contender: Contender) -> Contender:
         work: dict[str, Any] = dict(contender.work)
-        for key, most in (("tensors", 64), ("batch", 2), ("sequence", 8), ("step_ms", 5.0)):
+        for key, most in _TINY.items():
             if key in work:
                 work[key] = min(work[key], most)
         work["link"] = 0

@@ -34,25 +34,26 @@ class Tiny(nn.Module):
 
 
 class Bag(nn.Module):
-    """Very many tiny layers, so that what counts is the number of tensors, not their bytes.
+    """Layers that compute next to nothing: what counts is the number of tensors, or their bytes.
 
     With AdamW a parameter comes with three tensors of optimizer state; buffers make up the rest.
     """
 
     WIDTH = 4
 
-    def __init__(self, tensors: int) -> None:
+    def __init__(self, tensors: int, width: int = WIDTH) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Module() for _ in range(tensors // 8))
         for layer in self.layers:
-            layer.weight = nn.Parameter(torch.randn(self.WIDTH))
-            layer.bias = nn.Parameter(torch.randn(self.WIDTH))
+            layer.weight = nn.Parameter(torch.randn(width))
+            layer.bias = nn.Parameter(torch.randn(width))
         for i in range(tensors % 8):
-            self.register_buffer(f"rest_{i}", torch.randn(self.WIDTH))
+            self.register_buffer(f"rest_{i}", torch.randn(width))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """A loss that reaches every parameter."""
-        everything = torch.cat(list(self.parameters()))
+        some = [p if len(p) == self.WIDTH else p[: self.WIDTH] for p in self.parameters()]
+        everything = torch.cat(some)
         return (everything * tokens.float().mean()).square().mean()
 
 
@@ -122,6 +123,13 @@ class Model:
     vocabulary: int = 0
     pixels: int = 224
     needs: str = ""
+
+
+def built(name: str, tensors: int, width: int) -> nn.Module:
+    """The model of a name; `tensors` and `width` of each are those of `bag`, or 0 for its own."""
+    if name == "bag" and width:
+        return Bag(tensors, width)
+    return MODELS[name].make(tensors)
 
 
 MODELS = {

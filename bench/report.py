@@ -24,6 +24,10 @@ _MAIN = {
     "trace": ("trace_overhead", "trace_cpu", "trace_wall", "step", "copies", "thin_copies"),
     "jit": ("jit", "sync_copy", "jit_ratio"),
     "recovery": ("recovery", "detected", "saved", "ended", "restart", "first_step"),
+    "restart": (
+        *("restart_s", "start_s", "restore_s", "first_step_s", "lost_steps", "lost_work_s"),
+        "interval_steps",
+    ),
     "ranks": (
         *("extra", "cost_ratio", "cost_ratio_alone", "overhead", "step", "compute", "sync_copy"),
         "written_share",

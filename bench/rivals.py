@@ -15,6 +15,7 @@ SORTED_BY = {  # less is better
     "restore": "restore",
     "commit": "commit",
     "memory": "extra_dram",
+    "restart": "restart_s",
     "ranks": "extra",
     "commit_ranks": "commit",
     "restore_ranks": "restore",

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.emulated import place
-from bench.models import MODELS
+from bench.models import MODELS, built
 
 State = dict[str, Any]
 _LINE = 64  # bytes
@@ -32,6 +32,7 @@ class Work:
         batch: sequences (or pictures) per step, of each rank.
         sequence: tokens per sequence; models without tokens ignore it.
         tensors: of state, for the model `bag`.
+        width: elements of each of them but for counters; 0: a few.
         world: ranks that train it together, data parallel.
         link: Mbit/s of the network between them, each way; 0: loopback.
         saved_by: ranks that wrote the snapshot that `world` ranks restore; 0: as many.
@@ -46,6 +47,7 @@ class Work:
     batch: int = 1
     sequence: int = 64
     tensors: int = 450
+    width: int = 0
     world: int = 1
     link: int = 0
     saved_by: int = 0
@@ -68,7 +70,7 @@ _COUNTER = 4  # bytes of AdamW's step, of each parameter
 def state_bytes(work: Work) -> int:
     """Bytes of model and optimizer state once a step has been taken; no memory is touched."""
     with torch.device("meta"):
-        model = MODELS[work.model].make(work.tensors)
+        model = built(work.model, work.tensors, work.width)
     parameters = list(model.parameters())  # a tied one once
     weights: int = sum(p.nbytes for p in parameters)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -92,7 +94,7 @@ class Training:
         self.work = work
         self.rank, self.world = rank or 0, 1 if rank is None else dist.get_world_size()
         with torch.device(work.device):
-            self.plain = self.model = MODELS[work.model].make(work.tensors).train()
+            self.plain = self.model = built(work.model, work.tensors, work.width).train()
         if work.emulated:
             step_s, name = work.step_ms / 1e3, work.optimizer
             self.optimizer: torch.optim.Optimizer = place(self.plain, work.emulated, step_s, name)

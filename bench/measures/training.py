@@ -16,7 +16,7 @@ Records:
     cpu_s: CPU seconds per snapshot of all threads and processes, beyond those of the training.
     extra_dram_bytes: memory at its peak beyond that before attaching; see `accounting.Peak`.
     written_bytes: of one snapshot, on its medium.
-    state, snapshots: bytes of one, number of them.
+    state, tensors, snapshots: bytes of one, tensors in it, number of them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def measure(job: Job) -> list[Record]:
         )
     yardstick = SyncCopy(job.folder, tensors(training.state()))
     series, copies, capped = _collect(job, loop, yardstick, _ONE[job.method.policy])
-    state_bytes, kernel = sum(t.nbytes for t in tensors(training.state())), yardstick.kernel
+    state_bytes, count = training.bytes(), len(tensors(training.state()))
+    kernel = yardstick.kernel
     yardstick.close()
     extra_dram = max(0, _peak(job, loop) - alone.bytes)
     stalls = {cause: s / len(loop.plan.due) for cause, s in loop.stalls().items()}
@@ -86,6 +87,7 @@ def measure(job: Job) -> list[Record]:
         single("extra_dram_bytes", "B", extra_dram),
         single("written_bytes", "B", loop.engine.written()),
         single("state", "B", state_bytes),
+        single("tensors", "", count),
         single("snapshots", "", len(loop.plan.due)),
     ]
 

@@ -38,6 +38,7 @@ _MAIN = {
     "trace": "trace_overhead",
     "jit": "jit",
     "recovery": "recovery",
+    "restart": "restart_s",
     "ranks": "extra",
     "commit_ranks": "commit",
     "restore_ranks": "restore",

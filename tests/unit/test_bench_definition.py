@@ -93,6 +93,7 @@ def test_a_definition_that_does_not_exist_is_told_with_those_that_do() -> None:
 def test_every_definition_is_sound(name: str) -> None:
     found = definition.load(name)
     assert found.about
+    assert found.minutes, "nobody starts what may take hours"
     assert found.targets, "a benchmark without a target tells nobody when to look"
     small = definition.tiny(found)
     models = {small.work_of(c).model for c in small.contenders}
@@ -126,6 +127,8 @@ def test_every_requirement_on_speed_has_a_target() -> None:
     failures = [0.002, 3.0, *4 * [1.0]]  # issue 6's that are measured
     # Issue 7's: six models, all peers, what overlap is worth, and restoring; the essential few.
     suite = 6 * [0.01, 0.5, 20] + [1.0] + [2.0, 2.0] + [1.0, 10] + [0.5, 1.0, 1.0]
+    suite += [1.0, 1.0]  # killed and restarted
+    suite += 6 * [1.0] + 6 * [1]  # by size and number, no worse; intervals on the real CPU
     suite += [1, 6, 14, 8, 6, 10] + 6 * [1.0]  # LightCheck's own intervals, emulated; no worse
     assert bounds == sorted([*ratios, 64 << 20, 64 << 20, *ranks, *failures, *suite])
     assert not [t.row for t in rows if t.unavailable]

@@ -45,10 +45,11 @@ def test_states_are_as_large_as_the_seed_table_says(model: str) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("model", sorted({model.tiny for model in MODELS.values()}))
 def test_a_state_s_size_is_known_before_there_is_one(model: str, optimizer: str) -> None:
-    work = Work(model, optimizer, batch=2, sequence=8, tensors=16)
-    training = Training(work)
-    training.steps(1)
-    assert sum(t.nbytes for t in tensors(training.state())) == state_bytes(work)
+    for width in (0, 1000):
+        work = Work(model, optimizer, batch=2, sequence=8, tensors=16, width=width)
+        training = Training(work)
+        training.steps(1)
+        assert sum(t.nbytes for t in tensors(training.state())) == state_bytes(work)
 
 
 @pytest.mark.parametrize("name", definition.names())
@@ -59,3 +60,24 @@ def test_what_stands_for_a_model_has_its_layers(name: str) -> None:
         work = small.work_of(contender)
         assert MODELS[work.model].tiny == work.model
         assert state_bytes(work) < 5_000_000
+
+
+def test_a_bag_has_the_tensors_and_the_bytes_that_are_asked_for() -> None:
+    training = Training(Work("bag", "adamw", tensors=96, width=10_000))
+    training.steps(1)
+    found = tensors(training.state())
+    assert len(found) == 96
+    assert sum(t.nbytes for t in found) == pytest.approx(96 * 3 * 10_000, rel=0.001)
+    assert all(p.grad is None and p.isfinite().all() for p in training.plain.parameters())
+
+
+@pytest.mark.parametrize("name", ["scaling"])
+def test_sizes_and_numbers_are_those_of_the_labels(name: str) -> None:
+    found = definition.load(name)
+    for contender in found.contenders:
+        work = found.work_of(contender)
+        size, unit = contender.label.split()[:2]
+        bytes_ = float(size) * {"MB": 1e6, "GB": 1e9}[unit]
+        if "tensors" in contender.label:
+            assert work.tensors == int(contender.label.split()[3].replace(",", ""))
+        assert state_bytes(work) == pytest.approx(bytes_, rel=0.01)
