@@ -14,15 +14,18 @@ from typing import Any
 from bench import (
     charts,
     definition,
+    document,
     engines,
     execute,
     launch,
+    page,
     picture,
     readme,
     record,
     report,
     verdict,
 )
+from bench.drawing import Drawing
 from bench.errors import BenchError, Unavailable
 from bench.place import BUILD
 
@@ -32,7 +35,7 @@ examples:
   python -m bench run stress                    one definition, minutes
   python -m bench run stress --engines lightck,torch.save
   python -m bench run --tiny                    all of them on a toy: does everything work?
-  python -m bench report -o report.md           from the newest result of each definition
+  python -m bench report -o report.md           with report.html, from the newest results
   python -m bench report build/bench/stress.parquet -o stress.md
   python -m bench readme --take                 store the results, render README from them
   python -m bench picture                       README's picture, from a run of half a minute
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("bench: interrupted, nothing of the running definition was kept", file=sys.stderr)
+        print("bench: interrupted, nothing of what was running was kept", file=sys.stderr)
         return 130
     return status
 
@@ -76,11 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     each.add_argument("--out", type=Path, default=BUILD, help="folder for results (%(default)s)")
     each.set_defaults(run=_run)
     each = commands.add_parser(
-        "report", help="render Markdown and charts", epilog=_EXAMPLES, formatter_class=shape
+        "report", help="render Markdown, charts and a page", epilog=_EXAMPLES, formatter_class=shape
     )
     each.add_argument("files", nargs="*", type=Path, help="result files; none: all in build/bench")
-    each.add_argument("-o", "--output", type=Path, help="Markdown file (default: to stdout)")
-    each.add_argument("--no-charts", action="store_true", help="Markdown only")
+    each.add_argument("-o", "--output", type=Path, help="Markdown file (default: stdout)")
+    each.add_argument("--no-charts", action="store_true", help="texts and tables only")
     each.add_argument("--check", action="store_true", help="status 1 unless every target is met")
     each.set_defaults(run=_report)
     each = commands.add_parser("readme", help="render README's part from the stored results")
@@ -184,14 +187,22 @@ def _progress(name: str) -> Iterator[Callable[[str], None]]:
 
 def _report(arguments: argparse.Namespace) -> int:
     results = [record.read(file) for file in arguments.files or _results()]
-    drawn: dict[str, str] = {}
-    if arguments.output and not arguments.no_charts:
-        drawn = _charts(results, arguments.output)
-    text = report.render(results, drawn)
-    if arguments.output:
-        arguments.output.write_text(text)
+    output: Path | None = arguments.output
+    if output is None:
+        print(report.render(results, {}), end="")
     else:
-        print(text, end="")
+        blocks = report.document(results)
+        drawings = {} if arguments.no_charts else _charts(results)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        files = {name: f"{output.stem}-{name}.png" for name in drawings}
+        for name, drawing in drawings.items():
+            output.with_name(files[name]).write_bytes(drawing.png)
+            output.with_name(files[name]).with_suffix(".svg").write_text(drawing.alone)
+        output.write_text(document.markdown(blocks, files))
+        svg = {name: drawing.svg for name, drawing in drawings.items()}
+        shown = output.with_suffix(".html")
+        shown.write_text(page.page(blocks, svg))
+        print(f"{output}\n{shown}")
     missed = any(found.state != verdict.MET for found in verdict.verdicts(results))
     return 1 if arguments.check and missed else 0
 
@@ -221,16 +232,10 @@ def _results() -> list[Path]:
     return files
 
 
-def _charts(results: list[record.Result], output: Path) -> dict[str, str]:
-    """Draw what can be drawn beside the report; definition to file name."""
-    drawn = {}
-    for result in results:
-        name = result.about["definition"]["name"]
-        file = output.with_name(f"{output.stem}-{name}.png")
-        try:
-            if charts.draw(result, file):
-                drawn[name] = file.name
-        except ImportError as error:
-            print(f"SKIPPED: charts ({error}): pip install '.[bench]'", file=sys.stderr)
-            break
-    return drawn
+def _charts(results: list[record.Result]) -> dict[str, Drawing]:
+    """What can be drawn, by name."""
+    try:
+        return charts.drawn(results)
+    except ImportError as error:
+        print(f"SKIPPED: charts ({error}): pip install '.[bench]'", file=sys.stderr)
+        return {}

@@ -10,9 +10,11 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench import definition, record, report, rivals
+from bench import definition, record, report, rivals, summary
+from bench.document import Block, Bullets, Heading, Table, Text, markdown
 from bench.errors import BenchError
 from bench.place import ROOT
+from bench.quantity import cell
 from bench.record import Result
 
 RESULTS = Path(__file__).parent / "results"
@@ -22,8 +24,6 @@ _LINK = "A snapshot every step of {}, two ranks over 1 Gbit/s"
 _OVERHEAD = ("extra", "cost_ratio", "overhead", "step")
 _ENGINES = {
     "stress": ("A snapshot every step of GPT-2 small", ("extra", "cost_ratio", "step")),
-    "essential": ("A snapshot every step of the seed table's models", _OVERHEAD),
-    "essential-bert": ("A snapshot every step of BERT-large, 4.0 GB", _OVERHEAD),
     "peers": ("A snapshot every step of GPT-2 small, whatever else there is", _OVERHEAD),
     "ablation": ("lightck with pieces switched off, GPT-2 small", _OVERHEAD),
     "ddp-link-gpt2": (_LINK.format("GPT-2 small"), ("extra", "cost_ratio", "step")),
@@ -62,42 +62,38 @@ def stored() -> list[Result]:
 
 def render(results: Sequence[Result]) -> str:
     """The text between the markers, markers included."""
-    parts = [BEGIN, _origins(results), report.targets(results)]
-    for result in results:
-        if result.about["definition"]["name"] in _ENGINES:
-            parts.append(_engines(result))
-    return "\n\n".join([*parts, END])
+    blocks: list[Block] = []
+    groups = summary.by_device(results) or {"": []}
+    for device, each in groups.items():
+        if device or len(groups) > 1:
+            blocks.append(Heading(3, f"On {device or 'the CPU'}"))
+        missing = [] if device else _missing(each)
+        blocks.append(Bullets([*report.origins(each), *missing]))
+        if table := summary.models(each):
+            blocks += [Text(f"A snapshot every step. {report.MODELS}"), table]
+        blocks += report.targets(each)
+        for result in each:
+            blocks += _engines(result)
+    return f"{BEGIN}\n\n{markdown(blocks, {})}\n{END}"
 
 
-def _origins(results: Sequence[Result]) -> str:
-    """On what machine, in which versions, a line per combination; and what is missing."""
-    names: dict[str, list[str]] = {}
-    for result in results:
-        about, machine = result.about, result.about["machine"]
-        torch = about["versions"]["torch"]
-        memory = machine["memory_bytes"] / 2**30
-        where = (
-            f"{machine['cpu']}, {machine['cores']} cores, {memory:.0f} GiB, Linux"
-            f" {machine['kernel']}; Python {about['versions']['python']}, torch {torch}; commit"
-            f" {about['commit']}, {about['started'][:10]}"
-        )
-        names.setdefault(where, []).append(f"`{about['definition']['name']}`")
-    lines = [f"- {', '.join(each)}: {where}" for where, each in names.items()]
+def _missing(results: Sequence[Result]) -> list[str]:
+    """A line that says what was not measured, or none."""
     there = {result.about["definition"]["name"] for result in results}
-    if missing := [f"`{name}`" for name in definition.names() if name not in there]:
-        lines.append(f"- not measured yet: {', '.join(missing)}")
-    return "\n".join(lines)
+    missing = [f"`{name}`" for name in definition.names() if name not in there]
+    return [f"not measured yet: {', '.join(missing)}"] if missing else []
 
 
-def _engines(result: Result) -> str:
+def _engines(result: Result) -> list[Block]:
     name = result.about["definition"]["name"]
+    if name not in _ENGINES:
+        return []
     title, measures = _ENGINES[name]
     rows = []
     for contenders in rivals.by_model(result.about["definition"]).values():
         for label in rivals.best_first(result, [each["label"] for each in contenders]):
-            cells = [report.cell(result.of(label, each)) for each in measures]
-            rows.append([label, *cells])
-    return f"{title} (`{name}`):\n\n" + report.table(["", *(_WORDS[m] for m in measures)], rows)
+            rows.append([label, *(cell(result.of(label, each)) for each in measures)])
+    return [Text(f"{title} (`{name}`):"), Table(["", *(_WORDS[m] for m in measures)], rows)]
 
 
 def replaced(document: str, text: str) -> str:

@@ -1,19 +1,21 @@
-"""Markdown from result files: targets first, misses at the top; the same bytes for the same files.
+"""The report of result files: losses first, then targets, misses before the rest, then every row.
 
-Nothing is measured, looked up or typed by hand here: all of it comes from the files.
+Nothing is measured, looked up or typed by hand here: all of it comes from the files, and the same
+files give the same bytes. Each accelerator has a report of its own, one after the other.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench import engines, rivals
+from bench import engines, rivals, summary
+from bench.document import Block, Bullets, Cell, Chart, Heading, Table, Text, markdown
+from bench.errors import BenchError
+from bench.quantity import bounds, cell, digits, heading, quantity
 from bench.record import Record, Result
 from bench.verdict import ABSENT, MISSED, Verdict, verdicts
 
-_UNITS = {"B": ("B", 1000), "B/s": ("B/s", 1000)}
 _MAIN = {
     "training": ("extra", "cost_ratio", "overhead", "step", "sync_copy"),
     "idle": ("idle_hooks", "idle_seconds", "step"),
@@ -35,69 +37,126 @@ _MAIN = {
     "commit_ranks": ("commit", "seal", "tensors"),
     "restore_ranks": ("restore", "state"),
 }
-_SHARES = ("overhead", "idle_hooks", "fence_idle", "fence_bare", "trace_overhead", "written_share")
+_TINY = "**Made with `--tiny`: this shows that the benchmarks run. The numbers mean nothing.**"
+_COUNTS = ("state", "snapshots", "tensors")
+_STALL = "stall."
 
 
-def render(results: Sequence[Result], charts: dict[str, str]) -> str:
-    """The whole report.
+def render(results: Sequence[Result], charts: Mapping[str, str]) -> str:
+    """The whole report in Markdown.
 
     Args:
         results: in the order in which they shall appear.
-        charts: definition to the chart's file name, relative to the report.
+        charts: names of charts to files, relative to the report.
     """
-    parts = ["# Benchmarks of lightck", _origin(results)]
-    parts += ["## Where another engine wins", lost(results), "## Targets", targets(results)]
-    for result in results:
-        parts += _section(result, charts)
-    return "\n\n".join(parts) + "\n"
+    return markdown(document(results), charts)
 
 
-def _origin(results: Sequence[Result]) -> str:
-    lines = []
+def document(results: Sequence[Result]) -> list[Block]:
+    """The whole report.
+
+    Raises:
+        BenchError: two results of the same definition, on the same accelerator.
+    """
+    groups = summary.by_device(results)
+    blocks: list[Block] = []
+    for device, each in groups.items():
+        names = [result.about["definition"]["name"] for result in each]
+        for name in names:
+            if names.count(name) > 1:
+                raise BenchError(f"two results of `{name}`: a report has one of each, choose")
+        where = f", on {device or 'the CPU'}" if device or len(groups) > 1 else ""
+        blocks += [Heading(1, f"Benchmarks of lightck{where}"), *_overview(each, device)]
+        for result in each:
+            blocks += _section(result, device)
+    return blocks
+
+
+def chart(device: str, name: str) -> str:
+    """A chart's name: apart for every accelerator."""
+    words = "".join(c if c.isalnum() else "-" for c in f"{device} {name}" if c.isascii())
+    return words.strip("-").lower()
+
+
+def _overview(results: Sequence[Result], device: str) -> list[Block]:
+    blocks: list[Block] = []
     if any(result.about.get("tiny") for result in results):
-        lines += [
-            "**Made with `--tiny`: this shows that the benchmarks run. The numbers mean nothing.**",
-            "",
-        ]
+        blocks.append(Text(_TINY))
+    blocks += [Heading(2, "Where another engine wins"), lost(results)]
+    if table := summary.models(results):
+        blocks += [Heading(2, "Models"), Text(MODELS)]
+        blocks += [Chart(chart(device, "all-models"), "Extra time per snapshot"), table]
+    blocks += [Heading(2, "Targets"), *targets(results)]
+    if table := summary.intervals(results):
+        blocks += [Heading(2, "Smallest interval"), Text(_INTERVAL), table]
+    blocks += [Heading(2, "Where it was measured"), Bullets(origins(results))]
+    return blocks
+
+
+MODELS = (
+    "What a snapshot adds to the training. In parentheses: at least how many times lightck's that"
+    " is, the near end of one interval by the far end of the other. `easy`: there a plain copy of"
+    " the state costs less than a twentieth of a step."
+)
+_INTERVAL = (
+    "Steps from one snapshot to the next at which they cost at most so much of the training, by the"
+    " far ends of the intervals."
+)
+
+
+def origins(results: Sequence[Result]) -> list[str]:
+    """On what machine, in which versions, a line per combination."""
+    names: dict[str, list[str]] = {}
     for result in results:
         about, machine = result.about, result.about["machine"]
-        versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
-        memory = machine["memory_bytes"] / 2**30
-        lines.append(
-            f"- `{about['definition']['name']}`: commit {about['commit']}, {about['started']},"
-            f" {about['seconds']} s, load {about['load'][0]} at the start; {machine['cpu']},"
-            f" {machine['cores']} cores, {memory:.0f} GiB, Linux {machine['kernel']}; {versions};"
-            f" `{about['command']}`"
+        device, memory = summary.device(result), machine["memory_bytes"] / 2**30
+        words = {"python": "Python", "torch": "torch"}
+        versions = [f"{word} {about['versions'].get(key)}" for key, word in words.items()]
+        where = (
+            f"{device + ', ' if device else ''}{machine['cpu']}, {machine['cores']} cores,"
+            f" {memory:.0f} GiB, Linux {machine['kernel']}; "
+            f"{', '.join(versions)}; commit {about['commit']}, {about['started'][:10]}"
         )
-    return "\n".join(lines)
+        names.setdefault(where, []).append(f"`{about['definition']['name']}`")
+    return [f"{', '.join(each)}: {where}" for where, each in names.items()]
 
 
-def targets(results: Sequence[Result]) -> str:
+def _origin(result: Result) -> Text:
+    about = result.about
+    versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
+    return Text(
+        f"`{about['command']}`: commit {about['commit']}, {about['started']}, {about['seconds']} s,"
+        f" load {about['load'][0]} at the start; {versions}."
+    )
+
+
+def targets(results: Sequence[Result]) -> list[Block]:
     """All targets of the results, misses first, with what was found."""
     found = verdicts(results)
+    if not found:
+        return [Text("None.")]
     states = list(dict.fromkeys(verdict.state for verdict in found))
     counts = ", ".join(f"{sum(v.state == s for v in found)} {s}" for s in states)
     by_name = {result.about["definition"]["name"]: result for result in results}
     rows = [_target_row(verdict, by_name[verdict.definition]) for verdict in found]
-    return f"{counts}.\n\n" + table(["", "target", "bound", "found", "benchmark"], rows)
+    return [Text(f"{counts}."), Table(["", "target", "bound", "found", "benchmark"], rows)]
 
 
-def lost(results: Sequence[Result]) -> str:
+def lost(results: Sequence[Result]) -> Block:
     """Every row in which something else is better than lightck; or that there is none."""
-    rows = []
+    rows: list[list[str | Cell]] = []
     for result in results:
         definition = result.about["definition"]
         for model, winner, ours in rivals.lost(result):
             noise = "the intervals meet" if winner.high >= ours.low else ""
-            where = [f"`{definition['name']}`", model, winner.measure]
-            who = [winner.engine, cell(winner), ours.engine, cell(ours), noise]
-            rows.append([*where, *who])
+            rows.append([f"`{definition['name']}`", model, heading(winner.measure)])
+            rows[-1] += [winner.engine, cell(winner), ours.engine, cell(ours), noise]
     if not rows:
-        return "Nowhere among these rows."
-    return table(["benchmark", "model", "measure", "best", "", "lightck", "", ""], rows)
+        return Text("Nowhere among these rows.")
+    return Table(["benchmark", "model", "measure", "best", "", "lightck", "", ""], rows)
 
 
-def _target_row(verdict: Verdict, result: Result) -> list[str]:
+def _target_row(verdict: Verdict, result: Result) -> list[str | Cell]:
     target = verdict.target
     mark = f"**{verdict.state}**" if verdict.state == MISSED else verdict.state
     if verdict.found is None:
@@ -105,9 +164,9 @@ def _target_row(verdict: Verdict, result: Result) -> list[str]:
     else:
         low, high = verdict.found.low, verdict.found.high
         unit, measure = verdict.unit, "" if target.against else target.measure
-        text = _quantity(verdict.found.value, unit, measure)
+        text = quantity(verdict.found.value, unit, measure)
         if low != high:
-            text += f" [{_quantity(low, unit, measure)}, {_quantity(high, unit, measure)}]"
+            text += f" {bounds(low, high, unit, measure)}"
         if measure == "overhead" and (cost := result.of(target.engine, "cost_ratio")):
             text += f" at a cost ratio of {cell(cost)}"
         if measure == "overhead" and rivals.easy(result, target.engine):
@@ -117,40 +176,41 @@ def _target_row(verdict: Verdict, result: Result) -> list[str]:
     return [mark, target.row, _bound(verdict), text, f"`{verdict.definition}`"]
 
 
-def _bound(verdict: Verdict) -> str:
+def _bound(verdict: Verdict) -> str | Cell:
     target = verdict.target
-    if target.bound is None:
+    if target.bound is None or verdict.state == ABSENT:
         return ""
     unit, measure = verdict.unit, "" if target.against else target.measure
-    if verdict.state == ABSENT:
-        return ""
     sign = "<=" if target.at_most is not None else ">="
-    return f"{sign} {_quantity(target.bound, unit, measure)}"
+    return Cell(f"{sign} {quantity(target.bound, unit, measure)}", target.bound)
 
 
-def _section(result: Result, charts: dict[str, str]) -> list[str]:
+def _section(result: Result, device: str) -> list[Block]:
     definition = result.about["definition"]
-    name, kind = definition["name"], definition["kind"]
-    parts = [f"## {name}", definition["about"], _how(definition)]
-    labels = []
+    name = definition["name"]
+    blocks: list[Block] = [
+        Heading(2, name, folded=True),
+        Text(definition["about"]),
+        Text(_how(definition)),
+    ]
+    labels: list[str] = []
     groups = rivals.by_model(definition)
     for model, contenders in groups.items():
         if len(groups) > 1:
             work = {**definition["work"], **contenders[0]["work"]}
-            parts.append(f"### {model}, {work['optimizer']}, batch {work['batch']}")
+            title = f"{model}, {work['optimizer']}, batch {work['batch']}"
+            blocks.append(Heading(3, title))
         found = rivals.best_first(result, [contender["label"] for contender in contenders])
-        share = ["copy / step"] if kind in rivals.SHARING else []
-        rows = [_row(result, label, kind) for label in found]
-        parts.append(table(["engine", *_MAIN[kind], *share, "samples", "verified"], rows))
+        blocks.append(_main(result, found))
         labels += found
-    if name in charts:
-        parts.append(f"![{name}]({charts[name]})")
-    stalls = _stalls(result, labels)
-    if stalls:
-        parts.append(stalls)
-    about = {c["engine"]: engines.KINDS[c["engine"]].about for c in definition["contenders"]}
-    parts.append("\n".join(f"- {name}: {text}" for name, text in about.items()))
-    return [part for part in parts if part]
+    blocks.append(Chart(chart(device, name), name))
+    blocks += _beside(result, labels)
+    for more, title in (("state", "by state size"), ("tensors", "by number of tensors")):
+        blocks.append(Chart(chart(device, f"{name}-{more}"), f"{name} {title}"))
+    blocks += _stalls(result, labels)
+    blocks.append(Chart(chart(device, f"{name}-stalls"), f"{name}: where training waits"))
+    used = {c["engine"]: engines.KINDS.get(c["engine"]) for c in definition["contenders"]}
+    return [*blocks, Bullets([f"{key}: {kind.about}" for key, kind in used.items() if kind])]
 
 
 def _how(definition: dict[str, Any]) -> str:
@@ -172,13 +232,34 @@ def _how(definition: dict[str, Any]) -> str:
     )
 
 
-def _row(result: Result, label: str, kind: str) -> list[str]:
-    records = [result.of(label, measure) for measure in _MAIN[kind]]
-    first = records[0]
-    samples = "" if first is None else f"{len(first.samples) or 1}{', capped' * first.capped}"
-    note = _absent(result, label) if first is None else first.note
-    share = [_copy_share(result, label)] if kind in rivals.SHARING else []
-    return [label, *map(cell, records), *share, samples, note]
+def _main(result: Result, labels: Sequence[str]) -> Table:
+    kind = result.about["definition"]["kind"]
+    share = ["copy / step"] if kind in rivals.SHARING else []
+    measures = _MAIN.get(kind) or _measures(result, labels)
+    rows: list[list[str | Cell]] = []
+    for label in labels:
+        records = [result.of(label, measure) for measure in measures]
+        first = next((record for record in records if record is not None), None)
+        samples = "" if first is None else f"{len(first.samples) or 1}{', capped' * first.capped}"
+        note = _absent(result, label) if first is None else first.note
+        shares = [_copy_share(result, label)] if share else []
+        rows.append([label, *map(cell, records), *shares, samples, note])
+    return Table(["engine", *map(heading, measures), *share, "samples", "verified"], rows)
+
+
+def _measures(result: Result, labels: Sequence[str]) -> list[str]:
+    """What was measured besides stalls and counts, in the order of the records."""
+    found = (r.measure for r in result.records if r.engine in labels)
+    return [m for m in dict.fromkeys(found) if not m.startswith(_STALL) and m not in _COUNTS]
+
+
+def _beside(result: Result, labels: Sequence[str]) -> list[Block]:
+    """What else was counted of each engine: processor, memory, bytes, intervals."""
+    main = _MAIN.get(result.about["definition"]["kind"])
+    more = [m for m in _measures(result, labels) if main and m not in main]
+    rows = [[label, *(cell(result.of(label, m)) for m in more)] for label in labels]
+    rows = [row for row in rows if any(row[1:])]
+    return [Text("Beside it:"), Table(["engine", *map(heading, more)], rows)] if more else []
 
 
 def _absent(result: Result, label: str) -> str:
@@ -187,68 +268,26 @@ def _absent(result: Result, label: str) -> str:
     return "" if why is None else f"cannot run here: {' '.join(why.split()).replace('|', '/')}"
 
 
-def _copy_share(result: Result, label: str) -> str:
+def _copy_share(result: Result, label: str) -> str | Cell:
     """What a copy of the state would cost of a step, if training waited for it."""
     share = rivals.copy_share(result, label)
     if share is None:
         return ""
-    return f"{_digits(100 * share)} %" + (", easy" if share < rivals.EASY else "")
+    return Cell(f"{digits(100 * share)} %" + (", easy" if share < rivals.EASY else ""), share)
 
 
-def cell(record: Record | None) -> str:
-    """A value with its interval; nothing where nothing was measured."""
-    if record is None:
-        return ""
-    text = _quantity(record.value, record.unit, record.measure)
-    if record.low == record.high:
-        return text
-    low, high = (_quantity(x, record.unit, record.measure) for x in (record.low, record.high))
-    return f"{text} [{low}, {high}]"
+def stalls(result: Result, label: str) -> list[Record]:
+    """What training waited for in an engine, by cause."""
+    return [r for r in result.records if r.engine == label and r.measure.startswith(_STALL)]
 
 
-def _stalls(result: Result, labels: Sequence[str]) -> str:
+def _stalls(result: Result, labels: Sequence[str]) -> list[Block]:
     rows = [
-        [record.engine, record.measure.removeprefix("stall."), cell(record)]
+        [record.engine, record.measure.removeprefix(_STALL), cell(record)]
         for label in labels
-        for record in result.records
-        if record.engine == label and record.measure.startswith("stall.")
+        for record in stalls(result, label)
     ]
     if not rows:
-        return ""
-    title = "Training-thread time per snapshot, as the engine counts it:\n\n"
-    return title + table(["engine", "cause", "time"], rows)
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def _quantity(value: float, unit: str, measure: str) -> str:
-    """Three significant digits with a unit that suits; shares in percent."""
-    if math.isnan(value):
-        return "unknown"
-    if not math.isfinite(value):
-        return "unbounded" if value > 0 else "-unbounded"
-    if measure in _SHARES:
-        return f"{_digits(100 * value)} %"
-    if unit == "s":
-        for name, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-            if abs(value) >= size or name == "us":
-                return f"{_digits(value / size)} {name}"
-    if unit in _UNITS:
-        base, step = _UNITS[unit]
-        power = 0
-        while abs(value) >= step and power < 4:
-            value, power = value / step, power + 1
-        return f"{_digits(value)} {['', 'k', 'M', 'G', 'T'][power]}{base}"
-    return _digits(value)
-
-
-def _digits(value: float) -> str:
-    if value == 0:
-        return "0"
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+        return []
+    title = "Training-thread time per snapshot inside the engine:"
+    return [Text(title), Table(["engine", "cause", "time"], rows)]

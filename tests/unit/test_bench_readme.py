@@ -71,23 +71,6 @@ def test_whoever_wins_stands_first_in_readme() -> None:
     assert 0 < text.index("\n| torch.save tmpfs |") < text.index("\n| lightck |")
 
 
-def test_models_stand_apart_in_readme() -> None:
-    result = record.read(_SAMPLE)
-    given = result.about["definition"]
-    models = ("vgg16", "gpt2")
-    contenders = [
-        {**c, "label": f"{model} {c['label']}", "work": {"model": model}}
-        for model in models
-        for c in given["contenders"]
-    ]
-    records = [replace(r, engine=f"{m} {r.engine}") for m in models for r in result.records]
-    changed = {**given, "name": "essential", "contenders": contenders}
-    text = readme.render([replace(_saying(result, definition=changed), records=records)])
-    order = [f"\n| {m} {e} |" for m in models for e in ("torch.save tmpfs", "lightck")]
-    places = [text.index(each) for each in order]
-    assert places == sorted(places)
-
-
 def test_a_toy_s_numbers_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readme, "RESULTS", tmp_path / "results")
     record.write(record.read(_SAMPLE), tmp_path / "good.parquet")

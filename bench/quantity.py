@@ -1,0 +1,79 @@
+"""Numbers in words: three digits, a unit that suits, the interval in brackets."""
+
+from __future__ import annotations
+
+import math
+
+from bench.document import Cell
+from bench.record import Record
+
+SHARES = ("overhead", "idle_hooks", "fence_idle", "fence_bare", "trace_overhead", "written_share")
+_WORDS = {
+    "extra": "extra per snapshot",
+    "cost_ratio": "of a plain copy",
+    "cost_ratio_alone": "of a copy by one rank",
+    "overhead": "of a step",
+    "step": "step without",
+    "sync_copy": "plain copy",
+    "interval": "interval",
+    "interval_1pct_steps": "interval within 1 %",
+    "interval_5pct_steps": "interval within 5 %",
+    "spacing_steps": "measured at",
+    "busy_steps": "busy for",
+    "stall_s": "stall",
+    "cpu_s": "CPU time",
+    "extra_dram": "extra DRAM",
+    "extra_dram_bytes": "extra DRAM",
+    "written_bytes": "written",
+}
+
+
+def heading(measure: str) -> str:
+    """What stands above a measure's column."""
+    return _WORDS.get(measure, measure.replace("_", " "))
+
+
+def cell(record: Record | None) -> Cell | str:
+    """A value with its interval; nothing where nothing was measured."""
+    if record is None:
+        return ""
+    text = quantity(record.value, record.unit, record.measure)
+    if record.low == record.high:
+        return Cell(text, record.value)
+    return Cell(text, record.value, bounds(record.low, record.high, record.unit, record.measure))
+
+
+def bounds(low: float, high: float, unit: str, measure: str) -> str:
+    """An interval."""
+    return f"[{quantity(low, unit, measure)}, {quantity(high, unit, measure)}]"
+
+
+def quantity(value: float, unit: str, measure: str = "") -> str:
+    """Three significant digits with a unit that suits; shares in percent."""
+    if math.isnan(value):
+        return "unknown"
+    if not math.isfinite(value):
+        return "unbounded" if value > 0 else "-unbounded"
+    if measure in SHARES:
+        return f"{digits(100 * value)} %"
+    if measure.endswith("_steps") or measure == "interval":
+        return f"{value:,.0f} step{'s' * (value != 1)}"
+    if unit == "s":
+        for name, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+            if abs(value) >= size or name == "us":
+                return f"{digits(value / size)} {name}"
+    if unit in ("B", "B/s"):
+        power = 0
+        while abs(value) >= 1000 and power < 4:
+            value, power = value / 1000, power + 1
+        return f"{digits(value)} {['', 'k', 'M', 'G', 'T'][power]}{unit}"
+    return digits(value)
+
+
+def digits(value: float) -> str:
+    """Three of them, or all before the point."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"

@@ -1,0 +1,183 @@
+"""Tables across definitions: models beside each other, and how often a snapshot may be taken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench import rivals
+from bench.document import Cell, Table
+from bench.quantity import cell, digits, quantity
+from bench.record import Record, Result
+from bench.statistics import Estimate, ratio
+
+_SAVING = ("training", "device_training")  # kinds with a snapshot every step, on one rank
+_WITHIN = {"interval_1pct_steps": "1 %", "interval_5pct_steps": "5 %", "interval": "2 %"}
+_OURS, _NOBODY = "lightck", "none"
+
+
+def device(result: Result) -> str:
+    """The accelerator that trained, by its name, or what stood for one; empty for the CPU."""
+    name = str(result.about["definition"]["work"].get("device", ""))
+    if name in ("", "cpu"):
+        return ""
+    if name.startswith("cuda"):
+        return str(result.about["machine"].get("gpu", "a GPU that is not named"))
+    return f"an emulated {name.upper()}"
+
+
+def by_device(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """What was trained where; the CPU first. Numbers of two of them share no table."""
+    found: dict[str, list[Result]] = {}
+    for result in sorted(results, key=lambda each: device(each) != ""):
+        found.setdefault(device(result), []).append(result)
+    return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """The engines of one definition that train the same.
+
+    Attributes:
+        name: of the model, as the labels have it.
+        result: of the definition.
+        labels: each engine's name without the model, to its label.
+        engines: the same to the kind of engine.
+    """
+
+    name: str
+    result: Result
+    labels: Mapping[str, str]
+    engines: Mapping[str, str]
+
+    @property
+    def ours(self) -> str | None:
+        """The first of lightck's rows: that with its defaults."""
+        return next((n for n, engine in self.engines.items() if engine == _OURS), None)
+
+    def of(self, name: str, measure: str) -> Record | None:
+        """The record of an engine by its short name."""
+        return self.result.of(self.labels[name], measure) if name in self.labels else None
+
+
+def rows(result: Result) -> Iterator[Row]:
+    """A row per model of a definition."""
+    for model, contenders in rivals.by_model(result.about["definition"]).items():
+        words = [contender["label"].split(" ") for contender in contenders]
+        common = os.path.commonprefix([each[:-1] for each in words]) if len(words) > 1 else []
+        names = [" ".join(each[len(common) :]) for each in words]
+        yield Row(
+            " ".join(common) or model,
+            result,
+            dict(zip(names, (c["label"] for c in contenders), strict=True)),
+            dict(zip(names, (c["engine"] for c in contenders), strict=True)),
+        )
+
+
+def models(results: Sequence[Result]) -> Table | None:
+    """Models against engines: what a snapshot adds to the training, and how much that is.
+
+    Of the definitions that compare several models and of their companions (`essential`,
+    `essential-bert`); None where there is none.
+    """
+    found = compared(results)
+    names = list(dict.fromkeys(name for row in found for name in row.labels))
+    peers = [
+        n for n in names if any(row.engines.get(n) not in (_OURS, _NOBODY, None) for row in found)
+    ]
+    if not found or not peers:
+        return None
+    head = ["model", "state", "copy / step", _OURS, "of a plain copy", *peers]
+    return Table(head, [_against(row, peers) for row in found])
+
+
+def compared(results: Sequence[Result]) -> list[Row]:
+    """The rows of the table of models, the smallest state first."""
+    saving = [r for r in results if r.about["definition"]["kind"] in _SAVING]
+    several = {r.about["definition"]["name"]: set(rivals.by_model(_given(r))) for r in saving}
+    several = {name: known for name, known in several.items() if len(known) > 1}
+    found = [
+        row
+        for result in saving
+        for row in rows(result)
+        if row.ours is not None
+        and row.of(row.ours, "extra") is not None
+        and _belongs(_given(result)["name"], set(rivals.by_model(_given(result))), several)
+    ]
+    return sorted(found, key=lambda row: _value(row, "state"))
+
+
+def _belongs(name: str, known: set[str], several: Mapping[str, set[str]]) -> bool:
+    """Whether a definition has several models, or adds one to another of which it has the name."""
+    return any(
+        name == other or (name.startswith(other) and not known & there)
+        for other, there in several.items()
+    )
+
+
+def _given(result: Result) -> Mapping[str, Any]:
+    given: Mapping[str, Any] = result.about["definition"]
+    return given
+
+
+def _value(row: Row, measure: str) -> float:
+    record = row.of(row.ours or "", measure)
+    return 0.0 if record is None else record.value
+
+
+def _against(row: Row, peers: Sequence[str]) -> list[str | Cell]:
+    assert row.ours is not None
+    ours = row.of(row.ours, "extra")
+    share = rivals.copy_share(row.result, row.labels[row.ours])
+    cells: list[str | Cell] = [row.name, cell(row.of(row.ours, "state"))]
+    cells.append("" if share is None else Cell(f"{digits(100 * share)} %", share))
+    if share is not None and share < rivals.EASY:
+        cells[-1] = Cell(f"{digits(100 * share)} %", share, "easy")
+    best = min((r for p in peers if (r := row.of(p, "extra"))), key=lambda r: r.value, default=ours)
+    cells += [cell(ours), cell(row.of(row.ours, "cost_ratio"))]
+    for peer in peers:
+        record = row.of(peer, "extra")
+        if record is None or ours is None:
+            absent = row.result.about.get("absent", {})
+            cells.append("cannot run here" if row.labels.get(peer) in absent else "")
+            continue
+        text = quantity(record.value, record.unit)
+        wins = record is best and record.value < ours.value
+        cells.append(Cell(f"**{text}**" if wins else text, record.value, times(record, ours)))
+    return cells
+
+
+def times(theirs: Record, ours: Record) -> str:
+    """How many times ours theirs is at least: their interval's near end by the far one of ours."""
+    found = ratio(
+        Estimate(theirs.value, theirs.low, theirs.high), Estimate(ours.value, ours.low, ours.high)
+    )
+    if found.low != found.low or theirs.low <= 0:
+        return "(not told apart)"
+    return f"(>= {digits(found.low)} x)" if found.low != float("inf") else "(any times)"
+
+
+def intervals(results: Sequence[Result]) -> Table | None:
+    """Models against engines: how often a snapshot may be taken; None where that is not known.
+
+    What stands there is the far end of each interval, so that it is enough.
+    """
+    found = [
+        row for row in compared(results) if any(row.of(n, m) for n in row.labels for m in _WITHIN)
+    ]
+    names = dict.fromkeys(n for row in found for n, e in row.engines.items() if e != _NOBODY)
+    if not found:
+        return None
+    return Table(
+        ["model", *names], [[row.name, *(_within(row, n) for n in names)] for row in found]
+    )
+
+
+def _within(row: Row, name: str) -> str | Cell:
+    known = [(r, share) for m, share in _WITHIN.items() if (r := row.of(name, m)) is not None]
+    if not known:
+        return ""
+    words = [f"{quantity(r.high, r.unit, r.measure)} within {share}" for r, share in known]
+    return Cell(words[0], known[0][0].high, "".join(f"({word})" for word in words[1:]))

@@ -1,0 +1,335 @@
+"""Charts, the page and the tables across definitions: from any files, always the same bytes."""
+
+from __future__ import annotations
+
+import html.parser
+import os
+import re
+import subprocess
+import sys
+import xml.dom.minidom
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import charts, cli, document, page, readme, record, report, summary
+from bench.place import ROOT
+from bench.record import Record, Result
+
+_SAMPLE = ROOT / "tests" / "data" / "bench" / "sample.parquet"
+_MODELS = {"ResNet-18": ("resnet18", 9e7), "VGG-16": ("vgg16", 1e9), "GPT-2": ("gpt2", 1.5e9)}
+_COSTS = {"lightck": 0.002, "torch.save": 0.08, "checkfreq": 0.05}
+
+
+@pytest.fixture
+def drawing() -> None:
+    """Skips where nothing can be drawn."""
+    pytest.importorskip("matplotlib", reason="SKIPPED: no matplotlib, pip install '.[bench]'")
+
+
+def _records(label: str, state: float, **values: float) -> list[Record]:
+    units = {"extra": "s", "step": "s", "sync_copy": "s", "state": "B"}
+    found = [
+        Record(label, measure, units.get(measure, ""), x, 0.9 * x, 1.1 * x)
+        for measure, x in values.items()
+    ]
+    return [*found, Record(label, "state", "B", state, state, state)]
+
+
+def _essential(costs: dict[str, float] = _COSTS, **changes: object) -> Result:
+    """Three models and three engines, every cost in proportion to the state."""
+    about = record.read(_SAMPLE).about
+    given = about["definition"]
+    some = given["contenders"][0]
+    contenders, records = [], []
+    for name, (model, state) in _MODELS.items():
+        for engine, cost in costs.items():
+            label = f"{name} {engine}"
+            work = {"model": model}
+            contenders.append({**some, "label": label, "engine": engine, "work": work})
+            values = {"extra": cost * state / 1e9, "cost_ratio": 10 * cost, "step": state / 1e9}
+            copy = 0.1 * state / 1e9 if model != "vgg16" else 0.01
+            steps = {"interval_1pct_steps": 8 + cost, "interval_5pct_steps": 2 + cost}
+            records += _records(label, state, **values, sync_copy=copy, **steps)
+    new = {**given, "name": "essential", "contenders": contenders, "targets": []}
+    return Result({**about, "definition": {**new, **changes}}, records)
+
+
+def _on_a_gpu() -> Result:
+    """The same three models, as a GPU's results are stored."""
+    found = _essential(
+        name="gpu-models", kind="device_training", work={**_work(), "device": "cuda"}
+    )
+    machine = {**found.about["machine"], "gpu": "Example H100"}
+    return replace(found, about={**found.about, "machine": machine})
+
+
+def _work() -> dict[str, object]:
+    work: dict[str, object] = record.read(_SAMPLE).about["definition"]["work"]
+    return work
+
+
+def _files(folder: Path, *results: Result) -> list[str]:
+    paths = [folder / f"{result.about['definition']['name']}.parquet" for result in results]
+    for result, path in zip(results, paths, strict=True):
+        record.write(result, path)
+    return [str(path) for path in paths]
+
+
+# ---- the same bytes ------------------------------------------------------------------------------
+
+
+def test_report_page_and_charts_of_stored_files_are_the_same_byte_for_byte(
+    drawing: None, tmp_path: Path
+) -> None:
+    files = _files(tmp_path, _essential(), _recovery(), _on_a_gpu(), record.read(_SAMPLE))
+    worlds = [{"PYTHONHASHSEED": "1", "TZ": "UTC"}, {"PYTHONHASHSEED": "2", "TZ": "Asia/Tokyo"}]
+    made = []
+    for number, world in enumerate(worlds):
+        out = tmp_path / str(number)
+        command = [sys.executable, "-m", "bench", "report", *files, "-o", str(out / "report.md")]
+        environment = {**os.environ, **world}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        made.append({file.name: file.read_bytes() for file in out.iterdir()})
+    assert made[0] == made[1]
+    assert {"report.md", "report.html", "report-all-models.png"} <= made[0].keys()
+    xml.dom.minidom.parseString(made[0]["report-all-models.svg"])
+    assert made[0]["report-sample.png"].startswith(b"\x89PNG")
+
+
+# ---- charts --------------------------------------------------------------------------------------
+
+
+def _recovery() -> Result:
+    about = record.read(_SAMPLE).about
+    given = about["definition"]
+    parts = {"recovery": 0.6, "detected": 0.1, "saved": 0.2, "ended": 0.1, "restart": 0.2}
+    new = {**given, "name": "recovery", "kind": "recovery", "targets": []}
+    records = [Record("lightck", m, "s", x, x, x) for m, x in parts.items()]
+    return Result({**about, "definition": new}, records)
+
+
+def test_every_chart_is_drawn_that_there_are_rows_for(drawing: None) -> None:
+    drawn = charts.drawn([_essential(), _recovery(), record.read(_SAMPLE)])
+    assert set(drawn) == {
+        *("all-models", "essential", "essential-state", "recovery", "sample", "sample-stalls")
+    }
+    assert "detected" in drawn["recovery"].svg and "500 MB" in drawn["essential-state"].svg
+    assert all(name in drawn["all-models"].svg for name in (*_MODELS, *_COSTS))
+
+
+def test_charts_cope_with_rows_that_are_not_there_yet(drawing: None) -> None:
+    whole = _essential()
+    assert charts.drawn([replace(whole, records=[])]) == {}
+    assert charts.drawn([replace(_recovery(), records=[])]) == {}
+    for gone in _COSTS:
+        records = [r for r in whole.records if not r.engine.endswith(gone)]
+        drawn = charts.drawn([replace(whole, records=records)])
+        assert "essential" in drawn
+        text = report.render([replace(whole, records=records)], {})
+        assert f"| GPT-2 {gone} |" in text, "it has its row, an empty one"
+    unbounded = [replace(r, low=-float("inf"), high=float("inf")) for r in whole.records]
+    assert "all-models" in charts.drawn([replace(whole, records=unbounded)])
+
+
+def test_a_chart_brings_nothing_from_elsewhere_into_its_page(drawing: None) -> None:
+    for name, drawing_ in charts.drawn([_essential(), _recovery()]).items():
+        assert drawing_.svg.startswith("<svg"), name
+        assert "<metadata" not in drawing_.svg and "DejaVu" not in drawing_.svg
+        left = re.findall(r"#[0-9a-f]{6}(?!\))", drawing_.svg)
+        assert not set(left) - {"#ffffff", "#000000"}, "colours that dark readers would not see"
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+class _Reader(html.parser.HTMLParser):
+    """Checks that elements are closed in order; notes what is looked up elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elsewhere: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        for key, value in attrs:
+            if key in ("src", "href", "xlink:href", "action") and not str(value).startswith("#"):
+                self.elsewhere.append(f"{tag} {key}={value}")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def _page(*results: Result) -> tuple[str, _Reader]:
+    svg = {name: drawing.svg for name, drawing in charts.drawn(results).items()}
+    text = page.page(report.document(results), svg)
+    reader = _Reader()
+    reader.feed(text)
+    assert reader.open == []
+    return text, reader
+
+
+def test_the_page_needs_nothing_but_itself_and_fits_its_reader(drawing: None) -> None:
+    text, reader = _page(_essential(), record.read(_SAMPLE))
+    assert reader.elsewhere == [] and "@import" not in text and "url(http" not in text
+    assert reader.seen.count("svg") == 5
+    assert 'name="viewport"' in text and "prefers-color-scheme:dark" in text
+
+
+def test_losses_stand_before_targets_on_the_page(drawing: None) -> None:
+    text, _ = _page(record.read(_SAMPLE))
+    lost = text.index("Where another engine wins")
+    assert lost < text.index("<td>torch.save tmpfs</td>") < text.index(">missed</span>")
+    assert text.index(">missed</span>") < text.index(">met</span>")
+
+
+def test_what_a_definition_says_cannot_become_markup() -> None:
+    blocks = [
+        document.Heading(1, "a <b>"),
+        document.Table(["<i>"], [["<script>x</script>"], [document.Cell("&", 1.0, "<u>")]]),
+        document.Text("`<x>` **<y>**"),
+    ]
+    text = page.page(blocks, {})
+    body = text.partition("<main>")[2].partition("</main>")[0]
+    assert not re.search(r"<(b|i|u|x|y|script)>", body)
+    assert "<code>&lt;x&gt;</code> <strong>&lt;y&gt;</strong>" in text
+
+
+def test_tables_can_be_sorted_by_value_and_not_by_its_unit(drawing: None) -> None:
+    text, _ = _page(_essential())
+    assert '<td class="n" data-v="0.12">120 ms' in text and 'data-v="0.00018">180 us' in text
+
+
+# ---- across definitions --------------------------------------------------------------------------
+
+
+def _cells(table: document.Table | None, model: str) -> list[str]:
+    assert table is not None
+    return next(list(map(str, row)) for row in table.rows if row[0] == model)
+
+
+def test_models_stand_beside_each_other_with_the_least_ratio_to_lightck() -> None:
+    table = summary.models([_essential()])
+    assert table is not None and [str(row[0]) for row in table.rows] == list(_MODELS)
+    assert table.head[-2:] == ["torch.save", "checkfreq"]
+    cells = _cells(table, "GPT-2")
+    assert cells[3] == "3.00 ms [2.70 ms, 3.30 ms]"
+    assert cells[-2:] == ["120 ms (>= 32.7 x)", "75.0 ms (>= 20.5 x)"], "near end by far end"
+    assert _cells(table, "VGG-16")[2] == "1.00 % easy"
+
+
+def test_a_model_that_a_peer_wins_is_marked() -> None:
+    table = summary.models([_essential({**_COSTS, "checkfreq": 0.001})])
+    assert _cells(table, "GPT-2")[-1] == "**1.50 ms** (>= 0.409 x)"
+    assert _cells(table, "GPT-2")[-2].startswith("120 ms")
+
+
+def test_what_cannot_be_told_apart_gets_no_ratio() -> None:
+    whole = _essential()
+    noise = [
+        replace(r, low=-1.0) if r.engine.endswith("torch.save") and r.measure == "extra" else r
+        for r in whole.records
+    ]
+    assert _cells(summary.models([replace(whole, records=noise)]), "GPT-2")[-2].endswith(
+        "(not told apart)"
+    )
+    free = [
+        replace(r, value=-0.01, low=-0.02, high=-0.001)
+        if r.engine.endswith("lightck") and r.measure == "extra"
+        else r
+        for r in whole.records
+    ]
+    found = _cells(summary.models([replace(whole, records=free)]), "GPT-2")
+    assert found[-2] == "120 ms (any times)"
+
+
+def test_a_companion_adds_the_model_that_is_only_there() -> None:
+    whole = _essential()
+    given = whole.about["definition"]
+    kept = [c for c in given["contenders"] if c["label"].startswith("GPT-2")]
+    more = [{**c, "label": c["label"].replace("GPT-2", "BERT"), "work": {}} for c in kept]
+    bert = {**given, "name": "essential-bert", "contenders": more}
+    bert["work"] = {**given["work"], "model": "bert-large"}
+    records = [
+        replace(r, engine=r.engine.replace("GPT-2", "BERT"))
+        for r in whole.records
+        if r.engine.startswith("GPT-2")
+    ]
+    companion = Result({**whole.about, "definition": bert}, records)
+    same = {**bert, "name": "essential-stress", "work": {**given["work"], "model": "gpt2"}}
+    again = Result({**whole.about, "definition": same}, records)
+    table = summary.models([whole, companion, again])
+    assert table is not None
+    assert [str(row[0]) for row in table.rows] == [*_MODELS, "BERT"]
+    assert summary.models([companion, record.read(_SAMPLE)]) is None
+
+
+def test_the_smallest_intervals_stand_in_a_table() -> None:
+    text = report.render([_essential()], {})
+    first = text.index("## Smallest interval")
+    assert "| GPT-2 | 9 steps within 1 % (2 steps within 5 %) | 9 steps" in text[first:]
+    assert summary.intervals([record.read(_SAMPLE)]) is None
+
+
+def test_readme_shows_the_models_once_they_are_stored() -> None:
+    text = readme.render([_essential(), record.read(_SAMPLE)])
+    assert "| GPT-2 | 1.50 GB | 10.0 % | 3.00 ms [2.70 ms, 3.30 ms] |" in text
+    assert "copy / step" not in readme.render([record.read(_SAMPLE)])
+
+
+# ---- accelerators --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rendered", [lambda r: report.render(r, {}), readme.render])
+def test_results_of_a_gpu_never_share_a_table_with_those_of_a_cpu(rendered: object) -> None:
+    assert callable(rendered)
+    text = rendered([_on_a_gpu(), _essential()])
+    cpu, name, gpu = text.partition("n Example H100")
+    assert name and "n the CPU" in cpu and "gpu-models" not in cpu
+    assert "essential" not in gpu
+    assert cpu.count("| GPT-2 | 1.50 GB |") == gpu.count("| GPT-2 | 1.50 GB |") == 1
+
+
+def test_what_is_emulated_is_said_to_be_and_stands_apart() -> None:
+    emulated = _essential(name="emulated-v100", work={**_work(), "device": "v100"})
+    text = report.render([emulated, _essential()], {})
+    first = text.index("# Benchmarks of lightck, on an emulated V100")
+    assert "emulated" not in text[:first] and "`essential`" not in text[first:]
+
+
+def test_charts_of_a_gpu_are_apart(drawing: None) -> None:
+    drawn = charts.drawn([_on_a_gpu(), _essential()])
+    assert {
+        "all-models",
+        "example-h100-all-models",
+        "example-h100-gpu-models-state",
+    } <= drawn.keys()
+    files = {name: f"{name}.png" for name in drawn}
+    text = report.render([_on_a_gpu(), _essential()], files)
+    assert all(f"({file})" in text for file in files.values()), "each chart has its place"
+
+
+def test_a_kind_that_the_report_does_not_know_is_shown_with_all_its_measures() -> None:
+    text = report.render([_essential(kind="something new")], {})
+    assert "| engine | extra per snapshot | of a plain copy | step without | plain copy |" in text
+
+
+def test_the_command_says_where_it_wrote(
+    drawing: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = _files(tmp_path, _essential())
+    assert cli.main(["report", *files, "-o", str(tmp_path / "out" / "x.md"), "--no-charts"]) == 0
+    told = capsys.readouterr().out.split()
+    assert told == [str(tmp_path / "out" / "x.md"), str(tmp_path / "out" / "x.html")]
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["x.html", "x.md"]
+    assert "<svg" not in (tmp_path / "out" / "x.html").read_text()
