@@ -37,8 +37,8 @@ OUT = build/native
 TESTING = $(abspath $(OUT)/lightck-testing.so)
 CROSS = aarch64-linux-gnu-gcc
 
-.PHONY: help venv demo test lint bench bench-record bench-micro native-test crash asan tsan
-.PHONY: pmem-guest kill fuzz
+.PHONY: help venv demo test lint bench bench-full bench-record bench-micro
+.PHONY: native-test crash asan tsan pmem-guest kill fuzz
 .PHONY: soak clean gpu-check
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -86,18 +86,20 @@ soak: venv native-test crash order kill fuzz ## Run the long tests
 
 BENCH_STAMP = $(VENV)/.lightck-bench-installed
 
-$(BENCH_STAMP): $(STAMP)
-	$(PIP) -e '.[cli,test,lint,bench]'
+$(BENCH_STAMP): $(STAMP) bench/pyproject.toml
+	$(PIP) -e '.[cli,test,lint,bench]' -e bench
 	touch $@
 
 # On an idle machine: numbers measured beside other work mean little. BENCH='stress idle' runs these.
 BENCH =
-bench: $(BENCH_STAMP) ## Measure lightck and its peers, the essential rows; report in build/bench
-	$(BIN)/python -m bench run $(BENCH)
-	$(BIN)/python -m bench report -o build/bench/report.md
-	@echo build/bench/report.md
+bench: $(BENCH_STAMP) ## Measure lightck and its peers in minutes; report in build/bench
+	$(BIN)/lightck-bench run $(BENCH)
+	$(BIN)/lightck-bench report -o build/bench/report.md
 
-# What README shows: the newest results and one traced run. On an idle machine, after `make bench`.
+bench-full: $(BENCH_STAMP) ## Measure everything, in hours
+	$(MAKE) --no-print-directory bench BENCH=--full
+
+# What README shows: the newest results and one traced run. On an idle machine, after `make bench-full`.
 bench-record: $(BENCH_STAMP) ## Store the results of build/bench, draw and render them into README
 	$(BIN)/python -m bench picture
 	$(BIN)/python -m bench readme --take
@@ -325,6 +327,6 @@ $(OUT)/lightck-testing.so: $(SOURCES:native/src/%.c=$(OUT)/plain/%.o)
 	$(CC) -shared -pthread -o $@ $^
 
 clean: ## Remove everything that was built, .venv included
-	rm -rf $(VENV) build dist *.egg-info lightck/_native*.so
+	rm -rf $(VENV) build dist *.egg-info bench/*.egg-info lightck/_native*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

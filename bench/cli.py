@@ -1,4 +1,4 @@
-"""`python -m bench`: list, run, report, and what README shows."""
+"""`python -m bench`, or `lightck-bench`: list, run, report, and what README shows."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ from bench.place import BUILD
 _EXAMPLES = """\
 examples:
   python -m bench list                          what there is
-  python -m bench run stress                    one definition, minutes
+  python -m bench run                           the essential ones, minutes
+  python -m bench run --full                    all of them, hours
+  python -m bench run stress                    one definition
   python -m bench run stress --engines lightck,torch.save
-  python -m bench run --tiny                    all of them on a toy: does everything work?
+  python -m bench run --full --tiny             all of them on a toy: does everything work?
   python -m bench report -o report.md           with report.html, from the newest results
   python -m bench report build/bench/stress.parquet -o stress.md
   python -m bench readme --take                 store the results, render README from them
@@ -59,10 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _program() -> str:
+    """As it was called."""
+    name = Path(sys.argv[0]).name
+    return name if name == "lightck-bench" else "python -m bench"
+
+
 def _parser() -> argparse.ArgumentParser:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m bench",
+        prog=_program(),
         description="Measure lightck and what people use instead, honestly.",
         epilog=_EXAMPLES,
         formatter_class=shape,
@@ -73,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     each = commands.add_parser(
         "run", help="run definitions and store results", epilog=_EXAMPLES, formatter_class=shape
     )
-    each.add_argument("definitions", nargs="*", help="names or TOML files; none: all")
+    each.add_argument("definitions", nargs="*", help="names or TOML files; none: essential")
+    each.add_argument("--full", action="store_true", help="all definitions there are")
     each.add_argument("--tiny", action="store_true", help="toy model, two samples: a smoke test")
     each.add_argument("--engines", help="labels separated by commas; the others are left out")
     each.add_argument("--out", type=Path, default=BUILD, help="folder for results (%(default)s)")
@@ -113,7 +122,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    chosen = [definition.load(n) for n in arguments.definitions or definition.names()]
+    chosen = [definition.load(name) for name in _chosen(arguments)]
     if arguments.engines:
         chosen = [_only(each, arguments.engines.split(",")) for each in chosen]
     if arguments.tiny:
@@ -138,6 +147,15 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _chosen(arguments: argparse.Namespace) -> list[str]:
+    names: list[str] = arguments.definitions
+    if names and arguments.full:
+        raise BenchError(
+            f"--full runs all definitions, not {' '.join(names)}: give one or the other"
+        )
+    return names or (definition.names() if arguments.full else definition.essential())
+
+
 def _only(whole: definition.Definition, labels: list[str]) -> definition.Definition:
     """The definition with some of its engines; targets of the others stay, as not run."""
     known = [contender.label for contender in whole.contenders]
@@ -150,6 +168,7 @@ def _only(whole: definition.Definition, labels: list[str]) -> definition.Definit
 
 def _command(arguments: argparse.Namespace) -> str:
     words = ["python", "-m", "bench", "run", *arguments.definitions]
+    words += ["--full"] if arguments.full else []
     words += ["--tiny"] if arguments.tiny else []
     words += ["--engines", arguments.engines] if arguments.engines else []
     return shlex.join(words)

@@ -13,7 +13,7 @@ from cffi import FFI
 import lightck
 from bench.errors import BenchError
 
-ABI = 8  # of the declarations below, a part of native/include/lightck.h
+ABI = 9  # of the declarations below, a part of native/include/lightck.h
 _SLOT = 0
 _PAGE = 4096  # extents start on pages, as large ones do in lightck
 
@@ -27,7 +27,7 @@ typedef struct { uint64_t offset, length, slot_bytes; } lck_segment;
 typedef struct { uint64_t timeline, sequence; } lck_branch;
 typedef struct { uint8_t uuid[16], run_id[16]; uint32_t format_version, rank, world, slot_count;
   uint32_t medium, granularity, page_bytes, latched; uint64_t size, generation, created_ns;
-  uint64_t journal_offset, journal_length, timeline, suspect; const void *base;
+  uint64_t journal_offset, journal_length, timeline, suspect; const void *base; void *device;
   uint32_t segment_count, lineage_count; lck_segment segments[16];
   lck_branch lineage[16]; } lck_region_info;
 typedef struct { uint32_t threads, chunk_bytes, idle, moments; } lck_pool_spec;

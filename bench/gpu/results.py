@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench import machine, record, report, rivals
+from bench import document, machine, quantity, record, report, rivals
 from bench.definition import Definition
 from bench.errors import BenchError
 from bench.gpu import tree
@@ -100,8 +100,8 @@ def render(out: Path, kept: Mapping[str, Any]) -> str:
     rows = [
         [p["part"], p["state"], f"{p['seconds']:.0f} s", _line(p["why"])] for p in kept["parts"]
     ]
-    parts = report.table(["part", "", "took", ""], rows)
-    return f"# make gpu-check on {kept['device']}\n\n{parts}\n\n{tables(found_in(out))}\n"
+    parts = document.markdown([document.Table(["part", "", "took", ""], rows)], {})
+    return f"# make gpu-check on {kept['device']}\n\n{parts}\n{tables(found_in(out)).rstrip()}\n"
 
 
 def _line(text: str) -> str:
@@ -112,33 +112,33 @@ def tables(results: Sequence[Result]) -> str:
     """Machine, targets and what every engine reached; the same bytes for the same results."""
     if not results:
         return _NOTHING
-    parts = [_toys(results), _origin(results), report.targets(results)]
+    blocks: list[document.Block] = [*_toys(results), _origin(results), *report.targets(results)]
     for result in results:
         kind = result.about["definition"]["kind"]
         for model, contenders in rivals.by_model(result.about["definition"]).items():
             rows = [_row(result, each["label"], _MEASURES[kind]) for each in contenders]
             shown = [row for row in rows if any(row[1:])]
             if shown:
-                head = f"`{result.about['definition']['name']}`, {model}:"
-                columns = ["", *_MEASURES[kind], "how"]
-                parts.append(f"{head}\n\n{report.table(columns, shown)}")
-    return "\n\n".join(part for part in parts if part)
+                name = result.about["definition"]["name"]
+                blocks.append(document.Text(f"`{name}`, {model}:"))
+                blocks.append(document.Table(["", *_MEASURES[kind], "how"], shown))
+    return document.markdown(blocks, {})
 
 
-def _toys(results: Sequence[Result]) -> str:
+def _toys(results: Sequence[Result]) -> list[document.Block]:
     toys = any(result.about["tiny"] for result in results)
-    return "**Made with toys on a CPU: the numbers mean nothing.**" if toys else ""
+    return [document.Text("**Made with toys on a CPU: the numbers mean nothing.**")] if toys else []
 
 
-def _row(result: Result, label: str, measures: Sequence[str]) -> list[str]:
+def _row(result: Result, label: str, measures: Sequence[str]) -> list[str | document.Cell]:
     records = [result.of(label, measure) for measure in measures]
     notes = [each.note for each in records if each is not None and each.note]
     why = result.about["absent"].get(label, "")
     how = notes[-1] if notes else ""
-    return [label, *map(report.cell, records), _line(why.strip().rpartition("\n")[2] or how)]
+    return [label, *map(quantity.cell, records), _line(why.strip().rpartition("\n")[2] or how)]
 
 
-def _origin(results: Sequence[Result]) -> str:
+def _origin(results: Sequence[Result]) -> document.Bullets:
     lines: dict[str, list[str]] = {}
     for result in results:
         about, where = result.about, result.about["machine"]
@@ -150,7 +150,7 @@ def _origin(results: Sequence[Result]) -> str:
             f" {about['commit']}, {about['started'][:10]}"
         )
         lines.setdefault(text, []).append(f"`{about['definition']['name']}`")
-    return "\n".join(f"- {', '.join(names)}: {text}" for text, names in lines.items())
+    return document.Bullets([f"{', '.join(names)}: {text}" for text, names in lines.items()])
 
 
 def take(folder: Path) -> list[Path]:

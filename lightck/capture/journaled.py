@@ -202,10 +202,10 @@ class Journaled:
     def fenced(self, step: int) -> None:
         """An update begins: write what the end of `step`, which it completes, will have as it is.
 
-        For survivors of a process that is killed inside it. Touches nothing that is kept of the
-        last step.
+        For survivors of a process that is killed inside it; nothing where there are none. Touches
+        nothing that is kept of the last step.
         """
-        if not self._writes:
+        if not (self._writes and self.peers):
             return
         with self._once:
             with users_code():

@@ -222,10 +222,9 @@ class Recorder:
 
     def _fenced(self) -> None:
         """The first update of the iteration is about to change something."""
-        kept = self.journaled
-        if self.enabled and self.settled and kept is not None and kept.peers:
+        if self.enabled and self.settled and self.journaled is not None:
             with self.stalls.of("fence"), self.lock:
-                kept.fenced(self.steps.step + 1)
+                self.journaled.fenced(self.steps.step + 1)
 
     def left_off(self) -> None:
         """An exception leaves the iteration: others may make the update that this rank does not."""
