@@ -37,7 +37,7 @@ OUT = build/native
 TESTING = $(abspath $(OUT)/lightck-testing.so)
 CROSS = aarch64-linux-gnu-gcc
 
-.PHONY: help venv demo test lint bench bench-full bench-record bench-micro
+.PHONY: help venv demo test lint bench bench-full bench-record bench-micro bench-compare
 .PHONY: native-test crash asan tsan pmem-guest kill fuzz
 .PHONY: soak clean gpu-check
 .DELETE_ON_ERROR:
@@ -107,6 +107,13 @@ bench-record: $(BENCH_STAMP) ## Store the results of build/bench, draw and rende
 bench-micro: $(BENCH_STAMP) ## Measure copies, submitting, completing and the step boundary
 	@mkdir -p build/bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench/micro --benchmark-json build/bench/micro.json
+
+# Both in turn, so that a noisy machine hits both; ROUNDS of each.
+BASE =
+ROUNDS = 5
+bench-compare: $(BENCH_STAMP) ## Micro-benchmarks of this tree and of the commit BASE
+	@test -n "$(BASE)" || { echo "which commit to compare with? make bench-compare BASE=main"; exit 2; }
+	@$(BIN)/lightck-bench compare $(BASE) --rounds $(ROUNDS)
 
 # On a bare machine, without network and .venv; with GPU_DEVICE=cpu on any, with toys. GPU_PARTS and
 # GPU_BUDGET (seconds) say what and how long: docs/gpu-check.md.

@@ -1,4 +1,4 @@
-"""`python -m bench`, or `lightck-bench`: list, run, report, and what README shows."""
+"""`python -m bench`, or `lightck-bench`: list, run, report, compare, and what README shows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from bench import (
     charts,
+    compare,
     definition,
     document,
     engines,
@@ -39,6 +40,7 @@ examples:
   python -m bench run --full --tiny             all of them on a toy: does everything work?
   python -m bench report -o report.md           with report.html, from the newest results
   python -m bench report build/bench/stress.parquet -o stress.md
+  python -m bench compare main                  micro-benchmarks of that commit and of this tree
   python -m bench readme --take                 store the results, render README from them
   python -m bench picture                       README's picture, from a run of half a minute
 
@@ -95,6 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     each.add_argument("--no-charts", action="store_true", help="texts and tables only")
     each.add_argument("--check", action="store_true", help="status 1 unless every target is met")
     each.set_defaults(run=_report)
+    each = commands.add_parser(
+        "compare", help="micro-benchmarks of another commit and of this tree"
+    )
+    each.add_argument("base", help="the commit, as git names it")
+    each.add_argument("--rounds", type=int, default=5, help="of both in turn (%(default)s)")
+    each.add_argument("-k", dest="only", default="", help="choose benchmarks, as pytest's -k")
+    each.set_defaults(run=_compare)
     each = commands.add_parser("readme", help="render README's part from the stored results")
     each.add_argument("--take", action="store_true", help="first store the results of build/bench")
     each.add_argument("--check", action="store_true", help="change nothing; status 1 if stale")
@@ -224,6 +233,17 @@ def _report(arguments: argparse.Namespace) -> int:
         print(f"{output}\n{shown}")
     missed = any(found.state != verdict.MET for found in verdict.verdicts(results))
     return 1 if arguments.check and missed else 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    if arguments.rounds < 1:
+        raise BenchError(f"--rounds {arguments.rounds}: must be 1 or more")
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    print(compare.compare(arguments.base, arguments.rounds, arguments.only, tell))
+    return 0
 
 
 def _readme(arguments: argparse.Namespace) -> int:
