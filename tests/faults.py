@@ -51,7 +51,7 @@ def disarm(point: int) -> None:
 
 
 def delay(point: int, seconds: float) -> None:
-    """Sleep at every visit of the point; 0 ends it."""
+    """Sleep at every visit of the point; 0 ends it, also for those that sleep there already."""
     assert _library().lck_fault_delay(point, int(seconds * 1e9)) == 0
 
 
@@ -63,6 +63,16 @@ def delayed(point: int, seconds: float) -> Iterator[None]:
         yield
     finally:
         delay(point, 0)
+
+
+def hold(point: int) -> None:
+    """Whoever visits the point stays there, until `release`."""
+    delay(point, 3600.0)
+
+
+def release(point: int) -> None:
+    """Let everybody go on."""
+    delay(point, 0.0)
 
 
 def clear() -> None:

@@ -14,6 +14,7 @@
 #define ERROR_BITS 16
 #define ERROR_MASK ((UINT64_C(1) << ERROR_BITS) - 1)
 #define ONE_VISIT (UINT64_C(1) << ERROR_BITS)
+#define SLICE_NS UINT64_C(10000000)
 
 /* One word per point, so that a visit never pairs one arming's count with another's errno:
  * (visits up to and including the failing one) << ERROR_BITS | errno; 0 is disarmed. */
@@ -48,6 +49,18 @@ void lck_fault_gate(enum lck_fault_point point, gate *open) {
   atomic_store(&gates[point], open);
 }
 
+/* In slices, and no longer than the delay stands: a test holds a thread for as long as it needs. */
+static void linger(enum lck_fault_point point) {
+  uint64_t done = 0, whole;
+  while ((whole = atomic_load(&delay_ns[point])) > done) {
+    uint64_t ns = whole - done < SLICE_NS ? whole - done : SLICE_NS;
+    struct timespec left = {.tv_nsec = (long)ns};
+    while (nanosleep(&left, &left) != 0 && errno == EINTR) {
+    }
+    done += ns;
+  }
+}
+
 static void pass_gate(enum lck_fault_point point) {
   for (gate *open; (open = atomic_load(&gates[point])) && !open();)
     nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
@@ -55,12 +68,7 @@ static void pass_gate(enum lck_fault_point point) {
 
 int lck_fault_visit(enum lck_fault_point point) {
   pass_gate(point);
-  uint64_t ns = atomic_load(&delay_ns[point]);
-  if (ns != 0) {
-    struct timespec left = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
-    while (nanosleep(&left, &left) != 0 && errno == EINTR) {
-    }
-  }
+  linger(point);
   uint64_t word = atomic_load(&armed[point]), next;
   do {
     if (word == 0)

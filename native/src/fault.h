@@ -2,7 +2,8 @@
  *
  * A test build (-DLCK_TESTING) exports lck_fault_arm(point, after, error) and
  * lck_fault_delay(point, ns). `after` visits of the point pass, the next one fails with `error`,
- * an errno; the point is then disarmed (after < 0 disarms at once). A delay sleeps at every visit.
+ * an errno; the point is then disarmed (after < 0 disarms at once). A delay sleeps at every visit,
+ * until it is over or taken back (0).
  * Native tests may also put up a gate, lck_fault_gate(point, open): who visits the point stays
  * until open() says 1 (NULL takes the gate away).
  */

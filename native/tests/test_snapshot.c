@@ -185,16 +185,19 @@ static void test_pace_and_help(bed *b) {
   bed_capture(s, index, 0);
   CHECK(lck_snapshot_free(s) == 0, "%s", lck_last_error());
 
-  /* At 1 per mille of one chunk's speed the rest would take seconds; a change of pace wakes. */
+  /* At 1 per mille of one chunk's speed the rest would take seconds; a change of pace wakes. The
+   * workers are new: on a busy machine an earlier chunk may make them rest for a minute. */
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+  pool = bed_pool(2, 4096);
   CHECK(lck_fault_delay(LCK_FAULT_COPY, 5 * MS) == 0, "delay");
   CHECK(lck_pool_pace(pool, 1) == 0, "%s", lck_last_error());
   s = bed_begin(b, pool, 1);
   copy.length = 65536;
   index = bed_add(s, &copy, 1);
   CHECK(lck_snapshot_release(s, index, LCK_ALL) == 0, "%s", lck_last_error());
-  EVENTUALLY(s->blocks[0][0]->done == 2);
+  EVENTUALLY(s->blocks[0][0]->done >= 1);
   bed_nap(50 * MS);
-  CHECK(s->blocks[0][0]->next == 2, "%llu", (unsigned long long)s->blocks[0][0]->next);
+  CHECK(s->blocks[0][0]->next <= 2, "%llu", (unsigned long long)s->blocks[0][0]->next);
   CHECK(lck_fault_delay(LCK_FAULT_COPY, 0) == 0, "delay");
   CHECK(lck_pool_pace(pool, 1000) == 0, "%s", lck_last_error());
   EVENTUALLY(s->blocks[0][0]->done == 16);
@@ -231,25 +234,25 @@ static void test_timeouts(bed *b) {
   lck_pool *pool = bed_pool(1, 4096);
   static unsigned char source[65536];
   lck_copy copy = {.offset = bed_slot(b, 0), .source = source, .length = sizeof source};
-  CHECK(lck_fault_delay(LCK_FAULT_COPY, 10 * MS) == 0, "delay");
   for (int help = 0; help < 2; help++) {
+    CHECK(lck_fault_delay(LCK_FAULT_COPY, 100 * MS) == 0, "delay");
     lck_snapshot *s = bed_begin(b, pool, 0);
     uint32_t index = bed_add(s, &copy, 1);
-    CHECK(lck_snapshot_capture(s, index, 0, help) == LCK_E_TIMEOUT, "16 chunks of 10 ms");
-    CHECK(lck_snapshot_capture(s, index, 20 * MS, help) == LCK_E_TIMEOUT, "16 chunks of 10 ms");
+    CHECK(lck_snapshot_capture(s, index, 0, help) == LCK_E_TIMEOUT, "16 chunks of 100 ms");
+    CHECK(lck_snapshot_capture(s, index, 20 * MS, help) == LCK_E_TIMEOUT, "16 chunks of 100 ms");
+    CHECK(lck_fault_delay(LCK_FAULT_COPY, 0) == 0, "delay");
     bed_capture(s, index, help);
     CHECK(lck_snapshot_capture(s, index, 0, help) == 0, "%s", lck_last_error());
-    CHECK(lck_fault_delay(LCK_FAULT_RECORD, 100 * MS) == 0, "delay");
+    CHECK(lck_fault_delay(LCK_FAULT_RECORD, 100000 * MS) == 0, "delay");
     CHECK(bed_seal(b, s, 0, 1) == 0, "%s", lck_last_error());
     int state = -1;
-    CHECK(lck_snapshot_wait(s, 0, &state) == LCK_E_TIMEOUT, "the record takes 100 ms");
+    CHECK(lck_snapshot_wait(s, 0, &state) == LCK_E_TIMEOUT, "the record is held");
     CHECK(state == LCK_SNAP_SEALED, "%d", state);
-    CHECK(lck_snapshot_wait(s, 5 * MS, &state) == LCK_E_TIMEOUT, "the record takes 100 ms");
+    CHECK(lck_snapshot_wait(s, 5 * MS, &state) == LCK_E_TIMEOUT, "the record is held");
     CHECK(lck_fault_delay(LCK_FAULT_RECORD, 0) == 0, "delay");
     CHECK(lck_snapshot_free(s) == 0, "%s", lck_last_error()); /* waits */
     bed_holds(b, 0, 1);
   }
-  CHECK(lck_fault_delay(LCK_FAULT_COPY, 0) == 0, "delay");
   CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
   bed_destroy(b);
 }

@@ -48,7 +48,7 @@ static void test_slow_sync(bed *b) {
     lck_copy copies[30];
     uint32_t crcs[30];
     unsigned char *block = bed_copies(copies, 30, bed_slot(b, 1), 30000, 9);
-    CHECK(lck_fault_delay(LCK_FAULT_SYNC, 300 * MS) == 0, "delay");
+    CHECK(lck_fault_delay(LCK_FAULT_SYNC, 100000 * MS) == 0, "delay");
     lck_snapshot *s = bed_begin(b, pool, 1);
     uint32_t index = bed_add(s, copies, 30);
     /* Nobody who captures touches the region: it is out of reach. */

@@ -18,7 +18,7 @@ import trainer
 
 HERE = Path(__file__).parent
 KILLS = ("forward", "backward", "update", "after")
-TIMEOUT_S = 50.0
+TIMEOUT_S = 200.0
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Server:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait(30)
+        self.process.wait(100)
 
 
 def _outcome(request: dict[str, Any], status: int | None) -> Outcome:

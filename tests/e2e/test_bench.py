@@ -263,7 +263,7 @@ def test_nothing_is_left_of_a_run_that_was_killed(a_link: None, tmp_path: Path) 
 
 
 def _wait_for(state: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 100
     while not state():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)

@@ -147,7 +147,6 @@ def test_a_fault_in_any_phase_on_one_rank_and_on_both(kind: str, policy: int) ->
     assert [each for each in lost[1:] if each[-1] > most] == []
 
 
-@pytest.mark.timeout(200)
 def test_faults_of_several_kinds_and_phases_under_torchrun() -> None:
     """No step is ever due; what the last one leaves is killed once more, in its restore."""
     texts = ["exception:4:backward:1", "kill:5:restore:0", "term:7:commit:*", "kill:9:between:1"]

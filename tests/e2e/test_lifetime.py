@@ -201,7 +201,7 @@ def test_interpreter_that_exits_without_close_keeps_what_was_open(bed: Bed, tmp_
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent.parent)])
     # Nothing waits: the exit itself has to commit what is open.
     subprocess.run(
-        [sys.executable, "-c", code, json.dumps(asked)], check=True, env=environment, timeout=60
+        [sys.executable, "-c", code, json.dumps(asked)], check=True, env=environment, timeout=250
     )
     again = bed.run(Plain, "resume").check_ended()
     # Step 5 has no forward after it; a slot that was still busy may have made step 4 slip.

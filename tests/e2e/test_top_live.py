@@ -27,7 +27,7 @@ from torch import nn
 import lightck
 from lightck.cli.main import main
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 100.0
 
 
 @dataclass

@@ -117,13 +117,13 @@ def test_a_wait_that_runs_out_of_time_names_the_steps_and_the_commit_goes_on(
     loop = adam_loop()
     with attach(loop, disk_dir) as handle:
         loop.run(1)
-        faults.delay(faults.SYNC, 0.5)
+        faults.hold(faults.SYNC)
         loop.forward()
         with pytest.raises(lightck.WaitTimeoutError, match=r"after 0.001 s: steps \[1\]") as caught:
             handle.wait(timeout=0.001)
         assert isinstance(caught.value, TimeoutError)
-        faults.delay(faults.SYNC, 0)
-        handle.wait(timeout=60)
+        faults.release(faults.SYNC)
+        handle.wait(timeout=100)
         assert handle.last_committed_step == 1
         assert of_stored(disk_dir, 1) == loop.seen[1]
 
@@ -171,7 +171,7 @@ def test_waiting_early_ends_at_the_time_out_when_no_slot_is_free(disk_dir: Path)
         loop.run(1)
         handle.wait(1)
         loop.run(1)
-        with faults.delayed(faults.SYNC, 0.5):
+        with faults.delayed(faults.SYNC, 3600.0):
             loop.run(1)  # opens 2, beside the committed 1
             with pytest.raises(lightck.WaitTimeoutError, match=r"after 0.01 s: steps \[2\]"):
                 handle.wait(3, timeout=0.01)
@@ -202,7 +202,7 @@ def test_snapshot_is_copied_when_it_returns_and_its_future_gives_the_step(run_di
         assert handle.last_captured_step == 2
         with torch.no_grad():  # after (b) was declared: not part of it
             loop.model[0].weight.zero_()
-        assert future.result(timeout=30) == 2
+        assert future.result(timeout=100) == 2
         assert of_stored(run_dir, 2) == loop.seen[2]
 
 
@@ -210,7 +210,7 @@ def test_a_snapshot_before_the_first_step_holds_step_zero(run_dir: Path) -> None
     loop = adam_loop()
     with attach(loop, run_dir, policy=1000) as handle:
         loop.note()
-        assert handle.snapshot().result(timeout=30) == 0
+        assert handle.snapshot().result(timeout=100) == 0
         assert of_stored(run_dir, 0) == loop.seen[0]
 
 
@@ -225,7 +225,7 @@ def test_between_micro_batches_a_snapshot_waits_for_the_next_boundary(run_dir: P
         loop.update()
         assert not first.done()
         loop.forward()
-        assert first.result(timeout=30) == second.result(timeout=30) == 2
+        assert first.result(timeout=100) == second.result(timeout=100) == 2
         assert of_stored(run_dir, 2) == loop.seen[2]
     assert handle.stats().captured == 1
 
@@ -241,7 +241,7 @@ def test_inside_an_update_a_snapshot_waits_for_the_next_boundary(run_dir: Path) 
         hook.remove()
         assert handle.stats().captured == 0
         loop.run(1)
-        assert futures[0].result(timeout=30) == 1
+        assert futures[0].result(timeout=100) == 1
         assert of_stored(run_dir, 1) == loop.seen[1]
 
 
@@ -260,7 +260,7 @@ def test_between_the_updates_of_one_step_a_snapshot_waits_as_well(run_dir: Path)
         loop.step += 1
         model.zero_grad()
         loop.forward()
-        assert future.result(timeout=30) == 2
+        assert future.result(timeout=100) == 2
         assert of_stored(run_dir, 2) == loop.seen[2]
 
 
@@ -281,11 +281,11 @@ def test_a_future_that_still_waits_for_a_boundary_ends_with_the_handle(
         with pytest.raises(KeyError), handle:
             raise KeyError("the user's")
     if how == "close":
-        assert future.exception(timeout=30) is None
+        assert future.exception(timeout=100) is None
         assert future.result() == 1
     else:
         with pytest.raises(lightck.LightckError, match="closed"):
-            future.result(timeout=30)
+            future.result(timeout=100)
 
 
 def test_a_future_cannot_be_cancelled_behind_the_engines_back(run_dir: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_future_cannot_be_cancelled_behind_the_engines_back(run_dir: Path) -> 
         loop.run(1)
         future = handle.snapshot()
         assert not future.cancel()
-        assert future.result(timeout=30) == 1
+        assert future.result(timeout=100) == 1
 
 
 def test_a_future_can_be_waited_for_on_another_thread(run_dir: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_forked_child_does_not_wait_for_a_lock_that_a_thread_of_the_parent_hel
     held.wait()
 
     def child() -> None:
-        assert handle._recorder.lock.acquire(timeout=10)
+        assert handle._recorder.lock.acquire(timeout=100)
         loop.run(1)
         handle.close()
 
@@ -148,7 +148,7 @@ def test_a_forked_child_is_not_told_the_parents_pending_error(run_dir: Path) -> 
     handle.wait()
     faults.arm(faults.COMMIT)
     with pytest.raises(lightck.RegionIOError):
-        handle.snapshot().result(timeout=30)  # on its own thread
+        handle.snapshot().result(timeout=100)  # on its own thread
 
     def child() -> None:
         handle.detach()

@@ -304,7 +304,7 @@ def test_a_foreign_fault_still_ends_the_process_with_its_traceback(
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FOREIGN, when, str(run_dir)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.stdout == "trained\n", done.stderr
     assert done.returncode == -signal.SIGBUS

@@ -215,7 +215,7 @@ def test_an_interpreter_that_exits_without_close_keeps_what_was_open(
 ) -> None:
     script = LEAVES.format(tests=str(Path(__file__).parent), path=str(run_dir), end=end)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=250
     )
     assert done.returncode == {"sys.exit(3)": 3, "raise KeyError('the user')": 1}.get(end, 0), (
         done.stderr

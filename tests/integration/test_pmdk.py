@@ -318,7 +318,7 @@ for backend in ("pmem2", "pmemobj"):
     assert newest(book.region)[0] == 2
     book.close()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
 
 def test_handles_of_one_process_share_a_pool_and_the_last_one_closes_it(

@@ -294,7 +294,7 @@ def test_a_notice_saves_and_training_goes_on(region_dir: Path, tmp_path: Path) -
 
 
 def test_a_hang_outside_of_collectives_is_saved_at_the_generous_deadline(region_dir: Path) -> None:
-    code = first_life(region_dir, 0, "backward", stuck, hang_s=0.1, hang_exit_s=0.0)
+    code = first_life(region_dir, 0, "backward", stuck, hang_s=2.0, hang_exit_s=0.0)
     with process(code) as child:
         assert ended(child) == 75
     assert second_life(region_dir) == (AT - 1, False)

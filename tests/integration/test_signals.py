@@ -368,7 +368,7 @@ def test_what_could_not_be_saved_for_one_signal_is_tried_again_for_the_next() ->
 
 def test_a_save_that_hangs_keeps_sigterm_no_longer_than_the_grace_period() -> None:
     def code(parent: Parent) -> None:
-        watched(parent, stuck, Telling(parent, during=threading.Event().wait), grace_s=0.2)
+        watched(parent, stuck, Telling(parent, during=threading.Event().wait), grace_s=3.0)
 
     with process(code) as child:
         assert child.receive() == "watched"
@@ -382,7 +382,7 @@ def test_a_log_that_hangs_keeps_sigterm_no_longer_than_the_grace_period() -> Non
         handler = logging.Handler()
         handler.emit = lambda record: threading.Event().wait()  # type: ignore[method-assign,assignment]
         logging.getLogger("lightck").addHandler(handler)
-        watched(parent, stuck, grace_s=0.2)
+        watched(parent, stuck, grace_s=3.0)
 
     with process(code) as child:
         assert child.receive() == "watched"

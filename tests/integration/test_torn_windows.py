@@ -49,7 +49,7 @@ class Reports(list[BaseException]):
 
 def until_copied(handle: lightck.Handle, loop: Loop, before: int) -> None:
     """Wait until everything is copied: later edits differ from the copies for certain."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     total = sum(v.numel() * v.element_size() for v in loop.model.state_dict().values())
     total += sum(
         v.numel() * v.element_size()
@@ -269,7 +269,7 @@ def test_a_snapshot_on_request_cannot_be_torn(run_dir: Path) -> None:
     loop.forward().backward()
     edit_in_place(loop.model[0].weight)
     loop.update()
-    assert future.result(timeout=30) == 2
+    assert future.result(timeout=100) == 2
     assert not reports
     handle.detach()
     loop.check(run_dir, [2])

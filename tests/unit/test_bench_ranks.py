@@ -24,7 +24,7 @@ from bench.measures.loop import Loop
 from bench.work import Training, Work, difference, digests, part, share, tensors
 
 _TINY = Work("tiny", sequence=8)
-_LONG_S = 30
+_LONG_S = 100
 
 
 class _Clock:

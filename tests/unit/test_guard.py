@@ -52,6 +52,6 @@ with Book(Path({str(region_dir / "run")!r})) as book:
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=60,
+        timeout=250,
     )
     assert (done.stdout, done.returncode) == ("open\n", -signal.SIGSEGV), done.stderr

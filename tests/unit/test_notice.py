@@ -9,7 +9,7 @@ from pathlib import Path
 from lightck.errors import LightckError
 from lightck.failure.notice import Notice
 
-LONG_S = 30.0
+LONG_S = 100.0
 
 
 def test_a_file_that_appears_is_told_once_until_it_has_gone(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_this_floor_does_not_import_torch() -> None:
         "import lightck.region.writer",
         "assert 'torch' not in sys.modules",
     ]
-    subprocess.run([sys.executable, "-c", "\n".join(code)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", "\n".join(code)], check=True, timeout=250)
 
 
 def test_what_was_committed_comes_back_newest_first(run: Path, rng: np.random.Generator) -> None:
@@ -68,10 +68,10 @@ def test_until_it_is_committed_a_snapshot_is_not_there(run: Path, rng: np.random
         writer = book.open(second)
         assert writer is not None
         assert list(stored(run)) == [1]
-        with faults.delayed(faults.RECORD, 0.2):
+        with faults.delayed(faults.RECORD, 3600.0):
             book.seal(writer, 2)
             assert list(stored(run)) == [1]
-            assert writer.wait(None)
+        assert writer.wait(None)
         assert list(stored(run)) == [2, 1]
 
 

@@ -108,8 +108,8 @@ def test_the_watchdog_goes_on_after_an_error_of_its_own() -> None:
     for _ in range(3):
         assert watchdog._signals is not None
         watchdog._signals.wake()
-        assert enough.acquire(timeout=30)
-    assert told.wait(30)
+        assert enough.acquire(timeout=100)
+    assert told.wait(100)
     watchdog.release(guard)
     assert len(errors) == 1 and "broken" in errors[0]
 
