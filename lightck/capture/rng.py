@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 from lightck.capture import boundary, peek
-from lightck.errors import CorruptSnapshotError
+from lightck.errors import CorruptSnapshotError, StateError
+
+_NAMES = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+_KINDS: dict[str, Any] = {name: getattr(np.random, name) for name in _NAMES}
 
 _python: tuple[Any, dict[str, Any]] | None = None  # what was seen of it, and the state, packed
 _numpy: tuple[Any, dict[str, Any]] | None = None
@@ -21,6 +24,9 @@ def capture() -> dict[str, Any]:
 
     Called at each instant: of generators that nobody has drawn from, the last answer is given, the
     same object.
+
+    Raises:
+        StateError: NumPy's is of a kind that could not come back.
     """
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -48,8 +54,23 @@ def _of_numpy() -> dict[str, Any]:
     seen = peek.numpy()
     if _numpy is None or seen is None or _numpy[0] != seen:
         state = boundary.plain(np.random.get_state(legacy=False), "rng/numpy")
+        if state["bit_generator"] not in _KINDS:
+            raise StateError(
+                f"NumPy's global generator is a {state['bit_generator']}, which a restore could not"
+                f" make: call np.random.set_bit_generator with one of {', '.join(_KINDS)}",
+                path="rng/numpy",
+            )
         _numpy = (seen if peek.numpy() == seen else None, state)
     return _numpy[1]
+
+
+def _set_numpy(state: Any) -> None:
+    """The state says of which kind the generator was; one of another kind is replaced."""
+    source: Any = np.random  # what is called here has no types
+    kind = _KINDS[state["bit_generator"]]
+    if type(source.get_bit_generator()) is not kind:
+        source.set_bit_generator(kind())
+    source.set_state(state)
 
 
 def packed(state: tuple[Any, ...]) -> dict[str, Any]:
@@ -73,7 +94,8 @@ def check(states: dict[str, Any]) -> None:
     """
     try:
         torch.Generator().set_state(states["torch"])
-        np.random.RandomState().set_state(states["numpy"])
+        kind = _KINDS[states["numpy"]["bit_generator"]]
+        np.random.RandomState(kind()).set_state(states["numpy"])
         random.Random().setstate(unpacked(states["python"]))
         held = states.get("cuda", [])
         fits = all(isinstance(each, torch.Tensor) and each.dtype == torch.uint8 for each in held)
@@ -84,9 +106,12 @@ def check(states: dict[str, Any]) -> None:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Set the generators that `states` holds; CUDA's only when as many devices are there."""
+    """Set the generators that `states` holds; CUDA's only when as many devices are there.
+
+    NumPy's is made anew where it is of another kind now.
+    """
     torch.set_rng_state(states["torch"])
-    np.random.set_state(states["numpy"])
+    _set_numpy(states["numpy"])
     random.setstate(unpacked(states["python"]))
     cuda = states.get("cuda")
     if cuda is not None and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():

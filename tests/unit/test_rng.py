@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import lightck
 from lightck.capture import boundary, peek, rng
+from lightck.errors import CorruptSnapshotError, StateError
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.rand(()).item(),
@@ -47,6 +50,46 @@ def test_another_kind_of_generator_is_taken_too() -> None:
     finally:
         np.random.set_bit_generator(before)  # type: ignore[attr-defined]
     assert boundary.rebuild(rng.capture())["numpy"]["bit_generator"] == "MT19937"
+
+
+@pytest.fixture
+def global_generator() -> Iterator[None]:
+    before = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    yield
+    np.random.set_bit_generator(before)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("global_generator")
+@pytest.mark.parametrize("here", ["MT19937", "PCG64", "Philox"])
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_a_generator_of_any_kind_comes_back_whatever_is_there_then(kind: str, here: str) -> None:
+    np.random.set_bit_generator(getattr(np.random, kind)(3))  # type: ignore[attr-defined]
+    np.random.randn(3)  # a normal number is kept
+    blob = boundary.encode(rng.capture())
+    drawn = [np.random.randn(), np.random.random(), np.random.randn()]
+    np.random.set_bit_generator(getattr(np.random, here)(4))  # type: ignore[attr-defined]
+    states = boundary.rebuild(boundary.decode(blob, context="test"))
+    rng.check(states)
+    rng.restore(states)
+    assert [np.random.randn(), np.random.random(), np.random.randn()] == drawn
+
+
+class Mine(np.random.MT19937):
+    """A generator that nobody else can make."""
+
+
+@pytest.mark.usefixtures("global_generator")
+def test_a_generator_that_could_not_come_back_is_refused_by_attach(region_dir: Path) -> None:
+    np.random.set_bit_generator(Mine(3))  # type: ignore[attr-defined]
+    with pytest.raises(StateError, match="is a Mine, .* one of MT19937, PCG64") as caught:
+        lightck.attach(torch.nn.Linear(2, 2), path=region_dir / "run")
+    assert caught.value.path == "rng/numpy"
+    with pytest.raises(CorruptSnapshotError):
+        rng.check({**rng_states(), "numpy": np.random.get_state(legacy=False)})
+
+
+def rng_states() -> Any:
+    return {"torch": torch.get_rng_state(), "python": rng.packed(random.getstate())}
 
 
 NUMPYS = [
