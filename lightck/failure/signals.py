@@ -59,6 +59,8 @@ class Signals:
     _earlier_fd: int = -1
     _owns_fd: bool = False
     _listening: bool = True
+    _left: bool = False
+    """Given back off the main thread: handlers and the wake-up descriptor stay until it takes."""
     _lost: bool = False
 
     def __post_init__(self) -> None:
@@ -86,6 +88,9 @@ class Signals:
             return True
         if threading.current_thread() is not threading.main_thread():
             return False
+        for each in [each for each in _living if each._left]:
+            each._forget()
+            _living.discard(each)
         if not self._owns_fd and wanted:
             self._earlier_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._owns_fd = True
@@ -108,7 +113,13 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             self.pass_on(self.wait(0.0))
             self._listening = False
-            self._retire(self._write)
+            if self._owns_fd:
+                self._retire(self._write)
+                self._left = True
+            else:
+                os.close(self._write)
+                _living.discard(self)
+            os.close(self._read)
             return
         self._listening = False
         taken, self._taken = self._taken, {}
@@ -337,14 +348,15 @@ class Signals:
     # ---- fork --------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        """In a forked child: everything as it was before us."""
+        """In a forked child, or of one that was left: everything as it was before us."""
         self._listening = False
         for number, taken in self._taken.items():
             self._restore(number, taken)
         self._past, self._taken = self._past | self._taken, {}
         self._released.clear()
         self._release_fd()
-        os.close(self._read)
+        if not self._left:
+            os.close(self._read)
 
 
 _living: weakref.WeakSet[Signals] = weakref.WeakSet()

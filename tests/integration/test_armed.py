@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch._dynamo  # noqa: F401 - what an optimizer would load on first use, in every child
-from loops import adam_loop, attach, steps_at
+from loops import Loop, adam_loop, attach, steps_at
 from processes import run
 
 import lightck
@@ -126,6 +126,32 @@ def test_everything_is_as_before_and_every_step_was_taken(
 
     assert run(there) == (True, [])
     assert steps_at(run_dir)[-1] == STEPS
+
+
+@pytest.mark.parametrize("attaches", ["here", "there"])
+def test_closing_off_the_main_thread_leaves_no_descriptors(run_dir: Path, attaches: str) -> None:
+    """Only the wake-up descriptor of the last one, which the main thread alone may take away."""
+
+    def there() -> Any:
+        before, counts = state(), []
+        for i in range(5):
+            loop = adam_loop()
+            path = run_dir.with_name(f"{attaches}{i}")
+            handle = attach(path, loop, failure="jit") if attaches == "here" else None
+
+            def close(handle: Any = handle, loop: Loop = loop, path: Path = path) -> None:
+                (handle or attach(path, loop, failure="jit")).detach()
+
+            thread = threading.Thread(target=close)
+            thread.start()
+            thread.join()
+            counts.append(len(os.listdir("/proc/self/fd")))
+        forked = run(lambda: state()[:-1] == before[:-1])
+        attach(run_dir, adam_loop(), failure="jit").detach()
+        counts.append(len(os.listdir("/proc/self/fd")) + (attaches == "here"))
+        return len(set(counts)), state() == before, forked
+
+    assert run(there) == (1, True, True)
 
 
 def test_a_forked_child_gets_nothing_of_it(run_dir: Path) -> None:
