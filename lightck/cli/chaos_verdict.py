@@ -17,6 +17,9 @@ from lightck.cli.chaos_watch import Event, Run, is_saved
 from lightck.errors import LightckError
 from lightck.failure.chaos import Fault
 
+_ENDING = frozenset({"corrupt", "exception", "hang", "kill", "term"})
+"""Faults after which a process is started again."""
+
 
 def rows(run: Run, reference: Run, faults: Sequence[Fault]) -> list[dict[str, Any]]:
     """One dict per fault, in the plan's order.
@@ -41,19 +44,21 @@ def rows(run: Run, reference: Run, faults: Sequence[Fault]) -> list[dict[str, An
             window = [e for e in events if e["t"] >= own[0]["t"]]
             if later:
                 window = [e for e in window if e["t"] <= later[0]["t"]]
-            row |= _of_fault(own[0], window, events)
+            row |= _of_fault(own[0], window, events, ends=fault.kind in _ENDING)
             end = later[0]["losses"] if later else None
             row["identical"] = _alike(run.losses, own[0]["losses"], end, expected)
         found.append(row)
     return found
 
 
-def _of_fault(fault: Event, window: Sequence[Event], events: Sequence[Event]) -> dict[str, Any]:
-    """`window`: from the fault to the next one."""
+def _of_fault(
+    fault: Event, window: Sequence[Event], events: Sequence[Event], *, ends: bool
+) -> dict[str, Any]:
+    """`window`: from the fault to the next one; `ends`: the process, if not at once."""
     began: float = fault["t"]
     attached = [e for e in window if e["event"] == "log" and e["name"] == "attached"]
-    if not attached and any(e["event"] == "ended" and e["code"] for e in window):
-        # The next fault came before it had got up again.
+    if not attached and (ends or any(e["event"] == "ended" and e["code"] for e in window)):
+        # The next fault came before it had got up again, or (SIGTERM) had ended at all.
         after = [e for e in events if e["t"] > began]
         attached = [e for e in after if e["event"] == "log" and e["name"] == "attached"]
         window = after if attached else window

@@ -166,6 +166,23 @@ def test_steps_after_a_fault_are_lost_with_the_life_they_belong_to(tmp_path: Pat
     assert (row["resumed"], row["lost_steps"], row["lost_s"]) == (6, 2, 1.0)
 
 
+@pytest.mark.parametrize("how", ["ended", "gone"])
+def test_a_fault_between_sigterm_and_the_end_leaves_it_its_restart(
+    tmp_path: Path, how: str
+) -> None:
+    """The loop goes on while the step is saved; torchrun starts its workers again by itself."""
+    run = _run(tmp_path)
+    run.life(0, 5)
+    run.fault(0, 5)
+    run.tell("step", step=6)
+    run.fault(1, 6)  # something that passes
+    run.tell(how, code=-15)
+    run.life(6, 8)
+    term, other = rows(run, Run(tmp_path), [Fault("term", 6), Fault("slow", 7)])
+    assert (term["ended"], term["resumed"], term["lost_steps"]) == (True, 6, 1)
+    assert other["resumed"] == 6
+
+
 def test_between_steps_no_minibatch_is_under_way(tmp_path: Path) -> None:
     run = _run(tmp_path)
     run.life(0, 5)
