@@ -84,6 +84,8 @@ class Handle:
         self._guard: Guard | None = None
         """What the watchdog has of this."""
         self._closed = False
+        self._failed_at: int | None = None
+        """The step at which an exception left the training: no more is saved at the exit."""
         self._pid = os.getpid()
         # Below what follows: the hooks have gone when the pipeline is stopped.
         self._undo = engine.undo
@@ -253,7 +255,8 @@ class Handle:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
+        signalled = error is not None and self._guard is not None and self._guard.knows(error)
+        if error is None or (unhandled.ends_well(error) and not signalled):
             self.close()
             return
         self._failed(error)
@@ -282,6 +285,7 @@ class Handle:
         """An exception leaves the training, and goes on when the last step is saved."""
         if self._rescue is None or self._closed or self._inherited:
             return
+        self._failed_at = self.step
         saved = self._save(type(error).__name__)
         try:
             self._recorder.left_off()
@@ -351,12 +355,20 @@ class Handle:
         _handles.discard(self)
 
     def _at_exit(self) -> None:
-        """The interpreter exits without close(): commit what is open, begin nothing new."""
-        if not self._closed and not self._inherited:
-            event("exit_without_close", logging.WARNING, step=self.step)
-            if self._rescue is not None:
-                self._save("exit without close")
-            self._shut(last_step=False)
+        """The interpreter exits without close(): commit what is open, begin nothing new.
+
+        Armed, the last step is saved, unless an exception ends the interpreter: then it has been,
+        and others are waited for no longer than at any failure.
+        """
+        if self._closed or self._inherited:
+            return
+        event("exit_without_close", logging.WARNING, step=self.step)
+        if self._failed_at == self.step:
+            self._shut(last_step=False, most_s=FAILED_S)
+            return
+        if self._rescue is not None:
+            self._save("exit without close")
+        self._shut(last_step=False)
 
 
 def _in_child() -> None:

@@ -70,6 +70,9 @@ def finish_last_step(recorder: Recorder) -> None:
     if recorder.mixed:
         _no_last(recorder, "an update is half done")
         return
+    if recorder.instants.step != recorder.steps.step:  # an interrupt, between one and the other
+        _no_last(recorder, "its position and generators were not taken")
+        return
     slipped = counters.slipped
     if not recorder.inside:
         open_now(recorder)

@@ -19,6 +19,8 @@ class Instants:
     """Takes what belongs to each instant, and encodes both for the manifest."""
 
     inventory: Inventory
+    step: int = -1
+    """Whose (a) was taken last, or could not be."""
     _rng: dict[str, Any] = field(default_factory=dict)
     """(a): random generators, plain."""
     _extras: dict[str, Any] | None = None
@@ -29,9 +31,10 @@ class Instants:
     """A batch has been drawn since (a)."""
     _types: Any = None
 
-    def step_ended(self) -> None:
+    def step_ended(self, step: int) -> None:
         """Take (a)."""
         self._early, self._extras, self._drawn = None, None, False
+        self.step = step
         self._rng = rng.capture()
         with users_code():
             self._extras = self._positions()

@@ -72,8 +72,7 @@ class Recorder:
     run yet: buffers are taken at the step's end, in case the next one goes unseen, too."""
     _warned: bool = False
     buffers: list[int] | None = None
-    """Version counters of the buffers when this iteration's forward began, if they are not kept;
-    None before it."""
+    """Their version counters when this forward began, unless they are kept; None before it."""
 
     @property
     def lock(self) -> threading.RLock:
@@ -192,7 +191,7 @@ class Recorder:
     def _take_step_end(self) -> None:
         if self.journaled is not None:
             self.journaled.forget(self.steps.step)
-        self.instants.step_ended()
+        self.instants.step_ended(self.steps.step)
         if self.journaled is not None:
             self.journaled.step_ended(self.steps.step)
 
@@ -379,7 +378,7 @@ class Recorder:
 
     def can_open_now(self) -> bool:
         """The state is that of the last complete step, and no micro-batch has been seen since."""
-        return not self.mixed and not self.inside
+        return not self.mixed and not self.inside and self.instants.step == self.steps.step
 
     @property
     def mixed(self) -> bool:

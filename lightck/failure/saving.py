@@ -71,11 +71,17 @@ class Guard:
         """Of the signals that it wants to hear of."""
         return {signal.Signals[name] for name in self.failure.signals}
 
-    def has_asked_about(self, error: BaseException) -> bool:
-        """Whether an exception is only what became of a signal that the user knows already."""
-        step, self.asked_at = self.asked_at, None
+    def knows(self, error: BaseException) -> bool:
+        """Whether an exception is only what became of a signal, as that was handled here."""
+        step = self.asked_at
         is_wish = not isinstance(error, Exception)  # KeyboardInterrupt, SystemExit
         return is_wish and step is not None and self.rescue.progress().step <= step + 1
+
+    def has_asked_about(self, error: BaseException) -> bool:
+        """Whether the user has been asked about it, as `knows` tells; once."""
+        known = self.knows(error)
+        self.asked_at = None
+        return known
 
     def tell(self, error: LightckError) -> None:
         """Tell the user; what telling raises (a filter on warnings, `on_error`) ends no thread."""

@@ -1,7 +1,12 @@
-"""Exceptions that nobody handles: whoever wants to hears of them before the interpreter ends."""
+"""Exceptions that nobody handles: whoever wants to hears of them before the interpreter ends.
+
+At a prompt it does not end: a mistyped line is no failure of the training. Nor is an exit that says
+that all is well.
+"""
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -33,9 +38,24 @@ def forget(told: Told) -> None:
         sys.excepthook = _earlier
 
 
+def ends_well(error: BaseException) -> bool:
+    """`sys.exit()`, or `sys.exit(0)`."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    return code is None or (isinstance(code, int) and code == 0)
+
+
+def _is_prompt() -> bool:
+    """Somebody types, or will after the script: Python's own prompt, `python -i`, IPython."""
+    flags = sys.flags.interactive or sys.flags.inspect
+    return bool(flags) or hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
+
+
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if _inside:
         sys.__excepthook__(kind, error, trace)
+        return
+    if _is_prompt():
+        _earlier(kind, error, trace)
         return
     _inside.append(error)
     try:

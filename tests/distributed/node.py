@@ -56,7 +56,7 @@ class Node:
         live, region = self.crew.ranks[rank], self.crew.regions[rank]
         instants = Instants(Inventory(live.net, [live.optimizer], parse(live.extras)))
         instants.inventory.share = self.crew.sharing(rank)
-        instants.step_ended()
+        instants.step_ended(0)
         collected = instants.collect()
         own = tuple(
             Live(v.name, v.role, v.layer, v.tensor.clone(), sync=True)

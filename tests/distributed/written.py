@@ -173,7 +173,7 @@ class Crew:
         if self.shares and self.world > 1:
             inventory.share = self.sharing(number)
         instants = Instants(inventory)
-        instants.step_ended()
+        instants.step_ended(0)
         collected = instants.collect()
         blobs = instants.encode(collected, step, seen=False)
         arrangement = Arrangement(region)

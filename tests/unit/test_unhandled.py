@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 from typing import Any
 
@@ -34,3 +35,37 @@ def test_a_hook_put_over_ours_that_outlives_a_handle_is_no_circle(
     finally:
         unhandled._told.clear()
     assert told_later == [error] and shown == [error]
+
+
+@pytest.mark.parametrize("at", ["ps1", "__IPYTHON__", ""])
+def test_a_mistyped_line_at_a_prompt_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    told: list[BaseException] = []
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
+    unhandled.tell(told.append)
+    if at:
+        monkeypatch.setattr(sys if at == "ps1" else builtins, at, ">>> ", raising=False)
+    error = NameError("a typo")
+    try:
+        sys.excepthook(NameError, error, None)
+    finally:
+        unhandled.forget(told.append)
+        unhandled._told.clear()
+    assert shown == [error] and told == ([] if at else [error])
+
+
+@pytest.mark.parametrize(
+    ("error", "well"),
+    [
+        (SystemExit(), True),
+        (SystemExit(0), True),
+        (SystemExit(2), False),
+        (SystemExit("0"), False),
+        (KeyboardInterrupt(), False),
+        (ValueError(0), False),
+    ],
+)
+def test_an_exit_ends_well_by_its_code(error: BaseException, well: bool) -> None:
+    assert unhandled.ends_well(error) is well

@@ -1,0 +1,132 @@
+"""How a program ends: what of it is a failure of the training, and what is done at its exit."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import Loop, adam_loop, mlp, steps_at
+from test_rescue import Broken, attach, counting_loop
+
+from lightck import handle as handle_module
+from lightck.capture.recorder import Recorder
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Of the saves just in time."""
+    texts = [record.getMessage() for record in caplog.records]
+    return [text.split()[1] for text in texts if text.startswith("saved reason=")]
+
+
+@pytest.mark.parametrize("code", [None, 0, False])
+def test_an_exit_that_says_all_is_well_closes_the_handle(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, code: Any
+) -> None:
+    loop = counting_loop()
+    with pytest.raises(SystemExit), attach(run_dir, loop) as handle:
+        loop.run(3)
+        loop.note()
+        sys.exit(code)
+    assert handle.last_committed_step == 3
+    assert reasons(caplog) == []
+    loop.check(run_dir, [3])
+
+
+@pytest.mark.parametrize("code", [1, "it is broken"])
+def test_any_other_exit_is_a_failure(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, code: Any
+) -> None:
+    loop = counting_loop()
+    with pytest.raises(SystemExit), attach(run_dir, loop):
+        loop.run(3)
+        loop.note()
+        sys.exit(code)
+    assert reasons(caplog) == ["reason=SystemExit"]
+    loop.check(run_dir, [3])
+
+
+def test_the_exit_that_a_signal_s_handler_asks_for_is_none_of_the_loop_s(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other ranks may know nothing of it: they are not waited for as at a common end."""
+    loop = counting_loop()
+    with pytest.raises(SystemExit), attach(run_dir, loop) as handle:
+        loop.run(3)
+        loop.forward()
+        assert handle._guard is not None
+        handle._guard.asked_at = 3  # as when SIGTERM was answered
+        sys.exit(0)
+    assert reasons(caplog) == ["reason=SystemExit"]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_was_saved_at_an_exception_is_not_waited_for_at_the_exit(
+    run_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    goes_on: bool,
+) -> None:
+    """With the interpreter's hook called by hand; training may go on after that."""
+    left: list[float] = []
+    original = handle_module.settle_for_close
+
+    def settle(recorder: Any, deadline: float, *, last_step: bool) -> None:
+        left.append(deadline - time.monotonic())
+        original(recorder, deadline, last_step=last_step)
+
+    monkeypatch.setattr(handle_module, "settle_for_close", settle)
+    monkeypatch.setattr(sys, "__excepthook__", lambda *about: None)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    loop = counting_loop()
+    handle = attach(run_dir, loop, close_timeout_s=1000.0)
+    loop.run(3)
+    loop.forward().backward()
+    sys.excepthook(Broken, Broken(), None)
+    if goes_on:
+        loop.update()
+        loop.note()
+    handle._at_exit()
+    assert reasons(caplog) == ["reason=Broken", *(["reason=exit"] if goes_on else [])]
+    assert (left[0] > handle_module.FAILED_S) is goes_on
+    assert steps_at(run_dir)[-1] == 3 + goes_on
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("failure", ["jit", "off"])
+def test_a_step_whose_end_an_interrupt_cut_off_is_no_last_step(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, failure: str, fused: bool
+) -> None:
+    """Its parameters would be saved with the data position of the step before."""
+    model = mlp(16, 2)
+    loop = Loop(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused), width=16)
+
+    def interrupted(recorder: Recorder) -> None:
+        raise KeyboardInterrupt
+
+    handle = attach(run_dir, loop, failure=failure)
+    loop.run(3)
+    monkeypatch.setattr(Recorder, "_step_ended", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(1)
+    monkeypatch.undo()
+    assert handle.step == 4
+    handle.close()
+    assert steps_at(run_dir) == []
+
+
+def test_an_exit_without_close_saves_the_last_step_at_once(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    loop = adam_loop()
+    handle = attach(run_dir, loop)
+    loop.run(2)
+    loop.note()
+    handle._at_exit()
+    assert reasons(caplog) == ["reason=exit"]
+    loop.check(run_dir, [2])
