@@ -28,7 +28,7 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.region import backing, choice, place
-from lightck.region.native import HOLDS_ALL, Record
+from lightck.region.native import HOLDS_ALL, RECORD_JIT, Record
 from lightck.region.place import Place
 from lightck.region.region import Candidate, Recovery, Region, survey
 
@@ -315,11 +315,12 @@ class Holdings:
         return holding.region.place.file == self.where.file
 
     def _young(self) -> int:
+        """What was saved at a failure was for this rank alone, and kept no other from its slot."""
         own = self.own
         if own is None or own.region.info.lineage:
             return 0
-        held = own.recovery.candidates or own.recovery.problems
-        return 0 if held else own.region.info.timeline
+        due = any(not c.record.flags & RECORD_JIT for c in own.recovery.candidates)
+        return 0 if due or own.recovery.problems else own.region.info.timeline
 
     def _is_lacking(self) -> bool:
         own = self.own

@@ -105,7 +105,7 @@ def recall(
                 if taken:
                     return taken[0]
                 choice = attempt.choose()
-            if choice.void:
+            if choice.void and not attempt.damaged:
                 if left := [*choice.fell_back, *choice.left]:
                     event(
                         "begins_anew",

@@ -61,7 +61,7 @@ class View:
         void: nothing was ever written in what it sees.
         overtaken: a trainer has overwritten what it found.
         young: the newest timeline of its own region, if that continues nothing and nothing is
-            committed in it yet (what older ones left was given up then); else 0.
+            committed in it yet but at a failure (what older ones left was given up then); else 0.
         halves: snapshots of which it has what is its own (buffers, generators, data position), but
             not the rest: (which, of the early instant).
         node: stands for the node it is on: ranks of one can read each other's regions.

@@ -5,6 +5,7 @@ No step is ever due: what is resumed from was saved just in time, by each rank f
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from test_resume import LAST, attach, begin, golden, losses_of, restore, same, s
 from training import Training
 
 import lightck
+from lightck.region import place
+from lightck.region.place import Place
+from lightck.region.region import survey
 
 AT = 4
 """The last complete step when it fails."""
@@ -130,6 +134,69 @@ def test_ranks_that_share_nothing_go_on_from_different_places(region_dir: Path) 
 
     with ranks.started(2, again) as job:
         assert [found[0] for found in job.results()] == [AT, AT]
+
+
+def test_ranks_that_have_saved_different_steps_before_any_was_whole_begin_anew(
+    region_dir: Path,
+) -> None:
+    """One fails when the other has what it needs to go on: nothing is whole, and never was."""
+
+    def train(me: ranks.Me) -> Any:
+        training = begin(me)
+        training.model = training.module  # nothing is reduced: one can be ahead
+        heard: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: heard.append(record.lightck_event)  # type: ignore
+        logging.getLogger("lightck").addHandler(handler)
+        info = restore(training, region_dir)
+        handle = armed(training, region_dir)
+        losses_of(training, 3)
+        if me.rank:
+            losses_of(training, 1)
+        saved = handle.snapshot_now("ahead" if me.rank else "behind")
+        me.send((info, heard, saved.step))
+        me.pause()  # and ends there, with the test
+
+    for life in range(3):
+        with ranks.started(2, train) as job:
+            for rank in range(2):
+                info, heard, step = job.receive(rank)
+                assert info is None and step == 3 + rank
+                assert ("begins_anew" in heard) == bool(life)
+
+
+def test_what_was_saved_at_a_failure_and_is_damaged_is_not_given_up_in_silence(
+    region_dir: Path,
+) -> None:
+    """It was whole: the user decides what is done with the rest."""
+
+    def train(me: ranks.Me) -> Any:
+        training = begin(me)
+        training.model = training.module  # each rank has all of its state
+        restore(training, region_dir)
+        handle = armed(training, region_dir)
+        losses_of(training, 3)
+        me.send(handle.snapshot_now("here").step)
+        me.pause()
+
+    with ranks.started(2, train) as job:
+        assert [job.receive(rank) for rank in range(2)] == [3, 3]
+    damage(place.locate(region_dir, 1, create=False))
+    with ranks.started(2, train) as job:
+        assert {type(each) for each in job.outcomes()} == {lightck.NoSnapshotError}
+
+
+def damage(where: Place) -> None:
+    """Flip a bit of a tensor in the only snapshot of a region."""
+    region, recovery = survey(where)
+    (only,) = recovery.candidates
+    offset = int(only.layout.offsets[0])
+    region.close()
+    with where.file.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
 
 
 def test_a_rank_that_another_ones_exception_reaches_saves_the_same_step(region_dir: Path) -> None:
