@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightck.capture import predict
 from lightck.capture.extras import Extra, is_loader, parse
+from lightck.capture.habit import Habit
 from lightck.capture.hooks import Hooks, Listener, Watched
 from lightck.capture.instants import Instants
 from lightck.capture.journaled import Journaled
@@ -175,10 +176,11 @@ class _Parts:
         outcomes = Outcomes(pipeline, inventory, steps, reporter, reporter.surface)
         instants = Instants(inventory)
         armed = config.failure != "off"
+        habit = Habit(instants, lambda: outcomes.lock)
         recorder = kinds.recorder(
             inventory=inventory,
             instants=instants,
-            journaled=Journaled(instants, region, outcomes.region_lost) if armed else None,
+            journaled=Journaled(instants, region, outcomes.region_lost, habit) if armed else None,
             pipeline=pipeline,
             steps=steps,
             cadence=kinds.due(config.policy),
@@ -191,7 +193,8 @@ class _Parts:
         undo += [sight.write_wanted, outcomes.stop, sight.ended]
         pipeline.on_torn = sight.torn
         loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
-        at_gradient = communication.came if communication.buckets else None
+        at_gradient = [communication.came] if communication.buckets else []
+        at_gradient += [habit.gradient] if armed and self.topology.world > 1 else []
         hooks = Hooks(self._listener(sight), self.watched, loaders, at_gradient)
         recorder.arm = lambda on: hooks.arm_forward() if on else hooks.disarm_forward()
         undo += [kinds.stop, hooks.remove, communication.remove, sight.remove]

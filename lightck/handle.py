@@ -288,7 +288,7 @@ class Handle:
         self._failed_at = self.step
         saved = self._save(type(error).__name__)
         try:
-            self._recorder.left_off()
+            self._recorder.left_off(error)
         except LightckError as theirs:  # `on_error` raises: the exception that is under way counts
             error.add_note(f"lightck: {theirs}")
         if self._guard is not None:

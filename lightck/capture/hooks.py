@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -95,7 +95,7 @@ class Hooks:
     watched: Watched
     loaders: tuple[Any, ...] = ()
     """Extras that the loop iterates over."""
-    at_gradient: Callable[[], None] | None = None
+    at_gradient: Sequence[Callable[[], None]] = ()
     """Called at every gradient that is listened to, too: keeping dynamo out of one more costs."""
     _handles: list[RemovableHandle] = field(default_factory=list)
     _forward: RemovableHandle | None = None
@@ -135,8 +135,8 @@ class Hooks:
             @untraced
             def tick(_: torch.Tensor, name: str = name) -> None:
                 listener.gradient(name)
-                if also is not None:
-                    also()
+                for each in also:
+                    each()
 
             self._handles.append(parameter.register_post_accumulate_grad_hook(tick))
 

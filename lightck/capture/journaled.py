@@ -31,6 +31,7 @@ import torch
 from lightck.capture import arrange, boundary, entry, parcel
 from lightck.capture.arrange import Sources
 from lightck.capture.entry import Sealing
+from lightck.capture.habit import Habit
 from lightck.capture.instants import Instants, holding, users_code
 from lightck.capture.kept import Instant, watched
 from lightck.capture.live import SMALL_EXTRA_BYTES, Live
@@ -90,6 +91,8 @@ class Journaled:
     region: Region
     region_lost: Callable[[LightckError], None]
     """Hears that the region takes no more."""
+    habit: Habit
+    """Of several ranks: whether an iteration that is left off has come to its fence."""
     step: int = -1
     """What is kept, or could not be, is of this step."""
     ended: Instant | None = None
@@ -205,7 +208,10 @@ class Journaled:
         For survivors of a process that is killed inside it; nothing where there are none. Touches
         nothing that is kept of the last step.
         """
-        if not (self._writes and self.peers):
+        if not self.peers:
+            return
+        self.habit.fence(step)
+        if not self._writes:
             return
         with self._once:
             with users_code():

@@ -225,10 +225,10 @@ class Recorder:
             with self.stalls.of("fence"), self.lock:
                 self.journaled.fenced(self.steps.step + 1)
 
-    def left_off(self) -> None:
+    def left_off(self, error: BaseException) -> None:
         """An exception leaves the iteration: others may make the update that this rank does not."""
-        # Its part of the communication is complete then: all is as it would be at its fence.
-        if self.inside and not self.mixed and threading.get_ident() == self.thread:
+        kept, here = self.journaled, threading.get_ident() == self.thread
+        if here and self.inside and not self.mixed and kept and kept.habit.at_fence(error):
             self._fenced()
 
     def _step_ended(self) -> None:

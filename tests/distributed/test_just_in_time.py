@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,34 +255,54 @@ def test_an_update_that_fails_on_one_rank_ends_as_on_the_other_or_leaves_the_ste
     check(found, 2, 2 if draws else 5, early=True)
 
 
+def _left_off(me: ranks.Me, path: Path, before: Callable[[], Any]) -> Any:
+    """Rank 0 fails between its gradients and its update, rank 1 ends it and then saves."""
+    training, saved = begin(me), None
+    update = training.optimizer.step
+
+    try:
+        with armed(training, path) as handle:
+            training.optimizer.step = lambda: (before(), update())
+            losses_of(training, 2)
+            training.optimizer.zero_grad()
+            assert handle.snapshot_now("all of them").fresh
+            losses_of(training, AT - 2)
+            if me.rank == 0:
+                training.optimizer.step = lambda: fail(training, "data")
+            losses_of(training, 1)
+            saved = handle.snapshot_now("ahead").step
+            me.send("ahead")
+            me.pause()  # until the other has left
+            raise Broken
+    except Broken:
+        pass
+    return saved
+
+
+def _nothing() -> None:
+    """Between gradients and update."""
+
+
+@pytest.mark.parametrize("between", ["nothing", "a draw"])
 def test_a_rank_that_fails_behind_its_part_of_the_allreduce_is_finished_by_those_that_go_on(
-    region_dir: Path,
+    region_dir: Path, between: str
 ) -> None:
-    """It has saved the step before, which nobody else has any more."""
+    """It has saved the step before, which nobody else has any more; unless the rank's own state
+    would still have changed before its update, as it always does there."""
+    draws = between == "a draw"
 
     def train(me: ranks.Me) -> Any:
-        training = begin(me)
-        saved = None
-        try:
-            with armed(training, region_dir) as handle:
-                losses_of(training, AT)
-                if me.rank == 0:
-                    training.optimizer.step = lambda: fail(training, "data")
-                losses_of(training, 1)
-                saved = handle.snapshot_now("ahead").step
-                me.send("ahead")
-                me.pause()  # until the other has left
-                raise Broken
-        except Broken:
-            pass
-        return saved
+        return _left_off(me, region_dir, partial(torch.rand, ()) if draws else _nothing)
 
     with ranks.started(2, train) as job:
         assert job.receive(1) == "ahead"
         assert job.outcomes([0]) == [None]
         job.let_go(1)
         assert job.outcomes([1]) == [AT + 1]
-    check(resumed(region_dir, 2), 2, AT + 1, early=True)
+    found = resumed(region_dir, 2)
+    assert [each[:2] for each in found] == [(2 if draws else AT + 1, True)] * 2
+    if not draws:
+        check(found, 2, AT + 1, early=True)
 
 
 def test_a_just_in_time_slot_is_kept_until_a_newer_step_is_whole(region_dir: Path) -> None:

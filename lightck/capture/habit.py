@@ -1,0 +1,93 @@
+"""What a rank does of its own between its last gradient and its first update, by habit.
+
+An exception may leave an iteration when the rank's part of the allreduce is complete: its peers go
+on to the new step, and what it leaves stands for what it would have had at its own fence. That is
+so only if nothing of its own would still have changed: a draw, another forward, a counter. Nobody
+knows what the loop would have done; what it did in the iterations before is looked at in a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from types import TracebackType
+from typing import Any
+
+from lightck.capture import boundary
+from lightck.capture.arrange import versions_of
+from lightck.capture.instants import Instants, users_code
+
+EVERY = 32
+"""One iteration of so many is looked at: it costs what taking the state of extras twice does."""
+_FIRST = 3
+_CHANGING = (("nn", "modules", "module.py"), ("utils", "data", "dataloader.py"))
+"""Of torch: inside of these a forward, or a draw, is half done."""
+
+
+@dataclass(eq=False)
+class Habit:
+    """Of one loop."""
+
+    instants: Instants
+    lock: Callable[[], AbstractContextManager[Any]]
+    """Held while the state is looked at."""
+    quiet: bool = False
+    """Nothing has changed there, the last time that it was looked at."""
+    _count: int = 0
+    """Gradients since the last fence."""
+    _whole: int = -1
+    """Those of the last iteration."""
+    _looks: bool = False
+    _then: Any = field(default=None, repr=False)
+
+    def gradient(self) -> None:
+        """One more has come."""
+        self._count += 1
+        if self._looks and self._count == self._whole:
+            with self.lock():
+                self._then = self._own()
+
+    def fence(self, step: int) -> None:
+        """The update to `step` begins; under the lock."""
+        if self._looks:
+            self.quiet = self._then is not None and self._then == self._own()
+        elif self._count != self._whole:
+            self.quiet = False
+        self._whole, self._count, self._then = self._count, 0, None
+        self._looks = step <= _FIRST or step % EVERY == 0
+
+    def at_fence(self, error: BaseException) -> bool:
+        """All that is a rank's own is what it would be at the fence, when `error` leaves."""
+        return self.quiet and self._count == self._whole and not _is_in_between(error)
+
+    def _own(self) -> Any:
+        """What may change there; None: it cannot be told."""
+        try:
+            with users_code():
+                collected = self.instants.inventory.glance()
+            trees = [self.instants.standing(), collected.tree["extras"]]
+            changing = [live.tensor for live in collected.lives if live.sync]
+            return boundary.encode(trees), versions_of(changing)
+        except Exception:  # noqa: BLE001 - the user's; the next instant tells of it
+            return None
+
+
+def _is_in_between(error: BaseException | None) -> bool:
+    """It was raised inside a forward or a draw, or because of what was."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if _passes(error.__traceback__):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _passes(trace: TracebackType | None) -> bool:
+    while trace is not None:
+        if PurePath(trace.tb_frame.f_code.co_filename).parts[-3:] in _CHANGING:
+            return True
+        trace = trace.tb_next
+    return False

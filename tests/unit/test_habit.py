@@ -1,0 +1,125 @@
+"""Whether an iteration that an exception leaves has come to its fence, as far as habit tells."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightck.capture.extras import parse
+from lightck.capture.habit import EVERY, Habit
+from lightck.capture.instants import Instants
+from lightck.capture.state import Inventory
+
+GRADIENTS = 4
+
+
+def nothing() -> None:
+    """Between the gradients and the update."""
+
+
+class Loop:
+    """Iterations as a habit sees them."""
+
+    def __init__(self) -> None:
+        self.model = nn.BatchNorm1d(3)
+        self.counted = {"seen": 0}
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        inventory = Inventory(self.model, [optimizer], parse({"counted": self.counted}))
+        self.habit, self.step = Habit(Instants(inventory), threading.RLock), 0
+
+    def run(
+        self, steps: int, between: Callable[[], Any] = nothing, gradients: int = GRADIENTS
+    ) -> None:
+        for _ in range(steps):
+            self.gradients(gradients)
+            between()
+            self.step += 1
+            self.habit.fence(self.step)
+
+    def gradients(self, number: int = GRADIENTS) -> None:
+        for _ in range(number):
+            self.habit.gradient()
+
+    def forward(self) -> None:
+        with torch.no_grad():
+            self.model(torch.ones(2, 3))
+
+    def draw(self) -> None:
+        torch.rand(())
+
+    def count(self) -> None:
+        self.counted["seen"] += 1
+
+
+@pytest.mark.parametrize("steps", [2, 5, 40])
+def test_behind_all_gradients_it_has_come_to_its_fence(steps: int) -> None:
+    loop = Loop()
+    loop.run(steps)
+    assert not loop.habit.at_fence(ValueError())
+    loop.gradients(GRADIENTS - 1)
+    assert not loop.habit.at_fence(ValueError())
+    loop.gradients(1)
+    assert loop.habit.at_fence(ValueError())
+
+
+@pytest.mark.parametrize("what", ["forward", "draw", "count"])
+def test_not_where_something_of_its_own_still_changes_by_habit(what: str) -> None:
+    loop = Loop()
+    loop.run(4, getattr(loop, what))
+    loop.gradients()
+    assert not loop.habit.at_fence(ValueError())
+
+
+def test_a_new_habit_is_noticed(steps: int = EVERY + 1) -> None:
+    loop = Loop()
+    loop.run(4)
+    loop.run(steps, loop.draw)
+    loop.gradients()
+    assert not loop.habit.at_fence(ValueError())
+    loop.run(2 * EVERY)
+    loop.gradients()
+    assert loop.habit.at_fence(ValueError())
+
+
+def test_nor_where_iterations_differ_in_their_gradients() -> None:
+    loop = Loop()
+    loop.run(4)
+    loop.run(1, gradients=GRADIENTS - 1)
+    loop.gradients(GRADIENTS - 1)
+    assert not loop.habit.at_fence(ValueError())
+
+
+class Failing(nn.Module):
+    """Its forward, or its items, cannot be had."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> Any:
+        raise ValueError
+
+    def forward(self, x: Any) -> Any:
+        raise ValueError
+
+
+@pytest.mark.parametrize("where", ["a forward", "a draw"])
+@pytest.mark.parametrize("told", ["itself", "as another's reason"])
+def test_nor_in_the_middle_of_what_changes_something(where: str, told: str) -> None:
+    loop = Loop()
+    loop.run(4)
+    loop.gradients()
+    failing: Any = Failing()
+    with pytest.raises((ValueError, LookupError)) as raised:
+        try:
+            failing(0) if where == "a forward" else next(iter(DataLoader(failing)))
+        except ValueError:
+            if told == "itself":
+                raise
+            raise LookupError from None
+    assert not loop.habit.at_fence(raised.value)
