@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.measures import training
+from bench.measures import accounting, training
 from bench.measures.accounting import Cpu, Peak, descendants
 from bench.statistics import Estimate
 
@@ -44,7 +45,11 @@ def test_sleeping_costs_no_cpu_time() -> None:
     assert cpu() - before < time.perf_counter() - begin
 
 
-def test_memory_at_its_peak_counts_and_what_lies_in_the_folder_does_not(tmp_path: Path) -> None:
+def test_anonymous_memory_counts_at_its_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounting, "_shared_bytes", lambda folder: 0)  # others use it meanwhile
+
     def touched(bytes_: int) -> None:
         with mmap.mmap(-1, bytes_, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
             for page in range(0, bytes_, mmap.PAGESIZE):
@@ -56,8 +61,21 @@ def test_memory_at_its_peak_counts_and_what_lies_in_the_folder_does_not(tmp_path
         touched(mmap.PAGESIZE)
     with Peak(tmp_path) as after:
         touched(big)
-    # Others may use shared memory meanwhile.
     assert after.bytes - before.bytes > big / 2
+
+
+def test_shared_memory_counts_but_for_the_files_of_snapshots(
+    region_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Used:
+        f_blocks, f_bfree, f_frsize = 1000, 400, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Used)
+    snapshots = region_dir / "run"
+    snapshots.mkdir()
+    (snapshots / "region").write_bytes(bytes(10 * 4096))
+    assert accounting._shared_bytes(Path("/var")) == 600 * 4096, "another medium"
+    assert accounting._shared_bytes(snapshots) == 590 * 4096, "it lies in shared memory itself"
 
 
 @pytest.mark.parametrize(
