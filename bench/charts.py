@@ -33,7 +33,14 @@ _TITLES = {
 _NEAR_S = 1e-3  # below it the axis of seconds is linear: noise goes below zero
 _KEYS = 5
 """Of a legend, in one line."""
-_STACK = ("detected", "saved", "ended", "restart")
+_STACKS = {
+    "recovery": ("detected", "saved", "ended", "restart"),
+    "restart": ("start_s", "restore_s", "first_step_s"),
+}
+_FROM = {
+    "recovery": "from the failure to training again, but for the start of processes",
+    "restart": "from the start of a process to the end of its first step",
+}
 
 
 def drawn(results: Sequence[Result]) -> dict[str, Drawing]:
@@ -59,7 +66,8 @@ def _of(result: Result) -> list[tuple[str, Callable[[Any, Any], None], Any]]:
     kind = result.about["definition"]["kind"]
     measure = _MEASURE.get(kind, "")
     rows = list(summary.rows(result))
-    if kind == "recovery" and any(row.of(n, m) for row in rows for n in row.labels for m in _STACK):
+    stack = _STACKS.get(kind, ())
+    if any(record.measure in stack for record in result.records):
         found.append(("", _recovery, result))
     elif len(several := [row for row in rows if len(_points(row, measure)) > 1]) > 1:
         found.append(("", _models, (several, measure)))
@@ -216,22 +224,29 @@ _Lines = dict[tuple[str, str], list[tuple[float, Record]]]
 
 
 def _lines(result: Result, measure: str, over: str) -> _Lines:
-    """A line per engine, with its name, of those that were measured at three sizes and more."""
-    points: dict[str, list[tuple[float, Record]]] = {}
-    names: dict[str, set[str]] = {}
+    """A line per engine, with its name, of those that were measured at three sizes and more.
+
+    What is not on the axis, the number of tensors or their bytes, is about the same along a line.
+    """
+    beside = "tensors" if over == "state" else "state"
+    found: dict[tuple[str, str], dict[float, list[tuple[float, Record]]]] = {}
     for row in summary.rows(result):
         for name, label in row.labels.items():
-            size, record = result.of(label, over), row.of(name, measure)
-            if size is not None and record is not None and record.unit == "s":
-                engine = row.engines[name]
-                points.setdefault(engine, []).append((size.value, record))
-                names.setdefault(engine, set()).add(name)
+            size, other, record = (
+                result.of(label, over),
+                result.of(label, beside),
+                row.of(name, measure),
+            )
+            if size is None or record is None or record.unit != "s" or row.engines[name] == "none":
+                continue
+            about = 0.0 if other is None else round(math.log10(max(1.0, other.value)), 1)
+            line = found.setdefault((name, row.engines[name]), {}).setdefault(about, [])
+            line.append((size.value, record))
+    longest = {key: max(lines.values(), key=lambda each: len(each)) for key, lines in found.items()}
     return {
-        (next(iter(names[engine])) if len(names[engine]) == 1 else engine, engine): sorted(
-            each, key=lambda point: point[0]
-        )
-        for engine, each in points.items()
-        if len({size for size, _ in each}) > 2 and engine != "none"
+        key: sorted(line, key=lambda point: point[0])
+        for key, line in longest.items()
+        if len({size for size, _ in line}) > 2
     }
 
 
@@ -305,13 +320,14 @@ def _stalls(axes: Any, result: Result) -> None:
 
 def _recovery(axes: Any, result: Result) -> None:
     """From a failure to training again."""
+    definition = result.about["definition"]
     rows = []
-    for contender in result.about["definition"]["contenders"]:
-        found = [r for m in _STACK if (r := result.of(contender["label"], m))]
+    for label in rivals.best_first(result, [c["label"] for c in definition["contenders"]]):
+        found = [r for m in _STACKS[definition["kind"]] if (r := result.of(label, m))]
         if found:
-            rows.append((contender["label"], [(r.measure, r.value) for r in found]))
+            rows.append((label, [(heading(r.measure), r.value) for r in found]))
     _stacked(axes, rows, share=False)
     axes.set_xlim(0, 1.2 * max(sum(value for _, value in stack) for _, stack in rows))
     axes.xaxis.set_major_formatter(lambda value, _: _tick(value))
     axes.grid(axis="x", color=GRID, linewidth=0.7)
-    axes.set_xlabel("from the failure to training again, but for the start of processes")
+    axes.set_xlabel(_FROM[definition["kind"]])

@@ -22,6 +22,12 @@ _WORDS = {
     "busy_steps": "busy for",
     "stall_s": "stall",
     "cpu_s": "CPU time",
+    "restart_s": "start to first step",
+    "start_s": "start",
+    "restore_s": "restore",
+    "first_step_s": "first step",
+    "lost_work_s": "lost work",
+    "interval_steps": "snapshot every",
     "extra_dram": "extra DRAM",
     "extra_dram_bytes": "extra DRAM",
     "written_bytes": "written",
@@ -56,7 +62,7 @@ def quantity(value: float, unit: str, measure: str = "") -> str:
         return "unbounded" if value > 0 else "-unbounded"
     if measure in SHARES:
         return f"{digits(100 * value)} %"
-    if measure.endswith("_steps") or measure == "interval":
+    if (measure.endswith("_steps") or measure == "interval") and value == round(value):
         return f"{value:,.0f} step{'s' * (value != 1)}"
     if unit == "s":
         for name, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

@@ -100,7 +100,7 @@ MODELS = (
 )
 _INTERVAL = (
     "Steps from one snapshot to the next at which they cost at most so much of the training, by the"
-    " far ends of the intervals."
+    " far ends of the intervals; from the cost of single snapshots, where that was measured."
 )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,12 +25,26 @@ SORTED_BY = {  # less is better
 
 
 def by_model(definition: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """The contenders of a stored definition by what they train, in its order."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    """The contenders of a stored definition by what they train, in its order.
+
+    By all of it where every work has rivals: models of one kind and several sizes are then called
+    what their labels begin with. Else by the model alone.
+    """
+    models: dict[str, list[Mapping[str, Any]]] = {}
+    works: dict[str, list[Mapping[str, Any]]] = {}
     for contender in definition["contenders"]:
         work = {**definition["work"], **contender["work"]}
-        found.setdefault(work["model"], []).append(contender)
-    return found
+        models.setdefault(work["model"], []).append(contender)
+        works.setdefault(json.dumps(work, sort_keys=True), []).append(contender)
+    if len(works) == len(models) or any(len(each) == 1 for each in works.values()):
+        return models
+    return {prefix(each) or key: each for key, each in works.items()}
+
+
+def prefix(contenders: Sequence[Mapping[str, Any]]) -> str:
+    """What the labels of several begin with, in whole words; empty for one."""
+    words = [contender["label"].split(" ")[:-1] for contender in contenders]
+    return " ".join(os.path.commonprefix(words)) if len(words) > 1 else ""
 
 
 def best_first(result: Result, labels: Sequence[str]) -> list[str]:
@@ -54,18 +70,21 @@ def lost(result: Result) -> list[tuple[str, Record, Record]]:
     measure = SORTED_BY.get(definition["kind"], "")
     found = []
     for model, contenders in by_model(definition).items():
-        ours = next((c for c in contenders if c["engine"] == "lightck"), None)
-        if ours is None or (record := result.of(ours["label"], measure)) is None:
-            continue
-        others = [
-            other
-            for c in contenders
-            if c["engine"] not in ("none", "lightck") and c["work"] == ours["work"]
-            if (other := result.of(c["label"], measure)) is not None
-        ]
-        winner = min(others, key=lambda r: r.value, default=record)
-        if winner.value < record.value:
-            found.append((model, winner, record))
+        works: list[Mapping[str, Any]] = []
+        for ours in contenders:
+            if ours["engine"] != "lightck" or ours["work"] in works:
+                continue
+            works.append(ours["work"])
+            record = result.of(ours["label"], measure)
+            others = [
+                other
+                for c in contenders
+                if c["engine"] not in ("none", "lightck") and c["work"] == ours["work"]
+                if (other := result.of(c["label"], measure)) is not None
+            ]
+            winner = min(others, key=lambda r: r.value, default=record)
+            if record is not None and winner is not None and winner.value < record.value:
+                found.append((model, winner, record))
     return found
 
 

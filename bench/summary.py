@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +64,10 @@ class Row:
 def rows(result: Result) -> Iterator[Row]:
     """A row per model of a definition."""
     for model, contenders in rivals.by_model(result.about["definition"]).items():
-        words = [contender["label"].split(" ") for contender in contenders]
-        common = os.path.commonprefix([each[:-1] for each in words]) if len(words) > 1 else []
-        names = [" ".join(each[len(common) :]) for each in words]
+        common = rivals.prefix(contenders)
+        names = [c["label"].removeprefix(common).lstrip() for c in contenders]
         yield Row(
-            " ".join(common) or model,
+            common or model,
             result,
             dict(zip(names, (c["label"] for c in contenders), strict=True)),
             dict(zip(names, (c["engine"] for c in contenders), strict=True)),
@@ -93,9 +91,13 @@ def models(results: Sequence[Result]) -> Table | None:
     return Table(head, [_against(row, peers) for row in found])
 
 
-def compared(results: Sequence[Result]) -> list[Row]:
-    """The rows of the table of models, the smallest state first."""
-    saving = [r for r in results if r.about["definition"]["kind"] in _SAVING]
+def compared(results: Sequence[Result], *, lone: bool = False) -> list[Row]:
+    """The rows of the table of models, the smallest state first; `lone`: of single snapshots."""
+    saving = [
+        result
+        for result in results
+        if _given(result)["kind"] in _SAVING and (_policy(result) == "lone") is lone
+    ]
     several = {r.about["definition"]["name"]: set(rivals.by_model(_given(r))) for r in saving}
     several = {name: known for name, known in several.items() if len(known) > 1}
     found = [
@@ -115,6 +117,10 @@ def _belongs(name: str, known: set[str], several: Mapping[str, set[str]]) -> boo
         name == other or (name.startswith(other) and not known & there)
         for other, there in several.items()
     )
+
+
+def _policy(result: Result) -> str:
+    return str(_given(result)["method"]["policy"])
 
 
 def _given(result: Result) -> Mapping[str, Any]:
@@ -162,11 +168,16 @@ def times(theirs: Record, ours: Record) -> str:
 def intervals(results: Sequence[Result]) -> Table | None:
     """Models against engines: how often a snapshot may be taken; None where that is not known.
 
-    What stands there is the far end of each interval, so that it is enough.
+    What stands there is the far end of each interval, so that it is enough; from the cost of single
+    snapshots, where that was measured.
     """
-    found = [
-        row for row in compared(results) if any(row.of(n, m) for n in row.labels for m in _WITHIN)
+    known = [
+        row
+        for row in [*compared(results, lone=True), *compared(results)]
+        if any(row.of(n, m) for n in row.labels for m in _WITHIN)
     ]
+    single = [row.name for row in known if _policy(row.result) == "lone"]
+    found = [r for r in known if _policy(r.result) == "lone" or r.name not in single]
     names = dict.fromkeys(n for row in found for n, e in row.engines.items() if e != _NOBODY)
     if not found:
         return None

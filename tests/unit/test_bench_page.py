@@ -37,10 +37,13 @@ def _records(label: str, state: float, **values: float) -> list[Record]:
     return [*found, Record(label, "state", "B", state, state, state)]
 
 
-def _essential(costs: dict[str, float] = _COSTS, **changes: object) -> Result:
+def _essential(
+    costs: dict[str, float] = _COSTS, policy: str = "blocks", **changes: object
+) -> Result:
     """Three models and three engines, every cost in proportion to the state."""
     about = record.read(_SAMPLE).about
     given = about["definition"]
+    given = {**given, "method": {**given["method"], "policy": policy}}
     some = given["contenders"][0]
     contenders, records = [], []
     for name, (model, state) in _MODELS.items():
@@ -50,7 +53,7 @@ def _essential(costs: dict[str, float] = _COSTS, **changes: object) -> Result:
             contenders.append({**some, "label": label, "engine": engine, "work": work})
             values = {"extra": cost * state / 1e9, "cost_ratio": 10 * cost, "step": state / 1e9}
             copy = 0.1 * state / 1e9 if model != "vgg16" else 0.01
-            steps = {"interval_1pct_steps": 8 + cost, "interval_5pct_steps": 2 + cost}
+            steps = {"interval_1pct_steps": 10.0, "interval_5pct_steps": 20.0}
             records += _records(label, state, **values, sync_copy=copy, **steps)
     new = {**given, "name": "essential", "contenders": contenders, "targets": []}
     return Result({**about, "definition": {**new, **changes}}, records)
@@ -274,10 +277,49 @@ def test_a_companion_adds_the_model_that_is_only_there() -> None:
     assert summary.models([companion, record.read(_SAMPLE)]) is None
 
 
+def _scaling() -> Result:
+    """One model in four sizes and three numbers of tensors; where it is largest, a peer wins."""
+    about = record.read(_SAMPLE).about
+    given = about["definition"]
+    some = given["contenders"][0]
+    sizes = {"10 MB": (96, 1e7), "100 MB": (96, 1e8), "1 GB": (96, 1e9), "4 GB": (96, 4e9)}
+    sizes |= {"16 tensors": (16, 1.01e8), "100,000 tensors": (100_000, 1e8)}
+    contenders, records = [], []
+    for name, (tensors, state) in sizes.items():
+        for engine, cost in {"lightck": 0.01, "torch.save": 0.005 if name == "4 GB" else 1}.items():
+            label = f"{name} {engine}"
+            work = {"model": "bag", "tensors": tensors, "width": round(state / tensors)}
+            contenders.append({**some, "label": label, "engine": engine, "work": work})
+            records += _records(label, state, extra=cost * state / 1e9, step=1, sync_copy=1)
+            records.append(Record(label, "tensors", "", tensors, tensors, tensors))
+    new = {**given, "name": "scaling", "contenders": contenders, "targets": []}
+    return Result({**about, "definition": new}, records)
+
+
+def test_a_loss_in_one_of_many_sizes_is_told_and_each_size_has_its_table() -> None:
+    text = report.render([_scaling()], {})
+    lost = text[text.index("## Where another engine wins") : text.index("## Targets")]
+    assert lost.count("`scaling`") == 1 and "| 4 GB | " in lost
+    assert text.index("### 10 MB, ") < text.index("### 4 GB, ") < text.index("### 16 tensors, ")
+
+
+def test_cost_is_drawn_against_size_with_the_number_of_tensors_held(drawing: None) -> None:
+    found = charts._lines(_scaling(), "extra", "state")
+    assert [[size for size, _ in line] for line in found.values()] == 2 * [[1e7, 1e8, 1e9, 4e9]]
+    found = charts._lines(_scaling(), "extra", "tensors")
+    assert [[size for size, _ in line] for line in found.values()] == 2 * [[16, 96, 100_000]]
+    assert {"scaling", "scaling-state", "scaling-tensors"} <= charts.drawn([_scaling()]).keys()
+
+
 def test_the_smallest_intervals_stand_in_a_table() -> None:
     text = report.render([_essential()], {})
     first = text.index("## Smallest interval")
-    assert "| GPT-2 | 9 steps within 1 % (2 steps within 5 %) | 9 steps" in text[first:]
+    assert "| GPT-2 | 11 steps within 1 % (22 steps within 5 %) | 11 steps" in text[first:]
+    single = _essential({"lightck": 1.0, "dcp": 1.0}, policy="lone", name="intervals")
+    table = summary.intervals([_essential(), single])
+    assert table is not None and table.head == ["model", "lightck", "dcp"], "single ones, if there"
+    assert len(table.rows) == 3
+    assert summary.models([_essential(), single]) == summary.models([_essential()])
     assert summary.intervals([record.read(_SAMPLE)]) is None
 
 
