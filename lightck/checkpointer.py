@@ -175,12 +175,13 @@ class _Parts:
         pipeline = kinds.pipeline.start(region, release_when, config)
         outcomes = Outcomes(pipeline, inventory, steps, reporter, reporter.surface)
         instants = Instants(inventory)
+        habit, stand = Habit(instants, lambda: outcomes.lock), pipeline.stand
         armed = config.failure != "off"
-        habit = Habit(instants, lambda: outcomes.lock)
+        journaled = Journaled(instants, region, outcomes.region_lost, habit, stand)
         recorder = kinds.recorder(
             inventory=inventory,
             instants=instants,
-            journaled=Journaled(instants, region, outcomes.region_lost, habit) if armed else None,
+            journaled=journaled if armed else None,
             pipeline=pipeline,
             steps=steps,
             cadence=kinds.due(config.policy),

@@ -111,6 +111,10 @@ class DivergenceError(LightckError):
         self.ranks = tuple(ranks)
 
 
+class DeviceError(LightckError):
+    """A device failed, or its driver; nothing that its memory holds is trusted by this process."""
+
+
 class NoSnapshotError(LightckError):
     """There is no whole snapshot of the wanted kind."""
 

@@ -155,6 +155,7 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
 
         def take() -> RestoreInfo:
             snapshot.read(filling.addresses())
+            filling.pour()
             filling.finish(first)
             _arm_forward(live, {} if filling.lent else second, filling.tensor)
             _carry_on(found)

@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 
 from lightck.capture import dtensor, staging
+from lightck.capture.device import Device
+from lightck.capture.holders import flat, holder
 from lightck.capture.state import Live
 from lightck.region import allocator
 from lightck.region.layout import Entry
@@ -56,6 +58,8 @@ class Sources:
     versions: list[int]
     """Of the live tensors."""
     storages: list[torch.UntypedStorage]
+    flats: list[torch.Tensor] = field(default_factory=list)
+    """On a device: the bytes of each copy, which keep that memory alive, too."""
 
     def changed(self) -> list[int]:
         """Which of the live tensors, that the copies started from, were touched since (b).
@@ -79,6 +83,8 @@ class Part:
     holders: frozenset[int]
     owned: bool
     """Sources are private copies made at (b)."""
+    device: Device | None
+    """Whose memory holds the sources, private ones too; None: the workers can read it."""
     positions: npt.NDArray[np.intp]
     order: tuple[int, ...]
     """The positions as Python integers."""
@@ -86,6 +92,7 @@ class Part:
     """Per copy, whether no optimizer holds the tensor."""
     begins: npt.NDArray[np.uint64]
     """First byte of each source that is copied."""
+    total_bytes: int = 0
     versions: list[int] = field(default_factory=list)
     """Of the live tensors at the last snapshot."""
     last: Sources | None = None
@@ -198,18 +205,25 @@ def _rare_forms(rare: list[list[int]], tensors: list[torch.Tensor]) -> list[list
 
 def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...]) -> tuple[Part, ...]:
     """The largest first: the copies left for the fence are small, whatever the model's order."""
-    members: dict[tuple[bool, frozenset[int]], list[int]] = {}
+    members: dict[tuple[bool, frozenset[int], str], list[int]] = {}
+    devices: dict[str, Device | None] = {"": None}
     for i, live in enumerate(lives):
         if entries[i].length:
-            own = staging.must_own(live)
-            members.setdefault((own, frozenset() if own else live.holders), []).append(i)
+            device = holder(live.local)
+            own = staging.must_own(live, device)
+            where = "" if device is None else device.name
+            devices.setdefault(where, device)
+            members.setdefault((own, frozenset() if own else live.holders, where), []).append(i)
     parts = []
-    for (own, holders), wanted in members.items():
+    for (own, holders, where), wanted in members.items():
         order = sorted(wanted, key=lambda i: -entries[i].length)
         free = np.array([not lives[i].holders for i in order], np.bool_)
         # A private copy is made of the part alone.
         begins = np.array([0 if own else entries[i].begin or 0 for i in order], np.uint64)
-        parts.append(Part(holders, own, np.array(order, np.intp), tuple(order), free, begins))
+        positions = np.array(order, np.intp)
+        total = sum(entries[i].length for i in order)
+        part = Part(holders, own, devices[where], positions, tuple(order), free, begins, total)
+        parts.append(part)
     return tuple(parts)
 
 
@@ -218,15 +232,21 @@ def sources(part: Part, arrangement: Arrangement) -> Sources:
     live = [arrangement.tensors[i] for i in part.order]
     if part.owned:
         lives, entries = arrangement.lives, arrangement.entries
-        copies = [staging.owned(lives[i], entries[i]) for i in part.order]
-        return Sources(copies, [copy.data_ptr() for copy in copies], versions_of(live), [])
+        copies = [staging.owned(lives[i], entries[i], part.device) for i in part.order]
+        flats = [flat(c, 0, c.nbytes) for c in copies] if part.device is not None else []
+        return Sources(copies, [copy.data_ptr() for copy in copies], versions_of(live), [], flats)
     pointers, versions = read(live)
     # An address cannot be another storage's while the last one at it is still held.
     if part.last is not None and pointers == part.last.pointers:
-        storages = part.last.storages
+        storages, flats = part.last.storages, part.last.flats
     else:
-        storages = [t.untyped_storage() for t in dtensor.locals_of(live)]
-    part.last = Sources(live, pointers, versions, storages)
+        held = dtensor.locals_of(live)
+        storages, flats = [t.untyped_storage() for t in held], []
+        if part.device is not None:
+            lengths = [arrangement.entries[i].length for i in part.order]
+            rows = zip(held, map(int, part.begins), lengths, strict=True)
+            flats = [flat(*row) for row in rows]
+    part.last = Sources(live, pointers, versions, storages, flats)
     return part.last
 
 

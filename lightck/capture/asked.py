@@ -34,6 +34,7 @@ def open_now(recorder: Recorder) -> None:
 def _await_slot(recorder: Recorder) -> None:
     if recorder.pipeline.busy:
         recorder.poll(None)
+        recorder.pipeline.await_abandoned()
         recorder.pipeline.await_fates(FATE_S)
         recorder.poll()
 

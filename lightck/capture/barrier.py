@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from lightck.errors import LightckError, PreviousPersistError, RegionIOError
+from lightck.errors import DeviceError, LightckError, PreviousPersistError, RegionIOError
 from lightck.types import Fate, Moment, Policy
 
 
@@ -156,5 +156,5 @@ class Alone:
 
 
 def is_final(error: BaseException) -> bool:
-    """The region is latched: it takes no more snapshots."""
-    return isinstance(error, RegionIOError | PreviousPersistError)
+    """The region is latched, or a device has failed: there are no more snapshots."""
+    return isinstance(error, RegionIOError | PreviousPersistError | DeviceError)

@@ -11,6 +11,7 @@ def stats_of(recorder: Recorder) -> Stats:
     counters, pool = recorder.pipeline.counters, recorder.pipeline.pool_stats()
     compared, uncompared = recorder.pipeline.barrier.compared()
     seconds = pool["copy_ns"] / 1e9
+    offload = recorder.pipeline.offload
     return Stats(
         captured=counters.captured,
         committed=counters.committed,
@@ -28,4 +29,9 @@ def stats_of(recorder: Recorder) -> Stats:
         commit_s=counters.commit_s / counters.durable if counters.durable else 0.0,
         whole_s=counters.whole_s / counters.committed if counters.committed else 0.0,
         staging_bytes=pool["staging_bytes"],
+        device_mode=str(offload.ways.mode),
+        device_why=offload.ways.why,
+        bytes_from_device=offload.transfers.moved_bytes,
+        ring_bytes=offload.transfers.ring_bytes,
+        device_copy_bytes=offload.ways.copy_bytes,
     )

@@ -10,9 +10,11 @@ import numpy.typing as npt
 import torch
 
 from lightck.capture import boundary, dtensor, rng
-from lightck.capture.assembled import Snapshot
+from lightck.capture.assembled import Assembled, Snapshot
 from lightck.capture.extras import Extra
+from lightck.capture.holders import holder
 from lightck.capture.optimizer import Saved, install, match
+from lightck.capture.pouring import pour
 from lightck.capture.staging import fill, is_dense
 from lightck.capture.state import Inventory, Live
 from lightck.errors import RestoreMismatchError
@@ -141,8 +143,21 @@ class Filling:
         found = np.zeros(len(self.snapshot.entries), np.uint64)
         index = self.snapshot.index
         for name, target in self.targets.items():
-            found[index[name]] = target.data_ptr()
+            if holder(target) is None:
+                found[index[name]] = target.data_ptr()
         return found
+
+    def pour(self) -> None:
+        """Fill what devices hold; `addresses` has been asked for.
+
+        Raises:
+            CorruptSnapshotError: the snapshot has changed since it was verified.
+        """
+        index, entries = self.snapshot.index, self.snapshot.entries
+        held = {index[n]: target for n, target in self.targets.items() if holder(target)}
+        if held:
+            assert isinstance(self.snapshot, Assembled)
+            pour(self.snapshot.parts, held, [entry.name for entry in entries])
 
     def _make_targets(self) -> None:
         """Live memory where the bytes fit as they are, fresh tensors elsewhere."""
@@ -152,15 +167,33 @@ class Filling:
             if name in self.skipped or self._is_stateless(entry.name):
                 continue
             fits = live is not None and not dtensor.difference(entry, live.tensor)
-            if live is not None and fits and _direct(entry, live.local) and not entry.alias_of:
+            if live is not None and fits and not entry.alias_of and self._direct(entry, live.local):
                 self.targets[entry.name] = live.local
                 continue
             if entry.alias_of is None:
-                self.targets[entry.name] = fresh(entry)
+                self.targets[entry.name] = self._fresh(entry, name)
             if live is not None and fits:
                 source = self.targets.get(entry.alias_of or entry.name)
                 if source is not None and source is not live.local:
                     self.copies.append((live.local, source))
+
+    def _direct(self, entry: Entry, tensor: torch.Tensor) -> bool:
+        """The bytes can be read straight into the tensor's memory."""
+        reach = tensor.device.type == "cpu" or self._poured and holder(tensor) is not None
+        return reach and is_dense(tensor) and tuple(tensor.stride()) == entry.strides
+
+    def _fresh(self, entry: Entry, live_name: str) -> torch.Tensor:
+        """An empty tensor; of a parameter's state on the device where both were."""
+        near = self.lives.get("model/" + "/".join(live_name.split("/")[2:3]))
+        device = holder(near.local) if near is not None and self._poured else None
+        if entry.role != "optimizer" or entry.device == "cpu" or device is None:
+            return fresh(entry)
+        return device.empty(entry.shape, getattr(torch, entry.dtype), entry.strides)
+
+    @property
+    def _poured(self) -> bool:
+        """The snapshot's bytes lie in regions here, so that they can be brought to a device."""
+        return isinstance(self.snapshot, Assembled)
 
     def _live_name(self, name: str) -> str:
         """A saved optimizer may stand at another index now."""
@@ -239,10 +272,3 @@ class Filling:
 def fresh(entry: Entry) -> torch.Tensor:
     """An empty CPU tensor for an entry."""
     return torch.empty_strided(entry.shape, entry.strides, dtype=getattr(torch, entry.dtype))
-
-
-def _direct(entry: Entry, tensor: torch.Tensor) -> bool:
-    """The bytes can be read straight into the tensor's memory."""
-    return (
-        tensor.device.type == "cpu" and is_dense(tensor) and tuple(tensor.stride()) == entry.strides
-    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from lightck.capture.arrange import Sources
+from lightck.capture.transfer import Transfer
 from lightck.errors import TornSnapshotError
 from lightck.region.native import HOLDS_ALL, RECORD_EARLY
 from lightck.region.writer import Batch, SlotWriter
@@ -28,10 +29,17 @@ class Group:
     """Keeps the memory that is copied alive; None once it is captured."""
     owned: bool
     """Sources are private copies: nothing can tear them."""
+    transfer: Transfer | None = None
+    """Of what a device holds: how it comes here."""
+
+    @property
+    def is_held(self) -> bool:
+        """Its copies run when they are released."""
+        return not self.owned and self.transfer is None
 
     @property
     def captured(self) -> bool:
-        """Every copy has left its source."""
+        """Every copy has left its source; of a device's, has before what the device does next."""
         return self.sources is None
 
 
@@ -53,6 +61,8 @@ class Flight:
     opened_s: float = field(default_factory=time.monotonic)
     captured_s: float = 0.0
     durable_s: float = 0.0
+    sealed: bool = False
+    """False behind the fence: copies are on their way from a device."""
     waited_s: float = 0.0
     """Seconds at fences so far."""
     torn: tuple[str, ...] = ()
@@ -71,6 +81,11 @@ class Flight:
     def is_early_share(self) -> bool:
         """It goes with other ranks' early shares only."""
         return self.share_digest != HOLDS_ALL and bool(self.flags & RECORD_EARLY)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Of its groups."""
+        return [group.transfer for group in self.groups if group.transfer is not None]
 
     def fail(self, error: BaseException) -> None:
         """Tell those who wait that it will not come."""
@@ -105,6 +120,8 @@ class Slip(StrEnum):
 
     SLOTS = "every slot is busy"
     DRAM = "the DRAM for staging still holds the last snapshot"
+    COPY = "the device's own copy still holds the last snapshot"
+    GRAPH = "the device records a graph"
 
 
 def torn_error(names: Sequence[str], step: int) -> TornSnapshotError:

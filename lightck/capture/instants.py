@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightck.capture import boundary, rng
+from lightck.capture import boundary, rng, staging
 from lightck.capture.extras import Extra
 from lightck.capture.state import Collected, Inventory
 from lightck.errors import LightckError, StateError
@@ -80,7 +80,7 @@ class Instants:
         """Take what a training forward changes, once: (b) itself comes later or goes unseen."""
         if self._early is None:
             buffers = {
-                live.name: live.tensor.detach().clone()
+                live.name: staging.private(live.tensor)
                 for live in self.inventory.collect().lives
                 if live.role == "buffer"
             }

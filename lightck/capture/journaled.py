@@ -93,6 +93,8 @@ class Journaled:
     """Hears that the region takes no more."""
     habit: Habit
     """Of several ranks: whether an iteration that is left off has come to its fence."""
+    stood: Callable[[bool], None] = lambda begun: None
+    """Hears of each instant, and whether it is (b)."""
     step: int = -1
     """What is kept, or could not be, is of this step."""
     ended: Instant | None = None
@@ -235,6 +237,7 @@ class Journaled:
             copies = shelf.changing(every)
             with self._once:
                 self._write(kind, step, trees, collected.share_digest, shelf, every)
+        self.stood(kind == FORWARD)
         return Instant(kind, step, *trees, collected, copies, sources)
 
     def _sort(self, collected: Collected) -> Shelf | None:

@@ -23,7 +23,8 @@ class Landing:
     barrier: Barrier = field(default_factory=Alone, kw_only=True)
     counters: Counters = field(default_factory=Counters, kw_only=True)
     persisting: list[Flight] = field(default_factory=list, kw_only=True)
-    """Captured and sealed; the pool commits them."""
+    """Behind their fences: sealed, so that the pool commits them; or to be, in this order, when
+    what they wait for has arrived from a device."""
     awaiting: list[Flight] = field(default_factory=list, kw_only=True)
     """Durable on this rank; whether on every other one is not known yet."""
     newest: Flight | None = field(default=None, kw_only=True)
@@ -41,11 +42,15 @@ class Landing:
             flight = self.persisting[0]
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
+                if not (flight.sealed or self._arrived(flight, left)):
+                    break
                 if not flight.writer.wait(left):
                     break
             except Exception as error:
                 self.persisting.remove(flight)
                 self._lost(flight, f"failed: {error}", for_good=is_final(error))
+                if not flight.sealed:
+                    self._abandon(flight)
                 flight.fail(error)
                 raise
             self.persisting.remove(flight)
@@ -109,6 +114,14 @@ class Landing:
         deadline = time.monotonic() + seconds
         for flight in self.awaiting:
             self.barrier.wait(flight.step, max(0.0, deadline - time.monotonic()))
+
+    def _arrived(self, flight: Flight, timeout_s: float | None) -> bool:
+        """Seal a flight if everything has come from its devices, after waiting."""
+        raise NotImplementedError
+
+    def _abandon(self, flight: Flight) -> None:
+        """Give up what is not sealed."""
+        raise NotImplementedError
 
     def _lost(self, flight: Flight, why: str, *, for_good: bool) -> None:
         if not flight.local:

@@ -63,7 +63,8 @@ class LayerPipeline(Pipeline):
         begun = self.begun
         assert begun is not None and begun.flight.step == step
         for k, part in enumerate(begun.parts):
-            if part.holders == {unit} and not part.owned and k not in begun.done:
+            early = not part.owned and part.device is None
+            if part.holders == {unit} and early and k not in begun.done:
                 group = self._queue(begun.flight, part, begun.staged)
                 begun.done[k] = group
                 begun.flight.writer.release(group.batch)
@@ -118,10 +119,11 @@ class LayerPipeline(Pipeline):
             for k, part in enumerate(begun.parts):
                 if k not in begun.done:
                     self._queue(flight, part, begun.staged)
+            self.offload.depart(flight)
         except BaseException as error:
             self.drop(f"failed: {error}")
             raise
-        held = sum(g.batch.total_bytes for g in flight.groups if not g.owned)
+        held = sum(g.batch.total_bytes for g in flight.groups if g.is_held)
         self.schedule.open(held)
         self._release(flight, held)
         return flight

@@ -22,9 +22,12 @@ from lightck.capture.arrange import Arrangement, Part, sources
 from lightck.capture.barrier import is_final
 from lightck.capture.flight import Flight, Group, Slip
 from lightck.capture.landing import Landing
+from lightck.capture.offload import Offload
 from lightck.capture.placement import Placement, behind, in_dram
 from lightck.capture.state import Collected, Live
 from lightck.capture.trace import moments_of, now_ns
+from lightck.capture.transfers import Transfers
+from lightck.capture.ways import Ways
 from lightck.config import Config
 from lightck.errors import LightckError, WaitTimeoutError
 from lightck.region.native import RECORD_JIT
@@ -58,6 +61,7 @@ class Pipeline(Landing):
     def __post_init__(self) -> None:
         """Nothing is arranged yet."""
         self.arrangement = Arrangement(self.region)
+        self.offload = Offload(Ways(self.region), Transfers(self.pool.chunk_bytes))
 
     @classmethod
     def start(cls, region: Region, schedule: ReleaseSchedule, config: Config) -> Pipeline:
@@ -68,6 +72,7 @@ class Pipeline(Landing):
         pipeline = cls(region, pool, schedule, proof=config.proof)
         chosen = in_dram(config.placement)
         pipeline.placement = Placement(chosen, region.staged, pipeline._map_dram)
+        pipeline.offload.ways.wanted = config.placement
         return pipeline
 
     def prepare(self, lives: Sequence[Live], boundary_bytes: int) -> None:
@@ -78,6 +83,11 @@ class Pipeline(Landing):
         """
         self.arrangement.update(lives, boundary_bytes)
         self.placement.prepare(sum(entry.length for entry in self.arrangement.entries))
+        self.offload.prepare(self.arrangement)
+
+    def stand(self, begun: bool) -> None:
+        """An instant of the training thread, (b) if `begun`: who saves on another starts there."""
+        self.offload.stand(self.arrangement, begun=begun)
 
     def open(
         self, step: int, state: Collected, at_step: bytes, at_forward: bytes, *, flags: int = 0
@@ -92,9 +102,10 @@ class Pipeline(Landing):
             PreviousPersistError: the region is latched.
         """
         assert self.window is None, "two snapshots in one window"
+        self.offload.check()
         self._reap()
         local = bool(flags & RECORD_JIT) and not self.barrier.alone
-        slip: str | None = Slip.DRAM if self._dram_taken else None
+        slip: str | None = self._taken_up
         if slip is None and not local:
             slip = self.barrier.opening(step)
         writer = None
@@ -114,12 +125,15 @@ class Pipeline(Landing):
         flight = self.window = Flight(step, writer, *said)
         try:
             staged = self._placed(flight, self.arrangement)
-            for part in self.arrangement.parts:
-                self._queue(flight, part, staged)
+            with self.offload.aside():
+                for part in self.arrangement.parts:
+                    self._queue(flight, part, staged)
+                self.offload.depart(flight)
         except BaseException as error:
-            self.drop(f"failed: {error}")
+            self.offload.noted(error)
+            self.drop(f"failed: {error}", for_good=is_final(error))
             raise
-        held = sum(g.batch.total_bytes for g in flight.groups if not g.owned)
+        held = sum(g.batch.total_bytes for g in flight.groups if g.is_held)
         self._release(flight, self.schedule.open(held))
         return flight
 
@@ -151,7 +165,11 @@ class Pipeline(Landing):
         try:
             for group in wanted:
                 begin = now_ns()
-                flight.writer.capture(group.batch)
+                if group.transfer is None:
+                    flight.writer.capture(group.batch)
+                else:
+                    # Who saves just in time is another thread than the one that updates.
+                    self.offload.fence(group, wait=bool(flight.flags & RECORD_JIT))
                 captured = now_ns()
                 torn = self._torn(flight, group)
                 if self.trace is not None:
@@ -164,8 +182,9 @@ class Pipeline(Landing):
                 group.sources = None
             flight.waited_s += time.perf_counter() - began
             if all(group.captured for group in flight.groups):
-                self._seal(flight)
+                self._leave_window(flight)
         except BaseException as error:
+            self.offload.noted(error)
             self.drop(f"failed: {error}", for_good=is_final(error))
             flight.fail(error)
             raise
@@ -178,12 +197,16 @@ class Pipeline(Landing):
     @property
     def busy(self) -> bool:
         """A snapshot can only be opened once one that persists is committed."""
-        return self._dram_taken or not self.region.free_slots()
+        return self._taken_up is not None or not self.region.free_slots()
 
     @property
-    def _dram_taken(self) -> bool:
-        """The last snapshot has not left the DRAM for staging: there is room for one."""
-        return self.placement.staging and bool(self.persisting)
+    def _taken_up(self) -> Slip | None:
+        """What the last snapshot has not left yet, where there is room for one."""
+        if self.placement.staging and self.persisting:
+            return Slip.DRAM
+        if self.offload.recording(self.arrangement):
+            return Slip.GRAPH
+        return Slip.COPY if self.offload.copy_taken else None
 
     def drop(self, why: str = "given up", *, for_good: bool = False) -> None:
         """Give up the snapshot in the window; its slot stays invalid and is reused first."""
@@ -196,15 +219,28 @@ class Pipeline(Landing):
         self._abandon(flight)
 
     def _abandon(self, flight: Flight) -> None:
-        if not self.region.staged:
+        if not self.region.staged and not flight.transfers:
             flight.writer.abandon()
             return
-        # On page media giving up waits for the slot's invalidation, perhaps in a sync; the training
-        # thread does not (I9). Workers may still read: the flight's memory is kept.
-        thread = Thread(target=flight.writer.abandon, name="lightck-abandon")
+        # On page media giving up waits for the slot's invalidation, perhaps in a sync; with copies
+        # under way, for a device. The training thread does not (I9). Both may still read, and a
+        # device may write the slot: it and the flight's memory are kept.
+        thread = Thread(target=self._end, args=(flight,), name="lightck-abandon")
         self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]
         self._abandoning.append((thread, flight))
         thread.start()
+
+    def _end(self, flight: Flight) -> None:
+        """Any thread."""
+        self.offload.give_up(flight)
+        flight.writer.abandon()
+        self.offload.forget(flight)
+
+    def await_abandoned(self) -> None:
+        """Return when what was given up has let go of its slot, and of a device's own copy."""
+        for thread, _ in self._abandoning:
+            thread.join()
+        self._abandoning.clear()
 
     def _map_dram(self, size: int) -> Future[None]:
         """Map DRAM for staging off the training thread."""
@@ -225,19 +261,21 @@ class Pipeline(Landing):
         """Drop what is not sealed and stop the workers. Idempotent."""
         self.drop("closed")
         for flight in self.persisting:
-            flight.writer.abandon()
+            if flight.sealed:
+                flight.writer.abandon()
+            else:
+                self._abandon(flight)
         for flight in self.in_flight:
             flight.fail(WaitTimeoutError(f"step {flight.step} was not committed before the close"))
         self.persisting.clear()
         self.awaiting.clear()
-        for thread, _ in self._abandoning:
-            thread.join()
-        self._abandoning.clear()
+        self.await_abandoned()
         if self._mapping is not None:
             wait([self._mapping])
         if self._last_stats is None:
             self._reap()
             self._last_stats = self.pool.stats()
+            self.offload.close()
             if self.trace is not None:
                 self.trace.finish()
             self.pool.close()
@@ -245,6 +283,8 @@ class Pipeline(Landing):
     def _queue(self, flight: Flight, part: Part, staged: npt.NDArray[np.bool_]) -> Group:
         """Those from private copies may run at once."""
         chosen, at = sources(part, self.arrangement), part.positions
+        if part.device is not None:
+            return self.offload.queue(flight, part, chosen, staged, self.arrangement)
         pointers = np.array(chosen.pointers, np.uint64) + part.begins
         may_skip = part.unmoved(chosen.versions)
         batch = flight.writer.add(at, pointers, may_skip, staged[at])
@@ -266,7 +306,7 @@ class Pipeline(Landing):
         if self.trace is not None:
             self.trace.released(flight.step, total_bytes)
         for group in flight.groups:
-            if group.owned:
+            if not group.is_held:
                 continue
             if total_bytes <= 0:
                 break
@@ -284,12 +324,36 @@ class Pipeline(Landing):
         if group.owned:
             return []
         assert group.sources is not None
-        moved = group.sources.changed()
+        moved, entries = group.sources.changed(), flight.writer.layout.entries
         if moved:
-            entries = flight.writer.layout.entries
             return [entries[int(group.batch.positions[i])].name for i in moved]
+        if group.transfer is not None:
+            i = self.offload.differs(group) if self.proof else None
+            return [] if i is None else [entries[int(group.batch.positions[i])].name]
         differs = flight.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
         return [*filter(None, [differs or flight.moved()])]
+
+    def _leave_window(self, flight: Flight) -> None:
+        """Seal it; what is on its way from a device is sealed when it has arrived."""
+        if not flight.transfers:
+            self._seal(flight)
+        with self.pacing:
+            self.window = None
+            self.schedule.close()
+        if not flight.transfers:  # what the fence waits for says nothing of the medium then
+            self.placement.waited(flight.waited_s, flight.writer.layout.payload_bytes)
+        self.persisting.append(flight)
+
+    def _arrived(self, flight: Flight, timeout_s: float | None) -> bool:
+        try:
+            if not self.offload.arrived(flight, timeout_s):
+                return False
+        except LightckError as error:
+            self.offload.noted(error)
+            raise
+        self._seal(flight)
+        self.offload.forget(flight)
+        return True
 
     def _seal(self, flight: Flight) -> None:
         begin = now_ns()
@@ -297,11 +361,6 @@ class Pipeline(Landing):
         flight.writer.seal(flight.step, *said)
         if self.trace is not None:
             self.trace.note("part", "seal", begin, now_ns())
-        with self.pacing:
-            self.window = None
-            self.schedule.close()
-        self.placement.waited(flight.waited_s, flight.writer.layout.payload_bytes)
-        flight.captured_s = time.monotonic()
-        self.persisting.append(flight)
+        flight.sealed, flight.captured_s = True, time.monotonic()
         self.counters.captured += 1
         self.counters.last_captured_step = flight.step

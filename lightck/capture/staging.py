@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lightck.capture import dtensor
+from lightck.capture.device import Device
+from lightck.capture.holders import holder
 from lightck.capture.state import Live
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry
@@ -110,15 +112,16 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def must_own(live: Live) -> bool:
+def must_own(live: Live, device: Device | None = None) -> bool:
     """Whether the copy cannot start from live memory.
 
-    The tensor changes inside the window, is not dense, or is not in memory the workers can read.
+    The tensor changes inside the window, is not dense, or is in memory that neither the workers
+    nor `device`, its holder, can read.
     """
     tensor = live.local
     return (
         live.sync
-        or tensor.device.type != "cpu"
+        or (device is None and tensor.device.type != "cpu")
         or tensor.is_inference()  # it has no version counter to watch
         or not is_dense(tensor)
     )
@@ -130,22 +133,39 @@ MUCH_BYTES = 64 << 20
 
 def tell_synchronous(lives: Iterable[Live]) -> None:
     """Warn `attach`'s caller when much must be copied while training waits."""
-    size = sum(describe(live).length for live in lives if must_own(live))
+    waits = (live for live in lives if holder(live.local) is None and must_own(live))
+    size = sum(describe(live).length for live in waits)
     if size >= MUCH_BYTES:
         warnings.warn(
             f"lightck copies {size >> 20} MiB at the start of a forward with a snapshot,"
-            " and training waits: buffers, tensors that are not dense or not in CPU memory",
+            " and training waits: buffers, tensors that are not dense or in memory out of reach",
             stacklevel=4,
         )
 
 
-def owned(live: Live, entry: Entry) -> torch.Tensor:
-    """A private CPU copy of what the entry holds, made now, on this thread."""
+def private(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone, where the tensor is; a device makes it in the order of what this thread computes."""
+    device, held = holder(tensor), tensor.detach()
+    if device is None or dtensor.local(held) is not held or not is_dense(held):
+        return held.clone()
+    return device.private(held, held.shape, held.stride())
+
+
+def owned(live: Live, entry: Entry, device: Device | None = None) -> torch.Tensor:
+    """A private copy of what the entry holds, as it is now.
+
+    In CPU memory, made by this thread; of a tensor that a device holds on that device, queued to
+    what this thread computes on.
+    """
     held = live.local.detach()
     if live.span is not None and is_dense(held):
         begin, end = (at // held.element_size() for at in live.span)
-        flat = held.as_strided((held.numel(),), (1,))
-        return torch.empty(end - begin, dtype=flat.dtype).copy_(flat[begin:end])
+        part = held.as_strided((held.numel(),), (1,))[begin:end]
+        if device is not None:
+            return device.private(part, part.shape, part.stride())
+        return torch.empty(end - begin, dtype=part.dtype).copy_(part)
+    if device is not None:
+        return device.private(held, entry.shape, entry.strides)
     source = held.resolve_conj().resolve_neg()
     result = torch.empty_strided(entry.shape, entry.strides, dtype=source.dtype)
     return result.copy_(source)

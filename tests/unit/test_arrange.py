@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightck.capture import staging
 from lightck.capture.arrange import _RUN, Arrangement, Part, Sources, sources
+from lightck.capture.holders import holder
 from lightck.capture.state import Live
 from lightck.region import allocator
 from lightck.region.layout import Entry
@@ -87,7 +88,8 @@ def test_a_tensor_that_is_on_another_device_now_is_described_anew(where: str) ->
         lives = lives_of([of[device](3, 3) if device in of else elsewhere(device)])
         arranged.update(lives, 0)
         assert [entry.device for entry in arranged.entries] == [device]
-        assert [part.owned for part in arranged.parts] == [staging.must_own(lives[0])]
+        owned = staging.must_own(lives[0], holder(lives[0].local))
+        assert [part.owned for part in arranged.parts] == [owned]
 
 
 def test_a_tensor_that_has_no_version_counter_any_more_is_copied_at_the_forward() -> None:

@@ -1,0 +1,177 @@
+"""CUDA devices as `device.Device` wants them, through torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from threading import Thread
+from typing import Any
+
+import torch
+
+from lightck.capture import device
+from lightck.errors import DeviceError
+
+MARGIN = 16
+"""One part in so many of the device's memory is left free beside the training's peak."""
+_DEFAULT_FLAGS = 0
+_devices: dict[int, Cuda] = {}
+
+
+@contextmanager
+def _told(name: str, doing: str) -> Iterator[None]:
+    """What the device says of itself, as an error of ours: it fails every later call, too."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.AcceleratorError is one
+        raise DeviceError(f"{name} failed while {doing}: {error}") from error
+
+
+class _Mark:
+    """An event. Waiting for it sleeps: it does not take a CPU from the training."""
+
+    def __init__(self, name: str, stream: torch.cuda.Stream) -> None:
+        """Here in the stream."""
+        self.name, self.event = name, torch.cuda.Event(blocking=True)
+        self.event.record(stream)
+
+    def passed(self) -> bool:
+        """See `device.Mark`."""
+        with _told(self.name, "a copy was under way"):
+            return bool(self.event.query())
+
+    def wait(self) -> None:
+        """See `device.Mark`."""
+        with _told(self.name, "a copy was under way"):
+            self.event.synchronize()
+
+
+class Cuda:
+    """One CUDA device; see `device.Device`."""
+
+    def __init__(self, index: int) -> None:
+        """Nothing is asked of it yet."""
+        self.index, self.name = index, f"cuda:{index}"
+
+    @cached_property
+    def _copying(self) -> torch.cuda.Stream:
+        """Of the lowest priority: others are negative."""
+        with _told(self.name, "a stream was made"):
+            return torch.cuda.Stream(self.index, priority=0)
+
+    def stream(self) -> torch.cuda.Stream:
+        """See `device.Device`."""
+        return torch.cuda.current_stream(self.index)
+
+    def mark(self, stream: Any = None) -> device.Mark:
+        """See `device.Device`."""
+        with _told(self.name, "an event was recorded"):
+            return _Mark(self.name, stream or self.stream())
+
+    @contextmanager
+    def apart(self, mark: Any) -> Iterator[None]:
+        """See `device.Device`."""
+        with _told(self.name, "a stream was made"):
+            fresh = torch.cuda.Stream(self.index)
+            fresh.wait_event(mark.event)
+        with torch.cuda.stream(fresh):
+            yield
+
+    def hold(self, mark: Any) -> None:
+        """See `device.Device`."""
+        with _told(self.name, "the next update was made to wait"):
+            self.stream().wait_event(mark.event)
+
+    def follow(self, mark: Any) -> None:
+        """See `device.Device`."""
+        with _told(self.name, "the copies were made to wait"):
+            self._copying.wait_event(mark.event)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> device.Mark:
+        """See `device.Device`. One call for all: the copies are queued without the GIL."""
+        with _told(self.name, "copies were queued"), torch.cuda.stream(self._copying):
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+            return _Mark(self.name, self._copying)
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int]
+    ) -> torch.Tensor:
+        """See `device.Device`."""
+        where = f"cuda:{self.index}"
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=where)
+
+    def private(
+        self, source: torch.Tensor, shape: Sequence[int], strides: Sequence[int]
+    ) -> torch.Tensor:
+        """See `device.Device`."""
+        with _told(self.name, "a tensor was copied"):
+            return self.empty(shape, source.dtype, strides).copy_(source)
+
+    def spare(self, size: int) -> torch.Tensor | None:
+        """See `device.Device`. What the training once had, and gave back, is counted as its own."""
+        free, total = torch.cuda.mem_get_info(self.index)
+        regrown = torch.cuda.max_memory_reserved(self.index) - torch.cuda.memory_reserved(
+            self.index
+        )
+        if size > free - regrown - total // MARGIN:
+            return None
+        try:
+            with torch.cuda.stream(self._copying):
+                return torch.empty(size, dtype=torch.uint8, device=f"cuda:{self.index}")
+        except torch.cuda.OutOfMemoryError:
+            return None
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """See `device.Device`."""
+        with _told(self.name, "DRAM was pinned"):
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def register(self, address: int, length: int) -> str:
+        """See `device.Device`."""
+        runtime = torch.cuda.cudart()
+        return _aside(lambda: _error_of(runtime.cudaHostRegister(address, length, _DEFAULT_FLAGS)))
+
+    def unregister(self, address: int) -> None:
+        """See `device.Device`. What it answers is of no use: the mapping goes next."""
+        runtime = torch.cuda.cudart()
+        _aside(lambda: _error_of(runtime.cudaHostUnregister(address)))
+
+    def recording(self) -> bool:
+        """See `device.Device`."""
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _error_of(code: Any) -> str:
+    value = int(code)
+    return "" if value == 0 else f"{torch.cuda.CudaError(value)}"
+
+
+def _aside(call: Callable[[], str]) -> str:
+    """Run it on a thread of its own.
+
+    The CUDA runtime keeps an error of such a call for the thread that made it, and torch finds it
+    after the next kernel that this thread starts. It goes with the thread.
+    """
+    said: list[str] = []
+
+    def work() -> None:
+        try:
+            said.append(call())
+        except Exception as error:  # noqa: BLE001 - whatever it is, it means no
+            said.append(repr(error))
+
+    thread = Thread(target=work, name="lightck-register")
+    thread.start()
+    thread.join()
+    return said[0] if said else "the thread that registers memory ended"
+
+
+def of(tensor: torch.Tensor) -> Cuda | None:
+    """The tensor's CUDA device."""
+    if not tensor.is_cuda:
+        return None
+    index = tensor.device.index
+    if index not in _devices:
+        _devices[index] = Cuda(index)
+    return _devices[index]

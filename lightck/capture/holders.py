@@ -1,0 +1,29 @@
+"""Which device holds a tensor's memory, and that memory as plain bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lightck.capture import cuda
+from lightck.capture.device import Device
+
+finders: list[Callable[[torch.Tensor], Device | None]] = [cuda.of]
+"""Each knows the devices of one kind."""
+
+
+def holder(tensor: torch.Tensor) -> Device | None:
+    """The device that holds the tensor's memory; None: whoever asks can read it, or nobody can."""
+    for find in finders:
+        device = find(tensor)
+        if device is not None:
+            return device
+    return None
+
+
+def flat(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
+    """Bytes of a dense tensor as a tensor of their own that keeps the memory alive."""
+    first = tensor.storage_offset() * tensor.element_size() + begin
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), first, (length,), (1,))

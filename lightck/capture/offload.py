@@ -1,0 +1,226 @@
+"""What a pipeline does with tensors that devices hold, from (b) until the pool has their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightck.capture.arrange import Arrangement, Part, Sources
+from lightck.capture.device import Device, Mark
+from lightck.capture.flight import Flight, Group
+from lightck.capture.transfer import Transfer, Way
+from lightck.capture.transfers import Transfers
+from lightck.capture.ways import Ways
+from lightck.errors import DeviceError, LightckError
+from lightck.region.native import crc32c_at
+
+
+@dataclass(eq=False)
+class _Room:
+    """One device's part of one flight."""
+
+    way: Way
+    copy: torch.Tensor | None
+    """In the device's spare memory, for all groups."""
+    used: int = 0
+
+
+@dataclass(eq=False)
+class Offload:
+    """Used by the training thread, or under the recorder's lock; owns what moves the bytes."""
+
+    ways: Ways
+    transfers: Transfers
+    _flight: Flight | None = None
+    """The one that is being put together."""
+    _rooms: dict[str, _Room] = field(default_factory=dict)
+    """By device, of that one."""
+    _copied: list[Transfer] = field(default_factory=list)
+    """Those that use devices' spare memory."""
+    _stood: list[tuple[Device, Any, Mark | None]] = field(default_factory=list)
+    """Devices, and the training thread's streams at the last instant; at (b), where they stood."""
+    _thread: int = 0
+    _failure: DeviceError | None = None
+    """Of a device, the first: what its memory holds is not trusted any more."""
+
+    @property
+    def copy_taken(self) -> bool:
+        """Spare memory still holds bytes of an earlier flight."""
+        self._copied = [each for each in self._copied if not each.fed.is_set()]
+        return bool(self._copied)
+
+    def prepare(self, arrangement: Arrangement) -> None:
+        """Find the way now, which may take a second; said beforehand."""
+        for device, size in _sizes(arrangement).values():
+            self.ways.choose(device, size)
+
+    def check(self) -> None:
+        """Raise what a device has failed with."""
+        if self._failure is not None:
+            raise self._failure
+
+    def noted(self, error: BaseException) -> None:
+        """Keep it, if it is of a device; none is asked for anything again."""
+        if self._failure is None and isinstance(error, DeviceError):
+            self._failure = error
+
+    def stand(self, arrangement: Arrangement, *, begun: bool) -> None:
+        """The training thread is at an instant, (b) if the iteration has `begun`.
+
+        For who saves just in time, on another thread: see `aside`.
+        """
+        self._thread = get_ident()
+        try:
+            self._stood = [
+                (device, device.stream(), device.mark() if begun else None)
+                for device, _ in _sizes(arrangement).values()
+            ]
+        except DeviceError as error:  # told by whoever makes a snapshot
+            self.noted(error)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, another thread than the training's queues to streams of its own.
+
+        From (b) on these begin where the training's streams stood there: what those were given
+        since may hang, and changes nothing that a snapshot has. Before (b), behind all of it.
+        """
+        with ExitStack() as apart:
+            if get_ident() != self._thread:
+                for device, stream, mark in self._stood:
+                    apart.enter_context(device.apart(mark or device.mark(stream)))
+            yield
+
+    def recording(self, arrangement: Arrangement) -> bool:
+        """What is queued now goes into a graph."""
+        return any(device.recording() for device, _ in _sizes(arrangement).values())
+
+    def queue(
+        self,
+        flight: Flight,
+        part: Part,
+        chosen: Sources,
+        staged: npt.NDArray[np.bool_],
+        arrangement: Arrangement,
+    ) -> Group:
+        """Add a part's copies to a flight; nothing is copied before `depart`."""
+        device = part.device
+        assert device is not None
+        if self._flight is not flight:
+            self._flight, self._rooms = flight, {}
+        if device.name not in self._rooms:
+            way, copy = self.ways.choose(*_sizes(arrangement)[device.name])
+            if copy is not None and self.copy_taken:
+                way, copy = Way.HOST, None
+            self._rooms[device.name] = _Room(way, copy)
+        room, at, layout = self._rooms[device.name], part.positions, flight.writer.layout
+        in_place = self.ways.in_place(device, room.way) and not staged[at].any()
+        batch = flight.writer.add_fed(at, staged[at])
+        extents = None
+        if in_place:
+            extents = self.ways.extents(layout.offsets[at].tolist(), layout.lengths[at].tolist())
+        copy = None
+        if room.copy is not None:
+            copy = room.copy[room.used : room.used + batch.total_bytes]
+            room.used += batch.total_bytes
+        snapshot = flight.writer.snapshot
+        transfer = Transfer(device, snapshot, batch, chosen.flats, extents, copy)
+        group = Group(part.holders, batch, chosen, part.owned, transfer)
+        flight.groups.append(group)
+        return group
+
+    def depart(self, flight: Flight) -> None:
+        """(b): everything starts from the state that the calling thread's streams have now."""
+        self._flight, self._rooms, marks = None, {}, {}
+        for transfer in flight.transfers:
+            device = transfer.device
+            if device.name not in marks:
+                marks[device.name] = device.mark()
+            transfer.begun = marks[device.name]
+            if transfer.copy is not None:
+                self._copied.append(transfer)
+        if flight.transfers:
+            self.transfers.depart(flight.transfers)
+
+    def fence(self, group: Group, *, wait: bool) -> None:
+        """What the calling thread's stream does from now on comes after the group's copies.
+
+        With `wait`, that of every thread.
+
+        Raises:
+            LightckError: the transfer has failed, or that cannot be.
+        """
+        transfer = group.transfer
+        assert transfer is not None
+        if group.owned:
+            return  # private copies: nothing that the stream does can reach them
+        if transfer.device.recording():
+            raise LightckError(
+                f"{transfer.device.name} records a graph inside the window of a snapshot: mark the"
+                " updates with handle.before_update() and after_update() around its replays, and"
+                " record it before attach, or while no snapshot is due"
+            )
+        self.transfers.fence(transfer, wait=wait)
+
+    def arrived(self, flight: Flight, timeout_s: float | None) -> bool:
+        """Whether the pool has read everything, after waiting.
+
+        Raises:
+            LightckError: a transfer has failed.
+        """
+        return all(self.transfers.arrived(each, timeout_s) for each in flight.transfers)
+
+    def give_up(self, flight: Flight) -> None:
+        """Let no copy be under way any more. Blocks; any thread. Then free, then `forget`."""
+        for transfer in flight.transfers:
+            self.transfers.give_up(transfer)
+
+    def forget(self, flight: Flight) -> None:
+        """The pool reads nothing of it any more. Any thread."""
+        for transfer in flight.transfers:
+            self.transfers.forget(transfer)
+
+    def differs(self, group: Group) -> int | None:
+        """Which copy of the group is not of the live bytes; everything is waited for and compared.
+
+        Raises:
+            LightckError: the transfer has failed.
+        """
+        transfer, sources = group.transfer, group.sources
+        assert transfer is not None and sources is not None
+        self.transfers.arrived(transfer, None)
+        digests = transfer.snapshot.digests(transfer.batch.number, len(sources.flats))
+        device, most = transfer.device, self.transfers.load_bytes
+        held = device.pinned(most)
+        device.follow(device.mark())
+        for i, live in enumerate(sources.flats):
+            crc = 0
+            for piece in live.split(most):
+                there = held[: piece.numel()]
+                device.copy([there], [piece]).wait()
+                crc = crc32c_at(there.data_ptr(), there.numel(), crc)
+            if crc != digests[i]:
+                return i
+        return None
+
+    def close(self) -> None:
+        """Every flight has been forgotten. Idempotent."""
+        self.transfers.close()
+        self.ways.close()
+
+
+def _sizes(arrangement: Arrangement) -> dict[str, tuple[Device, int]]:
+    """By name, every device and the bytes that it holds."""
+    found: dict[str, tuple[Device, int]] = {}
+    for part in arrangement.parts:
+        if part.device is not None:
+            _, size = found.get(part.device.name, (part.device, 0))
+            found[part.device.name] = part.device, size + part.total_bytes
+    return found

@@ -1,0 +1,113 @@
+"""From a region into a device's memory, through pinned DRAM, and checked on the way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from lightck.capture.assembled import Part
+from lightck.capture.device import Device, Mark
+from lightck.capture.holders import flat, holder
+from lightck.errors import CorruptSnapshotError
+from lightck.region.native import crc32c_at
+from lightck.region.pool import usual_threads
+
+PIECE_BYTES = 4 << 20
+_PLACES = 4
+"""Of PIECE_BYTES, for each thread: while one is filled, the device reads others."""
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """What one extent gives to one tensor."""
+
+    part: Part
+    name: str
+    offset: int
+    crc: int
+    target: torch.Tensor
+    """Bytes, on the device."""
+    device: Device
+
+
+@dataclass(eq=False)
+class _Places:
+    """Pinned DRAM of one thread, written again when the device has read it."""
+
+    free: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """By device."""
+    busy: deque[tuple[str, torch.Tensor, Mark]] = field(default_factory=deque)
+
+    def next(self, device: Device) -> torch.Tensor:
+        """A place that nobody reads."""
+        mine = [each for each in self.busy if each[0] == device.name]
+        if not self.free.get(device.name) and len(mine) < _PLACES:
+            return device.pinned(PIECE_BYTES)
+        while not self.free.get(device.name):
+            self.take_back()
+        return self.free[device.name].pop()
+
+    def take_back(self) -> None:
+        """The oldest, when the device has read it."""
+        name, place, mark = self.busy.popleft()
+        mark.wait()
+        self.free.setdefault(name, []).append(place)
+
+
+def pour(parts: Sequence[Part], targets: Mapping[int, torch.Tensor], names: Sequence[str]) -> None:
+    """Fill tensors on devices with what a snapshot has of them; all of it is there on return.
+
+    It comes after what the calling thread's streams have to do, and before what they get to do.
+
+    Args:
+        parts: of the snapshot, verified already, and held.
+        targets: by entry: dense, with the entry's strides.
+        names: of the entries.
+
+    Raises:
+        CorruptSnapshotError: the bytes have changed since; the tensors are then undefined.
+        DeviceError: the device failed.
+    """
+    stretches = []
+    for part in parts:
+        for row, entry, begin in zip(part.rows, part.entries, part.begins, strict=True):
+            target = targets.get(int(entry))
+            device = None if target is None else holder(target)
+            if target is not None and device is not None:
+                there = flat(target.detach(), int(begin), int(row["length"]))
+                said = (int(row["offset"]), int(row["crc"]), there, device)
+                stretches.append(_Stretch(part, names[int(entry)], *said))
+    for device in {each.device.name: each.device for each in stretches}.values():
+        device.follow(device.mark())
+    stretches.sort(key=lambda each: -each.target.numel())
+    threads = usual_threads()
+    with ThreadPoolExecutor(threads, "lightck-pour") as workers:
+        shares = [stretches[i::threads] for i in range(threads)]
+        for done in [workers.submit(_pour, share) for share in shares]:
+            done.result()
+
+
+def _pour(stretches: Sequence[_Stretch]) -> None:
+    places = _Places()
+    try:
+        for stretch in stretches:
+            crc, at = 0, stretch.offset
+            for target in stretch.target.split(PIECE_BYTES):
+                place, size = places.next(stretch.device), target.numel()
+                stretch.part.region.native.peek(at, size, place.data_ptr())
+                crc = crc32c_at(place.data_ptr(), size, crc)
+                mark = stretch.device.copy([target], [place[:size]])
+                places.busy.append((stretch.device.name, place, mark))
+                at += size
+            if crc != stretch.crc:
+                raise CorruptSnapshotError(
+                    f"{stretch.part.label}: the bytes of {stretch.name} changed while they were"
+                    f" read: CRC 0x{crc:08x}, expected 0x{stretch.crc:08x}"
+                )
+    finally:
+        while places.busy:
+            places.take_back()

@@ -1,0 +1,132 @@
+"""From a device's memory to the pool: cut into loads, through a ring of pinned DRAM or in place.
+
+One thread per pipeline queues the copies of one group after the other, a load at a time; another
+feeds what has arrived. A load ends where the pool's chunks do. What orders it all:
+
+    (b)      a mark in the stream that computes; the copying stream follows it
+    fence    that stream waits for a mark behind the group's last copy from live memory, which is
+             queued by then: the calling thread waits for the queueing, never for the copies
+    ring     a place is written again when the pool has read it; the pool reads it once the mark
+             behind its copy is passed
+    release  a transfer holds the sources, and the slot's memory, until both are let go of
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import accumulate, pairwise
+from threading import Event, RLock
+
+import torch
+
+from lightck.capture.device import Device, Mark
+from lightck.region.pool import NativeSnapshot
+from lightck.region.writer import Batch
+
+
+class Way(StrEnum):
+    """How tensors on a device reach the region."""
+
+    DIRECT = "direct"
+    HOST = "host"
+    DEVICE = "device"
+
+
+@dataclass(eq=False)
+class Load:
+    """What is copied at once."""
+
+    end: int
+    """Of its bytes in the batch."""
+    mark: Mark
+    """Behind its copy."""
+    place: torch.Tensor | None
+    """Of the ring; None: the bytes are in their extents."""
+
+
+@dataclass(eq=False)
+class Transfer:
+    """The copies of one group. Made by the training thread, moved by `Transfers`' own."""
+
+    device: Device
+    snapshot: NativeSnapshot
+    batch: Batch
+    sources: list[torch.Tensor]
+    """Bytes of each copy, on the device. They keep the memory alive."""
+    extents: list[torch.Tensor] | None
+    """Where the device stores each copy itself; None: through the ring."""
+    copy: torch.Tensor | None = None
+    """Room for all of it in the device's spare memory, to be copied to first."""
+    begun: Mark | None = None
+    """(b): nothing is copied before."""
+    left: Mark | None = None
+    """Behind the last copy from live memory; set once that is queued."""
+    queued: Event = field(default_factory=Event)
+    """`left` is set, or `error`."""
+    fed: Event = field(default_factory=Event)
+    """There is nothing more to do for it: all is fed, or `error` is set, or it is given up;
+    no copy of the device's is under way."""
+    departed: bool = False
+    error: BaseException | None = None
+    given_up: bool = False
+    held: deque[tuple[int, torch.Tensor]] = field(default_factory=deque)
+    """Places of the ring that the pool has not been seen to have read, with their ends."""
+    touching: RLock = field(default_factory=RLock)
+    """Held while the thread asks the pool: the snapshot must not be freed meanwhile."""
+    _live: list[torch.Tensor] = field(default_factory=list)
+    """Live memory that is being copied within the device."""
+
+    def __post_init__(self) -> None:
+        """Where each copy begins in the batch."""
+        self.lengths = [source.numel() for source in self.sources]
+        self.starts = [0, *accumulate(self.lengths)]
+        assert self.starts[-1] == self.batch.total_bytes, (self.starts[-1], self.batch.total_bytes)
+
+    @property
+    def over(self) -> bool:
+        """Nothing more of it is to be queued or fed."""
+        return self.given_up or self.error is not None
+
+    def fail(self, error: BaseException) -> None:
+        """It cannot be brought to its end; nobody waits for it any more."""
+        self.error = self.error or error
+        self.queued.set()
+
+    def loads(self, most: int) -> Iterator[tuple[int, int]]:
+        """First and end byte of each load, of `most` bytes or of one chunk."""
+        cuts = [*map(int, self.snapshot.cuts(self.batch.number)), self.starts[-1]]
+        begin = 0
+        for cut, following in pairwise(cuts):
+            if following - begin > most and cut > begin:
+                yield begin, cut
+                begin = cut
+        if self.starts[-1] > begin:
+            yield begin, self.starts[-1]
+
+    def leave_live_memory(self) -> None:
+        """Into the device's own copy, all at once."""
+        assert self.copy is not None
+        self.left = self.device.copy(self.copy.split(self.lengths), self.sources)
+        # From now on the copy's bytes are the sources; the live ones are held until it is made.
+        self._live, self.sources = self.sources, list(self.copy.split(self.lengths))
+
+    def views(self, tensors: Sequence[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
+        """Of one tensor for each copy, what lies in these bytes of the batch."""
+        i = bisect_right(self.starts, begin) - 1
+        found = []
+        while begin < end:
+            stop = min(end, self.starts[i + 1])
+            whole = begin == self.starts[i] and stop == self.starts[i + 1]
+            if stop > begin:
+                part = slice(begin - self.starts[i], stop - self.starts[i])
+                found.append(tensors[i] if whole else tensors[i][part])
+            begin, i = stop, i + 1
+        return found
+
+    def let_go(self) -> None:
+        """Nothing is read from the device any more."""
+        self.sources, self._live, self.copy, self.extents = [], [], None, None

@@ -1,0 +1,298 @@
+"""The threads that move transfers, and the ring of pinned DRAM that they move them through.
+
+One queues copies to the devices, the other waits for them and feeds the pool: what is to be queued
+never waits for a device, but where the ring is full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Condition, Thread
+
+import torch
+
+from lightck.capture.transfer import Load, Transfer
+from lightck.errors import DeviceError, LightckError
+
+LOAD_BYTES = 4 << 20
+"""Copied at once: what waits for the same engine of the device (input, a loss) waits no longer."""
+RING_BYTES = 64 << 20
+_LOOK_S = 0.05
+"""How often a wait for the pool looks whether it is still wanted."""
+
+
+class Transfers:
+    """Owns the threads and the ring. Methods above the line are for other threads."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        """Nothing is started or pinned before the first transfer."""
+        self.load_bytes = max(LOAD_BYTES, chunk_bytes)
+        self.places = max(2, RING_BYTES // self.load_bytes)
+        self.moved_bytes = 0
+        self.made = 0
+        """Places of the ring so far."""
+        self._changed = Condition()
+        """Guards what follows, and tells the thread of it."""
+        self._jobs: deque[Transfer] = deque()
+        """To be queued; the first one is being."""
+        self._free: list[torch.Tensor] = []
+        self._closing = False
+        self._hurry = 0
+        """Fences that wait for the queueing."""
+        self._out: deque[tuple[Transfer, Load]] = deque()
+        """Queued, not fed yet."""
+        self._wanting = False
+        """The ring is full, and a copy waits for a place."""
+        self._threads: list[Thread] = []
+        self._holding: deque[Transfer] = deque()
+        """Whose place of the ring is the next to be read: the feeding thread's own."""
+
+    @property
+    def ring_bytes(self) -> int:
+        """Pinned now."""
+        return self.made * self.load_bytes
+
+    def depart(self, transfers: Sequence[Transfer]) -> None:
+        """Begin them, in this order; where they begin is marked."""
+        with self._changed:
+            for transfer in transfers:
+                transfer.departed = True
+            self._jobs.extend(transfers)
+            if not self._threads:
+                # Daemons: whoever never closes the handle is closed by atexit, after the join.
+                self._threads = [
+                    Thread(target=self._queue_all, name="lightck-queue", daemon=True),
+                    Thread(target=self._feed_all, name="lightck-feed", daemon=True),
+                ]
+                for thread in self._threads:
+                    thread.start()
+            self._changed.notify_all()
+
+    def fence(self, transfer: Transfer, *, wait: bool) -> None:
+        """The calling thread's stream goes on when every copy has left live memory.
+
+        Waits until all of them are queued; to `wait` is until they are done, so that every thread's
+        stream may go on.
+
+        Raises:
+            LightckError: the transfer has failed.
+        """
+        with self._hurried():
+            transfer.queued.wait()
+        raise_error(transfer)
+        if transfer.left is not None:
+            if wait:
+                transfer.left.wait()
+            else:
+                transfer.device.hold(transfer.left)
+
+    def arrived(self, transfer: Transfer, timeout_s: float | None) -> bool:
+        """Whether all of it is in the region, or on its way from DRAM, after waiting.
+
+        Raises:
+            LightckError: the transfer has failed.
+        """
+        if not transfer.fed.wait(timeout_s):
+            return False
+        raise_error(transfer)
+        batch, total = transfer.batch.number, transfer.starts[-1]
+        while not transfer.snapshot.taken(batch, total, _LOOK_S if timeout_s else 0.0, False):
+            if timeout_s is not None:
+                return False
+        return True
+
+    def give_up(self, transfer: Transfer) -> None:
+        """On return nothing of it is queued or fed any more, and no copy is under way.
+
+        What was fed is the pool's until the snapshot is freed: see `forget`.
+        """
+        transfer.given_up = True
+        with self._changed:
+            waits = transfer in self._jobs and transfer is not self._jobs[0]
+            if waits:
+                self._jobs.remove(transfer)
+            if waits or not transfer.departed:
+                transfer.queued.set()
+                transfer.fed.set()
+            self._changed.notify_all()
+        transfer.fed.wait()
+
+    def forget(self, transfer: Transfer) -> None:
+        """The pool has read all of it, or its snapshot is freed: the ring's places are free."""
+        with transfer.touching:
+            transfer.given_up = True
+            places = [place for _, place in transfer.held]
+            transfer.held.clear()
+            transfer.let_go()
+        with self._changed:
+            self._free += places
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads; every transfer has been forgotten. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._free, self.made = [], 0
+
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        with self._changed:
+            self._hurry += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._hurry -= 1
+
+    # ---- the thread that queues ------------------------------------------------------------
+
+    def _queue_all(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._jobs or self._closing):
+                    self._changed.wait()
+                if not self._jobs:
+                    return
+                job = self._jobs[0]
+            try:
+                self._queue(job)
+            except BaseException as error:  # noqa: BLE001 - told where the transfer is waited for
+                job.fail(error)
+            job.queued.set()
+            with self._changed:
+                self._jobs.popleft()
+                self._settle(job)
+
+    def _queue(self, job: Transfer) -> None:
+        """All of its loads, as places become free."""
+        assert job.begun is not None
+        if job.over:
+            return
+        job.device.follow(job.begun)
+        if job.copy is not None:
+            job.leave_live_memory()
+            job.queued.set()
+        mark = None
+        for begin, end in job.loads(self.load_bytes):
+            place = None if job.extents is not None else self._place(job)
+            if job.over or (place is None and job.extents is None):
+                self._give_back(place)
+                return
+            sources = job.views(job.sources, begin, end)
+            if place is None:
+                assert job.extents is not None
+                targets = job.views(job.extents, begin, end)
+            elif job.copy is not None:
+                sources, targets = [job.copy[begin:end]], [place[: end - begin]]
+            else:
+                targets = list(place[: end - begin].split([each.numel() for each in sources]))
+            mark = job.device.copy(targets, sources)
+            self.moved_bytes += end - begin
+            with self._changed:
+                self._out.append((job, Load(end, mark, place)))
+                self._changed.notify_all()
+        if job.copy is None:
+            job.left = mark
+
+    def _place(self, job: Transfer) -> torch.Tensor | None:
+        """A free place of the ring; None when the transfer is not wanted any more."""
+        with self._changed:
+            if not self._free and self.made == self.places:
+                self._wanting = True
+                self._changed.notify_all()
+                while not (self._free or job.over):
+                    self._changed.wait()
+                self._wanting = False
+            if job.over:
+                return None
+            if self._free:
+                return self._free.pop()
+            self.made += 1
+        return job.device.pinned(self.load_bytes)
+
+    def _give_back(self, place: torch.Tensor | None) -> None:
+        if place is not None:
+            with self._changed:
+                self._free.append(place)
+                self._changed.notify_all()
+
+    # ---- the thread that feeds -------------------------------------------------------------
+
+    def _feed_all(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._out or self._closing or (self._wanting and self._holding)):
+                    self._changed.wait()
+                wanting, oldest = self._wanting, self._out[0] if self._out else None
+                if oldest is None and self._closing:
+                    return
+            if wanting and self._retire(0.0 if oldest is not None else _LOOK_S):
+                continue
+            if oldest is not None:
+                self._feed(*oldest)
+
+    def _feed(self, job: Transfer, load: Load) -> None:
+        """Wait for the oldest copy and give it to the pool."""
+        try:
+            load.mark.wait()
+            with job.touching:
+                if load.place is not None:
+                    job.held.append((load.end, load.place))
+                    self._holding.append(job)
+                if not job.over:
+                    there = 0 if load.place is None else load.place.data_ptr()
+                    job.snapshot.feed(job.batch.number, load.end, there)
+        except BaseException as error:  # noqa: BLE001 - told where the transfer is waited for
+            job.fail(error)
+        with self._changed:
+            self._out.popleft()
+            self._settle(job)
+            self._changed.notify_all()
+
+    def _settle(self, job: Transfer) -> None:
+        """Say so when there is nothing more to do for it. Under the lock."""
+        if job not in self._jobs and not any(job is other for other, _ in self._out):
+            job.fed.set()
+
+    def _retire(self, wait_s: float) -> bool:
+        """Free the oldest place that the pool has read, after waiting."""
+        while self._holding:
+            oldest = self._holding[0]
+            with oldest.touching:
+                if oldest.over or not oldest.held:  # its places are given back with it
+                    self._holding.popleft()
+                    continue
+                end, place = oldest.held[0]
+                try:
+                    number = oldest.batch.number
+                    if not oldest.snapshot.taken(number, end, wait_s, self._hurry > 0):
+                        return False
+                except LightckError as error:
+                    oldest.fail(error)
+                    with self._changed:
+                        self._changed.notify_all()
+                    continue
+                oldest.held.popleft()
+                self._holding.popleft()
+            self._give_back(place)
+            return True
+        return False
+
+
+def raise_error(transfer: Transfer) -> None:
+    """Raise what has failed it.
+
+    Raises:
+        LightckError: whatever it was.
+    """
+    error = transfer.error
+    if isinstance(error, LightckError):
+        raise error
+    if error is not None:
+        name = transfer.device.name
+        raise DeviceError(f"a transfer from {name} failed: {error!r}") from error
