@@ -244,6 +244,8 @@ def _bounded(
         _kill(child, signal.SIGKILL)  # what it left running, which may hold its output open
         child.wait()
     reader.join(_ENDING_S)
+    if child.stdout is not None and not reader.is_alive():
+        child.stdout.close()
     return status
 
 

@@ -1,21 +1,29 @@
-"""The smallest interval that a training on a device can afford is found, however it is known."""
+"""What is measured on a device: intervals, parts, and that engines for it copy what they should."""
 
 from __future__ import annotations
 
+import threading
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import processes
 import pytest
 
 from bench import definition
 from bench.definition import Method
+from bench.engines import checkfreq_device, dcp_pinned
+from bench.engines.base import Engine, Plan
 from bench.errors import BenchError
 from bench.gpu.parts import PARTS, TESTS, chosen, contenders_of, definition_of, files_of
 from bench.measures import device_training
 from bench.measures.device_training import Block
 from bench.place import ROOT
+from bench.work import Training, Work, copied, difference
 
 _STEP = 0.1  # s
+_NORMED = Work("resnet18-thin", "sgd")  # a forward changes BatchNorm's buffers
 
 
 class Simulated:
@@ -65,14 +73,14 @@ def test_every_step_is_found_affordable_by_measuring_it() -> None:
 
 
 def test_a_dearer_snapshot_is_measured_at_the_interval_that_it_allows() -> None:
-    every, _, interval, how = _found(Simulated(0.01, seconds=60))
-    assert every[0].overhead == pytest.approx(0.1)
+    every, _, interval, how = _found(Simulated(0.0099, seconds=60))
+    assert every[0].overhead == pytest.approx(0.099)
     assert (interval, how) == (5, "measured")
 
 
 def test_where_there_is_no_time_to_measure_it_is_calculated() -> None:
-    _, _, interval, how = _found(Simulated(0.1, seconds=4))
-    assert (interval, how) == (50, "calculated from 1 alone")
+    _, _, interval, how = _found(Simulated(0.099, seconds=4))
+    assert interval == 50 and how.startswith("calculated from")
 
 
 def test_a_snapshot_that_takes_seconds_is_not_taken_every_step() -> None:
@@ -85,6 +93,69 @@ def test_slips_at_every_step_are_told_and_their_overhead_does_not_count() -> Non
     _, slipped, interval, how = _found(Simulated(0.001, seconds=60, spills=True, busy=4))
     assert slipped > 0
     assert interval >= 4, how
+
+
+_WAIT_S = 60.0
+
+
+def _restored(engine: Engine, kept: Any) -> str | None:
+    """What differs between what was there and what comes back."""
+    engine.finish()
+    fresh = Training(_NORMED, seed=1)
+    assert engine.restore(fresh) == 3
+    return difference(kept, fresh.state())
+
+
+def _begun(engine: Engine, folder: Path) -> tuple[Training, Any]:
+    training = Training(_NORMED)
+    training.steps(1)
+    engine.attach(training, folder, Plan())
+    kept = copied(training.state())
+    engine.begin(3)
+    return training, kept
+
+
+def test_checkfreq_s_copy_is_of_its_step_however_late_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updated, write = threading.Event(), checkfreq_device.write
+
+    def late(*arguments: Any, **options: Any) -> None:
+        assert updated.wait(_WAIT_S)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(checkfreq_device, "write", late)
+    engine = checkfreq_device.make()
+    training, kept = _begun(engine, tmp_path)
+    training.compute()
+    engine.before_update()
+    training.update()
+    updated.set()
+    assert _restored(engine, kept) is None
+
+
+def test_dcp_s_copy_is_of_its_step_however_late_it_is_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, stage = threading.Event(), dcp_pinned.DefaultStager._stage
+
+    def late(stager: Any, *arguments: Any, **options: Any) -> Any:
+        assert computed.wait(_WAIT_S)
+        return stage(stager, *arguments, **options)
+
+    monkeypatch.setattr(dcp_pinned.DefaultStager, "_stage", late)
+
+    def run() -> None:
+        warnings.resetwarnings()  # pytest turns them into errors
+        engine = dcp_pinned.make()
+        training, kept = _begun(engine, tmp_path)
+        training.compute()
+        computed.set()
+        engine.before_update()
+        training.update()
+        assert _restored(engine, kept) is None
+
+    processes.run(run)  # a process group of its own
 
 
 @pytest.mark.parametrize("part", [p for p in PARTS if p.group != TESTS], ids=str)
