@@ -19,12 +19,12 @@ _OURS, _NOBODY = "lightck", "none"
 
 def device(result: Result) -> str:
     """The accelerator that trained, by its name, or what stood for one; empty for the CPU."""
-    name = str(result.about["definition"]["work"].get("device", ""))
-    if name in ("", "cpu"):
-        return ""
-    if name.startswith("cuda"):
+    work = result.about["definition"]["work"]
+    if name := str(work.get("emulated", "")):
+        return f"an emulated {name.upper()}"
+    if str(work.get("device", "")).startswith("cuda"):
         return str(result.about["machine"].get("gpu", "a GPU that is not named"))
-    return f"an emulated {name.upper()}"
+    return ""
 
 
 def by_device(results: Sequence[Result]) -> dict[str, list[Result]]:

@@ -16,6 +16,7 @@ import torch
 
 from lightck.capture import dtensor, staging
 from lightck.capture.arrange import Sources, read
+from lightck.capture.holders import holder
 from lightck.capture.live import Live
 
 MOST_SPOTS = 32
@@ -138,7 +139,8 @@ def _is_held(live: Live) -> bool:
 def _spot(index: int, tensor: torch.Tensor) -> _Spot | None:
     """Somewhere in it, elsewhere in each; None where it cannot be looked at."""
     length = min(SPOT_BYTES, tensor.nbytes)
-    if not length or not tensor.is_cpu or not staging.is_dense(tensor):
+    readable = tensor.is_cpu and holder(tensor) is None
+    if not (length and readable and staging.is_dense(tensor)):
         return None
     kind = _kinds.setdefault(length, ctypes.c_char * length)
     offset = int((index * _GOLDEN % 1.0) * (tensor.nbytes - length))

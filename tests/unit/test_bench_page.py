@@ -345,7 +345,7 @@ def test_results_of_a_gpu_never_share_a_table_with_those_of_a_cpu(rendered: obje
 
 
 def test_what_is_emulated_is_said_to_be_and_stands_apart() -> None:
-    emulated = _essential(name="emulated-v100", work={**_work(), "device": "v100"})
+    emulated = _essential(name="emulated-v100", work={**_work(), "emulated": "v100"})
     text = report.render([emulated, _essential()], {})
     first = text.index("# Benchmarks of lightck, on an emulated V100")
     assert "emulated" not in text[:first] and "`essential`" not in text[first:]
