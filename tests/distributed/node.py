@@ -24,7 +24,7 @@ from lightck.region.journal import FORWARD, STEP_END, JournalEntry, write_entry
 from lightck.region.native import RECORD_JIT
 from lightck.region.region import survey
 
-LONG_S = 30.0
+LONG_S = 100.0
 JIT = RECORD_JIT
 
 

@@ -28,8 +28,10 @@ from typing import Any
 import torch.distributed as dist
 from processes import fork
 
-LONG_S = 45.0
+LONG_S = 100.0
 """Far beyond what any test needs; a test that runs into it has failed."""
+PATIENCE_S = 45.0
+"""How long ranks wait for each other: also where some never come, and a test waits for that."""
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LAST_WORDS_S = 0.3
 
@@ -195,7 +197,7 @@ def started(
     code: Callable[[Me], Any],
     *,
     timeout_s: float = LONG_S,
-    patience_s: float | None = None,
+    patience_s: float = PATIENCE_S,
     initialized: bool = True,
 ) -> Iterator[Job]:
     """Run `code` on every rank of a job.
@@ -205,10 +207,10 @@ def started(
         code: called as `code(me)` in each rank's process; a closure will do. What it sends and
             returns must be picklable.
         timeout_s: how long the test waits for any one word of a rank.
-        patience_s: how long ranks wait for each other: torch's own time-out; default as long.
+        patience_s: how long ranks wait for each other: torch's own time-out.
         initialized: with `init_process_group`; without it the ranks know nothing of each other.
     """
-    job, patience_s = Job(timeout_s), patience_s or timeout_s
+    job = Job(timeout_s)
     try:
         port = None
         if initialized:

@@ -19,7 +19,7 @@ from lightck.distributed.divergence import Divergence, Samples, Verdict, decide,
 from lightck.distributed.ledger import Due, Ledger
 from lightck.errors import CoordinationError, DivergenceError, LightckError, RegionIOError
 
-LONG_S = 30.0
+LONG_S = 100.0
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from test_peer_death import AT, KIND, NEVER, Events, Mortal, go_on
 
 from lightck.types import Failure
 
-LONG_S = 30.0
+LONG_S = 100.0
 
 
 class Failing(Mortal):

@@ -97,7 +97,7 @@ def life(path: Path, kind: str, last: int = LAST, **settings: Any) -> Callable[[
         torch.manual_seed(1)  # as another process would: restore sets the generators
         if job.restore(path) is None:
             torch.manual_seed(300 + me.rank)
-        with job.attach(path) as handle:
+        with job.attach(path, close_timeout_s=30.0) as handle:
             me.send(("from", handle.step))
             for step in range(handle.step + 1, last + 1):
                 me.send((step, job.iterate()))
@@ -153,10 +153,11 @@ def killed_again_and_again(
             for rank in victims:
                 os.kill(job.pid(rank), signal.SIGKILL)
             outcomes = job.outcomes()  # whoever is left finds out, and ends by itself
-            assert all(isinstance(each, Exception) for each in outcomes), (context, outcomes)
-            # Who has done all steps when another is killed hears of it in close.
-            ours = [each for each in outcomes if isinstance(each, LightckError)]
-            assert all("did not come" in str(each) for each in ours), outcomes
+            for rank, each in enumerate(outcomes):
+                if not isinstance(each, Exception):  # the kill came after its end
+                    assert same(each, wanted[rank][1]), (context, rank)
+                # Who has done all steps when another is killed hears of it in close.
+                assert not isinstance(each, LightckError) or "did not come" in str(each), outcomes
             for rank in range(world):
                 said[rank] += drain(job, rank)
         for rank in range(world):
@@ -169,7 +170,6 @@ def killed_again_and_again(
         assert same(states[rank], wanted[rank][1]), rank
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("world", "kind"), [(2, "plain"), (3, "unused"), (4, "unused")])
 def test_ranks_that_are_killed_at_any_instant_go_on_as_if_nothing_had_happened(
     world: int, kind: str, region_dir: Path, dice: random.Random
@@ -181,7 +181,6 @@ def test_ranks_that_are_killed_at_any_instant_go_on_as_if_nothing_had_happened(
     killed_again_and_again(world, kind, region_dir, dice, 3 if world == 2 else 1)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["static", "views", "accumulated", "autocast"])
 def test_ddp_s_options_change_nothing_of_that(
     kind: str, region_dir: Path, dice: random.Random
@@ -189,7 +188,6 @@ def test_ddp_s_options_change_nothing_of_that(
     killed_again_and_again(2, kind, region_dir, dice, 1)
 
 
-@pytest.mark.timeout(120)
 def test_layers_that_are_updated_one_by_one_go_on_as_the_plain_run_does(
     region_dir: Path, dice: random.Random
 ) -> None:
@@ -206,7 +204,6 @@ def test_many_kills(region_dir: Path, dice: random.Random) -> None:
             killed_again_and_again(world, kind, path, dice, LIVES)
 
 
-@pytest.mark.timeout(120)
 def test_a_rank_that_stands_still_makes_others_wait_for_its_gradients_only(
     region_dir: Path,
 ) -> None:

@@ -220,7 +220,7 @@ def test_ranks_that_cannot_connect_take_an_older_step_together(tmp_path: Path, d
         def nobody(store: Any, here: int, world: int, limit: timedelta) -> None:
             if (me.rank, donor) != (0, 1):
                 clock.passed_s += limit.total_seconds()
-            assert clock.passed_s <= ranks.LONG_S / 2, "the others lose patience meanwhile"
+            assert clock.passed_s <= ranks.PATIENCE_S / 2, "the others lose patience meanwhile"
             raise RuntimeError("connect timed out")
 
         torch.distributed.ProcessGroupGloo = nobody
@@ -238,7 +238,7 @@ def test_a_slow_store_takes_nothing_from_the_time_to_connect(tmp_path: Path) -> 
         clock, plain = Clock(), JobStore.plain
 
         def slowly(store: JobStore, part: str) -> Any:
-            clock.passed_s += ranks.LONG_S if me.rank == 2 else 0.0
+            clock.passed_s += ranks.PATIENCE_S if me.rank == 2 else 0.0
             return plain(store, part)
 
         JobStore.plain = slowly
@@ -277,7 +277,7 @@ def test_a_rank_whose_gift_fails_at_once_waits_for_those_that_are_still_given_th
 
     def during(job: ranks.Job) -> None:
         waits = {job.receive(rank) for rank in range(3)}
-        assert len(waits) == 1 and waits.pop() > ranks.LONG_S + 1.0
+        assert len(waits) == 1 and waits.pop() > ranks.PATIENCE_S + 1.0
 
     infos = check(islands.restored(before=before, during=during), crew, 2)
     assert any(f"rank {fails}: changed on the way" in text for text in infos[0].fell_back)

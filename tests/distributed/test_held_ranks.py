@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from ranks import Me
 from test_golden import Job, golden
 from test_resume import state_of
 
+from lightck.failure.saving import Saving
 from lightck.types import Failure
 
 WORLD, NEVER = 2, 10**6
@@ -101,9 +103,18 @@ def test_a_rank_is_not_held_before_an_update_that_another_has_made(disk_dir: Pat
         def reached(self, rank: int) -> None:
             if (rank, self.iteration) == (dist.get_rank(), 4):
                 os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.3)  # the watchdog has heard of it, and saves
+                assert heard.wait(ranks.LONG_S)
+                time.sleep(0.3)  # the watchdog saves
+
+    heard, start = threading.Event(), Saving.start
+
+    def starting(saving: Saving) -> Saving:
+        begun = start(saving)
+        heard.set()
+        return begun
 
     def train(me: Me) -> Any:
+        Saving.start = starting  # type: ignore[method-assign]
         job = Apart(me.rank, "plain", policy=NEVER)
         failure = Failure(grace_s=20.0, hang_steps=1e6)
         with job.attach(disk_dir, failure=failure, on_error=lambda error: None):

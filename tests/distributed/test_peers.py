@@ -23,7 +23,7 @@ from lightck.region.place import Place
 from lightck.region.region import Region
 from lightck.region.spec import RegionSpec
 
-LONG_S = 30.0
+LONG_S = 100.0
 NOWHERE = Place(Path("/nowhere"), Path("/nowhere"), is_device=True)
 
 

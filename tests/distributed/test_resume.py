@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from missing import never_come
 from training import Training
 
 import lightck
@@ -135,6 +136,7 @@ def test_a_job_that_lost_a_rank_does_what_an_uninterrupted_one_does(
                     handle.snapshot()
                     handle.wait()
                 me.send(step)
+            me.pause()  # killed late it is killed all the same
 
     with ranks.started(2, train) as job:
         while job.receive(killed) < 5:
@@ -252,12 +254,12 @@ def test_a_rank_that_is_killed_before_it_restores_is_named_on_the_other(region_d
         if me.rank == 1:
             me.send("here")
             me.pause()
+        never_come([1])
         restore(training, region_dir)
 
-    with ranks.started(2, train, timeout_s=3.0) as job:
+    with ranks.started(2, train) as job:
         job.receive(1)
         job.kill(1)
-        job.timeout_s = ranks.LONG_S
         (result,) = job.outcomes([0])
         assert isinstance(result, CoordinationError)
         assert "rank(s) 1 of 2 did not come" in str(result)

@@ -41,7 +41,7 @@ def torchrun(folder: Path, region: Path, world: int, *deaths: str) -> subprocess
 
 
 def ended_well(job: subprocess.Popen[bytes], folder: Path) -> None:
-    assert job.wait(100) == 0, (folder / "output").read_text()
+    assert job.wait(250) == 0, (folder / "output").read_text()
 
 
 def said(folder: Path, rank: int) -> list[list[str]]:
@@ -76,7 +76,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(200)
 def test_a_job_that_torchrun_restarts_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -90,14 +89,13 @@ def test_a_job_that_torchrun_restarts_goes_on_as_if_nothing_had_happened(
     same_end(folder, undisturbed, 2)
 
 
-@pytest.mark.timeout(200)
 def test_a_job_whose_torchrun_is_killed_goes_on_under_another(
     tmp_path: Path, undisturbed: Path
 ) -> None:
     """Its workers are left behind, as orphans without a store: they end, or are ended."""
     folder, regions = tmp_path / "said", tmp_path / "regions"
     killed = torchrun(folder, regions, 2, "0:5:agent")
-    assert killed.wait(100) == -signal.SIGKILL, (folder / "output").read_text()
+    assert killed.wait(250) == -signal.SIGKILL, (folder / "output").read_text()
     for rank in range(2):
         gone(int(said(folder, rank)[0][2]))
     again = torchrun(folder, regions, 2)
@@ -105,7 +103,6 @@ def test_a_job_whose_torchrun_is_killed_goes_on_under_another(
     same_end(folder, undisturbed, 2)
 
 
-@pytest.mark.timeout(200)
 def test_sigterm_to_torchrun_loses_no_step_though_its_workers_hang(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +115,7 @@ def test_sigterm_to_torchrun_loses_no_step_though_its_workers_hang(
         time.sleep(0.02)  # a test's time-out ends it
     began = time.monotonic()
     ended.terminate()
-    assert ended.wait(100) != 0
+    assert ended.wait(250) != 0
     record("torchrun_sigterm", {"ended_after_s": round(time.monotonic() - began, 2)})
     for rank in range(2):
         gone(int(said(folder, rank)[0][2]))

@@ -1,0 +1,58 @@
+"""Ranks that are known not to come to a round: only they are waited for in vain.
+
+A small time-out of a whole job would also end the wait for ranks that are merely slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ranks import LONG_S
+
+from lightck.distributed.exchange import Rounds
+
+
+def never_come(
+    dead: Sequence[int], seconds: float = 0.5, put: Callable[..., object] = setattr
+) -> list[float]:
+    """To be called in the process of every rank that lives.
+
+    Args:
+        dead: ranks that will never come.
+        seconds: how long they are waited for, once all others are there; these are waited for as
+            long as a test may take.
+        put: where ranks are threads, a `monkeypatch.setattr`.
+
+    Returns:
+        Where to find, later, how long the product would have waited, for each round.
+    """
+    waits: list[float] = []
+    decide, wait = Rounds._decide, Rounds._await
+
+    def deciding(rounds: Rounds, base: str, *args: Any) -> Any:
+        for rank in range(rounds.world):
+            if rank not in dead:
+                assert rounds.store.wait(f"{base}/in/{rank}", LONG_S), f"rank {rank} did not come"
+        waits.append(rounds.timeout_s)
+        with _patience(rounds, seconds):
+            return decide(rounds, base, *args)
+
+    def awaiting(rounds: Rounds, *args: Any) -> Any:
+        waits.append(1.5 * rounds.timeout_s)
+        with _patience(rounds, seconds if 0 in dead else LONG_S):
+            return wait(rounds, *args)
+
+    put(Rounds, "_decide", deciding)
+    put(Rounds, "_await", awaiting)
+    return waits
+
+
+@contextmanager
+def _patience(rounds: Rounds, seconds: float) -> Iterator[None]:
+    usual, rounds.timeout_s = rounds.timeout_s, seconds
+    try:
+        yield
+    finally:
+        rounds.timeout_s = usual
