@@ -23,7 +23,7 @@ from lightck.distributed.ledger import Due, Ledger
         {"ranks": 2, "due": 2, "slots": 3, "deaths": 1},
         {"ranks": 2, "due": 1, "slots": 2, "outages": 3, "tears": 1},
         {"ranks": 3, "due": 1, "slots": 3, "tears": 1, "outages": 1},
-        {"ranks": 3, "due": 2, "slots": 3},
+        pytest.param({"ranks": 3, "due": 2, "slots": 3}, marks=pytest.mark.soak),
     ],
     ids=str,
 )
@@ -54,7 +54,7 @@ def test_ranks_with_other_states_make_no_step_whole_in_any_order(case: dict[str,
 @pytest.mark.parametrize(
     "case",
     [
-        {"ranks": 2, "due": 2, "slots": 3, "odd": {1: 1}},
+        pytest.param({"ranks": 2, "due": 2, "slots": 3, "odd": {1: 1}}, marks=pytest.mark.soak),
         {"ranks": 2, "due": 2, "slots": 2, "odd": {1: 0}},
         {"ranks": 2, "due": 2, "slots": 3, "odd": {2: 0}},
         {"ranks": 2, "due": 2, "slots": 2, "odd": {1: 1}, "tears": 1},
@@ -98,8 +98,9 @@ def test_a_suspect_snapshot_that_replaces_the_trusted_one_is_caught(
         explore(world(2, 3, slots=2, odd={2: 1}))
 
 
+@pytest.mark.parametrize("due", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_keys_of_finished_blocks_are_deleted_and_never_come_back(
-    monkeypatch: pytest.MonkeyPatch,
+    due: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BLOCK", 1)
     deleted = []
@@ -108,7 +109,7 @@ def test_keys_of_finished_blocks_are_deleted_and_never_come_back(
     )
     explore(world(2, 2, slots=3))
     explore(world(2, 1, slots=3, tears=1))
-    explore(world(2, 2, slots=3, tears=1, odd={1: 1}))
+    explore(world(2, due, slots=3, tears=1, odd={1: 1}))
     assert deleted
     assert all(store == {} for store in deleted)
 
