@@ -264,6 +264,8 @@ class Stats:
         bytes_from_device: bytes brought out of devices' memory.
         ring_bytes: pinned DRAM held for transfers now.
         device_copy_bytes: devices' memory held for copies of the state now.
+        not_kept: with the failure path armed, the last error that kept a step's boundary state, or
+            its entry in the journal, from being kept; empty: there was none.
     """
 
     captured: int = 0
@@ -287,3 +289,4 @@ class Stats:
     bytes_from_device: int = 0
     ring_bytes: int = 0
     device_copy_bytes: int = 0
+    not_kept: str = ""

@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightck.capture.dtensor import is_dtensor
+from lightck.capture.values import PLAIN
+from lightck.capture.values import TAG as TAG
+from lightck.capture.values import join as join
+from lightck.capture.values import plain as plain
+from lightck.capture.values import reference as reference
 from lightck.errors import CorruptSnapshotError, StateError
 
-TAG = "__lightck__"
 DEEPEST = 150
 """Levels of nesting: what recursion bears, with room for the stack of whoever calls."""
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-
 _NAMED = re.compile(rb"(?=c([\w.]{1,80})\n([\w.]{1,80})\n)")
 """What could be a pickle's reference to a function or class; overlapping ones, too."""
 _STORAGE = "torch.storage.UntypedStorage"
@@ -37,110 +38,6 @@ _CALLED = {
 """By the pickle of a tree that `plain` made. None takes more memory than it is given."""
 
 _DTYPE = re.compile(r"[<>|=][a-zA-Z][0-9]*(\[[0-9]*[a-zA-Z]+\])?")
-
-Place = Callable[[str, torch.Tensor], Any]
-"""Called for each tensor with its path; returns what stands in its place."""
-
-
-def keep(path: str, tensor: torch.Tensor) -> Any:
-    """Keep a tensor inside the boundary state, as a private copy.
-
-    Raises:
-        StateError: a DTensor, which means nothing without its mesh.
-    """
-    if is_dtensor(tensor):
-        raise StateError(
-            f"{path} is a DTensor, taken where a step ends: give it with lightck.at_forward",
-            path=path,
-        )
-    return tensor.detach().cpu().clone()
-
-
-def reference(name: str) -> dict[str, str]:
-    """What stands for a tensor that goes to the region under `name`."""
-    return {TAG: "tensor", "name": name}
-
-
-def join(path: str, key: object) -> str:
-    """Path of a child; slashes inside a key are escaped, so that paths split again."""
-    part = str(key).replace("%", "%25").replace("/", "%2F")
-    return f"{path}/{part}" if path else part
-
-
-def plain(tree: Any, path: str, place: Place = keep) -> Any:
-    """A deep copy of `tree` in types that the restricted loader takes.
-
-    Args:
-        tree: nested containers, scalars, NumPy values, tensors.
-        path: where it sits, for messages and for `place`.
-        place: decides what stands for each tensor.
-
-    Raises:
-        StateError: a value that could not be restored, with its path and type.
-    """
-    kind = type(tree)
-    if kind is bytes and not tree:
-        return {TAG: "bytes"}  # pickled as a call of bytes(), which the restricted loader refuses
-    if kind in _PLAIN:
-        return tree
-    if isinstance(tree, torch.Tensor):
-        return place(path, tree)
-    if kind in (list, tuple):
-        return kind(plain(value, join(path, i), place) for i, value in enumerate(tree))
-    if kind in (dict, collections.OrderedDict):
-        if TAG in tree:
-            raise StateError(f"{path} has the key {TAG!r}, which lightck uses itself", path=path)
-        return kind((_key(k, path), plain(v, join(path, k), place)) for k, v in tree.items())
-    if isinstance(tree, np.generic | np.ndarray):
-        return _numpy(tree, path)
-    if kind is collections.deque:
-        items = [plain(value, join(path, i), place) for i, value in enumerate(tree)]
-        return {TAG: "deque", "items": items, "maxlen": tree.maxlen}
-    if kind in (set, frozenset):
-        items = [plain(value, join(path, i), place) for i, value in enumerate(tree)]
-        return {TAG: kind.__name__, "items": items}
-    if kind in (collections.Counter, collections.defaultdict) or kind is bytearray:
-        return _other(tree, path, place)
-    raise StateError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which could not be restored without"
-        " running code: keep it out of the state, or give it as numbers, strings, lists and dicts",
-        path=path,
-    )
-
-
-def _key(key: Any, path: str) -> Any:
-    if type(key) in (str, int, bool, float, type(None)):
-        return key
-    if type(key) is tuple:
-        return tuple(_key(part, path) for part in key)
-    raise StateError(f"{path} has the key {key!r}; keys must be strings or numbers", path=path)
-
-
-def _numpy(value: Any, path: str) -> dict[str, Any]:
-    if value.dtype.hasobject or value.dtype.fields is not None:
-        raise StateError(f"{path} is a NumPy {value.dtype} value; use a plain dtype", path=path)
-    kind = "ndarray" if isinstance(value, np.ndarray) else "scalar"
-    array = np.asarray(value)
-    return {
-        TAG: kind,
-        "dtype": array.dtype.str,
-        "shape": list(array.shape),
-        "bytes": array.tobytes() or None,
-    }
-
-
-def _other(tree: Any, path: str, place: Place) -> dict[str, Any]:
-    if isinstance(tree, bytearray):
-        return {TAG: "bytearray", "bytes": bytes(tree) or None}
-    if isinstance(tree, collections.defaultdict) and tree.default_factory not in (
-        None, int, float, list, dict, set,
-    ):  # fmt: skip
-        raise StateError(f"{path} is a defaultdict of {tree.default_factory!r}", path=path)
-    items = [[_key(k, path), plain(v, join(path, k), place)] for k, v in tree.items()]
-    if isinstance(tree, collections.Counter):
-        return {TAG: "counter", "items": items}
-    factory = tree.default_factory
-    return {TAG: "defaultdict", "items": items, "factory": factory and factory.__name__}
 
 
 def rebuild(tree: Any, tensors: Callable[[str], torch.Tensor] | None = None) -> Any:
@@ -296,7 +193,7 @@ def _check_tree(tree: Any, limit: int) -> None:
                 waiting += ((part, depth + 1) for part in pair)
         elif type(node) in (list, tuple):
             waiting += ((part, depth + 1) for part in node)
-        elif type(node) not in _PLAIN:
+        elif type(node) not in PLAIN:
             raise ValueError(f"it holds a {type(node).__name__}")
 
 
@@ -317,5 +214,8 @@ def types_of(tree: Any) -> Any:
     if isinstance(tree, dict):
         return (type(tree), tuple((k, types_of(v)) for k, v in tree.items()))
     if type(tree) in (list, tuple):
-        return (type(tree), tuple({types_of(value) for value in tree}))
+        kinds = set(map(type, tree))
+        if not kinds.isdisjoint((dict, collections.OrderedDict, list, tuple)):
+            return (type(tree), tuple({types_of(value) for value in tree}))
+        return (type(tree), tuple(kinds))
     return type(tree)

@@ -10,7 +10,7 @@ def stats_of(recorder: Recorder) -> Stats:
     """As of now."""
     counters, pool = recorder.pipeline.counters, recorder.pipeline.pool_stats()
     compared, uncompared = recorder.pipeline.barrier.compared()
-    seconds = pool["copy_ns"] / 1e9
+    seconds, kept = pool["copy_ns"] / 1e9, recorder.journaled
     offload = recorder.pipeline.offload
     return Stats(
         captured=counters.captured,
@@ -34,4 +34,5 @@ def stats_of(recorder: Recorder) -> Stats:
         bytes_from_device=offload.transfers.moved_bytes,
         ring_bytes=offload.transfers.ring_bytes,
         device_copy_bytes=offload.ways.copy_bytes,
+        not_kept=str((kept and kept.unwritten) or ""),
     )

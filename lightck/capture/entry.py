@@ -14,12 +14,21 @@ from typing import Any
 
 import torch
 
-from lightck.capture import peek
+from lightck.capture import boundary, parcel, peek
+from lightck.capture.live import Live
 from lightck.capture.parcel import Kept, Parcel, form, part
 from lightck.capture.shelf import Shelf
+from lightck.errors import CorruptSnapshotError, RegionFullError
+from lightck.region.journal import JournalEntry
 
+MOST_EXTRA_BYTES = 1 << 20
+"""Of extras in an entry at most: more would cost every step a millisecond."""
 _AS_BYTES = ("torch", "cuda")
 """Generators that give tensors; those of others are the same objects until somebody draws."""
+
+
+class ExtrasFullError(RegionFullError):
+    """Extras have more bytes than may be written at every step; the largest is named."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +41,17 @@ class _Last:
     pickles: list[bytes]
 
 
+@dataclass(frozen=True, eq=False)
+class _Extras:
+    """What was said of extras last, and what it was made of, the very objects."""
+
+    objects: list[Any]
+    at: int
+    """Where their bytes begin."""
+    pickled: bytes
+    parts: list[memoryview | bytes]
+
+
 @dataclass(eq=False)
 class Sealing:
     """Makes entries. For one thread at a time."""
@@ -39,6 +59,10 @@ class Sealing:
     _kept: Kept = field(default_factory=Kept)
     _last: dict[int, _Last] = field(default_factory=dict)
     """By the number of instants whose generators are in it."""
+    _extras: dict[int, _Extras] = field(default_factory=dict)
+    """Likewise."""
+    _names: dict[int, list[list[str]]] = field(default_factory=dict)
+    """Of each optimizer's parameters, by group."""
     _states: dict[int, tuple[torch.Tensor, bytes]] = field(default_factory=dict)
     """Bytes of torch's generators at each of them."""
 
@@ -56,9 +80,12 @@ class Sealing:
             copies: what was filled in, by name.
             trees: values of (a) and (b), plain.
             share_digest: of the share map.
+
+        Raises:
+            ExtrasFullError: extras have more than `MOST_EXTRA_BYTES`.
         """
         first, second = trees
-        held = Parcel()
+        held = Parcel(self._kept)
         said = shelf.packed(held, copies)
         drawn = [first["rng"], second["rng"]] if "rng" in second else [first["rng"]]
         objects = [said, second["optimizers"], second.get("share"), share_digest]
@@ -68,17 +95,36 @@ class Sealing:
             at.append(held.size)
             held.add(self._bytes(i, states["torch"]))
         at.append(held.size)
-        changing = held.pickled({
-            "first": first["extras"],
-            "second": second["extras"],
-            "cuda": [states.get("cuda") for states in drawn],
-        })  # fmt: skip
+        changing = self._changing(held, first["extras"], second["extras"], drawn)
         last = self._last.get(len(drawn))
         if last is None or last.at != at or not _identical(last.objects, objects):
             fixed = [said, second["optimizers"], second.get("share"), share_digest]
             last = _Last(objects, at, self._pickled(fixed, drawn, at))
             self._last[len(drawn)] = last
         return held.sealed([changing, *last.pickles])
+
+    def _changing(
+        self,
+        held: Parcel,
+        first: dict[str, Any],
+        second: dict[str, Any],
+        drawn: list[dict[str, Any]],
+    ) -> bytes:
+        """Extras, and generators that give tensors, pickled."""
+        cuda = [states.get("cuda") for states in drawn]
+        objects, at = [*first.values(), *second.values(), *cuda], held.size
+        known = self._extras.get(len(drawn))
+        if known is not None and known.at == at and _identical(known.objects, objects):
+            for each in known.parts:
+                held.add(each)
+            return known.pickled
+        begun = len(held.parts)
+        pickled = held.pickled({"first": first, "second": second, "cuda": cuda})
+        if len(pickled) + held.size - at > MOST_EXTRA_BYTES:
+            raise ExtrasFullError(_too_much(first, second))
+        self._kept.parcels = held.parcels or {}
+        self._extras[len(drawn)] = _Extras(objects, at, pickled, held.parts[begun:])
+        return pickled
 
     def _bytes(self, i: int, state: torch.Tensor) -> bytes:
         """(b) has the generators of (a), too, the very tensor."""
@@ -91,10 +137,10 @@ class Sealing:
         """All but what changes at every instant."""
         said, optimizers, share, digest = fixed
         held = Parcel(self._kept)
-        held.pickled(None)  # number 0 is what changes
+        held.bare(None)  # number 0 is what changes
         tree = {
             "tensors": held.part("tensors", said),
-            "optimizers": _optimizers(held, optimizers),
+            "optimizers": self._optimizers(held, optimizers),
             "share": share if share is None else held.part("share", share),
             "share_digest": digest,
             "rng": [
@@ -102,8 +148,20 @@ class Sealing:
             ],
             "changing": part(0),
         }  # fmt: skip
-        held.pickled(tree)
+        held.bare(tree)
         return held.pickles[1:]
+
+    def _optimizers(self, held: Parcel, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With their parameters' names, which are the most, apart from what a schedule changes."""
+        said = []
+        for i, tree in enumerate(trees):
+            names = [group["params"] for group in tree["groups"]]
+            known = self._names.get(i)
+            if known is None or not _identical(known, names):
+                self._names[i] = names  # one part, however many groups there are
+            options = [group["options"] for group in tree["groups"]]
+            said.append({**tree, "groups": options, "params": held.part(f"{i}", self._names[i])})
+        return said
 
     def _generators(self, held: Parcel, i: int, states: dict[str, Any], at: int) -> dict[str, Any]:
         plain = {
@@ -114,7 +172,43 @@ class Sealing:
         return {"torch": form(states["torch"], at), **plain}
 
 
-def arranged(tree: Any, step: int) -> tuple[Any, Any, Any, Any]:
+@dataclass(frozen=True)
+class Unpacked:
+    """What an entry of the journal holds."""
+
+    at_step: bytes
+    """As in a manifest; likewise below."""
+    at_forward: bytes
+    lives: tuple[Live, ...]
+    """The rank's own small tensors."""
+    share_digest: bytes
+
+
+def unpacked(found: JournalEntry, *, context: str) -> Unpacked:
+    """Read an entry; runs no code.
+
+    Raises:
+        CorruptSnapshotError: it is not what `sealed` makes.
+    """
+    tree = parcel.opened(found.blob, context=context)
+    try:
+        tensors, first, second, digest = _arranged(tree, found.step)
+        lives = tuple(_live(name, said) for name, said in tensors.items())
+        if type(digest) is bytes:
+            return Unpacked(boundary.encode(first), boundary.encode(second), lives, digest)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptSnapshotError(f"{context}: no boundary state: {error!r}") from error
+    raise CorruptSnapshotError(f"{context}: no boundary state")
+
+
+def _live(name: str, said: dict[str, Any]) -> Live:
+    role, layer, tensor = said["role"], said["layer"], said["tensor"]
+    if not isinstance(tensor, torch.Tensor) or {type(name), type(role), type(layer)} != {str}:
+        raise TypeError(f"{name!r} is no tensor")
+    return Live(name, role, layer, tensor, frozenset(map(int, said["holders"])), sync=True)
+
+
+def _arranged(tree: Any, step: int) -> tuple[Any, Any, Any, Any]:
     """Tensors, both instants, and the share digest, of what `sealed` made.
 
     Raises:
@@ -124,7 +218,8 @@ def arranged(tree: Any, step: int) -> tuple[Any, Any, Any, Any]:
     for states, cuda in zip(rng, changing["cuda"], strict=True):
         if cuda is not None:
             states["cuda"] = cuda
-    second = {"optimizers": tree["optimizers"], "extras": changing["second"]}
+    optimizers = [_arranged_optimizer(said) for said in tree["optimizers"]]
+    second = {"optimizers": optimizers, "extras": changing["second"]}
     if tree["share"] is not None:
         second["share"] = tree["share"]
     second["step"] = step
@@ -138,18 +233,20 @@ def arranged(tree: Any, step: int) -> tuple[Any, Any, Any, Any]:
     )
 
 
-def _optimizers(held: Parcel, trees: list[dict[str, Any]]) -> Any:
-    """With their parameters' names, which are the most, apart from what a schedule changes."""
-    return [
-        {
-            **tree,
-            "groups": [
-                {**group, "params": held.part(f"{i}/{g}", group["params"])}
-                for g, group in enumerate(tree["groups"])
-            ],
-        }
-        for i, tree in enumerate(trees)
-    ]
+def _arranged_optimizer(said: dict[str, Any]) -> dict[str, Any]:
+    """As `Options.take` gives it."""
+    rows = zip(said["params"], said["groups"], strict=True)
+    groups = [{"params": names, "options": options} for names, options in rows]
+    return {**{k: v for k, v in said.items() if k != "params"}, "groups": groups}
+
+
+def _too_much(first: dict[str, Any], second: dict[str, Any]) -> str:
+    sizes = {name: parcel.weight((first.get(name), second.get(name))) for name in first | second}
+    name, most = max(sizes.items(), key=operator.itemgetter(1))
+    return (
+        f"extras[{name!r}] has {most} bytes of {sum(sizes.values())} that extras have beside large"
+        f" tensors: more than the {MOST_EXTRA_BYTES} that are written at every step"
+    )
 
 
 def _identical(one: list[Any], other: list[Any]) -> bool:

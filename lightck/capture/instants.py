@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +31,8 @@ class Instants:
     _drawn: bool = False
     """A batch has been drawn since (a)."""
     _types: Any = None
+    _taken: dict[str, Any] = field(default_factory=dict)
+    """What was said of each extra of (a) last."""
 
     def step_ended(self, step: int) -> None:
         """Take (a)."""
@@ -38,10 +41,22 @@ class Instants:
         self._rng = rng.capture()
         with users_code():
             self._extras = self._positions()
+        self.inventory.burden.step_ended({**self.inventory.taken, **self._taken})
 
     def _positions(self) -> dict[str, Any]:
         extras = (extra for extra in self.inventory.extras if extra.instant != "forward")
-        return {extra.name: _private(extra) for extra in extras}
+        return {extra.name: self._private(extra) for extra in extras}
+
+    def _private(self, extra: Extra) -> Any:
+        """Its state, plain: what the subject does next cannot change it.
+
+        The same object as last time, if it has not changed.
+        """
+        began_s, last = time.perf_counter(), self._taken.get(extra.name)
+        path = boundary.join("extras", extra.name)
+        taken = self._taken[extra.name] = boundary.plain(extra.state(), path, last=last)
+        self.inventory.burden.add(extra.name, began_s)
+        return taken
 
     def standing(self) -> dict[str, Any]:
         """What (a) would be if the step ended now; keeps nothing."""
@@ -54,7 +69,7 @@ class Instants:
         self._rng = rng.capture()
         for extra in self.inventory.extras:
             if self._extras is not None and extra.instant == "both":
-                self._extras[extra.name] = _private(extra)
+                self._extras[extra.name] = self._private(extra)
 
     def iterating(self, loader: Any, drawing: bool) -> bool:
         """A loader starts anew after (a): position and generators are those just before.
@@ -73,7 +88,7 @@ class Instants:
         with users_code():
             for extra in moved if drawing else [*moved, *ours]:
                 if self._extras is not None:
-                    self._extras[extra.name] = _private(extra)
+                    self._extras[extra.name] = self._private(extra)
         return True
 
     def before_forward(self, *, generators: bool) -> None:
@@ -153,11 +168,6 @@ def holding(collected: Collected, kept: Mapping[str, torch.Tensor]) -> Collected
         for live in collected.lives
     )
     return replace(collected, lives=lives, base=())
-
-
-def _private(extra: Extra) -> Any:
-    """Its state, plain: what the subject does next cannot change it."""
-    return boundary.plain(extra.state(), boundary.join("extras", extra.name))
 
 
 class _UsersCode:

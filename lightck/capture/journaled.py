@@ -4,7 +4,7 @@ Taken at (a) and at (b), and kept twice: in private memory, for a just-in-time s
 process makes (`held`), and in the region's journal, for one that a survivor of its node makes when
 this process has been killed. What only an update changes is not in it: that stays live.
 
-An entry of the journal is a parcel (`parcel.py`) of this tree; `unpacked` reads one.
+An entry of the journal is a parcel (`parcel.py`) of this tree; `entry.unpacked` reads one.
 
     first         as `Instants.trees` gives it: what `at_step` of a manifest decodes to
     second        likewise `at_forward`. Of kind STEP_END: values as they are where the step ends,
@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from lightck.capture import arrange, boundary, entry, parcel
+from lightck.capture import arrange
 from lightck.capture.arrange import Sources
-from lightck.capture.entry import Sealing
+from lightck.capture.entry import ExtrasFullError, Sealing
 from lightck.capture.habit import Habit
 from lightck.capture.instants import Instants, holding, users_code
 from lightck.capture.kept import Instant, watched
@@ -39,7 +39,6 @@ from lightck.capture.shelf import Shelf
 from lightck.capture.state import Collected
 from lightck.capture.weights import Weights
 from lightck.errors import (
-    CorruptSnapshotError,
     LightckError,
     RegionFullError,
     RegionIOError,
@@ -55,6 +54,9 @@ MOST_BYTES = 8 << 20
 
 DOUBT_STEPS = 8
 """Every so many steps all tensors are looked up; at every one for so long after a change."""
+
+REST_STEPS = 64
+"""For which no entry is written after one that was too large: finding that out costs, too."""
 
 
 def _torn(step: int, why: str) -> TornSnapshotError:
@@ -119,6 +121,8 @@ class Journaled:
     _sealing: Sealing = field(default_factory=Sealing)
     _told: set[type[LightckError]] = field(default_factory=set)
     _once: _Once = field(init=False)
+    _rests_until: int = 0
+    """The step from which on entries are written again."""
     _update: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     """Step and blob of the last entry of the fence, and of a step's first entry of (a)."""
 
@@ -275,19 +279,29 @@ class Journaled:
         """Write what has just been put on the shelf, and the rest."""
         if not self._writes:
             return
-        blob = self._sealing.sealed(shelf, copies, trees, share_digest)
-        if kind == FENCE or (kind == STEP_END and self._update.get(kind, (-1,))[0] != step):
-            self._update[kind] = step, blob
-        write_entry(self.region.native, kind, step, self.region.timeline, blob)
+        if step < self._rests_until:
+            return
+        try:
+            blob = self._sealing.sealed(shelf, copies, trees, share_digest)
+            if kind == FENCE or (kind == STEP_END and self._update.get(kind, (-1,))[0] != step):
+                self._update[kind] = step, blob
+            write_entry(self.region.native, kind, step, self.region.timeline, blob)
+        except RegionFullError:
+            self._rests_until = step + REST_STEPS
+            if self.peers:  # who else reads it
+                raise
 
     def begin(self, step: int, *, peers: bool) -> None:
         """The timeline is durable: write the first entry, and say what cannot be had."""
         self._writes, self.peers = True, peers
         self.step_ended(step)
         if isinstance(self.unwritten, RegionFullError):
+            what = "a region that is made anew has room for it"
+            if isinstance(self.unwritten, ExtrasFullError):
+                what = "give what they are made of instead (a seed and a position, not an order)"
             warnings.warn(
                 f"lightck: {self.unwritten}: what a killed process leaves cannot be completed;"
-                " a region that is made anew has room for it",
+                f" {what}",
                 stacklevel=5,
             )
         if self.ended is not None and self.ended.copies is None:
@@ -330,39 +344,3 @@ class _Once:
             self.tell(error)
             return True
         return False
-
-
-@dataclass(frozen=True)
-class Unpacked:
-    """What an entry of the journal holds."""
-
-    at_step: bytes
-    """As in a manifest; likewise below."""
-    at_forward: bytes
-    lives: tuple[Live, ...]
-    """The rank's own small tensors."""
-    share_digest: bytes
-
-
-def unpacked(found: JournalEntry, *, context: str) -> Unpacked:
-    """Read an entry; runs no code.
-
-    Raises:
-        CorruptSnapshotError: it is not what `Journaled` writes.
-    """
-    tree = parcel.opened(found.blob, context=context)
-    try:
-        tensors, first, second, digest = entry.arranged(tree, found.step)
-        lives = tuple(_live(name, said) for name, said in tensors.items())
-        if type(digest) is bytes:
-            return Unpacked(boundary.encode(first), boundary.encode(second), lives, digest)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptSnapshotError(f"{context}: no boundary state: {error!r}") from error
-    raise CorruptSnapshotError(f"{context}: no boundary state")
-
-
-def _live(name: str, said: dict[str, Any]) -> Live:
-    role, layer, tensor = said["role"], said["layer"], said["tensor"]
-    if not isinstance(tensor, torch.Tensor) or {type(name), type(role), type(layer)} != {str}:
-        raise TypeError(f"{name!r} is no tensor")
-    return Live(name, role, layer, tensor, frozenset(map(int, said["holders"])), sync=True)

@@ -7,11 +7,13 @@ after a failure only.
     number of pickles, length of each (8 bytes, little-endian) | pickles | bytes of the tensors
 
 The last pickle is the tree. The others are parts of it that have been the same for some time, and
-were pickled only once (`Kept`).
+were pickled only once (`Kept`). Among the tensors lie the bytes of large arrays and, as parcels of
+their own, large containers, which are made once, too: pickling is for what is small.
 """
 
 from __future__ import annotations
 
+import collections
 import io
 import math
 import pickle
@@ -24,13 +26,20 @@ from typing import Any
 import torch
 
 from lightck.capture import boundary
-from lightck.capture.boundary import TAG
+from lightck.capture.values import FLAT, TAG
 from lightck.errors import CorruptSnapshotError
 
 _WORD = 8
 _PART = "part"
+_BYTES = "bytes beside"
+_PARCEL = "parcel"
+_LARGE_BYTES = 1 << 10
+_MANY = 256
+"""Values in a container from which on it is a parcel of its own."""
 _PROTOCOL = 2  # the newest that the restricted loader takes
 _MOST_PARTS = 1000
+_CONTAINERS = (dict, collections.OrderedDict, list, tuple)
+_BESIDE = {TAG: str, "at": int, "length": int}
 _FORM = {TAG: str, "dtype": str, "shape": list, "strides": list, "at": int, "length": int}
 
 
@@ -41,6 +50,8 @@ class Kept:
     Nobody changes a tree that is in here: what differs is another one.
     """
 
+    parcels: dict[int, tuple[Any, bytes]] = field(default_factory=dict)
+    """Containers that are parcels of their own, with the bytes, by identity."""
     _known: dict[str, tuple[Any, bytes | None]] = field(default_factory=dict)
 
     def pickled(self, where: str, tree: Any) -> bytes | None:
@@ -63,6 +74,8 @@ class Parcel:
     size: int = 0
     """Of the parts."""
     pickles: list[bytes] = field(default_factory=list)
+    parcels: dict[int, tuple[Any, bytes]] | None = field(default_factory=dict)
+    """As `Kept` has them, those that are in this one; None: it is one of them, and has none."""
     _numbers: dict[int, int] = field(default_factory=dict)
     """Of the pickles, by the identity of the tree."""
 
@@ -78,14 +91,35 @@ class Parcel:
         self.size += len(data)
 
     def packed(self, tree: Any) -> Any:
-        """A plain tree with what stands for its tensors."""
+        """A plain tree with what stands for its tensors, and for all that is large."""
+        kind = type(tree)
         if isinstance(tree, torch.Tensor):
             return self.put(tree)
-        if isinstance(tree, dict):
-            return type(tree)((key, self.packed(value)) for key, value in tree.items())
-        if type(tree) in (list, tuple):
-            return type(tree)(map(self.packed, tree))
-        return tree
+        if kind is bytes and len(tree) >= _LARGE_BYTES:
+            return self._beside(_BYTES, tree)
+        if kind not in _CONTAINERS:
+            return tree
+        if len(tree) >= _MANY and self.parcels is not None:
+            return self._apart(tree)
+        values = tree.values() if isinstance(tree, dict) else tree
+        if FLAT.issuperset(map(type, values)):
+            return tree
+        packed = (each if type(each) in FLAT else self.packed(each) for each in values)
+        return kind(zip(tree, packed, strict=True)) if isinstance(tree, dict) else kind(packed)
+
+    def _apart(self, tree: Any) -> dict[str, Any]:
+        known = self.kept.parcels.get(id(tree))
+        if known is None or known[0] is not tree:
+            inner = Parcel(parcels=None)
+            known = tree, inner.sealed([inner.pickled(tree)])
+        assert self.parcels is not None
+        self.parcels[id(tree)] = known
+        return self._beside(_PARCEL, known[1])
+
+    def _beside(self, kind: str, data: bytes) -> dict[str, Any]:
+        at = self.size
+        self.add(data)
+        return {TAG: kind, "at": at, "length": len(data)}
 
     def part(self, where: str, tree: Any) -> Any:
         """What stands for a tree without tensors; the tree itself, where it is new.
@@ -102,13 +136,23 @@ class Parcel:
 
     def pickled(self, tree: Any) -> bytes:
         """A tree, whose tensors come beside it, as one more pickle, which is returned, too."""
-        self.pickles.append(pickle.dumps(self.packed(tree), _PROTOCOL))
+        return self.bare(self.packed(tree))
+
+    def bare(self, tree: Any) -> bytes:
+        """Likewise a tree of which nothing is to come beside it."""
+        self.pickles.append(pickle.dumps(tree, _PROTOCOL))
         return self.pickles[-1]
 
     def sealed(self, pickles: Sequence[bytes]) -> bytes:
         """All of it: the last one is the tree, the others are its parts."""
         head = struct.pack(f"<{1 + len(pickles)}Q", len(pickles), *map(len, pickles))
         return b"".join((head, *pickles, *self.parts))
+
+
+def weight(tree: Any) -> int:
+    """Bytes that a tree takes here."""
+    held = Parcel()
+    return len(held.pickled(tree)) + held.size
 
 
 def part(number: int) -> dict[str, Any]:
@@ -142,10 +186,14 @@ def opened(data: bytes, *, context: str) -> Any:
     Raises:
         CorruptSnapshotError: it is not what `sealed` makes.
     """
+    return _tree(data, context, inner=False)
+
+
+def _tree(data: bytes, context: str, *, inner: bool) -> Any:
     pickles, data = _opened(data, context)
     trees = [boundary.decode(_archive(pickled), context=context) for pickled in pickles]
     try:
-        held = _Held(data)
+        held = _Held(data, context, inner)
         parts = [_unpacked(tree, held, ()) for tree in trees[:-1]]
         return _unpacked(trees[-1], held, parts)
     except (IndexError, KeyError, ValueError, RuntimeError, OverflowError) as error:
@@ -181,6 +229,9 @@ class _Held:
     """The bytes of a parcel's tensors, each of which takes its own."""
 
     data: bytes
+    context: str
+    inner: bool
+    """It is in another parcel, and has none itself."""
     left: int = field(init=False)
     """Bytes that may yet be taken: forms that mean the same ones could ask for any amount."""
 
@@ -203,6 +254,8 @@ def _unpacked(tree: Any, data: _Held, parts: Sequence[Any]) -> Any:
         kind = tree.get(TAG)
         if kind == "bytes of a tensor":
             return _tensor(tree, data)
+        if kind in (_BYTES, _PARCEL):
+            return _besides(kind, tree, data)
         if kind == _PART:
             number = tree["number"]
             if type(number) is not int or not 0 <= number < len(parts):
@@ -212,6 +265,17 @@ def _unpacked(tree: Any, data: _Held, parts: Sequence[Any]) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(_unpacked(value, data, parts) for value in tree)
     return tree
+
+
+def _besides(kind: str, said: dict[str, Any], data: _Held) -> Any:
+    if said.keys() != _BESIDE.keys() or {type(said["at"]), type(said["length"])} != {int}:
+        raise ValueError(f"{kind} of unknown form: {said}")
+    held = bytes(data.take(said["at"], said["length"]))
+    if kind == _BYTES:
+        return held
+    if data.inner:
+        raise ValueError("a parcel in one that is in another")
+    return _tree(held, data.context, inner=True)
 
 
 def _tensor(said: dict[str, Any], data: _Held) -> torch.Tensor:

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from lightck.capture import boundary, dtensor, journaled, staging
+from lightck.capture import boundary, dtensor, journaled, parcel, staging
 from lightck.capture.boundary import join
+from lightck.capture.entry import MOST_EXTRA_BYTES
+from lightck.capture.instants import Instants
 from lightck.capture.state import Inventory, Live, parameter_names
 from lightck.region import allocator
 from lightck.region.layout import Entry
@@ -48,7 +50,11 @@ def expected(inventory: Inventory) -> tuple[tuple[Entry, ...], int]:
 def journal_bytes(inventory: Inventory) -> int:
     """Room for the boundary journal: three entries, each twice what one would be now."""
     collected = inventory.collect()
-    size = len(boundary.encode(collected.tree)) + BOUNDARY_RESERVE_BYTES
+    rest = {**collected.tree, "extras": {}}
+    size = len(boundary.encode(rest)) + BOUNDARY_RESERVE_BYTES
+    # Extras with more are not written.
+    extras = Instants(inventory).standing()["extras"], collected.tree["extras"]
+    size += min(parcel.weight(extras), MOST_EXTRA_BYTES)
     size += sum(live.local.nbytes for live in collected.lives if journaled.is_own(live))
     return max(JOURNAL_BYTES, 6 * min(size, 2 * journaled.MOST_BYTES))
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from lightck.capture import boundary, staging
+from lightck.capture.entry import unpacked
 from lightck.capture.filling import fresh
-from lightck.capture.journaled import unpacked
 from lightck.distributed.lineage import Key
 from lightck.distributed.majority import is_own
 from lightck.errors import LightckError

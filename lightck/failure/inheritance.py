@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightck.capture.journaled import unpacked
+from lightck.capture.entry import unpacked
 from lightck.capture.recorder import Recorder
 from lightck.distributed.replicas import Replicas
 from lightck.distributed.topology import Topology

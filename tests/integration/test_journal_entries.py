@@ -15,7 +15,7 @@ from torch import nn
 
 import lightck
 from lightck.capture import boundary, extras, rng
-from lightck.capture.journaled import unpacked
+from lightck.capture.entry import unpacked
 from lightck.capture.state import Inventory
 from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
 
@@ -49,8 +49,11 @@ class Noted(nn.Module):
 class Job:
     """A training loop that compares every entry with what stands then, looked up anew."""
 
-    def __init__(self, path: Path, *, rich: bool = False) -> None:
-        """`rich`: the optimizer holds what can change in place, so that less of it is kept."""
+    def __init__(self, path: Path, *, rich: bool = False, large: bool = False) -> None:
+        """`rich`: the optimizer holds what can change in place, so that less of it is kept.
+
+        `large`: extras hold what is kept apart.
+        """
         self.model = Noted()
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.optimizer.rate, self.optimizer._quiet = 2.5, {}
@@ -60,6 +63,14 @@ class Job:
             self.optimizer.counts, self.optimizer._memory = [1], torch.zeros(2)
         self.own: Tree = {"n": 1, "list": [1], "tensor": torch.zeros(3), "gone": torch.zeros(2)}
         self.position: Tree = {"at": 0, "list": [1], "tensor": torch.zeros(3)}
+        if large:
+            for each in (self.own, self.position):
+                each["long"] = [float(i) for i in range(300)]
+                each["pairs"] = [(i, [float(i)]) for i in range(300)]
+                each["words"] = {f"k{i}": i for i in range(300)}
+                each["array"], each["zeros"] = np.arange(8_200), np.zeros(8_200)
+                each["bytes"] = b"x" * 5000
+            self.position["order"] = torch.arange(8_200)
         self.dice = torch.Generator().manual_seed(3)
         self.extras = {
             "own": self.own,
@@ -88,7 +99,7 @@ class Job:
             if live.sync or "/@group/" in live.name or "/@attribute/" in live.name
         }
         first = {"rng": generators, "extras": boundary.rebuild(position)}
-        return first, boundary.rebuild(collected.tree), own
+        return first, boundary.rebuild(collected.tree), dict(sorted(own.items()))
 
     def entry(self, kind: int, step: int) -> tuple[Tree, Tree, Tree]:
         """The newest of a kind."""
@@ -103,7 +114,7 @@ class Job:
             if generators:
                 generators["python"] = rng.unpacked(generators["python"])
         assert second.pop("step") == step
-        return first, second, {live.name: live.tensor for live in held.lives}
+        return first, second, dict(sorted((live.name, live.tensor) for live in held.lives))
 
     def iterate(self, *, before: Any = None, within: Any = None, inside: Any = None) -> None:
         """One step, changes at places of choice, all of its entries compared."""
@@ -137,14 +148,16 @@ def with_peers(handle: lightck.Handle) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, with types, tensors bit by bit."""
+    """Equal, with types, bit by bit."""
     if isinstance(one, torch.Tensor):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and torch.equal(one, other)
+        return same(one.detach().numpy(), other.detach().numpy())
     if isinstance(one, np.ndarray):
-        return bool(np.array_equal(one, other))
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return alike and one.tobytes() == other.tobytes()
+    if isinstance(one, float):
+        return type(other) is float and one.hex() == other.hex()
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+        return list(one) == list(other) and all(same(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and bool(one == other)

@@ -14,7 +14,7 @@ from torch import nn
 
 import lightck
 from lightck.capture import boundary
-from lightck.capture.journaled import unpacked
+from lightck.capture.entry import unpacked
 from lightck.failure.inferred import Own, Unknown, _same, inferred
 from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
 

@@ -321,7 +321,7 @@ def test_what_was_restored_is_not_written_again(run_dir: Path) -> None:
 
 
 def test_the_journal_has_both_instants_of_the_last_step(run_dir: Path) -> None:
-    from lightck.capture.journaled import unpacked
+    from lightck.capture.entry import unpacked
 
     loop = counting_loop()
     with attach(run_dir, loop) as handle:

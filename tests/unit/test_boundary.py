@@ -112,6 +112,64 @@ def test_a_plain_tree_shares_nothing_with_the_state() -> None:
     assert not back["tensor"].any() and not back["array"].any()
 
 
+def _rich() -> dict[str, Any]:
+    return {
+        "at": 3,
+        "list": [1.5, [2, ("a", [None])]],
+        "array": np.arange(10_000.0),
+        "tensor": torch.arange(10_000),
+        "small": [np.int64(3), torch.ones(2)],
+        "ordered": collections.OrderedDict(a=1, b={"c": 2.5}),
+    }
+
+
+def test_of_what_has_not_changed_the_very_objects_are_given_again() -> None:
+    state = _rich()
+    last = boundary.plain(state, "")
+    assert boundary.plain({k: v for k, v in state.items() if k != "small"}, "", last=last)
+    for name in ("list", "array", "tensor", "ordered"):
+        other = {**state, "at": 4}
+        found = boundary.plain(other, "", last=last)
+        assert found is not last and found["at"] == 4 and last["at"] == 3
+        assert found[name] is last[name]
+    found = boundary.plain({"b": 1, "a": 1}, "", last={"a": 1, "b": 1})
+    assert [*found] == ["b", "a"]
+    del state["small"]
+    last = boundary.plain(state, "")
+    copied = {**state, "array": state["array"].copy(), "tensor": state["tensor"].clone()}
+    assert boundary.plain(copied, "", last=last) is last
+
+
+def test_what_comes_back_is_the_same_whatever_was_before(rng: np.random.Generator) -> None:
+    kinds: list[Any] = [0, 0.0, -0.0, False, None, "0", b"", b"0", float("nan"), 1, True, 1.0]
+
+    def drawn(depth: int) -> Any:
+        kind = int(rng.integers(6 if depth else 1))
+        if kind in (1, 2):
+            return (list, tuple)[kind - 1](drawn(depth - 1) for _ in range(rng.integers(3)))
+        if kind in (3, 4):
+            keys = [["a", 1, "b"][i] for i in rng.permutation(3)[: rng.integers(4)]]
+            return (dict, collections.OrderedDict)[kind - 3]((k, drawn(depth - 1)) for k in keys)
+        if kind == 5:
+            return np.zeros(int(rng.integers(2)), ["i8", "f8"][int(rng.integers(2))])
+        return kinds[int(rng.integers(len(kinds)))]
+
+    last = None
+    for _ in range(3000):
+        state = drawn(3)
+        alone, last = boundary.plain(state, ""), boundary.plain(state, "", last=last)
+        assert pickle.dumps(_unshared(last)) == pickle.dumps(_unshared(alone))
+
+
+def _unshared(tree: Any) -> Any:
+    """Told apart by types and bits, not by which objects are the same."""
+    if isinstance(tree, dict):
+        return [type(tree).__name__, *([_unshared(k), _unshared(v)] for k, v in tree.items())]
+    if isinstance(tree, list | tuple):
+        return [type(tree).__name__, *map(_unshared, tree)]
+    return f"{type(tree).__name__} {tree!r}"
+
+
 def test_tensors_are_placed_by_path_and_found_again() -> None:
     placed = {}
 

@@ -26,7 +26,14 @@ TENSORS = {
     "bf16": torch.ones(3, dtype=torch.bfloat16),
     "fp8": torch.ones(3).to(torch.float8_e4m3fn),
 }
-PLAIN: dict[str, Any] = {"list": [1, 2.5, None, True, "text"], "tuple": (1, (2,)), 3: torch.float32}
+PLAIN: dict[str, Any] = {
+    "list": [1, 2.5, None, True, "text"],
+    "tuple": (1, (2,)),
+    3: torch.float32,
+    "bytes": b"beside" * 500,
+    "long": [(i, [float(i)], b"large" * 300 if i == 7 else "small") for i in range(300)],
+    "words": {f"k{i}": -i for i in range(300)},
+}
 
 
 def sealed() -> bytes:
@@ -85,9 +92,36 @@ def test_a_part_of_a_part_is_an_error() -> None:
 def test_tensors_that_mean_the_same_bytes_are_an_error_before_they_take_memory() -> None:
     held = Parcel()
     said = held.put(torch.zeros(1 << 20, dtype=torch.uint8))
-    tree = [{**said} for _ in range(1 << 10)]
+    tree = [[{**said} for _ in range(32)] for _ in range(32)]
     with pytest.raises(CorruptSnapshotError, match="claim more than the 1048576 bytes there are"):
         _within(64 << 20, lambda: parcel.opened(held.sealed([held.pickled(tree)]), context="test"))
+
+
+def test_what_is_large_is_put_in_once_while_it_is_the_same_object() -> None:
+    kept = Kept()
+    blobs, counts = [], []
+    for i in range(3):
+        held = Parcel(kept)
+        blobs.append(held.sealed([held.pickled({**PLAIN, "i": i})]))
+        before, kept.parcels = kept.parcels, held.parcels or {}
+        counts.append(sum(known is before.get(at) for at, known in kept.parcels.items()))
+        assert parcel.opened(blobs[-1], context="test") == {**PLAIN, "i": i}
+    assert counts == [0, 2, 2] and len(blobs[0]) == len(blobs[2])
+
+
+def test_a_parcel_in_a_parcel_in_a_parcel_is_an_error() -> None:
+    blob = alone({"n": 1})
+    for levels in range(3):
+        if levels < 2:
+            assert parcel.opened(blob, context="test")
+        else:
+            with pytest.raises(CorruptSnapshotError, match="in one that is in another"):
+                parcel.opened(blob, context="test")
+        held = Parcel()
+        said = {**parcel.part(0), boundary.TAG: "parcel", "at": 0, "length": len(blob)}
+        del said["number"]
+        held.add(blob)
+        blob = held.sealed([held.pickled({"inner": said})])
 
 
 class Asks:
@@ -157,6 +191,20 @@ def _within(most: int, work: Callable[[], object]) -> None:
         work()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("kind", ["parcel", "bytes beside"])
+@pytest.mark.parametrize(
+    "change", [{"at": 1 << 40}, {"at": -1}, {"length": 1 << 40}, {"length": "8"}, {"more": 1}]
+)
+def test_what_is_not_beside_a_tree_is_an_error(kind: str, change: dict[str, Any]) -> None:
+    held, inner = Parcel(), alone({"n": 1})
+    held.add(inner)
+    said = {boundary.TAG: kind, "at": 0, "length": len(inner)}
+    whole = held.sealed([held.bare({"said": said})])
+    assert parcel.opened(whole, context="test")["said"] in ({"n": 1}, inner)
+    with pytest.raises(CorruptSnapshotError):
+        parcel.opened(held.sealed([held.bare({"said": {**said, **change}})]), context="test")
 
 
 @pytest.mark.parametrize("length", [0, 4, 8, 20, -1])
