@@ -121,12 +121,11 @@ def _spaced(
 
 
 def _peak(job: Job, loop: Loop) -> int:
-    """Bytes at their peak while snapshots are taken one by one; the next step carries one again."""
+    """Bytes at their peak while one snapshot is taken; the next step carries another."""
     with Peak(job.folder) as peak:
-        for _ in range(2):
-            loop.run(then=False)
-            loop.engine.drain()
-            loop.run(then=True)
+        loop.run(then=False)
+        loop.engine.drain()
+        loop.run(then=True)
     return peak.bytes
 
 
