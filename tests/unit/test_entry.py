@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from lightck.capture import boundary, rng
 from lightck.capture.entry import Sealing, unpacked
+from lightck.capture.live import Live
 from lightck.capture.shelf import Shelf
 from lightck.region.journal import STEP_END, JournalEntry
 
@@ -19,3 +22,19 @@ def test_thousands_of_groups_have_entries_that_are_read() -> None:
         blob = sealing.sealed(Shelf(()), {}, (first, {**second, "optimizers": [*optimizers]}), b"d")
         found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         assert boundary.decode(found.at_forward, context="test") == {**second, "step": step}
+
+
+def test_what_extras_have_is_found_wherever_it_begins() -> None:
+    first = {"rng": rng.capture(), "extras": {"x": [b"x" * 2000]}}
+    second = {"optimizers": [], "extras": {"y": {"z": b"y" * 3000}}}
+    sealing = Sealing()
+    for step, size in enumerate((3, 3, 300, 3)):
+        live = Live("model/b", "buffer", "", torch.full((size,), float(step)), sync=True)
+        shelf = Shelf([live])
+        blob = sealing.sealed(shelf, shelf.fill(), (first, second), b"d")
+        found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
+        assert torch.equal(found.lives[0].tensor, live.tensor)
+        held = boundary.decode(found.at_step, context="test")
+        assert held["extras"] == first["extras"]
+        held = boundary.decode(found.at_forward, context="test")
+        assert held["extras"] == second["extras"]
