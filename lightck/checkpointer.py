@@ -174,6 +174,7 @@ class _Parts:
         release_when = schedule(config.schedule, layers, communicates=bool(communication.buckets))
         pipeline = kinds.pipeline.start(region, release_when, config)
         outcomes = Outcomes(pipeline, inventory, steps, reporter, reporter.surface)
+        pipeline.offload.transfers.sealed = outcomes.seal_arrived
         instants = Instants(inventory)
         habit, stand = Habit(instants, lambda: outcomes.lock), pipeline.stand
         armed = config.failure != "off"

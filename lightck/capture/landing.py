@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lightck.capture.barrier import Alone, Barrier, is_final
 from lightck.capture.flight import Counters, Flight
 from lightck.capture.trace import Trace
-from lightck.errors import CoordinationError
+from lightck.errors import CoordinationError, LightckError
 from lightck.events import event
 from lightck.region.region import Region
 from lightck.types import Fate
@@ -70,6 +71,20 @@ class Landing:
                 yield flight
             elif fate is Fate.DEAD:
                 self._dead(flight)
+
+    def seal_arrived(self) -> bool:
+        """Seal what has arrived from devices; False if more is about to. Under the lock.
+
+        What goes wrong is told where it is polled for.
+        """
+        for flight in self.persisting:
+            if not flight.sealed:
+                with suppress(LightckError):
+                    if any(transfer.error for transfer in flight.transfers):
+                        return True
+                    if not self._arrived(flight, 0.0):
+                        return not all(transfer.fed.is_set() for transfer in flight.transfers)
+        return True
 
     def _whole(self, flight: Flight) -> None:
         """Every rank has committed it: it is protected, and what was protected is free (I6)."""

@@ -59,6 +59,15 @@ class Outcomes:
                 for future in flight.futures:
                     future.set_result(flight.step)
 
+    def seal_arrived(self) -> bool:
+        """As `Landing.seal_arrived`, unless somebody is at it; never waits. Any thread."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            return self.pipeline.seal_arrived()
+        finally:
+            self.lock.release()
+
     def tell_troubles(self) -> None:
         """Report what went wrong between the ranks; not while an error is being reported."""
         for trouble in self.pipeline.barrier.troubles():

@@ -343,6 +343,8 @@ class Pipeline(Landing):
         if not flight.transfers:  # what the fence waits for says nothing of the medium then
             self.placement.waited(flight.waited_s, flight.writer.layout.payload_bytes)
         self.persisting.append(flight)
+        if flight.transfers:
+            self.offload.transfers.look()
 
     def _arrived(self, flight: Flight, timeout_s: float | None) -> bool:
         try:

@@ -7,7 +7,7 @@ never waits for a device, but where the ring is full.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Condition, Thread
 
@@ -19,6 +19,7 @@ from lightck.errors import DeviceError, LightckError
 LOAD_BYTES = 4 << 20
 """Copied at once: what waits for the same engine of the device (input, a loss) waits no longer."""
 RING_BYTES = 64 << 20
+_SOON_S = 0.002
 _LOOK_S = 0.05
 """How often a wait for the pool looks whether it is still wanted."""
 
@@ -39,6 +40,9 @@ class Transfers:
         """To be queued; the first one is being."""
         self._free: list[torch.Tensor] = []
         self._closing = False
+        self.sealed: Callable[[], bool] = lambda: True
+        """Called on the feeding thread when a transfer may be over; False: once more, soon."""
+        self._again = False
         self._hurry = 0
         """Fences that wait for the queueing."""
         self._out: deque[tuple[Transfer, Load]] = deque()
@@ -87,6 +91,12 @@ class Transfers:
                 transfer.left.wait()
             else:
                 transfer.device.hold(transfer.left)
+
+    def look(self) -> None:
+        """Whoever seals may find something."""
+        with self._changed:
+            self._again = True
+            self._changed.notify_all()
 
     def arrived(self, transfer: Transfer, timeout_s: float | None) -> bool:
         """Whether all of it is in the region, or on its way from DRAM, after waiting.
@@ -226,8 +236,10 @@ class Transfers:
     def _feed_all(self) -> None:
         while True:
             with self._changed:
-                while not (self._out or self._closing or (self._wanting and self._holding)):
+                while self._idle and not (self._closing or self._again):
                     self._changed.wait()
+                if self._idle and self._again:
+                    self._changed.wait(_SOON_S)
                 wanting, oldest = self._wanting, self._out[0] if self._out else None
                 if oldest is None and self._closing:
                     return
@@ -235,6 +247,11 @@ class Transfers:
                 continue
             if oldest is not None:
                 self._feed(*oldest)
+            self._again = not self.sealed()
+
+    @property
+    def _idle(self) -> bool:
+        return not (self._out or (self._wanting and self._holding))
 
     def _feed(self, job: Transfer, load: Load) -> None:
         """Wait for the oldest copy and give it to the pool."""

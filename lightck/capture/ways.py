@@ -30,6 +30,10 @@ class Ways:
     """The setting `placement`."""
     mode: str = ""
     why: str = ""
+    _said: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """By device: what was said last."""
+    _denied: dict[str, int] = field(default_factory=dict)
+    """By device: bytes that it did not have to spare. Asking takes as long as a small copy."""
     _registered: dict[str, tuple[Device, list[int]]] = field(default_factory=dict)
     """By kind of device: one of it, and the pieces' addresses."""
     _refused: dict[str, str] = field(default_factory=dict)
@@ -59,7 +63,7 @@ class Ways:
             refused = self._refuses(device)
             way = Way.HOST if refused else Way.DIRECT
             why = refused or "the region is registered with the driver"
-        self._say(way, "; ".join(filter(None, (why_not, why))))
+        self._say(device, way, "; ".join(filter(None, (why_not, why))))
         return way, copy
 
     def in_place(self, device: Device, way: Way) -> bool:
@@ -84,20 +88,26 @@ class Ways:
                 device.unregister(address)
         self._registered.clear()
 
-    def _say(self, way: Way, why: str) -> None:
-        if (self.mode, self.why) != (way, why):
-            self.mode, self.why = way, why
-            event("device_placement", mode=way, why=why)
+    def _say(self, device: Device, way: Way, why: str) -> None:
+        self.mode, self.why = way, why
+        if self._said.get(device.name) != (way, why):
+            self._said[device.name] = (way, why)
+            event("device_placement", device=device.name, mode=str(way), why=why)
 
     def _spare(self, device: Device, size: int) -> torch.Tensor | None:
         held = self._copies.get(device.name)
-        if held is None or held.numel() < size:
-            self._copies.pop(device.name, None)
-            held = None  # before more is asked for
-            held = device.spare(size)
-            if held is not None:
-                self._copies[device.name] = held
-        return None if held is None else held[:size]
+        if held is not None and held.numel() >= size:
+            return held[:size]
+        if size >= self._denied.get(device.name, size + 1):
+            return None
+        self._copies.pop(device.name, None)
+        held = None  # before more is asked for
+        held = device.spare(size)
+        if held is None:
+            self._denied[device.name] = size
+        else:
+            self._copies[device.name] = held
+        return held
 
     def _refuses(self, device: Device) -> str:
         """Why the device cannot store into the region itself; registers what is not registered."""
