@@ -158,7 +158,7 @@ def test_dcp_s_copy_is_of_its_step_however_late_it_is_staged(
     processes.run(run)  # a process group of its own
 
 
-@pytest.mark.parametrize("part", [p for p in PARTS if p.group != TESTS], ids=str)
+@pytest.mark.parametrize("part", [p for p in PARTS if p.group != TESTS], ids=lambda p: p.name)
 def test_a_part_is_some_engines_of_a_definition_on_the_device(part: Any) -> None:
     whole = definition_of(part, device="cuda", small=False)
     assert whole.work.device == "cuda"
