@@ -25,11 +25,19 @@ _ROOT = Path(__file__).parents[2]
 _MEASURED = [part for part in PARTS if part.group != TESTS]
 # Toys of the same form as others that are here.
 _ALIKE = ("gpu-models:gpt2-medium", "gpu-models:bert-large", "gpu-models:alexnet")
-_DIFFERENT = [part for part in _MEASURED if part.name not in _ALIKE]
+_DIFFERENT = [
+    pytest.param(
+        part,
+        marks=[pytest.mark.soak] if part.group == "gpu-models" and "gpt2" not in part.name else [],
+        id=part.name,
+    )
+    for part in _MEASURED
+    if part.name not in _ALIKE
+]
 
 
 @pytest.mark.timeout(300)  # some of the engines are slow, even with toys
-@pytest.mark.parametrize("part", _DIFFERENT, ids=lambda part: part.name)
+@pytest.mark.parametrize("part", _DIFFERENT)
 def test_every_engine_of_a_part_is_measured_and_verified(part: Part, tmp_path: Path) -> None:
     whole = definition_of(part, device="cpu", small=True)
 
@@ -70,6 +78,7 @@ def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, testing_library: Path) -> None:
     words = ["GPU_DEVICE=cpu", "GPU_PARTS=gpu-restore tests:others"]

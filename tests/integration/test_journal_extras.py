@@ -67,7 +67,7 @@ def test_what_extras_have_beyond_a_limit_is_told_and_costs_no_more(
     job, position = Job(run_dir), np.arange(200_000)
     kept, native = job.handle._recorder.journaled, job.handle.region.native
     job.position["order"] = position
-    job.handle._recorder.instants.step_ended()
+    job.handle._recorder.instants.step_ended(0)
     told = r"extras\['position'\] has 1600\d{3} bytes.*a seed and a position"
     with pytest.warns(UserWarning, match=told):
         kept.begin(0, peers=True)

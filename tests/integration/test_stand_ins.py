@@ -13,7 +13,7 @@ from loops import Loop
 from test_rescue import Broken, Counting, attach, check, counting_loop
 from torch import nn
 
-from lightck.capture.journaled import unpacked
+from lightck.capture.entry import unpacked
 from lightck.region.journal import STEP_END, read_entry
 from lightck.region.writer import SlotWriter
 
