@@ -229,7 +229,7 @@ ORDER_HEADERS = $(sort $(wildcard native/order/*.h))
 ORDER_OBJECTS = $(patsubst native/order/%.c,$(OUT)/order/%.o,$(filter-out %/tracee.c,$(ORDER_SOURCES)))
 ORDER_COMPILE = $(CC) $(DIALECT) $(INCLUDES) -Inative/crash -Wall -Wextra -O2 -g -DLCK_TRACE -c -o $@ $<
 TRACEE_OBJECTS = $(OUT)/order/tracee.o \
-  $(patsubst %,$(OUT)/order/program/%.o,driver entries oracle)
+  $(patsubst %,$(OUT)/order/program/%.o,driver entries feed oracle)
 TRACEE_LINK = $(CC) -pthread -Wl,-z,now,--wrap=lck_medium_detect,--wrap=lck_space_reserve,--wrap=lck_space_extend
 CAPSTONE = $(shell echo 'int main(void) { return 0; }' \
   | $(CC) -include capstone/capstone.h -x c - -o /dev/null -lcapstone 2>/dev/null && echo yes)
