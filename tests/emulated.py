@@ -115,6 +115,7 @@ class EmulatedDevice:
         self.spare_bytes = 0
         self.refuses = ""
         """Why memory cannot be registered."""
+        self.most_pieces = 1 << 30
         self.registered = _registered
         self.said: list[str] = []
         self.in_graph = False
@@ -296,6 +297,8 @@ class EmulatedDevice:
 
     def register(self, address: int, length: int) -> str:
         self.said.append("register")
+        if self.said.count("register") > self.most_pieces:
+            return "too many pieces"
         if not self.refuses:
             self.registered[address] = length
         return self.refuses

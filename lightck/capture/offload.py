@@ -131,7 +131,8 @@ class Offload:
             copy = room.copy[room.used : room.used + batch.total_bytes]
             room.used += batch.total_bytes
         snapshot = flight.writer.snapshot
-        transfer = Transfer(device, snapshot, batch, chosen.flats, extents, copy)
+        pieces = self.ways.pieces(device)
+        transfer = Transfer(device, snapshot, batch, chosen.flats, extents, pieces, copy)
         group = Group(part.holders, batch, chosen, part.owned, transfer)
         flight.groups.append(group)
         return group

@@ -59,6 +59,8 @@ class Transfer:
     """Bytes of each copy, on the device. They keep the memory alive."""
     extents: list[torch.Tensor] | None
     """Where the device stores each copy itself; None: through the ring."""
+    pieces: Sequence[int] = ()
+    """In ascending order, addresses that no copy to an extent may lie on both sides of."""
     copy: torch.Tensor | None = None
     """Room for all of it in the device's spare memory, to be copied to first."""
     begun: Mark | None = None
@@ -126,6 +128,20 @@ class Transfer:
                 found.append(tensors[i] if whole else tensors[i][part])
             begin, i = stop, i + 1
         return found
+
+    def within_pieces(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The same copies, none of them over the edge of a piece."""
+        cut: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for target, source in zip(targets, sources, strict=True):
+            begin, size = target.data_ptr(), target.numel()
+            inside = self.pieces[bisect_right(self.pieces, begin) :]
+            edges = [edge - begin for edge in inside if edge < begin + size]
+            for first, last in pairwise([0, *edges, size]):
+                cut[0].append(target[first:last] if edges else target)
+                cut[1].append(source[first:last] if edges else source)
+        return cut
 
     def let_go(self) -> None:
         """Nothing is read from the device any more."""

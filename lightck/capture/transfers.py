@@ -196,7 +196,7 @@ class Transfers:
             sources = job.views(job.sources, begin, end)
             if place is None:
                 assert job.extents is not None
-                targets = job.views(job.extents, begin, end)
+                targets, sources = job.within_pieces(job.views(job.extents, begin, end), sources)
             elif job.copy is not None:
                 sources, targets = [job.copy[begin:end]], [place[: end - begin]]
             else:

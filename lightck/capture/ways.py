@@ -35,7 +35,9 @@ class Ways:
     _denied: dict[str, int] = field(default_factory=dict)
     """By device: bytes that it did not have to spare. Asking takes as long as a small copy."""
     _registered: dict[str, tuple[Device, list[int]]] = field(default_factory=dict)
-    """By kind of device: one of it, and the pieces' addresses."""
+    """By kind of device: one of it, and the addresses of pieces, one behind the other."""
+    _ends: dict[str, int] = field(default_factory=dict)
+    """By kind of device: where the last piece ends."""
     _refused: dict[str, str] = field(default_factory=dict)
     """By kind of device: why its driver did not register the region."""
     _copies: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -69,6 +71,11 @@ class Ways:
     def in_place(self, device: Device, way: Way) -> bool:
         """Whether the device stores into the region itself."""
         return way is Way.DIRECT or (way is Way.DEVICE and not self._refuses(device))
+
+    def pieces(self, device: Device) -> list[int]:
+        """Addresses that no copy of the device's may lie on both sides of."""
+        kind = type(device).__name__
+        return self._registered[kind][1] if kind in self._registered else []
 
     def extents(self, offsets: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
         """The region's memory at these places, for a device to store to."""
@@ -128,12 +135,17 @@ class Ways:
     def _register(self, kind: str, device: Device) -> str:
         _, pieces = self._registered.setdefault(kind, (device, []))
         base, size = self.region.info.device, self.region.info.size
-        for begin in range(len(pieces) * PIECE_BYTES, size, PIECE_BYTES):
-            why = device.register(base + begin, min(PIECE_BYTES, size - begin))
+        grown, begin, end = bool(pieces), self._ends.get(kind, base), base + size
+        while begin < end:  # at first all of it, later what it has grown by
+            length = min(PIECE_BYTES, end - begin)
+            why = device.register(begin, length)
             if why:
-                for address in pieces:
+                for address in () if grown else pieces:  # else copies may be under way there
                     device.unregister(address)
-                del self._registered[kind]
+                if not grown:
+                    del self._registered[kind]
                 return why
-            pieces.append(base + begin)
+            pieces.append(begin)
+            begin += length
+            self._ends[kind] = begin
         return ""

@@ -15,7 +15,7 @@ from emulated_job import Job, value, write, wrong
 from loops import steps_at
 
 import lightck
-from lightck.capture import transfers
+from lightck.capture import transfers, ways
 from lightck.errors import TornSnapshotError
 
 WAYS = ("host", "direct", "device")
@@ -200,6 +200,38 @@ def test_what_is_registered_is_given_back(device: EmulatedDevice, run_dir: Path)
         job.step()
         assert sum(device.registered.values()) >= handle.region.info.size
     assert not device.registered
+
+
+@pytest.mark.parametrize("way", ["direct", "device"])
+def test_no_copy_lies_over_the_edge_of_a_registered_piece(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(ways, "PIECE_BYTES", 12288)
+    job = Job(device)
+    handle = job.attach(run_dir, placement=way)
+    for _ in range(3):
+        job.step()
+        handle.wait(timeout=100)
+    assert device.said.count("register") > 50
+    handle.close()
+    untroubled(handle, way)
+    assert_exact(job, run_dir, [1, 2, 3])
+    assert not device.registered
+
+
+def test_a_region_that_is_registered_in_part_only_is_not_at_all(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ways, "PIECE_BYTES", 12288)
+    device.most_pieces = 7
+    job = Job(device)
+    with job.attach(run_dir, placement="direct") as handle:
+        for _ in range(3):
+            job.step()
+            handle.wait(timeout=100)
+        untroubled(handle, "host")
+        assert not any(size == 12288 for size in device.registered.values())
+    assert_exact(job, run_dir, [1, 2, 3])
 
 
 def test_an_ordinary_file_is_reached_through_the_ring(
