@@ -32,9 +32,9 @@ class Config:
     Attributes:
         path: folder of the run, a devdax device or a libpmemobj pool; `~` is expanded.
         policy: which steps are due; an int (every that many steps) or a table becomes a policy.
-        slots: whole snapshots the region has room for, 2 to 16; 0 is 2, of several ranks 3: one
-            that counts, one whose fate the others have not settled yet, one to write; and one
-            more with `failure`. Of a region that is there already it does not change.
+        slots: whole snapshots the region has room for, 2 to 16; 0 is 2, of several ranks 4: one
+            that counts, one whose fate the others have not settled yet, one to write, and one for
+            a failure (without `failure`: 3). Of a region that is there already it does not change.
         threads: copying threads, 1 to 64; 0 is one for each CPU that the process may use when it
             attaches, 4 at most.
         chunk_bytes: bytes of one piece of a copy, a multiple of 4096, at most 1 GiB.
@@ -106,7 +106,7 @@ class Config:
     trace: bool | Path = False
     update: Literal["plain", "layerwise"] | Layerwise = "plain"
     """`"layerwise"` is taken for `Layerwise()`."""
-    failure: Literal["jit", "off"] | Failure = "off"
+    failure: Literal["jit", "off"] | Failure = "jit"
     """`"jit"` is taken for `Failure()`."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What `failure="jit"` arms is in nobody's way, wherever attach is called."""
+"""What `attach` arms unless it is told not to is in nobody's way, wherever it is called."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def state() -> list[object]:
 
 
 def train(path: Path) -> None:
-    """Attach armed, train, close."""
+    """Attach as it comes, train, close."""
     loop = adam_loop()
-    with attach(path, loop, failure="jit") as handle:
+    with attach(path, loop) as handle:
         assert handle.config.failure == lightck.Failure()
         loop.run(STEPS)
         handle.wait()
@@ -102,8 +102,8 @@ def beside_faulthandler(path: Path) -> None:
 def twice_at_once(path: Path) -> None:
     """Two handles; the first one goes first."""
     one, other = adam_loop(), adam_loop()
-    first = attach(path, one, failure="jit")
-    second = attach(path.parent / "other", other, failure="jit")
+    first = attach(path, one)
+    second = attach(path.parent / "other", other)
     one.run(STEPS)
     other.run(STEPS)
     first.close()
@@ -137,17 +137,17 @@ def test_closing_off_the_main_thread_leaves_no_descriptors(run_dir: Path, attach
         for i in range(5):
             loop = adam_loop()
             path = run_dir.with_name(f"{attaches}{i}")
-            handle = attach(path, loop, failure="jit") if attaches == "here" else None
+            handle = attach(path, loop) if attaches == "here" else None
 
             def close(handle: Any = handle, loop: Loop = loop, path: Path = path) -> None:
-                (handle or attach(path, loop, failure="jit")).detach()
+                (handle or attach(path, loop)).detach()
 
             thread = threading.Thread(target=close)
             thread.start()
             thread.join()
             counts.append(len(os.listdir("/proc/self/fd")))
         forked = run(lambda: state()[:-1] == before[:-1])
-        attach(run_dir, adam_loop(), failure="jit").detach()
+        attach(run_dir, adam_loop()).detach()
         counts.append(len(os.listdir("/proc/self/fd")) + (attaches == "here"))
         return len(set(counts)), state() == before, forked
 
@@ -162,7 +162,7 @@ def test_a_forked_child_gets_nothing_of_it(run_dir: Path) -> None:
     def child() -> Any:
         return run(lambda: state()[:-1] == before[:-1]), state()[:-1], threading.active_count()
 
-    with attach(run_dir, loop, failure="jit"):
+    with attach(run_dir, loop):
         loop.run(1)
         armed = state()
         assert armed != before

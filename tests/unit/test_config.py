@@ -102,9 +102,9 @@ def test_home_is_expanded() -> None:
     assert Config.resolve(path="~/run").path == Path.home() / "run"
 
 
-def test_what_is_saved_at_a_failure_is_off_unless_it_is_asked_for() -> None:
-    assert Config().failure == Config.resolve(failure="off").failure == "off"
-    assert Config.resolve(failure="jit").failure == Failure()
+def test_what_is_saved_at_a_failure_is_on_unless_it_is_turned_off() -> None:
+    assert Config().failure == Config.resolve(failure="jit").failure == Failure()
+    assert Config.resolve(failure="off").failure == "off"
 
 
 def test_a_function_may_handle_errors() -> None:
