@@ -151,19 +151,21 @@ def test_no_slot_of_unknown_fate_is_reused(mistake: bool, region_dir: Path) -> N
             if me.rank == 0:
                 until(lambda: (handle.stats(), not handle._recorder.pipeline.persisting)[1])
         open_steps = [flight.step for flight in handle._recorder.pipeline.awaiting]
-        slipped = handle.stats().slipped
+        stats = handle.stats()
         Pipeline.poll = kept  # type: ignore[method-assign]
-        handle.close()
-        return found, open_steps, slipped, handle.last_committed_step
+        if not mistake:  # it is lost then what the close would count
+            handle.close()
+        return found, open_steps, stats, handle.last_committed_step
 
     with ranks.started(2, train) as job:
-        (found, open_steps, slipped, last), _ = job.results()
+        (found, open_steps, stats, last), _ = job.results()
     if mistake:
         assert found, "the mistake was not seen"
         return
     assert not found
-    assert open_steps == [2, 3], "two slots beside the one that counts"
-    assert slipped >= 3
+    # A step that rank 1 hears of too late is dead: its slot is free again.
+    assert len(open_steps) + stats.dead >= 2, "two slots beside the one that counts"
+    assert len(open_steps) <= 2 and stats.slipped >= 3
     assert last == 8
 
 
