@@ -155,6 +155,8 @@ def _tensor(tensor: torch.Tensor, path: _Where, place: Place, last: Any) -> Any:
 
 def _is_still(last: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Bit by bit. Of small tensors a copy is made sooner than this is found out."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return False  # `place` says what is wrong with it
     return (
         tensor.nbytes in _WORTH_LOOKING_BYTES
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -140,7 +140,7 @@ def _spot(index: int, tensor: torch.Tensor) -> _Spot | None:
     """Somewhere in it, elsewhere in each; None where it cannot be looked at."""
     length = min(SPOT_BYTES, tensor.nbytes)
     readable = tensor.is_cpu and holder(tensor) is None
-    if not (length and readable and staging.is_dense(tensor)):
+    if not (length and readable and staging.is_dense(tensor) and _is_there(tensor)):
         return None
     kind = _kinds.setdefault(length, ctypes.c_char * length)
     offset = int((index * _GOLDEN % 1.0) * (tensor.nbytes - length))
@@ -149,10 +149,16 @@ def _spot(index: int, tensor: torch.Tensor) -> _Spot | None:
 
 def _seen(spot: _Spot, tensor: torch.Tensor) -> bytes:
     """`p.data = ...` may have made it anything: what is elsewhere, or smaller, is not read."""
-    if _form(tensor) != spot.form:
+    if _form(tensor) != spot.form or not _is_there(tensor):
         return b""
     found: bytes = spot.kind.from_address(tensor.data_ptr() + spot.offset).raw
     return found
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    """Its storage has its bytes: offloading loops take them away for a while."""
+    begin = tensor.storage_offset() * tensor.element_size()
+    return begin + tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from loops import Loop
 from test_rescue import Broken, Counting, attach, check, counting_loop
 from torch import nn
 
+import lightck
 from lightck.capture.entry import unpacked
 from lightck.region.journal import STEP_END, read_entry
 from lightck.region.writer import SlotWriter
@@ -143,6 +144,21 @@ def test_memory_that_a_weight_has_no_more_is_not_looked_at(run_dir: Path) -> Non
         model.unused.data = torch.empty(0)
         loop.forward()
         assert handle.snapshot_now("now").fresh
+        handle.detach()
+
+
+def test_a_weight_whose_storage_is_taken_away_is_not_looked_at(run_dir: Path) -> None:
+    """As where layers are offloaded: a layer's own hook brings it back, behind the start of (b)."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    weight, size = model[1].weight, model[1].weight.nbytes
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1].register_forward_pre_hook(lambda *_: weight.untyped_storage().resize_(size) and None)
+    with lightck.attach(model, optimizer, run_dir, policy=1000) as handle:
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            weight.untyped_storage().resize_(0)
+        weight.untyped_storage().resize_(size)
         handle.detach()
 
 
