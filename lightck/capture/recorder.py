@@ -221,9 +221,10 @@ class Recorder:
 
     def _fenced(self) -> None:
         """The first update of the iteration is about to change something."""
-        if self.enabled and self.settled and self.journaled is not None:
+        kept = self.journaled
+        if self.enabled and self.settled and kept is not None and kept.peers:
             with self.stalls.of("fence"), self.lock:
-                self.journaled.fenced(self.steps.step + 1)
+                kept.fenced(self.steps.step + 1)
 
     def left_off(self, error: BaseException) -> None:
         """An exception leaves the iteration: others may make the update that this rank does not."""

@@ -96,9 +96,6 @@ class Mortal(Job):
         """What the loop does between (a) and (b), as far as it is not done."""
         if self.schedule.last_epoch < self.iteration:
             self.schedule.step()
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                parameter.clamp_(-0.3, 0.3)
 
 
 class Epochs(Mortal):
