@@ -13,7 +13,8 @@ An entry of the journal is a parcel (`parcel.py`) of this tree; `entry.unpacked`
     tensors       name -> {role, layer, holders, tensor}: this rank's own small tensors as they are
                   then: all that a snapshot copies at (b) (buffers, small tensors of extras, what
                   was found torn twice), and small ones of optimizers' options and attributes.
-                  Neither ties, which have no bytes, nor shares, shards and large tensors of extras
+                  Neither ties, which have no bytes, nor shares, shards, large tensors of extras,
+                  and what a device holds
     share_digest  of the share map then
 """
 
@@ -28,14 +29,14 @@ from typing import Any
 
 import torch
 
-from lightck.capture import arrange
+from lightck.capture import arrange, dtensor
 from lightck.capture.arrange import Sources
 from lightck.capture.entry import ExtrasFullError, Sealing
 from lightck.capture.habit import Habit
 from lightck.capture.instants import Instants, holding, users_code
 from lightck.capture.kept import Instant, watched
 from lightck.capture.live import SMALL_EXTRA_BYTES, Live
-from lightck.capture.shelf import Shelf
+from lightck.capture.shelf import Shelf, is_readable
 from lightck.capture.state import Collected
 from lightck.capture.weights import Weights
 from lightck.errors import (
@@ -81,8 +82,14 @@ class _Sorted:
 def is_own(live: Live) -> bool:
     """Copied at each instant: it changes in the window, or is small and nowhere else."""
     option = "/@group/" in live.name or "/@attribute/" in live.name
-    small = option and live.local.nbytes <= SMALL_EXTRA_BYTES
+    small = option and live.local.nbytes <= SMALL_EXTRA_BYTES and is_readable(live.local)
     return live.alias_of is None and (live.sync or small)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """False as well where a device holds them: it may hang, and is not waited for."""
+    readable = all(is_readable(dtensor.local(each)) for each in (one, other))
+    return readable and torch.equal(one, other)
 
 
 @dataclass(eq=False)
@@ -206,7 +213,8 @@ class Journaled:
             return False
         live = {each.name: each.tensor for each in self.instants.inventory.collect().lives}
         kept = self.begun.copies
-        return all(name in live and torch.equal(live[name], kept[name]) for name in kept)
+        same = (name in live and _equal(live[name], kept[name]) for name in kept)
+        return all(same)
 
     def fenced(self, step: int) -> None:
         """An update begins: write what the end of `step`, which it completes, will have as it is.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightck.capture import dtensor, staging
+from lightck.capture.holders import holder
 from lightck.capture.live import Live
 from lightck.capture.parcel import Parcel, form, raw
 
@@ -23,7 +24,7 @@ class Shelf:
     """Two places, filled in turn: the copies of (a) stay while those of (b) are made.
 
     A third one, aside, is for what is only written. Dense tensors in CPU memory go together, by
-    one call; others are cloned one by one.
+    one call; others are cloned one by one: those that a device holds on it, which nobody waits for.
     """
 
     lives: Sequence[Live]
@@ -84,7 +85,8 @@ class Shelf:
     def fill(self, *, aside: bool = False) -> dict[str, torch.Tensor]:
         """Copy everything now; by name, as `changing` picks from it.
 
-        The copies stay until the second time after this; those aside until the next time there.
+        The copies stay until the second time after this; those aside, which lack what a device
+        holds, until the next time there.
         """
         if not self.lives:
             return {}
@@ -97,7 +99,8 @@ class Shelf:
             if not self._alone:
                 return self._named[turn]
             lives = [self.lives[i] for i in self._alone]
-            alone = {live.name: live.tensor.detach().clone() for live in lives}
+            kept = [live for live in lives if not aside or is_readable(live.local)]
+            alone = {live.name: staging.private(live.tensor) for live in kept}
         return {**self._named[turn], **alone}
 
     def changing(self, copies: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -111,7 +114,8 @@ class Shelf:
     def packed(self, parcel: Parcel, copies: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Put what `fill` has just copied into an empty parcel; returns what is said of it there.
 
-        Neither shares, which others hold, too, nor shards, which are nothing without their mesh.
+        Neither shares, which others hold, too, nor shards, which are nothing without their mesh,
+        nor what a device holds: it would be waited for at every instant.
         """
         if not self.lives:
             return self._said
@@ -120,7 +124,8 @@ class Shelf:
             return self._said
         said = dict(self._said)
         for live in (self.lives[i] for i in self._alone):
-            if live.span is None and not dtensor.is_dtensor(live.tensor):
+            whole = live.span is None and not dtensor.is_dtensor(live.tensor)
+            if whole and is_readable(live.local):
                 said[live.name] = _said(live, parcel.put(_dense(copies[live.name])))
         return said
 
@@ -136,7 +141,7 @@ def _said(live: Live, tensor: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.cpu().resolve_conj().resolve_neg()
+    plain = tensor.resolve_conj().resolve_neg()
     return plain if staging.is_dense(plain) else plain.contiguous()
 
 
@@ -145,10 +150,15 @@ def _place(flat: torch.Tensor, begin: int, tensor: torch.Tensor) -> torch.Tensor
     return part.as_strided(tensor.shape, tensor.stride(), part.storage_offset())
 
 
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether the calling thread can read it where it is. No DTensor."""
+    return tensor.is_cpu and holder(tensor) is None
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
-        tensor.device.type == "cpu"
-        and not dtensor.is_dtensor(tensor)
+        not dtensor.is_dtensor(tensor)
+        and is_readable(tensor)
         and not tensor.is_inference()
         and staging.is_dense(tensor)
     )
