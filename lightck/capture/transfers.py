@@ -128,6 +128,8 @@ class Transfers:
                 transfer.fed.set()
             self._changed.notify_all()
         transfer.fed.wait()
+        with transfer.touching:
+            pass  # whoever asked the pool for a place of it has its answer, and asks no more
 
     def forget(self, transfer: Transfer) -> None:
         """The pool has read all of it, or its snapshot is freed: the ring's places are free."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from loops import steps_at
 import lightck
 from lightck.capture import transfers, ways
 from lightck.errors import TornSnapshotError
+from lightck.region.pool import NativeSnapshot
 
 WAYS = ("host", "direct", "device")
 SPARE = 16 << 20
@@ -437,4 +439,43 @@ def test_what_has_arrived_is_sealed_without_the_training_thread(
     while handle.last_captured_step is None and time.monotonic() < until:
         time.sleep(0.01)  # the property asks nobody
     assert handle.last_captured_step == 1
+    handle.close()
+
+
+def test_a_snapshot_is_not_freed_while_its_places_are_asked_for(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "LOAD_BYTES", 8192)
+    monkeypatch.setattr(transfers, "RING_BYTES", 16384)
+    asks, go_on, freed = threading.Event(), threading.Event(), threading.Event()
+    taken, free = NativeSnapshot.taken, NativeSnapshot.free
+
+    def asked(snapshot: NativeSnapshot, batch: int, end: int, wait_s: float, help: bool) -> bool:
+        if threading.current_thread().name == "lightck-feed" and wait_s:
+            asks.set()
+            assert go_on.wait(100)
+        return taken(snapshot, batch, end, wait_s, help)
+
+    def let_go(snapshot: NativeSnapshot) -> None:
+        freed.set()
+        free(snapshot)
+
+    monkeypatch.setattr(NativeSnapshot, "taken", asked)
+    monkeypatch.setattr(NativeSnapshot, "free", let_go)
+    job = Job(device, layers=9, buffers=False)
+    handle = job.attach(run_dir, placement="host", threads=1)
+    pipeline = handle._recorder.pipeline
+    pipeline.pool.pace(0)  # the ring is full, and is not read before somebody waits
+    job.optimizers[0].step()
+    job.model(torch.zeros(1))
+    assert asks.wait(100)
+    freed.clear()
+    with handle._recorder.lock:
+        pipeline.drop()
+    try:
+        assert not freed.wait(0.5), "freed under the thread that asks for its places"
+    finally:
+        go_on.set()
+    pipeline.await_abandoned()
+    assert freed.is_set()
     handle.close()
