@@ -7,12 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
-from lightck.capture.arrange import Arrangement, sources
-from lightck.errors import TornSnapshotError
+from lightck.capture.arrange import Arrangement, Sources, sources
+from lightck.capture.device import Device
+from lightck.errors import TornSnapshotError, WaitTimeoutError
 from lightck.region.native import Record
 from lightck.region.region import Region, Slot
 from lightck.region.writer import SlotWriter
+
+_FETCHED_BYTES = 4 << 20
+"""At once."""
+_LOOK_S = 0.001
+_under_way: list[tuple[torch.Tensor, Sources]] = []
+"""What a device that did not come to it in time may still copy."""
 
 
 def of_step(slots: Sequence[Slot], timeline: int, step: int | None) -> list[Record]:
@@ -63,6 +71,9 @@ def copy(writer: SlotWriter, arrangement: Arrangement, deadline: float) -> None:
         chosen = sources(part, arrangement)
         never = np.zeros(len(part.positions), np.bool_)
         pointers = np.array(chosen.pointers, np.uint64) + part.begins
+        if part.device is not None:  # which the workers cannot read
+            held = _fetched(part.device, chosen, deadline, made=part.owned)
+            pointers = np.array([each.data_ptr() for each in held], np.uint64)
         batch = writer.add(part.positions, pointers, never, never)
         writer.capture(batch, max(0.0, deadline - time.monotonic()))
         if part.owned:
@@ -71,3 +82,28 @@ def copy(writer: SlotWriter, arrangement: Arrangement, deadline: float) -> None:
         found = torn[0] if torn else writer.audit(batch, secrets.randbits(63), False)
         if found:
             raise TornSnapshotError(f"{found} changed while it was copied", names=(found,))
+
+
+def _fetched(device: Device, chosen: Sources, deadline: float, *, made: bool) -> list[torch.Tensor]:
+    """What a device holds, in memory of the CPU.
+
+    What computes on the device may hang, and is not waited for: this rank's own snapshot of the
+    step is committed, so that the device has got there. Only if the sources are copies that have
+    just been `made` is what has made them.
+    """
+    if made:
+        device.follow(device.mark())
+    place = device.pinned(_FETCHED_BYTES)
+    held = [torch.empty(flat.numel(), dtype=torch.uint8, device="cpu") for flat in chosen.flats]
+    for whole, flat in zip(held, chosen.flats, strict=True):
+        rows = zip(whole.split(_FETCHED_BYTES), flat.split(_FETCHED_BYTES), strict=True)
+        for target, source in rows:
+            there = place[: source.numel()]
+            copied = device.copy([there], [source])
+            while not copied.passed():
+                if time.monotonic() > deadline:
+                    _under_way.append((place, chosen))
+                    raise WaitTimeoutError(f"{device.name} did not copy a part in time")
+                time.sleep(_LOOK_S)
+            target.copy_(there)
+    return held
