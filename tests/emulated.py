@@ -116,6 +116,8 @@ class EmulatedDevice:
         self.refuses = ""
         """Why memory cannot be registered."""
         self.most_pieces = 1 << 30
+        self.most_bytes = 1 << 31
+        """Of one tensor in one call."""
         self.registered = _registered
         self.said: list[str] = []
         self.in_graph = False
@@ -257,7 +259,7 @@ class EmulatedDevice:
         pairs = [(t, s.detach()) for t, s in zip(targets, sources, strict=True)]
         for target, source in pairs:
             assert target.dtype is source.dtype is torch.uint8
-            assert target.numel() == source.numel()
+            assert target.numel() == source.numel() < self.most_bytes
             host = source if self.holds(target) else target
             assert self.holds(target) or self.holds(source), "a copy beside the device"
             assert self.holds(host) or self._reaches(host), "pageable memory: the copy would block"

@@ -27,6 +27,9 @@ from lightck.capture.device import Device, Mark
 from lightck.region.pool import NativeSnapshot
 from lightck.region.writer import Batch
 
+MOST_BYTES = 1 << 30
+"""Of one tensor in one call: of 2 GiB and more, torch before 2.9 counts elements in 32 bits."""
+
 
 class Way(StrEnum):
     """How tensors on a device reach the region."""
@@ -112,7 +115,10 @@ class Transfer:
     def leave_live_memory(self) -> None:
         """Into the device's own copy, all at once."""
         assert self.copy is not None
-        self.left = self.device.copy(self.copy.split(self.lengths), self.sources)
+        sides = self.copy.split(self.lengths), self.sources
+        if max(self.lengths) > MOST_BYTES:
+            sides = tuple([p for each in side for p in each.split(MOST_BYTES)] for side in sides)
+        self.left = self.device.copy(*sides)
         # From now on the copy's bytes are the sources; the live ones are held until it is made.
         self._live, self.sources = self.sources, list(self.copy.split(self.lengths))
 

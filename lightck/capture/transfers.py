@@ -59,19 +59,24 @@ class Transfers:
         return self.made * self.load_bytes
 
     def depart(self, transfers: Sequence[Transfer]) -> None:
-        """Begin them, in this order; where they begin is marked."""
+        """Begin them, in this order; where they begin is marked.
+
+        Raises:
+            LightckError: there are no more threads; none of them has begun.
+        """
         with self._changed:
+            works = (self._queue_all, "lightck-queue"), (self._feed_all, "lightck-feed")
+            for work, name in works[len(self._threads) :]:
+                # Daemons: whoever never closes the handle is closed by atexit, after the join.
+                thread = Thread(target=work, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # nobody waits then for what nobody does
+                    raise LightckError(f"the thread {name} does not start: {error}") from error
+                self._threads.append(thread)
             for transfer in transfers:
                 transfer.departed = True
             self._jobs.extend(transfers)
-            if not self._threads:
-                # Daemons: whoever never closes the handle is closed by atexit, after the join.
-                self._threads = [
-                    Thread(target=self._queue_all, name="lightck-queue", daemon=True),
-                    Thread(target=self._feed_all, name="lightck-feed", daemon=True),
-                ]
-                for thread in self._threads:
-                    thread.start()
             self._changed.notify_all()
 
     def fence(self, transfer: Transfer, *, wait: bool) -> None:
@@ -108,7 +113,7 @@ class Transfers:
             return False
         raise_error(transfer)
         batch, total = transfer.batch.number, transfer.starts[-1]
-        while not transfer.snapshot.taken(batch, total, _LOOK_S if timeout_s else 0.0, False):
+        while not transfer.snapshot.taken(batch, total, 0.0 if timeout_s == 0 else _LOOK_S, False):
             if timeout_s is not None:
                 return False
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from emulated import EmulatedDevice, Event, devices
-from emulated_job import Job, value
+from emulated_job import Job, value, wrong
 
+from lightck.capture import transfer, transfers
 from lightck.capture.arrange import Arrangement
-from lightck.errors import WaitTimeoutError
+from lightck.errors import LightckError, WaitTimeoutError
 from lightck.failure import slots
+from lightck.region.pool import NativeSnapshot
 from lightck.region.writer import SlotWriter
 
 
@@ -80,4 +83,67 @@ def test_a_survivor_does_not_wait_for_a_device_past_its_deadline(
             slots.copy(writer, arrangement, time.monotonic() + 0.1)
         writer.abandon()
         gate.reach()
+    handle.close()
+
+
+def test_large_tensors_are_copied_on_the_device_in_parts(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "MOST_BYTES", 2048)
+    monkeypatch.setattr(transfers, "LOAD_BYTES", 4096)
+    device.spare_bytes, device.copy_s = 16 << 20, 0.0
+    job = Job(device)
+    with job.attach(run_dir, placement="device") as handle:
+        device.most_bytes = 4097  # a load is a chunk
+        for _ in range(3):
+            job.step()
+            handle.wait(timeout=100)
+        assert handle.stats().device_mode == "device"
+    assert [wrong(job, run_dir, step) for step in (1, 2, 3)] == [[], [], []]
+
+
+def test_a_thread_that_does_not_start_costs_snapshots_and_hangs_nothing(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, heard = Job(device), []
+    handle = job.attach(run_dir, placement="host", on_error=heard.append)
+    start, left = threading.Thread.start, ["lightck-queue", "lightck-feed"]
+
+    def refuse(thread: threading.Thread) -> None:
+        if left and thread.name == left[0]:
+            del left[0]
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(4):
+        job.step()
+        handle._recorder.pipeline.await_abandoned()
+    assert len(heard) == 2, heard
+    with pytest.raises(LightckError, match="new thread"):
+        handle.close()
+    assert wrong(job, run_dir, 3) == []
+    assert not left
+
+
+def test_who_waits_for_all_of_a_transfer_sleeps(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    taken = NativeSnapshot.taken
+
+    def noted(snapshot: NativeSnapshot, batch: int, end: int, wait_s: float, help: bool) -> bool:
+        waits.append(wait_s)
+        return taken(snapshot, batch, end, wait_s, help)
+
+    job = Job(device, buffers=False)
+    handle = job.attach(run_dir, placement="host")
+    job.optimizers[0].step()
+    job.model(torch.zeros(1))
+    monkeypatch.setattr(NativeSnapshot, "taken", noted)
+    with handle._recorder.lock:
+        (each, *_) = handle._recorder.pipeline.window.transfers
+        assert handle._recorder.pipeline.offload.transfers.arrived(each, None)
+        assert waits
+        assert all(wait_s > 0 for wait_s in waits), waits
     handle.close()
