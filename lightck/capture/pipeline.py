@@ -36,6 +36,9 @@ from lightck.region.region import Region
 from lightck.region.writer import SlotWriter
 from lightck.types import ReleaseSchedule
 
+BEHIND_S = 1.0
+"""A loop that never waits for its device waits so long at most: then a snapshot slips."""
+
 
 @dataclass(eq=False)
 class Pipeline(Landing):
@@ -198,6 +201,14 @@ class Pipeline(Landing):
     def busy(self) -> bool:
         """A snapshot can only be opened once one that persists is committed."""
         return self._taken_up is not None or not self.region.free_slots()
+
+    def behind_s(self) -> float:
+        """For how long to wait that the next snapshot need not slip: the CPU has run ahead.
+
+        What it waits for is a device that has not come to the last one's copies, and has work.
+        """
+        under_way = any(not flight.sealed for flight in self.persisting)
+        return BEHIND_S if under_way and self.busy else 0.0
 
     @property
     def _taken_up(self) -> Slip | None:

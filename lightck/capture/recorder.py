@@ -292,7 +292,7 @@ class Recorder:
             try:
                 if self.pipeline.window is not None:
                     self.pipeline.fence(None)
-                self.poll()
+                self.poll(self.pipeline.behind_s())
                 if kept is not None:
                     collected, trees = kept.collected, (kept.first, kept.second)
                 else:

@@ -12,7 +12,8 @@ import torch
 from emulated import EmulatedDevice, Event, devices
 from emulated_job import Job, value, wrong
 
-from lightck.capture import transfer, transfers
+import lightck
+from lightck.capture import pipeline, transfer, transfers
 from lightck.capture.arrange import Arrangement
 from lightck.errors import LightckError, WaitTimeoutError
 from lightck.failure import slots
@@ -147,3 +148,25 @@ def test_who_waits_for_all_of_a_transfer_sleeps(
         assert waits
         assert all(wait_s > 0 for wait_s in waits), waits
     handle.close()
+
+
+@pytest.mark.parametrize("way", ["host", "direct", "device"])
+def test_no_due_snapshot_slips_because_the_cpu_runs_ahead(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(pipeline, "BEHIND_S", 100.0)
+    device.spare_bytes = 16 << 20
+    job = Job(device)
+    slots = lightck.Config().slots
+    handle = job.attach(run_dir, placement=way, slots=slots)
+    done: list[Event] = []
+    for _ in range(12):
+        job.step()
+        done.append(device.compute.record())
+        if len(done) > 2:
+            done[-3].wait()  # as a full queue of launches makes it: two steps ahead
+    assert handle.stats().slipped == 0
+    handle.close()
+    stats = handle.stats()
+    assert (stats.slipped, stats.torn, stats.failed) == (0, 0, 0)
+    assert wrong(job, run_dir, 12) == []

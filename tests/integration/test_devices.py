@@ -16,7 +16,7 @@ from emulated_job import Job, value, write, wrong
 from loops import steps_at
 
 import lightck
-from lightck.capture import transfers, ways
+from lightck.capture import pipeline, transfers, ways
 from lightck.errors import TornSnapshotError
 from lightck.region.pool import NativeSnapshot
 
@@ -85,8 +85,9 @@ def test_the_cpu_runs_ahead_of_a_device_that_does_nothing_yet(
 
 
 def test_a_copy_on_the_device_lets_the_cpu_run_ahead_and_the_next_snapshot_slip(
-    device: EmulatedDevice, run_dir: Path
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pipeline, "BEHIND_S", 0.01)
     job = Job(device)
     handle = job.attach(run_dir, placement="device")
     job.step()
@@ -464,18 +465,18 @@ def test_a_snapshot_is_not_freed_while_its_places_are_asked_for(
     monkeypatch.setattr(NativeSnapshot, "free", let_go)
     job = Job(device, layers=9, buffers=False)
     handle = job.attach(run_dir, placement="host", threads=1)
-    pipeline = handle._recorder.pipeline
-    pipeline.pool.pace(0)  # the ring is full, and is not read before somebody waits
+    pipe = handle._recorder.pipeline
+    pipe.pool.pace(0)  # the ring is full, and is not read before somebody waits
     job.optimizers[0].step()
     job.model(torch.zeros(1))
     assert asks.wait(100)
     freed.clear()
     with handle._recorder.lock:
-        pipeline.drop()
+        pipe.drop()
     try:
         assert not freed.wait(0.5), "freed under the thread that asks for its places"
     finally:
         go_on.set()
-    pipeline.await_abandoned()
+    pipe.await_abandoned()
     assert freed.is_set()
     handle.close()
