@@ -115,10 +115,11 @@ class Transfer:
     def leave_live_memory(self) -> None:
         """Into the device's own copy, all at once."""
         assert self.copy is not None
-        sides = self.copy.split(self.lengths), self.sources
+        targets, sources = list(self.copy.split(self.lengths)), list(self.sources)
         if max(self.lengths) > MOST_BYTES:
-            sides = tuple([p for each in side for p in each.split(MOST_BYTES)] for side in sides)
-        self.left = self.device.copy(*sides)
+            targets = [part for each in targets for part in each.split(MOST_BYTES)]
+            sources = [part for each in sources for part in each.split(MOST_BYTES)]
+        self.left = self.device.copy(targets, sources)
         # From now on the copy's bytes are the sources; the live ones are held until it is made.
         self._live, self.sources = self.sources, list(self.copy.split(self.lengths))
 
