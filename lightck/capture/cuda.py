@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightck.capture import device
-from lightck.errors import DeviceError
+from lightck.errors import DeviceError, LightckError
 
 MARGIN = 16
 """One part in so many of the device's memory is left free beside the training's peak."""
@@ -25,6 +25,8 @@ def _told(name: str, doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch.AcceleratorError is one
+        if "out of memory" in str(error):  # it may have room again
+            raise LightckError(f"{name} had no memory while {doing}: {error}") from error
         raise DeviceError(f"{name} failed while {doing}: {error}") from error
 
 
@@ -33,7 +35,7 @@ class _Mark:
 
     def __init__(self, name: str, stream: torch.cuda.Stream) -> None:
         """Here in the stream."""
-        self.name, self.event = name, torch.cuda.Event(blocking=True)
+        self.name, self.stream, self.event = name, stream, torch.cuda.Event(blocking=True)
         self.event.record(stream)
 
     def passed(self) -> bool:
@@ -43,7 +45,7 @@ class _Mark:
 
     def wait(self) -> None:
         """See `device.Mark`."""
-        with _told(self.name, "a copy was under way"):
+        with _told(self.name, "a copy was under way"), torch.cuda.device(self.stream.device):
             self.event.synchronize()
 
 
@@ -99,7 +101,8 @@ class Cuda:
     ) -> torch.Tensor:
         """See `device.Device`."""
         where = f"cuda:{self.index}"
-        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=where)
+        with _told(self.name, "memory was asked for"):
+            return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=where)
 
     def private(
         self, source: torch.Tensor, shape: Sequence[int], strides: Sequence[int]
@@ -125,46 +128,46 @@ class Cuda:
     def pinned(self, size: int) -> torch.Tensor:
         """See `device.Device`."""
         with _told(self.name, "DRAM was pinned"):
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def register(self, address: int, length: int) -> str:
         """See `device.Device`."""
         runtime = torch.cuda.cudart()
-        return _aside(lambda: _error_of(runtime.cudaHostRegister(address, length, _DEFAULT_FLAGS)))
+        return self._aside(lambda: runtime.cudaHostRegister(address, length, _DEFAULT_FLAGS))
 
     def unregister(self, address: int) -> None:
         """See `device.Device`. What it answers is of no use: the mapping goes next."""
         runtime = torch.cuda.cudart()
-        _aside(lambda: _error_of(runtime.cudaHostUnregister(address)))
+        self._aside(lambda: runtime.cudaHostUnregister(address))
 
     def recording(self) -> bool:
         """See `device.Device`."""
         return torch.cuda.is_current_stream_capturing()
 
+    def _aside(self, call: Callable[[], Any]) -> str:
+        """Call the runtime on a thread of its own; empty, or the error.
+
+        The runtime keeps an error of such a call for the thread that made it, and torch finds it
+        after the next kernel that this thread starts. It goes with the thread.
+        """
+        said: list[str] = []
+
+        def work() -> None:
+            try:
+                with torch.cuda.device(self.index):
+                    said.append(_error_of(call()))
+            except Exception as error:  # noqa: BLE001 - whatever it is, it means no
+                said.append(repr(error))
+
+        thread = Thread(target=work, name="lightck-register")
+        thread.start()
+        thread.join()
+        return said[0] if said else "the thread that registers memory ended"
+
 
 def _error_of(code: Any) -> str:
     value = int(code)
     return "" if value == 0 else f"{torch.cuda.CudaError(value)}"
-
-
-def _aside(call: Callable[[], str]) -> str:
-    """Run it on a thread of its own.
-
-    The CUDA runtime keeps an error of such a call for the thread that made it, and torch finds it
-    after the next kernel that this thread starts. It goes with the thread.
-    """
-    said: list[str] = []
-
-    def work() -> None:
-        try:
-            said.append(call())
-        except Exception as error:  # noqa: BLE001 - whatever it is, it means no
-            said.append(repr(error))
-
-    thread = Thread(target=work, name="lightck-register")
-    thread.start()
-    thread.join()
-    return said[0] if said else "the thread that registers memory ended"
 
 
 def of(tensor: torch.Tensor) -> Cuda | None:

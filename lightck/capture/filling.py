@@ -271,4 +271,5 @@ class Filling:
 
 def fresh(entry: Entry) -> torch.Tensor:
     """An empty CPU tensor for an entry."""
-    return torch.empty_strided(entry.shape, entry.strides, dtype=getattr(torch, entry.dtype))
+    dtype = getattr(torch, entry.dtype)
+    return torch.empty_strided(entry.shape, entry.strides, dtype=dtype, device="cpu")

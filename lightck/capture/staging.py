@@ -163,9 +163,9 @@ def owned(live: Live, entry: Entry, device: Device | None = None) -> torch.Tenso
         part = held.as_strided((held.numel(),), (1,))[begin:end]
         if device is not None:
             return device.private(part, part.shape, part.stride())
-        return torch.empty(end - begin, dtype=part.dtype).copy_(part)
+        return torch.empty(end - begin, dtype=part.dtype, device="cpu").copy_(part)
     if device is not None:
         return device.private(held, entry.shape, entry.strides)
     source = held.resolve_conj().resolve_neg()
-    result = torch.empty_strided(entry.shape, entry.strides, dtype=source.dtype)
+    result = torch.empty_strided(entry.shape, entry.strides, dtype=source.dtype, device="cpu")
     return result.copy_(source)

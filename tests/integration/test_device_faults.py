@@ -13,9 +13,9 @@ from emulated import EmulatedDevice, Event, devices
 from emulated_job import Job, value, wrong
 
 import lightck
-from lightck.capture import pipeline, transfer, transfers
+from lightck.capture import cuda, pipeline, transfer, transfers
 from lightck.capture.arrange import Arrangement
-from lightck.errors import LightckError, WaitTimeoutError
+from lightck.errors import DeviceError, LightckError, WaitTimeoutError
 from lightck.failure import slots
 from lightck.region.pool import NativeSnapshot
 from lightck.region.writer import SlotWriter
@@ -170,3 +170,33 @@ def test_no_due_snapshot_slips_because_the_cpu_runs_ahead(
     stats = handle.stats()
     assert (stats.slipped, stats.torn, stats.failed) == (0, 0, 0)
     assert wrong(job, run_dir, 12) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), LightckError),
+        (RuntimeError("CUDA error: out of memory"), LightckError),  # of pinned memory
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), DeviceError),
+    ],
+)
+def test_a_device_without_memory_has_not_failed(error: RuntimeError, kind: type) -> None:
+    with pytest.raises(LightckError, match="cuda:3") as raised, cuda._told("cuda:3", "copying"):
+        raise error
+    assert type(raised.value) is kind
+
+
+def test_private_copies_are_on_the_cpu_whatever_the_default_device_is(run_dir: Path) -> None:
+    model = torch.nn.BatchNorm1d(5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lightck.attach(model, optimizer, run_dir) as handle:
+        torch.set_default_device("meta")
+        try:
+            model(torch.ones(3, 5, device="cpu")).sum().backward()
+            optimizer.step()
+            model(torch.ones(3, 5, device="cpu")).sum().backward()
+            handle.wait(timeout=100)
+        finally:
+            torch.set_default_device(None)
+        assert handle.stats().failed == 0
+    assert lightck.load(run_dir, 1)["model"]["num_batches_tracked"] == 1
