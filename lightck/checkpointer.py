@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightck.capture import predict
+from lightck.capture import holders, predict
 from lightck.capture.extras import Extra, is_loader, parse
 from lightck.capture.habit import Habit
 from lightck.capture.hooks import Hooks, Listener, Watched
@@ -197,7 +197,8 @@ class _Parts:
         loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
         at_gradient = [communication.came] if communication.buckets else []
         at_gradient += [habit.gradient] if armed and self.topology.world > 1 else []
-        hooks = Hooks(self._listener(sight), self.watched, loaders, at_gradient)
+        recording = holders.recording(live.local for live in collected.lives)
+        hooks = Hooks(self._listener(sight), self.watched, loaders, at_gradient, recording)
         recorder.arm = lambda on: hooks.arm_forward() if on else hooks.disarm_forward()
         undo += [kinds.stop, hooks.remove, communication.remove, sight.remove]
         recorder.start()

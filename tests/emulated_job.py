@@ -44,6 +44,8 @@ class Layer(nn.Module):
             write(device, self.seen, value(f"{name}.seen", 0, (37,)), 0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.device.in_graph:  # queued to the graph: nothing runs
+            return x
         self.forwards += 1
         if self.seen is not None:
             content = value(f"{self.name}.seen", self.forwards, (37,))
@@ -59,6 +61,8 @@ class Update(torch.optim.Optimizer):
         super().__init__([layer.weight for layer in self.layers], {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.layers[0].device.in_graph:
+            return
         self.count += 1
         for layer in self.layers:
             state, weight = self.state[layer.weight], layer.weight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -20,6 +20,17 @@ def holder(tensor: torch.Tensor) -> Device | None:
         if device is not None:
             return device
     return None
+
+
+def recording(tensors: Iterable[torch.Tensor]) -> Callable[[], bool] | None:
+    """Whether a device that holds one of them records a graph, to be asked; None: none holds any.
+
+    Args:
+        tensors: no DTensors.
+    """
+    found = {device.name: device for device in map(holder, tensors) if device is not None}
+    devices = [*found.values()]
+    return (lambda: any(device.recording() for device in devices)) if devices else None
 
 
 def flat(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:

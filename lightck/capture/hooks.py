@@ -97,23 +97,28 @@ class Hooks:
     """Extras that the loop iterates over."""
     at_gradient: Sequence[Callable[[], None]] = ()
     """Called at every gradient that is listened to, too: keeping dynamo out of one more costs."""
+    recording: Callable[[], bool] | None = None
+    """The calling thread's device records a graph: what runs now changes nothing, and is no step.
+    None: there is no device."""
     _handles: list[RemovableHandle] = field(default_factory=list)
     _forward: RemovableHandle | None = None
     _before: Callable[[nn.Module, Any], None] | None = None
 
     def install(self) -> None:
         """Start listening."""
-        listener = self.listener
+        listener, recording = self.listener, self.recording
         # Of a compiled module only the outer call reaches the hook, and once is what we want.
         warnings.filterwarnings("ignore", _COMPILED_WITH_HOOKS, UserWarning)
 
         @untraced
         def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            listener.update_begins(optimizer)
+            if recording is None or not recording():
+                listener.update_begins(optimizer)
 
         @untraced
         def ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            listener.update_ends(optimizer)
+            if recording is None or not recording():
+                listener.update_ends(optimizer)
 
         self._handles += [
             register_optimizer_step_pre_hook(begins),
@@ -129,11 +134,13 @@ class Hooks:
 
     def _install_gradients(self) -> None:
         """One hook per layer: on the first parameter that a module owns itself."""
-        listener, also = self.listener, self.at_gradient
+        listener, also, recording = self.listener, self.at_gradient, self.recording
         for name, parameter in layers(self.watched.model):
 
             @untraced
             def tick(_: torch.Tensor, name: str = name) -> None:
+                if recording is not None and recording():
+                    return
                 listener.gradient(name)
                 for each in also:
                     each()
@@ -150,10 +157,12 @@ class Hooks:
 
     def _reporting(self) -> Callable[[nn.Module, Any], None]:
         """The hook: made once, for keeping dynamo out takes longer than all the rest."""
-        listener, watched = self.listener, self.watched
+        listener, watched, recording = self.listener, self.watched, self.recording
 
         @untraced
         def before(module: nn.Module, args: Any) -> None:
+            if recording is not None and recording():
+                return
             # A parametrized weight runs its own little forward whenever it is read.
             if module.training and watched.holds(module) and not is_weight(module):
                 listener.forward(torch.is_grad_enabled())

@@ -164,9 +164,8 @@ class Offload:
             return  # private copies: nothing that the stream does can reach them
         if transfer.device.recording():
             raise LightckError(
-                f"{transfer.device.name} records a graph inside the window of a snapshot: mark the"
-                " updates with handle.before_update() and after_update() around its replays, and"
-                " record it before attach, or while no snapshot is due"
+                f"{transfer.device.name} records a graph, and an update is marked in it: call"
+                " handle.before_update() and after_update() around its replays instead"
             )
         self.transfers.fence(transfer, wait=wait)
 

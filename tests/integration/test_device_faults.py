@@ -200,3 +200,42 @@ def test_private_copies_are_on_the_cpu_whatever_the_default_device_is(run_dir: P
             torch.set_default_device(None)
         assert handle.stats().failed == 0
     assert lightck.load(run_dir, 1)["model"]["num_batches_tracked"] == 1
+
+
+def test_a_snapshot_is_not_freed_while_its_places_are_asked_for(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "LOAD_BYTES", 8192)
+    monkeypatch.setattr(transfers, "RING_BYTES", 16384)
+    asks, go_on, freed = threading.Event(), threading.Event(), threading.Event()
+    taken, free = NativeSnapshot.taken, NativeSnapshot.free
+
+    def asked(snapshot: NativeSnapshot, batch: int, end: int, wait_s: float, help: bool) -> bool:
+        if threading.current_thread().name == "lightck-feed" and wait_s:
+            asks.set()
+            assert go_on.wait(100)
+        return taken(snapshot, batch, end, wait_s, help)
+
+    def let_go(snapshot: NativeSnapshot) -> None:
+        freed.set()
+        free(snapshot)
+
+    monkeypatch.setattr(NativeSnapshot, "taken", asked)
+    monkeypatch.setattr(NativeSnapshot, "free", let_go)
+    job = Job(device, layers=9, buffers=False)
+    handle = job.attach(run_dir, placement="host", threads=1)
+    pipe = handle._recorder.pipeline
+    pipe.pool.pace(0)  # the ring is full, and is not read before somebody waits
+    job.optimizers[0].step()
+    job.model(torch.zeros(1))
+    assert asks.wait(100)
+    freed.clear()
+    with handle._recorder.lock:
+        pipe.drop()
+    try:
+        assert not freed.wait(0.5), "freed under the thread that asks for its places"
+    finally:
+        go_on.set()
+    pipe.await_abandoned()
+    assert freed.is_set()
+    handle.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from loops import steps_at
 import lightck
 from lightck.capture import pipeline, transfers, ways
 from lightck.errors import TornSnapshotError
-from lightck.region.pool import NativeSnapshot
 
 WAYS = ("host", "direct", "device")
 SPARE = 16 << 20
@@ -344,21 +342,41 @@ def test_replays_between_marks_are_updates(device: EmulatedDevice, run_dir: Path
     assert steps_at(run_dir)[-1] == 4
 
 
-def test_a_graph_that_is_recorded_in_the_window_costs_that_snapshot(
-    device: EmulatedDevice, run_dir: Path
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_graph_records_is_no_step(
+    device: EmulatedDevice, run_dir: Path, inside: bool
 ) -> None:
+    job = Job(device)
+    handle = job.attach(run_dir, placement="host")
+    job.step()
+    if inside:  # the window of step 1
+        job.model(torch.zeros(1))
+    device.in_graph = True
+    for _ in range(3):
+        job.step()
+    device.in_graph = False
+    if inside:
+        job.optimizers[0].step()
+    job.step()
+    handle.close()
+    stats = handle.stats()
+    assert (stats.torn, stats.failed, stats.slipped) == (0, 0, 0)
+    assert_exact(job, run_dir, [1, 2, 3][: 2 + inside])
+
+
+def test_marks_inside_a_recording_cost_the_snapshot(device: EmulatedDevice, run_dir: Path) -> None:
     job, heard = Job(device), []
     handle = job.attach(run_dir, placement="host", on_error=heard.append)
     job.step()
     job.model(torch.zeros(1))
     device.in_graph = True
-    job.optimizers[0].step()
+    handle.before_update()
     device.in_graph = False
-    job.step()
+    job.optimizers[0].step()
+    handle.after_update()
     with pytest.raises(lightck.errors.LightckError, match="records a graph"):
         handle.close()
     assert len(heard) == 1
-    assert_exact(job, run_dir, [2, 3])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -440,43 +458,4 @@ def test_what_has_arrived_is_sealed_without_the_training_thread(
     while handle.last_captured_step is None and time.monotonic() < until:
         time.sleep(0.01)  # the property asks nobody
     assert handle.last_captured_step == 1
-    handle.close()
-
-
-def test_a_snapshot_is_not_freed_while_its_places_are_asked_for(
-    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfers, "LOAD_BYTES", 8192)
-    monkeypatch.setattr(transfers, "RING_BYTES", 16384)
-    asks, go_on, freed = threading.Event(), threading.Event(), threading.Event()
-    taken, free = NativeSnapshot.taken, NativeSnapshot.free
-
-    def asked(snapshot: NativeSnapshot, batch: int, end: int, wait_s: float, help: bool) -> bool:
-        if threading.current_thread().name == "lightck-feed" and wait_s:
-            asks.set()
-            assert go_on.wait(100)
-        return taken(snapshot, batch, end, wait_s, help)
-
-    def let_go(snapshot: NativeSnapshot) -> None:
-        freed.set()
-        free(snapshot)
-
-    monkeypatch.setattr(NativeSnapshot, "taken", asked)
-    monkeypatch.setattr(NativeSnapshot, "free", let_go)
-    job = Job(device, layers=9, buffers=False)
-    handle = job.attach(run_dir, placement="host", threads=1)
-    pipe = handle._recorder.pipeline
-    pipe.pool.pace(0)  # the ring is full, and is not read before somebody waits
-    job.optimizers[0].step()
-    job.model(torch.zeros(1))
-    assert asks.wait(100)
-    freed.clear()
-    with handle._recorder.lock:
-        pipe.drop()
-    try:
-        assert not freed.wait(0.5), "freed under the thread that asks for its places"
-    finally:
-        go_on.set()
-    pipe.await_abandoned()
-    assert freed.is_set()
     handle.close()
