@@ -256,6 +256,8 @@ class EmulatedDevice:
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Event:
         self._check()
+        if threading.current_thread().name.startswith("lightck-"):
+            assert getattr(self._here, "entered", False), "it would end others' recordings"
         pairs = [(t, s.detach()) for t, s in zip(targets, sources, strict=True)]
         for target, source in pairs:
             assert target.dtype is source.dtype is torch.uint8
@@ -307,6 +309,9 @@ class EmulatedDevice:
 
     def unregister(self, address: int) -> None:
         self.registered.pop(address, None)  # of a handle that outlives its test: cleared already
+
+    def enter_thread(self) -> None:
+        self._here.entered = True
 
     def recording(self) -> bool:
         return self.in_graph

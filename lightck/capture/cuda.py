@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from threading import Thread
 from typing import Any
 
@@ -16,6 +17,8 @@ from lightck.errors import DeviceError, LightckError
 MARGIN = 16
 """One part in so many of the device's memory is left free beside the training's peak."""
 _DEFAULT_FLAGS = 0
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 _devices: dict[int, Cuda] = {}
 
 
@@ -140,6 +143,10 @@ class Cuda:
         runtime = torch.cuda.cudart()
         self._aside(lambda: runtime.cudaHostUnregister(address))
 
+    def enter_thread(self) -> None:
+        """See `device.Device`. Asking for an event, say, ends recordings in the global mode."""
+        _relax()
+
     def recording(self) -> bool:
         """See `device.Device`."""
         return torch.cuda.is_current_stream_capturing()
@@ -154,6 +161,7 @@ class Cuda:
 
         def work() -> None:
             try:
+                self.enter_thread()
                 with torch.cuda.device(self.index):
                     said.append(_error_of(call()))
             except Exception as error:  # noqa: BLE001 - whatever it is, it means no
@@ -163,6 +171,20 @@ class Cuda:
         thread.start()
         thread.join()
         return said[0] if said else "the thread that registers memory ended"
+
+
+@cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # not NVIDIA's
+        return None
+
+
+def _relax() -> None:
+    exchange = _driver()
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(_RELAXED)))  # the mode before is of no use
 
 
 def _error_of(code: Any) -> str:

@@ -79,5 +79,8 @@ class Device(Protocol):
     def unregister(self, address: int) -> None:
         """End that; no copy may be under way. May block."""
 
+    def enter_thread(self) -> None:
+        """What the calling thread asks from now on ends no recording of another. At once."""
+
     def recording(self) -> bool:
         """The calling thread's stream records a graph: what it is given does not run now."""

@@ -242,7 +242,9 @@ class Pipeline(Landing):
         thread.start()
 
     def _end(self, flight: Flight) -> None:
-        """Any thread."""
+        """On a thread of its own."""
+        for transfer in flight.transfers:
+            transfer.device.enter_thread()
         self.offload.give_up(flight)
         flight.writer.abandon()
         self.offload.forget(flight)

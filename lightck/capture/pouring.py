@@ -95,6 +95,7 @@ def _pour(stretches: Sequence[_Stretch]) -> None:
     places = _Places()
     try:
         for stretch in stretches:
+            stretch.device.enter_thread()
             crc, at = 0, stretch.offset
             for target in stretch.target.split(PIECE_BYTES):
                 place, size = places.next(stretch.device), target.numel()

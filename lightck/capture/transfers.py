@@ -188,6 +188,7 @@ class Transfers:
     def _queue(self, job: Transfer) -> None:
         """All of its loads, as places become free."""
         assert job.begun is not None
+        job.device.enter_thread()
         if job.over:
             return
         job.device.follow(job.begun)
@@ -263,6 +264,7 @@ class Transfers:
     def _feed(self, job: Transfer, load: Load) -> None:
         """Wait for the oldest copy and give it to the pool."""
         try:
+            job.device.enter_thread()
             load.mark.wait()
             with job.touching:
                 if load.place is not None:
