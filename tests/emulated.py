@@ -310,6 +310,9 @@ class EmulatedDevice:
     def unregister(self, address: int) -> None:
         self.registered.pop(address, None)  # of a handle that outlives its test: cleared already
 
+    def warm(self) -> None:
+        self.said.append("warm")
+
     def enter_thread(self) -> None:
         self._here.entered = True
 

@@ -17,6 +17,7 @@ from lightck.errors import DeviceError, LightckError
 MARGIN = 16
 """One part in so many of the device's memory is left free beside the training's peak."""
 _DEFAULT_FLAGS = 0
+_WARM_BYTES = 64
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
 _devices: dict[int, Cuda] = {}
@@ -142,6 +143,15 @@ class Cuda:
         """See `device.Device`. What it answers is of no use: the mapping goes next."""
         runtime = torch.cuda.cudart()
         self._aside(lambda: runtime.cudaHostUnregister(address))
+
+    def warm(self) -> None:
+        """See `device.Device`. What lies there is of no account: nobody has written it."""
+        place = self.pinned(_WARM_BYTES)
+        with _told(self.name, "memory was asked for"), torch.cuda.stream(self._copying):
+            where = f"cuda:{self.index}"
+            one, other = torch.empty(2, _WARM_BYTES, dtype=torch.uint8, device=where)
+        self.copy([other, other[:1]], [one, one[:1]])
+        self.copy([place], [other]).wait()
 
     def enter_thread(self) -> None:
         """See `device.Device`. Asking for an event, say, ends recordings in the global mode."""

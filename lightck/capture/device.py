@@ -79,6 +79,12 @@ class Device(Protocol):
     def unregister(self, address: int) -> None:
         """End that; no copy may be under way. May block."""
 
+    def warm(self) -> None:
+        """Load what the calls above load when they are first made.
+
+        May block, but not for what computes.
+        """
+
     def enter_thread(self) -> None:
         """What the calling thread asks from now on ends no recording of another. At once."""
 

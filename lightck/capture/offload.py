@@ -47,6 +47,8 @@ class Offload:
     _stood: list[tuple[Device, Any, Mark | None]] = field(default_factory=list)
     """Devices, and the training thread's streams at the last instant; at (b), where they stood."""
     _thread: int = 0
+    _warm: set[str] = field(default_factory=set)
+    """Devices that have loaded what they need."""
     _failure: DeviceError | None = None
     """Of a device, the first: what its memory holds is not trusted any more."""
 
@@ -57,9 +59,18 @@ class Offload:
         return bool(self._copied)
 
     def prepare(self, arrangement: Arrangement) -> None:
-        """Find the way now, which may take a second; said beforehand."""
+        """Find the way now, which may take a second; said beforehand.
+
+        Nothing is loaded then where a device may hang: what loads code waits for the device.
+        """
         for device, size in _sizes(arrangement).values():
             self.ways.choose(device, size)
+            if device.name not in self._warm:
+                self._warm.add(device.name)
+                try:
+                    device.warm()
+                except LightckError as error:  # told by whoever makes a snapshot
+                    self.noted(error)
 
     def check(self) -> None:
         """Raise what a device has failed with."""

@@ -239,3 +239,14 @@ def test_a_snapshot_is_not_freed_while_its_places_are_asked_for(
     pipe.await_abandoned()
     assert freed.is_set()
     handle.close()
+
+
+def test_a_device_is_made_ready_once_before_it_can_hang(
+    device: EmulatedDevice, run_dir: Path
+) -> None:
+    job = Job(device)
+    with job.attach(run_dir, placement="host") as handle:
+        for _ in range(3):
+            job.step()
+            handle.wait(timeout=100)
+    assert device.said.count("warm") == 1
