@@ -150,6 +150,8 @@ def test_who_waits_for_all_of_a_transfer_sleeps(
     handle.close()
 
 
+# On a busy machine the medium may hold a slot for longer than a step: lawful, and not told apart.
+@pytest.mark.soak
 @pytest.mark.parametrize("way", ["host", "direct", "device"])
 def test_no_due_snapshot_slips_because_the_cpu_runs_ahead(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch, way: str
