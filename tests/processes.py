@@ -55,6 +55,15 @@ class Child:
         """SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
 
+    def stop(self) -> None:
+        """SIGSTOP; returns when it has stopped, which may be after it has run on for a while."""
+        os.kill(self.pid, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(self.pid, os.WUNTRACED)[1])
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
     def join(self) -> int:
         """Wait for its end; the status, negative for a signal."""
         _, status = os.waitpid(self.pid, 0)

@@ -160,7 +160,7 @@ class Job:
         """SIGSTOP it: the store's clients hang."""
         assert self._agent is not None
         os.kill(self._agent.pid, signal.SIGSTOP)
-        os.waitpid(self._agent.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(os.waitpid(self._agent.pid, os.WUNTRACED)[1])
 
     def pid(self, rank: int) -> int:
         """Number of a rank's process."""

@@ -11,6 +11,7 @@ import random
 import secrets
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -69,7 +70,13 @@ class Job(Training):
         return loss.item()
 
     def restore(self, path: Path) -> lightck.types.RestoreInfo | None:
-        return lightck.restore(self.model, self.optimizer, path, extras=self.extras)
+        """An early snapshot may be of before the schedule: what the loop has still to do is done."""
+        info = lightck.restore(self.model, self.optimizer, path, extras=self.extras)
+        if info is not None and info.early and self.schedule.last_epoch < info.step:
+            with warnings.catch_warnings():  # torch has not seen the update, of another process
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                self.schedule.step()
+        return info
 
     def attach(self, path: Path | str, **settings: Any) -> lightck.Handle:
         return super().attach(path, extras=self.extras, **self.settings, **settings)
@@ -192,6 +199,30 @@ def test_layers_that_are_updated_one_by_one_go_on_as_the_plain_run_does(
     region_dir: Path, dice: random.Random
 ) -> None:
     killed_again_and_again(2, "plain", region_dir, dice, 1, update="layerwise")
+
+
+def test_a_kill_between_the_first_update_and_the_schedule_leaves_the_schedule_to_the_loop(
+    region_dir: Path,
+) -> None:
+    """Nothing else is there: the step that the survivor has made whole is restored, early."""
+
+    def first(me: ranks.Me) -> None:
+        job = Job(me.rank, "plain")
+        if me.rank == 1:
+            job.optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        with job.attach(region_dir, policy=10**6):
+            for _ in range(LAST):
+                job.iterate()
+
+    with ranks.started(2, first) as job:
+        assert isinstance(job.outcomes()[1], ranks.Gone)
+    with ranks.started(2, life(region_dir, "plain")) as job:
+        states = job.results()
+        said = drain(job, 0)
+    assert said[0] == ("from", 1)
+    wanted = _golden(2)
+    assert compare(said, wanted[0][0], "rank 0") == LAST
+    assert all(same(states[rank], wanted[rank][1]) for rank in range(2))
 
 
 @pytest.mark.soak

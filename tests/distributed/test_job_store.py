@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import threading
 import time
@@ -103,12 +101,12 @@ def test_a_store_that_is_gone_is_named_with_its_key() -> None:
 def test_a_server_that_hangs_holds_up_an_agreement_no_longer_than_said() -> None:
     child, port = serve()
     store = JobStore(tcp(port))
-    os.kill(child.pid, signal.SIGSTOP)
+    child.stop()
     try:
         with pytest.raises(StoreError, match="agree: the job's store gave no answer within 0 s"):
             bounded("agree", 0.2, lambda: store.add("n"))
     finally:
-        os.kill(child.pid, signal.SIGCONT)
+        child.go_on()
         child.let_go()
         child.receive()
         child.join()
@@ -214,10 +212,10 @@ def test_a_rank_that_is_stopped_in_its_commit_makes_others_slip_and_stalls_none(
 
     both = ranks_of(port, 2, code)
     assert [rank.receive() for rank in both] == ["opened"] * 2
-    os.kill(both[1].pid, signal.SIGSTOP)
+    both[1].stop()
     both[0].let_go()
     assert both[0].receive() is Fate.DEAD
-    os.kill(both[1].pid, signal.SIGCONT)
+    both[1].go_on()
     both[1].let_go()
     assert both[1].receive() is Fate.DEAD
     child.let_go()

@@ -93,8 +93,6 @@ def go_on(path: Path, wanted: Any) -> int:
         job = Stopping(me)
         torch.manual_seed(1)  # as another process would: restore sets the generators
         info = job.restore(path)
-        if info is not None and job.schedule.last_epoch < info.step:
-            job.schedule.step()  # an early snapshot is of before, where the loop may have been
         with job.attach(path, failure="jit") as handle:
             return (
                 info.step if info else 0,

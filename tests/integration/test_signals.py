@@ -287,9 +287,9 @@ def test_a_process_that_was_stopped_is_not_ended_for_a_hang_at_once() -> None:
             pass
         for _ in range(5):  # by then it is being counted
             assert child.receive() == "look"
-        os.kill(child.pid, signal.SIGSTOP)
+        child.stop()
         time.sleep(1.5 * exit_s)
-        os.kill(child.pid, signal.SIGCONT)
+        child.go_on()
         looks = 0
         with pytest.raises(AssertionError, match="without a word"):
             while True:
