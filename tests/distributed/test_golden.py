@@ -70,7 +70,7 @@ class Job(Training):
         return loss.item()
 
     def restore(self, path: Path) -> lightck.types.RestoreInfo | None:
-        """An early snapshot may be of before the schedule: what the loop has still to do is done."""
+        """Of an early snapshot, what the loop has still to do behind the update is done, too."""
         info = lightck.restore(self.model, self.optimizer, path, extras=self.extras)
         if info is not None and info.early and self.schedule.last_epoch < info.step:
             with warnings.catch_warnings():  # torch has not seen the update, of another process
