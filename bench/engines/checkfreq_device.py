@@ -9,41 +9,34 @@ memory that is not pinned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.engines.base import Counts, Plan, single_rank
-from bench.engines.torch_save import read, write
+from bench.engines.checkfreq import CheckFreq
+from bench.engines.torch_save import write
 from bench.work import State, Training, leaves, with_leaves
 
 
-class CheckFreqDevice:
+class CheckFreqDevice(CheckFreq):
     """On a CPU it does the same, with copies that block."""
-
-    spills = True
-    interval = 1
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
         single_rank("checkfreq-device", training)
-        self._training, self._path = training, folder / "snapshot.pt"
+        super().attach(training, folder, plan)
         self._gpu = training.work.device != "cpu"
         self._stream: Any = torch.cuda.Stream() if self._gpu else None
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkfreq")
-        self._persist: Future[None] | None = None
         self._pinned: dict[str, torch.Tensor] = {}
-        self._complete = 0
 
     def begin(self, step: int) -> None:
         """See `Engine`."""
         self.drain()
         state = self._on_device()
         taken = torch.cuda.current_stream().record_event() if self._gpu else None
-        self._persist = self._background.submit(self._write, step, state, taken)
+        self._persist = self._background.submit(self._move, step, state, taken)
 
     def _on_device(self) -> State:
         """A copy beside the live state, made behind what the stream has to do."""
@@ -57,7 +50,7 @@ class CheckFreqDevice:
                 found[name] = made[value.data_ptr()]
         return with_leaves(state, found)  # type: ignore[no-any-return]
 
-    def _write(self, step: int, state: State, taken: Any) -> None:
+    def _move(self, step: int, state: State, taken: Any) -> None:
         write({"step": step, **self._at_host(state, taken)}, self._path, sync=True)
         self._complete += 1
 
@@ -79,33 +72,13 @@ class CheckFreqDevice:
     def before_update(self) -> None:
         """The copy on the GPU stands before the update in the same stream."""
 
-    def drain(self) -> None:
-        """See `Engine`."""
-        if self._persist is not None:
-            self._persist.result()
-            self._persist = None
-
     def finish(self) -> Counts:
         """See `Engine`."""
-        self.drain()
-        self._background.shutdown()
+        counts = super().finish()
         self._pinned.clear()
-        del self._training
-        return Counts(self._complete)
-
-    def restore(self, training: Training) -> int:
-        """See `Engine`."""
-        return read(self._path, training, mapped=False)
-
-    def written(self) -> int:
-        """See `Engine`."""
-        return self._path.stat().st_size
-
-    def stalls(self) -> Mapping[str, float]:
-        """See `Engine`."""
-        return {}
+        return counts
 
 
 def make() -> CheckFreqDevice:
     """See `bench.engines.make`."""
-    return CheckFreqDevice()
+    return CheckFreqDevice(profiled=False, budget=0.0)

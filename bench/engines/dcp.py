@@ -19,9 +19,23 @@ from bench.errors import BenchError
 from bench.work import Training
 
 
-def _state(training: Training) -> dict[str, Any]:
+def state_of(step: int, training: Training) -> dict[str, Any]:
+    """What is saved, in the layout that torch's own functions give it."""
     model, optimizer = get_state_dict(training.model, training.optimizer)
-    return {"model": model, "optimizer": optimizer}
+    return {"step": torch.tensor(step), "model": model, "optimizer": optimizer}
+
+
+def read(folder: Path, training: Training, group: dist.ProcessGroup | None = None) -> int:
+    """Load a checkpoint into a training; its step."""
+    state = state_of(-1, training)
+    load(state, checkpoint_id=folder, process_group=group)
+    set_state_dict(
+        training.model,
+        training.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    return int(state["step"])
 
 
 @dataclass
@@ -43,7 +57,7 @@ class Dcp(InTurn):
         self._group = dist.new_group(backend="gloo") if training.world > 1 else None
 
     def _started(self, step: int) -> Any:
-        state = {"step": torch.tensor(step), **_state(self._training)}
+        state = state_of(step, self._training)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about overwriting the older of the two folders
             saved = async_save(
@@ -58,15 +72,7 @@ class Dcp(InTurn):
 
     def restore(self, training: Training) -> int:
         """See `Engine`."""
-        state = {"step": torch.tensor(-1), **_state(training)}
-        load(state, checkpoint_id=self._target(), process_group=self._group)
-        set_state_dict(
-            training.model,
-            training.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        return int(state["step"])
+        return read(self._target(), training, self._group)
 
     def written(self) -> int:
         """See `Engine`."""

@@ -12,35 +12,24 @@ from __future__ import annotations
 import time
 
 from bench.device import PlainCopy, synchronize
-from bench.errors import BenchError
 from bench.measures import Job
-from bench.measures.loop import Loop
+from bench.measures.loop import Saved
 from bench.record import Record, sampled, single
-from bench.work import Training, copied, difference, tensors
+from bench.work import tensors
 
 
 def measure(job: Job) -> list[Record]:
     """See the module and `bench.measures.run`."""
-    device = job.work.device
-    training = Training(job.work)
-    training.steps(job.method.warmup)
-    loop = Loop.of(job, training)
-    loop.attach(job.folder)
-    loop.run(then=True)
-    kept = copied(training.state())
-    verified = loop.finish(Training(job.work, seed=1))
-    fresh = Training(job.work, seed=2)
-    fresh.steps(1)
+    saved, device = Saved.of(job), job.work.device
+    fresh = saved.fresh
     restores, copies = [], []
     for i in range(job.method.settle + job.method.least):
         synchronize(device)
         begin = time.perf_counter()
-        loop.engine.restore(fresh)
+        saved.engine.restore(fresh)
         synchronize(device)
         restored = time.perf_counter() - begin
-        problem = difference(kept, fresh.state())
-        if problem is not None:
-            raise BenchError(f"repetition {i}: the restored state differs: {problem}")
+        saved.check(i)
         plain = PlainCopy(device, tensors(fresh.state())).to_device()
         fresh.steps(1)  # so that the next one has something to do
         if i >= job.method.settle:
@@ -48,8 +37,8 @@ def measure(job: Job) -> list[Record]:
             copies.append(plain)
         job.tell(f"{i + 1} repetitions")
     return [
-        sampled("restore", "s", restores, note=verified),
+        sampled("restore", "s", restores, note=saved.verified),
         sampled("plain", "s", copies),
         sampled("restore_share", "", [c / r for c, r in zip(copies, restores, strict=True)]),
-        single("state", "B", sum(t.nbytes for t in tensors(kept))),
+        single("state", "B", sum(t.nbytes for t in tensors(saved.state))),
     ]

@@ -14,7 +14,7 @@ from bench.engines.base import Counts, Engine, Plan
 from bench.engines.none import Nothing
 from bench.errors import BenchError
 from bench.measures import Job
-from bench.work import Training, copied, difference
+from bench.work import State, Training, copied, difference
 
 
 @dataclass
@@ -101,6 +101,43 @@ class Loop:
         if problem is not None:
             raise BenchError(f"the restored state of step {step} is not what was saved: {problem}")
         return f"{counts.complete} snapshots complete, step {step} restored and equal bit for bit"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """An engine that has finished, holding one snapshot of a step.
+
+    Attributes:
+        engine: restores it.
+        state: a copy of what it is of.
+        verified: see `Loop.finish`.
+        fresh: another training, with state of its own, to restore into.
+    """
+
+    engine: Engine
+    state: State
+    verified: str
+    fresh: Training
+
+    @classmethod
+    def of(cls, job: Job) -> Saved:
+        """Train, take one snapshot with the job's engine, verify it."""
+        training = Training(job.work)
+        training.steps(job.method.warmup)
+        loop = Loop.of(job, training)
+        loop.attach(job.folder)
+        loop.run(then=True)
+        state = copied(training.state())
+        verified = loop.finish(Training(job.work, seed=1))
+        fresh = Training(job.work, seed=2)
+        fresh.steps(1)
+        return cls(loop.engine, state, verified, fresh)
+
+    def check(self, repetition: int) -> None:
+        """Raise BenchError if `fresh` is not what was saved."""
+        problem = difference(self.state, self.fresh.state())
+        if problem is not None:
+            raise BenchError(f"repetition {repetition}: the restored state differs: {problem}")
 
 
 def require_all(counts: Counts, due: int) -> None:

@@ -20,44 +20,34 @@ import time
 
 import torch
 
-from bench.errors import BenchError
 from bench.measures import Job
-from bench.measures.loop import Loop
+from bench.measures.loop import Saved
 from bench.record import Record, sampled, single
-from bench.work import Training, copied, difference, tensors
+from bench.work import Training, tensors
 from bench.yardstick import Kernels
 
 
 def measure(job: Job) -> list[Record]:
     """See the module and `bench.measures.run`."""
-    training = Training(job.work)
-    training.steps(job.method.warmup)
-    loop = Loop.of(job, training)
-    loop.attach(job.folder)
-    loop.run(then=True)
-    kept = copied(training.state())
-    verified = loop.finish(Training(job.work, seed=1))
-    fresh = Training(job.work, seed=2)
-    fresh.steps(1)
+    saved = Saved.of(job)
+    fresh = saved.fresh
     calls, restores, copies = [], [], []
     for i in range(job.method.least):
         begin = time.perf_counter()
-        loop.engine.restore(fresh)
+        saved.engine.restore(fresh)
         calls.append(time.perf_counter() - begin)
-        problem = difference(kept, fresh.state())
-        if problem is not None:
-            raise BenchError(f"repetition {i}: the restored state differs: {problem}")
+        saved.check(i)
         first, second = _update(fresh), _update(fresh)
         restores.append(calls[-1] + first - second)
-        copies.append(_memcpy(tensors(kept), tensors(fresh.state())))
+        copies.append(_memcpy(tensors(saved.state), tensors(fresh.state())))
         job.tell(f"{i + 1} of {job.method.least} repetitions")
     ratios = [r / c for r, c in zip(restores, copies, strict=True)]
     return [
-        sampled("restore", "s", restores, note=verified),
+        sampled("restore", "s", restores, note=saved.verified),
         sampled("call", "s", calls),
         sampled("memcpy", "s", copies),
         sampled("restore_ratio", "", ratios),
-        single("state", "B", sum(t.nbytes for t in tensors(kept))),
+        single("state", "B", sum(t.nbytes for t in tensors(saved.state))),
     ]
 
 
