@@ -91,7 +91,9 @@ def test_a_rank_that_hangs_is_named_and_ended() -> None:
         if me.rank == 1:
             time.sleep(1000)
 
-    with ranks.started(2, code, timeout_s=1.0) as job:
+    with ranks.started(2, code) as job:
+        assert job.outcomes([0]) == [None]
+        job.timeout_s = 1.0
         with pytest.raises(TimeoutError, match=r"nothing from rank 1 .* still run: \[1\]"):
             job.results()
         pid = job.pid(1)
