@@ -64,6 +64,7 @@ def finish_last_step(recorder: Recorder) -> None:
     """Make sure the last complete step has a snapshot, due or not, if it can have one."""
     recorder.finish_window()
     recorder.pipeline.barrier.begin_close()
+    recorder.pipeline.region.spare = 0  # the last step of all: nothing newer can fail
     counters = recorder.pipeline.counters
     captured = counters.last_captured_step == recorder.steps.step
     if not recorder.cadence.began or (captured and not _is_early_share(recorder)):

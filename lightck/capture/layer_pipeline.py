@@ -81,7 +81,7 @@ class LayerPipeline(Pipeline):
         if self.barrier.opening(step) is not None:
             return False
         begin = now_ns()
-        writer = SlotWriter.open(self.region, self.pool, plan)
+        writer = SlotWriter.open(self.region, self.pool, plan, due=True)
         if writer is None:
             return False
         self._taken(writer)

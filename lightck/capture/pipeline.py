@@ -108,14 +108,14 @@ class Pipeline(Landing):
         self.offload.check()
         self._reap()
         local = bool(flags & RECORD_JIT) and not self.barrier.alone
-        slip: str | None = self._taken_up
+        slip: str | None = self.taken_up
         if slip is None and not local:
             slip = self.barrier.opening(step)
         writer = None
         if slip is None:
             plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
             begin = now_ns()
-            writer = SlotWriter.open(self.region, self.pool, plan)
+            writer = SlotWriter.open(self.region, self.pool, plan, due=not local, kept=local)
         if writer is None:
             slip = slip or Slip.SLOTS
             if not local:
@@ -199,8 +199,8 @@ class Pipeline(Landing):
 
     @property
     def busy(self) -> bool:
-        """A snapshot can only be opened once one that persists is committed."""
-        return self._taken_up is not None or not self.region.free_slots()
+        """A due snapshot can only be opened once one that persists is committed."""
+        return self.taken_up is not None or not self.region.has_room(due=True)
 
     def behind_s(self) -> float:
         """For how long to wait that the next snapshot need not slip: the CPU has run ahead.
@@ -211,7 +211,7 @@ class Pipeline(Landing):
         return BEHIND_S if under_way and self.busy else 0.0
 
     @property
-    def _taken_up(self) -> Slip | None:
+    def taken_up(self) -> Slip | None:
         """What the last snapshot has not left yet, where there is room for one."""
         if self.placement.staging and self.persisting:
             return Slip.DRAM

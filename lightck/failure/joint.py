@@ -70,6 +70,8 @@ class JointRescue(Rescue):
             heard = self.peers.look()
             self.inheritance.settle(deadline)
             self._finished.update(heard.dead, heard.closed)
+            saved = self._as_it_is(saved)
+            self._tell(saved, deadline)
         return replace(saved, seconds=time.monotonic() - began)
 
     def elsewhere(self) -> str | None:
@@ -120,6 +122,12 @@ class JointRescue(Rescue):
         step = self.recorder.steps.step
         done = self._told is not None and self._told[1:] == (step, True)
         return word.early and word.step == step and not done
+
+    def _as_it_is(self, saved: Saved) -> Saved:
+        """A dead peer may have taken this rank to the early instant: the other nodes', too."""
+        newest = self._newest()
+        early = newest is not None and newest.step == saved.step and newest.early
+        return replace(saved, early=saved.early or early)
 
     def _is_early_elsewhere(self, step: int | None) -> bool:
         return any(word.early and word.step == step for word in self.peers.look().words)

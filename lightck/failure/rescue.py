@@ -25,6 +25,7 @@ from lightck.capture.recorder import Recorder
 from lightck.capture.state import Collected
 from lightck.errors import LightckError
 from lightck.region.native import RECORD_EARLY, RECORD_JIT, Record
+from lightck.region.slot import Slot
 from lightck.types import Saved
 
 POLL_S = 0.002
@@ -198,7 +199,8 @@ class Rescue:
         if self._holds(step, early):
             return None
         self._check(step)
-        if pipeline.busy:
+        room = pipeline.region.has_room(due=False) or (early and self._exact(step))
+        if pipeline.taken_up is not None or not room:
             raise _Later("no slot became free", training=False)
         if recorder.inside:
             return self._open_late(early)
@@ -268,6 +270,16 @@ class Rescue:
             raise _Later("the loop kept changing the state", training=True)
         return self._sealed(flight)
 
+    def _exact(self, step: int) -> list[Slot]:
+        """This rank's snapshots of the step for which no other rank was asked.
+
+        Where the early instant is wanted, some rank has no exact one and can have none: these count
+        nowhere, and the early one may take the place of one.
+        """
+        region = self.recorder.pipeline.region
+        held = [(slot, slot.record) for slot in region.slots if slot.kept and slot.record]
+        return [slot for slot, r in held if (r.timeline, r.step) == (region.timeline, step)]
+
     def _before_forward(self) -> tuple[Collected, tuple[bytes, bytes]]:
         """The state between (a) and (b), and its blobs: one rank's as everything stands.
 
@@ -289,6 +301,9 @@ class Rescue:
         self, state: Collected, blobs: tuple[bytes, bytes], flags: int, moved: Callable[[], str]
     ) -> Flight:
         pipeline, step = self.recorder.pipeline, self.recorder.steps.step
+        if not pipeline.region.has_room(due=False):
+            for slot in self._exact(step):
+                pipeline.region.dead(slot)
         with pipeline.pacing:
             flight = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT)
         if isinstance(flight, str):

@@ -13,7 +13,8 @@ from lightck.capture.arrange import Arrangement, Sources, sources
 from lightck.capture.device import Device
 from lightck.errors import TornSnapshotError, WaitTimeoutError
 from lightck.region.native import Record
-from lightck.region.region import Region, Slot
+from lightck.region.region import Region
+from lightck.region.slot import Slot
 from lightck.region.writer import SlotWriter
 
 _FETCHED_BYTES = 4 << 20

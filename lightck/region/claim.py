@@ -29,6 +29,8 @@ from lightck.region.region import Region
 from lightck.region.spec import JOURNAL_BYTES, RegionSpec
 
 HUGE_PAGE_BYTES = 2 << 20
+_SHARED = 3
+"""Slots of a rank among several: the whole one, one of open fate, one to write."""
 
 
 @dataclass(eq=False)
@@ -130,9 +132,9 @@ def take(
     """Make the region that is not there yet, or make room in the one that is.
 
     While the failure path is armed a rank of several has one more slot: a just-in-time snapshot
-    takes neither the protected one's nor one of unknown fate (I6).
+    takes neither the protected one's nor one of unknown fate (I6). Due ones leave it free.
     """
-    slots = config.slots or (2 if seat.world == 1 else 3 + (config.failure != "off"))
+    slots = config.slots or (2 if seat.world == 1 else _SHARED + (config.failure != "off"))
     if seat.world > 1 and slots == 2:
         why = "due steps slip while it is not known whether every rank has committed the last one"
         event("two_slots", logging.WARNING, world=seat.world, why=why)
@@ -145,6 +147,8 @@ def take(
     if region.info.slot_count != slots:  # fixed when the region was made
         event("slots_kept", slots=region.info.slot_count, asked=slots)
     region.world = seat.world
+    armed = seat.world > 1 and config.failure != "off"
+    region.spare = int(armed and region.info.slot_count > _SHARED)
     return region
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from lightck.errors import (
@@ -25,6 +24,7 @@ from lightck.region.native import NativeRegion, Record
 from lightck.region.place import Place
 from lightck.region.pool import NativePool, NativeSnapshot
 from lightck.region.preference import preferred, replaces, worth
+from lightck.region.slot import Slot
 from lightck.region.spec import PROCESS_DURABLE, RegionSpec
 
 _LOOKS = 4
@@ -66,25 +66,6 @@ class Recovery:
         return not (self.candidates or self.abandoned or self.problems)
 
 
-@dataclass(eq=False)
-class Slot:
-    """What this process knows about one slot."""
-
-    index: int
-    record: Record | None = None
-    """Of the committed snapshot it holds; None: none that counts."""
-    fate_open: bool = False
-    """Other ranks decide whether it counts, and what they decided has not been taken in here."""
-    table_digest: bytes = b""
-    """Of the layout table that its last commit made durable."""
-    digests: tuple[bytes, npt.NDArray[np.uint32]] | None = None
-    """Layout digest and CRCs of content that this process wrote completely or read and verified."""
-    layout: tuple[allocator.Plan, Layout, list[int]] | None = field(default=None, repr=False)
-    """The plan last used here, with its extents in this slot; offsets of table and manifest."""
-    writer: NativeSnapshot | None = field(default=None, repr=False)
-    kept: bool = False  # see `Region.keep`
-
-
 class Region:
     """One open region. Used by one thread; the pool works beside it."""
 
@@ -98,6 +79,8 @@ class Region:
         """Slot of the best whole snapshot (I6): never invalidated, moved or overwritten."""
         self.reusable: Callable[[int, int], bool] | None = None
         """Several ranks: whether the slot that holds (timeline, step) may be reused."""
+        self.spare = 0
+        """Slots that due snapshots leave to a failure (I6)."""
         self.next_sequence = 1 + max((seq for _, seq in self.info.lineage), default=0)
         self.timeline = self.info.timeline
         self.world = self.info.world
@@ -318,6 +301,15 @@ class Region:
         settled = (slot for slot in free if self._settled(slot))
         return sorted(settled, key=lambda slot: worth(slot.record, self._held))
 
+    def has_room(self, *, due: bool) -> bool:
+        """Whether a snapshot can be begun; a `due` one leaves `spare` slots to a failure.
+
+        What was begun for a failure, and still counts, is in such a slot.
+        """
+        free = self.free_slots()
+        used = sum(slot.kept for slot in self.slots if slot not in free) if due else self.spare
+        return len(free) > max(0, self.spare - used)
+
     @property
     def _held(self) -> Record | None:
         return self.slots[self.protected].record if self.protected is not None else None
@@ -331,18 +323,23 @@ class Region:
             return slot.record.sequence < max(record.sequence for record in there)
         return self.reusable(slot.record.timeline, slot.record.step)
 
-    def begin(self, pool: NativePool) -> Slot | None:
+    def begin(self, pool: NativePool, *, due: bool = False, kept: bool = False) -> Slot | None:
         """Open a free slot for a new snapshot, or None when every one is protected, busy or leased.
+
+        Args:
+            pool: that will write.
+            due: see `has_room`.
+            kept: it is one that no other rank is asked about.
 
         Raises:
             PreviousPersistError: an earlier failure latched the region.
         """
-        for slot in self.free_slots():
+        for slot in self.free_slots() if self.has_room(due=due) else ():
             try:
                 slot.writer = NativeSnapshot(pool, self.native, slot.index)
             except RegionBusyError:
                 continue
-            slot.record, slot.kept = None, False
+            slot.record, slot.kept = None, kept
             return slot
         return None
 

@@ -23,7 +23,8 @@ from lightck.region.pool import (
     NativePool,
     NativeSnapshot,
 )
-from lightck.region.region import Region, Slot
+from lightck.region.region import Region
+from lightck.region.slot import Slot
 
 
 @dataclass(eq=False)
@@ -53,12 +54,21 @@ class SlotWriter:
     """Set by `seal`."""
 
     @classmethod
-    def open(cls, region: Region, pool: NativePool, plan: allocator.Plan) -> SlotWriter | None:
+    def open(
+        cls,
+        region: Region,
+        pool: NativePool,
+        plan: allocator.Plan,
+        *,
+        due: bool = False,
+        kept: bool = False,
+    ) -> SlotWriter | None:
         """Take a free slot, or None when there is none. Its old content is invalid from now on.
 
-        Never waits for the medium (I9): page media invalidate in the background.
+        Never waits for the medium (I9): page media invalidate in the background. For `due` and
+        `kept` see `Region.begin`.
         """
-        slot = region.begin(pool)
+        slot = region.begin(pool, due=due, kept=kept)
         if slot is None:
             return None
         if slot.layout is None or slot.layout[0] is not plan:

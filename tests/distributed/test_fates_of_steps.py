@@ -47,7 +47,7 @@ def test_a_slip_on_one_rank_makes_the_step_dead_on_all(region_dir: Path) -> None
         with training.attach(region_dir, on_error=print) as handle:
             for number in range(1, 7):
                 if me.rank == 1 and number == 4:  # step 3 is due, and opened in this forward
-                    no_slot = lambda *args: None  # noqa: E731
+                    no_slot = lambda *args, **more: None  # noqa: E731
                     SlotWriter.open, kept = no_slot, SlotWriter.open  # type: ignore
                     step(training, handle)
                     SlotWriter.open = kept  # type: ignore
@@ -118,8 +118,8 @@ def watch_slots(found: list[str]) -> None:
         held[slot.index] = (record.timeline, record.step)
         committed(region, slot, record)
 
-    def checked(region: Region, pool: Any) -> Any:
-        slot = begin(region, pool)
+    def checked(region: Region, pool: Any, **more: Any) -> Any:
+        slot = begin(region, pool, **more)
         if slot is not None and slot.index in held:
             timeline, step = held.pop(slot.index)
             assert region.reusable is not None

@@ -36,7 +36,9 @@ class Node:
             topology = Topology(rank, world, rank, world, peers=tuple(range(world)))
             peers = Peers(MemoryStore(server), topology, NOWHERE, look_s=0.005)
             self.stack.callback(peers.stop, LONG_S)
-            recorder: Any = SimpleNamespace(rank=rank, steps=SimpleNamespace(step=7))
+            pipeline = SimpleNamespace(region=SimpleNamespace(slots=[]))
+            steps = SimpleNamespace(step=7)
+            recorder: Any = SimpleNamespace(rank=rank, steps=steps, pipeline=pipeline)
             inheritance: Any = SimpleNamespace(settle=lambda _, rank=rank: self._settle(rank))
             self.ranks.append(JointRescue(recorder, inheritance=inheritance, peers=peers))
 
@@ -130,3 +132,22 @@ def test_a_killed_peer_is_a_reason_once(node: Node, tmp_path: Path) -> None:
     node.ranks[0].peers._dead = (2,)
     assert node.ranks[0].elsewhere() == "rank 2: killed"
     assert node.ranks[0].elsewhere() is None
+
+
+def test_a_dead_peer_s_early_instant_is_told_to_the_other_nodes(node: Node) -> None:
+    """Of this rank's step they hold the exact one, which a dead rank's share never goes with."""
+    own = node.ranks[0]
+    slots = own.recorder.pipeline.region.slots
+
+    def settle(deadline: float) -> list[Any]:
+        record = SimpleNamespace(step=7, early=True, sequence=1)
+        slots.append(SimpleNamespace(record=record))
+        return []
+
+    own.inheritance = SimpleNamespace(settle=settle)  # type: ignore[assignment]
+    node.save(1, "SIGTERM")
+    assert node.save(0, "rank 2: killed").early
+    words = node.hear(1, 2).words
+    assert [(word.step, word.early) for word in words] == [(7, False), (7, True)]
+    assert node.ranks[1].elsewhere() is not None
+    assert node.save(1, "rank 0: killed").early

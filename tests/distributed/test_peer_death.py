@@ -28,6 +28,8 @@ from lightck.region.writer import SlotWriter
 
 LAST, AT = 7, 4
 NEVER = 10**6
+LONG_S = 100.0
+FORWARD, LOOP = "in its next forward", "in its loop"
 KIND = "unused"
 """With three ranks the order of summation must not change: see `test_golden.py`."""
 BEFORE = ["forward", "backward"]
@@ -42,6 +44,7 @@ class Mortal(Job):
         super().__init__(rank, kind, **settings)
         self.phase, self.iteration, self.last = phase, 0, AT
         self.tell: Callable[[float], object] = id
+        self.handle: Any = None
         self.module[0].register_forward_hook(self._in_forward)
         self.module[3].weight.register_hook(lambda grad: self._die_in("backward"))
         self.optimizer.register_step_pre_hook(lambda *_: self._die_in("fence"))
@@ -138,19 +141,24 @@ def first_life(
     meanwhile: Callable[[int], object] = id,
     last: int = AT,
     kind: type[Mortal] = Mortal,
+    prepare: Callable[[ranks.Me, Any], object] = lambda me, job: None,
     **settings: Any,
 ) -> Callable[..., Any]:
-    """Trains until the rank `dead` kills itself; the others' errors leave their training, too."""
+    """Trains until the rank `dead` kills itself; the others' errors leave their training, too.
+
+    `prepare` is given each rank and its job, before that begins.
+    """
 
     def train(me: ranks.Me) -> Any:
         events = Events()
         meanwhile(me.rank)
         job = kind(me.rank, KIND, phase if me.rank == dead else "", **settings)
         job.tell, job.last = me.send, last
+        prepare(me, job)
         job.resume(path, 300 + me.rank)
-        handle = job.attach(path, failure="jit", on_error=lambda error: None)
+        job.handle = job.attach(path, failure="jit", on_error=lambda error: None)
         try:
-            with handle:
+            with job.handle:
                 while True:
                     job.iterate()
         except RuntimeError:
@@ -158,6 +166,61 @@ def first_life(
             return saved, events.of("taken_over"), events.of("not_taken_over"), events.settled_at
 
     return train
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def stand(me: ranks.Me, job: Mortal, dead: int, where: str, tell: Callable[[], Any]) -> None:
+    """The dead rank dies when it is let go; the survivor says `tell()` where it then is.
+
+    That is LOOP, between (a) and (b) of the last step, until its watchdog has saved that; or
+    FORWARD, where it has passed (b), and waits for the dead one. Of step 1, which is whole when
+    step 2 has ended, the fate is known on both.
+    """
+    if me.rank == dead:
+        job.tell = lambda at: me.pause()
+    events, pending = Events(), job.pending
+
+    def loop() -> None:
+        if job.iteration == 2:
+            job.handle.wait(1, LONG_S)
+            assert job.handle.last_committed_step == 1
+        if job.iteration == job.last and me.rank != dead and where == LOOP:
+            me.send(tell())
+            until(lambda: events.of("saved"))
+        pending()
+
+    def begun(*_: Any) -> None:  # behind (b), and before DDP waits for the other
+        if job.iteration == job.last + 1 and where == FORWARD:
+            me.send(tell())
+
+    job.pending = loop  # type: ignore[method-assign]
+    job.model.register_forward_pre_hook(begun)
+
+
+def passed(me: ranks.Me, job: Mortal, dead: int, phase: str) -> None:
+    """The dead rank says when it dies, which is when it is let go.
+
+    The others say that they have come as far as it takes: to (b) of the step before, or to the end
+    of the step.
+    """
+    if me.rank == dead:
+        job.tell = lambda at: (me.pause(), me.send(time.monotonic()))
+        return
+
+    def said(*_: Any) -> None:
+        if job.iteration == job.last:
+            me.send(phase)
+
+    if phase in BEFORE:
+        job.model.register_forward_pre_hook(said)  # behind (b)
+    else:
+        job.optimizer.register_step_post_hook(said)  # before (a), which training comes to alone
 
 
 def second_life(path: Path, kind: type[Mortal]) -> Callable[..., Any]:
@@ -210,9 +273,14 @@ SOME = {(2, 0, "backward"), (2, 0, "half"), (2, 0, "loop"), (3, 1, "fence"), (3,
 def test_the_last_complete_step_is_there_on_every_rank(
     region_dir: Path, world: int, dead: int, phase: str
 ) -> None:
-    code = first_life(region_dir, dead, phase, policy=NEVER)
+    def prepare(me: ranks.Me, job: Mortal) -> None:
+        passed(me, job, dead, phase)
+
+    code = first_life(region_dir, dead, phase, prepare=prepare, policy=NEVER)
     living = [r for r in range(world) if r != dead]
     with ranks.started(world, code) as job:
+        assert [job.receive(rank) for rank in living] == [phase] * len(living)
+        job.let_go(dead)
         outcomes = job.outcomes(living)
         died_at = job.receive(dead)
     step = AT - 1 if phase in BEFORE else AT
@@ -300,18 +368,31 @@ def test_a_rank_that_dies_inside_its_update_is_finished_though_an_exact_step_is_
     assert info is not None and info.step == AT - 1 and not info.early
 
 
-@pytest.mark.parametrize("phase", ["step end", "loop"])
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize(
+    ("dead", "phase", "where"),
+    [
+        (0, "step end", FORWARD),
+        (0, "loop", LOOP),
+        (1, "step end", LOOP),
+        (1, "loop", FORWARD),
+    ],
+)
 def test_with_every_step_due_an_exact_snapshot_outlives_a_death_before_the_next_forward(
-    region_dir: Path, dead: int, phase: str
+    region_dir: Path, dead: int, phase: str, where: str
 ) -> None:
-    """What the survivor saves is early: a loop that does not look at that is resumed exactly, too.
+    """What is whole then is early: a loop that does not look at that is resumed exactly, too.
 
     The exact one is of a step or two before, or three: its slot is not taken for the early one.
     """
-    with ranks.started(2, first_life(region_dir, dead, phase, policy=1)) as job:
+
+    def prepare(me: ranks.Me, job: Mortal) -> None:
+        stand(me, job, dead, where, lambda: None)
+
+    with ranks.started(2, first_life(region_dir, dead, phase, prepare=prepare, policy=1)) as job:
+        assert job.receive(1 - dead) is None
+        job.let_go(dead)
         ((saved, taken, refused, _),) = job.outcomes([1 - dead])
-    assert saved["step"] == AT and not refused, saved
+    assert saved["step"] == AT and saved["fresh"] and not refused, (saved, refused)
     assert [(each["step"], each["early"]) for each in taken] == [(AT, True)]
     info = go_on(region_dir, 2)
     assert info is not None and not info.early and AT - 3 <= info.step < AT

@@ -324,6 +324,22 @@ def test_over_ranks_an_early_step_is_protected_too_and_exact_ones_near_it_go_las
         assert [s.record.step for s in book.region.free_slots() if s.record] == [4, 2, 3]
 
 
+def test_due_snapshots_leave_a_slot_to_a_failure_and_have_the_others_beside_it(run: Path) -> None:
+    for failed_first in (False, True):
+        with Book(run.with_name(f"failed-{failed_first}"), slots=4) as book:
+            region, pool = book.region, book.pool
+            region.reusable = lambda timeline, step: False
+            region.spare = 1
+            if failed_first:
+                assert region.begin(pool, kept=True) is not None
+            for _ in range(3):
+                assert region.has_room(due=True)
+                assert region.begin(pool, due=True) is not None
+            assert not region.has_room(due=True) and region.begin(pool, due=True) is None
+            assert region.has_room(due=False) is not failed_first
+            assert (region.begin(pool, kept=True) is None) is failed_first
+
+
 def commit_marked(book: Book, rng: np.random.Generator, text: str) -> None:
     """Of a step; `e` marks an early one."""
     writer = book.open(random_contents(rng, SIZES))
