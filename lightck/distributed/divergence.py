@@ -261,6 +261,8 @@ class Divergence:
     patience_s: float = 60.0
     _asked: set[int] = field(default_factory=set)
     _named: set[str] = field(default_factory=set)
+    _naming: threading.Lock = field(default_factory=threading.Lock)
+    """Guards `_named`: what differs at several steps is found out at the same time."""
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def suspect(self, step: int, differed: int) -> None:
@@ -304,10 +306,11 @@ class Divergence:
     ) -> DivergenceError | None:
         same = sample is not None and sample.what == found.what
         names = {i: sample.names[i] if sample and same else f"#{i}" for i in found.odd}
-        new = {name: found.odd[i] for i, name in names.items() if name not in self._named}
+        with self._naming:
+            new = {name: found.odd[i] for i, name in names.items() if name not in self._named}
+            self._named.update(new)
         if not new and found.odd:
             return None
-        self._named.update(new)
         odd = sorted({rank for ranks in new.values() for rank in ranks or range(self.world)})
         text = f"step {differed}: replicas differ in {_each(new, self.world)}. "
         if found.silent:

@@ -7,7 +7,8 @@ that no order of messages gives a step two fates, and nobody acts on a fate befo
 
 Where ranks hold replicas, `d/STEP` is the first one's digest of them. A rank whose own is another
 says so in `x/STEP` before it counts itself, there and at every later step: whoever completes `c`
-has only to look, and the fate tells every rank that the step is suspect.
+has only to look, and the fate tells every rank that the step is suspect. Where another rank's word
+of an older step was first there, `y/STEP` says that replicas differ at this one, too.
 
 What a rank adds to `c` beside its 1 stands for the form of the state that all ranks hold alike. The
 sum shows whether every form was the same: ranks that hold other tensors make no step whole.
@@ -54,10 +55,10 @@ class _Case:
     digest: bytes = b""
     differs: bool = False
     """From the first one that was said."""
-    accused: bool = False
-    """The other ranks can know that this one differs, here or before."""
-    looked: bool = False
-    """This rank, counted last, knows whether any does."""
+    accuse: str = "x"
+    """Where this one has to say that it differs, here or before; empty: the others can know."""
+    look: str = "x"
+    """Where this rank, counted last, has to look whether any does."""
     differed: int | None = None
     """The step at which one did."""
 
@@ -227,13 +228,14 @@ class Ledger:
         if case.stage is _Stage.COMPARE:
             return Claim(f"d/{step}", case.digest)
         if case.stage is _Stage.REPORT:
-            if self.differed is None or self.differed > step or case.accused:
+            if self.differed is None or self.differed > step or not case.accuse:
                 return Add(f"c/{step}", 1 + (case.form << _COUNT_BITS))
-            return Claim(f"x/{step}", b"%d" % (step if case.differs else self.differed))
+            said = step if case.differs else self.differed
+            return Claim(f"{case.accuse}/{step}", b"%d" % said)
         if case.death:
             return Claim(f"f/{step}", case.death.encode())
-        if self.compares and not case.looked:
-            return Read(f"x/{step}")
+        if self.compares and case.look:
+            return Read(f"{case.look}/{step}")
         suspicion = None if case.differed is None else SUSPECT + str(case.differed).encode()
         return Claim(f"f/{step}", suspicion or WHOLE)
 
@@ -255,8 +257,10 @@ class Ledger:
             self._claimed(call, case, answer)
 
     def _read(self, call: Read, case: _Case, value: bytes | None) -> None:
-        if call.key[0] == "x":
-            case.looked, case.differed = True, None if value is None else int(value)
+        if call.key[0] in "xy":
+            case.differed = case.differed if value is None else int(value)
+            older = case.differed not in (None, case.due.step)
+            case.look = "y" if older and case.look == "x" else ""
         elif value is not None:
             self._settle(case, value)
 
@@ -265,8 +269,8 @@ class Ledger:
             case "d":
                 case.stage = _Stage.REPORT
                 self._compare(case, value)
-            case "x":
-                case.accused = True
+            case "x" | "y":
+                case.accuse = "y" if case.differs and int(value) != case.due.step else ""
             case _:
                 self._settle(case, value)
 
@@ -382,7 +386,7 @@ class Ledger:
             block = call.key.partition("/")[2]
             steps = self._blocks.pop(block)
             if answer == self.world:
-                kinds = "cfdx" if self.compares else "cf"
+                kinds = "cfdxy" if self.compares else "cf"
                 keys = [f"{kind}/{step}" for step in steps for kind in kinds]
                 self._chores.append(Delete((*keys, call.key)))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from lightck.distributed.calls import Add, Claim, Delete, Read
 from lightck.distributed.ledger import Due, Ledger
+from lightck.distributed.words import SUSPECT
 
 NEVER = 1e9  # patience is a case of its own
 
@@ -240,6 +241,9 @@ def _check(state: World) -> None:
     seen = [step for step in state.odd if step in state.whole + state.suspect]
     trusted = [step for step in state.whole if seen and step >= min(seen)]
     assert not trusted, f"replicas differ since step {min(seen)}, and {trusted} are trusted"
+    for step in {*state.suspect} & {*state.odd}:
+        said = state.store.get(f"f/{step}")
+        assert said in (None, SUSPECT + b"%d" % step), f"what differs at {step} is named: {said!r}"
     blamed = [step for step in state.suspect if step < min(state.odd, default=state.due + 1)]
     assert not blamed, f"{blamed} are suspect, and replicas differ at {sorted(state.odd)}"
 

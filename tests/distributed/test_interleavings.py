@@ -57,6 +57,7 @@ def test_ranks_with_other_states_make_no_step_whole_in_any_order(case: dict[str,
         pytest.param({"ranks": 2, "due": 2, "slots": 3, "odd": {1: 1}}, marks=pytest.mark.soak),
         {"ranks": 2, "due": 2, "slots": 2, "odd": {1: 0}},
         {"ranks": 2, "due": 2, "slots": 3, "odd": {2: 0}},
+        {"ranks": 2, "due": 2, "slots": 2, "odd": {1: 1, 2: 1}},
         {"ranks": 2, "due": 2, "slots": 2, "odd": {1: 1}, "tears": 1},
         {"ranks": 2, "due": 1, "slots": 2, "odd": {1: 1}, "outages": 2},
         {"ranks": 2, "due": 1, "slots": 2, "odd": {1: 0}, "deaths": 1},
@@ -79,12 +80,26 @@ def test_a_rank_that_counts_itself_before_it_says_that_it_differs_is_caught(
     right = Ledger._call_for
 
     def hasty(self: Ledger, step: int, case: Any) -> Any:
-        case.accused = True
+        case.accuse = ""
         return right(self, step, case)
 
     monkeypatch.setattr(Ledger, "_call_for", hasty)
     with pytest.raises(AssertionError, match="replicas differ since step 1"):
         explore(world(2, 1, slots=3, odd={1: 1}))
+
+
+def test_a_rank_that_is_content_with_a_word_of_an_older_step_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = Ledger._call_for
+
+    def content(self: Ledger, step: int, case: Any) -> Any:
+        case.accuse = case.accuse.strip("y")
+        return right(self, step, case)
+
+    monkeypatch.setattr(Ledger, "_call_for", content)
+    with pytest.raises(AssertionError, match="what differs at 2 is named"):
+        explore(world(2, 2, slots=2, odd={1: 1, 2: 1}))
 
 
 def test_a_suspect_snapshot_that_replaces_the_trusted_one_is_caught(
