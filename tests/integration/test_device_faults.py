@@ -17,7 +17,7 @@ from lightck.capture import cuda, pipeline, transfer, transfers
 from lightck.capture.arrange import Arrangement
 from lightck.errors import DeviceError, LightckError, WaitTimeoutError
 from lightck.failure import slots
-from lightck.region.pool import NativeSnapshot
+from lightck.region.pool import SNAP_COMMITTED, NativeSnapshot
 from lightck.region.writer import SlotWriter
 
 
@@ -150,8 +150,23 @@ def test_who_waits_for_all_of_a_transfer_sleeps(
     handle.close()
 
 
-# On a busy machine the medium may hold a slot for longer than a step: lawful, and not told apart.
-@pytest.mark.soak
+@pytest.fixture
+def fast_medium(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has come from a device is committed before the next snapshot opens, however busy the
+    machine is; for the device itself only the product waits."""
+    behind_s = pipeline.Pipeline.behind_s
+
+    def settled(pipe: pipeline.Pipeline) -> float:
+        seconds = behind_s(pipe)
+        for flight in pipe.persisting:
+            if flight.sealed:
+                assert flight.writer.snapshot.wait(100.0) == SNAP_COMMITTED, "the medium is stuck"
+        return seconds
+
+    monkeypatch.setattr(pipeline.Pipeline, "behind_s", settled)
+
+
+@pytest.mark.usefixtures("fast_medium")
 @pytest.mark.parametrize("way", ["host", "direct", "device"])
 def test_no_due_snapshot_slips_because_the_cpu_runs_ahead(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch, way: str
