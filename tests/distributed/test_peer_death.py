@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader
 
 import lightck
 from lightck.failure.takeover import Takeover
+from lightck.region import place
+from lightck.region.region import survey
 from lightck.region.writer import SlotWriter
 
 LAST, AT = 7, 4
@@ -44,6 +46,8 @@ class Mortal(Job):
         super().__init__(rank, kind, **settings)
         self.phase, self.iteration, self.last = phase, 0, AT
         self.tell: Callable[[float], object] = id
+        self.gathered: Callable[[], object] = lambda: None
+        """Called between its gradients and its update."""
         self.handle: Any = None
         self.module[0].register_forward_hook(self._in_forward)
         self.module[3].weight.register_hook(lambda grad: self._die_in("backward"))
@@ -77,6 +81,7 @@ class Mortal(Job):
         self.optimizer.zero_grad()
         loss = self.loss()
         loss.backward()
+        self.gathered()
         self.optimizer.step()
         self._die_in("step end")
         self.pending()
@@ -203,6 +208,13 @@ def stand(me: ranks.Me, job: Mortal, dead: int, where: str, tell: Callable[[], A
     job.model.register_forward_pre_hook(begun)
 
 
+def exact_steps(path: Path, rank: int) -> set[int]:
+    """Of a rank's snapshots that are committed there."""
+    region, recovery = survey(place.locate(path, rank, create=False))
+    region.close()
+    return {each.record.step for each in recovery.candidates if not each.record.early}
+
+
 def passed(me: ranks.Me, job: Mortal, dead: int, phase: str) -> None:
     """The dead rank says when it dies, which is when it is let go.
 
@@ -300,8 +312,13 @@ def test_the_last_complete_step_is_there_on_every_rank(
 def test_what_a_survivor_takes_again_behind_its_update_does_not_hide_the_update(
     region_dir: Path, phase: str
 ) -> None:
-    code = first_life(region_dir, 1, phase, kind=Epochs, policy=NEVER)
+    def prepare(me: ranks.Me, job: Mortal) -> None:
+        passed(me, job, 1, phase)
+
+    code = first_life(region_dir, 1, phase, kind=Epochs, prepare=prepare, policy=NEVER)
     with ranks.started(2, code) as job:
+        assert job.receive(0) == phase
+        job.let_go(1)
         ((saved, taken, refused, _),) = job.outcomes([0])
     assert saved["step"] == AT and not refused
     assert [(each["rank"], each["step"], each["early"]) for each in taken] == [(1, AT, True)]
@@ -309,24 +326,67 @@ def test_what_a_survivor_takes_again_behind_its_update_does_not_hide_the_update(
     assert info is not None and info.step == AT and info.early
 
 
+def test_a_survivor_that_hears_of_it_before_its_own_update_finishes_both_steps(
+    region_dir: Path,
+) -> None:
+    """Of the step before both had (b); the update that killed the other it then ends by itself."""
+
+    def prepare(me: ranks.Me, job: Mortal) -> None:
+        events = Events()
+        if me.rank == 1:
+            job.tell = lambda at: me.pause()
+
+        def late() -> None:
+            if job.iteration == AT and me.rank == 0:
+                me.send("all gradients are here")
+                until(lambda: events.of("saved"))
+
+        job.gathered = late
+
+    with ranks.started(2, first_life(region_dir, 1, "half", prepare=prepare, policy=NEVER)) as job:
+        assert job.receive(0) == "all gradients are here"
+        job.let_go(1)
+        ((saved, taken, refused, _),) = job.outcomes([0])
+    assert saved["step"] == AT and not refused
+    both = [(1, AT - 1, False), (1, AT, True)]
+    assert [(each["rank"], each["step"], each["early"]) for each in taken] == both
+    info = go_on(region_dir, 2)
+    assert info is not None and info.step == AT - 1 and not info.early, "exact, and near"
+
+
 def test_a_survivor_that_dies_while_it_takes_over_is_followed_by_the_next(region_dir: Path) -> None:
     """What it had begun is begun anew."""
 
-    def meanwhile(rank: int) -> None:
-        if rank == 0:
-            write = Takeover._write
+    def prepare(me: ranks.Me, job: Mortal) -> None:
+        passed(me, job, 1, "backward")
+        write, of = Takeover._write, Takeover.of
 
-            def end(*_: Any) -> None:
-                time.sleep(0.3)  # the other finds it at work
-                os.kill(os.getpid(), signal.SIGKILL)
+        def end(*_: Any) -> None:
+            me.send("at it")
+            time.sleep(0.3)  # the other finds it at work
+            os.kill(os.getpid(), signal.SIGKILL)
 
-            def dying(*arguments: Any) -> None:
-                SlotWriter.seal = end
-                write(*arguments)
+        def dying(*arguments: Any) -> None:
+            SlotWriter.seal = end
+            write(*arguments)
 
-            Takeover._write = dying
+        def following(*arguments: Any) -> Any:
+            if not heard:
+                heard.append(me.pause())
+            return of(*arguments)
 
-    with ranks.started(3, first_life(region_dir, 1, "backward", meanwhile, policy=NEVER)) as job:
+        heard: list[Any] = []
+        if me.rank == 0:
+            Takeover._write = dying  # type: ignore[method-assign]
+        if me.rank == 2:
+            Takeover.of = following  # type: ignore[method-assign]
+
+    code = first_life(region_dir, 1, "backward", prepare=prepare, policy=NEVER)
+    with ranks.started(3, code) as job:
+        assert [job.receive(rank) for rank in (0, 2)] == ["backward"] * 2
+        job.let_go(1)
+        assert job.receive(0) == "at it"
+        job.let_go(2)
         killed, (saved, taken, refused, _) = job.outcomes([0, 2])
     assert isinstance(killed, ranks.Gone)
     assert [each["rank"] for each in taken] == [1], (refused, saved)
@@ -360,7 +420,16 @@ def test_a_rank_that_dies_inside_its_update_is_finished_though_an_exact_step_is_
     region_dir: Path,
 ) -> None:
     """Which restore prefers, being only a step older."""
-    with ranks.started(2, first_life(region_dir, 1, "half", policy=1, slots=8)) as job:
+
+    def prepare(me: ranks.Me, job: Mortal) -> None:
+        passed(me, job, 1, "half")
+        if me.rank == 1:
+            job.tell = lambda at: (me.pause(), until(lambda: AT - 1 in exact_steps(region_dir, 1)))
+
+    code = first_life(region_dir, 1, "half", prepare=prepare, policy=1, slots=8)
+    with ranks.started(2, code) as job:
+        assert job.receive(0) == "half"
+        job.let_go(1)
         ((saved, taken, refused, _),) = job.outcomes([0])
     assert saved["step"] == AT and not refused
     assert [(each["rank"], each["step"], each["early"]) for each in taken] == [(1, AT, True)]
@@ -402,8 +471,14 @@ def test_with_every_step_due_an_exact_snapshot_outlives_a_death_before_the_next_
 def test_one_rank_after_the_other_dies_and_no_step_is_lost(region_dir: Path) -> None:
     """The second life saves in slots of the first, whose snapshot stays until then."""
     for dead, last, phase in ((1, AT, "loop"), (0, AT + 1, "backward"), (1, AT + 2, "forward")):
-        code = first_life(region_dir, dead, phase, last=last, policy=NEVER)
+
+        def prepare(me: ranks.Me, job: Mortal, dead: int = dead, phase: str = phase) -> None:
+            passed(me, job, dead, phase)
+
+        code = first_life(region_dir, dead, phase, last=last, prepare=prepare, policy=NEVER)
         with ranks.started(2, code) as job:
+            assert job.receive(1 - dead) == phase
+            job.let_go(dead)
             ((saved, taken, refused, _),) = job.outcomes([1 - dead])
         assert saved["step"] == (last if phase == "loop" else last - 1)
         assert saved["fresh"] and not refused
