@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import ranks
-from test_peer_death import FORWARD, LAST, LOOP, Mortal, first_life, go_on, stand
+from test_peer_death import FORWARD, LAST, LONG_S, LOOP, Mortal, first_life, go_on, stand
+from training import Training
 
 from lightck.distributed.fates import GlobalCommit
 
@@ -49,3 +50,19 @@ def test_a_failure_finds_a_slot_though_no_due_step_s_fate_is_known(
     assert [(each["rank"], each["step"], each["early"]) for each in taken] == [(dead, LAST, True)]
     info = go_on(region_dir, 2)
     assert info is not None and info.step == LAST and info.early
+
+
+def test_a_close_takes_the_slot_that_was_left_to_a_failure(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        if me.rank == 1:
+            count_nothing_behind_step_1()
+        training = Training(me.rank)
+        with training.attach(region_dir, placement="direct", on_error=print) as handle:
+            training.steps(2)
+            handle.wait(1, LONG_S)
+            training.steps(4)
+            slipped = handle.stats().slipped
+        return slipped, handle.last_committed_step
+
+    with ranks.started(2, train) as job:
+        assert job.results() == [(2, 6), (2, 6)]
