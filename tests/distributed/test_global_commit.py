@@ -241,13 +241,19 @@ def test_closing_waits_for_no_rank_beyond_its_time(monkeypatch: pytest.MonkeyPat
     lonely = GlobalCommit(MemoryStore(server), Ledger(0, 2), Calendar(every=1))
     lonely.opened(due(lonely, 1))
     lonely.committed(1)
+    until(lambda: lonely._ledger.watched == 1)
     waits, wait_for = [0.1, LONG_S, LONG_S, LONG_S], lonely._changed.wait_for
-    monkeypatch.setattr(
-        lonely._changed,
-        "wait_for",
-        lambda ready, seconds=None: wait_for(ready, seconds and waits.pop(0)),
-    )
+    limits: list[float] = []
+
+    def waiting(ready: Callable[[], object], seconds: float | None = None) -> object:
+        if seconds is None:
+            return wait_for(ready)
+        limits.append(seconds)
+        return wait_for(ready, waits.pop(0))
+
+    monkeypatch.setattr(lonely._changed, "wait_for", waiting)
     assert lonely.close(60.0) == []
+    assert limits == [30.0, 30.0], "the time is for both waits"
     assert server.values["f/1"] == Death(0, "rank 0 closed").encode()
     assert lonely.close(60.0) == []
     assert lonely.why_not_open() == "closed"

@@ -13,6 +13,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,11 @@ def golden(world: int, kind: str = "plain", count: int = LAST) -> list[Any]:
 _golden = cache(golden)
 
 
-def life(path: Path, kind: str, last: int = LAST, **settings: Any) -> Callable[[ranks.Me], Any]:
-    """One life of a job: goes on from what is there, tells every loss."""
+def life(path: Path, kind: str, dies: bool = False, **settings: Any) -> Callable[[ranks.Me], Any]:
+    """One life of a job: goes on from what is there, tells every loss.
+
+    Where it `dies`, who has done everything waits: what is killed late is killed all the same.
+    """
 
     def train(me: ranks.Me) -> Any:
         job = Job(me.rank, kind, **settings)
@@ -106,8 +110,10 @@ def life(path: Path, kind: str, last: int = LAST, **settings: Any) -> Callable[[
             torch.manual_seed(300 + me.rank)
         with job.attach(path, close_timeout_s=30.0) as handle:
             me.send(("from", handle.step))
-            for step in range(handle.step + 1, last + 1):
+            for step in range(handle.step + 1, LAST + 1):
                 me.send((step, job.iterate()))
+        if dies:
+            me.pause()
         return state_of(job)
 
     return train
@@ -154,13 +160,17 @@ def killed_again_and_again(
         until = dice.randrange(1, 2 + LAST // lives)
         context = f"life {number}, ranks {victims} killed after {until} words"
         said: dict[int, list[Any]] = {rank: [] for rank in range(world)}
-        with ranks.started(world, life(path, kind, **settings)) as job:
+        with ranks.started(world, life(path, kind, True, **settings)) as job:
             watched = dice.randrange(world)
             said[watched] = [job.receive(watched) for _ in range(until)]
             for rank in victims:
                 os.kill(job.pid(rank), signal.SIGKILL)
+            for rank in {*range(world)} - {*victims}:
+                with suppress(BrokenPipeError):  # it has found out already, and ended
+                    job.let_go(rank)
             outcomes = job.outcomes()  # whoever is left finds out, and ends by itself
             for rank, each in enumerate(outcomes):
+                assert isinstance(each, ranks.Gone) == (rank in victims), (context, outcomes)
                 if not isinstance(each, Exception):  # the kill came after its end
                     assert same(each, wanted[rank][1]), (context, rank)
                 # Who has done all steps when another is killed hears of it in close.
