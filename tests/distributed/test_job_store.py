@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 import warnings
@@ -145,18 +144,13 @@ def test_without_torch_distributed_there_is_one_rank_and_no_store() -> None:
         default_store()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_gloo_ranks_agree_commit_and_learn_the_fate_together() -> None:
-    world, port, steps = 3, _free_port(), 20
+    world, steps = 3, 20
 
-    def code(rank: int, parent: Parent) -> object:
-        address = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    def code(rank: int, parent: Parent, port: int = 0) -> object:
+        raw = tcp(port, master=rank == 0)
+        parent.send(raw.port)
+        dist.init_process_group("gloo", store=raw, rank=rank, world_size=world)
         rounds = Rounds(default_store(), *here())
         topology = find(rounds, environment={})
         timeline = agree_on_attach(rounds, Identity(topology.run_id, world, "/p", 3))
@@ -180,7 +174,11 @@ def test_gloo_ranks_agree_commit_and_learn_the_fate_together() -> None:
         dist.destroy_process_group()
         return topology.peers, timeline, fates, sorted(waits), left
 
-    children = ranks_of(port, world, code)
+    first = start(lambda parent: code(0, parent))
+    port = first.receive()
+    others = [start(lambda parent, r=rank: code(r, parent, port)) for rank in range(1, world)]
+    assert [other.receive() for other in others] == [port] * (world - 1)
+    children = [first, *others]
     results = [child.receive() for child in children]
     for child in children:
         assert child.join() == 0
