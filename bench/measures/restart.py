@@ -189,7 +189,11 @@ def _started(asked: dict[str, Any], writes: int) -> Callable[[], object]:
 
 
 def _forked(asked: dict[str, Any], writes: int) -> Callable[[], object]:
-    """For a toy: what starting Python takes is not looked at."""
+    """For a toy: what starting Python takes is not looked at.
+
+    With one thread: where the parent has run a parallel region, a child hangs in its first one.
+    """
+    asked = {**asked, "threads": 1}
     process = multiprocessing.get_context("fork").Process(target=_lives, args=(asked, writes))
     process.start()
 

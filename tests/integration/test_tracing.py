@@ -106,7 +106,7 @@ def test_a_torn_and_a_slipped_snapshot_are_marked(run_dir: Path, tmp_path: Path)
         loop.update()
         pipeline = handle._recorder.pipeline
         busy = pipeline.region.begin
-        pipeline.region.begin = lambda pool: None  # type: ignore[method-assign]
+        pipeline.region.begin = lambda *_, **__: None  # type: ignore[method-assign]
         loop.run(1)
         pipeline.region.begin = busy  # type: ignore[method-assign]
         document = json.loads(handle.trace(tmp_path / "run.json").read_text())
