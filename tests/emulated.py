@@ -24,6 +24,7 @@ from lightck.errors import DeviceError
 
 GARBAGE = 0xDD
 _PATIENCE_S = 120.0
+_DETACH_S = 30.0
 _registered: dict[int, int] = {}
 """Address and length of what devices read and write by themselves: all of them, as CUDA's."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -338,6 +339,19 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+attached: list[Any] = []
+"""Handles that must not outlive their devices: later trainings would be told to them."""
+
+
+def _let_go() -> None:
+    """Detach what a failed test has left; a device that hangs keeps nobody from going on."""
+    for handle in attached:
+        thread = threading.Thread(target=handle.detach, daemon=True)
+        thread.start()
+        thread.join(_DETACH_S)
+    attached.clear()
+
+
 @contextmanager
 def devices(*made: EmulatedDevice) -> Iterator[None]:
     """Their memory is known to lightck inside."""
@@ -349,6 +363,7 @@ def devices(*made: EmulatedDevice) -> Iterator[None]:
     try:
         yield
     finally:
+        _let_go()
         holders.finders.remove(find)
         _registered.clear()
         for device in made:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulated import EmulatedDevice
+from emulated import EmulatedDevice, attached
 from torch import nn
 
 import lightck
@@ -106,7 +106,9 @@ class Job:
 
     def attach(self, path: Path, **settings: Any) -> lightck.handle.Handle:
         settings = {"slots": 16, "chunk_bytes": 4096, **settings}
-        return lightck.attach(self.model, self.optimizers, path, **settings)
+        handle = lightck.attach(self.model, self.optimizers, path, **settings)
+        attached.append(handle)
+        return handle
 
     def step(self) -> None:
         """One iteration; the CPU waits for nothing."""

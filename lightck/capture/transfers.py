@@ -6,6 +6,8 @@ never waits for a device, but where the ring is full.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,14 +111,17 @@ class Transfers:
         Raises:
             LightckError: the transfer has failed.
         """
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         if not transfer.fed.wait(timeout_s):
             return False
         raise_error(transfer)
         batch, total = transfer.batch.number, transfer.starts[-1]
-        while not transfer.snapshot.taken(batch, total, 0.0 if timeout_s == 0 else _LOOK_S, False):
-            if timeout_s is not None:
+        while True:
+            left = max(0.0, until - time.monotonic())
+            if transfer.snapshot.taken(batch, total, min(left, _LOOK_S), False):
+                return True
+            if not left:
                 return False
-        return True
 
     def give_up(self, transfer: Transfer) -> None:
         """On return nothing of it is queued or fed any more, and no copy is under way.

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,26 @@ def test_who_waits_for_all_of_a_transfer_sleeps(
         assert handle._recorder.pipeline.offload.transfers.arrived(each, None)
         assert waits
         assert all(wait_s > 0 for wait_s in waits), waits
+    handle.close()
+
+
+def test_who_waits_for_a_snapshot_from_a_device_waits_as_long_as_asked(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool takes longer than one look at it lasts."""
+    taken, looks, here = NativeSnapshot.taken, [0], threading.get_ident()
+
+    def late(snapshot: NativeSnapshot, *arguments: Any) -> bool:
+        looks[0] += threading.get_ident() == here
+        return looks[0] > 3 and taken(snapshot, *arguments)
+
+    job = Job(device)
+    handle = job.attach(run_dir, placement="host")
+    monkeypatch.setattr(NativeSnapshot, "taken", late)
+    for _ in range(2):
+        job.step()
+    handle._recorder.poll(100.0)
+    assert looks[0] > 3 and handle.last_committed_step == 1
     handle.close()
 
 
