@@ -14,7 +14,7 @@ from memory import MemoryStore, Server
 
 from lightck.capture.state import Inventory, Live
 from lightck.distributed import divergence, sample
-from lightck.distributed.calls import Add, Call, Claim, Read
+from lightck.distributed.calls import Add, Call, Claim, Delete, Read
 from lightck.distributed.divergence import Divergence, Samples, Verdict, decide, inquire
 from lightck.distributed.ledger import Due, Ledger
 from lightck.errors import CoordinationError, DivergenceError, LightckError, RegionIOError
@@ -218,7 +218,10 @@ def _served(store: dict[str, bytes], call: Call) -> object:
             return store.setdefault(key, value)
         case Read(key):
             return store.get(key)
-    raise AssertionError(f"{call} within one block")
+        case Delete(keys):
+            for key in keys:
+                store.pop(key, None)
+    return None
 
 
 @pytest.mark.parametrize("world", [2, 16, 128])
@@ -232,6 +235,30 @@ def test_a_rank_sends_one_more_message_per_sample_whatever_the_number_of_ranks(w
     # Who differs from the first one said says so, once per step.
     assert more == [3 * (rank == 1) for rank in range(world)]
     assert all(len(c.value) < 40 for calls in odd for c in calls if isinstance(c, Claim))
+
+
+def test_words_of_older_and_of_newer_differences_are_deleted_with_their_step() -> None:
+    """Rank 1 differs at step 1; at step 2 it says that first, and rank 0 the newer one."""
+    store: dict[str, bytes] = {}
+    seen: set[str] = set()
+    ledgers = [Ledger(rank, 2, compares=True) for rank in range(2)]
+
+    def answered(ledger: Ledger) -> None:
+        while (call := ledger.next_call(0.0)) is not None:
+            ledger.answered(_served(store, call), 0.0)
+            seen.update(store)
+
+    for step, order in ((1, (0, 1)), (2, (1, 0))):
+        for rank in order:
+            ledgers[rank].opened(Due(step, 0, "r"), 0.0)  # a block of its own
+            ledgers[rank].committed(step, 0.0, b"form", b"what:%d" % rank)
+            answered(ledgers[rank])
+        for ledger in ledgers:
+            ledger.heard(step, store[f"f/{step}"])
+        for ledger in ledgers:
+            answered(ledger)
+    assert {"x/1", "x/2", "y/2"} <= seen and "y/1" not in seen
+    assert store == {}
 
 
 def test_a_digest_of_something_else_is_counted_as_not_compared() -> None:
