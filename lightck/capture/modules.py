@@ -82,6 +82,16 @@ def held_buffers(holding: Iterable[dict[str, torch.Tensor | None]]) -> list[torc
     return list(chain.from_iterable(map(dict.values, holding)))
 
 
+def persistent_buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """What of it belongs to the model's state."""
+    return [
+        buffer
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
 def strip(path: str) -> str:
     """Remove what torch.compile and activation checkpointing add to a path."""
     return ".".join(part for part in path.split(".") if f"{part}." not in WRAPPERS)

@@ -30,6 +30,7 @@ from lightck.capture.modules import (
     held_buffers,
     named_buffers,
     named_parameters,
+    persistent_buffers,
 )
 from lightck.capture.options import Options
 from lightck.errors import StateError
@@ -85,6 +86,8 @@ class _Cache:
     """Likewise of the others."""
     buffers: list[Any]
     """What was in there."""
+    persistent: list[torch.Tensor]
+    """Those of them that a snapshot holds."""
     sizes: list[int]
     """Of the optimizers' groups and states."""
 
@@ -135,7 +138,7 @@ class Inventory:
         cache = self._cache
         if cache is None or any(cache.states) or _sizes(self.optimizers) != cache.sizes:
             cache = self._known()
-        elif any(cache.bare) or not _identical(held_buffers(cache.holding), cache.buffers):
+        elif not _same_buffers(cache):
             cache = self._known()
         return self._collected(cache)
 
@@ -192,13 +195,11 @@ class Inventory:
         return all(id(p) in held for _, p in named_parameters(self.model) if p.requires_grad)
 
     def buffers(self) -> list[torch.Tensor]:
-        """The model's persistent buffers."""
-        return [
-            buffer
-            for module in every_module(self.model)
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        ]
+        """The model's persistent buffers; of a module that has come since the last look, none."""
+        cache = self._cache
+        if cache is None or not _same_buffers(cache):
+            return persistent_buffers(every_module(self.model))
+        return cache.persistent
 
     def names(self) -> dict[int, str]:
         """Name of each of the model's parameters, by identity; the first name counts."""
@@ -255,7 +256,8 @@ class Inventory:
         assigned, kept = tuple(self.assign(lives)), buffers_of(modules)
         shared, sizes = self.share(assigned), _sizes(self.optimizers)
         bare, holding = [each for each in kept if not each], [each for each in kept if each]
-        rest = (states, held, bare, holding, held_buffers(holding), sizes)
+        buffers = held_buffers(holding), persistent_buffers(modules)
+        rest = (states, held, bare, holding, *buffers, sizes)
         return _Cache(modules, objects, assigned, shared, *rest)
 
     def _model_lives(self) -> Iterator[Live]:
@@ -360,6 +362,11 @@ def _sizes(optimizers: Sequence[Optimizer]) -> list[int]:
         found += [len(group["params"]) for group in optimizer.param_groups]
         found.append(sum(map(len, filter(None, optimizer.state.values()))))
     return found
+
+
+def _same_buffers(cache: _Cache) -> bool:
+    """Modules hold the buffers that they held."""
+    return not any(cache.bare) and _identical(held_buffers(cache.holding), cache.buffers)
 
 
 def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
