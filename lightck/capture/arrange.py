@@ -82,7 +82,9 @@ class Part:
 
     holders: frozenset[int]
     owned: bool
-    """Sources are private copies made at (b)."""
+    """Sources are private copies made at (b), or copied before the opening returns."""
+    at_once: bool
+    """The latter: they lie as they are stored, where the workers can read them."""
     device: Device | None
     """Whose memory holds the sources, private ones too; None: the workers can read it."""
     positions: npt.NDArray[np.intp]
@@ -205,32 +207,35 @@ def _rare_forms(rare: list[list[int]], tensors: list[torch.Tensor]) -> list[list
 
 def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...]) -> tuple[Part, ...]:
     """The largest first: the copies left for the fence are small, whatever the model's order."""
-    members: dict[tuple[bool, frozenset[int], str], list[int]] = {}
+    members: dict[tuple[bool, bool, frozenset[int], str], list[int]] = {}
     devices: dict[str, Device | None] = {"": None}
     for i, live in enumerate(lives):
         if entries[i].length:
             device = holder(live.local)
             own = staging.must_own(live, device)
+            at_once = own and device is None and staging.lies_as_stored(live.local)
             where = "" if device is None else device.name
             devices.setdefault(where, device)
-            members.setdefault((own, frozenset() if own else live.holders, where), []).append(i)
+            key = (own, at_once, frozenset() if own else live.holders, where)
+            members.setdefault(key, []).append(i)
     parts = []
-    for (own, holders, where), wanted in members.items():
+    for (own, at_once, holders, where), wanted in members.items():
         order = sorted(wanted, key=lambda i: -entries[i].length)
         free = np.array([not lives[i].holders for i in order], np.bool_)
         # A private copy is made of the part alone.
-        begins = np.array([0 if own else entries[i].begin or 0 for i in order], np.uint64)
+        private = own and not at_once
+        begins = np.array([0 if private else entries[i].begin or 0 for i in order], np.uint64)
         positions = np.array(order, np.intp)
         total = sum(entries[i].length for i in order)
-        part = Part(holders, own, devices[where], positions, tuple(order), free, begins, total)
-        parts.append(part)
+        at = positions, tuple(order), free, begins, total
+        parts.append(Part(holders, own, at_once, devices[where], *at))
     return tuple(parts)
 
 
 def sources(part: Part, arrangement: Arrangement) -> Sources:
     """What the part's copies start from; private copies are made now."""
     live = [arrangement.tensors[i] for i in part.order]
-    if part.owned:
+    if part.owned and not part.at_once:
         lives, entries = arrangement.lives, arrangement.entries
         copies = [staging.owned(lives[i], entries[i], part.device) for i in part.order]
         flats = [flat(c, 0, c.nbytes) for c in copies] if part.device is not None else []

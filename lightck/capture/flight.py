@@ -28,7 +28,7 @@ class Group:
     sources: Sources | None
     """Keeps the memory that is copied alive; None once it is captured."""
     owned: bool
-    """Sources are private copies: nothing can tear them."""
+    """Nothing can tear them: private copies, or made before the opening returned."""
     transfer: Transfer | None = None
     """Of what a device holds: how it comes here."""
 

@@ -294,7 +294,7 @@ class Pipeline(Landing):
             self.pool.close()
 
     def _queue(self, flight: Flight, part: Part, staged: npt.NDArray[np.bool_]) -> Group:
-        """Those from private copies may run at once."""
+        """Those from private copies may run at once; what must not wait has left its source."""
         chosen, at = sources(part, self.arrangement), part.positions
         if part.device is not None:
             return self.offload.queue(flight, part, chosen, staged, self.arrangement)
@@ -303,7 +303,10 @@ class Pipeline(Landing):
         batch = flight.writer.add(at, pointers, may_skip, staged[at])
         group = Group(part.holders, batch, chosen, part.owned)
         flight.groups.append(group)
-        if part.owned:
+        if part.at_once:
+            flight.writer.capture(batch)
+            group.sources = None
+        elif part.owned:
             flight.writer.release(batch)
         return group
 

@@ -127,6 +127,11 @@ def must_own(live: Live, device: Device | None = None) -> bool:
     )
 
 
+def lies_as_stored(tensor: torch.Tensor) -> bool:
+    """Whether the workers can copy its bytes from where they are."""
+    return tensor.device.type == "cpu" and is_dense(tensor)
+
+
 MUCH_BYTES = 64 << 20
 """Copied synchronously at the boundary: the user is told."""
 

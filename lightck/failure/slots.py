@@ -77,7 +77,7 @@ def copy(writer: SlotWriter, arrangement: Arrangement, deadline: float) -> None:
             pointers = np.array([each.data_ptr() for each in held], np.uint64)
         batch = writer.add(part.positions, pointers, never, never)
         writer.capture(batch, max(0.0, deadline - time.monotonic()))
-        if part.owned:
+        if part.owned and not part.at_once:
             continue
         torn = [writer.layout.entries[int(part.positions[i])].name for i in chosen.changed()]
         found = torn[0] if torn else writer.audit(batch, secrets.randbits(63), False)

@@ -226,12 +226,28 @@ def test_memory_that_did_not_move_is_held_from_one_snapshot_to_the_next() -> Non
 
 
 def test_a_private_copy_holds_what_the_tensor_held() -> None:
-    tensor = torch.arange(4.0)
+    tensor = torch.arange(8.0)[::2]  # which nobody can copy as it lies
     part, arranged = part_of(lives_of([tensor], sync=True))
     taken = sources(part, arranged)
     tensor.zero_()
     assert taken.pointers == [copy.data_ptr() for copy in taken.tensors] != [tensor.data_ptr()]
-    assert torch.equal(taken.tensors[0], torch.arange(4.0))
+    assert torch.equal(taken.tensors[0], torch.arange(0.0, 8.0, 2.0))
+
+
+def test_what_lies_as_it_is_stored_is_copied_at_once_from_where_it_is() -> None:
+    gaps, dense = torch.arange(8.0)[::2], torch.arange(4.0)
+    arranged, _ = arrangement()
+    arranged.update(lives_of([gaps, dense], sync=True), 0)
+    kinds = {part.order: (part.owned, part.at_once) for part in arranged.parts}
+    assert kinds == {(0,): (True, False), (1,): (True, True)}
+    (part,) = (part for part in arranged.parts if part.at_once)
+    assert sources(part, arranged).pointers == [dense.data_ptr()]
+
+
+def test_of_a_tensor_that_others_hold_too_only_the_own_span_is_copied_at_once() -> None:
+    tensor = torch.arange(8.0)
+    part, _ = part_of(lives_of([tensor], sync=True, span=(8, 24)))
+    assert part.at_once and part.begins.tolist() == [8] and part.total_bytes == 16
 
 
 # ---- What is found torn ------------------------------------------------------------------------
