@@ -58,6 +58,9 @@ class Flight:
     local: bool = False
     """No other rank was asked: what all of them hold decides at restore (I6)."""
     groups: list[Group] = field(default_factory=list)
+    held_bytes: int = 0
+    """Of copies that run when they are released."""
+    released_bytes: int = 0
     opened_s: float = field(default_factory=time.monotonic)
     captured_s: float = 0.0
     durable_s: float = 0.0

@@ -123,7 +123,7 @@ class LayerPipeline(Pipeline):
         except BaseException as error:
             self.drop(f"failed: {error}")
             raise
-        held = sum(g.batch.total_bytes for g in flight.groups if g.is_held)
+        held = flight.held_bytes = sum(g.batch.total_bytes for g in flight.groups if g.is_held)
         self.schedule.open(held)
         self._release(flight, held)
         return flight

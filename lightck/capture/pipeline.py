@@ -36,6 +36,9 @@ from lightck.region.region import Region
 from lightck.region.writer import SlotWriter
 from lightck.types import ReleaseSchedule
 
+_RELEASES = 16
+"""Into so many parts at most a window's bytes are divided: waking workers takes longer than many
+copies do."""
 BEHIND_S = 1.0
 """A loop that never waits for its device waits so long at most: then a snapshot slips."""
 
@@ -136,7 +139,7 @@ class Pipeline(Landing):
             self.offload.noted(error)
             self.drop(f"failed: {error}", for_good=is_final(error))
             raise
-        held = sum(g.batch.total_bytes for g in flight.groups if g.is_held)
+        held = flight.held_bytes = sum(g.batch.total_bytes for g in flight.groups if g.is_held)
         self._release(flight, self.schedule.open(held))
         return flight
 
@@ -146,10 +149,17 @@ class Pipeline(Landing):
             self.newest = None
 
     def pace(self, says: Callable[[], int]) -> None:
-        """Let as many copies run as the schedule says. Any thread."""
+        """Let as many copies run as the schedule says, in a few steps: each wakes workers.
+
+        Any thread.
+        """
         with self.pacing:
-            if self.window is not None:
-                self._release(self.window, says())
+            flight = self.window
+            if flight is not None:
+                total, held = says(), flight.held_bytes
+                part = held // _RELEASES if total < held else 0
+                if total - flight.released_bytes > part:
+                    self._release(flight, total)
 
     def fence(self, optimizer: int | None = None) -> bool:
         """Return when every copy of what `optimizer` (None: anyone) changes has left its source.
@@ -319,6 +329,7 @@ class Pipeline(Landing):
         return staged
 
     def _release(self, flight: Flight, total_bytes: int) -> None:
+        flight.released_bytes = total_bytes
         if self.trace is not None:
             self.trace.released(flight.step, total_bytes)
         for group in flight.groups:

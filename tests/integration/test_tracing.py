@@ -96,6 +96,22 @@ def test_steps_that_the_loop_marks_are_steps_too(run_dir: Path, tmp_path: Path) 
     assert [bar["args"]["step"] for bar in bars(document, "update")] == [1, 2, 3]
 
 
+def test_copies_are_released_in_a_few_parts_however_many_layers_there_are(run_dir: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(100)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    settings = {"schedule": "backward", "trace": True, "failure": "off"}
+    with lightck.attach(model, optimizer, run_dir, **settings) as handle:
+        for _ in range(4):
+            model(torch.ones(1, 9)).sum().backward()
+            optimizer.step()
+        assert handle._sight.trace is not None
+        events = [e for e in handle._sight.trace.events if e.kind == "released" and e.step == 3]
+    amounts = [e.amount for e in events]
+    payload = lightck.snapshots(run_dir)["payload_bytes"].to_pylist()[-1]
+    assert 4 < len(amounts) <= 1 + 16 and amounts == sorted(set(amounts))
+    assert amounts[0] == payload // 3 and amounts[-1] == payload
+
+
 def test_a_torn_and_a_slipped_snapshot_are_marked(run_dir: Path, tmp_path: Path) -> None:
     loop = adam_loop()
     with attach(run_dir, loop, trace=True, on_error=lambda error: None) as handle:
