@@ -51,8 +51,10 @@ class Lightck:
             # Called after lightck's own hook, which opens a due snapshot: it knows of the outermost
             # module, or of any forward.
             training.plain.register_forward_pre_hook(lambda module, inputs: self.handle.fence())
-        # Committed in the window where nothing needs a sync; else the medium decides how long.
-        self.spills = self.handle.survives != "process death"
+        # Committed in the window where nothing needs a sync or lies in DRAM first; else the medium
+        # decides how long.
+        staged = self.settings.get("placement") == "staged"
+        self.spills = staged or self.handle.survives != "process death"
 
     def begin(self, step: int) -> None:
         """See `Engine`."""
