@@ -37,6 +37,8 @@ class Habit:
     """Nothing has changed there, the last time that it was looked at."""
     _count: int = 0
     """Gradients since the last fence."""
+    _seen: int = 0
+    """Iterations since attach: a job that goes on has habits of its own to learn."""
     _whole: int = -1
     """Those of the last iteration."""
     _looks: bool = False
@@ -56,7 +58,8 @@ class Habit:
         elif self._count != self._whole:
             self.quiet = False
         self._whole, self._count, self._then = self._count, 0, None
-        self._looks = step <= _FIRST or step % EVERY == 0
+        self._seen += 1
+        self._looks = self._seen <= _FIRST or step % EVERY == 0
 
     def at_fence(self, error: BaseException) -> bool:
         """All that is a rank's own is what it would be at the fence, when `error` leaves."""

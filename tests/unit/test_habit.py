@@ -26,12 +26,12 @@ def nothing() -> None:
 class Loop:
     """Iterations as a habit sees them."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: int = 0) -> None:
         self.model = nn.BatchNorm1d(3)
         self.counted = {"seen": 0}
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         inventory = Inventory(self.model, [optimizer], parse({"counted": self.counted}))
-        self.habit, self.step = Habit(Instants(inventory), threading.RLock), 0
+        self.habit, self.step = Habit(Instants(inventory), threading.RLock), begin
 
     def run(
         self, steps: int, between: Callable[[], Any] = nothing, gradients: int = GRADIENTS
@@ -57,9 +57,11 @@ class Loop:
         self.counted["seen"] += 1
 
 
+@pytest.mark.parametrize("begin", [0, 1000])
 @pytest.mark.parametrize("steps", [2, 5, 40])
-def test_behind_all_gradients_it_has_come_to_its_fence(steps: int) -> None:
-    loop = Loop()
+def test_behind_all_gradients_it_has_come_to_its_fence(steps: int, begin: int) -> None:
+    """Also in a job that has gone on from a snapshot."""
+    loop = Loop(begin)
     loop.run(steps)
     assert not loop.habit.at_fence(ValueError())
     loop.gradients(GRADIENTS - 1)
