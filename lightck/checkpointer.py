@@ -203,7 +203,9 @@ class _Parts:
         undo += [kinds.stop, hooks.remove, communication.remove, sight.remove]
         recorder.start()
         recorder.check_state(collected)
-        at = (steps.step, self.samples, self.progress.restored)
+        known = self.progress
+        recorder.cadence.early = known.early and known.step == steps.step and not known.attached
+        at = (steps.step, self.samples, known.restored)
         timeline, barrier = job.begin(self.ranks, self.topology, region, config, *at)
         undo.append(lambda: barrier.leave("attach failed", 1.0))
         pipeline.barrier = recorder.cadence.barrier = barrier

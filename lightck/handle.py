@@ -349,7 +349,7 @@ class Handle:
         self._closed = True
         unhandled.forget(self._failed)
         self._recorder.enabled = False
-        self._progress.step = self.step
+        self._progress.step, self._progress.early = self.step, False
         self._progress.attached.remove(self._recorder.steps)
         atexit.unregister(self._at_exit)
         _handles.discard(self)

@@ -49,6 +49,8 @@ class Progress:
     step: int = 0
     restored: tuple[int, int] | None = None
     """(timeline, step) of the snapshot that was restored last; over ranks the same on each."""
+    early: bool = False
+    """That snapshot was; on each rank."""
     pending: list[Saved] = field(default_factory=list)
     """Restored state of optimizers that are not there yet."""
     forward_hook: Any = None
@@ -162,6 +164,7 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
             state = progress(live.model)
             state.step, state.pending = found.key.step, filling.pending
             state.restored = (found.key.timeline, found.key.step)
+            state.early = found.snapshot.early
             return _told(found, filling, first)
 
         yield take

@@ -67,7 +67,7 @@ def finish_last_step(recorder: Recorder) -> None:
     recorder.pipeline.region.spare = 0  # the last step of all: nothing newer can fail
     counters = recorder.pipeline.counters
     captured = counters.last_captured_step == recorder.steps.step
-    if not recorder.cadence.began or (captured and not _is_early_share(recorder)):
+    if not recorder.cadence.moved or (captured and not _is_early_share(recorder)):
         return
     if recorder.mixed:
         _no_last(recorder, "an update is half done")

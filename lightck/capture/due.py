@@ -20,6 +20,8 @@ class Due:
     overdue: bool = False
     """A due snapshot slipped: the next step is due instead."""
     step_s: float | None = None
+    early: bool = False
+    """At attach the live state was an early snapshot's: what the loop makes up for is in none."""
     _last: Moment | None = None
     _ended_s: float | None = None
 
@@ -27,6 +29,11 @@ class Due:
     def began(self) -> bool:
         """A step has ended since attach."""
         return self._ended_s is not None
+
+    @property
+    def moved(self) -> bool:
+        """The last complete step may be other than any snapshot since before attach."""
+        return self.began or self.early
 
     def ask(self, step: int, cost_s: float | None, persist_s: float | None, wanted: bool) -> bool:
         """Whether `step`, which ends now, is due.

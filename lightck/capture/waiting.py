@@ -67,7 +67,7 @@ def settle_for_close(recorder: Recorder, deadline: float, *, last_step: bool) ->
         return
     held = pipeline.newest.step if pipeline.newest is not None else None
     last = recorder.steps.step if held == recorder.steps.step else None
-    why = "" if last is not None or not recorder.cadence.began else outcomes.why_not_last
+    why = "" if last is not None or not recorder.cadence.moved else outcomes.why_not_last
     try:
         if pipeline.barrier.close(last, why, seconds) is not None:
             pipeline.count_last()

@@ -111,6 +111,32 @@ def test_ranks_that_fail_at_one_place_go_on_bit_for_bit(region_dir: Path, place:
     check(resumed(region_dir, 2), 2, AT, early=place == "data")
 
 
+def test_ranks_that_close_where_they_were_restored_early_commit_what_they_have_made_up_for(
+    region_dir: Path,
+) -> None:
+    """All had failed behind the last step of all."""
+    broken_job(region_dir, 2, ["data"] * 2)
+
+    def train(me: ranks.Me, ends: bool) -> Any:
+        training = begin(me)
+        info = restore(training, region_dir)
+        assert info is not None
+        if ends:
+            with armed(training, region_dir) as handle, torch.no_grad():
+                for parameter in training.module.parameters():
+                    parameter.clamp_(-0.01, 0.01)
+            assert handle.last_committed_step == AT
+        return info.step, info.early, state_of(training)
+
+    found = []
+    for ends in (True, False):
+        with ranks.started(2, partial(train, ends=ends)) as job:
+            found.append(job.results())
+    for first, last in zip(*found, strict=True):
+        assert (first[:2], last[:2]) == ((AT, True), (AT, False))
+        assert same(first[2], last[2])
+
+
 def test_ranks_that_share_nothing_go_on_from_different_places(region_dir: Path) -> None:
     """Rank 0 fails before its forward, rank 1 behind its own: each saves what it has."""
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, adam_loop, mlp, steps_at
+from loops import Loop, adam_loop, mlp, of_live, steps_at
 from test_rescue import Broken, attach, counting_loop
 
+import lightck
 from lightck import handle as handle_module
 from lightck.capture.recorder import Recorder
 
@@ -130,3 +131,28 @@ def test_an_exit_without_close_saves_the_last_step_at_once(
     handle._at_exit()
     assert reasons(caplog) == ["reason=exit"]
     loop.check(run_dir, [2])
+
+
+def test_a_close_right_after_an_early_restore_commits_what_the_loop_has_made_up_for(
+    run_dir: Path,
+) -> None:
+    """The failure came behind the last step of all: there is no other to commit it with."""
+    loop = counting_loop()
+    with pytest.raises(Broken), attach(run_dir, loop):
+        loop.run(3)
+        raise Broken
+    again = counting_loop()
+    info = lightck.restore(again.model, list(again.optimizers), run_dir)
+    assert info is not None and (info.step, info.early) == (3, True)
+    with attach(run_dir, again) as handle:
+        with torch.no_grad():
+            for parameter in again.model.parameters():
+                parameter.clamp_(-0.01, 0.01)
+    assert handle.last_committed_step == 3
+    last = counting_loop()
+    info = lightck.restore(last.model, list(last.optimizers), run_dir)
+    assert info is not None and (info.step, info.early) == (3, False)
+    assert of_live(last.model, last.optimizers) == of_live(again.model, again.optimizers)
+    with attach(run_dir, last) as handle:
+        pass
+    assert handle.stats().captured == 0, "it is there"
