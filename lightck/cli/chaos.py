@@ -36,13 +36,13 @@ Run your training command twice, on one machine: undisturbed, then with faults, 
 each one that ends it. Then show what every fault cost, and whether the state and the losses at the
 end are the undisturbed run's, bit for bit.
 
-The command, plain or torchrun, calls lightck.restore and lightck.attach as always, and must end by
-itself after a few dozen steps. Its snapshots must go where it is told: {{path}} in its arguments is
-replaced, and $LIGHTCK_PATH is set. If it appends a line with its loss at every step to the file
-$LIGHTCK_CHAOS_LOSSES (`rank step loss`, in one write; the loss as exact as it can be, say
-float.hex), losses are compared too. Other settings come from the environment as usual:
-LIGHTCK_FAILURE=off shows what is left without just-in-time snapshots. Without a command a small GPT
-is trained.
+The command, plain or torchrun, calls lightck.restore and lightck.attach as always, seeds the random
+generators that it draws from, and must end by itself after a few dozen steps. Its snapshots must go
+where it is told: {{path}} in its arguments is replaced, and $LIGHTCK_PATH is set. If it appends a
+line with its loss at every step to the file $LIGHTCK_CHAOS_LOSSES (`rank step loss`, in one write;
+the loss as exact as it can be, say float.hex), losses are compared too. Other settings come from
+the environment as usual: LIGHTCK_FAILURE=off shows what is left without just-in-time snapshots.
+Without a command a small GPT is trained.
 
 A loop counts its steps by handle.step, and after restore makes up for what it does between the end
 of a step and the next forward (schedulers, counters): a just-in-time snapshot may come before that.
@@ -73,6 +73,12 @@ EXAMPLES = """\
 """
 
 
+_STEPS = 40
+_NOT_COME = """\
+did not come: training was never there in that step, on that rank. restore and save come only behind
+another fault, evaluation only where there is a forward without gradients after the step"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     defaults = Limits()
@@ -91,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=int, metavar="N", help="of the built-in training; default: 1"
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="of the built-in training; default: 40"
+        "--steps", type=int, metavar="N", help=f"of the built-in training; default: {_STEPS}"
     )
     for name, value, what in [
         ("hold", defaults.hold_s, "seconds of a fault that passes"),
@@ -114,6 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
     say = _nothing if arguments.json else _say
     given = [chaos_plan.parse(text) for text in arguments.fault or ()]
     kinds = _kinds(arguments, given, say)
+    if not (given or arguments.command):  # before it is trained: is there room?
+        chaos_plan.draw(seed, kinds, arguments.steps or _STEPS, arguments.ranks or 1)
     begin = time.monotonic()
     with scratch.folder(arguments.path, "chaos") as folder:
         say(f"lightck chaos: {' '.join(command)}\n")
@@ -164,9 +172,10 @@ def _command(arguments: argparse.Namespace) -> list[str]:
             if value is not None:
                 raise Refusal(f"--{name} {value} is for the built-in training, not for a COMMAND")
         return command
-    if ranks is not None and ranks < 1:
-        raise Refusal(f"--ranks {ranks}: must be 1 or more")
-    steps = 40 if steps is None else steps
+    for name, value in (("ranks", ranks), ("steps", steps)):
+        if value is not None and value < 1:
+            raise Refusal(f"--{name} {value}: must be 1 or more")
+    steps = _STEPS if steps is None else steps
     train = ["-m", "lightck.cli.demo_train", "--steps", str(steps), "--seed", "1"]
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [sys.executable, *(several if (ranks or 1) > 1 else []), *train, "--region", "{path}"]
@@ -263,6 +272,10 @@ def _report(document: dict[str, Any]) -> str:
     if document["generators_not_seeded"]:
         names = ", ".join(document["generators_not_seeded"])
         parts += ["", f"not compared: random generators that the training does not seed: {names}"]
+        if not document["identical"]:
+            parts += ["if it draws from one, no two runs are alike: seed it (torch.manual_seed)"]
+    if any(not row["fired"] for row in document["faults"]):
+        parts += ["", _NOT_COME]
     if document["losses_missing"]:
         missing = ", ".join(document["losses_missing"][:10])
         parts += ["", f"losses that were never written, of a step that had ended: {missing}"]

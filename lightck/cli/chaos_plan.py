@@ -6,9 +6,10 @@ import random
 from collections.abc import Sequence
 
 from lightck.cli.output import Refusal
-from lightck.failure.chaos import IN_REGION, KINDS, PHASES, Fault
+from lightck.failure.chaos import ANY_NEWER, KINDS, NOT_IN, PHASES, Fault
 
-_IN_TRAINING = [phase for phase in PHASES if phase != "restore"]
+_IN_TRAINING = [phase for phase in PHASES if phase not in (*ANY_NEWER, "evaluation")]
+"""Every training comes there."""
 _FORM = "must be KIND:STEP, KIND:STEP:PHASE or KIND:STEP:PHASE:RANK"
 
 
@@ -27,8 +28,8 @@ def parse(text: str) -> Fault:
         raise Refusal(f"--fault {text}: step {step!r} is no number of 1 or more; {_FORM}")
     if phase not in PHASES:
         raise Refusal(f"--fault {text}: no phase {phase!r}; must be one of {', '.join(PHASES)}")
-    if phase == "restore" and kind in IN_REGION:
-        raise Refusal(f"--fault {text}: {kind} is no fault of a restore")
+    if kind in NOT_IN.get(phase, ()):
+        raise Refusal(f"--fault {text}: {kind} is no fault of a {phase}")
     if rank != "*" and not rank.isdecimal():
         raise Refusal(f"--fault {text}: rank {rank!r} is no number and not * (every rank)")
     return Fault(kind, int(step), phase, None if rank == "*" else int(rank))

@@ -19,6 +19,8 @@ from lightck.failure.chaos import Fault
 
 _ENDING = frozenset({"corrupt", "exception", "hang", "kill", "term"})
 """Faults after which a process is started again."""
+_NO_MINIBATCH = frozenset({"between", "evaluation", "restore"})
+"""Phases outside of an iteration."""
 
 
 def rows(run: Run, reference: Run, faults: Sequence[Fault]) -> list[dict[str, Any]]:
@@ -56,15 +58,17 @@ def _of_fault(
 ) -> dict[str, Any]:
     """`window`: from the fault to the next one; `ends`: the process, if not at once."""
     began: float = fault["t"]
-    attached = [e for e in window if e["event"] == "log" and e["name"] == "attached"]
+    living = {e["pid"] for e in events if e["t"] <= began and e.get("pid")}
+    attached = _attached(window, living)
     if not attached and (ends or any(e["event"] == "ended" and e["code"] for e in window)):
         # The next fault came before it had got up again, or (SIGTERM) had ended at all.
         after = [e for e in events if e["t"] > began]
-        attached = [e for e in after if e["event"] == "log" and e["name"] == "attached"]
+        attached = _attached(after, living)
         window = after if attached else window
     row: dict[str, Any] = {"ended": bool(attached)}
-    row |= _detected(fault, window, attached[0]["t"] if attached else None)
-    row |= _saved(window)
+    until = attached[0]["t"] if attached else None
+    row |= _detected(fault, window, until)
+    row |= _saved([e for e in window if until is None or e["t"] < until])
     acted = [e["what"] for e in window if e["event"] == "acted"]
     if acted:
         row["acted"] = acted
@@ -77,7 +81,7 @@ def _of_fault(
         further = [e for e in window if e["event"] == "step" and e["t"] < attached[0]["t"]]
         complete = max([fault["complete"], *(e["step"] for e in further)])
         # Inside an iteration that minibatch is lost, too.
-        inside = fault["phase"] not in ("between", "restore") or complete > fault["complete"]
+        inside = fault["phase"] not in _NO_MINIBATCH or complete > fault["complete"]
         row["resumed"], row["lost_steps"] = resumed, complete + inside - resumed
         last = max([began, *(e["t"] for e in further)])
         trained = fault["phase"] != "restore"
@@ -92,6 +96,12 @@ def _of_fault(
     first = next(ranked, None)
     row["recovered_s"] = first["t"] - began if first else None
     return row
+
+
+def _attached(events: Sequence[Event], living: set[int]) -> list[Event]:
+    """Of processes that came after the fault; some rank may still attach when it comes."""
+    attached = (e for e in events if e["event"] == "log" and e["name"] == "attached")
+    return [e for e in attached if e.get("pid") not in living]
 
 
 def _first_life(attached: Sequence[Event]) -> list[Event]:

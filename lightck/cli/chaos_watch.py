@@ -172,7 +172,9 @@ class Job:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise Refusal(f"{self.command[0]}: {error.strerror}") from error
+                script = self.command[0].endswith(".py")
+                hint = f"; is it `python {self.command[0]}`?" if script else ""
+                raise Refusal(f"{self.command[0]}: {error.strerror}{hint}") from error
         self._say("started", life=life, pid=self._process.pid)
         try:
             while self._process.poll() is None:

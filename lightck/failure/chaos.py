@@ -47,11 +47,15 @@ PHASES = {
     "fence": "before the update, copies still under way",
     "commit": "behind the fence, while the snapshot is committed",
     "update": "parameters changed, the step not complete",
-    "between": "after the step: evaluation, the next batch",
+    "between": "right after the step, before anything that the loop does about it",
+    "evaluation": "in a forward without gradients after the step, of a training that has one there",
     "restore": "in the middle of the first restore of STEP or newer",
+    "save": "in the middle of the first just-in-time save of STEP or newer that copies anything",
 }
-IN_REGION = ("slow", "full", "corrupt")
-"""Kinds that need an attached region."""
+ANY_NEWER = ("restore", "save")
+"""Phases that come when they come, at a step from the fault's on."""
+NOT_IN = {"restore": ("slow", "full", "corrupt"), "save": ("exception", "corrupt")}
+"""Kinds that a phase has no place for: it needs an attached region, or is no code of the user's."""
 
 
 class InjectedError(RuntimeError):
@@ -64,7 +68,7 @@ class Fault:
 
     Attributes:
         kind: one of `KINDS`.
-        step: the step that is being trained, from 1; `between` comes after its end.
+        step: the step that is being trained, from 1; `between` and `evaluation` come after its end.
         phase: one of `PHASES`.
         rank: None: every rank.
     """
@@ -146,7 +150,7 @@ class Chaos:
             more: what kinds of faults do that only the caller can.
         """
         for number, fault in enumerate(self.faults):
-            here = step == fault.step or (phase == "restore" and step >= fault.step)
+            here = step == fault.step or (phase in ANY_NEWER and step >= fault.step)
             if fault.phase != phase or not here or fault.rank not in (None, self.rank):
                 continue
             if self._claim(number, fault):

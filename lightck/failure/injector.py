@@ -21,6 +21,7 @@ from lightck.capture import rng
 from lightck.capture.hooks import Listener, is_weight, untraced
 from lightck.capture.recorder import Recorder
 from lightck.failure.chaos import Chaos, of_process
+from lightck.region.native import RECORD_JIT
 from lightck.region.region import survey
 
 _SLOWEST = 4096  # bytes per second
@@ -67,6 +68,8 @@ class Injector:
         self._kinds = {"slow": self._slow, "full": self._full, "corrupt": self._corrupt}
         self._publish = recorder.on_step
         recorder.on_step = self._step_ended
+        self._open = recorder.pipeline.open
+        recorder.pipeline.open = self._opens  # type: ignore[method-assign]
         # For the process's life: it is one that was started for chaos.
         register_module_forward_pre_hook(untraced(self._module_runs))
 
@@ -114,12 +117,23 @@ class Injector:
         self.inner.iterating(loader, drawing)
 
     def _module_runs(self, module: nn.Module, args: Any) -> None:
-        running = torch.is_grad_enabled() and module.training and not is_weight(module)
-        if running and self.recorder.enabled and self.recorder.watched.holds(module):
+        recorder = self.recorder
+        if is_weight(module) or not recorder.enabled or not recorder.watched.holds(module):
+            return
+        if torch.is_grad_enabled() and module.training:
             self._calls[0] += 1
             # At the outermost module's call the recorder has not seen the forward yet.
             if self._calls[0] > max(1, self._calls[1] // 2):
                 self._reach("forward")
+        elif not torch.is_grad_enabled() and not self._calls[0] and not recorder.steps.updating:
+            self._reach("evaluation", of=recorder.steps.step)
+
+    def _opens(self, *arguments: Any, flags: int = 0, **more: Any) -> Any:
+        """Of a save the slot has just been taken; its copies and its commit are still to come."""
+        opened = self._open(*arguments, flags=flags, **more)
+        if flags & RECORD_JIT and not isinstance(opened, str):
+            self._reach("save", of=self.recorder.steps.step)
+        return opened
 
     def _step_ended(self) -> None:
         self._publish()

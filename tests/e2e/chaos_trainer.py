@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightck
+from lightck.types import Failure
 
 
 def main() -> None:
@@ -20,6 +22,8 @@ def main() -> None:
     parser.add_argument("--policy", type=int, default=1)
     parser.add_argument("--forgets", action="store_true", help="a counter is no extra")
     parser.add_argument("--waits", action="store_true", help="for each due step's commit")
+    parser.add_argument("--evaluates", action="store_true", help="and sets a rate, after each step")
+    parser.add_argument("--hang-s", type=float, help="what is a hang outside of a collective")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -33,20 +37,37 @@ def main() -> None:
         torch.manual_seed(1 + dist.get_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     forgotten = {"seen": 0.0}
+    rank = os.environ.get("RANK", "0")
+    settings: dict[str, Any] = {}
+    if options.hang_s is not None:
+        settings["failure"] = Failure(hang_s=options.hang_s)
+
+    def pending(step: int) -> None:
+        """What the loop has to do behind a step; again, after a restore, changes nothing."""
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        model.eval()
+        with torch.no_grad():
+            score = float(model(torch.ones(2, 8)).sum())
+        model.train()
+        losses.write(f"{rank} evaluation-{step} {score.hex()}\n".encode())
+
     lightck.restore(model, optimizer, options.path)
     with (
         open(os.environ["LIGHTCK_CHAOS_LOSSES"], "ab", buffering=0) as losses,
-        lightck.attach(model, optimizer, options.path, policy=options.policy) as handle,
+        lightck.attach(model, optimizer, options.path, policy=options.policy, **settings) as handle,
     ):
         # No counter of its own: just in time, one might be saved before it is counted up.
-        while handle.step < options.steps:
+        while True:
+            if options.evaluates and handle.step:
+                pending(handle.step)
+            if handle.step >= options.steps:
+                break
             x = torch.randn(16, 8)
             optimizer.zero_grad()
             loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
             forgotten["seen"] += 0.01 if options.forgets else 0.0
             (loss * (1 + forgotten["seen"])).backward()
             optimizer.step()
-            rank = os.environ.get("RANK", "0")
             losses.write(f"{rank} {handle.step} {float(loss.detach()).hex()}\n".encode())
             if options.waits and handle.step % options.policy == 0:
                 handle.wait(handle.step)

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from chaos_runs import NEVER, TRAINER, TWO, chaos, faults
 from proof import record
 
 from lightck.cli.chaos_watch import descendants, network_refusal
 from lightck.cli.main import main
 from lightck.failure.chaos import PHASES
 
-_TRAINER = [sys.executable, str(Path(__file__).with_name("chaos_trainer.py"))]
 _ENDING = {"exception", "term", "kill", "corrupt", "hang"}
-
-
-def _chaos(*words: str, status: int = 0, **environment: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "lightck.cli", "chaos", "--json", *words]
-    where = os.environ | {"LIGHTCK_FAILURE": "off"} | environment
-    done = subprocess.run(command, capture_output=True, text=True, env=where)
-    assert done.returncode == status, done.stderr + done.stdout
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
-
-
-def _faults(*texts: str) -> list[str]:
-    return [word for text in texts for word in ("--fault", text)]
 
 
 def test_each_kind_comes_once_and_the_end_is_the_undisturbed_one() -> None:
@@ -39,12 +24,12 @@ def test_each_kind_comes_once_and_the_end_is_the_undisturbed_one() -> None:
         "gil:11:fence", "term:13:commit", "full:15:update", "corrupt:17:backward",
         "hang:20:forward", "kill:18:restore",
     ]  # fmt: skip
-    words = ["--hold", "0.5", "--patience", "1", *_faults(*texts), "--"]
-    document = _chaos(*words, *_TRAINER, "--waits")
+    words = ["--hold", "0.5", "--patience", "1", *faults(*texts), "--"]
+    document = chaos(*words, *TRAINER, "--waits")
     assert document["identical"] and document["differences"] == []
     assert (document["steps"], document["losses_compared"]) == (24, True)
-    *faults, last = document["faults"]
-    rows = {row["kind"]: row for row in faults}
+    *others, last = document["faults"]
+    rows = {row["kind"]: row for row in others}
     assert [r for r in document["faults"] if not (r["fired"] and r["identical"])] == []
     assert {kind for kind, row in rows.items() if row["ended"]} == _ENDING
     assert document["lives"] == 2 + len(_ENDING)
@@ -65,7 +50,7 @@ def test_each_kind_comes_once_and_the_end_is_the_undisturbed_one() -> None:
 
 
 def test_what_a_training_forgets_shows_as_a_difference() -> None:
-    document = _chaos(*_faults("kill:6"), "--", *_TRAINER, "--steps", "9", "--forgets", status=1)
+    document = chaos(*faults("kill:6"), "--", *TRAINER, "--steps", "9", "--forgets", status=1)
     assert not document["identical"]
     (row,) = document["faults"]
     assert row["identical"] is False
@@ -74,9 +59,9 @@ def test_what_a_training_forgets_shows_as_a_difference() -> None:
 
 
 def test_rare_snapshots_lose_what_lies_between_them() -> None:
-    document = _chaos(
-        *_faults("kill:10"), "--",
-        *_TRAINER, "--steps", "12", "--policy", "4", "--waits", "--path", "{path}",
+    document = chaos(
+        *faults("kill:10"), "--",
+        *TRAINER, "--steps", "12", "--policy", "4", "--waits", "--path", "{path}",
     )  # fmt: skip
     assert document["identical"]
     (row,) = document["faults"]
@@ -85,8 +70,8 @@ def test_rare_snapshots_lose_what_lies_between_them() -> None:
 
 
 def test_just_in_time_snapshots_leave_a_minibatch_to_lose() -> None:
-    words = [*_faults("exception:5:backward", "term:9:forward"), "--", *_TRAINER]
-    document = _chaos(*words, "--steps", "12", "--policy", "1000", LIGHTCK_FAILURE="jit")
+    words = [*faults("exception:5:backward", "term:9:forward"), "--", *TRAINER]
+    document = chaos(*words, "--steps", "12", "--policy", "1000", LIGHTCK_FAILURE="jit")
     assert document["identical"]
     exception, term = document["faults"]
     assert (exception["saved"], exception["resumed"], exception["lost_steps"]) == (4, 4, 1)
@@ -100,58 +85,18 @@ def test_a_network_drop_passes() -> None:
     if (why := network_refusal()) is not None:
         print(f"SKIPPED: {why}")
         pytest.skip(f"no network namespaces: {why}")
-    words = ["--hold", "0.3", *_faults("network:4"), "--", *_TRAINER, "--steps", "400"]
-    document = _chaos(*words)
+    words = ["--hold", "0.3", *faults("network:4"), "--", *TRAINER, "--steps", "400"]
+    document = chaos(*words)
     assert document["identical"]
     (row,) = document["faults"]
     assert row["acted"] == ["lo down", "lo up"] and not row["ended"]
 
 
-_TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-_NEVER = 1_000_000
-
-
-def _table(kind: str, policy: int) -> list[str]:
-    """A kind of fault in every phase, on one rank and on both, in the first step and the last.
-
-    Once a rank's gradients are under way its peers end the step without it: if it fails before it
-    has done so, nothing but a step that was due is whole.
-    """
-    phases = ["forward", "backward", "between"]
-    phases += [] if policy == _NEVER else ["allreduce", "fence", "commit"]
-    places = [f"{phase}:{rank}" for phase in phases for rank in ("1", "*", "0")]
-    texts = [f"{kind}:1:backward:0", *(f"{kind}:{3 + i}:{at}" for i, at in enumerate(places))]
-    return [*texts, f"{kind}:{_LAST}:between:*"]
-
-
-_LAST = 22
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("policy", [1, _NEVER])
-@pytest.mark.parametrize("kind", ["exception", "term", "kill", "stop", "hang"])
-def test_a_fault_in_any_phase_on_one_rank_and_on_both(kind: str, policy: int) -> None:
-    """With no step due what is lost is a minibatch, unless nobody is left to save it.
-
-    A signal's save goes on while training does: one more may be lost at steps of milliseconds.
-    """
-    command = [*_TWO, _TRAINER[1], "--steps", str(_LAST), "--policy", str(policy)]
-    words = ["--hold", "0.5", "--patience", "2", *_faults(*_table(kind, policy))]
-    document = _chaos(*words, "--", *command, LIGHTCK_FAILURE="jit")
-    assert document["identical"] and document["world"] == 2
-    assert [row for row in document["faults"] if not row["fired"]] == []
-    most = {"kill": _LAST if policy > 1 else 4, "term": 3}.get(kind, 2)
-    lost = [(row["kind"], row["phase"], row["rank"], row["lost_steps"])
-            for row in document["faults"] if row["ended"]]  # fmt: skip
-    assert [each for each in lost[1:] if each[-1] > most] == []
-
-
 def test_faults_of_several_kinds_and_phases_under_torchrun() -> None:
     """No step is ever due; what the last one leaves is killed once more, in its restore."""
     texts = ["exception:4:backward:1", "kill:5:restore:0", "term:7:commit:*", "kill:9:between:1"]
-    command = [*_TWO, _TRAINER[1], "--steps", "11", "--policy", str(_NEVER)]
-    document = _chaos(*_faults(*texts), "--", *command, LIGHTCK_FAILURE="jit")
+    command = [*TWO, TRAINER[1], "--steps", "11", "--policy", str(NEVER)]
+    document = chaos(*faults(*texts), "--", *command, LIGHTCK_FAILURE="jit")
     assert document["identical"] and document["world"] == 2
     assert [row for row in document["faults"] if not (row["fired"] and row["identical"])] == []
     assert [row for row in document["faults"] if row["lost_steps"] > 2] == []
@@ -168,9 +113,8 @@ _ON_RANKS = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("texts", _ON_RANKS, ids=lambda texts: texts[0])
 def test_several_ranks_and_every_phase_under_torchrun(texts: list[str]) -> None:
-    several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*several, _TRAINER[1], "--steps", "22"]
-    document = _chaos("--patience", "3", *_faults(*texts), "--", *command)
+    command = [*TWO, TRAINER[1], "--steps", "22"]
+    document = chaos("--patience", "3", *faults(*texts), "--", *command)
     assert document["identical"] and document["world"] == 2
     assert all(row["fired"] for row in document["faults"])
 
@@ -178,9 +122,8 @@ def test_several_ranks_and_every_phase_under_torchrun(texts: list[str]) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_torchrun_restarts_the_ranks_itself() -> None:
-    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *several, "--max-restarts=3", _TRAINER[1], "--steps", "16"]
-    document = _chaos(*_faults("kill:5:backward:1", "exception:10:update:0"), "--", *command)
+    command = [*TWO, "--max-restarts=3", TRAINER[1], "--steps", "16"]
+    document = chaos(*faults("kill:5:backward:1", "exception:10:update:0"), "--", *command)
     assert document["identical"] and document["lives"] == 1
     assert all(row["resumed"] is not None for row in document["faults"])
 
@@ -192,6 +135,9 @@ def test_torchrun_restarts_the_ranks_itself() -> None:
         (["--kinds", "kill,melt"], "--kinds kill,melt: no fault 'melt'"),
         (["--kinds", "kill", "--fault", "kill:3"], "either given or drawn"),
         (["--ranks", "0"], "--ranks 0: must be 1 or more"),
+        (["--steps", "0"], "--steps 0: must be 1 or more"),
+        (["--steps", "5"], "faults in a run of 5 steps: at least"),
+        (["--fault", "kill:3", "--", "train.py"], "; is it `python train.py`?"),
         (["--ranks", "2", "--", "true"], "--ranks 2 is for the built-in training"),
         (["--steps", "9", "--", "true"], "--steps 9 is for the built-in training"),
         (["--hold", "0", "--", "true"], "--hold 0.0: must be seconds"),
@@ -216,7 +162,7 @@ def test_a_command_with_a_place_of_its_own_is_refused(
     region_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     elsewhere = region_dir / "mine"
-    words = ["chaos", "--fault", "kill:3", "--", *_TRAINER, "--steps", "2", "--path"]
+    words = ["chaos", "--fault", "kill:3", "--", *TRAINER, "--steps", "2", "--path"]
     assert main([*words, str(elsewhere)]) == 2
     assert f"writes its snapshots to {elsewhere}; let it take" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from torch import nn
 import lightck
 from lightck.examine import check
 from lightck.failure import chaos
-from lightck.failure.chaos import PHASES, Chaos, Fault, InjectedError
+from lightck.failure.chaos import ANY_NEWER, PHASES, Chaos, Fault, InjectedError
 from lightck.failure.injector import flip
 from lightck.handle import Handle
 from lightck.region.pool import NativePool
@@ -29,11 +29,12 @@ _PARTS = 4
 class Loop:
     """A small training, and what can be seen of it from outside."""
 
-    def __init__(self, region: Path) -> None:
+    def __init__(self, region: Path, **settings: Any) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(_PARTS)))
         self.optimizer = torch.optim.Adam(self.model.parameters())
-        self.handle: Handle = lightck.attach(self.model, self.optimizer, region, failure="off")
+        settings = {"failure": "off", **settings}
+        self.handle: Handle = lightck.attach(self.model, self.optimizer, region, **settings)
         self.calls = 0
         self.last = self.weights()
         for part in self.model:
@@ -53,6 +54,8 @@ class Loop:
             self.model(torch.ones(2, 4)).sum().backward()
             self.optimizer.step()
             self.handle.wait()  # so that no snapshot slips
+            with torch.no_grad():
+                self.model(torch.ones(2, 4))
 
     def seen(self) -> dict[str, Any]:
         now = self.weights()
@@ -83,7 +86,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("phase", [each for each in PHASES if each != "restore"])
+@pytest.mark.parametrize("phase", [each for each in PHASES if each not in ANY_NEWER])
 def test_a_phase_is_where_it_says(region_dir: Path, phase: str) -> None:
     def code() -> tuple[str, dict[str, Any]]:
         loop = Loop(region_dir / "region")
@@ -101,13 +104,35 @@ def test_a_phase_is_where_it_says(region_dir: Path, phase: str) -> None:
         "commit": {"updating": True, "copying": False, "changed": False},
         "update": {"updating": True, "copying": False, "changed": True},
         "between": {"updating": False, "copying": False, "changed": True},
+        "evaluation": {"updating": False, "changed": True},
     }
-    wanted = {"step": 4 if phase == "between" else 3, **expected[phase]}
+    wanted = {"step": 4 if phase in ("between", "evaluation") else 3, **expected[phase]}
     assert {name: seen[name] for name in wanted} == wanted
     if phase == "backward":
         assert 0 < seen["gradients"] < everything
     fault = next(each for each in _events(region_dir) if each["event"] == "fault")
     assert (fault["phase"], fault["step"], fault["complete"]) == (phase, 4, wanted["step"])
+
+
+def test_a_just_in_time_save_is_met_when_its_slot_is_taken_and_nothing_is_committed(
+    region_dir: Path,
+) -> None:
+    """The first one of the fault's step or newer; a save that copies nothing is none."""
+
+    def code() -> tuple[int | None, list[bool]]:
+        loop = Loop(region_dir / "region", failure="jit", policy=1000)
+        whole = []
+        Chaos.gil = lambda self: whole.append(loop.handle.last_committed_step)  # type: ignore[method-assign]
+        for steps in (1, 2, 1):
+            loop.train(steps)
+            loop.handle.snapshot_now("asked")
+            loop.handle.snapshot_now("again")
+        loop.handle.detach()
+        return loop.handle.last_committed_step, whole
+
+    assert _under(region_dir, [Fault("gil", 2, "save")], code) == (4, [1])
+    (fault,) = [each for each in _events(region_dir) if each["event"] == "fault"]
+    assert (fault["phase"], fault["step"], fault["complete"]) == ("save", 3, 3)
 
 
 def test_a_fault_of_another_rank_does_not_come(region_dir: Path) -> None:

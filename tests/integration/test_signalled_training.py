@@ -241,6 +241,20 @@ def test_sigint_interrupts_the_main_thread_when_the_step_is_saved(
     assert second_life(region_dir) == (step_of(phase), phase in ("step end", "loop"))
 
 
+@pytest.mark.parametrize("phase", ["backward", "step end"])
+@pytest.mark.parametrize(("first", "second"), [(TERM, INT), (INT, TERM)])
+def test_both_signals_at_once_save_the_step_and_the_more_final_one_ends_the_process(
+    region_dir: Path, first: int, second: int, phase: str
+) -> None:
+    def then() -> None:
+        os.kill(os.getpid(), second)
+        stuck()
+
+    with process(first_life(region_dir, first, phase, then)) as child:
+        assert ended(child) == -TERM
+    assert second_life(region_dir) == (step_of(phase), phase == "step end")
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_sigusr1_saves_and_training_goes_on(region_dir: Path, phase: str) -> None:
     def code(parent: Parent) -> Any:

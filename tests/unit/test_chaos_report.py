@@ -38,7 +38,7 @@ def test_each_kind_comes_once_with_a_step_between_two_faults() -> None:
         assert all(b - a > 1 for a, b in zip(steps, steps[1:], strict=False)), steps
         chaos_plan.check(faults, 22, 3)
     drawn = [chaos_plan.draw(seed, ["kill"], 9, 3)[0] for seed in range(200)]
-    assert {each.phase for each in drawn} == set(PHASES) - {"restore"}
+    assert {each.phase for each in drawn} == set(PHASES) - {"evaluation", "restore", "save"}
     assert {each.rank for each in drawn} == {0, 1, 2}
 
 
@@ -73,6 +73,7 @@ def test_faults_are_read_as_they_are_spelled(text: str, fault: Fault) -> None:
         ("kill:3:forward:-1", "rank '-1' is no number and not *"),
         ("kill:3:forward:0:1", "must be KIND:STEP"),
         ("corrupt:3:restore", "corrupt is no fault of a restore"),
+        ("exception:3:save", "exception is no fault of a save"),
     ],
 )
 def test_bad_faults_are_refused_with_what_is_allowed(text: str, named: str) -> None:
@@ -185,12 +186,14 @@ def test_a_fault_between_sigterm_and_the_end_leaves_it_its_restart(
 
 def test_between_steps_no_minibatch_is_under_way(tmp_path: Path) -> None:
     run = _run(tmp_path)
-    run.life(0, 5)
-    run.fault(0, 5, "between")
-    run.tell("ended", code=1)
-    run.life(5, 8)
-    (row,) = rows(run, Run(tmp_path), [Fault("kill", 5, "between")])
-    assert row["lost_steps"] == 0
+    for phase in ("between", "evaluation"):
+        run.events.clear()
+        run.life(0, 5)
+        run.fault(0, 5, phase)
+        run.tell("ended", code=1)
+        run.life(5, 8)
+        (row,) = rows(run, Run(tmp_path), [Fault("kill", 5, phase)])
+        assert row["lost_steps"] == 0
 
 
 def test_a_fault_that_passes_loses_nothing(tmp_path: Path) -> None:
@@ -202,6 +205,17 @@ def test_a_fault_that_passes_loses_nothing(tmp_path: Path) -> None:
     (row,) = rows(run, Run(tmp_path), [Fault("stop", 6)])
     assert (row["ended"], row["lost_steps"], row["detected_s"]) == (False, 0, None)
     assert row["recovered_s"] == 1.0
+
+
+def test_a_rank_that_still_attaches_when_the_fault_comes_is_no_restart(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    run.tell("attaching", rank=1, pid=7)
+    run.fault(0, 0)
+    run.tell("log", name="attached", fields={"step": "0"}, rank=1, pid=7)
+    run.tell("step", step=1)
+    run.tell("ended", code=0)
+    (row,) = rows(run, Run(tmp_path), [Fault("stop", 1)])
+    assert (row["ended"], row["lost_steps"]) == (False, 0)
 
 
 def test_what_follows_the_next_fault_is_the_next_fault_s(tmp_path: Path) -> None:
