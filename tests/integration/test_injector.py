@@ -120,7 +120,7 @@ def test_a_just_in_time_save_is_met_when_its_slot_is_taken_and_nothing_is_commit
     """The first one of the fault's step or newer; a save that copies nothing is none."""
 
     def code() -> tuple[int | None, list[bool]]:
-        loop = Loop(region_dir / "region", failure="jit", policy=1000)
+        loop = Loop(region_dir / "region", failure="jit", policy=2)
         whole = []
         Chaos.gil = lambda self: whole.append(loop.handle.last_committed_step)  # type: ignore[method-assign]
         for steps in (1, 2, 1):
@@ -130,7 +130,7 @@ def test_a_just_in_time_save_is_met_when_its_slot_is_taken_and_nothing_is_commit
         loop.handle.detach()
         return loop.handle.last_committed_step, whole
 
-    assert _under(region_dir, [Fault("gil", 2, "save")], code) == (4, [1])
+    assert _under(region_dir, [Fault("gil", 2, "save")], code) == (4, [2])
     (fault,) = [each for each in _events(region_dir) if each["event"] == "fault"]
     assert (fault["phase"], fault["step"], fault["complete"]) == ("save", 3, 3)
 

@@ -243,9 +243,11 @@ def test_a_fault_in_the_restore_loses_nothing_more(tmp_path: Path) -> None:
     run.fault(1, 3, "restore")
     run.tell("ended", code=-9)
     run.life(3, 6)
+    run.tell("log", name="saved", fields={"reason": "of this life", "step": 6})
     first, second = rows(run, Run(tmp_path), [Fault("kill", 6), Fault("kill", 3, "restore")])
     assert (first["resumed"], first["lost_steps"], first["lost_s"]) == (3, 3, 3.0)
     assert (second["resumed"], second["lost_steps"], second["lost_s"]) == (3, 0, 0.0)
+    assert first["saved"] is None and second["saved"] is None
     assert first["recovered_s"] == 7.0 and second["recovered_s"] == 4.0
 
 
