@@ -95,7 +95,7 @@ class Failure:
         hang_steps: no progress inside a collective for so many measured steps is a hang; it is
             saved within a second more. So is a long evaluation that the others wait for.
         hang_s: no progress elsewhere for so many seconds is one: validation, compilation and slow
-            loaders are none.
+            loaders are none. Nothing is in a process's first two steps, whose time is not known.
         hang_exit_s: seconds after the snapshot of a hang at which the process is ended, with status
             75; None: it is left alone, and goes on if it can.
         on_failure: called with what was saved, on the thread that saved it; when it returns True

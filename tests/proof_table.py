@@ -1,4 +1,4 @@
-"""Render what the proofs showed (build/proof/*.json) into DESIGN.md, between its two markers.
+"""Render what the proofs showed (build/proof/*.json) into DESIGN.md, between its markers.
 
     python tests/proof_table.py          take the last run's numbers into tests/proof.json, render
     python tests/proof_table.py --check  say whether DESIGN.md is what tests/proof.json renders to
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from proof import FOLDER
 ROOT = Path(__file__).parent.parent
 STORED = Path(__file__).parent / "proof.json"
 DOCUMENT = ROOT / "DESIGN.md"
-BEGIN, END = "<!-- proof:begin -->", "<!-- proof:end -->"
+BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 
 Numbers = Mapping[str, Any]
 
@@ -161,6 +162,43 @@ def guest(proof: Numbers) -> list[str]:
     ]
 
 
+PLACES = ("forward", "backward", "allreduce", "fence", "commit", "update", "between", "evaluation")
+PLACES += ("first", "twice", "last", "restore", "save")
+ENDING, WHOM = ("kill", "exception", "term", "hang"), ("one", "next", "all")
+
+
+def faults(proofs: Mapping[str, Numbers]) -> list[str]:
+    """What each kind of fault cost in each place, in steps; runs are `faults KIND POLICY PART`."""
+    lost: dict[tuple[str, ...], dict[str, int]] = {}
+    runs = [(name.split(), seen) for name, seen in proofs.items() if name.startswith("faults ")]
+    for (_, kind, policy, _), seen in runs:
+        lost.setdefault((kind, policy), {}).update(seen["lost"])
+
+    def cell(kind: str, where: str) -> str:
+        both = [lost.get((kind, policy), {}).get(where) for policy in ("off", "every")]
+        said = [str(steps) for steps in dict.fromkeys(both) if steps is not None]
+        return " / ".join(said) or "-"
+
+    columns = [(kind, whom) for kind in ENDING for whom in WHOM]
+    rows = [[place, *(cell(kind, f"{place} {whom}") for kind, whom in columns)] for place in PLACES]
+    noticed = [
+        f"{kind} {statistics.median(times):.2f} s, {max(times):.2f} at most"
+        for kind in ENDING
+        if (times := [t for (_, of, _, _), seen in runs if of == kind for t in seen["noticed_s"]])
+    ]
+    passed = [seen for (_, kind, _, _), seen in runs if kind == "passing"]
+    waited = [seen["lost"][cell] for seen in passed for cell in seen["lost"] if "save" not in cell]
+    count, saved = (sum(seen[name] for _, seen in runs) for name in ("faults", "saved"))
+    return [
+        *table(["steps lost", *(" ".join(each) for each in columns)], rows),
+        f"Noticed after (median): {'; '.join(noticed)}.",
+        f"Faults in all: {count}, saved just in time: {saved}, every trajectory golden. Of them",
+        "such as pass (stop, gil, slow, full, network), in the same places:"
+        f" {sum(seen['faults'] for seen in passed)}, steps lost: {sum(waited)}.",
+        "",
+    ]
+
+
 RENDERERS: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
     "crash images": (crash, ("crash", "crash-soak")),
     "instructions": (order, ("order",)),
@@ -173,21 +211,24 @@ RENDERERS: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
 """What draws each part, and the subjects it draws from."""
 
 
-def render(proofs: Mapping[str, Numbers]) -> str:
-    """The text between the markers."""
+def render(proofs: Mapping[str, Numbers]) -> dict[str, str]:
+    """The text between each pair of markers."""
     lines = []
     for draw, subjects in RENDERERS.values():
         lines += draw(*(proofs[subject] for subject in subjects))
-    return "\n".join([BEGIN, "", *lines]) + END
+    return {"proof": "\n".join(lines), "faults": "\n".join(faults(proofs))}
 
 
-def replaced(document: str, text: str) -> str:
+def replaced(document: str, texts: Mapping[str, str]) -> str:
     """The document with what stands between the markers replaced."""
-    head, _, rest = document.partition(BEGIN)
-    _, found, tail = rest.partition(END)
-    if not found:
-        raise ValueError(f"no {BEGIN} ... {END} in {DOCUMENT}: put the markers back")
-    return head + text + tail
+    for name, text in texts.items():
+        begin, end = BEGIN.format(name), END.format(name)
+        head, _, rest = document.partition(begin)
+        _, found, tail = rest.partition(end)
+        if not found:
+            raise ValueError(f"no {begin} ... {end} in {DOCUMENT}: put the markers back")
+        document = f"{head}{begin}\n\n{text}{end}{tail}"
+    return document
 
 
 def main() -> int:

@@ -42,4 +42,4 @@ def test_the_stored_runs_show_no_loss(stored: dict[str, Any]) -> None:
 
 def test_a_document_without_its_markers_is_an_error() -> None:
     with pytest.raises(ValueError, match="put the markers back"):
-        proof_table.replaced("nothing", "text")
+        proof_table.replaced("nothing", {"proof": "text"})
