@@ -1,7 +1,8 @@
-"""What README says of speed, rendered from the results that are stored in the repository.
+"""What the documents say of speed, rendered from the results that are stored in the repository.
 
-`bench/results/` holds one file per definition, as `python -m bench run` wrote it. README's part
-stands between two markers and is the same bytes for the same files; a test compares.
+`bench/results/` holds one file per definition, as `python -m bench run` wrote it. README's part, a
+summary, stands between two markers; `docs/bench.md` is the whole report. Both are the same bytes
+for the same files; a test compares.
 """
 
 from __future__ import annotations
@@ -10,35 +11,19 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench import definition, record, report, rivals, summary
-from bench.document import Block, Bullets, Heading, Table, Text, markdown
+from bench import definition, origin, record, report, summary
+from bench.document import Block, Bullets, Heading, Text, markdown
 from bench.errors import BenchError
 from bench.place import ROOT
-from bench.quantity import cell
 from bench.record import Result
+from bench.verdict import MET
 
 RESULTS = Path(__file__).parent / "results"
 README = ROOT / "README.md"
+TABLES = ROOT / "docs" / "bench.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-_LINK = "A snapshot every step of {}, two ranks over 1 Gbit/s"
-_OVERHEAD = ("extra", "cost_ratio", "overhead", "step")
-_ENGINES = {
-    "stress": ("A snapshot every step of GPT-2 small", ("extra", "cost_ratio", "step")),
-    "peers": ("A snapshot every step of GPT-2 small, whatever else there is", _OVERHEAD),
-    "ablation": ("lightck with pieces switched off, GPT-2 small", _OVERHEAD),
-    "ddp-link-gpt2": (_LINK.format("GPT-2 small"), ("extra", "cost_ratio", "step")),
-    "ddp-link-vgg16": (_LINK.format("VGG-16"), ("extra", "cost_ratio", "step")),
-    "restore": ("The state back into live tensors", ("restore", "memcpy", "restore_ratio")),
-}
-_WORDS = {
-    "extra": "training longer by, per snapshot",
-    "cost_ratio": "of a plain copy",
-    "overhead": "of a step",
-    "step": "step without",
-    "restore": "restore",
-    "memcpy": "plain memcpy",
-    "restore_ratio": "ratio",
-}
+_MADE = "<!-- Made by `make bench-record` from bench/results; README has the summary. -->"
+_LEFT_OUT = "What is met, and every row of every benchmark: [docs/bench.md](docs/bench.md)."
 
 
 def take(files: Iterable[Path]) -> list[Path]:
@@ -60,20 +45,26 @@ def stored() -> list[Result]:
     return [record.read(file) for file in sorted(RESULTS.glob("*.parquet"))]
 
 
+def tables(results: Sequence[Result]) -> str:
+    """The whole report, without charts."""
+    return f"{_MADE}\n\n{report.render(results, {})}"
+
+
 def render(results: Sequence[Result]) -> str:
-    """The text between the markers, markers included."""
+    """README's summary, markers included: losses first, and of the targets the misses."""
     blocks: list[Block] = []
     groups = summary.by_device(results) or {"": []}
     for device, each in groups.items():
         if device or len(groups) > 1:
             blocks.append(Heading(3, f"On {device or 'the CPU'}"))
         missing = [] if device else _missing(each)
-        blocks.append(Bullets([*report.origins(each), *missing]))
+        blocks += [Bullets([*origin.origins(each), *missing])]
+        blocks += [Text("Where another engine is better than lightck:"), report.lost(each)]
         if table := summary.models(each):
             blocks += [Text(f"A snapshot every step. {report.MODELS}"), table]
-        blocks += report.targets(each)
-        for result in each:
-            blocks += _engines(result)
+        if table := summary.overheads(each):
+            blocks += [Text(report.LARGER), table]
+        blocks += [*report.targets(each, but=MET), Text(_LEFT_OUT)]
     return f"{BEGIN}\n\n{markdown(blocks, {})}\n{END}"
 
 
@@ -84,16 +75,9 @@ def _missing(results: Sequence[Result]) -> list[str]:
     return [f"not measured yet: {', '.join(missing)}"] if missing else []
 
 
-def _engines(result: Result) -> list[Block]:
-    name = result.about["definition"]["name"]
-    if name not in _ENGINES:
-        return []
-    title, measures = _ENGINES[name]
-    rows = []
-    for contenders in rivals.by_model(result.about["definition"]).values():
-        for label in rivals.best_first(result, [each["label"] for each in contenders]):
-            rows.append([label, *(cell(result.of(label, each)) for each in measures)])
-    return [Text(f"{title} (`{name}`):"), Table(["", *(_WORDS[m] for m in measures)], rows)]
+def current(file: Path) -> str:
+    """What a document says now; empty where it is not there."""
+    return file.read_text() if file.exists() else ""
 
 
 def replaced(document: str, text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench import engines, rivals, summary
+from bench import engines, origin, rivals, summary
 from bench.document import Block, Bullets, Cell, Chart, Heading, Table, Text, markdown
 from bench.errors import BenchError
 from bench.quantity import bounds, cell, digits, heading, quantity
@@ -86,10 +86,12 @@ def _overview(results: Sequence[Result], device: str) -> list[Block]:
     if table := summary.models(results):
         blocks += [Heading(2, "Models"), Text(MODELS)]
         blocks += [Chart(chart(device, "all-models"), "Extra time per snapshot"), table]
+    if table := summary.overheads(results):
+        blocks += [Heading(2, "Models, larger batches"), Text(LARGER), table]
     blocks += [Heading(2, "Targets"), *targets(results)]
     if table := summary.intervals(results):
         blocks += [Heading(2, "Smallest interval"), Text(_INTERVAL), table]
-    blocks += [Heading(2, "Where it was measured"), Bullets(origins(results))]
+    blocks += [Heading(2, "Where it was measured"), Bullets(origin.origins(results))]
     return blocks
 
 
@@ -98,62 +100,68 @@ MODELS = (
     " is, the near end of one interval by the far end of the other. `easy`: there a plain copy of"
     " the state costs less than a twentieth of a step."
 )
+LARGER = (
+    "A snapshot every step at batches of the seed's, all divided by the same number: what it makes"
+    " a step longer by, beside what that is of a plain copy of the state. `none`: the same without"
+    " any snapshot, which is what the method is wrong by."
+)
 _INTERVAL = (
     "Steps from one snapshot to the next at which they cost at most so much of the training, by the"
     " far ends of the intervals; from the cost of single snapshots, where that was measured."
 )
 
 
-def origins(results: Sequence[Result]) -> list[str]:
-    """On what machine, in which versions, a line per combination."""
-    names: dict[str, list[str]] = {}
-    for result in results:
-        about, machine = result.about, result.about["machine"]
-        device, memory = summary.device(result), machine["memory_bytes"] / 2**30
-        words = {"python": "Python", "torch": "torch"}
-        versions = [f"{word} {about['versions'].get(key)}" for key, word in words.items()]
-        where = (
-            f"{device + ', ' if device else ''}{machine['cpu']}, {machine['cores']} cores,"
-            f" {memory:.0f} GiB, Linux {machine['kernel']}; "
-            f"{', '.join(versions)}; commit {about['commit']}, {about['started'][:10]}"
-        )
-        names.setdefault(where, []).append(f"`{about['definition']['name']}`")
-    return [f"{', '.join(each)}: {where}" for where, each in names.items()]
-
-
 def _origin(result: Result) -> Text:
     about = result.about
     versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
     return Text(
-        f"`{about['command']}`: commit {about['commit']}, {about['started']}, {about['seconds']} s,"
-        f" load {about['load'][0]} at the start; {versions}."
+        f"`{about['command']}` on {origin.host(result)}: commit {about['commit']},"
+        f" {about['started']}, {about['seconds']} s, load {about['load'][0]} at the start;"
+        f" {versions}."
     )
 
 
-def targets(results: Sequence[Result]) -> list[Block]:
-    """All targets of the results, misses first, with what was found."""
+def targets(results: Sequence[Result], but: str = "") -> list[Block]:
+    """All targets of the results, misses first, with what was found; counted only: those `but`."""
     found = verdicts(results)
     if not found:
         return [Text("None.")]
     states = list(dict.fromkeys(verdict.state for verdict in found))
     counts = ", ".join(f"{sum(v.state == s for v in found)} {s}" for s in states)
     by_name = {result.about["definition"]["name"]: result for result in results}
-    rows = [_target_row(verdict, by_name[verdict.definition]) for verdict in found]
+    rows = [
+        [*_target_row(verdict, result), named(result, results)]
+        for verdict in found
+        if verdict.state != but
+        for result in [by_name[verdict.definition]]
+    ]
     return [Text(f"{counts}."), Table(["", "target", "bound", "found", "benchmark"], rows)]
 
 
+def named(result: Result, results: Sequence[Result]) -> str:
+    """A benchmark's name, with its machine's letter where they ran on several."""
+    return f"`{result.about['definition']['name']}`{origin.mark(result, results)}"
+
+
 def lost(results: Sequence[Result]) -> Block:
-    """Every row in which something else is better than lightck; or that there is none."""
-    rows: list[list[str | Cell]] = []
-    for result in results:
-        definition = result.about["definition"]
-        for model, winner, ours in rivals.lost(result):
-            noise = "the intervals meet" if winner.high >= ours.low else ""
-            rows.append([f"`{definition['name']}`", model, heading(winner.measure)])
-            rows[-1] += [winner.engine, cell(winner), ours.engine, cell(ours), noise]
-    if not rows:
+    """Every row in which something else is better than lightck; or that there is none.
+
+    First those by what the benchmark is about, then those by what is counted beside it.
+    """
+    found = [(result, *each) for result in results for each in rivals.lost(result)]
+    if not found:
         return Text("Nowhere among these rows.")
+    found.sort(key=lambda each: _aside(each[0], each[2]))
+    rows: list[list[str | Cell]] = []
+    for result, model, winner, ours in found:
+        noise = "the intervals meet" if winner.high >= ours.low else ""
+        rows.append([named(result, results), model, heading(winner.measure)])
+        rows[-1] += [winner.engine, cell(winner), ours.engine, cell(ours), noise]
     return Table(["benchmark", "model", "measure", "best", "", "lightck", "", ""], rows)
+
+
+def _aside(result: Result, record: Record) -> bool:
+    return record.measure in rivals.BESIDE.get(result.about["definition"]["kind"], ())
 
 
 def _target_row(verdict: Verdict, result: Result) -> list[str | Cell]:
@@ -173,7 +181,7 @@ def _target_row(verdict: Verdict, result: Result) -> list[str | Cell]:
             text += ", an easy row"
         text += f", {verdict.why}" if verdict.why else ""
         text += ", cut short by the cap" if verdict.capped else ""
-    return [mark, target.row, _bound(verdict), text, f"`{verdict.definition}`"]
+    return [mark, target.row, _bound(verdict), text]
 
 
 def _bound(verdict: Verdict) -> str | Cell:
@@ -192,13 +200,14 @@ def _section(result: Result, device: str) -> list[Block]:
         Heading(2, name, folded=True),
         Text(definition["about"]),
         Text(_how(definition)),
+        _origin(result),
     ]
     labels: list[str] = []
     groups = rivals.by_model(definition)
     for model, contenders in groups.items():
         if len(groups) > 1:
             work = {**definition["work"], **contenders[0]["work"]}
-            title = f"{model}, {work['optimizer']}, batch {work['batch']}"
+            title = f"{model}, {work['optimizer']}, batch {summary.batch(work)}"
             blocks.append(Heading(3, title))
         found = rivals.best_first(result, [contender["label"] for contender in contenders])
         blocks.append(_main(result, found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.record import Record, Result
@@ -21,6 +21,12 @@ SORTED_BY = {  # less is better
     "ranks": "extra",
     "commit_ranks": "commit",
     "restore_ranks": "restore",
+    "device_training": "extra",
+    "device_restore": "restore",
+}
+BESIDE = {  # less is better, too
+    "training": ("stall_s", "cpu_s", "extra_dram_bytes", "written_bytes"),
+    "restart": ("lost_work_s",),
 }
 
 
@@ -61,15 +67,18 @@ def best_first(result: Result, labels: Sequence[str]) -> list[str]:
 
 
 def lost(result: Result) -> list[tuple[str, Record, Record]]:
-    """Model, the winner and lightck, wherever they are not the same.
+    """Model, the winner and lightck, wherever they are not the same; the main measure first.
 
     What stands for lightck is the first of its rows, that with its defaults. Compared is what
     trains the same. An engine `none` takes no part: nobody is faster than nothing.
     """
-    definition = result.about["definition"]
-    measure = SORTED_BY.get(definition["kind"], "")
-    found = []
-    for model, contenders in by_model(definition).items():
+    kind = result.about["definition"]["kind"]
+    measures = (SORTED_BY.get(kind, ""), *BESIDE.get(kind, ()))
+    return [each for measure in measures for each in _lost(result, measure)]
+
+
+def _lost(result: Result, measure: str) -> Iterator[tuple[str, Record, Record]]:
+    for model, contenders in by_model(result.about["definition"]).items():
         works: list[Mapping[str, Any]] = []
         for ours in contenders:
             if ours["engine"] != "lightck" or ours["work"] in works:
@@ -84,8 +93,7 @@ def lost(result: Result) -> list[tuple[str, Record, Record]]:
             ]
             winner = min(others, key=lambda r: r.value, default=record)
             if record is not None and winner is not None and winner.value < record.value:
-                found.append((model, winner, record))
-    return found
+                yield model, winner, record
 
 
 def copy_share(result: Result, label: str) -> float | None:

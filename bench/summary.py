@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench import rivals
+from bench import origin, rivals
 from bench.document import Cell, Table
+from bench.models import MODELS
 from bench.quantity import cell, digits, quantity
 from bench.record import Record, Result
 from bench.statistics import Estimate, ratio
@@ -56,6 +57,11 @@ class Row:
         """The first of lightck's rows: that with its defaults."""
         return next((n for n, engine in self.engines.items() if engine == _OURS), None)
 
+    @property
+    def peers(self) -> list[str]:
+        """Whom lightck is compared with, by their short names."""
+        return [name for name, engine in self.engines.items() if engine not in (_OURS, _NOBODY)]
+
     def of(self, name: str, measure: str) -> Record | None:
         """The record of an engine by its short name."""
         return self.result.of(self.labels[name], measure) if name in self.labels else None
@@ -64,7 +70,7 @@ class Row:
 def rows(result: Result) -> Iterator[Row]:
     """A row per model of a definition."""
     for model, contenders in rivals.by_model(result.about["definition"]).items():
-        common = rivals.prefix(contenders)
+        common = rivals.prefix(contenders) or _alone(contenders[0])
         names = [c["label"].removeprefix(common).lstrip() for c in contenders]
         yield Row(
             common or model,
@@ -74,6 +80,19 @@ def rows(result: Result) -> Iterator[Row]:
         )
 
 
+def _alone(contender: Mapping[str, Any]) -> str:
+    """What the label of an engine that nobody is compared with says of the model."""
+    name, _, engine = contender["label"].rpartition(" ")
+    return name if engine == contender["engine"] else ""
+
+
+def batch(work: Mapping[str, Any]) -> str:
+    """Of a step: pictures, or sequences and the tokens of each."""
+    model = MODELS.get(work["model"])
+    tokens = f" x {work['sequence']}" if model is None or model.vocabulary else ""
+    return f"{work['batch']}{tokens}"
+
+
 def models(results: Sequence[Result]) -> Table | None:
     """Models against engines: what a snapshot adds to the training, and how much that is.
 
@@ -81,18 +100,46 @@ def models(results: Sequence[Result]) -> Table | None:
     `essential-bert`); None where there is none.
     """
     found = compared(results)
-    names = list(dict.fromkeys(name for row in found for name in row.labels))
-    peers = [
-        n for n in names if any(row.engines.get(n) not in (_OURS, _NOBODY, None) for row in found)
-    ]
-    if not found or not peers:
+    peers = list(dict.fromkeys(name for row in found for name in row.peers))
+    if not found:
         return None
     head = ["model", "state", "copy / step", _OURS, "of a plain copy", *peers]
-    return Table(head, [_against(row, peers) for row in found])
+    return Table(head, [_against(row, peers, origin.mark(row.result, results)) for row in found])
+
+
+def overheads(results: Sequence[Result]) -> Table | None:
+    """What a snapshot at every step costs lightck alone, of definitions of several models.
+
+    Each share of a step stands beside what it is of a plain copy; the last one is that of no
+    snapshots at all, where it was measured: what the method is wrong by. None where there is none.
+    """
+    found = [row for row in _several(results, lone=False) if not row.peers]
+    if not found:
+        return None
+    head = ["model", "batch", "state", "step without", "copy / step", "lightck, of a step"]
+    head += ["of a plain copy", "longer by, per snapshot", "none, of a step"]
+    return Table(head, [_overhead(row, origin.mark(row.result, results)) for row in found])
+
+
+def _overhead(row: Row, mark: str) -> list[str | Cell]:
+    given, ours = row.result.about["definition"], row.ours or ""
+    contender = next(c for c in given["contenders"] if c["label"] == row.labels[ours])
+    nobody = next((n for n, engine in row.engines.items() if engine == _NOBODY), "")
+    return [
+        *(row.name + mark, batch({**given["work"], **contender["work"]})),
+        *(cell(row.of(ours, "state")), cell(row.of(ours, "step")), _share(row)),
+        *(cell(row.of(ours, each)) for each in ("overhead", "cost_ratio", "extra")),
+        cell(row.of(nobody, "overhead")),
+    ]
 
 
 def compared(results: Sequence[Result], *, lone: bool = False) -> list[Row]:
     """The rows of the table of models, the smallest state first; `lone`: of single snapshots."""
+    return [row for row in _several(results, lone=lone) if row.peers]
+
+
+def _several(results: Sequence[Result], *, lone: bool) -> list[Row]:
+    """The rows of definitions of several models and of their companions."""
     saving = [
         result
         for result in results
@@ -133,14 +180,18 @@ def _value(row: Row, measure: str) -> float:
     return 0.0 if record is None else record.value
 
 
-def _against(row: Row, peers: Sequence[str]) -> list[str | Cell]:
+def _share(row: Row) -> str | Cell:
+    """What a plain copy of the state is of a step, in lightck's process."""
+    share = rivals.copy_share(row.result, row.labels[row.ours or ""])
+    if share is None:
+        return ""
+    return Cell(f"{digits(100 * share)} %", share, "easy" if share < rivals.EASY else "")
+
+
+def _against(row: Row, peers: Sequence[str], mark: str) -> list[str | Cell]:
     assert row.ours is not None
     ours = row.of(row.ours, "extra")
-    share = rivals.copy_share(row.result, row.labels[row.ours])
-    cells: list[str | Cell] = [row.name, cell(row.of(row.ours, "state"))]
-    cells.append("" if share is None else Cell(f"{digits(100 * share)} %", share))
-    if share is not None and share < rivals.EASY:
-        cells[-1] = Cell(f"{digits(100 * share)} %", share, "easy")
+    cells: list[str | Cell] = [row.name + mark, cell(row.of(row.ours, "state")), _share(row)]
     best = min((r for p in peers if (r := row.of(p, "extra"))), key=lambda r: r.value, default=ours)
     cells += [cell(ours), cell(row.of(row.ours, "cost_ratio"))]
     for peer in peers:
@@ -182,7 +233,11 @@ def intervals(results: Sequence[Result]) -> Table | None:
     if not found:
         return None
     return Table(
-        ["model", *names], [[row.name, *(_within(row, n) for n in names)] for row in found]
+        ["model", *names],
+        [
+            [row.name + origin.mark(row.result, results), *(_within(row, n) for n in names)]
+            for row in found
+        ],
     )
 
 

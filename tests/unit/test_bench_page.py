@@ -279,6 +279,45 @@ def test_a_companion_adds_the_model_that_is_only_there() -> None:
     assert summary.models([companion, record.read(_SAMPLE)]) is None
 
 
+def _larger() -> Result:
+    """Two models that lightck alone trains with; no snapshots at all are measured for one."""
+    about = record.read(_SAMPLE).about
+    given = about["definition"]
+    some = given["contenders"][0]
+    contenders, records = [], []
+    for name, engine, batch in (
+        *(("VGG-16", "none", 16), ("VGG-16", "lightck", 16)),
+        ("GPT-2", "lightck", 1),
+    ):
+        label, model = f"{name} {engine}", name.lower().replace("-1", "1").replace("-2", "2")
+        work = {"model": model, "batch": batch, "sequence": 512}
+        contenders.append({**some, "label": label, "engine": engine, "work": work})
+        cost = 0.0 if engine == "none" else 0.004
+        values = {"extra": 6 * cost, "cost_ratio": cost * 100, "overhead": cost, "step": 6.0}
+        records += _records(label, 1e9, **values, sync_copy=0.04 if name == "VGG-16" else 0.4)
+    target = {"row": "share", "measure": "overhead", "engine": "GPT-2 lightck", "at_most": 0.01}
+    target |= {"at_least": None, "against": [], "unavailable": ""}
+    new = {"name": "seed-batches", "contenders": contenders, "targets": [target]}
+    return Result({**about, "definition": {**given, **new}}, records)
+
+
+def test_models_without_peers_stand_apart_each_share_beside_its_cost_ratio() -> None:
+    table = summary.overheads([_essential(), _larger()])
+    assert summary.models([_essential(), _larger()]) == summary.models([_essential()])
+    assert summary.intervals([_essential(), _larger()]) == summary.intervals([_essential()])
+    assert summary.overheads([_essential(), _scaling()]) is None
+    assert table is not None and len(table.rows) == 2
+    assert table.head[5:7] == ["lightck, of a step", "of a plain copy"]
+    cells = _cells(table, "VGG-16")
+    assert cells[1:3] == ["16", "1.00 GB"] and cells[4] == "0.667 % easy"
+    assert cells[5:7] == ["0.400 % [0.360 %, 0.440 %]", "0.400 [0.360, 0.440]"]
+    assert cells[8] == "0 %", "what the method is wrong by"
+    cells = _cells(table, "GPT-2")
+    assert cells[1] == "1 x 512" and cells[4] == "6.67 %" and cells[8] == ""
+    for text in (report.render([_larger()], {}), readme.render([_larger()])):
+        assert "| VGG-16 | 16 | 1.00 GB | 6.00 s" in text
+
+
 def _scaling() -> Result:
     """One model in four sizes and three numbers of tensors; where it is largest, a peer wins."""
     about = record.read(_SAMPLE).about

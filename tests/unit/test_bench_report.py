@@ -79,6 +79,43 @@ def test_rows_that_another_engine_wins_stand_before_everything_else() -> None:
     assert "Nowhere among these rows." in none_lost
 
 
+def test_who_is_better_in_what_is_counted_beside_is_told_after_the_losses_in_time() -> None:
+    theirs, ours = "torch.save tmpfs", "lightck"
+    more = [
+        *(
+            Record(theirs, "extra_dram_bytes", "B", 1.0, 1.0, 1.0),
+            Record(theirs, "cpu_s", "s", 2, 1, 3),
+        ),
+        *(
+            Record(ours, "extra_dram_bytes", "B", 2.0, 2.0, 2.0),
+            Record(ours, "cpu_s", "s", 1, 1, 1),
+        ),
+    ]
+    first = replace(_stored(), records=[*_stored().records, *more])
+    given = {**_stored().about["definition"], "name": "second"}
+    second = replace(_stored(), about={**_stored().about, "definition": given})
+    table = report.lost([first, second])
+    assert isinstance(table, document.Table)
+    told = [(row[0], row[2]) for row in table.rows]
+    extra = "extra per snapshot"
+    assert told == [("`sample`", extra), ("`second`", extra), ("`sample`", "extra DRAM")]
+
+
+def test_on_a_gpu_too_whoever_wins_is_told() -> None:
+    for kind, measure in (("device_training", "extra"), ("device_restore", "restore")):
+        given = {**_stored().about["definition"], "kind": kind}
+        records = [replace(r, measure=measure) for r in _stored().records if r.measure == "extra"]
+        lost = rivals.lost(Result({**_stored().about, "definition": given}, records))
+        assert [winner.engine for _, winner, _ in lost] == ["torch.save tmpfs"]
+
+
+def test_a_section_says_what_ran_where_and_how_busy_the_machine_was() -> None:
+    section = _rendered().split("## sample")[1]
+    about = _stored().about
+    assert f"`{about['command']}` on Example CPU, 2 cores, 25 GiB, Linux 6.1.0: commit" in section
+    assert f"{about['started']}, {about['seconds']} s, load {about['load'][0]} at" in section
+
+
 def _with(result: Result, **values: float) -> Result:
     """The same with other values of lightck's measures."""
     records = [
