@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from bench import (
     report,
     verdict,
 )
+from bench.document import Block
 from bench.drawing import Drawing
 from bench.errors import BenchError, Unavailable
 from bench.place import BUILD
@@ -92,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     each = commands.add_parser(
         "report", help="render Markdown, charts and a page", epilog=_EXAMPLES, formatter_class=shape
     )
-    each.add_argument("files", nargs="*", type=Path, help="result files; none: all in build/bench")
+    each.add_argument(
+        "files", nargs="*", type=Path, help="result files, or folders of them; none: build/bench"
+    )
     each.add_argument("-o", "--output", type=Path, help="Markdown file (default: stdout)")
     each.add_argument("--no-charts", action="store_true", help="texts and tables only")
     each.add_argument("--check", action="store_true", help="status 1 unless every target is met")
@@ -138,6 +142,7 @@ def _run(arguments: argparse.Namespace) -> int:
         chosen = [_only(each, arguments.engines.split(",")) for each in chosen]
     if arguments.tiny:
         chosen = [definition.tiny(each) for each in chosen]
+    _require_writable(arguments.out)
     for each in chosen:
         try:
             with _progress(each.name) as tell:
@@ -156,6 +161,13 @@ def _run(arguments: argparse.Namespace) -> int:
         for found in verdict.verdicts([result]):
             print(f"    {found.state}: {found.target.row}")
     return 0
+
+
+def _require_writable(folder: Path) -> None:
+    """Before hours of measuring, not after."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise BenchError(f"--out {folder}: nothing was run: {there} is no folder to write to")
 
 
 def _chosen(arguments: argparse.Namespace) -> list[str]:
@@ -216,25 +228,31 @@ def _progress(name: str) -> Iterator[Callable[[str], None]]:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    results = [record.read(file) for file in arguments.files or _results()]
+    results = [record.read(file) for file in _files(arguments.files) or _results()]
     output: Path | None = arguments.output
     if output is None:
         print(report.render(results, {}), end="")
     else:
         blocks = report.document(results)
-        drawings = {} if arguments.no_charts else _charts(results)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        files = {name: f"{output.stem}-{name}.png" for name in drawings}
-        for name, drawing in drawings.items():
-            output.with_name(files[name]).write_bytes(drawing.png)
-            output.with_name(files[name]).with_suffix(".svg").write_text(drawing.alone)
-        output.write_text(document.markdown(blocks, files))
-        svg = {name: drawing.svg for name, drawing in drawings.items()}
-        shown = output.with_suffix(".html")
-        shown.write_text(page.page(blocks, svg))
-        print(f"{output}\n{shown}")
+        try:
+            _publish(output, blocks, {} if arguments.no_charts else _charts(results))
+        except OSError as error:
+            raise BenchError(f"{output}: cannot be written: {error}") from error
     missed = any(found.state != verdict.MET for found in verdict.verdicts(results))
     return 1 if arguments.check and missed else 0
+
+
+def _publish(output: Path, blocks: list[Block], drawings: Mapping[str, Drawing]) -> None:
+    """Markdown, the page and the charts, side by side."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    files = {name: f"{output.stem}-{name}.png" for name in drawings}
+    for name, drawing in drawings.items():
+        output.with_name(files[name]).write_bytes(drawing.png)
+        output.with_name(files[name]).with_suffix(".svg").write_text(drawing.alone)
+    output.write_text(document.markdown(blocks, files))
+    shown = output.with_suffix(".html")
+    shown.write_text(page.page(blocks, {name: each.svg for name, each in drawings.items()}))
+    print(f"{output}\n{shown}")
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -272,9 +290,18 @@ def _picture(arguments: argparse.Namespace) -> int:
 
 
 def _results() -> list[Path]:
-    files = sorted(BUILD.glob("*.parquet"))
+    return _in(BUILD)
+
+
+def _files(given: Sequence[Path]) -> list[Path]:
+    """The files that are meant: of a folder, all results in it."""
+    return [file for each in given for file in (_in(each) if each.is_dir() else [each])]
+
+
+def _in(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.parquet"))
     if not files:
-        raise BenchError(f"no results in {BUILD}: run `python -m bench run` first")
+        raise BenchError(f"no results in {folder}: run `python -m bench run` first")
     return files
 
 

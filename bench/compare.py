@@ -30,6 +30,7 @@ from bench.quantity import digits, quantity
 Tell = Callable[[str], None]
 _MICRO = Path("bench") / "micro"
 _TOLD = 0.05  # of the time: less is not called a difference
+_ROUNDS = 3  # fewer agree by chance
 
 
 @dataclass
@@ -79,6 +80,8 @@ def compare(base: str, rounds: int, only: str, tell: Tell) -> str:
                     tell(f"round {number + 1} of {rounds}: {file}, {tree.name}")
                     if problem := _measure(tree, file, only, folder / "found.json"):
                         notes.append(problem)
+    if not (there.seconds or here.seconds or any(notes)):
+        raise BenchError(f"-k {only!r}: no benchmark in {_MICRO} of this name")
     return table(there, here, list(dict.fromkeys(filter(None, notes))))
 
 
@@ -209,11 +212,17 @@ def table(there: Tree, here: Tree, notes: Sequence[str]) -> str:
     for tree, other in ((there, here), (here, there)):
         if gone := sorted(tree.seconds.keys() - other.seconds.keys()):
             lines.append(f"only {tree.name}: {', '.join(gone)}")
+    lines.append(
+        f"ratio: {here.name} / {there.name}, the median of the rounds, in brackets their ends;"
+        f" slower, faster: every one of {_ROUNDS} rounds and more, by more than {_TOLD:.0%}"
+    )
     return "\n".join([*lines, *notes])
 
 
 def _word(ratios: Sequence[float]) -> str:
     """What all rounds agree on."""
+    if len(ratios) < _ROUNDS:
+        return ""
     if min(ratios) > 1 + _TOLD:
         return "slower"
     return "faster" if max(ratios) < 1 - _TOLD else ""

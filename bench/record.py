@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from bench.errors import BenchError
 from bench.statistics import Estimate, estimate
 
 FORMAT = 1
+_TOLD = ("command", "commit", "definition", "load", "machine", "seconds", "started", "versions")
 _KEY = b"lightck-bench"
 
 
@@ -106,25 +108,32 @@ def write(result: Result, path: Path) -> None:
     """Store a result; the file appears whole or not at all.
 
     Raises:
-        BenchError: a value is not a number.
+        BenchError: a value is not a number, or the folder takes no file.
     """
     for record in result.records:
         if math.isnan(record.value):
             raise BenchError(f"{record.engine}: {record.measure} is not a number")
     about = json.dumps({"format": FORMAT, **result.about}, sort_keys=True)
     table = pa.Table.from_pylist([asdict(r) for r in result.records], _SCHEMA)
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    pq.write_table(table.replace_schema_metadata({_KEY: about.encode()}), part)
-    part.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table.replace_schema_metadata({_KEY: about.encode()}), part)
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise BenchError(f"{path}: cannot be written: {error}") from error
 
 
 def read(path: Path) -> Result:
     """Load a result.
 
     Raises:
-        BenchError: it is not there, no such file, or of another version.
+        BenchError: it is not there, no such file, of another version, or not whole.
     """
+    if path.is_dir():
+        raise BenchError(f"{path}: a folder, not a result")  # which Arrow would read as one table
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:
@@ -132,7 +141,10 @@ def read(path: Path) -> Result:
     stored = (table.schema.metadata or {}).get(_KEY)
     if stored is None:
         raise BenchError(f"{path}: a Parquet file, but not of `python -m bench run`")
-    about: dict[str, Any] = json.loads(stored)
+    try:
+        about: dict[str, Any] = json.loads(stored)
+    except ValueError as error:
+        raise BenchError(f"{path}: cannot be read: what it says of itself: {error}") from error
     found = about.pop("format", None)
     if found != FORMAT:
         raise BenchError(
@@ -140,4 +152,9 @@ def read(path: Path) -> Result:
             f" `python -m bench run {about.get('definition', {}).get('name', '...')}` again, or"
             f" use the commit that wrote it ({about.get('commit', 'unknown')})"
         )
-    return Result(about, [Record(**row) for row in table.to_pylist()])
+    missing = [key for key in _TOLD if key not in about]
+    missing += [name for name in _SCHEMA.names if name not in table.schema.names]
+    if missing:
+        raise BenchError(f"{path}: not as `python -m bench run` wrote it: no {', '.join(missing)}")
+    rows = table.select(_SCHEMA.names).to_pylist()
+    return Result(about, [Record(**row) for row in rows])

@@ -145,8 +145,9 @@ def _several(results: Sequence[Result], *, lone: bool) -> list[Row]:
         for result in results
         if _given(result)["kind"] in _SAVING and (_policy(result) == "lone") is lone
     ]
-    several = {r.about["definition"]["name"]: set(rivals.by_model(_given(r))) for r in saving}
-    several = {name: known for name, known in several.items() if len(known) > 1}
+    several = {
+        _given(r)["name"]: set(rivals.by_model(_given(r))) for r in saving if _models_in(r) > 1
+    }
     found = [
         row
         for result in saving
@@ -156,6 +157,11 @@ def _several(results: Sequence[Result], *, lone: bool) -> list[Row]:
         and _belongs(_given(result)["name"], set(rivals.by_model(_given(result))), several)
     ]
     return sorted(found, key=lambda row: _value(row, "state"))
+
+
+def _models_in(result: Result) -> int:
+    given = _given(result)
+    return len({{**given["work"], **each["work"]}["model"] for each in given["contenders"]})
 
 
 def _belongs(name: str, known: set[str], several: Mapping[str, set[str]]) -> bool:

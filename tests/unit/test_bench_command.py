@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bench import cli, definition, execute, launch, readme, record
+from bench.errors import BenchError
 from bench.place import ROOT
 from bench.record import Result
 
@@ -79,7 +80,37 @@ def test_the_command_shows_the_name_that_it_was_called_by(
         assert capsys.readouterr().out.startswith(f"usage: {shown} ")
 
 
+def test_a_folder_of_results_is_reported_as_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = record.read(_SAMPLE)
+    given = {**first.about["definition"], "name": "second"}
+    second = replace(first, about={**first.about, "definition": given})
+    record.write(first, tmp_path / "results" / "first.parquet")
+    record.write(second, tmp_path / "results" / "second.parquet")
+    assert cli.main(["report", str(tmp_path / "results")]) == 0
+    told = capsys.readouterr().out
+    assert "\n## sample\n" in told and "\n## second\n" in told
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert f"no results in {tmp_path}: run `python -m bench run`" in capsys.readouterr().err
+
+
 # ---- nothing is published ------------------------------------------------------------------------
+
+
+def test_where_nothing_can_be_written_nothing_runs(
+    ran: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["run", "native", "--out", str(tmp_path / "file" / "results")]) == 2
+    told = capsys.readouterr().err
+    assert f"nothing was run: {tmp_path / 'file'} is no folder to write to" in told
+    assert ran == []
+    with pytest.raises(BenchError, match=r"x.parquet: cannot be written: "):
+        record.write(record.read(_SAMPLE), tmp_path / "file" / "x.parquet")
+    out = tmp_path / "file" / "report.md"
+    assert cli.main(["report", str(_SAMPLE), "-o", str(out), "--no-charts"]) == 2
+    assert "report.md: cannot be written: " in capsys.readouterr().err
 
 
 def _of_another_version(path: Path) -> Path:

@@ -130,8 +130,10 @@ def test_what_fails_in_one_tree_is_told_and_the_rest_is_compared(repository: _Re
 
 
 def test_benchmarks_can_be_chosen(repository: _Repository) -> None:
-    assert "test_one" not in compare.compare("first", 1, "nothing", lambda text: None)
+    with pytest.raises(BenchError, match="-k 'nothing': no benchmark in bench/micro of this name"):
+        compare.compare("first", 1, "nothing", lambda text: None)
     assert not repository.log.exists()
+    assert "\ntest_one " in compare.compare("first", 1, "one", lambda text: None)
 
 
 def test_a_commit_that_is_none_is_told(
@@ -184,11 +186,14 @@ def _tree(name: str, **seconds: list[float]) -> compare.Tree:
 
 
 def test_a_difference_is_one_if_every_round_has_it() -> None:
-    there = _tree("base", a=[1.0, 1.0], b=[1.0, 1.0], c=[1.0, 1.0], d=[1.0], gone=[1.0])
-    here = _tree("this tree", a=[1.2, 1.1], b=[1.2, 1.0], c=[0.5, 0.7], d=[1.04], new=[1.0])
+    there = _tree("base", a=3 * [1.0], b=3 * [1.0], c=3 * [1.0], d=2 * [1.0], gone=[1.0])
+    here = _tree("this tree", a=[1.2, 1.1, 1.15], b=[1.2, 1.0, 1.2], c=[0.5, 0.7, 0.6])
+    here.seconds |= {"d": [1.5, 1.5], "new": [1.0]}
     lines = compare.table(there, here, ["a note"]).splitlines()
     rows = {line.split()[0]: line for line in lines[1:5]}
     assert rows["a"].endswith("slower") and rows["c"].endswith("faster")
-    assert rows["b"].endswith("[1.00, 1.20]") and rows["d"].endswith("[1.04, 1.04]")
+    assert rows["b"].endswith("[1.00, 1.20]")
+    assert rows["d"].endswith("[1.50, 1.50]"), "two rounds agree by chance"
     assert " 1.15 " in rows["a"] and " 0.600 " in rows["c"]
-    assert lines[5:] == ["only base: gone", "only this tree: new", "a note"]
+    assert lines[5:7] == ["only base: gone", "only this tree: new"]
+    assert lines[7].startswith("ratio: this tree / base, ") and lines[8:] == ["a note"]

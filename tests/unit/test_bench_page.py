@@ -306,6 +306,7 @@ def test_models_without_peers_stand_apart_each_share_beside_its_cost_ratio() -> 
     assert summary.models([_essential(), _larger()]) == summary.models([_essential()])
     assert summary.intervals([_essential(), _larger()]) == summary.intervals([_essential()])
     assert summary.overheads([_essential(), _scaling()]) is None
+    assert summary.models([_scaling()]) is None, "one model in several sizes"
     assert table is not None and len(table.rows) == 2
     assert table.head[5:7] == ["lightck, of a step", "of a plain copy"]
     cells = _cells(table, "VGG-16")

@@ -215,6 +215,24 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         record.read(tmp_path / "other.parquet")
 
 
+def test_a_file_that_is_not_whole_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    table, key = pq.read_table(_STORED), b"lightck-bench"
+    about = json.loads(table.schema.metadata[key])
+    del about["machine"]
+    changed = tmp_path / "changed.parquet"
+    pq.write_table(table.replace_schema_metadata({key: json.dumps(about)}), changed)
+    with pytest.raises(BenchError, match=r"changed.parquet: not as .* wrote it: no machine$"):
+        record.read(changed)
+    pq.write_table(table.drop_columns(["capped"]), changed)
+    with pytest.raises(BenchError, match=r"changed.parquet: not as .* wrote it: no capped$"):
+        record.read(changed)
+    pq.write_table(table.replace_schema_metadata({key: "{cut"}), changed)
+    with pytest.raises(BenchError, match=r"changed.parquet: cannot be read: what it says of"):
+        record.read(changed)
+    with pytest.raises(BenchError, match="a folder, not a result"):
+        record.read(tmp_path)
+
+
 def test_what_is_not_a_number_is_not_written(tmp_path: Path) -> None:
     result = replace(_stored(), records=[Record("lightck", "extra", "s", *[float("nan")] * 3)])
     with pytest.raises(BenchError, match="lightck: extra is not a number"):
