@@ -69,8 +69,8 @@ def _of(result: Result) -> list[tuple[str, Callable[[Any, Any], None], Any]]:
     stack = _STACKS.get(kind, ())
     if any(record.measure in stack for record in result.records):
         found.append(("", _recovery, result))
-    elif len(several := [row for row in rows if len(_points(row, measure)) > 1]) > 1:
-        found.append(("", _models, (several, measure)))
+    elif sum(len(_points(row, measure)) > 1 for row in rows) > 1:
+        found.append(("", _models, ([row for row in rows if _points(row, measure)], measure)))
     elif any(record.measure == measure for record in result.records):
         found.append(("", _bars, result))
     for over in ("state", "tensors"):
@@ -306,16 +306,16 @@ def _stacked(
 
 
 def _stalls(axes: Any, result: Result) -> None:
-    """What training waits for, each engine's causes as shares of its sum."""
-    labels = [c["label"] for c in result.about["definition"]["contenders"]]
+    """What training waits for, each engine's causes as shares of its sum; model by model."""
     rows = []
-    for label in rivals.best_first(result, labels):
-        if found := report.stalls(result, label):
-            rows.append((label, [(r.measure.partition(".")[2], r.value) for r in found]))
+    for contenders in rivals.by_model(result.about["definition"]).values():
+        for label in rivals.best_first(result, [c["label"] for c in contenders]):
+            if found := report.stalls(result, label):
+                rows.append((label, [(r.measure.partition(".")[2], r.value) for r in found]))
     _stacked(axes, rows, share=True)
     axes.set_xlim(0, 1.18)
     axes.set_xticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
-    axes.set_xlabel("of the training thread's time inside the engine, per snapshot")
+    axes.set_xlabel("of the training thread's time inside the engine, per snapshot", loc="right")
 
 
 def _recovery(axes: Any, result: Result) -> None:

@@ -27,8 +27,11 @@ _BOTH = {
 """Engines' colours on a light page and on a dark one; in the order of legends."""
 ENGINES = {name: light for name, (light, _) in _BOTH.items()}
 OTHERS = ENGINES["blocking"]
-PARTS = tuple(ENGINES[n] for n in ("dcp", "checkfreq", "lightck", "torch.save", "safetensors"))
-"""Of a stack, from left to right."""
+PARTS = (
+    *(ENGINES[name] for name in ("dcp", "checkfreq", "lightck", "torch.save", "safetensors")),
+    *(ENGINES[name] for name in ("torchsnapshot", "torch_checkpointing", "lm-resiliency")),
+)
+"""Of a stack, from left to right; more than there are causes of a stall."""
 _DARK = {INK: "#e6edf3", FAINT: "#9aa4ad", GRID: "#343b43", **dict(_BOTH.values())}
 
 

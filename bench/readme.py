@@ -59,11 +59,14 @@ def render(results: Sequence[Result]) -> str:
             blocks.append(Heading(3, f"On {device or 'the CPU'}"))
         missing = [] if device else _missing(each)
         blocks += [Bullets([*origin.origins(each), *missing])]
-        blocks += [Text("Where another engine is better than lightck:"), report.lost(each)]
+        blocks += [Text("Where another engine is better than lightck:")]
+        blocks += report.lost_in_short(each)
         if table := summary.models(each):
             blocks += [Text(f"A snapshot every step. {report.MODELS}"), table]
         if table := summary.overheads(each):
             blocks += [Text(report.LARGER), table]
+        if table := summary.intervals(each):
+            blocks += [Text(report.INTERVAL), table]
         blocks += [*report.targets(each, but=MET), Text(_LEFT_OUT)]
     return f"{BEGIN}\n\n{markdown(blocks, {})}\n{END}"
 

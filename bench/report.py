@@ -90,7 +90,7 @@ def _overview(results: Sequence[Result], device: str) -> list[Block]:
         blocks += [Heading(2, "Models, larger batches"), Text(LARGER), table]
     blocks += [Heading(2, "Targets"), *targets(results)]
     if table := summary.intervals(results):
-        blocks += [Heading(2, "Smallest interval"), Text(_INTERVAL), table]
+        blocks += [Heading(2, "Smallest interval"), Text(INTERVAL), table]
     blocks += [Heading(2, "Where it was measured"), Bullets(origin.origins(results))]
     return blocks
 
@@ -105,7 +105,7 @@ LARGER = (
     " a step longer by, beside what that is of a plain copy of the state. `none`: the same without"
     " any snapshot, which is what the method is wrong by."
 )
-_INTERVAL = (
+INTERVAL = (
     "Steps from one snapshot to the next at which they cost at most so much of the training, by the"
     " far ends of the intervals; from the cost of single snapshots, where that was measured."
 )
@@ -148,20 +148,43 @@ def lost(results: Sequence[Result]) -> Block:
 
     First those by what the benchmark is about, then those by what is counted beside it.
     """
-    found = [(result, *each) for result in results for each in rivals.lost(result)]
-    if not found:
-        return Text("Nowhere among these rows.")
-    found.sort(key=lambda each: _aside(each[0], each[2]))
+    main, beside = _lost(results)
+    return _losses([*main, *beside], results) if main or beside else Text(_NOWHERE)
+
+
+def lost_in_short(results: Sequence[Result]) -> list[Block]:
+    """Those by what the benchmark is about; of the others, how many there are by what."""
+    main, beside = _lost(results)
+    blocks: list[Block] = [_losses(main, results) if main else Text(_NOWHERE)]
+    if beside:
+        words = [heading(ours.measure) for _, _, _, ours in beside]
+        counts = ", ".join(f"{words.count(word)} in {word}" for word in dict.fromkeys(words))
+        blocks.append(Text(f"By what is counted beside it, in {len(beside)} more: {counts}."))
+    return blocks
+
+
+_NOWHERE = "Nowhere among these rows."
+_Loss = tuple[Result, str, Record, Record]
+
+
+def _lost(results: Sequence[Result]) -> tuple[list[_Loss], list[_Loss]]:
+    """By what benchmarks are about, and by what is counted beside that."""
+    main: list[_Loss] = []
+    beside: list[_Loss] = []
+    for result in results:
+        aside = rivals.BESIDE.get(result.about["definition"]["kind"], ())
+        for model, winner, ours in rivals.lost(result):
+            (beside if ours.measure in aside else main).append((result, model, winner, ours))
+    return main, beside
+
+
+def _losses(found: Sequence[_Loss], results: Sequence[Result]) -> Table:
     rows: list[list[str | Cell]] = []
     for result, model, winner, ours in found:
         noise = "the intervals meet" if winner.high >= ours.low else ""
         rows.append([named(result, results), model, heading(winner.measure)])
         rows[-1] += [winner.engine, cell(winner), ours.engine, cell(ours), noise]
     return Table(["benchmark", "model", "measure", "best", "", "lightck", "", ""], rows)
-
-
-def _aside(result: Result, record: Record) -> bool:
-    return record.measure in rivals.BESIDE.get(result.about["definition"]["kind"], ())
 
 
 def _target_row(verdict: Verdict, result: Result) -> list[str | Cell]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench import charts, cli, document, page, readme, record, report, summary
+from bench.drawing import PARTS
 from bench.place import ROOT
 from bench.record import Record, Result
 
@@ -123,6 +124,31 @@ def test_every_chart_is_drawn_that_there_are_rows_for(drawing: None) -> None:
     }
     assert "detected" in drawn["recovery"].svg and "500 MB" in drawn["essential-state"].svg
     assert all(name in drawn["all-models"].svg for name in (*_MODELS, *_COSTS))
+
+
+def test_causes_of_a_stall_have_colours_of_their_own_and_models_stand_together(
+    drawing: None,
+) -> None:
+    whole = _essential()
+    causes = ("before_update", "begin", "boundary", "fence", "request", "step")
+    more = [
+        Record(label["label"], f"stall.{cause}", "s", 1.0, 1.0, 1.0)
+        for label in whole.about["definition"]["contenders"]
+        for cause in causes
+    ]
+    drawn = charts.drawn([replace(whole, records=[*whole.records, *more])])["essential-stalls"].svg
+    colours = {colour for colour in PARTS if f"var(--chart-{colour[1:]},{colour})" in drawn}
+    assert len(colours) >= len(causes), "two of one colour cannot be told apart"
+    labels = re.findall(rf">((?:{'|'.join(_MODELS)}) [a-z.]+)<", drawn)
+    assert [label.split()[0] for label in labels] == [m for m in _MODELS for _ in _COSTS]
+
+
+def test_a_model_with_one_engine_is_drawn_beside_those_with_more(drawing: None) -> None:
+    whole = _essential()
+    gone = [
+        r for r in whole.records if not re.fullmatch(r"VGG-16 (torch.save|checkfreq)", r.engine)
+    ]
+    assert "VGG-16" in charts.drawn([replace(whole, records=gone)])["essential"].svg
 
 
 def test_charts_cope_with_rows_that_are_not_there_yet(drawing: None) -> None:
@@ -368,6 +394,7 @@ def test_the_smallest_intervals_stand_in_a_table() -> None:
 def test_readme_shows_the_models_once_they_are_stored() -> None:
     text = readme.render([_essential(), record.read(_SAMPLE)])
     assert "| GPT-2 | 1.50 GB | 10.0 % | 3.00 ms [2.70 ms, 3.30 ms] |" in text
+    assert "| GPT-2 | 11 steps within 1 % (22 steps within 5 %) |" in text
     assert "copy / step" not in readme.render([record.read(_SAMPLE)])
 
 
