@@ -57,7 +57,7 @@ def render(results: Sequence[Result]) -> str:
     for device, each in groups.items():
         if device or len(groups) > 1:
             blocks.append(Heading(3, f"On {device or 'the CPU'}"))
-        missing = [] if device else _missing(each)
+        missing = [] if device else _missing(results)
         blocks += [Bullets([*origin.origins(each), *missing])]
         blocks += [Text("Where another engine is better than lightck:")]
         blocks += report.lost_in_short(each)
@@ -67,8 +67,8 @@ def render(results: Sequence[Result]) -> str:
             blocks += [Text(report.LARGER), table]
         if table := summary.intervals(each):
             blocks += [Text(report.INTERVAL), table]
-        blocks += [*report.targets(each, but=MET), Text(_LEFT_OUT)]
-    return f"{BEGIN}\n\n{markdown(blocks, {})}\n{END}"
+        blocks += report.targets(each, but=MET)
+    return f"{BEGIN}\n\n{markdown([*blocks, Text(_LEFT_OUT)], {})}\n{END}"
 
 
 def _missing(results: Sequence[Result]) -> list[str]:

@@ -105,6 +105,11 @@ LARGER = (
     " a step longer by, beside what that is of a plain copy of the state. `none`: the same without"
     " any snapshot, which is what the method is wrong by."
 )
+_PIECES = (
+    "Against lightck with its defaults: what a piece switched off, or something in its place, makes"
+    " a snapshot cost more. In brackets the worst ends paired; in parentheses, how many times at"
+    " least."
+)
 INTERVAL = (
     "Steps from one snapshot to the next at which they cost at most so much of the training, by the"
     " far ends of the intervals; from the cost of single snapshots, where that was measured."
@@ -236,6 +241,8 @@ def _section(result: Result, device: str) -> list[Block]:
         blocks.append(_main(result, found))
         labels += found
     blocks.append(Chart(chart(device, name), name))
+    if table := summary.pieces(result):
+        blocks += [Text(_PIECES), table]
     blocks += _beside(result, labels)
     for more, title in (("state", "by state size"), ("tensors", "by number of tensors")):
         blocks.append(Chart(chart(device, f"{name}-{more}"), f"{name} {title}"))

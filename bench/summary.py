@@ -222,6 +222,32 @@ def times(theirs: Record, ours: Record) -> str:
     return f"(>= {digits(found.low)} x)" if found.low != float("inf") else "(any times)"
 
 
+def pieces(result: Result) -> Table | None:
+    """What other settings than lightck's defaults cost or save, and what else there is, best first.
+
+    None where lightck does not stand in several rows that train the same, with its defaults first.
+    """
+    kind = _given(result)["kind"]
+    found: list[list[str | Cell]] = []
+    for row in rows(result) if kind in _SAVING else ():
+        ours = row.of(row.ours or "", "extra")
+        if ours is None or list(row.engines.values()).count(_OURS) < 3:
+            continue
+        if any(c["settings"] for c in _given(result)["contenders"] if c["label"] == ours.engine):
+            continue
+        others = [
+            record
+            for name, engine in row.engines.items()
+            if engine != _NOBODY and name != row.ours and (record := row.of(name, "extra"))
+        ]
+        for record in sorted(others, key=lambda each: each.value):
+            low, high = record.low - ours.high, record.high - ours.low
+            longer = Record("", "extra", "s", record.value - ours.value, low, high)
+            found.append([record.engine, cell(record), cell(longer), times(record, ours)])
+    head = ["", "extra per snapshot", "longer than lightck with its defaults by", "times that"]
+    return Table(head, found) if found else None
+
+
 def intervals(results: Sequence[Result]) -> Table | None:
     """Models against engines: how often a snapshot may be taken; None where that is not known.
 

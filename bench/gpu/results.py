@@ -112,7 +112,9 @@ def tables(results: Sequence[Result]) -> str:
     """Machine, targets and what every engine reached; the same bytes for the same results."""
     if not results:
         return _NOTHING
-    blocks: list[document.Block] = [*_toys(results), _origin(results), *report.targets(results)]
+    blocks: list[document.Block] = [*_toys(results), _origin(results)]
+    blocks += [document.Text("Where another engine is better than lightck:"), report.lost(results)]
+    blocks += report.targets(results)
     for result in results:
         kind = result.about["definition"]["kind"]
         for model, contenders in rivals.by_model(result.about["definition"]).items():

@@ -45,10 +45,6 @@ _MAIN = {
 }
 
 
-_AS_OTHERS = {"models-bert", "ddp-link-vgg16", "stress-openmp"}
-"""Kind and engines are those of `models`, `ddp-link-gpt2` and `stress`."""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
     """Import once what every child would."""
@@ -89,13 +85,7 @@ def _ran(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[definition.Definit
 
 
 @pytest.mark.timeout(600)  # two dozen engines of one definition, some with processes of their own
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.soak] if name in _AS_OTHERS else [])
-        for name in definition.names()
-    ],
-)
+@pytest.mark.parametrize("name", definition.names())
 def test_a_definition_runs_and_every_engine_is_verified(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

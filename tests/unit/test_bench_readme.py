@@ -98,6 +98,13 @@ def test_readme_shows_a_picture_that_is_there_and_small() -> None:
 
 def test_readme_says_what_was_not_measured_yet() -> None:
     assert "not measured yet: `ablation`, `armed`, `batch`" in readme.render([])
+    first = record.read(_SAMPLE)
+    given = first.about["definition"]
+    work = {**given["work"], "emulated": "v100"}
+    emulated = _saying(first, definition={**given, "name": "emulated-v100", "work": work})
+    told = readme.render([first, emulated])
+    (line,) = [line for line in told.splitlines() if "not measured yet" in line]
+    assert "`emulated-h100`" in line and "`emulated-v100`" not in line
 
 
 def test_whoever_wins_stands_first_in_readme() -> None:
