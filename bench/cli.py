@@ -123,7 +123,8 @@ def _parser() -> argparse.ArgumentParser:
 def _list(arguments: argparse.Namespace) -> int:
     for name in definition.names():
         loaded = definition.load(name)
-        print(f"{name}: {loaded.about}")
+        essential = ", essential" * loaded.essential
+        print(f"{name} ({_minutes([loaded])}{essential}): {loaded.about}")
         for contender in loaded.contenders:
             print(f"    {contender.label} ({contender.engine}, {contender.medium})")
         for target in loaded.targets:
@@ -143,6 +144,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.tiny:
         chosen = [definition.tiny(each) for each in chosen]
     _require_writable(arguments.out)
+    if not (arguments.tiny or arguments.engines):
+        print(f"{_minutes(chosen)} on two quiet cores", file=sys.stderr)
     for each in chosen:
         try:
             with _progress(each.name) as tell:
@@ -161,6 +164,12 @@ def _run(arguments: argparse.Namespace) -> int:
         for found in verdict.verdicts([result]):
             print(f"    {found.state}: {found.target.row}")
     return 0
+
+
+def _minutes(chosen: Sequence[definition.Definition]) -> str:
+    """How long they take, together."""
+    unknown = " and more" * any(not each.minutes for each in chosen)
+    return f"about {sum(each.minutes for each in chosen):.0f} minutes{unknown}"
 
 
 def _require_writable(folder: Path) -> None:

@@ -34,12 +34,17 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_without_names_the_essential_definitions_run(ran: list[str], tmp_path: Path) -> None:
+def test_without_names_the_essential_definitions_run(
+    ran: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["run", "--out", str(tmp_path)]) == 0
     assert ran == definition.essential()
     assert set(ran) < set(definition.names())
     minutes = sum(definition.load(name).minutes for name in ran)
     assert 0 < minutes <= 45, "what `make bench` promises"
+    assert f"about {minutes:.0f} minutes on two quiet cores\n" in capsys.readouterr().err
+    assert cli.main(["list"]) == 0
+    assert "\nessential (about 9 minutes, essential): Five of" in capsys.readouterr().out
 
 
 def test_full_runs_all_definitions_and_says_so_in_the_results(

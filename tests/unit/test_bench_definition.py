@@ -116,6 +116,14 @@ def test_the_essential_definitions_take_minutes() -> None:
     assert models >= {"resnet18", "vgg16", "inception-v3", "alexnet", "gpt2", "bert-large"}
 
 
+def test_a_definition_s_own_caps_end_within_the_minutes_that_it_says() -> None:
+    for name in definition.names():
+        found = definition.load(name)
+        if found.kind in ("training", "ranks"):
+            caps = sum(found.method_of(contender).seconds for contender in found.contenders)
+            assert caps <= 60 * found.minutes, f"{name}: {caps / 60:.1f} minutes of samples alone"
+
+
 def test_every_requirement_on_speed_has_a_target() -> None:
     rows = [target for name in definition.names() for target in definition.load(name).targets]
     bounds = sorted(t.bound for t in rows if t.bound is not None)
