@@ -135,7 +135,7 @@ def test_every_requirement_on_speed_has_a_target() -> None:
     failures = [0.002, 3.0, *4 * [1.0]]  # issue 6's that are measured
     four = 3 * [1.0] + [0.255]  # issue 7's two and four ranks
     # Issue 7's: six models, all peers, what overlap is worth, and restoring; the essential few.
-    suite = 6 * [0.01, 0.5, 20] + [1.0] + [2.0, 2.0] + [1.0, 10] + [0.5, 1.0, 1.0]
+    suite = 6 * [0.01, 0.5, 20] + [1.0] + [2.0, 2.0] + 2 * [1.0, 10] + [0.5, 1.0]
     suite += [1.0, 1.0]  # killed and restarted
     suite += 6 * [1.0] + 6 * [1]  # by size and number, no worse; intervals on the real CPU
     suite += [1, 6, 14, 8, 6, 10] + 6 * [1.0]  # LightCheck's own intervals, emulated; no worse
