@@ -198,7 +198,8 @@ class _Parts:
         at_gradient = [communication.came] if communication.buckets else []
         at_gradient += [habit.gradient] if armed and self.topology.world > 1 else []
         recording = holders.recording(live.local for live in collected.lives)
-        hooks = Hooks(self._listener(sight), self.watched, loaders, at_gradient, recording)
+        listener, heard = self._listener(sight), (loaders, at_gradient, recording)
+        hooks = Hooks(listener, self.watched, *heard, kinds.defers)
         recorder.arm = lambda on: hooks.arm_forward() if on else hooks.disarm_forward()
         undo += [kinds.stop, hooks.remove, communication.remove, sight.remove]
         recorder.start()

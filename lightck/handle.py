@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from lightck.capture.asked import finish_last_step, open_now
+from lightck.capture.asked import finish_last_step, left_off, open_now
 from lightck.capture.counted import stats_of
 from lightck.capture.hooks import Hooks
 from lightck.capture.recorder import Recorder
@@ -288,7 +288,7 @@ class Handle:
         self._failed_at = self.step
         saved = self._save(type(error).__name__)
         try:
-            self._recorder.left_off(error)
+            left_off(self._recorder, error)
         except LightckError as theirs:  # `on_error` raises: the exception that is under way counts
             error.add_note(f"lightck: {theirs}")
         if self._guard is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from lightck.capture.flight import Slip
 from lightck.capture.recorder import Recorder
 from lightck.errors import CoordinationError, RegionBusyError, TornSnapshotError
@@ -85,6 +87,13 @@ def finish_last_step(recorder: Recorder) -> None:
         ask = " (is a reader holding one?)" if slip is Slip.SLOTS else ""
         text = f"step {recorder.steps.step}, the last one, has no snapshot: {slip}{ask}"
         recorder.outcomes.report(RegionBusyError(text))
+
+
+def left_off(recorder: Recorder, error: BaseException) -> None:
+    """An exception leaves the iteration: others may make the update that this rank does not."""
+    kept, here = recorder.journaled, threading.get_ident() == recorder.thread
+    if here and recorder.inside and not recorder.mixed and kept and kept.habit.at_fence(error):
+        recorder.fenced()
 
 
 def _finish_begun_step(recorder: Recorder) -> None:

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lightck.capture import fsdp, loading
+from lightck.capture.closures import OURS, Closures
 from lightck.capture.modules import named_modules, named_parameters
 
 _COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -34,8 +36,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Listener(Protocol):
     """What the hooks call. On the training thread, except `gradient` (autograd's thread)."""
 
-    def update_begins(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to change its parameters."""
+    def update_begins(
+        self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
+    ) -> None:
+        """An optimizer is about to change its parameters.
+
+        Args:
+            optimizer: which.
+            frame: that runs its step; None: the caller's.
+            unseen: it may have changed something already.
+        """
 
     def update_ends(self, optimizer: Optimizer) -> None:
         """An optimizer has changed its parameters."""
@@ -100,6 +110,8 @@ class Hooks:
     recording: Callable[[], bool] | None = None
     """The calling thread's device records a graph: what runs now changes nothing, and is no step.
     None: there is no device."""
+    defers: bool = True
+    """Updates may begin where the closure returns that their optimizer was given."""
     _handles: list[RemovableHandle] = field(default_factory=list)
     _forward: RemovableHandle | None = None
     _before: Callable[[nn.Module, Any], None] | None = None
@@ -107,19 +119,23 @@ class Hooks:
     def install(self) -> None:
         """Start listening."""
         listener, recording = self.listener, self.recording
+        closures = Closures(listener.update_begins, self.watched.owns, untraced, self.defers)
         # Of a compiled module only the outer call reaches the hook, and once is what we want.
         warnings.filterwarnings("ignore", _COMPILED_WITH_HOOKS, UserWarning)
 
         @untraced
-        def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             if recording is None or not recording():
-                listener.update_begins(optimizer)
+                return closures.stepping(optimizer, args, kwargs)
+            return None
 
         @untraced
         def ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if recording is None or not recording():
+                closures.stepped(args, kwargs)
                 listener.update_ends(optimizer)
 
+        OURS.add(begins)
         self._handles += [
             register_optimizer_step_pre_hook(begins),
             register_optimizer_step_post_hook(ends),

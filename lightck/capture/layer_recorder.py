@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 
 import torch
 from torch.optim import Optimizer
@@ -105,15 +106,17 @@ class LayerRecorder(Recorder):
         due = self.cadence.ask(step, cost, counters.persist_s, bool(self.outcomes.wanted))
         return due and not self.outcomes.synchronous
 
-    def update_begins(self, optimizer: Optimizer) -> None:
+    def update_begins(
+        self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
+    ) -> None:
         """The user's step: the check, and the update of what is left."""
         self.updates.own.put_back()  # an interrupt may have kept a step from its end
-        super().update_begins(optimizer)
+        super().update_begins(optimizer, frame, unseen=unseen)
         index = self._index(optimizer)
         if index is not None:
             self.updates.own.behind_hooks(optimizer, lambda: self._complete(index))
 
-    def _fenced(self) -> None:
+    def fenced(self) -> None:
         """Layers are updated before the user's step: there is no instant before all of them."""
 
     def _complete(self, index: int) -> None:
@@ -175,6 +178,8 @@ class Kinds:
     pipeline: type[Pipeline] = Pipeline
     recorder: Callable[..., Recorder] = Recorder
     due: Callable[[Policy], Due] = Due
+    defers: bool = True
+    """An update may begin where the closure returns that its optimizer was given."""
     stop: Callable[[], None] = lambda: None
     """Ends what the recorder has begun besides."""
 
@@ -197,4 +202,4 @@ class Kinds:
         refuse(updates.final, inventory, boundary=boundary)
         inventory.assign = updates.units.assign
         recorder = partial(LayerRecorder, updates=updates)
-        return cls(LayerPipeline, recorder, AskedAhead, updates.stop)
+        return cls(LayerPipeline, recorder, AskedAhead, False, updates.stop)

@@ -97,6 +97,20 @@ class Outcomes:
         if new:
             self.report(torn_error(new, step))
 
+    def overtaken(self, *, due: bool) -> None:
+        """An update has begun unseen: the last step has no snapshot that is not captured by now."""
+        pipeline, step = self.pipeline, self.steps.step
+        why = "torn: an update had begun before it was known"
+        with self.lock:
+            flight = pipeline.window
+            pipeline.drop(why)
+            if flight is not None:
+                pipeline.counters.torn += 1
+                flight.fail(TornSnapshotError(f"step {step} has no snapshot: {why}"))
+            if due:
+                pipeline.barrier.lost(step, why)
+                self.slipped(step, why)
+
     @contextmanager
     def reported(self) -> Iterator[None]:
         """Report errors; what follows from a latched region is counted, not told again."""

@@ -6,6 +6,7 @@ Stands between the hooks and the recorder, with hooks of its own; without a trac
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,9 +39,11 @@ class Phases:
 
     # ---- the listener ----------------------------------------------------------------------
 
-    def update_begins(self, optimizer: Optimizer) -> None:
+    def update_begins(
+        self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
+    ) -> None:
         """The update itself begins behind the fence."""
-        self.recorder.update_begins(optimizer)
+        self.recorder.update_begins(optimizer, frame, unseen=unseen)
         if self._ours(optimizer):
             self._updates.append(now_ns())
 

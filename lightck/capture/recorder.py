@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -81,7 +82,9 @@ class Recorder:
 
     # ---- hooks -----------------------------------------------------------------------------
 
-    def update_begins(self, optimizer: Optimizer) -> None:
+    def update_begins(
+        self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
+    ) -> None:
         """The fence: copies of what this optimizer changes leave before it goes on."""
         index = self._index(optimizer)
         if index is None:
@@ -90,12 +93,19 @@ class Recorder:
         if not self.settled and self.steps.counts[index] > self.steps.step:
             with self.lock:  # a save arranges the state, too
                 self._settle()
-        self._stand_at_fence()
+        if unseen:
+            self.outcomes.overtaken(due=self.due)
+            self.due = False
+        else:
+            self._stand_at_fence()
+        self._begin(index, frame)
+
+    def _begin(self, who: int, frame: FrameType | None = None) -> None:
         first = not self.steps.between_updates
-        outermost = self.steps.begin(index)
-        self.fence(index)
+        outermost = self.steps.begin(who, frame)
+        self.fence(None if who == Steps.MARK else who)
         if first and outermost:
-            self._fenced()
+            self.fenced()
 
     def update_ends(self, optimizer: Optimizer) -> None:
         """A step may be complete."""
@@ -170,11 +180,7 @@ class Recorder:
         self.steps.marked = True
         self.settled = True
         self._stand_at_fence()
-        first = not self.steps.between_updates
-        self.steps.begin(Steps.MARK)
-        self.fence(None)
-        if first:
-            self._fenced()
+        self._begin(Steps.MARK)
 
     def mark_end(self) -> None:
         """`handle.after_update()`."""
@@ -219,18 +225,12 @@ class Recorder:
         if kept is not None and not self.mixed and kept.step == self.steps.step:
             self.hold.here(fence=True)
 
-    def _fenced(self) -> None:
+    def fenced(self) -> None:
         """The first update of the iteration is about to change something."""
         kept = self.journaled
         if self.enabled and self.settled and kept is not None and kept.peers:
             with self.stalls.of("fence"), self.lock:
                 kept.fenced(self.steps.step + 1)
-
-    def left_off(self, error: BaseException) -> None:
-        """An exception leaves the iteration: others may make the update that this rank does not."""
-        kept, here = self.journaled, threading.get_ident() == self.thread
-        if here and self.inside and not self.mixed and kept and kept.habit.at_fence(error):
-            self._fenced()
 
     def _step_ended(self) -> None:
         """Under the lock."""

@@ -60,23 +60,27 @@ class Steps:
             frame = frame.f_back
         return frame is None
 
-    def begin(self, who: int) -> bool:
+    def begin(self, who: int, frame: FrameType | None = None) -> bool:
         """An update begins; True unless it runs inside another one.
 
         An update that raised never ended: it is recognised by its frame having left the stack.
 
+        Args:
+            who: the optimizer, or MARK.
+            frame: that runs its step; None: the caller's.
+
         Raises:
             ConfigError: an optimizer steps again before the others have: ambiguous.
         """
-        stack = _stack()
+        frames = stack()
         if who == self.MARK:
             self._inside.clear()
         while (
-            self._inside and self._inside[-1][0] != self.MARK and self._inside[-1][1] not in stack
+            self._inside and self._inside[-1][0] != self.MARK and self._inside[-1][1] not in frames
         ):
             self._inside.pop()
         outermost = not self._inside
-        self._inside.append((who, stack[0]))
+        self._inside.append((who, frame or frames[0]))
         if outermost and who >= 0 and not self.marked and self.boundary is None:
             self._check_cadence(who)
         return outermost
@@ -125,7 +129,7 @@ class Steps:
             )
 
 
-def _stack() -> list[FrameType | None]:
+def stack() -> list[FrameType | None]:
     """Frames of the caller, innermost first, from the one that runs the optimizer's step on."""
     frames: list[FrameType | None] = []
     frame: FrameType | None = sys._getframe(1)

@@ -9,6 +9,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -75,10 +76,12 @@ class Injector:
 
     # ---- the listener ----------------------------------------------------------------------
 
-    def update_begins(self, optimizer: Optimizer) -> None:
+    def update_begins(
+        self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
+    ) -> None:
         """The fence, and what the recorder does there."""
         self._reach("fence")
-        self.inner.update_begins(optimizer)
+        self.inner.update_begins(optimizer, frame, unseen=unseen)
         self._reach("commit")
 
     def update_ends(self, optimizer: Optimizer) -> None:

@@ -1,0 +1,154 @@
+"""Ranks whose iterations run inside of `optimizer.step(closure)`: one is killed there, or fails.
+
+With no snapshot due, ever, and golden from the last complete step, as in `test_peer_death.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch._dynamo  # what an optimizer would load on first use, in every rank by itself
+from test_just_in_time import AT as FAILS_AT
+from test_just_in_time import Broken, armed, check, resumed
+from test_peer_death import AT, BEFORE, NEVER, Mortal, first_life, go_on, passed
+from test_resume import begin
+from training import Training
+
+
+class Closed(Mortal):
+    """The same training, but for where its iterations run: zero_grad follows the forward."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.optimizer._optimizer_step_pre_hooks.clear()  # somebody's: all would be mixed
+
+    def closure(self) -> torch.Tensor:
+        loss = self.loss()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.gathered()
+        return loss
+
+    def iterate(self) -> float:
+        self.iteration += 1
+        loss = self.optimizer.step(self.closure)
+        self._die_in("step end")
+        self.pending()
+        self._die_in("loop")
+        return loss.item()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("world", "dead", "phase"),
+    [
+        *((2, 1, phase) for phase in (*BEFORE, "half", "updated", "step end")),
+        *(pytest.param(3, 0, phase, marks=pytest.mark.soak) for phase in (*BEFORE, "half")),
+    ],
+)
+def test_the_last_complete_step_is_there_on_every_rank(
+    region_dir: Path, world: int, dead: int, phase: str
+) -> None:
+    def prepare(me: ranks.Me, job: Mortal) -> None:
+        passed(me, job, dead, phase)
+
+    code = first_life(region_dir, dead, phase, kind=Closed, prepare=prepare, policy=NEVER)
+    living = [r for r in range(world) if r != dead]
+    with ranks.started(world, code) as job:
+        assert [job.receive(rank) for rank in living] == [phase] * len(living)
+        job.let_go(dead)
+        outcomes = job.outcomes(living)
+    step = AT - 1 if phase in BEFORE else AT
+    for outcome in outcomes:
+        assert not isinstance(outcome, BaseException), outcome
+        saved, _, refused, _ = outcome
+        assert saved["fresh"] and saved["step"] == step and not refused, outcome
+    written = [each for _, taken, _, _ in outcomes for each in taken]
+    assert [(each["rank"], each["step"]) for each in written] == [(dead, step)]
+    info = go_on(region_dir, world, Closed)
+    assert info is not None and info.step == step
+    assert info.early == (phase not in BEFORE)
+
+
+def nothing() -> None:
+    """Behind the backward."""
+
+
+def losses_of(
+    training: Training, count: int, behind: Callable[[], object] = nothing
+) -> list[float]:
+    """As `test_resume.losses_of`; `behind` the backward, the closure has not returned."""
+    found = []
+    for _ in range(count):
+        batch = torch.randn(4, 8, generator=training.data) + torch.rand(())
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            loss: torch.Tensor = training.model(batch).square().mean()
+            training.optimizer.zero_grad()
+            loss.backward()
+            behind()
+            return loss
+
+        found.append(training.optimizer.step(closure).item())
+    return found
+
+
+def broken(*_: Any) -> None:
+    raise Broken
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_ranks_that_fail_inside_of_their_closures_go_on_bit_for_bit(
+    region_dir: Path, place: str
+) -> None:
+    def train(me: ranks.Me) -> bool:
+        training = begin(me)
+        try:
+            with armed(training, region_dir):
+                losses_of(training, FAILS_AT)
+                if place == "forward":
+                    training.module[2].register_forward_hook(broken)
+                else:
+                    training.module[0].weight.register_hook(broken)
+                losses_of(training, 1)
+        except Broken:
+            return True
+        return False
+
+    with ranks.started(2, train) as job:
+        assert job.results() == [True, True]
+    check(resumed(region_dir, 2), 2, FAILS_AT, early=False)
+
+
+def test_a_rank_that_fails_between_its_gradients_and_the_end_of_its_closure_is_finished(
+    region_dir: Path,
+) -> None:
+    """As where it clips them: the other ends the update, and writes what this one leaves."""
+
+    def train(me: ranks.Me) -> Any:
+        training, saved = begin(me), None
+        try:
+            with armed(training, region_dir) as handle:
+                losses_of(training, 2)
+                training.optimizer.zero_grad()
+                assert handle.snapshot_now("all of them").fresh
+                losses_of(training, FAILS_AT - 2)
+                losses_of(training, 1, nothing if me.rank else broken)
+                saved = handle.snapshot_now("ahead").step
+                me.send("ahead")
+                me.pause()  # until the other has left
+                raise Broken
+        except Broken:
+            pass
+        return saved
+
+    with ranks.started(2, train) as job:
+        assert job.receive(1) == "ahead"
+        assert job.outcomes([0]) == [None]
+        job.let_go(1)
+        assert job.outcomes([1]) == [FAILS_AT + 1]
+    check(resumed(region_dir, 2), 2, FAILS_AT + 1, early=True)
