@@ -123,3 +123,39 @@ class Failing(Job):
             self.model(torch.ones(2, 6))
             self.fail("evaluation")
         self.model.train()
+
+
+class FailingClosed(Failing):
+    """The same as Lightning has it: a closure does forward, zero_grad and backward.
+
+    That of a micro-batch that no step takes is called by itself; the optimizer calls the last one.
+    """
+
+    def setup(self) -> None:
+        super().setup()
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)  # else Lightning passes no closure
+        self.extras["scaler"] = self.scaler
+
+    def step(self, t: int, run: Run) -> Any:
+        while self.schedule.last_epoch < t - 1:
+            self.schedule.step()
+        self.fail("data")
+        total = torch.zeros(())
+        for micro in range(2):
+            x, y = batch()
+            self.seen["batches"] += 1
+            self.fail("drawn")
+
+            def closure(x: Any = x, y: Any = y, micro: int = micro) -> Any:
+                loss = F.cross_entropy(self.model(x), y) / 2
+                if micro == 0:
+                    self.optimizer.zero_grad()
+                loss.backward()
+                return loss.detach()
+
+            total += self.scaler.step(self.optimizer, closure) if micro else closure()
+            if micro == 0:
+                self.fail("micro-batches")
+        self.fail("updated")
+        self.evaluate()
+        return total
