@@ -206,7 +206,8 @@ class RestoreInfo:
         timeline: the timeline that wrote it.
         leftover: names of extras in the snapshot that nobody took.
         skipped: name to reason, for state that was not restored (`strict=False`); `rng` where
-            another rank's own state was taken over, whose random numbers must not be drawn twice.
+            another rank's own state was taken over, whose random numbers must not be drawn twice,
+            `rng/cuda` where there is another number of CUDA devices.
         fell_back: one message for each newer snapshot that is not whole, or part of it, or suspect;
             also for parts of this one that had to be healed; on every rank the same.
         suspect: replicas were found to differ there or before; no other snapshot was whole.

@@ -105,6 +105,17 @@ class _Block(ctypes.Structure):
         self.owner.give_back(*self.place)
 
 
+class _Reserved:
+    """Memory that serves the next that asks for it when this is let go of, as it is."""
+
+    def __init__(self, owner: EmulatedDevice, room: int) -> None:
+        self.owner, self.place = owner, (room, owner.taken(room))
+
+    def __del__(self) -> None:
+        room, at = self.place
+        self.owner._free.setdefault(room, []).insert(0, at)
+
+
 class EmulatedDevice:
     """See `lightck.capture.device.Device`."""
 
@@ -124,6 +135,8 @@ class EmulatedDevice:
         self.in_graph = False
         self.broken = ""
         """Why every call fails."""
+        self.hangs = False
+        """Whoever asks a driver for something would not come back."""
         self._memory = mmap.mmap(-1, memory_bytes)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._size, self._used = memory_bytes, 0
@@ -163,18 +176,26 @@ class EmulatedDevice:
         for each in shape:
             count *= each
         size = max(1, count * dtype.itemsize)
-        room = (size + 255) // 256 * 256
-        with self._touching:
-            if self._free.get(room):
-                at = self._free[room].pop(0)
-            else:
-                at, self._used = self._used, self._used + room
-                assert self._used <= self._size, "the emulated device is full"
+        room = _rounded(size)
+        at = self.taken(room)
         kind = type("Block", (_Block,), {"_fields_": [("bytes", ctypes.c_char * size)]})
         block = kind.from_address(self._base + at)
         block.owner, block.place = self, (at, room)
         flat = torch.frombuffer(block, dtype=dtype, count=count)
         return flat.as_strided(tuple(shape), tuple(strides or _row_major(shape)))
+
+    def taken(self, room: int) -> int:
+        """Memory that is nobody's."""
+        with self._touching:
+            if self._free.get(room):
+                return self._free[room].pop(0)
+            self._asked()
+            at, self._used = self._used, self._used + room
+            assert self._used <= self._size, "the emulated device is full"
+            return at
+
+    def _asked(self) -> None:
+        assert not self.hangs, "a driver is asked for something, and the device hangs"
 
     def give_back(self, at: int, room: int) -> None:
         """Who comes next gets it, and writes there in the order of the stream that computes."""
@@ -295,12 +316,18 @@ class EmulatedDevice:
     def spare(self, size: int) -> torch.Tensor | None:
         return self.empty((size,), torch.uint8) if size <= self.spare_bytes else None
 
+    def reserve(self, sizes: Sequence[int]) -> list[Any]:
+        self.said.append("reserve")
+        return [_Reserved(self, _rounded(size)) for size in sizes]
+
     def pinned(self, size: int) -> torch.Tensor:
+        self._asked()
         made = torch.full((size,), GARBAGE, dtype=torch.uint8)
         self.registered[made.data_ptr()] = size
         return made
 
     def register(self, address: int, length: int) -> str:
+        self._asked()
         self.said.append("register")
         if self.said.count("register") > self.most_pieces:
             return "too many pieces"
@@ -312,6 +339,7 @@ class EmulatedDevice:
         self.registered.pop(address, None)  # of a handle that outlives its test: cleared already
 
     def warm(self) -> None:
+        self._asked()
         self.said.append("warm")
 
     def enter_thread(self) -> None:
@@ -329,6 +357,10 @@ class EmulatedDevice:
             stream.finish()
             stream.queue(None)
             assert stream.failure is None, stream.failure
+
+
+def _rounded(size: int) -> int:
+    return (size + 255) // 256 * 256
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -16,10 +16,15 @@ from lightck.errors import DeviceError, LightckError
 
 MARGIN = 16
 """One part in so many of the device's memory is left free beside the training's peak."""
-_DEFAULT_FLAGS = 0
+_PORTABLE = 1
+"""cudaHostRegisterPortable: for every device, not for the current one alone."""
 _WARM_BYTES = 64
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
+_NON_BLOCKING = 1
+"""CU_STREAM_NON_BLOCKING: beside the default stream, not in turns with it."""
+_LOWEST = 0
+"""Priority of a stream; others are negative."""
 _devices: dict[int, Cuda] = {}
 
 
@@ -29,8 +34,11 @@ def _told(name: str, doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch.AcceleratorError is one
-        if "out of memory" in str(error):  # it may have room again
+        said = str(error).partition("\n")[0]
+        if "out of memory" in said:  # it may have room again
             raise LightckError(f"{name} had no memory while {doing}: {error}") from error
+        if "captur" in said:  # a graph is being recorded, and will be done
+            raise LightckError(f"{name} recorded a graph while {doing}: {error}") from error
         raise DeviceError(f"{name} failed while {doing}: {error}") from error
 
 
@@ -62,9 +70,23 @@ class Cuda:
 
     @cached_property
     def _copying(self) -> torch.cuda.Stream:
-        """Of the lowest priority: others are negative."""
+        return self._made_stream()
+
+    @cached_property
+    def _saving(self) -> torch.cuda.Stream:
+        """For threads `apart`."""
+        return self._made_stream()
+
+    def _made_stream(self) -> torch.cuda.Stream:
+        """One that nobody else has: torch deals out 32 in turns, and any of them may hang."""
+        made = ctypes.c_void_p()
         with _told(self.name, "a stream was made"):
-            return torch.cuda.Stream(self.index, priority=0)
+            torch.cuda.mem_get_info(self.index)  # so that this thread has the device's context
+            with torch.cuda.device(self.index):
+                make = _driver("cuStreamCreateWithPriority")
+                if make is None or make(ctypes.byref(made), _NON_BLOCKING, _LOWEST) != 0:
+                    return torch.cuda.Stream(self.index, priority=_LOWEST)
+            return torch.cuda.ExternalStream(made.value, device=self.index)
 
     def stream(self) -> torch.cuda.Stream:
         """See `device.Device`."""
@@ -79,9 +101,11 @@ class Cuda:
     def apart(self, mark: Any) -> Iterator[None]:
         """See `device.Device`."""
         with _told(self.name, "a stream was made"):
-            fresh = torch.cuda.Stream(self.index)
-            fresh.wait_event(mark.event)
-        with torch.cuda.stream(fresh):
+            # Behind what an earlier save waits for, a later one would wait, too.
+            idle = self._saving.query()
+            mine = self._saving if idle else torch.cuda.Stream(self.index)
+            mine.wait_event(mark.event)
+        with torch.cuda.stream(mine):
             yield
 
     def hold(self, mark: Any) -> None:
@@ -117,17 +141,25 @@ class Cuda:
 
     def spare(self, size: int) -> torch.Tensor | None:
         """See `device.Device`. What the training once had, and gave back, is counted as its own."""
-        free, total = torch.cuda.mem_get_info(self.index)
-        regrown = torch.cuda.max_memory_reserved(self.index) - torch.cuda.memory_reserved(
-            self.index
-        )
-        if size > free - regrown - total // MARGIN:
-            return None
-        try:
-            with torch.cuda.stream(self._copying):
-                return torch.empty(size, dtype=torch.uint8, device=f"cuda:{self.index}")
-        except torch.cuda.OutOfMemoryError:
-            return None
+        with _told(self.name, "memory was asked for"):
+            free, total = torch.cuda.mem_get_info(self.index)
+            reserved = torch.cuda.memory_reserved(self.index)
+            regrown = torch.cuda.max_memory_reserved(self.index) - reserved
+            if size > free - regrown - total // MARGIN:
+                return None
+            try:
+                return self._room(self._copying, size)
+            except torch.cuda.OutOfMemoryError:
+                return None
+
+    def reserve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """See `device.Device`. Memory that a stream lets go of is kept for that stream."""
+        with _told(self.name, "memory was asked for"):
+            return [self._room(self._saving, size) for size in sizes]
+
+    def _room(self, stream: torch.cuda.Stream, size: int) -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty(size, dtype=torch.uint8, device=f"cuda:{self.index}")
 
     def pinned(self, size: int) -> torch.Tensor:
         """See `device.Device`."""
@@ -137,7 +169,7 @@ class Cuda:
     def register(self, address: int, length: int) -> str:
         """See `device.Device`."""
         runtime = torch.cuda.cudart()
-        return self._aside(lambda: runtime.cudaHostRegister(address, length, _DEFAULT_FLAGS))
+        return self._aside(lambda: runtime.cudaHostRegister(address, length, _PORTABLE))
 
     def unregister(self, address: int) -> None:
         """See `device.Device`. What it answers is of no use: the mapping goes next."""
@@ -152,6 +184,7 @@ class Cuda:
             one, other = torch.empty(2, _WARM_BYTES, dtype=torch.uint8, device=where)
         self.copy([other, other[:1]], [one, one[:1]])
         self.copy([place], [other]).wait()
+        self.mark(self._saving)
 
     def enter_thread(self) -> None:
         """See `device.Device`. Asking for an event, say, ends recordings in the global mode."""
@@ -159,7 +192,13 @@ class Cuda:
 
     def recording(self) -> bool:
         """See `device.Device`."""
-        return torch.cuda.is_current_stream_capturing()
+        try:
+            if torch.cuda.current_device() == self.index:
+                return torch.cuda.is_current_stream_capturing()
+            with torch.cuda.device(self.index):  # else another device is asked, and made ready
+                return torch.cuda.is_current_stream_capturing()
+        except RuntimeError:
+            return False  # it has failed: told by the next call that needs it
 
     def _aside(self, call: Callable[[], Any]) -> str:
         """Call the runtime on a thread of its own; empty, or the error.
@@ -184,15 +223,15 @@ class Cuda:
 
 
 @cache
-def _driver() -> Any:
+def _driver(name: str) -> Any:
     try:
-        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
     except (OSError, AttributeError):  # not NVIDIA's
         return None
 
 
 def _relax() -> None:
-    exchange = _driver()
+    exchange = _driver("cuThreadExchangeStreamCaptureMode")
     if exchange is not None:
         exchange(ctypes.byref(ctypes.c_int(_RELAXED)))  # the mode before is of no use
 

@@ -70,6 +70,12 @@ class Device(Protocol):
     def spare(self, size: int) -> torch.Tensor | None:
         """So many bytes for the copying stream if they fit beside the training, or None."""
 
+    def reserve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Memory that a thread `apart` finds there when it is let go of.
+
+        To ask a driver for more may wait for what hangs.
+        """
+
     def pinned(self, size: int) -> torch.Tensor:
         """DRAM that the device reads and writes itself. May block."""
 

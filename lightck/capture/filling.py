@@ -233,7 +233,9 @@ class Filling:
         if self.lent:
             self.skipped["rng"] = self.lent
         else:
-            rng.restore(boundary.rebuild(first["rng"]))
+            why = rng.restore(boundary.rebuild(first["rng"]))
+            if why:
+                self.skipped["rng/cuda"] = why
 
     def _optimizer_tensors(self, i: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Tensors of saved optimizer i by saved name, live ones if there are; device kinds."""

@@ -47,8 +47,12 @@ class Offload:
     _stood: list[tuple[Device, Any, Mark | None]] = field(default_factory=list)
     """Devices, and the training thread's streams at the last instant; at (b), where they stood."""
     _thread: int = 0
-    _warm: set[str] = field(default_factory=set)
+    _warm: dict[str, Device] = field(default_factory=dict)
     """Devices that have loaded what they need."""
+    _reserved: list[torch.Tensor] = field(default_factory=list)
+    """Let go of when another thread makes private copies, which find it then."""
+    _lent: bool = True
+    """It is to be asked for."""
     _failure: DeviceError | None = None
     """Of a device, the first: what its memory holds is not trusted any more."""
 
@@ -61,16 +65,19 @@ class Offload:
     def prepare(self, arrangement: Arrangement) -> None:
         """Find the way now, which may take a second; said beforehand.
 
-        Nothing is loaded then where a device may hang: what loads code waits for the device.
+        Nothing is loaded, pinned or registered then where a device may hang: all that waits for it.
         """
+        self._lent = True
         for device, size in _sizes(arrangement).values():
-            self.ways.choose(device, size)
-            if device.name not in self._warm:
-                self._warm.add(device.name)
-                try:
+            try:
+                way, _ = self.ways.choose(device, size)
+                if device.name not in self._warm:
+                    self._warm[device.name] = device
                     device.warm()
-                except LightckError as error:  # told by whoever makes a snapshot
-                    self.noted(error)
+                if not self.ways.in_place(device, way):
+                    self.transfers.reserve(device)
+            except LightckError as error:  # told by whoever makes a snapshot
+                self.noted(error)
 
     def check(self) -> None:
         """Raise what a device has failed with."""
@@ -93,7 +100,10 @@ class Offload:
                 (device, device.stream(), device.mark() if begun else None)
                 for device, _ in _sizes(arrangement).values()
             ]
-        except DeviceError as error:  # told by whoever makes a snapshot
+            if self._lent:
+                self._lent = False
+                self._reserved = _reserved(arrangement)
+        except LightckError as error:  # told by whoever makes a snapshot
             self.noted(error)
 
     @contextmanager
@@ -105,7 +115,9 @@ class Offload:
         """
         with ExitStack() as apart:
             if get_ident() != self._thread:
+                self._reserved, self._lent = [], True
                 for device, stream, mark in self._stood:
+                    device.enter_thread()
                     apart.enter_context(device.apart(mark or device.mark(stream)))
             yield
 
@@ -178,6 +190,8 @@ class Offload:
                 f"{transfer.device.name} records a graph, and an update is marked in it: call"
                 " handle.before_update() and after_update() around its replays instead"
             )
+        if wait and get_ident() != self._thread:
+            transfer.device.enter_thread()
         self.transfers.fence(transfer, wait=wait)
 
     def arrived(self, flight: Flight, timeout_s: float | None) -> bool:
@@ -223,8 +237,24 @@ class Offload:
 
     def close(self) -> None:
         """Every flight has been forgotten. Idempotent."""
-        self.transfers.close()
+        try:
+            for device in self._warm.values():
+                device.mark()  # does it still answer?
+        except LightckError as error:
+            self.noted(error)
+        self._reserved.clear()
+        self.transfers.close(lost=self._failure is not None)
         self.ways.close()
+
+
+def _reserved(arrangement: Arrangement) -> list[torch.Tensor]:
+    """Memory for the private copies of one snapshot, on their devices."""
+    found: list[torch.Tensor] = []
+    for part in arrangement.parts:
+        if part.owned and part.device is not None:
+            lengths = [arrangement.entries[i].length for i in part.order]
+            found += part.device.reserve(lengths)
+    return found
 
 
 def _sizes(arrangement: Arrangement) -> dict[str, tuple[Device, int]]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lightck.capture import boundary, peek
-from lightck.errors import CorruptSnapshotError, StateError
+from lightck.errors import CorruptSnapshotError, DeviceError, StateError
 
 _NAMES = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _KINDS: dict[str, Any] = {name: getattr(np.random, name) for name in _NAMES}
@@ -27,6 +27,7 @@ def capture() -> dict[str, Any]:
 
     Raises:
         StateError: NumPy's is of a kind that could not come back.
+        DeviceError: a CUDA device has failed.
     """
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -34,7 +35,10 @@ def capture() -> dict[str, Any]:
         "python": _of_python(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+        try:
+            states["cuda"] = torch.cuda.get_rng_state_all()
+        except RuntimeError as error:  # no work on a device: only one that is lost says no
+            raise DeviceError(f"CUDA's random generators cannot be read: {error}") from error
     return states
 
 
@@ -105,8 +109,8 @@ def check(states: dict[str, Any]) -> None:
         raise CorruptSnapshotError("the state of CUDA's random generators is not made of bytes")
 
 
-def restore(states: dict[str, Any]) -> None:
-    """Set the generators that `states` holds; CUDA's only when as many devices are there.
+def restore(states: dict[str, Any]) -> str:
+    """Set the generators that `states` holds; why CUDA's are not, where as many are not there.
 
     NumPy's is made anew where it is of another kind now.
     """
@@ -114,5 +118,10 @@ def restore(states: dict[str, Any]) -> None:
     _set_numpy(states["numpy"])
     random.setstate(unpacked(states["python"]))
     cuda = states.get("cuda")
-    if cuda is not None and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(cuda)
+    if cuda is None:
+        return ""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if len(cuda) != there:
+        return f"of {len(cuda)} CUDA device(s) in the snapshot, {there} here: they stay as they are"
+    torch.cuda.set_rng_state_all(cuda)
+    return ""

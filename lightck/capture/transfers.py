@@ -6,6 +6,7 @@ never waits for a device, but where the ring is full.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from threading import Condition, Thread
 
 import torch
 
+from lightck.capture.device import Device
 from lightck.capture.transfer import Load, Transfer
 from lightck.errors import DeviceError, LightckError
 
@@ -59,6 +61,11 @@ class Transfers:
     def ring_bytes(self) -> int:
         """Pinned now."""
         return self.made * self.load_bytes
+
+    def reserve(self, device: Device) -> None:
+        """Pin all of the ring now: a driver may wait for what hangs when it is asked for more."""
+        while (place := self._new_place(device)) is not None:
+            self._give_back(place)
 
     def depart(self, transfers: Sequence[Transfer]) -> None:
         """Begin them, in this order; where they begin is marked.
@@ -152,13 +159,19 @@ class Transfers:
             self._free += places
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """End the threads; every transfer has been forgotten. Idempotent."""
+    def close(self, *, lost: bool = False) -> None:
+        """End the threads; every transfer has been forgotten. Idempotent.
+
+        `lost`: a device has failed. To free pinned memory that it has used ends the process then:
+        torch asks for an event behind its streams, where errors have no way out.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        for place in self._free if lost else ():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(place))
         self._free, self.made = [], 0
 
     @contextmanager
@@ -235,8 +248,20 @@ class Transfers:
                 return None
             if self._free:
                 return self._free.pop()
+        return self._new_place(job.device)
+
+    def _new_place(self, device: Device) -> torch.Tensor | None:
+        """One more; None: there are as many as there may be."""
+        with self._changed:
+            if self.made == self.places:
+                return None
             self.made += 1
-        return job.device.pinned(self.load_bytes)
+        try:
+            return device.pinned(self.load_bytes)
+        except BaseException:
+            with self._changed:  # a place that is not there would be waited for
+                self.made -= 1
+            raise
 
     def _give_back(self, place: torch.Tensor | None) -> None:
         if place is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,10 +217,17 @@ def test_no_due_snapshot_slips_because_the_cpu_runs_ahead(
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), LightckError),
         (RuntimeError("CUDA error: out of memory"), LightckError),  # of pinned memory
+        (
+            RuntimeError("CUDA error: operation not permitted when stream is capturing"),
+            LightckError,
+        ),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), DeviceError),
+        (RuntimeError("CUDA error: unspecified launch failure\n# 1 capture_end"), DeviceError),
     ],
 )
-def test_a_device_without_memory_has_not_failed(error: RuntimeError, kind: type) -> None:
+def test_a_device_without_memory_or_with_a_recording_has_not_failed(
+    error: RuntimeError, kind: type
+) -> None:
     with pytest.raises(LightckError, match="cuda:3") as raised, cuda._told("cuda:3", "copying"):
         raise error
     assert type(raised.value) is kind
@@ -288,3 +297,44 @@ def test_a_device_is_made_ready_once_before_it_can_hang(
             job.step()
             handle.wait(timeout=100)
     assert device.said.count("warm") == 1
+
+
+def test_no_place_of_the_ring_is_waited_for_that_could_not_be_pinned(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(size: int) -> torch.Tensor:
+        raise LightckError(f"{device.name} had no memory while DRAM was pinned")
+
+    pinned = device.pinned
+    monkeypatch.setattr(device, "pinned", refused)
+    monkeypatch.setattr(transfers, "RING_BYTES", 0)  # two places
+    told: list[BaseException] = []
+    job = Job(device)
+    handle = job.attach(run_dir, placement="host", on_error=told.append)
+    for _ in range(4):  # more than there are places
+        job.step()
+    assert told and all("had no memory" in str(error) for error in told)
+    monkeypatch.setattr(device, "pinned", pinned)
+    job.step()
+    with pytest.raises(LightckError, match="had no memory"):  # of before, told once more
+        handle.close()
+    assert wrong(job, run_dir, 5) == []
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_a_lost_device_had_pinned_is_never_freed(
+    device: EmulatedDevice, run_dir: Path, lost: bool
+) -> None:
+    job = Job(device)
+    handle = job.attach(run_dir, placement="host", on_error=lambda error: None)
+    for _ in range(3):
+        job.step()
+    handle.wait(timeout=100)
+    ring = handle._recorder.pipeline.offload.transfers
+    places = [weakref.ref(place) for place in ring._free]
+    assert places
+    if lost:
+        device.broken = "an illegal memory access was encountered"
+    handle.detach()
+    gc.collect()
+    assert [place() is not None for place in places] == [lost] * len(places)

@@ -404,21 +404,26 @@ def test_restore_fills_the_device_and_training_goes_on(
         assert torch.equal(tensor, found[name]), name
 
 
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_save_on_another_thread_goes_round_a_stream_that_hangs(
-    device: EmulatedDevice, run_dir: Path
+    device: EmulatedDevice, run_dir: Path, way: str, buffers: bool
 ) -> None:
-    job = Job(device, buffers=False)
+    job = Job(device, buffers=buffers)
     failure = lightck.Failure(signals=())
-    handle = job.attach(run_dir, placement="host", policy=1000, failure=failure)
+    handle = job.attach(run_dir, placement=way, policy=1000, failure=failure)
     for _ in range(3):
         job.step()
     job.model(torch.zeros(1))
     gate = Event()
     device.compute.follow(gate)  # a collective that the others have left
+    device.hangs = True  # a driver may wait for it when it is asked for memory
     with ThreadPoolExecutor(1) as other:
         saved = other.submit(handle.snapshot_now, "hang").result()
     assert (saved.step, saved.fresh, saved.early) == (3, True, False), saved
     assert "apart" in device.said
+    assert handle.stats().device_mode == way
+    device.hangs = False
     gate.reach()
     job.optimizers[0].step()
     handle.detach()
