@@ -12,6 +12,7 @@
 #include "persist.h"
 #include "region.h"
 #include "snapshot.h"
+#include "space.h"
 
 static uint64_t whole_lines(uint64_t length) {
   return (length + LCK_LINE - 1) / LCK_LINE * LCK_LINE;
@@ -163,6 +164,7 @@ static void store_piece(lck_snapshot *snapshot, lck_piece *piece) {
     piece->crc = lck_kernel_current()->copy(piece->staged, piece->source, piece->length, 0);
   } else {
     uint32_t crc = 0;
+    lck_space_touch(snapshot->region, snapshot->slot, piece->offset, piece->length);
     if (piece->source)
       (void)lck_persist_payload(snapshot->region, piece->offset, piece->source, piece->length,
                                 &crc);
@@ -305,6 +307,7 @@ static void drain_pieces(void *argument) {
     uint32_t crc = 0;
     if (!piece->staged || piece->flags & LCK_PIECE_SKIPPED)
       continue;
+    lck_space_touch(snapshot->region, snapshot->slot, piece->offset, piece->length);
     (void)lck_persist_payload(snapshot->region, piece->offset, piece->staged, piece->length, &crc);
     if (crc != piece->crc) {
       run->flipped = piece;

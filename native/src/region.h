@@ -44,9 +44,10 @@ struct lck_region {
   _Atomic int latched;   /* first failure, 0 while healthy */
   _Atomic int explained; /* `why` is written: its text, never changed after */
   char why[512];
-  _Atomic uint32_t writing; /* bit per slot with an open snapshot */
-  uint32_t leased;          /* bit per slot leased through this handle; guarded as the list is */
-  _Atomic pid_t owner;      /* process that opened it; in a forked child -1 */
+  _Atomic uint32_t writing;  /* bit per slot with an open snapshot */
+  _Atomic uint32_t unmapped; /* bit per slot of which pages may have no mapping yet: see space.h */
+  uint32_t leased;           /* bit per slot leased through this handle; guarded as the list is */
+  _Atomic pid_t owner;       /* process that opened it; in a forked child -1 */
   int32_t numa_node;
   lck_region *next; /* list of open regions, for the fork handler */
 };

@@ -7,6 +7,7 @@
 #include "error.h"
 #include "region.h"
 #include "snapshot.h"
+#include "space.h"
 
 static int check_captured(const lck_snapshot *snapshot) {
   uint32_t count = atomic_load(&snapshot->batch_count);
@@ -120,6 +121,7 @@ void lck_snapshot_commit(lck_snapshot *snapshot) {
     lck_snapshot_fail(snapshot, rc);
     return;
   }
+  lck_space_touched(snapshot->region, snapshot->slot);
   lck_slot_unclaim(snapshot->region, snapshot->slot);
   atomic_fetch_add_explicit(&pool->commits, 1, memory_order_relaxed);
   atomic_fetch_add_explicit(&pool->commit_ns, lck_now_ns() - started, memory_order_relaxed);

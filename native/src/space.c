@@ -40,6 +40,8 @@
 #define SLICE (UINT64_C(32) << 20) /* what one thread faults in at a time */
 #define FAULTERS 4                 /* threads at most */
 
+#define AROUND (UINT64_C(64) << 10) /* what the kernel maps around a fault, by default */
+
 /* ---- addresses ---------------------------------------------------------------------------- */
 
 int lck_space_reserve(lck_region *region, uint64_t size) {
@@ -278,7 +280,22 @@ int lck_space_map(lck_region *region, uint64_t size) {
   rc = bind_range(region, 0, size);
   if (rc == 0)
     rc = fill_holes(region, size);
-  return rc != 0 ? rc : populate(region, 0, size);
+  if (rc != 0 || region->medium != LCK_TMPFS || region->backed)
+    return rc != 0 ? rc : populate(region, 0, size);
+  atomic_store(&region->unmapped, UINT32_MAX); /* see lck_space_touch */
+  return 0;
+}
+
+void lck_space_touch(const lck_region *region, uint32_t slot, uint64_t offset, uint64_t length) {
+  if (!(atomic_load_explicit(&region->unmapped, memory_order_relaxed) >> slot & 1))
+    return;
+  const volatile unsigned char *start = lck_guard_store(region, 0);
+  for (uint64_t at = offset; at < offset + length; at += AROUND - at % AROUND)
+    (void)start[at];
+}
+
+void lck_space_touched(lck_region *region, uint32_t slot) {
+  atomic_fetch_and(&region->unmapped, ~(UINT32_C(1) << slot));
 }
 
 static int prepare_file(const lck_region *region, uint64_t old_size, uint64_t new_size) {
