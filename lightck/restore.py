@@ -147,13 +147,17 @@ def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
 
 @contextlib.contextmanager
 def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[], RestoreInfo]]:
-    """Match and verify a snapshot; what the context gives fills the live objects with it."""
+    """Match and verify a snapshot; what the context gives fills the live objects with it.
+
+    What is made for it, as the state of an optimizer that has none yet, is read while it is
+    verified: nothing live has it before all is known to be whole.
+    """
     snapshot = found.snapshot
     first, second = snapshot.trees()
     with snapshot.leased():
         filling = Filling(snapshot, live, second, strict, lent=_lent(found))
         filling.check(first)
-        snapshot.verify()
+        snapshot.verify(filling.unowned())
 
         def take() -> RestoreInfo:
             snapshot.read(filling.addresses())

@@ -49,6 +49,8 @@ class Filling:
         self.meshes = dtensor.meshes(v.tensor for v in self.lives.values())
         self.targets: dict[str, torch.Tensor] = {}
         """Per entry: where its bytes are read to."""
+        self.fresh: set[str] = set()
+        """Those of them that were made for it."""
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(live tensor, fresh one): live tensors that cannot be read into directly."""
         self.skipped: dict[str, str] = {}
@@ -137,18 +139,29 @@ class Filling:
         parts = name.split("/")
         return parts[0] == "optim" and (int(parts[1]), parts[2]) in self.stateless
 
-    def addresses(self) -> npt.NDArray[np.uint64]:
-        """Where the bytes of each entry are read to, for `Assembled.read`; 0: nowhere."""
+    def unowned(self) -> npt.NDArray[np.uint64]:
+        """Where bytes can be read to, for `Assembled.verify`, before anything may change.
+
+        That is memory that nobody but this has yet. 0: an entry has none, or, where the snapshot
+        lies in memory already, is to be there only once.
+        """
         self._make_targets()
+        return self._addresses(ahead=True)
+
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Where the rest is read to, for `Assembled.read`, after `unowned`; 0: nowhere."""
+        return self._addresses(ahead=False)
+
+    def _addresses(self, *, ahead: bool) -> npt.NDArray[np.uint64]:
         found = np.zeros(len(self.snapshot.entries), np.uint64)
         index = self.snapshot.index
         for name, target in self.targets.items():
-            if holder(target) is None:
+            if holder(target) is None and ahead == (name in self.fresh and self._poured):
                 found[index[name]] = target.data_ptr()
         return found
 
     def pour(self) -> None:
-        """Fill what devices hold; `addresses` has been asked for.
+        """Fill what devices hold; `unowned` has been asked for.
 
         Raises:
             CorruptSnapshotError: the snapshot has changed since it was verified.
@@ -172,6 +185,7 @@ class Filling:
                 continue
             if entry.alias_of is None:
                 self.targets[entry.name] = self._fresh(entry, name)
+                self.fresh.add(entry.name)
             if live is not None and fits:
                 source = self.targets.get(entry.alias_of or entry.name)
                 if source is not None and source is not live.local:

@@ -173,7 +173,7 @@ class _Attempt:
                     finish = held.enter_context(taking(found))
                     gifts.give()
             except (*_PASSED_OVER, GiftError) as error:
-                problem = error
+                problem = error.with_traceback(None)  # which holds what was read so far
             # A rank that is told of damage here has changed nothing.
             well, healed = self._all_well("restore: verified", key, problem, gifts)
             if well:

@@ -1,0 +1,136 @@
+"""Restore reads what nobody has yet while it verifies; what is live changes only after that."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import adam_loop, attach, of_live, of_stored
+
+import lightck
+from lightck.capture import filling
+from lightck.capture.assembled import Assembled
+from lightck.region import place
+from lightck.region.region import Region, survey
+
+
+class Passes:
+    """Where each pass over a region reads to."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.passes: list[tuple[str, list[tuple[int, int]]]] = []
+        fetch, verify, read = Region.fetch, Assembled.verify, Assembled.read
+
+        def noted(region: Region, candidate: Any, rows: Any, names: Any, threads: int) -> None:
+            reads = zip(rows["destination"].tolist(), rows["length"].tolist(), strict=True)
+            self.passes[-1][1].extend(reads)
+            fetch(region, candidate, rows, names, threads)
+
+        def verifies(snapshot: Assembled, *given: Any) -> None:
+            self.passes.append(("verify", []))
+            verify(snapshot, *given)
+
+        def reads(snapshot: Assembled, addresses: Any) -> None:
+            self.passes.append(("read", []))
+            read(snapshot, addresses)
+
+        patch.setattr(Region, "fetch", noted)
+        patch.setattr(Assembled, "verify", verifies)
+        patch.setattr(Assembled, "read", reads)
+
+    def bytes_of(self, i: int) -> tuple[int, int]:
+        """Bytes that a pass goes over, and how many of them it stores."""
+        reads = self.passes[i][1]
+        return sum(length for _, length in reads), sum(length for to, length in reads if to)
+
+
+def written(path: Path, steps: int = 1) -> None:
+    loop = adam_loop()
+    with attach(path, loop) as handle:
+        for _ in range(steps):
+            loop.run(1)
+            handle.wait()
+
+
+def spans(loop: Any) -> list[tuple[int, int]]:
+    return [(p.data_ptr(), p.nbytes) for p in loop.model.parameters()]
+
+
+def test_state_that_is_made_is_read_once_and_live_tensors_only_when_all_is_verified(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(run_dir)
+    passes, loop = Passes(monkeypatch), adam_loop()
+    info = lightck.restore(loop.model, list(loop.optimizers), run_dir)
+    assert info is not None and [name for name, _ in passes.passes] == ["verify", "read"]
+    live, weights = dict(spans(loop)), sum(length for _, length in spans(loop))
+    whole, made = passes.bytes_of(0)
+    assert made == whole - weights > 0, "all of it is checked, and what is made is filled"
+    assert live.keys().isdisjoint(to for to, _ in passes.passes[0][1])
+    assert dict(passes.passes[1][1]) == live, "only the rest is read again"
+    monkeypatch.undo()
+    assert of_live(loop.model, loop.optimizers) == of_stored(run_dir, info.step)
+
+
+def test_nothing_that_exists_is_filled_before_all_is_verified(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(run_dir)
+    loop = adam_loop()
+    loop.run(1)  # its optimizer has a state
+    passes = Passes(monkeypatch)
+    info = lightck.restore(loop.model, list(loop.optimizers), run_dir)
+    whole, early = passes.bytes_of(0)
+    assert early == 0 and passes.bytes_of(1) == (whole, whole)
+    monkeypatch.undo()
+    assert info and of_live(loop.model, loop.optimizers) == of_stored(run_dir, info.step)
+
+
+def damage(path: Path, step: int) -> None:
+    """One bit of the step's last extent, which a pass comes to when the others are filled."""
+    region, recovery = survey(place.locate(path, 0, create=False))
+    candidate = next(c for c in recovery.candidates if c.record.step == step)
+    ends = candidate.layout.offsets + candidate.layout.lengths
+    at = int(ends[candidate.layout.lengths > 0].max()) - 1
+    region.close()
+    with open(region.place.file, "r+b") as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+
+
+def test_what_was_read_of_a_damaged_snapshot_is_gone_before_the_older_one_is_read(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(run_dir, 2)
+    damage(run_dir, 2)
+    made: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+    alive: list[list[int]] = []
+    fresh, verify, attempt = filling.fresh, Assembled.verify, [0]
+
+    def noted(entry: Any) -> torch.Tensor:
+        tensor = fresh(entry)
+        made.append((attempt[0], weakref.ref(tensor)))
+        return tensor
+
+    def verifies(snapshot: Assembled, *given: Any) -> None:
+        alive.append(sorted({i for i, tensor in made if tensor() is not None}))
+        attempt[0] += 1
+        verify(snapshot, *given)
+
+    monkeypatch.setattr(filling, "fresh", noted)
+    monkeypatch.setattr(Assembled, "verify", verifies)
+    loop = adam_loop()
+    gc.disable()
+    try:
+        info = lightck.restore(loop.model, list(loop.optimizers), run_dir)
+    finally:
+        gc.enable()
+    assert info is not None and info.step == 1 and len(info.fell_back) == 1
+    assert alive == [[0], [1]], "memory of each attempt, at the beginning of its pass"
+    monkeypatch.undo()
+    assert of_live(loop.model, loop.optimizers) == of_stored(run_dir, 1)
