@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import faults
 import pytest
 import test_signalled_training as signalled
 import torch
+from loops import steps_at
 from processes import Parent, run
+from test_held_training import SLOW_S, trained
 from test_signalled_training import AT, INT, LAST, TERM, USR1, ended, golden
 from watched import process, stuck
 
@@ -138,3 +141,28 @@ def test_sigterm_in_the_update_behind_a_closure_saves_no_mixture(region_dir: Pat
     with process(first_life(region_dir, TERM, "update", stuck, grace_s=0.3)) as child:
         assert ended(child) == -TERM
     assert second_life(region_dir) == (None, False)
+
+
+@pytest.mark.parametrize("phase", [*INSIDE, "update"])
+def test_every_step_that_was_trained_is_saved_before_sigterm_ends_the_process(
+    disk_dir: Path, phase: str
+) -> None:
+    """Training goes on until its closure has returned, and is held there: see `hold.py`."""
+
+    def code(parent: Parent) -> None:
+        def reached(now: str) -> None:
+            if now == phase:
+                faults.delay(faults.SYNC, SLOW_S)
+                os.kill(os.getpid(), TERM)
+
+        training = Closed(reached)
+        training.optimizer.register_step_post_hook(lambda *_: parent.send(training.step + 1))
+        training.restore(disk_dir)
+        with training.attach(disk_dir):
+            training.run(10**9)
+
+    with process(code) as child:
+        told = trained(child)
+        assert ended(child) == -TERM
+    assert told == list(range(1, told[-1] + 1)) and told[-1] >= AT - 1
+    assert steps_at(disk_dir) == told[-1:]
