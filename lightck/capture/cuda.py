@@ -88,6 +88,16 @@ class Cuda:
                     return torch.cuda.Stream(self.index, priority=_LOWEST)
             return torch.cuda.ExternalStream(made.value, device=self.index)
 
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Inside, the calling thread queues there.
+
+        Of this device first: torch would go back to a stream of the thread's, on device 0 mostly,
+        and make that device ready for this process.
+        """
+        with torch.cuda.device(self.index), torch.cuda.stream(stream):
+            yield
+
     def stream(self) -> torch.cuda.Stream:
         """See `device.Device`."""
         return torch.cuda.current_stream(self.index)
@@ -105,7 +115,7 @@ class Cuda:
             idle = self._saving.query()
             mine = self._saving if idle else torch.cuda.Stream(self.index)
             mine.wait_event(mark.event)
-        with torch.cuda.stream(mine):
+        with self._on(mine):
             yield
 
     def hold(self, mark: Any) -> None:
@@ -120,7 +130,7 @@ class Cuda:
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> device.Mark:
         """See `device.Device`. One call for all: the copies are queued without the GIL."""
-        with _told(self.name, "copies were queued"), torch.cuda.stream(self._copying):
+        with _told(self.name, "copies were queued"), self._on(self._copying):
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
             return _Mark(self.name, self._copying)
 
@@ -158,7 +168,7 @@ class Cuda:
             return [self._room(self._saving, size) for size in sizes]
 
     def _room(self, stream: torch.cuda.Stream, size: int) -> torch.Tensor:
-        with torch.cuda.stream(stream):
+        with self._on(stream):
             return torch.empty(size, dtype=torch.uint8, device=f"cuda:{self.index}")
 
     def pinned(self, size: int) -> torch.Tensor:
@@ -179,7 +189,7 @@ class Cuda:
     def warm(self) -> None:
         """See `device.Device`. What lies there is of no account: nobody has written it."""
         place = self.pinned(_WARM_BYTES)
-        with _told(self.name, "memory was asked for"), torch.cuda.stream(self._copying):
+        with _told(self.name, "memory was asked for"), self._on(self._copying):
             where = f"cuda:{self.index}"
             one, other = torch.empty(2, _WARM_BYTES, dtype=torch.uint8, device=where)
         self.copy([other, other[:1]], [one, one[:1]])
