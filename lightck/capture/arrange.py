@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from lightck.capture import dtensor, staging
+from lightck.capture.ahead import RUN, Ahead
 from lightck.capture.device import Device
 from lightck.capture.holders import flat, holder
 from lightck.capture.state import Live
@@ -42,8 +43,6 @@ _RARE_FORM: tuple[tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor],
 )
 """More of it: which tensors it may differ for, whose other form stays, and what it is."""
 _version = operator.attrgetter("_version")
-_RUN = 512
-"""Tensors that are read together: what one reading brings into the cache serves the next."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Sources:
     """
 
     tensors: list[torch.Tensor]
-    pointers: list[int]
-    versions: list[int]
+    pointers: npt.NDArray[np.uint64]
+    versions: npt.NDArray[np.int64]
     """Of the live tensors."""
     storages: list[torch.UntypedStorage]
     flats: list[torch.Tensor] = field(default_factory=list)
@@ -67,12 +66,11 @@ class Sources:
         Run by run, so that what was read is compared and forgotten while it is in the cache.
         """
         moved: list[int] = []
-        for at in range(0, len(self.tensors), _RUN):
-            pointers, versions = read(self.tensors[at : at + _RUN])
-            were, then = self.pointers[at : at + _RUN], self.versions[at : at + _RUN]
-            if pointers != were or versions != then:
-                rows = enumerate(zip(pointers, were, versions, then, strict=True), at)
-                moved += [i for i, (p, was, v, before) in rows if p != was or v != before]
+        for at in range(0, len(self.tensors), RUN):
+            pointers, versions = read(self.tensors[at : at + RUN])
+            others = pointers != self.pointers[at : at + RUN]
+            others |= versions != self.versions[at : at + RUN]
+            moved += (np.flatnonzero(others) + at).tolist()
         return moved
 
 
@@ -95,20 +93,20 @@ class Part:
     begins: npt.NDArray[np.uint64]
     """First byte of each source that is copied."""
     total_bytes: int = 0
-    versions: list[int] = field(default_factory=list)
+    versions: npt.NDArray[np.int64] | None = None
     """Of the live tensors at the last snapshot."""
     last: Sources | None = None
     """Of the last snapshot: while no pointer has moved, its storages are the ones to hold."""
 
-    def unmoved(self, versions: list[int]) -> npt.NDArray[np.bool_]:
+    def unmoved(self, versions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Tensors that no optimizer holds and whose version is that of the last snapshot.
 
         Only those may be skipped as unchanged, if their digest agrees. Remembers `versions`.
         """
         before, self.versions = self.versions, versions
-        if not before or not self.free.any():
+        if before is None or not self.free.any():
             return np.zeros(len(versions), np.bool_)
-        same: npt.NDArray[np.bool_] = np.array(versions) == np.array(before)
+        same: npt.NDArray[np.bool_] = versions == before
         return same & self.free
 
 
@@ -169,8 +167,8 @@ class Arrangement:
         """
         return (
             not any(
-                list(map(form, tensors[at : at + _RUN])) != then[at : at + _RUN]
-                for at in range(0, len(tensors), _RUN)
+                list(map(form, tensors[at : at + RUN])) != then[at : at + RUN]
+                for at in range(0, len(tensors), RUN)
                 for form, then in zip(_FORM, self._forms, strict=True)
             )
             and _rare_forms(self._rare, tensors) == self._rare_forms
@@ -239,10 +237,11 @@ def sources(part: Part, arrangement: Arrangement) -> Sources:
         lives, entries = arrangement.lives, arrangement.entries
         copies = [staging.owned(lives[i], entries[i], part.device) for i in part.order]
         flats = [flat(c, 0, c.nbytes) for c in copies] if part.device is not None else []
-        return Sources(copies, [copy.data_ptr() for copy in copies], versions_of(live), [], flats)
+        versions = _versions(live, dtensor.locals_of(live))
+        return Sources(copies, _addresses(copies), versions, [], flats)
     pointers, versions = read(live)
     # An address cannot be another storage's while the last one at it is still held.
-    if part.last is not None and pointers == part.last.pointers:
+    if part.last is not None and np.array_equal(pointers, part.last.pointers):
         storages, flats = part.last.storages, part.last.flats
     else:
         held = dtensor.locals_of(live)
@@ -255,31 +254,48 @@ def sources(part: Part, arrangement: Arrangement) -> Sources:
     return part.last
 
 
-def read(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Addresses of the first elements, and versions."""
-    pointers: list[int] = []
-    versions: list[int] = []
-    for at in range(0, len(tensors), _RUN):
-        run = list(tensors[at : at + _RUN])
+def read(
+    tensors: Sequence[torch.Tensor], ahead: Ahead | None = None
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    """Addresses of the first elements, and versions, which every write moves that torch counts.
+
+    Arrays: numbers as objects would be memory of their own, cold again when they are let go.
+
+    Args:
+        tensors: are looked at.
+        ahead: of these tensors, or of most of them.
+    """
+    pointers = np.empty(len(tensors), np.uint64)
+    versions = np.empty(len(tensors), np.int64)
+    for i, at in enumerate(range(0, len(tensors), RUN)):
+        if ahead is not None:
+            ahead.ask(i)
+        run = list(tensors[at : at + RUN])
         held = dtensor.locals_of(run)
-        pointers += map(torch.Tensor.data_ptr, held)
-        versions += _versions(run, held)
+        pointers[at : at + RUN] = _addresses(held)
+        versions[at : at + RUN] = _versions(run, held)
     return pointers, versions
 
 
 def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """Versions, which every write moves that torch counts."""
-    return _versions(tensors, dtensor.locals_of(tensors))
+    """As `read` has them."""
+    found: list[int] = _versions(tensors, dtensor.locals_of(tensors)).tolist()
+    return found
 
 
-def _versions(tensors: list[torch.Tensor], held: list[torch.Tensor]) -> list[int]:
+def _versions(tensors: list[torch.Tensor], held: list[torch.Tensor]) -> npt.NDArray[np.int64]:
     counts = _counters(tensors)
-    return counts if held is tensors else list(map(operator.add, counts, _counters(held)))
+    return counts if held is tensors else counts + _counters(held)
 
 
-def _counters(tensors: list[torch.Tensor]) -> list[int]:
+def _addresses(tensors: list[torch.Tensor]) -> npt.NDArray[np.uint64]:
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
+
+
+def _counters(tensors: list[torch.Tensor]) -> npt.NDArray[np.int64]:
     """Version counters; those of tensors that have none (inference tensors) read as -1."""
     try:
-        return list(map(_version, tensors))
+        return np.fromiter(map(_version, tensors), np.int64, len(tensors))
     except RuntimeError:
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+        some = (-1 if tensor.is_inference() else tensor._version for tensor in tensors)
+        return np.fromiter(some, np.int64, len(tensors))

@@ -308,7 +308,7 @@ class Pipeline(Landing):
         chosen, at = sources(part, self.arrangement), part.positions
         if part.device is not None:
             return self.offload.queue(flight, part, chosen, staged, self.arrangement)
-        pointers = np.array(chosen.pointers, np.uint64) + part.begins
+        pointers = chosen.pointers + part.begins
         may_skip = part.unmoved(chosen.versions)
         batch = flight.writer.add(at, pointers, may_skip, staged[at])
         group = Group(part.holders, batch, chosen, part.owned)

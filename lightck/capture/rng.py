@@ -34,7 +34,7 @@ def capture() -> dict[str, Any]:
         "numpy": _of_numpy(),
         "python": _of_python(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() and torch.cuda.is_available():
         try:
             states["cuda"] = torch.cuda.get_rng_state_all()
         except RuntimeError as error:  # no work on a device: only one that is lost says no

@@ -72,6 +72,8 @@ class Shelf:
         """Whether the places are for tensors of these names and forms; they serve these then."""
         if len(lives) != len(self.lives):
             return False
+        if not lives:
+            return True
         if not all(map(operator.is_, lives, self.lives)):
             plain = [i for i, live in enumerate(lives) if _is_plain(live.tensor)]
             if list(lives) != list(self.lives) or plain != self._together:

@@ -8,13 +8,14 @@ averages often are, moves none. Weights that stand in differ nearly everywhere, 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lightck.capture import dtensor, staging
+from lightck.capture.ahead import Ahead
 from lightck.capture.arrange import Sources, read
 from lightck.capture.holders import holder
 from lightck.capture.live import Live
@@ -23,6 +24,12 @@ MOST_SPOTS = 32
 SPOT_BYTES = 64
 _GOLDEN = 0.6180339887
 _kinds: dict[int, Any] = {}  # of arrays, by length
+
+
+_IN_MEMORY: tuple[Callable[[torch.UntypedStorage], int], ...] = (
+    torch.UntypedStorage.data_ptr,
+    torch.UntypedStorage.nbytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,29 @@ class _Spot:
     """Of a tensor that has that memory."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where the spots' tensors are, all of them in memory that can be read, and the bytes there.
+
+    Memory of a storage that is held here is given to nobody else. So while none was resized, what
+    was at an address is there yet, and need not be looked for tensor by tensor. A weight that is
+    sent elsewhere leaves its memory when it is looked at next.
+    """
+
+    pointers: list[int]
+    storages: list[torch.UntypedStorage]
+    stored: list[list[int]]
+    """Address and size of each."""
+    views: list[memoryview]
+
+    def serves(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether they are where they were; no Python code runs per tensor."""
+        return (
+            list(map(torch.Tensor.data_ptr, tensors)) == self.pointers
+            and [list(map(said, self.storages)) for said in _IN_MEMORY] == self.stored
+        )
+
+
 @dataclass(eq=False)
 class Held:
     """Which tensors are weights that an optimizer changes, and where their bytes are looked at."""
@@ -46,6 +76,11 @@ class Held:
     names: list[str] = field(init=False)
     tensors: list[torch.Tensor] = field(init=False)
     _spots: list[_Spot] = field(init=False)
+    _looked_at: list[torch.Tensor] = field(init=False)
+    """The tensors of the spots."""
+    ahead: Ahead = field(init=False)
+    _place: _Place | None = field(default=None, init=False)
+    """None: some of the bytes cannot be read, or nobody has looked yet."""
 
     def __post_init__(self) -> None:
         """Sort them out."""
@@ -56,6 +91,9 @@ class Held:
         chosen = sorted({int(i * every) for i in range(min(len(held), MOST_SPOTS))})
         spots = (_spot(i, held[i].local) for i in chosen)
         self._spots = [spot for spot in spots if spot is not None]
+        self._looked_at = [self.tensors[spot.index] for spot in self._spots]
+        at = zip(self._spots, dtensor.locals_of(self._looked_at), strict=True)
+        self.ahead = Ahead(self.tensors, [t.data_ptr() + spot.offset for spot, t in at])
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """All of them."""
@@ -63,8 +101,15 @@ class Held:
 
     def seen(self) -> list[bytes]:
         """The bytes that are looked at, as they are now. Of memory of the CPU only."""
-        at = dtensor.locals_of([self.tensors[spot.index] for spot in self._spots])
-        return list(map(_seen, self._spots, at))
+        at = dtensor.locals_of(self._looked_at)
+        if self._place is not None and self._place.serves(at):
+            return list(map(memoryview.tobytes, self._place.views))
+        self._place = None  # before what was held for it is asked for
+        found = list(map(_view, self._spots, at))
+        views = [view for view in found if view is not None]
+        if len(views) == len(found):
+            self._place = _place(at, views)
+        return [b"" if view is None else view.tobytes() for view in found]
 
     def changed(self, seen: list[bytes]) -> str:
         """Name of one whose bytes are others than they were seen; empty: none is."""
@@ -97,8 +142,8 @@ class Weights:
             return not self.moved(lives, early=True)
         if lives is not self._held.lives:
             self._held = Held(lives)
-        tensors = self._held.tensors
-        self._ended = Sources(tensors, *read(tensors), []), self._held.seen()
+        held = self._held
+        self._ended = Sources(held.tensors, *read(held.tensors, held.ahead), []), held.seen()
         return True
 
     def forward(self) -> None:
@@ -147,12 +192,21 @@ def _spot(index: int, tensor: torch.Tensor) -> _Spot | None:
     return _Spot(index, offset, kind, _form(tensor))
 
 
-def _seen(spot: _Spot, tensor: torch.Tensor) -> bytes:
+def _view(spot: _Spot, tensor: torch.Tensor) -> memoryview | None:
     """`p.data = ...` may have made it anything: what is elsewhere, or smaller, is not read."""
     if _form(tensor) != spot.form or not _is_there(tensor):
-        return b""
-    found: bytes = spot.kind.from_address(tensor.data_ptr() + spot.offset).raw
-    return found
+        return None
+    return memoryview(spot.kind.from_address(tensor.data_ptr() + spot.offset))
+
+
+def _place(tensors: list[torch.Tensor], views: list[memoryview]) -> _Place:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return _Place(
+        list(map(torch.Tensor.data_ptr, tensors)),
+        storages,
+        [list(map(said, storages)) for said in _IN_MEMORY],
+        views,
+    )
 
 
 def _is_there(tensor: torch.Tensor) -> bool:

@@ -71,7 +71,7 @@ def copy(writer: SlotWriter, arrangement: Arrangement, deadline: float) -> None:
     for part in arrangement.parts:
         chosen = sources(part, arrangement)
         never = np.zeros(len(part.positions), np.bool_)
-        pointers = np.array(chosen.pointers, np.uint64) + part.begins
+        pointers = chosen.pointers + part.begins
         if part.device is not None:  # which the workers cannot read
             held = _fetched(part.device, chosen, deadline, made=part.owned)
             pointers = np.array([each.data_ptr() for each in held], np.uint64)

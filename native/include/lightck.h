@@ -22,7 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 9u
+#define LCK_ABI 10u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -62,6 +62,9 @@ uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length);
 /* Bytes that this process can take without waking the OOM killer: of the machine's and its control
  * groups' DRAM, with `swap` of both and swap. LCK_ALL: nobody says. Any thread. */
 uint64_t lck_memory_available(int swap);
+
+/* Ask for the cache lines at these addresses, all at once: a hint, reads nothing. Any thread. */
+void lck_prefetch(const uint64_t *addresses, uint64_t count);
 
 typedef struct lck_region lck_region;
 typedef struct lck_pool lck_pool;
@@ -129,9 +132,8 @@ typedef struct lck_region_info {
  * LCK_E_IO: there may be a partial region, which lck_region_open refuses (LCK_E_FORMAT). */
 int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_region **out);
 
-/* Open an existing region, without LCK_READ_ONLY as its owner. The newer valid superblock counts; a
- * writer repairs the other. LCK_E_BUSY; LCK_E_FORMAT (no region, other version, truncated);
- * LCK_E_CORRUPT (both fail); LCK_E_IO. */
+/* Open a region, without LCK_READ_ONLY as its owner. The newer valid superblock counts; a writer
+ * repairs the other. LCK_E_BUSY; LCK_E_FORMAT (none, or cut); LCK_E_CORRUPT (both); LCK_E_IO. */
 int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_region **out);
 
 /* The same on a mapping that somebody else made. `fd` and `lock_fd` are of the file it maps: for
@@ -203,16 +205,14 @@ typedef struct lck_read {
   uint32_t reserved;
 } lck_read;
 
-/* Verify extents, and copy them out in the same pass, on `threads` threads including the caller.
- * LCK_E_CORRUPT, also for one out of bounds: *bad = the first bad one; LCK_E_IO: one is unreadable.
- * Destinations are then undefined. */
+/* Verify extents and copy them out in one pass, on `threads` threads including the caller. Errors
+ * leave destinations undefined: LCK_E_CORRUPT (*bad: the first, or one out of bounds), LCK_E_IO. */
 int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t count,
                    uint32_t threads, uint64_t *bad);
 
-/* The small state of a step's instants, kept for every step, due or not, in three places: the next
- * entry goes over the oldest. After any crash the two newest complete entries come back whole.
- * Written, it survives the process, and power loss on line and byte media; on page media it is
- * whole then or not there. */
+/* The small state of a step's instants, due or not, in three places: the next entry goes over the
+ * oldest. After any crash the two newest complete entries come back whole. Written, it survives the
+ * process, and power loss on line and byte media; on page media it is whole then or not there. */
 enum {
   LCK_JOURNAL_STEP_END = 1, /* (a): complete in itself; always carries LCK_RECORD_EARLY */
   LCK_JOURNAL_FORWARD = 2,  /* (b): start of the next forward, everything; of the same step */

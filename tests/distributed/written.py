@@ -186,7 +186,7 @@ class Crew:
             chosen = sources(part, arrangement)
             held.append(chosen)
             nothing = np.zeros(len(part.positions), np.bool_)
-            pointers = np.array(chosen.pointers, np.uint64) + part.begins
+            pointers = chosen.pointers + part.begins
             writer.capture(writer.add(part.positions, pointers, nothing, nothing))
         writer.seal(step, *blobs, flags, collected.share_digest)
         assert writer.wait(None)

@@ -12,7 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightck.capture import staging
-from lightck.capture.arrange import _RUN, Arrangement, Part, Sources, sources
+from lightck.capture.ahead import RUN
+from lightck.capture.arrange import Arrangement, Part, Sources, sources
 from lightck.capture.holders import holder
 from lightck.capture.state import Live
 from lightck.region import allocator
@@ -101,9 +102,9 @@ def test_a_tensor_that_has_no_version_counter_any_more_is_copied_at_the_forward(
         assert [part.owned for part in arranged.parts] == [owned]
 
 
-@pytest.mark.parametrize("at", [0, _RUN - 1, _RUN, _RUN + 88])
+@pytest.mark.parametrize("at", [0, RUN - 1, RUN, RUN + 88])
 def test_one_of_many_tensors_is_enough_wherever_it_is(at: int) -> None:
-    lives = lives_of([parameter(torch.zeros(3, 3)) for _ in range(_RUN + 89)])
+    lives = lives_of([parameter(torch.zeros(3, 3)) for _ in range(RUN + 89)])
     arranged, _ = arrangement()
     arranged.update(lives, 0)
     lives[at].tensor.data = torch.zeros(5, 3)
@@ -267,11 +268,11 @@ def open_window(count: int) -> tuple[list[torch.Tensor], Sources]:
 
 
 @pytest.mark.parametrize("touch", [write, move])
-@pytest.mark.parametrize("at", [0, _RUN - 1, _RUN, _RUN + 88])
+@pytest.mark.parametrize("at", [0, RUN - 1, RUN, RUN + 88])
 def test_a_tensor_that_was_touched_in_the_window_is_found_wherever_it_is(
     touch: Callable[[torch.Tensor], None], at: int
 ) -> None:
-    tensors, taken = open_window(_RUN + 89)
+    tensors, taken = open_window(RUN + 89)
     assert taken.changed() == []
     touch(tensors[at])
     assert taken.changed() == [at]
