@@ -95,7 +95,8 @@ def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[
             tensor = torch.empty(scaled, dtype=dtype, device="meta")
             if sharded and shape:
                 tensor = dtensor.like(parameter, tensor)
-            lives.append(Live(join(base, key), "optimizer", "", tensor, frozenset((i,))))
+            layer = known[parameter].rpartition(".")[0]  # the layout table tells it, too
+            lives.append(Live(join(base, key), "optimizer", layer, tensor, frozenset((i,))))
     return tuple(lives)
 
 
