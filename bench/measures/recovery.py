@@ -11,7 +11,7 @@ Records:
     saved: from there until everything is committed, the share of a dead rank too.
     ended: from there until the last process is gone.
     restart: from the call of restore on the next life's ranks until the last one is attached.
-    first_step: seconds of the step after it.
+    first_step: seconds of the step after it, once every rank has compared what it has restored.
     state: bytes of the state.
 """
 
@@ -108,6 +108,7 @@ class _Life:
         for end in self.ends:
             end.send(None if before is None else (before.step, before.states[self.ends.index(end)]))
         attached = max(self._hear("attached"))
+        compared = max(self._hear("compared"))  # with what was saved: no part of a restart
         stepped = max(self._hear("stepped"))
         said = self._hear("state")
         steps = {step for step, _, _ in said}
@@ -115,7 +116,7 @@ class _Life:
             raise BenchError(f"the ranks are at steps {sorted(steps)}")
         found = _End(
             *(steps.pop(), [state for _, state, _ in said], said[0][2]),
-            *(attached - began, stepped - attached),
+            *(attached - began, stepped - compared),
         )
         for end in self.ends:
             end.send("fail")
@@ -229,6 +230,8 @@ def _lives(job: Job, rank: int, port: int, end: Connection, say: Callable[..., N
     say("attached", time.monotonic())
     if before is not None:
         _must_be_equal(handle.step, training, *before)
+    dist.barrier()
+    say("compared", time.monotonic())
     with handle:
         training.steps(1)
         say("stepped", time.monotonic())
