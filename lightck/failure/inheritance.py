@@ -88,7 +88,7 @@ class Inheritance:
             if wanting:
                 early = self._agreed(dead, living, deadline)
                 found |= {rank: self._one(rank, living, deadline, early) for rank in wanting}
-            if not ward or self.clock() >= until:
+            if all(map(self._is_whole, ward)) or self.clock() >= until:
                 break
             time.sleep(_POLL_S)  # should its guardian die, too
         taken = [found[rank] for rank in sorted(found)]
@@ -97,6 +97,15 @@ class Inheritance:
                 name = "taken_over" if each.wrote else "not_taken_over"
                 event(name, rank=each.rank, step=each.step, early=each.early, why=each.why)
         return taken
+
+    def _is_whole(self, rank: int) -> bool:
+        """Its region holds what goes with this rank's own: nobody has to do anything for it.
+
+        So it is where a rank has saved itself and is about to be gone: its memory goes before its
+        lock does.
+        """
+        records = self.takeover.survivor.records()
+        return any(self.takeover.is_done(rank, record.early) for record in records)
 
     def _roll(self) -> tuple[list[int], list[int], list[int]]:
         """The other ranks of this node: the dead, the living, and those whose share is being done.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,19 @@ from written import T2
 
 from lightck.capture.state import Live
 from lightck.errors import TornSnapshotError
+from lightck.failure import inheritance
 from lightck.failure.takeover import Taken
 from lightck.region import place
 from lightck.region.journal import FORWARD, STEP_END
 from lightck.region.region import survey
+from lightck.types import Saved
+
+
+class Saves:
+    """Nothing has to be saved again."""
+
+    def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
+        raise AssertionError(reason)
 
 
 @pytest.fixture
@@ -95,6 +105,22 @@ def test_a_step_that_the_dead_rank_has_committed_ends_it(folder: Path) -> None:
         before = node.crew.file(1).read_bytes()
         assert node.take(0, 1) == Taken(1, 2)
         assert node.crew.file(1).read_bytes() == before, "it was only looked at"
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["has saved itself", "has not"])
+def test_a_region_in_hand_is_waited_for_only_while_its_part_is_missing(
+    folder: Path, saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends lets go of its memory first, and of its lock only then."""
+    waits: list[float] = []
+    monkeypatch.setattr(inheritance, "_owns_itself", lambda where: False)
+    monkeypatch.setattr(inheritance, "time", SimpleNamespace(sleep=waits.append))
+    with Node(folder, 2) as node:
+        node.train(1)
+        node.train(2, absent=[] if saved else [1])
+        heir = inheritance.Inheritance(node.takeover(0), Saves(), clock=lambda: sum(waits))
+        assert heir.settle(LONG_S) == []
+    assert not waits if saved else sum(waits) >= 2 * inheritance.TURN_S
 
 
 def test_a_second_takeover_finds_it_done(folder: Path) -> None:
