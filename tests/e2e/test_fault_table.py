@@ -30,6 +30,7 @@ OLDER = {
     # its peers go on to a step of which it has left nothing
     "kill fence one", "kill fence next", "hang fence one", "hang fence next",
     "hang allreduce one", "hang allreduce next",
+    "hang commit one", "hang commit next", "hang update one", "hang update next",
     "exception allreduce next", "exception fence next",  # habits are not known so soon
     "exception commit all", "exception update all",  # no rank has a step that is whole
     "hang commit all", "hang update all",
