@@ -21,8 +21,9 @@ from lightck.failure.chaos import EVENTS, LOSSES, VARIABLE, Fault, write_plan
 _POLL_S = 0.01
 _ENDS_S = 10.0
 """How long what was killed may take to be gone."""
-_OTHERS_S = 1.0
-"""How long others are waited for when the first rank has saved."""
+_OTHERS_S = 3.0
+"""How long others are waited for when the first rank has saved: one that stands before its forward
+waits a second for it, and then all save that instant beside theirs."""
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 PLACEHOLDER = "{path}"
 NETWORK = (
