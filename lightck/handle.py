@@ -279,7 +279,6 @@ class Handle:
         self._guard.hold = rescue.hold
         if isinstance(rescue, JointRescue):
             self._guard.elsewhere, self._guard.settled = rescue.elsewhere, rescue.is_settled
-            rescue.peers.on_news = WATCHDOG.wake
         WATCHDOG.watch(self._guard)
 
     def _failed(self, error: BaseException) -> None:

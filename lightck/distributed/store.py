@@ -28,11 +28,6 @@ class Store(Protocol):
     can be repeated without thought; `add` cannot.
     """
 
-    @property
-    def calls_back(self) -> bool:
-        """Whether waiting costs nothing: the server answers when the key is there."""
-        ...
-
     def read(self, key: str) -> bytes | None:
         """Return the value now; None if there is no such key. Does not wait for it."""
         ...
@@ -94,14 +89,6 @@ class JobStore:
         self._timeout_s = timeout_s
         self._client: Any = None
         self._call("connect", "", lambda client: None)
-
-    @property
-    def calls_back(self) -> bool:
-        """See `Store`. torch's other stores look again and again."""
-        store = self._origin
-        while isinstance(store, dist.distributed_c10d.PrefixStore):
-            store = store.underlying_store
-        return isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
 
     def read(self, key: str) -> bytes | None:
         """See `Store`. One message: a compare that never matches returns what is there."""

@@ -13,7 +13,7 @@ from lightck.capture.recorder import Recorder
 from lightck.distributed.store import Store
 from lightck.distributed.topology import Topology
 from lightck.failure.inheritance import Inheritance
-from lightck.failure.peers import MOST_RUNG, Heard, Peers, Word
+from lightck.failure.peers import Heard, Peers, Word
 from lightck.failure.rescue import Rescue
 from lightck.types import Saved
 
@@ -52,8 +52,7 @@ class JointRescue(Rescue):
         inheritance = Inheritance.of(
             recorder, topology, Rescue(recorder), process_durable=process_durable
         )
-        bell = store.clone() if topology.world <= MOST_RUNG and store.calls_back else None
-        peers = Peers(store, topology, recorder.pipeline.region.place, bell=bell)
+        peers = Peers(store, topology, recorder.pipeline.region.place)
         return cls(recorder, inheritance=inheritance, peers=peers)
 
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:

@@ -5,8 +5,7 @@ A rank that fails, or has saved itself, says so over the job's store, under keys
 nothing; but its lock on its region went with it, which any rank of its node can see. A store that
 does not answer is no failure of anybody's, nor is a file system: each has a thread of its own.
 
-One message to the store per look, as long as nobody has said anything. Who speaks rings the others'
-bells: keys that a rank waits for on a connection of its own, so that it looks at once.
+One message to the store per look, as long as nobody has said anything.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from lightck.distributed.store import Store
@@ -31,13 +29,6 @@ LOOK_S = 0.25
 """Between two looks: a killed peer is noticed, and a word is heard, within twice that."""
 _RANKS_PER_S = 5000  # looks that a server of 10 us per message answers in a twentieth of its time
 _LETTERS = 500  # of a reason
-ALERT_LOOK_S = 0.02
-"""The same when a rank has failed: what the others come to decides when this one may end."""
-ALERT_S = 5.0
-"""How long after the last word that is."""
-MOST_RUNG = 64
-"""Ranks of a job in which bells are rung: one message for each, by each that fails."""
-_BELL_S = 30 * 86400.0  # of one wait
 _MOST_WORDS = 16  # read in one look: the first failures matter, and all ranks may fail at once
 
 
@@ -116,13 +107,7 @@ class Peers:
     """Of one attach; every call returns at once, or when its time is over. Any thread."""
 
     def __init__(
-        self,
-        store: Store,
-        topology: Topology,
-        where: Place,
-        *,
-        look_s: float = LOOK_S,
-        bell: Store | None = None,
+        self, store: Store, topology: Topology, where: Place, *, look_s: float = LOOK_S
     ) -> None:
         """Begin to listen, on a thread of its own.
 
@@ -131,15 +116,8 @@ class Peers:
             topology: whose regions are looked at, once each is owned by its rank.
             where: of this rank's own region.
             look_s: between two looks; more with very many ranks.
-            bell: another connection to the store; None where waiting for a key is not for nothing.
         """
         self.topology = topology
-        self.on_news: Callable[[], object] = lambda: None
-        """Called when something was heard, on a thread of this; returns at once."""
-        self._bell = bell if topology.world <= MOST_RUNG else None
-        self._rung = False
-        """This rank's bell has been rung."""
-        self._alert_until = 0.0
         self.look_s = max(look_s, topology.world / _RANKS_PER_S)
         self._store = store
         self._words: list[Word] = []
@@ -157,9 +135,7 @@ class Peers:
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True) for name, run in names.items()
         ]
-        # Ends when its bell is rung, at the latest as this stops; nobody waits for that.
-        self._ear = threading.Thread(target=self._wait_for_bell, name="lightck-bell", daemon=True)
-        for thread in (*self._threads, *([self._ear] if self._bell is not None else [])):
+        for thread in self._threads:
             thread.start()
 
     def announce(
@@ -216,12 +192,8 @@ class Peers:
             dead = tuple(peer.rank for peer in self._peers if peer.is_dead())
             closed = tuple(peer.rank for peer in self._peers if peer.closed)
             with self._changed:
-                news = (dead, closed) != (self._dead, self._closed)
                 self._dead, self._closed = dead, closed
                 self._looks += 1
-            if news:
-                self.on_news()
-            with self._changed:
                 if self._changed.wait_for(lambda: self._stopping, self.look_s):
                     return
 
@@ -231,44 +203,14 @@ class Peers:
                 stopping = self._stopping
             self._in_touch(self._speak)
             if stopping:
-                if self._bell is not None and not self._unreachable:
-                    self._in_touch(lambda: self._store.set(_bell_of(self.topology.rank), b"1"))
                 return
-            rung = self._rung  # what comes while it listens is looked at once more
             self._in_touch(self._listen)
             with self._changed:
-                due = time.monotonic() + self._pause_s()
-                while not self._is_called(rung):
+                due = time.monotonic() + self.look_s
+                while not (self._stopping or (self._to_say and not self._unreachable)):
                     left = due - time.monotonic()
                     if left <= 0 or not self._changed.wait(left):
                         break
-
-    def _is_called(self, rung: bool) -> bool:
-        """Something is to be done now; `rung`: the bell had been rung before."""
-        to_say = self._to_say and not self._unreachable
-        return self._stopping or bool(to_say) or self._rung != rung
-
-    def _pause_s(self) -> float:
-        if time.monotonic() >= self._alert_until:
-            return self.look_s
-        return min(self.look_s, max(ALERT_LOOK_S, self.topology.world / _RANKS_PER_S))
-
-    def _wait_for_bell(self) -> None:
-        assert self._bell is not None
-        try:
-            while not self._bell.wait(_bell_of(self.topology.rank), _BELL_S):
-                pass
-        except StoreError:
-            return  # whoever looks, tells
-        with self._changed:
-            self._rung = True
-            self._changed.notify_all()
-
-    def _ring(self) -> None:
-        """Once is enough: whoever has heard one word looks often."""
-        for rank in range(self.topology.world) if self._bell is not None else ():
-            if rank != self.topology.rank:
-                self._store.set(_bell_of(rank), b"1")
 
     def _in_touch(self, ask: Callable[[], None]) -> None:
         """Ask the store; one that does not answer is told of once per outage."""
@@ -288,12 +230,8 @@ class Peers:
             # Of a repeated `add` only a number without a word is left, which readers pass over.
             number = self._store.add("count")
             self._store.set(str(number), json.dumps(asdict(word)).encode())
-            with suppress(StoreError):  # it is said; who hears no bell looks by himself
-                if not self._alert_until:
-                    self._ring()
             with self._changed:
                 self._to_say.pop(0)
-            self._alert_until = time.monotonic() + ALERT_S
             said.set()
 
     def _listen(self) -> None:
@@ -311,12 +249,6 @@ class Peers:
             if word is not None and word.rank != self.topology.rank:
                 with self._changed:
                     self._words.append(word)
-                self._alert_until = time.monotonic() + ALERT_S
-                self.on_news()
-
-
-def _bell_of(rank: int) -> str:
-    return f"bell/{rank}"
 
 
 def _word(said: bytes) -> Word | None:

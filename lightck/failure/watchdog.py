@@ -108,12 +108,6 @@ class Watchdog:
         else:
             self._part(guard, last, thread, signals)
 
-    def wake(self) -> None:
-        """Let the thread look now: something was heard of another rank."""
-        with self._lock:  # what wakes it is not given back meanwhile
-            if self._signals is not None:
-                self._signals.wake()
-
     def hear_out(self, guard: Guard) -> None:
         """Before an exception leaves the training: as before a signal's end, `LINGER_S` at most.
 

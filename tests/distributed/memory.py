@@ -29,8 +29,6 @@ class MemoryStore:
     server: Server = field(default_factory=Server)
     fault: Fault = lambda operation, key: None
 
-    calls_back = True
-
     def _do(self, operation: str, key: str, effect: Callable[[dict[str, bytes]], object]) -> object:
         how = self.fault(operation, key)
         if how == "before":

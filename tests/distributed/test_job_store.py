@@ -54,30 +54,6 @@ def ranks_of(port: int, world: int, code: Callable[[int, Parent], object]) -> li
     return [start(lambda parent, r=rank: code(r, parent)) for rank in range(world)]
 
 
-def test_a_server_calls_back_and_a_store_that_looks_again_and_again_does_not(
-    server: dist.TCPStore,
-) -> None:
-    for raw in (server, dist.PrefixStore("a", dist.PrefixStore("b", server))):
-        assert JobStore(raw).calls_back and JobStore(raw).below("x").clone().calls_back
-    assert not JobStore(dist.HashStore()).calls_back
-    assert not JobStore(dist.PrefixStore("a", dist.HashStore())).calls_back
-
-
-def test_a_bell_is_heard_over_tcp_whenever_it_is_rung(server: dist.TCPStore) -> None:
-    store, heard = JobStore(server), threading.Event()
-    bell = store.clone()
-
-    def listen() -> None:
-        if bell.wait("bell/0", 30 * 86400.0):
-            heard.set()
-
-    thread = threading.Thread(target=listen, daemon=True)
-    thread.start()
-    thread.join(0.2)  # by now it waits, most likely; the key holds either way
-    store.set("bell/0", b"1")
-    assert heard.wait(LONG_S)
-
-
 def test_every_call_means_over_tcp_what_it_means_in_memory(server: dist.TCPStore) -> None:
     for raw in (server, dist.PrefixStore("job", server), dist.HashStore()):
         store = JobStore(raw, "lightck/run")

@@ -17,7 +17,7 @@ from training import Training
 
 from lightck.distributed.topology import Topology
 from lightck.errors import StoreError
-from lightck.failure.peers import ALERT_LOOK_S, Heard, Peers, Word
+from lightck.failure.peers import Heard, Peers, Word
 from lightck.region import place
 from lightck.region.place import Place
 from lightck.region.region import Region
@@ -122,81 +122,6 @@ def test_a_quiet_store_costs_one_message_per_look() -> None:
             time.sleep(0.002)
         assert set(server.messages) <= {"read"}, server.messages
         assert all(each.look().is_quiet for each in peers)
-
-
-@contextmanager
-def belled(server: Server, look_s: float = LONG_S) -> Iterator[list[Peers]]:
-    """Two ranks that would look again when the test is over."""
-    made = [
-        Peers(
-            MemoryStore(server),
-            Topology(rank, 2, rank, 2, peers=(0, 1)),
-            NOWHERE,
-            look_s=look_s,
-            bell=MemoryStore(server),
-        )
-        for rank in range(2)
-    ]
-    try:
-        yield made
-    finally:
-        for each in made:
-            each.stop(LONG_S)
-        for each in made:
-            each._ear.join(LONG_S)
-            assert not each._ear.is_alive()
-
-
-def test_a_word_is_heard_when_the_bell_is_rung_and_told_at_once() -> None:
-    server, told = Server(), threading.Event()
-    with belled(server, 10 * LONG_S) as peers:
-        peers[0].on_news = told.set
-        while server.messages["read"] < 2 or server.messages["wait"] < 2:  # both are listening
-            time.sleep(0.002)
-        assert peers[1].announce("SIGTERM", 7, seconds=LONG_S)
-        assert told.wait(LONG_S)
-        assert peers[0].look().words == (Word(1, "SIGTERM", 7),)
-
-
-def test_whoever_has_heard_or_said_a_word_hears_the_next_ones_soon(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Bells are rung once; what follows a failure is looked for more often."""
-    monkeypatch.setattr("lightck.failure.peers.ALERT_S", 100 * LONG_S)
-    with belled(Server(), 10 * LONG_S) as peers:
-        assert peers[1].announce("SIGTERM", seconds=LONG_S)
-        until(peers[0].look, lambda heard: heard.words)
-        assert peers[0].announce("rank 1: SIGTERM", 7, seconds=LONG_S)
-        until(peers[1].look, lambda heard: heard.words)
-        assert all(each._pause_s() == ALERT_LOOK_S for each in peers)
-
-
-def test_a_word_is_heard_also_when_no_bell_can_be_rung() -> None:
-    class Mute(MemoryStore):
-        def set(self, key: str, value: bytes) -> None:
-            if key.startswith("bell/"):
-                raise StoreError("no answer")
-            super().set(key, value)
-
-    server, topology = Server(), Topology(1, 2, 1, 2, peers=(0, 1))
-    speaker = Peers(Mute(server), topology, NOWHERE, look_s=0.005, bell=MemoryStore(server))
-    with listening(server) as peers:
-        assert speaker.announce("SIGTERM", seconds=LONG_S)
-        words = until(peers[0].look, lambda heard: heard.words).words
-        assert [word.reason for word in words] == ["SIGTERM"], "said once"
-        MemoryStore(server).set("bell/1", b"1")
-        speaker.stop(LONG_S)
-
-
-def test_a_bell_that_is_out_of_order_ends_no_listening() -> None:
-    server = Server()
-    broken = MemoryStore(server, lambda operation, key: "before" if operation == "wait" else None)
-    topology = Topology(0, 2, 0, 2, peers=(0, 1))
-    hearer = Peers(MemoryStore(server), topology, NOWHERE, look_s=0.005, bell=broken)
-    with listening(server) as peers:
-        assert peers[1].announce("SIGTERM", seconds=LONG_S)
-        until(hearer.look, lambda heard: heard.words)
-    hearer.stop(LONG_S)
 
 
 class Away(MemoryStore):

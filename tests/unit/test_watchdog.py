@@ -138,30 +138,3 @@ def test_a_rank_that_says_nothing_keeps_nobody_from_ending(
     Watchdog()._linger([guard], time.monotonic() + 0.01)
     monkeypatch.setattr("lightck.failure.watchdog.LINGER_S", 0.01)
     Watchdog().hear_out(guard)
-
-
-def test_news_of_another_rank_are_answered_without_waiting_for_the_next_look() -> None:
-    asked, long_s = threading.Event(), 100.0
-    looks = iter([None])
-
-    def elsewhere() -> str | None:
-        found = next(looks, "news")
-        if found:
-            asked.set()
-        else:
-            first.set()
-        return None
-
-    first = threading.Event()
-    guard = Guard(Rescue(), Failure(signals=()), _raises, world=2, elsewhere=elsewhere)
-    guard.hang.period_s = 10 * long_s
-    watchdog = Watchdog()
-    watchdog.wake()  # nobody is watched over: nothing to wake
-    watchdog.watch(guard)
-    try:
-        watchdog.wake()
-        assert first.wait(long_s)
-        watchdog.wake()
-        assert asked.wait(long_s)
-    finally:
-        watchdog.release(guard)
