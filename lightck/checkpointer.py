@@ -199,7 +199,7 @@ class _Parts:
         at_gradient += [habit.gradient] if armed and self.topology.world > 1 else []
         recording = holders.recording(live.local for live in collected.lives)
         listener, heard = self._listener(sight), (loaders, at_gradient, recording)
-        hooks = Hooks(listener, self.watched, *heard, kinds.defers)
+        hooks = Hooks(listener, self.watched, *heard, kinds.defers, inventory.optimizers)
         recorder.arm = lambda on: hooks.arm_forward() if on else hooks.disarm_forward()
         undo += [kinds.stop, hooks.remove, communication.remove, sight.remove]
         recorder.start()

@@ -122,6 +122,8 @@ class Arrangement:
     parts: tuple[Part, ...] = ()
     plan: allocator.Plan | None = None
     """Of the entries; None before the first."""
+    may_wait: bool = True
+    """Whether training may wait for the medium at (b); else what must not wait is cloned."""
     _forms: list[list[Any]] = field(default_factory=list)
     _shards: list[Any] = field(default_factory=list)
     """Mesh and placements of each DTensor; empty where there is none."""
@@ -148,7 +150,7 @@ class Arrangement:
         else:
             entries = tuple(staging.describe(live) for live in found)
             plan = self._fit(entries, boundary_bytes)
-            self.parts = _parts(found, entries)
+            self.parts = _parts(found, entries, self.may_wait)
             self._shards = shards
             self._forms = [list(map(form, held)) for form in _FORM]
             self._rare = [
@@ -203,7 +205,7 @@ def _rare_forms(rare: list[list[int]], tensors: list[torch.Tensor]) -> list[list
     return [list(map(form, map(tensors.__getitem__, some))) for some, (_, form) in forms]
 
 
-def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...]) -> tuple[Part, ...]:
+def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...], may_wait: bool) -> tuple[Part, ...]:
     """The largest first: the copies left for the fence are small, whatever the model's order."""
     members: dict[tuple[bool, bool, frozenset[int], str], list[int]] = {}
     devices: dict[str, Device | None] = {"": None}
@@ -211,7 +213,7 @@ def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...]) -> tuple[Part, .
         if entries[i].length:
             device = holder(live.local)
             own = staging.must_own(live, device)
-            at_once = own and device is None and staging.lies_as_stored(live.local)
+            at_once = own and may_wait and device is None and staging.lies_as_stored(live.local)
             where = "" if device is None else device.name
             devices.setdefault(where, device)
             key = (own, at_once, frozenset() if own else live.holders, where)

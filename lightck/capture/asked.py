@@ -99,7 +99,7 @@ def left_off(recorder: Recorder, error: BaseException) -> None:
 def _finish_begun_step(recorder: Recorder) -> None:
     """The next forward has begun: what it changes is kept, or has not changed."""
     if recorder.journaled is None:
-        now = [buffer._version for buffer in recorder.inventory.buffers()]
+        now = [buffer._version for buffer in recorder.inventory.buffers(anew=True)]
         if (recorder.buffers or []) != now:
             _no_last(recorder, "a forward has changed the buffers")
             return

@@ -88,8 +88,7 @@ class Closures:
     _told: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
-        """What runs inside of a closure may be compiled."""
-        torch.compiler.disable(Call.__call__, recursive=False)
+        """What is called around a closure is not compiled; what runs inside of it may be."""
         self.before = self.untraced(self._before)
         self.after = self.untraced(self._after)
         self.left = self.untraced(self._left)
@@ -130,7 +129,7 @@ class Closures:
             self._tell(optimizer, "is not known to call its closure first, and once")
             return False
         hooks = *hooked._global_optimizer_pre_hooks.values(), *_own_hooks(optimizer)
-        if all(hook in OURS for hook in hooks):
+        if all(any(hook is ours for ours in OURS) for hook in hooks):  # theirs may not hash
             return True
         self._tell(optimizer, "has hooks of others before its step")
         return False

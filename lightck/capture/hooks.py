@@ -112,14 +112,20 @@ class Hooks:
     None: there is no device."""
     defers: bool = True
     """Updates may begin where the closure returns that their optimizer was given."""
+    optimizers: Sequence[Optimizer] = ()
+    """The job's, whose parameters need not be the model's; grows as they are found."""
     _handles: list[RemovableHandle] = field(default_factory=list)
     _forward: RemovableHandle | None = None
     _before: Callable[[nn.Module, Any], None] | None = None
 
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        known = any(optimizer is each for each in self.optimizers)
+        return known or self.watched.owns(optimizer)
+
     def install(self) -> None:
         """Start listening."""
         listener, recording = self.listener, self.recording
-        closures = Closures(listener.update_begins, self.watched.owns, untraced, self.defers)
+        closures = Closures(listener.update_begins, self._is_ours, untraced, self.defers)
         # Of a compiled module only the outer call reaches the hook, and once is what we want.
         warnings.filterwarnings("ignore", _COMPILED_WITH_HOOKS, UserWarning)
 

@@ -76,6 +76,7 @@ class Pipeline(Landing):
         pool = NativePool(config.threads, config.chunk_bytes, idle=idle, moments=moments)
         pool.limit(config.write_limit)
         pipeline = cls(region, pool, schedule, proof=config.proof)
+        pipeline.arrangement.may_wait = not config.write_limit
         chosen = in_dram(config.placement)
         pipeline.placement = Placement(chosen, region.staged, pipeline._map_dram)
         pipeline.offload.ways.wanted = config.placement
@@ -314,7 +315,9 @@ class Pipeline(Landing):
         group = Group(part.holders, batch, chosen, part.owned)
         flight.groups.append(group)
         if part.at_once:
+            began = time.perf_counter()
             flight.writer.capture(batch)
+            flight.waited_s += time.perf_counter() - began
             group.sources = None
         elif part.owned:
             flight.writer.release(batch)

@@ -194,10 +194,13 @@ class Inventory:
         held = {id(p) for optimizer in self.optimizers for p in held_parameters(optimizer)}
         return all(id(p) in held for _, p in named_parameters(self.model) if p.requires_grad)
 
-    def buffers(self) -> list[torch.Tensor]:
-        """The model's persistent buffers; of a module that has come since the last look, none."""
+    def buffers(self, *, anew: bool = False) -> list[torch.Tensor]:
+        """The model's persistent buffers.
+
+        Unless `anew`, of a module that has come since the last look there may be none.
+        """
         cache = self._cache
-        if cache is None or not _same_buffers(cache):
+        if anew or cache is None or not _same_buffers(cache):
             return persistent_buffers(every_module(self.model))
         return cache.persistent
 

@@ -84,6 +84,19 @@ def test_close_after_a_forward_never_takes_that_forwards_buffers(
     assert same(final, reference)
 
 
+def test_close_sees_buffers_that_came_after_the_last_look_and_that_a_forward_has_changed(
+    run_dir: Path,
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = lightck.attach(model, optimizer, run_dir, policy=1000, failure="off")
+    train(model, optimizer, 0, 2)
+    model.append(torch.nn.BatchNorm1d(8, affine=False))
+    loss_of(model, batch(2))
+    handle.close()
+    assert handle.last_committed_step is None
+
+
 def test_a_snapshot_asked_for_inside_an_iteration_waits_for_its_end(run_dir: Path) -> None:
     reference = train(*normalized(), 0, STEPS)
     model, optimizer = normalized()

@@ -134,6 +134,13 @@ def test_auto_finds_out_that_the_medium_is_too_slow(
     loop.check(run_dir, steps_at(run_dir))
 
 
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_no_copy_at_the_forward_waits_for_a_write_limit(run_dir: Path, limit: int) -> None:
+    loop = adam_loop()
+    with lightck.attach(loop.model, loop.optimizers, run_dir, write_limit=limit) as handle:
+        assert handle._recorder.pipeline.arrangement.may_wait == (limit == 0)
+
+
 def test_a_write_limit_holds_for_direct_snapshots_too(run_dir: Path) -> None:
     loop = adam_loop()
     handle = lightck.attach(

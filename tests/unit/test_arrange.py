@@ -245,6 +245,13 @@ def test_what_lies_as_it_is_stored_is_copied_at_once_from_where_it_is() -> None:
     assert sources(part, arranged).pointers == [dense.data_ptr()]
 
 
+def test_nothing_is_copied_at_once_where_training_must_not_wait_for_the_medium() -> None:
+    arranged, _ = arrangement()
+    arranged.may_wait = False
+    arranged.update(lives_of([torch.arange(4.0)], sync=True), 0)
+    assert [(part.owned, part.at_once) for part in arranged.parts] == [(True, False)]
+
+
 def test_of_a_tensor_that_others_hold_too_only_the_own_span_is_copied_at_once() -> None:
     tensor = torch.arange(8.0)
     part, _ = part_of(lives_of([tensor], sync=True, span=(8, 24)))

@@ -331,3 +331,32 @@ def test_who_does_not_call_its_closure_has_begun_unseen_and_is_not_believed_agai
     optimizer = bed.optimizer(Own, calls=0)
     assert bed.step(optimizer) == ["begins unseen", "ends"]
     assert bed.step(optimizer) == ["begins", "ends"]
+
+
+def test_a_hook_of_others_that_cannot_be_hashed_is_one_of_others(bed: Bed) -> None:
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, *arguments: Any) -> None: ...
+
+    optimizer = bed.optimizer(torch.optim.SGD)
+    optimizer.register_step_pre_hook(Unhashable())
+    optimizer.step(bed.closure)
+    assert bed.noting.heard == ["begins", "closure", "ends"]
+
+
+def test_an_update_of_the_jobs_inside_a_closure_makes_the_outer_one_begin_whatever_it_holds() -> (
+    None
+):
+    model, temperature = nn.Linear(4, 4), nn.Parameter(torch.ones(1))
+    outer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = torch.optim.SGD([temperature], lr=0.1)
+    watched, noting = Watched(model), Noting()
+    watched.refresh()
+    hooks = Hooks(noting, watched, optimizers=[outer, inner])  # type: ignore[arg-type]
+    hooks.install()
+    try:
+        outer.step(lambda: inner.step() or 0.0)
+    finally:
+        hooks.remove()
+    assert noting.heard == ["begins", "begins", "ends", "ends"]
