@@ -71,8 +71,11 @@ class Overwriter(Optimizer):
             for p in group["params"]:
                 self.state[p] = {"step": torch.zeros(()), "memory": torch.zeros_like(p)}
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.overwrite()
+
+    @torch.no_grad()
+    def overwrite(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 p.copy_(torch.rand(p.shape, generator=self._dice, dtype=p.dtype))

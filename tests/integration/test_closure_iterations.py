@@ -73,7 +73,7 @@ class ClosedOverwriter(Overwriter):
     def step(self, closure: Any = None) -> None:
         if self.calls_first:
             closure()
-        super().step()
+        self.overwrite()  # torch's hooks are around `Overwriter.step` once there has been one
         if not self.calls_first:
             closure()
 
