@@ -78,7 +78,7 @@ class Closures:
 
     begins: Begins
     owns: Callable[[Optimizer], bool]
-    """Whether an optimizer changes one of the job's parameters."""
+    """Whether an optimizer is one of the job's, or changes one of its parameters."""
     untraced: Callable[[Any], Any]
     defers: bool = True
     """False: every update begins with its `step`."""

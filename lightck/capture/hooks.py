@@ -118,10 +118,6 @@ class Hooks:
     _forward: RemovableHandle | None = None
     _before: Callable[[nn.Module, Any], None] | None = None
 
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        known = any(optimizer is each for each in self.optimizers)
-        return known or self.watched.owns(optimizer)
-
     def install(self) -> None:
         """Start listening."""
         listener, recording = self.listener, self.recording
@@ -153,6 +149,10 @@ class Hooks:
         kinds = {type(each) for each in self.loaders if not isinstance(each, loading.Telling)}
         for kind in kinds | {DataLoader}:
             _observe(kind, "__iter__", listener, _iterating)
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        known = any(optimizer is each for each in self.optimizers)
+        return known or self.watched.owns(optimizer)
 
     def _install_gradients(self) -> None:
         """One hook per layer: on the first parameter that a module owns itself."""

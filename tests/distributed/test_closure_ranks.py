@@ -15,7 +15,7 @@ import torch
 import torch._dynamo  # what an optimizer would load on first use, in every rank by itself
 from test_just_in_time import AT as FAILS_AT
 from test_just_in_time import Broken, armed, check, resumed
-from test_peer_death import AT, BEFORE, NEVER, Mortal, first_life, go_on, passed
+from test_peer_death import BEFORE, Mortal, last_complete_step_is_everywhere
 from test_resume import begin
 from training import Training
 
@@ -53,25 +53,7 @@ class Closed(Mortal):
 def test_the_last_complete_step_is_there_on_every_rank(
     region_dir: Path, world: int, dead: int, phase: str
 ) -> None:
-    def prepare(me: ranks.Me, job: Mortal) -> None:
-        passed(me, job, dead, phase)
-
-    code = first_life(region_dir, dead, phase, kind=Closed, prepare=prepare, policy=NEVER)
-    living = [r for r in range(world) if r != dead]
-    with ranks.started(world, code) as job:
-        assert [job.receive(rank) for rank in living] == [phase] * len(living)
-        job.let_go(dead)
-        outcomes = job.outcomes(living)
-    step = AT - 1 if phase in BEFORE else AT
-    for outcome in outcomes:
-        assert not isinstance(outcome, BaseException), outcome
-        saved, _, refused, _ = outcome
-        assert saved["fresh"] and saved["step"] == step and not refused, outcome
-    written = [each for _, taken, _, _ in outcomes for each in taken]
-    assert [(each["rank"], each["step"]) for each in written] == [(dead, step)]
-    info = go_on(region_dir, world, Closed)
-    assert info is not None and info.step == step
-    assert info.early == (phase not in BEFORE)
+    last_complete_step_is_everywhere(region_dir, world, dead, phase, Closed)
 
 
 def nothing() -> None:
@@ -130,6 +112,10 @@ def test_a_rank_that_fails_between_its_gradients_and_the_end_of_its_closure_is_f
     """As where it clips them: the other ends the update, and writes what this one leaves."""
 
     def train(me: ranks.Me) -> Any:
+        def behind() -> None:  # until the other is behind the update
+            me.pause()
+            broken()
+
         training, saved = begin(me), None
         try:
             with armed(training, region_dir) as handle:
@@ -137,7 +123,7 @@ def test_a_rank_that_fails_between_its_gradients_and_the_end_of_its_closure_is_f
                 training.optimizer.zero_grad()
                 assert handle.snapshot_now("all of them").fresh
                 losses_of(training, FAILS_AT - 2)
-                losses_of(training, 1, nothing if me.rank else broken)
+                losses_of(training, 1, nothing if me.rank else behind)
                 saved = handle.snapshot_now("ahead").step
                 me.send("ahead")
                 me.pause()  # until the other has left
@@ -148,6 +134,7 @@ def test_a_rank_that_fails_between_its_gradients_and_the_end_of_its_closure_is_f
 
     with ranks.started(2, train) as job:
         assert job.receive(1) == "ahead"
+        job.let_go(0)
         assert job.outcomes([0]) == [None]
         job.let_go(1)
         assert job.outcomes([1]) == [FAILS_AT + 1]

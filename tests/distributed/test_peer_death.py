@@ -271,24 +271,15 @@ def go_on(path: Path, world: int, kind: type[Mortal] = Mortal) -> lightck.types.
     return infos[0]
 
 
-EVERYWHERE = [(world, dead, phase) for world, dead in ((2, 0), (3, 1)) for phase in PHASES]
-SOME = {(2, 0, "backward"), (2, 0, "half"), (2, 0, "loop"), (3, 1, "fence"), (3, 1, "step end")}
-
-
-@pytest.mark.parametrize(
-    ("world", "dead", "phase"),
-    [
-        *((2, 1, phase) for phase in PHASES),
-        *(pytest.param(*e, marks=[] if e in SOME else pytest.mark.soak) for e in EVERYWHERE),
-    ],
-)
-def test_the_last_complete_step_is_there_on_every_rank(
-    region_dir: Path, world: int, dead: int, phase: str
+def last_complete_step_is_everywhere(
+    path: Path, world: int, dead: int, phase: str, kind: type[Mortal]
 ) -> None:
+    """A rank dies in one phase: the others save, one of them its share, and the rest is golden."""
+
     def prepare(me: ranks.Me, job: Mortal) -> None:
         passed(me, job, dead, phase)
 
-    code = first_life(region_dir, dead, phase, prepare=prepare, policy=NEVER)
+    code = first_life(path, dead, phase, kind=kind, prepare=prepare, policy=NEVER)
     living = [r for r in range(world) if r != dead]
     with ranks.started(world, code) as job:
         assert [job.receive(rank) for rank in living] == [phase] * len(living)
@@ -303,9 +294,26 @@ def test_the_last_complete_step_is_there_on_every_rank(
         assert saved["fresh"] and saved["step"] == step and not refused, outcome
     written = [each for _, taken, _, _ in outcomes for each in taken]
     assert [(each["rank"], each["step"]) for each in written] == [(dead, step)]
-    info = go_on(region_dir, world)
+    info = go_on(path, world, kind)
     assert info is not None and info.step == step
     assert info.early == (phase not in BEFORE)
+
+
+EVERYWHERE = [(world, dead, phase) for world, dead in ((2, 0), (3, 1)) for phase in PHASES]
+SOME = {(2, 0, "backward"), (2, 0, "half"), (2, 0, "loop"), (3, 1, "fence"), (3, 1, "step end")}
+
+
+@pytest.mark.parametrize(
+    ("world", "dead", "phase"),
+    [
+        *((2, 1, phase) for phase in PHASES),
+        *(pytest.param(*e, marks=[] if e in SOME else pytest.mark.soak) for e in EVERYWHERE),
+    ],
+)
+def test_the_last_complete_step_is_there_on_every_rank(
+    region_dir: Path, world: int, dead: int, phase: str
+) -> None:
+    last_complete_step_is_everywhere(region_dir, world, dead, phase, Mortal)
 
 
 @pytest.mark.parametrize("phase", ["half", "step end"])

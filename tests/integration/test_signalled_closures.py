@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import pytest
 import test_signalled_training as signalled
 import torch
 from loops import steps_at
-from processes import Parent, run
+from processes import Parent
 from test_held_training import SLOW_S, trained
-from test_signalled_training import AT, INT, LAST, TERM, USR1, ended, golden
+from test_signalled_training import AT, INT, LAST, TERM, USR1, ended
 from watched import process, stuck
 
 INSIDE = ["forward", "backward"]
@@ -44,43 +45,8 @@ class Closed(signalled.Training):
             self._pending()
 
 
-def first_life(
-    path: Path, number: int, phase: str, then: Callable[[], object], **failure: Any
-) -> Callable[[Parent], Any]:
-    """Trains, sends itself a signal in one phase, and goes on with `then` there."""
-
-    def code(parent: Parent) -> Any:
-        def reached(now: str) -> None:
-            if now == phase:
-                os.kill(os.getpid(), number)
-                then()
-
-        training = Closed(reached)
-        training.restore(path)
-        try:
-            with training.attach(path, **failure):
-                training.run(10**9)
-        except KeyboardInterrupt:
-            return "interrupted"
-
-    return code
-
-
-def second_life(path: Path) -> tuple[int | None, bool]:
-    """The step that was restored, and whether early; everything from there on is golden."""
-
-    def code() -> Any:
-        training = Closed()
-        info = training.restore(path)
-        with training.attach(path):
-            training.run(LAST)
-        return info and info.step, bool(info and info.early), training.losses, training.state()
-
-    step, early, losses, state = run(code)
-    wanted, last = golden()
-    assert losses == {t: wanted[t] for t in range((step or 0) + 1, LAST + 1)}
-    assert state == last
-    return step, early
+first_life = partial(signalled.first_life, kind=Closed)
+second_life = partial(signalled.second_life, kind=Closed)
 
 
 @pytest.mark.parametrize("then", [stuck, lambda: time.sleep(600)], ids=["stuck", "sleep"])

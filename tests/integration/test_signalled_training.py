@@ -110,11 +110,11 @@ def golden() -> tuple[Losses, dict[str, bytes]]:
     return run(plain)
 
 
-def second_life(path: Path) -> tuple[int | None, bool]:
+def second_life(path: Path, kind: type[Training] = Training) -> tuple[int | None, bool]:
     """The step that was restored, and whether early; everything from there on is golden."""
 
     def code() -> Any:
-        training = Training()
+        training = kind()
         info = training.restore(path)
         with training.attach(path):
             training.run(LAST)
@@ -128,7 +128,12 @@ def second_life(path: Path) -> tuple[int | None, bool]:
 
 
 def first_life(
-    path: Path, number: int, phase: str, then: Callable[[], object], **failure: Any
+    path: Path,
+    number: int,
+    phase: str,
+    then: Callable[[], object],
+    kind: type[Training] = Training,
+    **failure: Any,
 ) -> Callable[[Parent], Any]:
     """Trains, sends itself a signal in one phase, and goes on with `then` there."""
 
@@ -138,7 +143,7 @@ def first_life(
                 os.kill(os.getpid(), number)
                 then()
 
-        training = Training(reached)
+        training = kind(reached)
         training.restore(path)
         try:
             with training.attach(path, **failure):
