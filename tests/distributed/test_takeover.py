@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,9 +240,11 @@ def test_a_survivor_whose_state_has_another_share_map_writes_nothing(folder: Pat
         assert node.steps(1) == [(1, 0)]
 
 
+@pytest.mark.parametrize("torn_before", [False, True], ids=["", "torn before"])
 def test_a_tensor_that_changes_under_the_copy_is_never_committed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, torn_before: bool
 ) -> None:
+    """Also one that is taken at (b) since it was found torn, and is copied from where it lies."""
     from lightck.region.writer import SlotWriter
 
     with Node(folder, 2) as node:
@@ -257,7 +260,11 @@ def test_a_tensor_that_changes_under_the_copy_is_never_committed(
                     parameter += 1
 
         monkeypatch.setattr(SlotWriter, "capture", changing)
-        assert "changed while it was copied" in node.take(1, 0).why
+        takeover = node.takeover(1)
+        lives = takeover.survivor.inventory.everything()
+        lives = tuple(replace(live, sync=live.sync or torn_before) for live in lives)
+        monkeypatch.setattr(takeover.survivor.inventory, "everything", lambda: lives)
+        assert "changed while it was copied" in takeover.of(0, time.monotonic() + LONG_S).why
         monkeypatch.undo()
         assert node.steps(0) == [(1, 0)]
 
