@@ -103,6 +103,8 @@ def test_copies_are_released_in_a_few_parts_however_many_layers_there_are(run_di
     with lightck.attach(model, optimizer, run_dir, **settings) as handle:
         for _ in range(4):
             model(torch.ones(1, 9)).sum().backward()
+            window = handle._recorder.pipeline.window  # nothing is left to the fence
+            assert window is None or window.released_bytes == window.held_bytes
             optimizer.step()
             handle.wait()  # else one may slip
         assert handle._sight.trace is not None
