@@ -97,7 +97,7 @@ def test_steps_that_the_loop_marks_are_steps_too(run_dir: Path, tmp_path: Path) 
 
 
 def test_copies_are_released_in_a_few_parts_however_many_layers_there_are(run_dir: Path) -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(100)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(97)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     settings = {"schedule": "backward", "trace": True, "failure": "off"}
     with lightck.attach(model, optimizer, run_dir, **settings) as handle:
