@@ -276,7 +276,7 @@ class Handle:
         limits = config.write_limit, usable_s(failure.grace_s)
         measure = partial(measured, recorder, *limits)
         self._guard = Guard(rescue, failure, self._reporter, self.region.world, measure)
-        self._guard.hold = rescue.hold
+        self._guard.hold, rescue.hang = rescue.hold, self._guard.hang
         if isinstance(rescue, JointRescue):
             self._guard.elsewhere, self._guard.settled = rescue.elsewhere, rescue.is_settled
         WATCHDOG.watch(self._guard)

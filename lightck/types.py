@@ -95,9 +95,13 @@ class Failure:
         hang_steps: no progress inside a collective for so many measured steps is a hang; it is
             saved within a second more. So is a long evaluation that the others wait for.
         hang_s: no progress elsewhere for so many seconds is one: validation, compilation and slow
-            loaders are none. Nothing is in a process's first two steps, whose time is not known.
+            loaders are none. In a process's first two steps, whose time is not known, it counts in
+            collectives, too.
         hang_exit_s: seconds after the snapshot of a hang at which the process is ended, with status
-            75; None: it is left alone, and goes on if it can.
+            75; None: it is left alone, and goes on if it can. More than a validation takes on one
+            rank while others wait for it; `hang_s` is then to be more than first steps compile. Who
+            waits for a rank that has not saved the same step ends after that one has, `hang_s` and
+            `grace_s` later at most.
         on_failure: called with what was saved, on the thread that saved it; when it returns True
             the process goes on as if nothing had come.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 from lightck.capture.flight import Slip
@@ -94,6 +95,18 @@ def left_off(recorder: Recorder, error: BaseException) -> None:
     kept, here = recorder.journaled, threading.get_ident() == recorder.thread
     if here and recorder.inside and not recorder.mixed and kept and kept.habit.at_fence(error):
         recorder.fenced()
+
+
+def left_standing(recorder: Recorder) -> None:
+    """The training thread stands still, perhaps for good: as `left_off`.
+
+    Under the lock; any thread. Should it go on after all, its fence writes the entry anew.
+    """
+    kept, frame = recorder.journaled, sys._current_frames().get(recorder.thread)
+    if not (recorder.enabled and recorder.settled and recorder.inside) or recorder.mixed:
+        return
+    if kept is not None and frame is not None and kept.habit.at_fence(frame):
+        kept.leave(recorder.steps.step + 1)
 
 
 def _finish_begun_step(recorder: Recorder) -> None:

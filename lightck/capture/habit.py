@@ -1,18 +1,19 @@
 """What a rank does of its own between its last gradient and its first update, by habit.
 
-An exception may leave an iteration when the rank's part of the allreduce is complete: its peers go
-on to the new step, and what it leaves stands for what it would have had at its own fence. That is
-so only if nothing of its own would still have changed: a draw, another forward, a counter. Nobody
-knows what the loop would have done; what it did in the iterations before is looked at in a few.
+An exception may leave an iteration when the rank's part of the allreduce is complete, or the rank
+may hang there: its peers go on to the new step, and what it leaves stands for what it would have
+had at its own fence. That is so only if nothing of its own would still have changed: a draw,
+another forward, a counter. Nobody knows what the loop would have done; what it did in the
+iterations before is looked at in a few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from lightck.capture import boundary
@@ -61,9 +62,17 @@ class Habit:
         self._seen += 1
         self._looks = self._seen <= _FIRST or step % EVERY == 0
 
-    def at_fence(self, error: BaseException) -> bool:
-        """All that is a rank's own is what it would be at the fence, when `error` leaves."""
-        return self.quiet and self._count == self._whole and not _is_in_between(error)
+    def at_fence(self, where: BaseException | FrameType) -> bool:
+        """All that is a rank's own is what it would be at the fence.
+
+        Args:
+            where: the error that leaves the iteration, or the frame in which its thread stands.
+        """
+        if not self.quiet or self._count != self._whole:
+            return False
+        if isinstance(where, BaseException):
+            return not _is_in_between(where)
+        return not any(map(_changes, _stack(where)))
 
     def _own(self) -> Any:
         """What may change there; None: it cannot be told."""
@@ -90,7 +99,17 @@ def _is_in_between(error: BaseException | None) -> bool:
 
 def _passes(trace: TracebackType | None) -> bool:
     while trace is not None:
-        if PurePath(trace.tb_frame.f_code.co_filename).parts[-3:] in _CHANGING:
+        if _changes(trace.tb_frame):
             return True
         trace = trace.tb_next
     return False
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _changes(frame: FrameType) -> bool:
+    return PurePath(frame.f_code.co_filename).parts[-3:] in _CHANGING

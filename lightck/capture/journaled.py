@@ -226,10 +226,13 @@ class Journaled:
         For survivors of a process that is killed inside it; nothing where there are none. Touches
         nothing that is kept of the last step.
         """
-        if not self.peers:
-            return
-        self.habit.fence(step)
-        if not self._writes:
+        if self.peers:
+            self.habit.fence(step)
+            self.leave(step)
+
+    def leave(self, step: int) -> None:
+        """Write what a fence writes, where the training stands before it."""
+        if not (self.peers and self._writes):
             return
         with self._once:
             with users_code():

@@ -73,11 +73,13 @@ class Suspicion:
         still_s: seconds without progress, as far as they were watched.
         limit_s: how many are taken for a hang there.
         place: the collective that the loop is inside; None: it is in none.
+        stays: it was in that one all the while: once it has left it, it has gone on.
     """
 
     still_s: float
     limit_s: float
     place: Place | None
+    stays: bool = False
 
 
 @dataclass(eq=False)
@@ -103,6 +105,29 @@ class HangWatch:
         """Seconds of a usual step."""
         return statistics.median(self._steps) if self._steps else None
 
+    @property
+    def elsewhere_s(self) -> float:
+        """Seconds without progress that are a hang wherever the loop is."""
+        return max(self.failure.hang_s, self.failure.hang_steps * (self.step_s or 0.0))
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds that are one inside a collective; as elsewhere while steps have no usual time."""
+        usual_s = self.step_s
+        if usual_s is None:
+            return self.elsewhere_s
+        return self.failure.hang_steps * usual_s + SLACK_S
+
+    def has_stood(self, progress: Progress) -> bool:
+        """Up to now the loop has not moved for as long as a hang takes at least. Any thread."""
+        stood = self.suspected is not None or self._still_s >= self.waiting_s
+        return stood and _marks_of(progress) == self._marks
+
+    def is_stuck(self, progress: Progress) -> bool:
+        """It hangs, and waits for no other rank. Any thread."""
+        found = self.suspected
+        return found is not None and found.place is None and _marks_of(progress) == self._marks
+
     def look(self, now_s: float, progress: Progress, place: Place | None) -> Suspicion | None:
         """Take in what is seen now.
 
@@ -116,10 +141,10 @@ class HangWatch:
         """
         passed_s = self._counted(now_s)
         self.counted_s = passed_s or 0.0
-        marks = (progress.step, progress.updating, progress.inside, progress.ticks)
+        marks, hang = _marks_of(progress), self.suspected
         same = place is not None and self._place is not None and place.mark == self._place.mark
         self._place = place
-        if marks != self._marks:
+        if marks != self._marks or (hang is not None and hang.stays and not same):
             self._go_on(marks, progress)
             return None
         if passed_s is None:
@@ -153,17 +178,16 @@ class HangWatch:
         self.suspected = None
 
     def _judge(self) -> Suspicion | None:
-        """The first steps compile, and nothing tells how long a step takes: they never hang."""
-        usual_s = self.step_s
-        if usual_s is None:
-            return None
-        steps_s = self.failure.hang_steps * usual_s
-        if self._waits_s >= steps_s + SLACK_S:
-            return Suspicion(self._waits_s, steps_s + SLACK_S, self._place)
-        limit_s = max(self.failure.hang_s, steps_s)
-        if self._still_s >= limit_s:
-            return Suspicion(self._still_s, limit_s, self._place)
+        if self._waits_s >= self.waiting_s:
+            return Suspicion(self._waits_s, self.waiting_s, self._place, stays=True)
+        if self._still_s >= self.elsewhere_s:
+            return Suspicion(self._still_s, self.elsewhere_s, self._place)
         return None
+
+
+def _marks_of(progress: Progress) -> tuple[object, ...]:
+    """They change when the loop moves."""
+    return progress.step, progress.updating, progress.inside, progress.ticks
 
 
 # ---- where a thread stands -----------------------------------------------------------------------

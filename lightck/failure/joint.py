@@ -6,12 +6,16 @@ step, or are one apart, and contents decide at restore.
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from lightck.capture.asked import left_standing
 from lightck.capture.recorder import Recorder
 from lightck.distributed.store import Store
 from lightck.distributed.topology import Topology
+from lightck.errors import LightckError
 from lightck.failure.inheritance import Inheritance
 from lightck.failure.peers import Heard, Peers, Word
 from lightck.failure.rescue import Rescue
@@ -65,6 +69,7 @@ class JointRescue(Rescue):
         saved = super().save(reason, deadline, early=early)
         if saved.fresh and not saved.early and self._is_early_elsewhere(saved.step):
             saved = super().save(reason, deadline, early=True)
+        self._leave_standing(deadline)
         self._tell(saved, deadline)
         if saved.fresh:
             heard = self.peers.look()
@@ -103,7 +108,32 @@ class JointRescue(Rescue):
         said = {word.rank for word in heard.words if word.step is None or word.step >= step}
         others = {*range(topology.world)} - {topology.rank}
         settled = others <= said.union(heard.dead, heard.closed)
-        return settled and self._behind(heard) <= self._finished
+        return settled and self._wards(heard) <= self._finished
+
+    def is_stuck(self) -> bool:
+        """It hangs outside of any collective; or it stands, and who can go on for it is ahead."""
+        hang, peers = self.hang, {*self.peers.topology.peers} - {self.peers.topology.rank}
+        if hang is None or not peers:
+            return False
+        progress = self.progress()
+        if hang.is_stuck(progress):
+            return True
+        steps = [word.step or 0 for word in self.peers.look().words if word.rank in peers]
+        return max(steps, default=0) > progress.step and hang.has_stood(progress)
+
+    def _leave_standing(self, deadline: float) -> None:
+        """As an exception does that leaves an iteration, see `left_off`: before this rank ends."""
+        hang = self.hang
+        if hang is None or threading.get_ident() == self.recorder.thread:
+            return
+        with suppress(LightckError), self._locked(deadline):
+            if hang.has_stood(self.progress()):
+                left_standing(self.recorder)
+
+    def _wards(self, heard: Heard) -> set[int]:
+        """Ranks of this node whose share this one looks after when they have ended."""
+        mine = self._told[1] if self._told is not None else None
+        return set() if mine is None else self._behind(heard).union(heard.dead)
 
     def _behind(self, heard: Heard) -> set[int]:
         """Ranks of this node that have failed without the step that this one has saved."""

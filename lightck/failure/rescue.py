@@ -24,6 +24,7 @@ from lightck.capture.instants import holding
 from lightck.capture.recorder import Recorder
 from lightck.capture.state import Collected
 from lightck.errors import LightckError
+from lightck.failure.hang import HangWatch
 from lightck.region.native import RECORD_EARLY, RECORD_JIT, Record
 from lightck.region.slot import Slot
 from lightck.types import Saved
@@ -76,6 +77,8 @@ class Rescue:
     recorder: Recorder
     leaving: bool = False
     """The training thread closes the handle: what it has to go on for does not come any more."""
+    hang: HangWatch | None = None
+    """Looks at the training thread."""
     _pid: int = field(default_factory=os.getpid)
 
     def progress(self) -> Progress:
@@ -157,18 +160,24 @@ class Rescue:
         began, left = time.monotonic(), deadline - time.monotonic()
         patience = time.monotonic() + (0.0 if here else min(PATIENCE_S, left / 4))
         while True:
-            leaving = self.leaving  # before the try: what the thread did until then counts
+            # Before the try: what the thread did until then counts.
+            leaving, stuck = self.leaving, self.recorder.mixed and self.is_stuck()
             try:
                 with self._locked(deadline):
                     return self._try(early, here, 0.0 if leaving else patience)
             except _Later as later:
-                gone = later.training and (here or leaving)
+                gone = later.training and (here or leaving or stuck)
                 idle = not (later.training or self.recorder.pipeline.persisting)
                 gone = gone or (idle and time.monotonic() > began + FATES_S)
                 if gone or time.monotonic() >= deadline:
                     self._finish_others(deadline)
-                    raise LightckError(str(later)) from None
+                    why = ", and the training stands still" if stuck and later.training else ""
+                    raise LightckError(f"{later}{why}") from None
             time.sleep(POLL_S)
+
+    def is_stuck(self) -> bool:
+        """The end of an update is not waited for: it stands still, and others may go on for it."""
+        return False
 
     @contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:

@@ -323,7 +323,9 @@ class Watchdog:
     def _end_of(self, guard: Guard, now_s: float) -> None:
         """End the process for a hang that goes on, if the user wants that.
 
-        Time in which the process itself was stopped does not count.
+        Not before the rank that it waits for has noticed the same, and has ended, or has said what
+        it has: only then can others write that one's share. Time in which the process itself was
+        stopped does not count.
         """
         saving, after_s = guard.hang_saving, guard.failure.hang_exit_s
         if saving is None or after_s is None or saving.goes_on:
@@ -332,10 +334,15 @@ class Watchdog:
             guard.exit_in_s -= guard.hang.counted_s
         elif saving.done.is_set() or now_s >= saving.deadline_s:
             guard.exit_in_s = after_s
-        if guard.exit_in_s is not None and guard.exit_in_s <= 0:
-            about = {"why": "hang", "status": HANG_STATUS}
-            event_aside("ending", logging.ERROR, wait_s=_LAST_WORD_S, **about)
-            os._exit(HANG_STATUS)
+        if guard.exit_in_s is None or guard.exit_in_s > 0:
+            return
+        others_s = guard.hang.elsewhere_s + guard.failure.grace_s  # until it is noticed, and saved
+        saves = any(now_s < each.deadline_s for each in self._under_way(guard))
+        if (saves or not guard.settled()) and guard.exit_in_s > -others_s:
+            return
+        about = {"why": "hang", "status": HANG_STATUS}
+        event_aside("ending", logging.ERROR, wait_s=_LAST_WORD_S, **about)
+        os._exit(HANG_STATUS)
 
     # ---- the budget --------------------------------------------------------------------------
 

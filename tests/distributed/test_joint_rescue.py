@@ -128,6 +128,44 @@ def test_a_rank_that_cannot_save_says_so_and_completes_nothing(node: Node) -> No
     assert node.settled[1] == 0
 
 
+def test_a_dead_peer_is_settled_once_its_share_has_been_looked_after(node: Node) -> None:
+    """Though it has said all that it could: only if this rank has what its share goes with."""
+    own = node.ranks[0]
+    node.save(1, "hang")
+    node.hear(0, 1)
+    own.peers._dead = (2,)
+    assert own.is_settled(), "nothing is saved here"
+    own._told = "hang", 7, False
+    assert not own.is_settled()
+    assert own.elsewhere() == "rank 2: killed" and not own.is_settled()
+    node.save(0, "rank 2: killed")
+    assert own.is_settled()
+
+
+@pytest.mark.parametrize(
+    ("stood", "ahead", "hangs", "alone", "stuck"),
+    [
+        (True, True, False, False, True),
+        (True, False, False, False, False),
+        (False, True, False, False, False),
+        (True, False, True, False, True),
+        (True, False, True, True, False),
+    ],
+)
+def test_a_rank_that_stands_is_not_waited_for_if_it_hangs_or_another_of_its_node_is_ahead(
+    node: Node, stood: bool, ahead: bool, hangs: bool, alone: bool, stuck: bool
+) -> None:
+    """Who is alone on its node waits: nobody else could write its share."""
+    own: Any = node.ranks[0]
+    own.hang = SimpleNamespace(has_stood=lambda at: stood, is_stuck=lambda at: hangs)
+    own.progress = lambda: SimpleNamespace(step=6 if ahead else 7)
+    if alone:
+        own.peers.topology = Topology(0, 3, 0, 1, peers=(0,))
+    node.save(1, "hang")
+    node.hear(0, 1)
+    assert own.is_stuck() == stuck
+
+
 def test_a_killed_peer_is_a_reason_once(node: Node, tmp_path: Path) -> None:
     node.ranks[0].peers._dead = (2,)
     assert node.ranks[0].elsewhere() == "rank 2: killed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -76,6 +77,24 @@ def test_not_where_something_of_its_own_still_changes_by_habit(what: str) -> Non
     loop.run(4, getattr(loop, what))
     loop.gradients()
     assert not loop.habit.at_fence(ValueError())
+
+
+def test_a_thread_that_stands_behind_them_has_come_to_it_but_for_a_forward() -> None:
+    """Nothing is forgotten: should it go on, its fence finds what it would have found."""
+
+    class Standing(nn.Module):
+        def forward(self) -> bool:
+            return loop.habit.at_fence(sys._getframe())
+
+    loop = Loop()
+    loop.run(4)
+    assert not loop.habit.at_fence(sys._getframe())
+    loop.gradients()
+    for _ in range(3):
+        assert loop.habit.at_fence(sys._getframe())
+        assert not Standing()()
+    loop.habit.fence(loop.step + 1)
+    assert loop.habit.quiet
 
 
 def test_a_new_habit_is_noticed(steps: int = EVERY + 1) -> None:

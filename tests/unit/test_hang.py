@@ -90,13 +90,16 @@ def test_a_generous_deadline_shorter_than_the_steps_is_lengthened() -> None:
     assert loop.wait(3) is not None
 
 
-def test_the_first_steps_never_hang() -> None:
-    loop = Loop()
+def test_in_the_first_steps_only_the_generous_deadline_counts_in_collectives_too() -> None:
+    """They compile, and nothing tells how long a step takes: that does, whatever it is doing."""
+    loop = Loop(Failure(hang_s=500))
     assert loop.look(1.0) is None
+    for place in (BARRIER, None):
+        loop.place = place
+        assert loop.wait(499) is None
+        assert loop.wait(3) is not None
+        loop.step(None)
     loop.place = BARRIER
-    assert loop.wait(10_000) is None
-    loop.step(None)
-    assert loop.wait(10_000) is None
     loop.step(1.0)  # now it is known what a step takes
     assert loop.wait(100) is not None
 
@@ -168,6 +171,49 @@ def test_a_hang_is_told_once_and_ends_with_the_next_progress() -> None:
     assert loop.look(PERIOD_S) is None
     assert loop.watch.suspected is None
     assert loop.wait(5) is not None, "the next one is told again"
+
+
+def test_a_hang_inside_one_collective_ends_where_that_does() -> None:
+    """An error comes out of it, with which the process ends by itself."""
+    loop = running(0.1)
+    loop.place = BARRIER
+    assert loop.wait(5) is not None
+    loop.place = None
+    assert loop.look(PERIOD_S) is None
+    assert loop.watch.suspected is None
+    assert loop.wait(100) is None
+
+
+def test_a_hang_elsewhere_goes_on_from_one_collective_to_the_next() -> None:
+    """A loop that asks again and again, say: nothing ever moves."""
+    loop = running(0.1, hang_s=60)
+    marks = iter(range(10**6))
+    found = []
+    for _ in range(1000):
+        loop.place = Place("poll", (next(marks),))
+        found.append(loop.look(PERIOD_S))
+    assert sum(each is not None for each in found) == 1
+    assert loop.watch.suspected is not None
+
+
+def test_a_loop_has_stood_after_three_steps_wherever_it_is() -> None:
+    loop = running(0.5, hang_s=60)
+    loop.wait(1.7)
+    assert not loop.watch.has_stood(loop.seen)
+    loop.wait(0.5)
+    assert loop.watch.has_stood(loop.seen)
+    assert not loop.watch.is_stuck(loop.seen), "nor is it a hang yet"
+    moved = replace(loop.seen, ticks=loop.seen.ticks + 1)
+    assert not loop.watch.has_stood(moved), "though nobody has looked since"
+    loop.wait(60)
+    assert loop.watch.is_stuck(loop.seen) and not loop.watch.is_stuck(moved)
+
+
+def test_a_loop_that_waits_for_others_is_not_stuck() -> None:
+    loop = running(0.5)
+    loop.place = BARRIER
+    assert loop.wait(5) is not None
+    assert loop.watch.has_stood(loop.seen) and not loop.watch.is_stuck(loop.seen)
 
 
 def test_looks_are_rare_until_something_is_waited_for() -> None:

@@ -11,9 +11,9 @@ from proof import record
 
 from lightck.errors import LightckError
 from lightck.failure.budget import Measured
-from lightck.failure.saving import ALONE_LOOK_S, LOOK_S, Guard
+from lightck.failure.saving import ALONE_LOOK_S, LOOK_S, Guard, Saving
 from lightck.failure.signals import Signals
-from lightck.failure.watchdog import Watchdog
+from lightck.failure.watchdog import HANG_STATUS, Watchdog
 from lightck.types import Failure, Saved
 
 LOOKS = 2000
@@ -129,6 +129,65 @@ def test_before_the_end_other_ranks_are_heard_until_they_cannot_change_anything(
     Watchdog()._linger([guard], time.monotonic() + 30.0)
     assert saved == ["another rank's snapshot is of the instant before"]
     assert next(settled, None) is None
+
+
+class Ended(Exception):
+    """Instead of the process."""
+
+
+def hanging(monkeypatch: pytest.MonkeyPatch, **settings: float) -> tuple[Watchdog, Guard]:
+    """Its hang is saved; looks count a second each."""
+
+    def exit(status: int) -> None:
+        assert status == HANG_STATUS
+        raise Ended
+
+    monkeypatch.setattr("lightck.failure.watchdog.os._exit", exit)
+    settings = {"hang_s": 60.0, "grace_s": 10.0, "hang_exit_s": 5.0, **settings}
+    guard = Guard(Rescue(), Failure(signals=(), **settings), _raises, world=2)  # type: ignore[arg-type]
+    guard.hang_saving = Saving(guard, "hang", 0.0)
+    guard.hang_saving.done.set()
+    guard.hang.counted_s = 1.0
+    return Watchdog(), guard
+
+
+def looks_until_it_ends(watchdog: Watchdog, guard: Guard) -> int:
+    for looks in range(1, 1000):
+        try:
+            watchdog._end_of(guard, now_s=0.0)
+        except Ended:
+            return looks
+    raise AssertionError("it never ends")
+
+
+def test_a_hang_is_ended_when_its_time_has_passed_and_every_rank_has_said_its_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert looks_until_it_ends(*hanging(monkeypatch)) == 1 + 5
+    said = iter([False] * 20)
+    watchdog, guard = hanging(monkeypatch)
+    guard.settled = lambda: next(said, True)
+    assert looks_until_it_ends(watchdog, guard) == 1 + 5 + 20
+
+
+def test_a_rank_that_never_says_its_word_is_waited_for_until_its_hang_would_be_noticed_and_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watchdog, guard = hanging(monkeypatch)
+    guard.settled = lambda: False
+    assert looks_until_it_ends(watchdog, guard) == 1 + 5 + 60 + 10
+
+
+def test_what_is_being_saved_is_waited_for_until_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another rank's share, say, though that one has said all that it had to."""
+    watchdog, guard = hanging(monkeypatch)
+    watchdog._saving = [Saving(guard, "rank 1: killed", 20.0)]
+    for _ in range(30):
+        watchdog._end_of(guard, now_s=19.0)
+    with pytest.raises(Ended):
+        watchdog._end_of(guard, now_s=20.0)
 
 
 def test_a_rank_that_says_nothing_keeps_nobody_from_ending(

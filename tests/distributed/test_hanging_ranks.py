@@ -1,0 +1,291 @@
+"""A rank hangs where its peers go on without it: they end after it, and have written its share.
+
+No step is ever due. Nobody is taken to hang before the order of events allows it: `watched` says
+when, and a rank that waits would do so for hours.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch.distributed as dist
+from ranks import Gone, Me
+from test_peer_death import AT, KIND, LAST, NEVER, Mortal, go_on, golden, until
+from test_resume import same, state_of
+from torch.autograd import Variable
+
+from lightck.failure import watchdog
+from lightck.failure.watchdog import HANG_STATUS
+from lightck.region import place
+from lightck.region.journal import FENCE, read_entry
+from lightck.region.region import survey
+from lightck.types import Failure, Saved
+
+HOURS_S = 1e5
+INSIDE = ["fence", "half", "updated"]
+"""The update has begun."""
+BEHIND = ["allreduce", "gathered"]
+"""All of the rank's gradients have come."""
+
+
+class Standing(Mortal):
+    """Does something else where others die; it is told of `allreduce` and `gathered`, too."""
+
+    def __init__(self, me: Me, phase: str, stand: Callable[[], object]) -> None:
+        super().__init__(me.rank, KIND, phase, policy=NEVER)
+        self.stand = stand
+        self.gathered = partial(self._die_in, "gathered")
+
+    def _die_in(self, phase: str) -> None:
+        if phase == "backward":
+            # Asked for before DDP asks for its own: it has not waited for its buckets yet.
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(partial(self._die_in, "allreduce"))
+        if phase == self.phase and self.iteration == AT:
+            self.stand()
+
+
+def watched(handle: Any, **settings: float) -> None:
+    """From now on a rank that stands is taken to hang."""
+    guard = handle._guard
+    guard.hang.failure = replace(guard.hang.failure, **{"hang_s": 0.2, "hang_steps": 1, **settings})
+
+
+def unwatched(guard: Any) -> None:
+    guard.hang.failure = guard.failure
+
+
+def rests() -> None:
+    while True:
+        time.sleep(600)
+
+
+def life(
+    path: Path, phases: dict[int, str], then: Callable[[Me, Any], object], **failure: Any
+) -> Callable[[Me], Any]:
+    """Some ranks stand in a phase of iteration AT, and `then` says how; the others go ahead, and
+    are watched from there on. Each tells what it saves."""
+
+    def train(me: Me) -> Any:
+        watchdog.LINGER_S = HOURS_S  # no order of events hangs on it
+
+        def decide(saved: Saved) -> None:
+            me.send((saved.reason, saved.step, saved.fresh))
+
+        job = Standing(me, phases.get(me.rank, ""), lambda: then(me, job.handle))
+
+        def ahead(*_: Any) -> None:  # behind (b), and before DDP waits for the other
+            if job.iteration == AT + 1 and me.rank not in phases:
+                watched(job.handle)
+
+        job.model.register_forward_pre_hook(ahead)
+        settings = {"hang_s": HOURS_S, "hang_steps": 1e6, "grace_s": HOURS_S, **failure}
+        armed = Failure(on_failure=decide, **settings)
+        job.resume(path, 300 + me.rank)
+        job.handle = job.attach(path, failure=armed, on_error=lambda error: None)
+        with job.handle:
+            losses = [job.iterate() for _ in range(LAST)]
+        return losses, state_of(job)
+
+    return train
+
+
+def hangs(me: Me, handle: Any) -> None:
+    """Once it is let go."""
+    me.pause()
+    watched(handle)
+    rests()
+
+
+def held(path: Path, rank: int) -> set[tuple[int, bool]]:
+    """Steps of which a rank's region holds a snapshot, and whether each is early."""
+    region, recovery = survey(place.locate(path, rank, create=False))
+    region.close()
+    return {(each.record.step, each.record.early) for each in recovery.candidates}
+
+
+def ended(outcomes: list[Any], status: int = HANG_STATUS) -> None:
+    """With this status; or, once the first one has broken it, by an error of the collective."""
+    for each in outcomes:
+        broken = isinstance(each, RuntimeError)
+        assert broken or (isinstance(each, Gone) and f"status {status}" in str(each)), each
+
+
+def own(job: ranks.Job, rank: int, word: str) -> Any:
+    """What a rank tells of this reason; what it has told before is passed over."""
+    while True:
+        said = job.receive(rank)
+        if said[0] == word:
+            return said
+
+
+@pytest.mark.parametrize(
+    ("world", "phases"),
+    [
+        *((2, {1: phase}) for phase in [*BEHIND, *INSIDE]),
+        (2, {0: "gathered"}),
+        (2, {0: "half"}),
+        (3, {1: "gathered"}),
+        (3, {2: "half"}),
+        (3, {0: "gathered", 2: "half"}),
+    ],
+)
+def test_who_waits_for_a_rank_that_hangs_behind_it_ends_after_it_with_its_share_written(
+    region_dir: Path, world: int, phases: dict[int, str]
+) -> None:
+    waiting = [rank for rank in range(world) if rank not in phases]
+    with ranks.started(
+        world, life(region_dir, phases, hangs, hang_exit_s=0.0), patience_s=ranks.LONG_S
+    ) as job:
+        for rank in waiting:  # the time after which they may end has come
+            assert own(job, rank, "hang") == ("hang", AT, True)
+        job.let_go(*phases)
+        outcomes = job.outcomes([*phases, *waiting])
+    ended(outcomes)
+    assert isinstance(outcomes[0], Gone) or len(phases) > 1, outcomes
+    for rank in range(world):
+        assert (AT, True) in held(region_dir, rank)
+    info = go_on(region_dir, world)
+    assert info is not None and info.step == AT and info.early
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+@pytest.mark.parametrize("phase", ["gathered", "half"])
+def test_a_rank_that_hangs_there_ends_at_sigterm_at_once_and_is_finished(
+    region_dir: Path, phase: str, noticed: bool
+) -> None:
+    """Also if it is not known to hang yet: it stands, and a rank of its node is ahead."""
+
+    def stands(me: Me, handle: Any) -> None:
+        me.pause()
+        watched(handle, **({} if noticed else {"hang_s": HOURS_S}))
+        guard = handle._guard
+        until(lambda: guard.hang.has_stood(guard.rescue.progress()))
+        me.send(("stands", guard.hang.suspected is not None))
+        rests()
+
+    with ranks.started(2, life(region_dir, {1: phase}, stands), patience_s=ranks.LONG_S) as job:
+        assert own(job, 0, "hang") == ("hang", AT, True)
+        job.let_go(1)
+        assert own(job, 1, "stands") == ("stands", noticed)
+        os.kill(job.pid(1), signal.SIGTERM)
+        (first,) = job.outcomes([1])
+        assert isinstance(first, Gone) and f"status {-signal.SIGTERM}" in str(first)
+        os.kill(job.pid(0), signal.SIGTERM)
+        ended(job.outcomes([0]), -signal.SIGTERM)
+    info = go_on(region_dir, 2)
+    assert info is not None and info.step == AT and info.early
+
+
+def goes_on_golden(results: list[Any]) -> None:
+    for (losses, state), (wanted, last) in zip(results, golden(2, Mortal), strict=True):
+        assert losses == wanted and same(state, last)
+
+
+def test_a_rank_that_is_only_slow_behind_the_others_is_waited_for_and_nobody_ends(
+    region_dir: Path,
+) -> None:
+    train = life(region_dir, {1: "gathered"}, lambda me, handle: me.pause(), hang_exit_s=0.0)
+
+    def both(me: Me) -> Any:
+        def look() -> None:
+            guards = watchdog.WATCHDOG._guards
+            until(lambda: guards and (guards[0].exit_in_s or 0.0) < -1.0)
+            unwatched(guards[0])
+            me.send(("waits",))
+
+        if me.rank == 0:
+            threading.Thread(target=look, daemon=True).start()
+        return train(me)
+
+    with ranks.started(2, both, patience_s=ranks.LONG_S) as job:
+        own(job, 0, "waits")
+        job.let_go(1)
+        goes_on_golden(job.results())
+
+
+def test_a_rank_that_evaluates_for_long_is_saved_and_goes_on(region_dir: Path) -> None:
+    """So is the one that waits for it in a collective."""
+
+    def evaluates(me: Me, handle: Any) -> None:
+        watched(handle)
+        me.pause()
+
+    train = life(region_dir, {1: "loop"}, evaluates)
+    with ranks.started(2, train, patience_s=ranks.LONG_S) as job:
+        for rank in range(2):
+            assert own(job, rank, "hang") == ("hang", AT, True)
+        job.let_go(1)
+        goes_on_golden(job.results())
+
+
+def test_a_deadlock_of_which_every_rank_has_said_its_word_ends_at_once(region_dir: Path) -> None:
+    """One waits in a collective of its own, the other in its allreduce."""
+
+    def train(me: Me) -> Any:
+        job = Mortal(me.rank, KIND, policy=NEVER)
+        failure = Failure(hang_s=HOURS_S, grace_s=HOURS_S, hang_steps=1e6, hang_exit_s=0.0)
+        with job.attach(region_dir, failure=failure, on_error=lambda error: None) as handle:
+            for _ in range(AT):
+                job.iterate()
+            watched(handle)
+            if me.rank == 1:
+                dist.barrier()
+            job.iterate()
+
+    with ranks.started(2, train, patience_s=ranks.LONG_S) as job:
+        outcomes = job.outcomes()
+    ended(outcomes)
+    assert any(isinstance(each, Gone) for each in outcomes), outcomes
+    assert all({(AT, False), (AT, True)} & held(region_dir, rank) for rank in range(2))
+
+
+def test_what_a_rank_left_where_it_hung_gives_way_to_what_it_has_at_its_fence(
+    region_dir: Path,
+) -> None:
+    """A hang that ends after all: by habit nothing changes there, this time something does."""
+
+    def train(me: Me) -> Any:
+        watchdog.LINGER_S = HOURS_S
+
+        def stands() -> None:
+            watched(job.handle)
+            left = partial(read_entry, job.handle.region.native, FENCE)
+            until(lambda: (entry := left()) is not None and entry.step == AT)
+            unwatched(job.handle._guard)
+            job.progress["rank"] = 77
+            job.phase, job.stand = "updated", dies
+
+        def dies() -> None:
+            me.send(job.handle._recorder.journaled.habit._whole)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        job = Standing(me, "gathered" if me.rank == 1 else "", stands)
+        failure = Failure(hang_s=HOURS_S, grace_s=HOURS_S, hang_steps=1e6)
+        job.resume(region_dir, 300 + me.rank)
+        job.handle = job.attach(region_dir, failure=failure, on_error=lambda error: None)
+        with job.handle:
+            while True:
+                job.iterate()
+
+    def again(me: Me) -> Any:
+        job = Mortal(me.rank, KIND)
+        info = job.restore(region_dir)
+        return info and info.step, job.progress["rank"]
+
+    with ranks.started(2, train) as job:
+        assert job.receive(1) > 0, "its habits are of the gradients of whole iterations"
+        (broken,) = job.outcomes([0])
+        assert isinstance(broken, RuntimeError), broken
+    with ranks.started(2, again) as job:
+        assert job.results() == [(AT, 0), (AT, 77)]
