@@ -134,6 +134,10 @@ class Journaled:
     _once: _Once = field(init=False)
     _rests_until: int = 0
     """The step from which on entries are written again."""
+    _fenced: int = -1
+    """The step that the last update completes, or is to complete."""
+    _left: tuple[int, bytes] = (-1, b"")
+    """Step and blob of the last entry that was left before a fence."""
     _update: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     """Step and blob of the last entry of the fence, and of a step's first entry of (a)."""
 
@@ -228,10 +232,21 @@ class Journaled:
         """
         if self.peers:
             self.habit.fence(step)
-            self.leave(step)
+            self._fenced = step
+            self._at_fence(step)
 
     def leave(self, step: int) -> None:
-        """Write what a fence writes, where the training stands before it."""
+        """Write what a fence writes, where the training stands before it; once, by habit.
+
+        Should it go on, its fence writes only what has changed: each entry takes the place of the
+        oldest one. `entry` gives that of the last update still: of a rank that waits with all of
+        its own gradients for one which is killed in that update.
+        """
+        if self._left[0] != step:
+            self._left = step, b""
+            self._at_fence(step)
+
+    def _at_fence(self, step: int) -> None:
         if not (self.peers and self._writes):
             return
         with self._once:
@@ -298,8 +313,13 @@ class Journaled:
             return
         try:
             blob = self._sealing.sealed(shelf, copies, trees, share_digest)
-            if kind == FENCE or (kind == STEP_END and self._update.get(kind, (-1,))[0] != step):
+            first = kind == STEP_END and self._update.get(kind, (-1,))[0] != step
+            if first or (kind == FENCE and step == self._fenced):
                 self._update[kind] = step, blob
+            if kind == FENCE and self._left[0] == step:
+                if self._left[1] == blob:
+                    return
+                self._left = step, blob
             write_entry(self.region.native, kind, step, self.region.timeline, blob)
         except RegionFullError:
             self._rests_until = step + REST_STEPS

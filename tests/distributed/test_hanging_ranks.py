@@ -24,10 +24,11 @@ from test_peer_death import AT, KIND, LAST, NEVER, Mortal, go_on, golden, until
 from test_resume import same, state_of
 from torch.autograd import Variable
 
+from lightck.capture.asked import left_standing
 from lightck.failure import watchdog
 from lightck.failure.watchdog import HANG_STATUS
 from lightck.region import place
-from lightck.region.journal import FENCE, read_entry
+from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
 from lightck.region.region import survey
 from lightck.types import Failure, Saved
 
@@ -71,10 +72,15 @@ def rests() -> None:
 
 
 def life(
-    path: Path, phases: dict[int, str], then: Callable[[Me, Any], object], **failure: Any
+    path: Path,
+    phases: dict[int, str],
+    then: Callable[[Me, Any], object],
+    waits: str = "forward",
+    **failure: Any,
 ) -> Callable[[Me], Any]:
     """Some ranks stand in a phase of iteration AT, and `then` says how; the others go ahead, and
-    are watched from there on. Each tells what it saves."""
+    are watched from there on: where DDP waits for buffers, or for gradients. Each tells what it
+    saves."""
 
     def train(me: Me) -> Any:
         watchdog.LINGER_S = HOURS_S  # no order of events hangs on it
@@ -86,6 +92,7 @@ def life(
 
         def ahead(*_: Any) -> None:  # behind (b), and before DDP waits for the other
             if job.iteration == AT + 1 and me.rank not in phases:
+                job.model.broadcast_buffers = waits == "forward"
                 watched(job.handle)
 
         job.model.register_forward_pre_hook(ahead)
@@ -130,23 +137,24 @@ def own(job: ranks.Job, rank: int, word: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("world", "phases"),
+    ("world", "phases", "waits"),
     [
-        *((2, {1: phase}) for phase in [*BEHIND, *INSIDE]),
-        (2, {0: "gathered"}),
-        (2, {0: "half"}),
-        (3, {1: "gathered"}),
-        (3, {2: "half"}),
-        (3, {0: "gathered", 2: "half"}),
+        *((2, {1: phase}, "backward") for phase in [*BEHIND, *INSIDE]),
+        (2, {1: "gathered"}, "forward"),
+        (2, {1: "half"}, "forward"),
+        (2, {0: "gathered"}, "forward"),
+        (2, {0: "half"}, "backward"),
+        (3, {1: "gathered"}, "forward"),
+        (3, {2: "half"}, "backward"),
+        (3, {0: "gathered", 2: "half"}, "forward"),
     ],
 )
 def test_who_waits_for_a_rank_that_hangs_behind_it_ends_after_it_with_its_share_written(
-    region_dir: Path, world: int, phases: dict[int, str]
+    region_dir: Path, world: int, phases: dict[int, str], waits: str
 ) -> None:
     waiting = [rank for rank in range(world) if rank not in phases]
-    with ranks.started(
-        world, life(region_dir, phases, hangs, hang_exit_s=0.0), patience_s=ranks.LONG_S
-    ) as job:
+    train = life(region_dir, phases, hangs, waits, hang_exit_s=0.0)
+    with ranks.started(world, train, patience_s=ranks.LONG_S) as job:
         for rank in waiting:  # the time after which they may end has come
             assert own(job, rank, "hang") == ("hang", AT, True)
         job.let_go(*phases)
@@ -250,10 +258,12 @@ def test_a_deadlock_of_which_every_rank_has_said_its_word_ends_at_once(region_di
     assert all({(AT, False), (AT, True)} & held(region_dir, rank) for rank in range(2))
 
 
+@pytest.mark.parametrize("changes", [False, True])
 def test_what_a_rank_left_where_it_hung_gives_way_to_what_it_has_at_its_fence(
-    region_dir: Path,
+    region_dir: Path, changes: bool
 ) -> None:
-    """A hang that ends after all: by habit nothing changes there, this time something does."""
+    """A hang that ends after all: by habit nothing changes there, now something may. However often
+    it was saved there, the journal's entries of the step before stay."""
 
     def train(me: Me) -> Any:
         watchdog.LINGER_S = HOURS_S
@@ -263,11 +273,19 @@ def test_what_a_rank_left_where_it_hung_gives_way_to_what_it_has_at_its_fence(
             left = partial(read_entry, job.handle.region.native, FENCE)
             until(lambda: (entry := left()) is not None and entry.step == AT)
             unwatched(job.handle._guard)
-            job.progress["rank"] = 77
+            recorder = job.handle._recorder
+            with recorder.lock:
+                for _ in range(3):
+                    left_standing(recorder)
+            if changes:
+                job.progress["rank"] = 77
             job.phase, job.stand = "updated", dies
 
         def dies() -> None:
             me.send(job.handle._recorder.journaled.habit._whole)
+            kinds = (FORWARD,) if changes else (FORWARD, STEP_END)
+            found = [read_entry(job.handle.region.native, kind) for kind in kinds]
+            me.send({each and each.step for each in found})
             os.kill(os.getpid(), signal.SIGKILL)
 
         job = Standing(me, "gathered" if me.rank == 1 else "", stands)
@@ -285,7 +303,8 @@ def test_what_a_rank_left_where_it_hung_gives_way_to_what_it_has_at_its_fence(
 
     with ranks.started(2, train) as job:
         assert job.receive(1) > 0, "its habits are of the gradients of whole iterations"
+        assert job.receive(1) == {AT - 1}
         (broken,) = job.outcomes([0])
         assert isinstance(broken, RuntimeError), broken
     with ranks.started(2, again) as job:
-        assert job.results() == [(AT, 0), (AT, 77)]
+        assert job.results() == [(AT, 0), (AT, 77 if changes else 1)]
