@@ -235,7 +235,7 @@ class _Parts:
             return sight.listener
         from lightck.failure import injector
 
-        return injector.stand_before(sight.listener, sight.recorder, self.config.write_limit)
+        return injector.stand_before(sight.listener, sight.recorder, self.config)
 
     def _found(self, i: int, optimizer: Optimizer) -> None:
         """An optimizer is about to step for the first time: it gets what restore kept for it."""

@@ -99,6 +99,8 @@ class Job:
     _last_word: float = 0.0
     _hang: tuple[int, float] | None = None
     """The fault for which the job will be ended, and when."""
+    _ends_hangs: bool = False
+    """The job does that by itself."""
     _living: dict[int, int] = field(default_factory=dict)
     """Processes that have begun to attach, and their ranks."""
     _others: frozenset[int] = frozenset()
@@ -234,7 +236,8 @@ class Job:
         pid, hold = event.get("pid", 0), self.limits.hold_s
         if event["event"] == "attaching":
             self._living[pid] = event["rank"]
-        if self._hang is not None and is_saved(event):
+            self._ends_hangs = event["ends_hangs"]
+        if self._hang is not None and is_saved(event) and not self._ends_hangs:
             # Nothing more will come of waiting, once the other ranks have saved, too.
             self._hang = self._hang[0], min(self._hang[1], time.monotonic() + _OTHERS_S)
         if event["event"] != "fault":

@@ -31,7 +31,8 @@ PLAN, EVENTS = "plan.json", "events.jsonl"
 KINDS = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP; continued after --hold",
-    "hang": "the training thread sleeps for ever; the job is ended after --patience, or once saved",
+    "hang": "the training thread sleeps for ever; the job is ended after --patience, or once saved,"
+    " unless its `hang_exit_s` does that",
     "exception": "an exception out of the training code",
     "gil": "a C call that holds Python's lock for --hold: no other thread of Python runs",
     "term": "SIGTERM, of rank `*` to the command itself",

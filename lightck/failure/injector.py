@@ -21,19 +21,18 @@ from torch.optim import Optimizer
 from lightck.capture import rng
 from lightck.capture.hooks import Listener, is_weight, untraced
 from lightck.capture.recorder import Recorder
+from lightck.config import Config
 from lightck.failure.chaos import Chaos, of_process
 from lightck.region.native import RECORD_JIT
 from lightck.region.region import survey
+from lightck.types import Failure
 
 _SLOWEST = 4096  # bytes per second
 
 
-def stand_before(listener: Listener, recorder: Recorder, write_limit: int) -> Listener:
-    """Put the faults of the plan between the hooks of a handle and its recorder.
-
-    `write_limit` is what the user allows, after a fault of the medium too.
-    """
-    return Injector(listener, recorder, of_process(), write_limit)
+def stand_before(listener: Listener, recorder: Recorder, config: Config) -> Listener:
+    """Put the faults of the plan between the hooks of a handle and its recorder."""
+    return Injector(listener, recorder, of_process(), config)
 
 
 @dataclass(eq=False)
@@ -46,7 +45,7 @@ class Injector:
     inner: Listener
     recorder: Recorder
     chaos: Chaos
-    write_limit: int
+    config: Config
     _calls: list[int] = field(default_factory=lambda: [0, 0])
     """Forwards of modules in this iteration, and in the one before."""
     _ticks: list[int] = field(default_factory=lambda: [0, 0])
@@ -56,13 +55,14 @@ class Injector:
 
     def __post_init__(self) -> None:
         """Say where the process begins, and listen to what the recorder is not told of."""
-        recorder = self.recorder
+        recorder, failure = self.recorder, self.config.failure
         at = recorder.pipeline.region.place
         self.chaos.teller.tell(
             "attaching",
             step=recorder.steps.step,
             world=recorder.pipeline.region.world,
             generators={name: _digest(state) for name, state in rng.capture().items()},
+            ends_hangs=isinstance(failure, Failure) and failure.hang_exit_s is not None,
             path=at.path,
             file=at.file,
         )
@@ -159,7 +159,7 @@ class Injector:
         known = pipeline.region.continued
         size = known.payload_bytes if known is not None else 0
         pipeline.pool.limit(max(_SLOWEST, int(size / hold_s)))
-        self._last(lambda: pipeline.pool.limit(self.write_limit))
+        self._last(lambda: pipeline.pool.limit(self.config.write_limit))
 
     def _full(self) -> None:
         """As on a full medium, growing fails; Python ignores SIGXFSZ."""

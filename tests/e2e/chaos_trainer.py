@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--waits", action="store_true", help="for each due step's commit")
     parser.add_argument("--evaluates", action="store_true", help="and sets a rate, after each step")
     parser.add_argument("--hang-s", type=float, help="what is a hang outside of a collective")
+    parser.add_argument("--hang-exit-s", type=float, help="after which a hang ends the process")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -40,7 +41,7 @@ def main() -> None:
     rank = os.environ.get("RANK", "0")
     settings: dict[str, Any] = {}
     if options.hang_s is not None:
-        settings["failure"] = Failure(hang_s=options.hang_s)
+        settings["failure"] = Failure(hang_s=options.hang_s, hang_exit_s=options.hang_exit_s)
 
     def pending(step: int) -> None:
         """What the loop has to do behind a step; again, after a restore, changes nothing."""

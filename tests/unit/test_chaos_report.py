@@ -17,7 +17,7 @@ from lightck.cli.chaos_verdict import (
     rows,
     unseeded,
 )
-from lightck.cli.chaos_watch import Run
+from lightck.cli.chaos_watch import Job, Limits, Run
 from lightck.cli.output import Refusal
 from lightck.failure.chaos import KINDS, PHASES, Fault
 
@@ -282,6 +282,19 @@ def test_generators_that_a_run_does_not_seed_are_found(tmp_path: Path) -> None:
     run.tell("attaching", generators={"torch": "a", "numpy": "c"})
     run.tell("attaching", generators={"torch": "z", "numpy": "c"})  # of a later life, restored
     assert unseeded(reference, run) == ["numpy"]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_hang_that_is_saved_is_ended_soon_unless_the_job_does_that(
+    tmp_path: Path, ends: bool
+) -> None:
+    """There the rank that hangs ends before those that wait for it, which write its share."""
+    job = Job(["true"], tmp_path / "job", [Fault("hang", 3)], Limits(patience_s=1000.0))
+    job._act({"event": "attaching", "pid": 7, "rank": 0, "ends_hangs": ends})
+    job._act({"event": "fault", "number": 0, "pid": 7})
+    began = job._hang
+    job._act({"event": "log", "name": "saved"})
+    assert (job._hang == began) == ends
 
 
 def test_one_bit_and_one_type_is_a_difference() -> None:
