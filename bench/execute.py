@@ -32,7 +32,8 @@ def run(definition: Definition, command: str, launch: Launch, tell: Tell) -> Res
     Raises:
         BenchError: a package is missing, an engine failed or what it restored is not what was
             saved. There is no result then, not even of the other engines. Only of an engine that is
-            somebody else's and cannot run here, the error is kept beside the others' numbers.
+            somebody else's and cannot run here, and of one whose snapshots slip, that is kept
+            beside the others' numbers.
     """
     versions = machine.versions(_packages(definition))
     started = datetime.now(UTC)
@@ -46,12 +47,17 @@ def run(definition: Definition, command: str, launch: Launch, tell: Tell) -> Res
     }
     records: list[Record] = []
     absent: dict[str, str] = {}
+    slipped: dict[str, str] = {}
     for contender in definition.contenders:
         outcome: dict[str, Any] = {"unavailable": engines.missing(contender.engine)}
         if not outcome["unavailable"]:
             outcome = _measured(definition, contender, launch, tell)
         if "unavailable" in outcome:
             absent[contender.label] = outcome["unavailable"]
+            continue
+        if "no_number" in outcome:
+            slipped[contender.label] = outcome["no_number"]
+            tell(f"{contender.label}: {outcome['no_number']}")
             continue
         if outcome["versions"] != versions:
             raise BenchError(
@@ -60,8 +66,9 @@ def run(definition: Definition, command: str, launch: Launch, tell: Tell) -> Res
             )
         records += [Record(**record) for record in outcome["records"]]
     if not records:
-        raise BenchError(f"{definition.name}: none of its engines can run here: {absent}")
+        raise BenchError(f"{definition.name}: none of its engines can run here: {absent | slipped}")
     about["absent"] = absent
+    about["slipped"] = slipped
     about["versions"] = versions
     about["seconds"] = round((datetime.now(UTC) - started).total_seconds())
     return Result(about, records)
@@ -79,7 +86,7 @@ def _measured(
             outcome = launch(job, lambda text: tell(f"{contender.label}: {text}"))
             if "error" in outcome:
                 raise BenchError(f"{definition.name}: {contender.label}: {outcome['error']}")
-            if "unavailable" in outcome:
+            if "records" not in outcome:
                 break
     return outcome
 

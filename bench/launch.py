@@ -116,7 +116,7 @@ def merged(outcomes: dict[int, Outcome]) -> Outcome:
     Rank 0's has the records. The first error stands for all: the others' mostly follow from it.
     """
     for rank, outcome in outcomes.items():
-        if "unavailable" in outcome:
+        if "unavailable" in outcome or "no_number" in outcome:
             return outcome
         if "error" in outcome:
             where = f"rank {rank}: " if rank or len(outcomes) > 1 else ""

@@ -303,8 +303,9 @@ def _beside(result: Result, labels: Sequence[str]) -> list[Block]:
 
 def _absent(result: Result, label: str) -> str:
     """Why there is nothing of an engine, on one line of a table."""
-    why = result.about.get("absent", {}).get(label)
-    return "" if why is None else f"cannot run here: {' '.join(why.split()).replace('|', '/')}"
+    absent, slipped = (result.about.get(kind, {}).get(label) for kind in ("absent", "slipped"))
+    why = f"cannot run here: {absent}" if absent else slipped or ""
+    return " ".join(why.split()).replace("|", "/")
 
 
 def _copy_share(result: Result, label: str) -> str | Cell:

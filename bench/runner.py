@@ -19,7 +19,7 @@ from typing import Any
 from bench import measures
 from bench.definition import Contender, Method
 from bench.engines import KINDS
-from bench.errors import BenchError, Unavailable
+from bench.errors import BenchError, NoNumber, Unavailable
 from bench.group import Place, joined
 from bench.machine import versions
 from bench.work import Work
@@ -28,12 +28,15 @@ from bench.work import Work
 def perform(job: dict[str, Any]) -> dict[str, Any]:
     """Measure what the job says; `{"records": ..., "versions": ...}` or `{"error": text}`.
 
-    `{"unavailable": text}` if the engine is somebody else's and raised what it raises itself.
+    `{"unavailable": text}` if the engine is somebody else's and raised what it raises itself;
+    `{"no_number": text}` if snapshots that were due have slipped.
     """
     try:
         return {"records": _measured(job), "versions": versions(job["packages"])}
     except Unavailable as why:
         return {"unavailable": str(why)}
+    except NoNumber as why:
+        return {"no_number": str(why)}
     except BenchError as error:
         return {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - the parent has nothing else to tell its user

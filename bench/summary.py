@@ -203,8 +203,10 @@ def _against(row: Row, peers: Sequence[str], mark: str) -> list[str | Cell]:
     for peer in peers:
         record = row.of(peer, "extra")
         if record is None or ours is None:
-            absent = row.result.about.get("absent", {})
-            cells.append("cannot run here" if row.labels.get(peer) in absent else "")
+            label, about = row.labels.get(peer), row.result.about
+            cells.append("cannot run here" if label in about.get("absent", {}) else "")
+            if label in about.get("slipped", {}):
+                cells[-1] = "no number"
             continue
         text = quantity(record.value, record.unit)
         wins = record is best and record.value < ours.value

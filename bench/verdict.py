@@ -22,7 +22,8 @@ class Verdict:
     Attributes:
         target: as the definition had it when it was measured.
         definition: its name.
-        state: one of MISSED (the value), OPEN (only the interval's far end), ABSENT, MET.
+        state: one of MISSED (the value; or snapshots have slipped), OPEN (only the interval's far
+            end), ABSENT, MET.
         found: the value with its interval; None if it was not measured.
         unit: of the value.
         why: for ABSENT, in words; for others, what the value was compared with.
@@ -60,7 +61,9 @@ def judge(result: Result, target: Target) -> Verdict:
         return Verdict(target, name, ABSENT, None, why=target.unavailable)
     record = result.of(target.engine, target.measure)
     if record is None:
-        return Verdict(target, name, ABSENT, None, why=f"{target.engine} was not run")
+        lost = result.about.get("slipped", {}).get(target.engine)
+        why = lost or f"{target.engine} was not run"
+        return Verdict(target, name, MISSED if lost else ABSENT, None, why=why)
     value = Estimate(record.value, record.low, record.high)
     unit, why = record.unit, ""
     if target.against:

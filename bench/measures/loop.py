@@ -12,7 +12,7 @@ from bench import engines
 from bench.bus import behind_bus
 from bench.engines.base import Counts, Engine, Plan
 from bench.engines.none import Nothing
-from bench.errors import BenchError
+from bench.errors import BenchError, NoNumber
 from bench.measures import Job
 from bench.work import State, Training, copied, difference
 
@@ -144,11 +144,11 @@ def require_all(counts: Counts, due: int) -> None:
     """A result counts only if every due snapshot was taken and finished.
 
     Raises:
-        BenchError: with how many are missing, and why.
+        NoNumber: some have slipped; with how many are missing.
+        BenchError: some were torn, have failed, or are missing without a reason.
     """
     lost = {reason: number for reason, number in counts.lost.items() if number}
     if lost or counts.complete != due:
         why = ", ".join(f"{number} {reason}" for reason, number in lost.items()) or "no reason told"
-        raise BenchError(
-            f"{due} snapshots were due, {counts.complete} are complete ({why}): no number"
-        )
+        kind = NoNumber if lost.keys() == {"slipped"} else BenchError
+        raise kind(f"{due} snapshots were due, {counts.complete} are complete ({why}): no number")

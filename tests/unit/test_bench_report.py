@@ -10,6 +10,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -329,6 +330,29 @@ def test_a_peer_that_cannot_run_here_is_listed_with_its_error(
     assert cli.main(["list"]) == 0
     listed = capsys.readouterr().out
     assert ("cannot run here: no torchsnapshot: pip install" in listed) is not packaged
+
+
+def test_an_engine_whose_snapshots_slip_has_no_number_and_misses_its_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "4 snapshots were due, 3 are complete (1 slipped): no number"
+
+    def measured(job: dict[str, Any], tell: object) -> dict[str, object]:
+        if job["contender"]["engine"] == "blocking":
+            return {"no_number": why}
+        one = {**record.single("extra", "s", 1.0).__dict__, "engine": "none"}
+        return {"records": [one], "versions": {"torch": "1"}}
+
+    monkeypatch.setattr(launch, "in_processes_of_their_own", measured)
+    monkeypatch.setattr(execute.machine, "commit", lambda: "0123")
+    monkeypatch.setattr(execute.machine, "versions", lambda packages: {"torch": "1"})
+    target = '[[target]]\nrow = "x"\nmeasure = "extra"\nengine = "blocking"\nat_most = 1.0\n'
+    assert _run(tmp_path, f"{_DEFINITION}\n{target}") == 0
+    result = record.read(tmp_path / "out" / "given.parquet")
+    assert f"| {why}" in report.render([result], {})
+    (found,) = verdict.verdicts([result])
+    assert (found.state, found.found, found.why) == ("missed", None, why)
+    assert launch.merged({1: {"no_number": why}}) == {"no_number": why}
 
 
 def test_a_target_is_judged_by_the_engines_that_run_here_and_names_the_others() -> None:

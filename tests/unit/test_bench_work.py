@@ -12,8 +12,8 @@ import torch
 from bench import engines
 from bench.engines.base import Counts
 from bench.engines.blocking import Blocking
-from bench.errors import BenchError
-from bench.measures.loop import Loop
+from bench.errors import BenchError, NoNumber
+from bench.measures.loop import Loop, require_all
 from bench.work import Training, Work, copied, difference, tensors
 
 _TINY = Work("tiny", sequence=8)
@@ -132,6 +132,16 @@ def test_an_engine_that_does_not_do_its_work_gets_no_number(
 ) -> None:
     with pytest.raises(BenchError, match=told):
         _finished(kind(), region_dir)
+
+
+def test_who_only_slips_is_told_from_who_does_wrong() -> None:
+    counts = Counts(complete=3, lost={"slipped": 1, "torn": 0})
+    with pytest.raises(NoNumber, match="4 snapshots were due, 3 are complete"):
+        require_all(counts, 4)
+    for lost in ({"slipped": 1, "torn": 1}, {}):
+        with pytest.raises(BenchError) as raised:
+            require_all(Counts(complete=2, lost=lost), 4)
+        assert type(raised.value) is BenchError
 
 
 def test_the_plan_is_settled_before_a_step_ends() -> None:
