@@ -15,11 +15,10 @@ from bench.models import MODELS
 from bench.place import DEFINITIONS, MEDIA
 from bench.work import OPTIMIZERS, Work
 
-RANKS = ("ranks", "commit_ranks", "restore_ranks")
+RANKS = ("idle", "ranks", "commit_ranks", "restore_ranks")
 DEVICE = ("device_rate", "device_fence", "device_training", "device_restore")
 KINDS = (
     "training",
-    "idle",
     "native",
     "restore",
     "commit",

@@ -2,8 +2,8 @@
 
 Records:
     idle_hooks: training-thread time in the engine, relative to a step's time.
-    idle_seconds: the same per step, in seconds.
-    step: seconds of a step.
+    idle_seconds: the same per step, in seconds; of several ranks at each step the largest.
+    step: seconds of a step; likewise.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from __future__ import annotations
 from bench.errors import BenchError
 from bench.measures import Job
 from bench.measures.loop import Loop
+from bench.measures.ranks import verify
 from bench.record import Record, sampled
 from bench.work import Training
 
 
 def measure(job: Job) -> list[Record]:
     """See the module and `bench.measures.run`."""
-    loop = Loop.of(job, Training(job.work))
+    group = job.group
+    training = Training(job.work, rank=group.rank if group.world > 1 else None)
+    loop = Loop.of(job, training)
+    if group.world > 1:  # ranks agree beforehand: on the one that is verified
+        loop.plan.every = job.method.warmup + job.method.least + 1
     loop.attach(job.folder)
     for _ in range(job.method.warmup):
         loop.run(then=False)
@@ -30,7 +35,9 @@ def measure(job: Job) -> list[Record]:
         hooks.append(sum(loop.engine.stalls().values()) - before)
         job.tell(f"{i + 1} of {job.method.least} steps")
     loop.run(then=True)
-    verified = loop.finish(Training(job.work, seed=1))
+    del training
+    verified = verify(loop, job)
+    hooks, steps = group.latest(hooks), group.latest(steps)
     shares = [hook / step for hook, step in zip(hooks, steps, strict=True)]
     return [
         sampled("idle_hooks", "", shares, note=verified),

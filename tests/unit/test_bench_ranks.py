@@ -176,7 +176,7 @@ def test_the_first_rank_that_fails_is_named() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ('"ranks"', '"training"', "world = 2: only ranks, commit_ranks, restore_ranks take"),
+        ('"ranks"', '"training"', "world = 2: only idle, ranks, commit_ranks, restore_ranks take"),
         ("world = 2", "world = 0", "world = 0"),
         ("world = 2", "world = 3", "link = 100 joins two ranks, not world = 3"),
     ],
