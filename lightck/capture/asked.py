@@ -100,7 +100,7 @@ def left_off(recorder: Recorder, error: BaseException) -> None:
 def left_standing(recorder: Recorder) -> None:
     """The training thread stands still, perhaps for good: as `left_off`.
 
-    Under the lock; any thread. Should it go on after all, its fence writes the entry anew.
+    Under the lock; any thread. Should it go on after all, its fence writes what has changed.
     """
     kept, frame = recorder.journaled, sys._current_frames().get(recorder.thread)
     if not (recorder.enabled and recorder.settled and recorder.inside) or recorder.mixed:

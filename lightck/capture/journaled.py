@@ -316,11 +316,11 @@ class Journaled:
             first = kind == STEP_END and self._update.get(kind, (-1,))[0] != step
             if first or (kind == FENCE and step == self._fenced):
                 self._update[kind] = step, blob
-            if kind == FENCE and self._left[0] == step:
-                if self._left[1] == blob:
-                    return
-                self._left = step, blob
+            if kind == FENCE and self._left == (step, blob):
+                return  # it lies there
             write_entry(self.region.native, kind, step, self.region.timeline, blob)
+            if kind == FENCE and self._left[0] == step:
+                self._left = step, blob
         except RegionFullError:
             self._rests_until = step + REST_STEPS
             if self.peers:  # who else reads it

@@ -126,6 +126,7 @@ class JointRescue(Rescue):
         hang = self.hang
         if hang is None or threading.get_ident() == self.recorder.thread:
             return
+        # What the save could not have it has told already; this is for the others' step alone.
         with suppress(LightckError), self._locked(deadline):
             if hang.has_stood(self.progress()):
                 left_standing(self.recorder)
