@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightck.capture import holders, predict
+from lightck.capture.asked import gradients_complete
 from lightck.capture.extras import Extra, is_loader, parse
 from lightck.capture.habit import Habit
-from lightck.capture.hooks import Hooks, Listener, Watched
+from lightck.capture.hooks import Hooks, Listener, Watched, layers
 from lightck.capture.instants import Instants
 from lightck.capture.journaled import Journaled
 from lightck.capture.layer_recorder import Kinds
@@ -170,15 +171,15 @@ class _Parts:
         config, reporter, inventory, undo = self.config, self.reporter, self.inventory, self.undo
         collected = inventory.collect()
         communication = Communication(inventory.model)
-        layers = len({v.layer for v in inventory.everything() if v.role == "parameter"})
-        release_when = schedule(config.schedule, layers, communicates=bool(communication.buckets))
+        count = len({v.layer for v in inventory.everything() if v.role == "parameter"})
+        release_when = schedule(config.schedule, count, communicates=bool(communication.buckets))
         pipeline = kinds.pipeline.start(region, release_when, config)
         outcomes = Outcomes(pipeline, inventory, steps, reporter, reporter.surface)
         pipeline.offload.transfers.sealed = outcomes.seal_arrived
         instants = Instants(inventory)
-        habit, stand = Habit(instants, lambda: outcomes.lock), pipeline.stand
+        habit = Habit(instants, lambda: outcomes.lock, len([*layers(inventory.model)]))
         armed = config.failure != "off"
-        journaled = Journaled(instants, region, outcomes.region_lost, habit, stand)
+        journaled = Journaled(instants, region, outcomes.region_lost, habit, pipeline.stand)
         recorder = kinds.recorder(
             inventory=inventory,
             instants=instants,
@@ -191,6 +192,7 @@ class _Parts:
             settled=steps.settled,
             on_found=self._found,
         )
+        habit.complete = partial(gradients_complete, recorder)
         sight = Sight(config, recorder, reporter, self.watched)
         undo += [sight.write_wanted, outcomes.stop, sight.ended]
         pipeline.on_torn = sight.torn

@@ -93,8 +93,27 @@ def finish_last_step(recorder: Recorder) -> None:
 def left_off(recorder: Recorder, error: BaseException) -> None:
     """An exception leaves the iteration: others may make the update that this rank does not."""
     kept, here = recorder.journaled, threading.get_ident() == recorder.thread
-    if here and recorder.inside and not recorder.mixed and kept and kept.habit.at_fence(error):
+    if not (here and recorder.inside) or recorder.mixed or kept is None:
+        return
+    if kept.habit.at_fence(error):
         recorder.fenced()
+    else:
+        with recorder.lock:
+            kept.take_back(recorder.steps.step + 1)
+
+
+def gradients_complete(recorder: Recorder, last: bool) -> None:
+    """All gradients of the iteration have come, by habit; not `last`: one more, after all.
+
+    A rank that is killed from here on has its part in the allreduce: its peers make the update. On
+    autograd's thread, under the lock.
+    """
+    kept = recorder.journaled
+    if kept is None or not (recorder.enabled and recorder.settled) or recorder.mixed:
+        return
+    step = recorder.steps.step + 1
+    with recorder.stalls.of("fence"):
+        kept.leave(step) if last else kept.take_back(step)
 
 
 def left_standing(recorder: Recorder) -> None:
@@ -105,8 +124,12 @@ def left_standing(recorder: Recorder) -> None:
     kept, frame = recorder.journaled, sys._current_frames().get(recorder.thread)
     if not (recorder.enabled and recorder.settled and recorder.inside) or recorder.mixed:
         return
-    if kept is not None and frame is not None and kept.habit.at_fence(frame):
+    if kept is None or frame is None:
+        return
+    if kept.habit.at_fence(frame):
         kept.leave(recorder.steps.step + 1)
+    else:
+        kept.take_back(recorder.steps.step + 1)
 
 
 def _finish_begun_step(recorder: Recorder) -> None:

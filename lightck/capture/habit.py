@@ -1,9 +1,9 @@
 """What a rank does of its own between its last gradient and its first update, by habit.
 
 An exception may leave an iteration when the rank's part of the allreduce is complete, or the rank
-may hang there: its peers go on to the new step, and what it leaves stands for what it would have
-had at its own fence. That is so only if nothing of its own would still have changed: a draw,
-another forward, a counter. Nobody knows what the loop would have done; what it did in the
+may hang there, or be killed: its peers go on to the new step, and what it leaves stands for what it
+would have had at its own fence. That is so only if nothing of its own would still have changed: a
+draw, another forward, a counter. Nobody knows what the loop would have done; what it did in the
 iterations before is looked at in a few.
 """
 
@@ -34,33 +34,47 @@ class Habit:
     instants: Instants
     lock: Callable[[], AbstractContextManager[Any]]
     """Held while the state is looked at."""
+    layers: int
+    """Gradients of a backward in which every layer gets one: what a first iteration has, once or
+    some times."""
+    complete: Callable[[bool], None] = lambda last: None
+    """Hears under the lock, while `quiet`, of the last gradient of an iteration (True); and, should
+    one come after that, that it was not the last (False)."""
     quiet: bool = False
     """Nothing has changed there, the last time that it was looked at."""
     _count: int = 0
     """Gradients since the last fence."""
     _seen: int = 0
     """Iterations since attach: a job that goes on has habits of its own to learn."""
-    _whole: int = -1
+    _whole: int = 0
     """Those of the last iteration."""
-    _looks: bool = False
+    _looks: bool = True
     _then: Any = field(default=None, repr=False)
 
     def gradient(self) -> None:
         """One more has come."""
         self._count += 1
-        if self._looks and self._count == self._whole:
+        behind = self._count - self._whole if self._seen else self._count % self.layers
+        if behind in (0, 1) and (self._looks or self.quiet):
             with self.lock():
-                self._then = self._own()
+                if self._looks:
+                    self._then = self._own() if behind == 0 else None
+                if self.quiet:
+                    self.complete(behind == 0)
 
     def fence(self, step: int) -> None:
         """The update to `step` begins; under the lock."""
         if self._looks:
-            self.quiet = self._then is not None and self._then == self._own()
+            self.quiet = self._then is not None and _alike(self._then, self._own())
         elif self._count != self._whole:
             self.quiet = False
         self._whole, self._count, self._then = self._count, 0, None
         self._seen += 1
         self._looks = self._seen <= _FIRST or step % EVERY == 0
+
+    def no_fence(self) -> None:
+        """The iteration has ended without an update; under the lock."""
+        self._count, self._then = 0, None
 
     def at_fence(self, where: BaseException | FrameType) -> bool:
         """All that is a rank's own is what it would be at the fence.
@@ -81,9 +95,17 @@ class Habit:
                 collected = self.instants.inventory.glance()
             trees = [self.instants.standing(), collected.tree["extras"]]
             changing = [live.tensor for live in collected.lives if live.sync]
-            return boundary.encode(trees), versions_of(changing)
+            return trees, versions_of(changing)
         except Exception:  # noqa: BLE001 - the user's; the next instant tells of it
             return None
+
+
+def _alike(then: Any, now: Any) -> bool:
+    try:
+        same = now is not None and then[1] == now[1]
+        return same and boundary.encode(then[0]) == boundary.encode(now[0])
+    except Exception:  # noqa: BLE001 - as in `_own`
+        return False
 
 
 def _is_in_between(error: BaseException | None) -> bool:

@@ -166,6 +166,10 @@ class Journaled:
         Not while others stand in for the weights: then the first one serves.
         """
         before, self.ended = self.ended, None
+        if self.peers and self._fenced != step:  # a scaler has left the update out
+            self.habit.no_fence()
+            if self._left[0] == step:
+                self._update[FENCE] = self._left
         with self._once:
             with users_code():
                 collected = self.instants.inventory.glance()
@@ -236,15 +240,25 @@ class Journaled:
             self._at_fence(step)
 
     def leave(self, step: int) -> None:
-        """Write what a fence writes, where the training stands before it; once, by habit.
+        """Write what a fence writes, where the training is before it, by habit.
 
-        Should it go on, its fence writes only what has changed: each entry takes the place of the
-        oldest one. `entry` gives that of the last update still: of a rank that waits with all of
-        its own gradients for one which is killed in that update.
+        Where it goes on, its fence writes only if something has changed after all. `entry` gives
+        that of the last update still: of a rank that waits with all of its own gradients for one
+        which is killed in that update.
         """
         if self._left[0] != step:
             self._left = step, b""
-            self._at_fence(step)
+        self._at_fence(step)
+
+    def take_back(self, step: int) -> None:
+        """What was left before the fence of `step` is not what that will have: it tells nothing.
+
+        Peers cannot be ahead yet: the gradient that says so is in no allreduce.
+        """
+        if self._left[0] == step and self._left[1]:
+            self._left = step, b""
+            with self._once:
+                write_entry(self.region.native, FENCE, step, self.region.timeline, b"")
 
     def _at_fence(self, step: int) -> None:
         if not (self.peers and self._writes):

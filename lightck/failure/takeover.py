@@ -348,7 +348,9 @@ def _locked(lock: Any, deadline: float) -> Iterator[None]:
 
 
 def _is_of(entry: JournalEntry | None, timeline: int, step: int) -> bool:
-    return entry is not None and (entry.timeline, entry.step) == (timeline, step)
+    if entry is None or not entry.blob:  # it was taken back
+        return False
+    return (entry.timeline, entry.step) == (timeline, step)
 
 
 def _left(deadline: float) -> float:

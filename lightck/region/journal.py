@@ -1,6 +1,6 @@
 """The boundary journal: the small state of a step's instants, kept for every step, due or not.
 
-Three entries stay; the two newer ones are never touched while the next is written (`lightck.h`).
+Three entries stay; two are never touched while the next is written (`lightck.h`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class JournalEntry:
 
 
 def write_entry(region: NativeRegion, kind: int, step: int, timeline: int, blob: bytes) -> None:
-    """Write over the oldest of the three entries. For one thread at a time; waits for no medium.
+    """Write over the oldest of the three entries; of a fence, over what it has of that step.
+
+    For one thread at a time; waits for no medium.
 
     Raises:
         RegionFullError: a third of the journal is too small for the entry; says by how much.

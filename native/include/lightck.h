@@ -211,8 +211,9 @@ int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t cou
                    uint32_t threads, uint64_t *bad);
 
 /* The small state of a step's instants, due or not, in three places: the next entry goes over the
- * oldest. After any crash the two newest complete entries come back whole. Written, it survives the
- * process, and power loss on line and byte media; on page media it is whole then or not there. */
+ * oldest, or over the newest if both are the fence's of one step; after any crash the two others
+ * come back whole. Written, it survives the process, and power loss on line and byte media; on page
+ * media it is whole then or not there. */
 enum {
   LCK_JOURNAL_STEP_END = 1, /* (a): complete in itself; always carries LCK_RECORD_EARLY */
   LCK_JOURNAL_FORWARD = 2,  /* (b): start of the next forward, everything; of the same step */
@@ -227,9 +228,8 @@ typedef struct lck_journal_entry {
   uint32_t kind, flags;    /* LCK_JOURNAL_*, LCK_RECORD_* */
 } lck_journal_entry;
 
-/* Write over the oldest entry; never blocks. One thread at a time, not only the handle's.
- * LCK_E_FULL with the bytes needed and there (a third of the journal); LCK_E_INVALID, also for
- * another timeline than the region's newest; LCK_E_PREVIOUS. */
+/* Write an entry; never blocks. One thread at a time, not only the handle's. LCK_E_FULL, with bytes
+ * needed and there (a third); LCK_E_INVALID, so for an older timeline; LCK_E_PREVIOUS. */
 int lck_journal_write(lck_region *region, const lck_journal_entry *entry, const void *blob);
 
 /* Read the newest whole entry of a kind (0: of any) that belongs to the region's newest

@@ -333,15 +333,17 @@ static journal_disk compose(const superblock_disk *super, const lck_journal_entr
   return block;
 }
 
-/* The oldest: places are taken in turn. */
+/* The oldest; a fence's that is written again goes over itself: the step before keeps its two. */
 static uint32_t expendable(const lck_region *region, const lck_journal_entry *entry) {
+  const lck_journal *last = &region->journal;
   if (LCK_MUTANT(MUTANT_JOURNAL_NEWEST))
     return region->journal.newest;
   if (LCK_MUTANT(MUTANT_JOURNAL_OVER_END) && entry->kind == LCK_JOURNAL_FORWARD)
     return region->journal.newest;
   if (LCK_MUTANT(MUTANT_JOURNAL_SECOND))
     return region->journal.newest == 0; /* two places only */
-  (void)entry;
+  if (entry->kind == LCK_JOURNAL_FENCE && last->kind == entry->kind && last->step == entry->step)
+    return last->newest;
   return (region->journal.newest + 1) % LCK_JOURNAL_PLACES;
 }
 
@@ -356,9 +358,7 @@ LCK_API int lck_journal_write(lck_region *region, const lck_journal_entry *entry
     return rc;
   superblock_disk super = lck_superblock_copy(region);
   rc = check_write(&super, entry, blob);
-  if (rc != 0)
-    return rc;
-  if (region->journal.sequence == 0)
+  if (rc == 0 && region->journal.sequence == 0)
     rc = find_newest(region, &super);
   if (rc != 0)
     return rc;
@@ -384,7 +384,7 @@ LCK_API int lck_journal_write(lck_region *region, const lck_journal_entry *entry
   if (!LCK_MUTANT(MUTANT_JOURNAL_ACKED_EARLY))
     lck_persist_fence(region);
   if (rc == 0)
-    region->journal = (lck_journal){.sequence = region->journal.sequence + 1, .newest = place};
+    region->journal = (lck_journal){region->journal.sequence + 1, entry->step, place, entry->kind};
   return rc;
 }
 

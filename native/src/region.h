@@ -19,7 +19,9 @@ typedef struct lck_layout {
 /* What the journal's writer knows; sequence 0: it has not looked yet. */
 typedef struct lck_journal {
   uint64_t sequence; /* highest so far */
-  uint32_t newest;   /* place of the newest entry; the one before it holds the next older one */
+  uint64_t step;     /* of the newest entry, if this handle has written it */
+  uint32_t newest;   /* its place; the one before it holds the next older one */
+  uint32_t kind;     /* as step; 0: not this handle's */
 } lck_journal;
 
 struct lck_region {

@@ -109,6 +109,36 @@ static void test_the_two_newest_entries_are_there(void) {
   must_close(region);
 }
 
+static void test_a_fences_entry_written_again_goes_over_itself(void) {
+  lck_region *region = make(6 * LCK_HEADER_PAGE);
+  must_write(region, LCK_JOURNAL_STEP_END, 4, 100);
+  must_write(region, LCK_JOURNAL_FORWARD, 4, 200);
+  for (uint64_t length = 900; length > 600; length -= 100) {
+    must_write(region, LCK_JOURNAL_FENCE, 5, length);
+    lck_journal_entry entry;
+    CHECK(lck_journal_read(region, 0, &entry, NULL, 0) == 0, "%s", lck_last_error());
+    CHECK(entry.kind == LCK_JOURNAL_FENCE && entry.step == 5 && entry.length == length,
+          "kind %u step %lu length %lu", entry.kind, entry.step, entry.length);
+    CHECK(read_entry(region, LCK_JOURNAL_STEP_END) == END(4), "the fence's went over (a)");
+    CHECK(read_entry(region, LCK_JOURNAL_FORWARD) == FORWARD(4), "the fence's went over (b)");
+  }
+  must_write(region, LCK_JOURNAL_FENCE, 6, 10);
+  CHECK(read_entry(region, LCK_JOURNAL_STEP_END) == LCK_E_EMPTY, "of another step: the oldest");
+  CHECK(read_entry(region, LCK_JOURNAL_FORWARD) == FORWARD(4), "%s", lck_last_error());
+  must_write(region, LCK_JOURNAL_STEP_END, 6, 20);
+  CHECK(read_entry(region, LCK_JOURNAL_FENCE) == FENCE(6), "%s", lck_last_error());
+  must_write(region, LCK_JOURNAL_FENCE, 6, 30);
+  CHECK(read_entry(region, LCK_JOURNAL_STEP_END) == END(6), "of another kind: the oldest");
+  must_close(region);
+  region = must_open(path, 0);
+  must_write(region, LCK_JOURNAL_FENCE, 6, 40); /* of another owner: over the oldest */
+  must_write(region, LCK_JOURNAL_FENCE, 6, 50);
+  CHECK(read_entry(region, LCK_JOURNAL_STEP_END) == END(6), "%s", lck_last_error());
+  must_write(region, LCK_JOURNAL_FENCE, 7, 60);
+  CHECK(read_entry(region, LCK_JOURNAL_STEP_END) == LCK_E_EMPTY, "places are taken in turn");
+  must_close(region);
+}
+
 static void test_another_timeline_makes_entries_void(void) {
   lck_region *region = make(6 * LCK_HEADER_PAGE);
   lck_branch from = {TIMELINE, 1};
@@ -371,6 +401,7 @@ int main(void) {
   path = path_in("/dev/shm");
   raw = open_file(path, O_RDWR | O_CREAT | O_TRUNC);
   test_the_two_newest_entries_are_there();
+  test_a_fences_entry_written_again_goes_over_itself();
   test_another_timeline_makes_entries_void();
   test_a_place_holds_an_entry_and_no_more();
   test_misuse_is_refused();

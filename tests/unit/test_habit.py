@@ -32,7 +32,7 @@ class Loop:
         self.counted = {"seen": 0}
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         inventory = Inventory(self.model, [optimizer], parse({"counted": self.counted}))
-        self.habit, self.step = Habit(Instants(inventory), threading.RLock), begin
+        self.habit, self.step = Habit(Instants(inventory), threading.RLock, GRADIENTS), begin
 
     def run(
         self, steps: int, between: Callable[[], Any] = nothing, gradients: int = GRADIENTS
@@ -59,7 +59,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("begin", [0, 1000])
-@pytest.mark.parametrize("steps", [2, 5, 40])
+@pytest.mark.parametrize("steps", [1, 2, 5, 40])
 def test_behind_all_gradients_it_has_come_to_its_fence(steps: int, begin: int) -> None:
     """Also in a job that has gone on from a snapshot."""
     loop = Loop(begin)
@@ -114,6 +114,53 @@ def test_nor_where_iterations_differ_in_their_gradients() -> None:
     loop.run(1, gradients=GRADIENTS - 1)
     loop.gradients(GRADIENTS - 1)
     assert not loop.habit.at_fence(ValueError())
+
+
+def test_the_last_gradient_is_told_once_that_is_known_and_the_one_that_comes_after_all() -> None:
+    heard: list[tuple[int, bool]] = []
+    loop = Loop()
+    loop.habit.complete = lambda last: heard.append((loop.step, last))
+    loop.run(5)
+    assert heard == [(step, True) for step in (1, 2, 3, 4)], "the first iteration has shown it"
+    heard.clear()
+    loop.run(1, gradients=GRADIENTS + 3)
+    assert heard == [(5, True), (5, False)]
+    heard.clear()
+    loop.run(2)
+    assert not heard, "what comes next is not known"
+
+
+@pytest.mark.parametrize("count", [2 * GRADIENTS, 2 * GRADIENTS - 1, GRADIENTS - 1])
+def test_a_first_iteration_shows_it_that_ends_with_a_whole_backward(count: int) -> None:
+    loop = Loop()
+    loop.run(1, gradients=count)
+    loop.gradients(count)
+    assert loop.habit.at_fence(ValueError()) is (count % GRADIENTS == 0)
+    loop.gradients(1)
+    assert not loop.habit.at_fence(ValueError())
+
+
+def test_an_iteration_whose_update_is_left_out_is_no_other_habit() -> None:
+    heard: list[tuple[int, bool]] = []
+    loop = Loop()
+    loop.run(5)
+    loop.habit.complete = lambda last: heard.append((loop.step, last))
+    for _ in range(2):
+        loop.gradients()
+        loop.habit.no_fence()
+    loop.run(1)
+    assert heard == [(5, True)] * 3
+    loop.gradients()
+    assert loop.habit.at_fence(ValueError())
+
+
+@pytest.mark.parametrize("what", ["forward", "draw", "count"])
+def test_no_gradient_is_the_last_thing_where_something_comes_behind_it(what: str) -> None:
+    heard: list[bool] = []
+    loop = Loop()
+    loop.habit.complete = heard.append
+    loop.run(5, getattr(loop, what))
+    assert not heard
 
 
 class Failing(nn.Module):
