@@ -164,6 +164,7 @@ static void store_piece(lck_snapshot *snapshot, lck_piece *piece) {
     piece->crc = lck_kernel_current()->copy(piece->staged, piece->source, piece->length, 0);
   } else {
     uint32_t crc = 0;
+    uint64_t began = lck_pool_writes(snapshot->pool);
     lck_space_touch(snapshot->region, snapshot->slot, piece->offset, piece->length);
     if (piece->source)
       (void)lck_persist_payload(snapshot->region, piece->offset, piece->source, piece->length,
@@ -171,7 +172,7 @@ static void store_piece(lck_snapshot *snapshot, lck_piece *piece) {
     else
       (void)lck_persist_settle(snapshot->region, piece->offset, piece->length, &crc);
     piece->crc = crc;
-    lck_pool_throttle(snapshot->pool, piece->length, 0);
+    lck_pool_throttle(snapshot->pool, began, piece->length, LCK_AHEAD_NS / 8);
   }
 }
 
@@ -222,6 +223,8 @@ static void capture_pieces(void *argument) {
     *(skip ? &skipped : &copied) += length;
     i += run;
   }
+  if (chunk + 1 == &batch->chunks[batch->chunk_count] && !batch->pieces[chunk->first].staged)
+    lck_pool_throttle(snapshot->pool, 0, 0, 0); /* the last copy ends when the medium has it all */
   /* A fence drains this thread's stores only, so it must come before the chunk counts as done. */
   if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
     lck_persist_fence(snapshot->region);
@@ -307,6 +310,7 @@ static void drain_pieces(void *argument) {
     uint32_t crc = 0;
     if (!piece->staged || piece->flags & LCK_PIECE_SKIPPED)
       continue;
+    uint64_t began = lck_pool_writes(snapshot->pool);
     lck_space_touch(snapshot->region, snapshot->slot, piece->offset, piece->length);
     (void)lck_persist_payload(snapshot->region, piece->offset, piece->staged, piece->length, &crc);
     if (crc != piece->crc) {
@@ -314,7 +318,7 @@ static void drain_pieces(void *argument) {
       run->crc = crc;
     }
     drained += piece->length;
-    lck_pool_throttle(snapshot->pool, piece->length, LCK_AHEAD_NS);
+    lck_pool_throttle(snapshot->pool, began, piece->length, LCK_AHEAD_NS);
   }
   if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
     lck_persist_fence(snapshot->region);
@@ -345,7 +349,7 @@ void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, l
   const lck_chunk *chunk = run.chunk;
   atomic_fetch_add(&snapshot->drained_bytes, chunk[1].start - chunk[0].start);
   if (atomic_fetch_add(&batch->drained, 1) + 1 == batch->chunk_count) {
-    lck_pool_throttle(snapshot->pool, 0, 0); /* the medium has it all, and no commit comes before */
+    lck_pool_throttle(snapshot->pool, 0, 0, 0); /* no commit comes before the medium has it all */
     atomic_fetch_add(&snapshot->drained, 1);
     lck_pool_lock(snapshot->pool);
     pthread_cond_signal(&snapshot->pool->duty);

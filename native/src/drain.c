@@ -13,16 +13,21 @@ static void sleep_until(uint64_t end) {
   }
 }
 
-/* Each write books its time behind the one before. Half of what may run ahead is used up before the
- * thread wakes again: in the other half it can wait for a CPU while the medium goes on. */
-void lck_pool_throttle(lck_pool *pool, uint64_t bytes, uint64_t ahead) {
+uint64_t lck_pool_writes(const lck_pool *pool) {
+  return atomic_load_explicit(&pool->limit, memory_order_relaxed) == 0 ? 0 : lck_now_ns();
+}
+
+/* Each write books its time behind the one before, from when it began: the medium was at it
+ * meanwhile. Half of what may run ahead is used up before the thread wakes again: in the other half
+ * it can wait for a CPU while the medium goes on. */
+void lck_pool_throttle(lck_pool *pool, uint64_t began, uint64_t bytes, uint64_t ahead) {
   uint64_t rate = atomic_load_explicit(&pool->limit, memory_order_relaxed);
   if (rate == 0)
     return;
   uint64_t now = lck_now_ns(), needed = (uint64_t)((double)bytes * 1e9 / (double)rate), end;
-  uint64_t booked = atomic_load(&pool->booked);
+  uint64_t from = began != 0 && began < now ? began : now, booked = atomic_load(&pool->booked);
   do
-    end = (booked > now ? booked : now) + needed;
+    end = (booked > from ? booked : from) + needed;
   while (!atomic_compare_exchange_weak(&pool->booked, &booked, end));
   if (end > now + ahead)
     sleep_until(end - ahead / 2);

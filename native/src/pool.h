@@ -18,7 +18,7 @@
 
 #define LCK_MAX_THREADS 64u
 #define LCK_FULL_PACE 1000u
-#define LCK_AHEAD_NS UINT64_C(8000000) /* so far drains run ahead of the limit */
+#define LCK_AHEAD_NS UINT64_C(8000000) /* drains may be ahead of the limit; copies: 1/8 */
 
 /* Anonymous memory, held by one snapshot or cached for the next. */
 typedef struct lck_area {
@@ -80,9 +80,12 @@ void lck_pool_notify(lck_pool *pool);
 
 uint64_t lck_now_ns(void); /* monotonic */
 
-/* Sleep until the medium may take more, after `bytes` were written; or do not yet, if it will
- * within `ahead` ns. */
-void lck_pool_throttle(lck_pool *pool, uint64_t bytes, uint64_t ahead);
+/* When a write begins; 0: there is no limit. */
+uint64_t lck_pool_writes(const lck_pool *pool);
+
+/* Sleep until the medium may take more, after `bytes` were written from `began` on (0: now); or do
+ * not yet, if it will within `ahead` ns. */
+void lck_pool_throttle(lck_pool *pool, uint64_t began, uint64_t bytes, uint64_t ahead);
 
 /* Sleep on `condition` under the pool's lock until about `deadline` (monotonic; LCK_ALL: none). */
 void lck_pool_sleep(lck_pool *pool, pthread_cond_t *condition, uint64_t deadline);
