@@ -27,10 +27,6 @@ OFF, EVERY = "off", "every"
 """Periodic snapshots."""
 
 OLDER = {
-    # its peers go on to a step of which it has left nothing
-    "kill fence one", "kill fence next",
-    # habits are not known so soon
-    "exception allreduce next", "exception fence next", "hang allreduce next", "hang fence next",
     # no rank has a step that is whole
     "exception commit all", "exception update all", "hang commit all", "hang update all",
     # the thread that saves hangs with the lock of what is saved, and the other rank has ended
