@@ -55,7 +55,7 @@ class Config:
             `host`); what is not possible becomes `host`, as `stats()` says. `host` and `device`
             are `auto` for tensors in DRAM.
         write_limit: bytes per second written to the medium at most, for media that others use,
-            too; 0 is no limit.
+            too; writes may be 8 ms ahead of it. 0 is no limit.
         backend: who maps the region for the writer: `auto` (lightck itself; libpmemobj where the
             region is in a pool), `pmem2` (libpmem2) or `pmemobj` (a region in a libpmemobj pool:
             one per rank in the folder `path`, or the pool `path`). Readers find out.
