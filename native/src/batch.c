@@ -164,7 +164,7 @@ static void store_piece(lck_snapshot *snapshot, lck_piece *piece) {
     piece->crc = lck_kernel_current()->copy(piece->staged, piece->source, piece->length, 0);
   } else {
     uint32_t crc = 0;
-    uint64_t began = lck_pool_writes(snapshot->pool);
+    uint64_t began = lck_pool_write_begins(snapshot->pool);
     lck_space_touch(snapshot->region, snapshot->slot, piece->offset, piece->length);
     if (piece->source)
       (void)lck_persist_payload(snapshot->region, piece->offset, piece->source, piece->length,
@@ -172,7 +172,7 @@ static void store_piece(lck_snapshot *snapshot, lck_piece *piece) {
     else
       (void)lck_persist_settle(snapshot->region, piece->offset, piece->length, &crc);
     piece->crc = crc;
-    lck_pool_throttle(snapshot->pool, began, piece->length, LCK_AHEAD_NS / 8);
+    lck_pool_throttle(snapshot->pool, began, piece->length, lck_pool_copies_ahead(snapshot->pool));
   }
 }
 
@@ -223,8 +223,10 @@ static void capture_pieces(void *argument) {
     *(skip ? &skipped : &copied) += length;
     i += run;
   }
-  if (chunk + 1 == &batch->chunks[batch->chunk_count] && !batch->pieces[chunk->first].staged)
-    lck_pool_throttle(snapshot->pool, 0, 0, 0); /* the last copy ends when the medium has it all */
+  /* Nothing else is to be copied now: the last copy ends when the medium has them all. */
+  if (atomic_load(&batch->next) >= atomic_load(&batch->released) &&
+      !batch->pieces[chunk->first].staged)
+    lck_pool_throttle(snapshot->pool, 0, 0, 0);
   /* A fence drains this thread's stores only, so it must come before the chunk counts as done. */
   if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
     lck_persist_fence(snapshot->region);
@@ -310,7 +312,7 @@ static void drain_pieces(void *argument) {
     uint32_t crc = 0;
     if (!piece->staged || piece->flags & LCK_PIECE_SKIPPED)
       continue;
-    uint64_t began = lck_pool_writes(snapshot->pool);
+    uint64_t began = lck_pool_write_begins(snapshot->pool);
     lck_space_touch(snapshot->region, snapshot->slot, piece->offset, piece->length);
     (void)lck_persist_payload(snapshot->region, piece->offset, piece->staged, piece->length, &crc);
     if (crc != piece->crc) {

@@ -13,8 +13,15 @@ static void sleep_until(uint64_t end) {
   }
 }
 
-uint64_t lck_pool_writes(const lck_pool *pool) {
+uint64_t lck_pool_write_begins(const lck_pool *pool) {
   return atomic_load_explicit(&pool->limit, memory_order_relaxed) == 0 ? 0 : lck_now_ns();
+}
+
+/* Where a chunk takes longer than that, a sleep at each is short beside it. */
+uint64_t lck_pool_copies_ahead(const lck_pool *pool) {
+  double chunks_per_s =
+      (double)atomic_load_explicit(&pool->limit, memory_order_relaxed) / (double)pool->chunk_bytes;
+  return chunks_per_s * (double)LCK_COPIES_AHEAD_NS > 1e9 ? LCK_COPIES_AHEAD_NS : 0;
 }
 
 /* Each write books its time behind the one before, from when it began: the medium was at it

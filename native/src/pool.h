@@ -18,7 +18,8 @@
 
 #define LCK_MAX_THREADS 64u
 #define LCK_FULL_PACE 1000u
-#define LCK_AHEAD_NS UINT64_C(8000000) /* drains may be ahead of the limit; copies: 1/8 */
+#define LCK_AHEAD_NS UINT64_C(8000000) /* so far drains run ahead of the limit */
+#define LCK_COPIES_AHEAD_NS UINT64_C(1000000)
 
 /* Anonymous memory, held by one snapshot or cached for the next. */
 typedef struct lck_area {
@@ -80,8 +81,11 @@ void lck_pool_notify(lck_pool *pool);
 
 uint64_t lck_now_ns(void); /* monotonic */
 
-/* When a write begins; 0: there is no limit. */
-uint64_t lck_pool_writes(const lck_pool *pool);
+/* Now; 0: there is no limit. */
+uint64_t lck_pool_write_begins(const lck_pool *pool);
+
+/* So far copies run ahead of the limit, in ns. */
+uint64_t lck_pool_copies_ahead(const lck_pool *pool);
 
 /* Sleep until the medium may take more, after `bytes` were written from `began` on (0: now); or do
  * not yet, if it will within `ahead` ns. */

@@ -1,5 +1,6 @@
 /* test_drain.c -- drains that idle workers are late with are the keeper's, whose priority is the
  * training's; and what runs ahead of a limit is there before the commit is. */
+#include <inttypes.h>
 #include <sched.h>
 
 #include "drain.h"
@@ -208,11 +209,38 @@ static void test_no_commit_comes_before_the_medium_has_it_all(bed *b) {
   free(source);
 }
 
+/* So are copies, where chunks are short: who was told that they are done changes their sources. */
+static void test_copies_are_done_when_the_medium_has_them_all(bed *b) {
+  bed_create(b, "direct");
+  unsigned char *source = make_source();
+  lck_pool *pool = make_pool(1);
+  CHECK(lck_pool_limit(pool, UINT64_C(1) << 20) == 0, "%s", lck_last_error());
+  CHECK(lck_pool_copies_ahead(pool) == 0, "a chunk of 4 ms");
+  CHECK(lck_pool_limit(pool, UINT64_C(40) << 20) == 0, "%s", lck_last_error());
+  CHECK(lck_pool_copies_ahead(pool) == LCK_COPIES_AHEAD_NS, "a chunk of 0.1 ms");
+  lck_snapshot *s = bed_begin(b, pool, 0);
+  uint64_t began = lck_now_ns();
+  lck_copy copy = {.offset = bed_slot(b, 0), .source = source, .length = BYTES};
+  bed_capture(s, bed_add(s, &copy, 1), 1);
+  uint64_t now = lck_now_ns(), booked = atomic_load(&pool->booked);
+  if (!s->paged) { /* else all copies go to DRAM first */
+    CHECK(booked <= now, "%" PRIu64 " ns ahead of the medium", booked - now);
+    CHECK(now - began >= BYTES * UINT64_C(1000000000) / (UINT64_C(40) << 20),
+          "faster than allowed");
+  }
+  CHECK(bed_seal(b, s, 0, 1) == 0, "%s", lck_last_error());
+  bed_committed(s);
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+  bed_destroy(b);
+  free(source);
+}
+
 static void body(bed *b) {
   test_what_no_worker_drains_the_keeper_does(b);
   test_the_next_snapshot_is_the_deadline(b);
   test_who_is_in_time_and_who_is_paused_is_left_alone(b);
   test_no_commit_comes_before_the_medium_has_it_all(b);
+  test_copies_are_done_when_the_medium_has_them_all(b);
 }
 
 int main(void) {
