@@ -2,7 +2,6 @@
  * meanwhile, and of three entries those that are not damaged. */
 #include <pthread.h>
 #include <stdatomic.h>
-#include <time.h>
 
 #include "format.h"
 #include "region_fixture.h"
@@ -374,29 +373,6 @@ static void test_an_entry_outlives_its_writer(void) {
   must_close(region);
 }
 
-/* ---- cost ----------------------------------------------------------------------------------- */
-
-static void show_cost(void) {
-  lck_region *region = make(64 * LCK_HEADER_PAGE);
-  struct timespec from, to;
-  double best = 1e9;
-  for (int round = 0; round < 20; round++) {
-    static unsigned char blob[4096];
-    lck_journal_entry entry = {.timeline = TIMELINE, .length = sizeof(blob), .kind = 1};
-    clock_gettime(CLOCK_MONOTONIC, &from);
-    for (int i = 0; i < 100; i++)
-      if (lck_journal_write(region, &entry, blob) != 0)
-        CHECK(0, "%s", lck_last_error());
-    clock_gettime(CLOCK_MONOTONIC, &to);
-    double each =
-        ((double)(to.tv_sec - from.tv_sec) * 1e6 + (double)(to.tv_nsec - from.tv_nsec) * 1e-3) /
-        100;
-    best = each < best ? each : best;
-  }
-  printf("journal entry of 4096 bytes: %.2f us (best of 20 x 100)\n", best);
-  must_close(region);
-}
-
 int main(void) {
   path = path_in("/dev/shm");
   raw = open_file(path, O_RDWR | O_CREAT | O_TRUNC);
@@ -411,7 +387,6 @@ int main(void) {
   test_places_that_were_all_cut_short_hold_no_entry();
   test_a_reader_beside_a_writer_sees_whole_entries_only();
   test_an_entry_outlives_its_writer();
-  show_cost();
   close(raw);
   unlink(path);
   return checks_end();
