@@ -192,7 +192,7 @@ class _Parts:
             settled=steps.settled,
             on_found=self._found,
         )
-        habit.complete = partial(gradients_complete, recorder)
+        habit.on_last = partial(gradients_complete, recorder)
         sight = Sight(config, recorder, reporter, self.watched)
         undo += [sight.write_wanted, outcomes.stop, sight.ended]
         pipeline.on_torn = sight.torn

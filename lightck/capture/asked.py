@@ -113,7 +113,10 @@ def gradients_complete(recorder: Recorder, last: bool) -> None:
         return
     step = recorder.steps.step + 1
     with recorder.stalls.of("fence"):
-        kept.leave(step) if last else kept.take_back(step)
+        if last:
+            kept.leave(step)
+        else:
+            kept.take_back(step)
 
 
 def left_standing(recorder: Recorder) -> None:

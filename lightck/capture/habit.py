@@ -37,7 +37,7 @@ class Habit:
     layers: int
     """Gradients of a backward in which every layer gets one: what a first iteration has, once or
     some times."""
-    complete: Callable[[bool], None] = lambda last: None
+    on_last: Callable[[bool], None] = lambda last: None
     """Hears under the lock, while `quiet`, of the last gradient of an iteration (True); and, should
     one come after that, that it was not the last (False)."""
     quiet: bool = False
@@ -60,7 +60,7 @@ class Habit:
                 if self._looks:
                     self._then = self._own() if behind == 0 else None
                 if self.quiet:
-                    self.complete(behind == 0)
+                    self.on_last(behind == 0)
 
     def fence(self, step: int) -> None:
         """The update to `step` begins; under the lock."""

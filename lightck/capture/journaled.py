@@ -166,7 +166,7 @@ class Journaled:
         Not while others stand in for the weights: then the first one serves.
         """
         before, self.ended = self.ended, None
-        if self.peers and self._fenced != step:  # a scaler has left the update out
+        if self.peers and self._fenced != step:  # none came: a scaler left it out
             self.habit.no_fence()
             if self._left[0] == step:
                 self._update[FENCE] = self._left

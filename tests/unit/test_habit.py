@@ -119,7 +119,7 @@ def test_nor_where_iterations_differ_in_their_gradients() -> None:
 def test_the_last_gradient_is_told_once_that_is_known_and_the_one_that_comes_after_all() -> None:
     heard: list[tuple[int, bool]] = []
     loop = Loop()
-    loop.habit.complete = lambda last: heard.append((loop.step, last))
+    loop.habit.on_last = lambda last: heard.append((loop.step, last))
     loop.run(5)
     assert heard == [(step, True) for step in (1, 2, 3, 4)], "the first iteration has shown it"
     heard.clear()
@@ -144,7 +144,7 @@ def test_an_iteration_whose_update_is_left_out_is_no_other_habit() -> None:
     heard: list[tuple[int, bool]] = []
     loop = Loop()
     loop.run(5)
-    loop.habit.complete = lambda last: heard.append((loop.step, last))
+    loop.habit.on_last = lambda last: heard.append((loop.step, last))
     for _ in range(2):
         loop.gradients()
         loop.habit.no_fence()
@@ -158,7 +158,7 @@ def test_an_iteration_whose_update_is_left_out_is_no_other_habit() -> None:
 def test_no_gradient_is_the_last_thing_where_something_comes_behind_it(what: str) -> None:
     heard: list[bool] = []
     loop = Loop()
-    loop.habit.complete = heard.append
+    loop.habit.on_last = heard.append
     loop.run(5, getattr(loop, what))
     assert not heard
 
