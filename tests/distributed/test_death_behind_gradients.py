@@ -3,6 +3,7 @@ update, and what it had of its own is in its journal since its last gradient, if
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ class Scaled(Behind):
         super().__init__(*arguments, **settings)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         self.extras["scaler"] = self.scaler
-        self.skipped = lambda: None
+        self.skipped: Callable[[], object] = lambda: None
 
     def iterate(self) -> float:
         self.iteration += 1
@@ -117,32 +118,33 @@ def test_the_step_that_its_peers_go_on_to_is_there_on_every_rank(
     last_complete_step_is_everywhere(region_dir, world, dead, PHASE, Behind)
 
 
+def lives_on(path: Path, kind: type[Mortal], of: list[int]) -> list[Any]:
+    """What comes of these ranks when rank 1 is gone, whose peer has gone on to the step."""
+
+    def prepare(me: ranks.Me, job: Mortal) -> None:
+        passed(me, job, 1, PHASE)
+        if isinstance(job, Scaled) and me.rank == 0:
+            job.skipped = lambda: me.send(PHASE)
+
+    code = first_life(path, 1, PHASE, kind=kind, prepare=prepare, policy=NEVER)
+    with ranks.started(2, code) as job:
+        assert job.receive(0) == PHASE
+        job.let_go(1)
+        return job.outcomes(of)
+
+
 @pytest.mark.parametrize("kind", [Drawing, Once])
 def test_what_is_not_as_it_would_have_been_at_its_fence_is_not_taken_for_it(
     region_dir: Path, kind: type[Mortal]
 ) -> None:
-    def prepare(me: ranks.Me, job: Mortal) -> None:
-        passed(me, job, 1, PHASE)
-
-    code = first_life(region_dir, 1, PHASE, kind=kind, prepare=prepare, policy=NEVER)
-    with ranks.started(2, code) as job:
-        assert job.receive(0) == PHASE
-        job.let_go(1)
-        ((saved, taken, refused, _),) = job.outcomes([0])
+    ((saved, taken, refused, _),) = lives_on(region_dir, kind, [0])
     assert saved["step"] == AT and not taken and {each["rank"] for each in refused} == {1}
     assert all("no instant of the step" in each["why"] for each in refused), refused
     assert go_on(region_dir, 2, kind) is None, "nothing whole is there"
 
 
 def test_an_error_in_a_forward_against_habit_is_not_taken_for_its_fence(region_dir: Path) -> None:
-    def prepare(me: ranks.Me, job: Mortal) -> None:
-        passed(me, job, 1, PHASE)
-
-    code = first_life(region_dir, 1, PHASE, kind=Evaluating, prepare=prepare, policy=NEVER)
-    with ranks.started(2, code) as job:
-        assert job.receive(0) == PHASE
-        job.let_go(1)
-        (saved, taken, refused, _), (own, *_) = job.outcomes()
+    (saved, taken, refused, _), (own, *_) = lives_on(region_dir, Evaluating, [0, 1])
     assert saved["step"] == AT and not taken and {each["rank"] for each in refused} == {1}
     assert own["step"] == AT - 1
 
@@ -156,17 +158,7 @@ def test_an_update_that_was_left_out_is_no_other_habit(region_dir: Path) -> None
 
 
 def test_it_is_there_too_where_that_update_is_left_out(region_dir: Path) -> None:
-    def prepare(me: ranks.Me, job: Mortal) -> None:
-        passed(me, job, 1, PHASE)
-        assert isinstance(job, Scaled)
-        if me.rank == 0:
-            job.skipped = lambda: me.send(job.handle.step)
-
-    code = first_life(region_dir, 1, PHASE, kind=Scaled, prepare=prepare, policy=NEVER)
-    with ranks.started(2, code) as job:
-        assert job.receive(0) == AT
-        job.let_go(1)
-        ((saved, taken, refused, _),) = job.outcomes([0])
+    ((saved, taken, refused, _),) = lives_on(region_dir, Scaled, [0])
     assert saved["step"] == AT and not refused
     assert [(each["rank"], each["step"], each["early"]) for each in taken] == [(1, AT, True)]
     info = go_on(region_dir, 2, Scaled)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ranks import Gone, Me
 from test_peer_death import AT, KIND, LAST, NEVER, Mortal, go_on, golden, until
 from test_resume import same, state_of
+from torch import nn
 from torch.autograd import Variable
 
 from lightck.capture.asked import left_standing
@@ -165,6 +166,29 @@ def test_who_waits_for_a_rank_that_hangs_behind_it_ends_after_it_with_its_share_
         assert (AT, True) in held(region_dir, rank)
     info = go_on(region_dir, world)
     assert info is not None and info.step == AT and info.early
+
+
+def test_what_hangs_in_a_forward_behind_its_gradients_is_not_taken_for_its_fence(
+    region_dir: Path,
+) -> None:
+    """Which it did in no iteration before: nobody knows what that would have drawn."""
+
+    class Evaluation(nn.Module):
+        def forward(self) -> None:
+            rests()
+
+    def evaluates(me: Me, handle: Any) -> None:
+        me.pause()
+        watched(handle)
+        Evaluation()()
+
+    train = life(region_dir, {1: "gathered"}, evaluates, hang_exit_s=0.0)
+    with ranks.started(2, train, patience_s=ranks.LONG_S) as job:
+        assert own(job, 0, "hang") == ("hang", AT, True)
+        job.let_go(1)
+        ended(job.outcomes([1, 0]))
+    assert [held(region_dir, rank) for rank in range(2)] == [{(AT, False)}, {(AT - 1, False)}]
+    assert go_on(region_dir, 2) is None, "nothing whole is there"
 
 
 @pytest.mark.parametrize("noticed", [True, False])
