@@ -23,7 +23,7 @@ from lightck.capture.values import TAG as TAG
 from lightck.capture.values import join as join
 from lightck.capture.values import plain as plain
 from lightck.capture.values import reference as reference
-from lightck.errors import CorruptSnapshotError, StateError
+from lightck.errors import CorruptSnapshotError
 
 DEEPEST = 150
 """Levels of nesting: what recursion bears, with room for the stack of whoever calls."""
@@ -99,15 +99,8 @@ def _field(tree: dict[str, Any], name: str, *kinds: type) -> Any:
     return value
 
 
-def encode(tree: Any) -> bytes:
-    """Serialize a tree that `plain` made."""
-    sink = io.BytesIO()
-    torch.save(tree, sink)
-    return sink.getvalue()
-
-
 def decode(data: bytes, *, context: str) -> Any:
-    """Load bytes that `encode` made, running no code.
+    """Load an archive as `torch.save` makes it of a plain tree, running no code.
 
     Raises:
         CorruptSnapshotError: the restricted loader refuses them.
@@ -195,18 +188,6 @@ def _check_tree(tree: Any, limit: int) -> None:
             waiting += ((part, depth + 1) for part in node)
         elif type(node) not in PLAIN:
             raise ValueError(f"it holds a {type(node).__name__}")
-
-
-def prove(tree: Any, path: str) -> None:
-    """Show that a plain tree comes back, before anything relies on it.
-
-    Raises:
-        StateError: the restricted loader refuses it.
-    """
-    try:
-        rebuild(decode(encode(tree), context=path))
-    except CorruptSnapshotError as error:
-        raise StateError(f"{path} could not be restored: {error}", path=path) from error
 
 
 def types_of(tree: Any) -> Any:

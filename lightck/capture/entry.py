@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightck.capture import boundary, parcel, peek
+from lightck.capture import parcel, peek
 from lightck.capture.live import Live
 from lightck.capture.parcel import Kept, Parcel, form, part
 from lightck.capture.shelf import Shelf
@@ -195,7 +195,7 @@ def unpacked(found: JournalEntry, *, context: str) -> Unpacked:
         tensors, first, second, digest = _arranged(tree, found.step)
         lives = tuple(_live(name, said) for name, said in tensors.items())
         if type(digest) is bytes:
-            return Unpacked(boundary.encode(first), boundary.encode(second), lives, digest)
+            return Unpacked(parcel.closed(first), parcel.closed(second), lives, digest)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptSnapshotError(f"{context}: no boundary state: {error!r}") from error
     raise CorruptSnapshotError(f"{context}: no boundary state")

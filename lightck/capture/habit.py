@@ -16,7 +16,7 @@ from pathlib import PurePath
 from types import FrameType, TracebackType
 from typing import Any
 
-from lightck.capture import boundary
+from lightck.capture import parcel
 from lightck.capture.arrange import versions_of
 from lightck.capture.instants import Instants, users_code
 
@@ -103,7 +103,7 @@ class Habit:
 def _alike(then: Any, now: Any) -> bool:
     try:
         same = now is not None and then[1] == now[1]
-        return same and boundary.encode(then[0]) == boundary.encode(now[0])
+        return same and parcel.closed(then[0]) == parcel.closed(now[0])
     except Exception:  # noqa: BLE001 - as in `_own`
         return False
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from lightck.capture import boundary, rng, staging
+from lightck.capture import boundary, parcel, rng, staging
 from lightck.capture.extras import Extra
+from lightck.capture.parcel import Kept
 from lightck.capture.state import Collected, Inventory
 from lightck.errors import LightckError, StateError
 
@@ -31,6 +32,8 @@ class Instants:
     _drawn: bool = False
     """A batch has been drawn since (a)."""
     _types: Any = None
+    _kept: tuple[Kept, Kept] = field(default_factory=lambda: (Kept(), Kept()))
+    """What was large in (a), and in (b), when they were last encoded."""
     _taken: dict[str, Any] = field(default_factory=dict)
     """What was said of each extra of (a) last."""
 
@@ -155,10 +158,10 @@ class Instants:
         """
         types = (boundary.types_of(first), boundary.types_of(second))
         if types != self._types:
-            boundary.prove(first, "at_step")
-            boundary.prove(second, "at_forward")
+            parcel.prove(first, "at_step")
+            parcel.prove(second, "at_forward")
             self._types = types
-        return boundary.encode(first), boundary.encode(second)
+        return parcel.closed(first, self._kept[0]), parcel.closed(second, self._kept[1])
 
 
 def holding(collected: Collected, kept: Mapping[str, torch.Tensor]) -> Collected:

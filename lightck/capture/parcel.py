@@ -1,8 +1,7 @@
-"""Boundary state as bytes for the journal: written at every step, so in microseconds.
+"""Boundary state as bytes, for the manifest and for the journal: written in microseconds.
 
-`boundary.encode` takes as long for a tree as a step may cost in all. Here the tree is a bare pickle
-beside its tensors' bytes; it becomes an archive for the restricted loader when it is read, which is
-after a failure only.
+`torch.save` takes as long for a tree as a step may cost in all. Here the tree is a bare pickle
+beside its tensors' bytes; it becomes an archive for the restricted loader when it is read.
 
     number of pickles, length of each (8 bytes, little-endian) | pickles | bytes of the tensors
 
@@ -27,7 +26,7 @@ import torch
 
 from lightck.capture import boundary
 from lightck.capture.values import FLAT, TAG
-from lightck.errors import CorruptSnapshotError
+from lightck.errors import CorruptSnapshotError, StateError
 
 _WORD = 8
 _PART = "part"
@@ -38,6 +37,10 @@ _MANY = 256
 """Values in a container from which on it is a parcel of its own."""
 _PROTOCOL = 2  # the newest that the restricted loader takes
 _MOST_PARTS = 1000
+_MOST_USES = 16
+"""Of a part in one tree: generators of both instants are two."""
+_ARCHIVE = b"PK\3\4"
+"""How what `torch.save` makes begins, which lightck wrote into manifests at first."""
 _CONTAINERS = (dict, collections.OrderedDict, list, tuple)
 _BESIDE = {TAG: str, "at": int, "length": int}
 _FORM = {TAG: str, "dtype": str, "shape": list, "strides": list, "at": int, "length": int}
@@ -149,6 +152,37 @@ class Parcel:
         return b"".join((head, *pickles, *self.parts))
 
 
+def closed(tree: Any, kept: Kept | None = None) -> bytes:
+    """The bytes of a plain tree.
+
+    Args:
+        tree: as `boundary.plain` makes it.
+        kept: large containers that were closed before, then those of this tree.
+
+    Raises:
+        StateError: a tensor in it has no bytes of its own, one after the other.
+    """
+    held = Parcel(Kept() if kept is None else kept)
+    try:
+        held.pickled(tree)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise StateError(f"the state holds what has no bytes: {error}") from error
+    held.kept.parcels = held.parcels or {}
+    return held.sealed(held.pickles)
+
+
+def prove(tree: Any, path: str) -> None:
+    """Show that a plain tree comes back, before anything relies on it.
+
+    Raises:
+        StateError: the restricted loader refuses it.
+    """
+    try:
+        boundary.rebuild(opened(closed(tree), context=path))
+    except (CorruptSnapshotError, StateError) as error:
+        raise StateError(f"{path} could not be restored: {error}", path=path) from error
+
+
 def weight(tree: Any) -> int:
     """Bytes that a tree takes here."""
     held = Parcel()
@@ -186,6 +220,8 @@ def opened(data: bytes, *, context: str) -> Any:
     Raises:
         CorruptSnapshotError: it is not what `sealed` makes.
     """
+    if data.startswith(_ARCHIVE):
+        return boundary.decode(data, context=context)
     return _tree(data, context, inner=False)
 
 
@@ -234,6 +270,8 @@ class _Held:
     """It is in another parcel, and has none itself."""
     left: int = field(init=False)
     """Bytes that may yet be taken: forms that mean the same ones could ask for any amount."""
+    meant: collections.Counter[int] = field(default_factory=collections.Counter)
+    """How often each part was: a list of a million times the same would unfold beyond any time."""
 
     def __post_init__(self) -> None:
         """Nothing is taken."""
@@ -246,6 +284,11 @@ class _Held:
         if self.left < 0:
             raise ValueError(f"its tensors claim more than the {len(self.data)} bytes there are")
         return bytearray(self.data[at : at + length])
+
+    def means(self, part: int) -> None:
+        self.meant[part] += 1
+        if self.meant[part] > _MOST_USES:
+            raise ValueError(f"part {part} is meant more than {_MOST_USES} times")
 
 
 def _unpacked(tree: Any, data: _Held, parts: Sequence[Any]) -> Any:
@@ -260,6 +303,7 @@ def _unpacked(tree: Any, data: _Held, parts: Sequence[Any]) -> Any:
             number = tree["number"]
             if type(number) is not int or not 0 <= number < len(parts):
                 raise ValueError(f"part {number!r} of {len(parts)}")
+            data.means(number)
             return parts[number]
         return type(tree)((key, _unpacked(value, data, parts)) for key, value in tree.items())
     if type(tree) in (list, tuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightck.capture import boundary, rng, staging
+from lightck.capture import boundary, parcel, rng, staging
 from lightck.capture.options import BASE_ATTRIBUTES
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry
@@ -37,8 +37,8 @@ def read(
         CorruptSnapshotError: these parts or the entries' names do not have it.
     """
     state = candidate.manifest
-    first = boundary.decode(state.at_step, context=context)
-    second = boundary.decode(state.at_forward, context=context)
+    first = parcel.opened(state.at_step, context=context)
+    second = parcel.opened(state.at_forward, context=context)
     try:
         _check_entries(entries)
         _check(candidate, first, second, {e.name for e in entries if e.alias_of is None})
@@ -62,7 +62,7 @@ def share(candidate: Candidate, *, context: str) -> tuple[list[int], bool]:
     Raises:
         CorruptSnapshotError: it does not say.
     """
-    second = boundary.decode(candidate.manifest.at_forward, context=context)
+    second = parcel.opened(candidate.manifest.at_forward, context=context)
     said = second.get("share") if type(second) is dict else None
     named = said.get("peers") if type(said) is dict else None
     world = candidate.record.world

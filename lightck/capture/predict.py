@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from lightck.capture import boundary, dtensor, journaled, parcel, staging
+from lightck.capture import dtensor, journaled, parcel, staging
 from lightck.capture.boundary import join
 from lightck.capture.entry import MOST_EXTRA_BYTES
 from lightck.capture.instants import Instants
@@ -42,7 +42,7 @@ def expected(inventory: Inventory) -> tuple[tuple[Entry, ...], int]:
     known = {live.name for live in everything}
     others = [live for live in collected.lives if live.name not in known]
     lives = [*inventory.share([*everything, *missing]).lives, *others]
-    blob = len(boundary.encode(collected.tree))
+    blob = parcel.weight(collected.tree)
     capacity = allocator.manifest_capacity(len(lives), blob + BOUNDARY_RESERVE_BYTES)
     return tuple(map(staging.describe, lives)), capacity
 
@@ -51,7 +51,7 @@ def journal_bytes(inventory: Inventory) -> int:
     """Room for the boundary journal: three entries, each twice what one would be now."""
     collected = inventory.collect()
     rest = {**collected.tree, "extras": {}}
-    size = len(boundary.encode(rest)) + BOUNDARY_RESERVE_BYTES
+    size = parcel.weight(rest) + BOUNDARY_RESERVE_BYTES
     # Extras with more are not written.
     extras = Instants(inventory).standing()["extras"], collected.tree["extras"]
     size += min(parcel.weight(extras), MOST_EXTRA_BYTES)

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from lightck.capture import boundary, staging
+from lightck.capture import parcel, staging
 from lightck.capture.entry import unpacked
 from lightck.capture.filling import fresh
 from lightck.distributed.lineage import Key
@@ -112,7 +112,7 @@ def of_journal(region: Region) -> list[Half]:
             if entry is None:
                 continue
             state = unpacked(entry, context=f"{region.place.file}: journal")
-            second = boundary.decode(state.at_forward, context="journal")
+            second = parcel.opened(state.at_forward, context="journal")
             world = second["share"]["world"] if "share" in second else 1
             key = Key(entry.timeline, entry.step, world)
             held = tuple((staging.describe(live), live.tensor) for live in state.lives)

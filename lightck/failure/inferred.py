@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightck.capture import boundary
+from lightck.capture import parcel
 from lightck.capture.boundary import TAG, join
 from lightck.capture.state import Live
 
@@ -55,14 +55,14 @@ def inferred(dead: Own, before: Own, after: Own) -> Own:
         CorruptSnapshotError: an entry does not decode.
     """
     found = _told(_tree(dead), _tree(before), _tree(after), "")
-    blobs = boundary.encode(found["at_step"]), boundary.encode(found["at_forward"])
+    blobs = parcel.closed(found["at_step"]), parcel.closed(found["at_forward"])
     return Own(*blobs, tuple(found["tensors"].values()))
 
 
 def _tree(own: Own) -> dict[str, Any]:
     return {
-        "at_step": boundary.decode(own.at_step, context="journal"),
-        "at_forward": boundary.decode(own.at_forward, context="journal"),
+        "at_step": parcel.opened(own.at_step, context="journal"),
+        "at_forward": parcel.opened(own.at_forward, context="journal"),
         "tensors": {live.name: live for live in own.lives},
     }
 

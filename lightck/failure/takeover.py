@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightck.capture import boundary
+from lightck.capture import boundary, parcel
 from lightck.capture.arrange import Arrangement
 from lightck.capture.state import Inventory, Live
 from lightck.distributed.shares import Sharing
@@ -361,7 +361,7 @@ def _references(own: Own) -> set[str]:
     """Names of the tensors that the dead rank's state refers to."""
     names: set[str] = set()
     for blob in (own.at_step, own.at_forward):
-        tree: Mapping[str, Any] = boundary.decode(blob, context="journal")
+        tree: Mapping[str, Any] = parcel.opened(blob, context="journal")
         _note(tree, names)
     return names
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lightck
-from lightck.capture import boundary
+from lightck.capture import parcel
 from lightck.capture.entry import unpacked
 from lightck.failure.inferred import Own, Unknown, _same, inferred
 from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
@@ -104,7 +104,7 @@ def test_the_end_of_a_step_is_told_as_the_dead_rank_would_have_kept_it(
     wanted = dead[STEP_END]
     assert _same(list(found.lives), list(wanted.lives))
     for blob, other in ((found.at_step, wanted.at_step), (found.at_forward, wanted.at_forward)):
-        assert _same(boundary.decode(blob, context=""), boundary.decode(other, context=""))
+        assert _same(parcel.opened(blob, context=""), parcel.opened(other, context=""))
     assert found.at_step != alive[STEP_END].at_step, "the ranks differ in something"
     assert (found.at_forward != dead[FENCE].at_forward) == (name == "counting")
 

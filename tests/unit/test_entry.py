@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightck.capture import boundary, rng
+from lightck.capture import parcel, rng
 from lightck.capture.entry import Sealing, unpacked
 from lightck.capture.live import Live
 from lightck.capture.shelf import Shelf
@@ -21,7 +21,7 @@ def test_thousands_of_groups_have_entries_that_are_read() -> None:
         groups[2000] = {**groups[2000], "options": {"lr": 2.0 + step}}
         blob = sealing.sealed(Shelf(()), {}, (first, {**second, "optimizers": [*optimizers]}), b"d")
         found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
-        assert boundary.decode(found.at_forward, context="test") == {**second, "step": step}
+        assert parcel.opened(found.at_forward, context="test") == {**second, "step": step}
 
 
 def test_what_extras_have_is_found_wherever_it_begins() -> None:
@@ -34,7 +34,7 @@ def test_what_extras_have_is_found_wherever_it_begins() -> None:
         blob = sealing.sealed(shelf, shelf.fill(), (first, second), b"d")
         found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         assert torch.equal(found.lives[0].tensor, live.tensor)
-        held = boundary.decode(found.at_step, context="test")
+        held = parcel.opened(found.at_step, context="test")
         assert held["extras"] == first["extras"]
-        held = boundary.decode(found.at_forward, context="test")
+        held = parcel.opened(found.at_forward, context="test")
         assert held["extras"] == second["extras"]

@@ -15,7 +15,7 @@ import torch
 
 from lightck.capture import boundary, parcel
 from lightck.capture.parcel import Kept, Parcel
-from lightck.errors import CorruptSnapshotError
+from lightck.errors import CorruptSnapshotError, StateError
 
 TENSORS = {
     "scalar": torch.tensor(3.5, dtype=torch.float64),
@@ -39,11 +39,6 @@ PLAIN: dict[str, Any] = {
 def sealed() -> bytes:
     held = Parcel()
     return held.sealed([held.pickled({"tensors": TENSORS, "plain": PLAIN})])
-
-
-def alone(tree: Any) -> bytes:
-    held = Parcel()
-    return held.sealed([held.pickled(tree)])
 
 
 def test_a_tree_comes_back_with_its_tensors() -> None:
@@ -80,6 +75,15 @@ def test_a_part_that_is_not_there_is_an_error(number: Any) -> None:
         parcel.opened(held.sealed(held.pickles), context="test")
 
 
+def test_a_part_that_is_meant_over_and_over_is_an_error() -> None:
+    """All that is done with the tree would take as long as if it were there as often."""
+    held = Parcel()
+    held.pickled([0] * 200)
+    held.pickled({"parts": [parcel.part(0) for _ in range(200)]})
+    with pytest.raises(CorruptSnapshotError, match="part 0 is meant more than"):
+        parcel.opened(held.sealed(held.pickles), context="test")
+
+
 def test_a_part_of_a_part_is_an_error() -> None:
     held = Parcel()
     held.pickled({"n": 1})
@@ -110,7 +114,7 @@ def test_what_is_large_is_put_in_once_while_it_is_the_same_object() -> None:
 
 
 def test_a_parcel_in_a_parcel_in_a_parcel_is_an_error() -> None:
-    blob = alone({"n": 1})
+    blob = parcel.closed({"n": 1})
     for levels in range(3):
         if levels < 2:
             assert parcel.opened(blob, context="test")
@@ -122,6 +126,22 @@ def test_a_parcel_in_a_parcel_in_a_parcel_is_an_error() -> None:
         del said["number"]
         held.add(blob)
         blob = held.sealed([held.pickled({"inner": said})])
+
+
+def test_what_is_large_and_stays_the_same_is_pickled_once_for_all_manifests() -> None:
+    kept, tree = Kept(), {"order": list(range(1000)), "at": 0}
+    held = []
+    for at in range(3):
+        blob = parcel.closed({**tree, "at": at}, kept)
+        assert parcel.opened(blob, context="test") == {**tree, "at": at}
+        held += kept.parcels.values()
+    assert held[0][0] is tree["order"] and held[0] is held[1] is held[2]
+    assert parcel.closed({"at": 3}, kept) and not kept.parcels, "nothing is held that has gone"
+
+
+def test_a_tensor_without_bytes_of_its_own_is_told_at_attach() -> None:
+    with pytest.raises(StateError, match="extras/x could not be restored"):
+        parcel.prove({"t": torch.eye(3).to_sparse()}, "extras/x")
 
 
 class Asks:
@@ -150,7 +170,7 @@ def test_a_pickle_that_asks_for_memory_is_an_error_before_it_gets_any(
     call: Any, beside: Any
 ) -> None:
     tree = {"first": [1, beside if beside is None else "text"], "asks": Asks(*call)}
-    blobs = [alone(tree)]
+    blobs = [parcel.closed(tree)]
     sink = io.BytesIO()
     torch.save({**tree, "beside": beside, "again": beside}, sink)
     for opened in (
@@ -163,19 +183,21 @@ def test_a_pickle_that_asks_for_memory_is_an_error_before_it_gets_any(
 
 def test_text_that_looks_like_a_call_comes_back() -> None:
     tree = {"text": "cbuiltins\nbytearray\n", "also": "abcd\nef\n", "bytes": b"cos\nsystem\n"}
-    assert parcel.opened(alone(tree), context="test") == tree
+    assert parcel.opened(parcel.closed(tree), context="test") == tree
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e5m2, torch.complex64, torch.bool])
 def test_tensors_of_every_kind_come_back_from_a_manifest(dtype: torch.dtype) -> None:
     tree = {"a": torch.zeros(3).to(dtype), "b": [torch.zeros(2).to(dtype)] * 2, "dtype": dtype}
-    found = boundary.decode(boundary.encode(tree), context="test")
+    found = parcel.opened(parcel.closed(tree), context="test")
     assert found["a"].dtype == dtype and found["b"][1].shape == (2,) and found["dtype"] is dtype
 
 
 def test_a_tensor_larger_than_its_bytes_is_an_error() -> None:
     tensor = torch.zeros(4)
-    whole = boundary.encode({"tensor": tensor})
+    sink = io.BytesIO()
+    torch.save({"tensor": tensor}, sink)
+    whole = sink.getvalue()
     at = whole.index(b"K\x04\x85")  # its shape
     forged = whole[:at] + b"M\xff\x85" + whole[at + 3 :]
     with pytest.raises(CorruptSnapshotError):
@@ -198,7 +220,7 @@ def _within(most: int, work: Callable[[], object]) -> None:
     "change", [{"at": 1 << 40}, {"at": -1}, {"length": 1 << 40}, {"length": "8"}, {"more": 1}]
 )
 def test_what_is_not_beside_a_tree_is_an_error(kind: str, change: dict[str, Any]) -> None:
-    held, inner = Parcel(), alone({"n": 1})
+    held, inner = Parcel(), parcel.closed({"n": 1})
     held.add(inner)
     said = {boundary.TAG: kind, "at": 0, "length": len(inner)}
     whole = held.sealed([held.bare({"said": said})])

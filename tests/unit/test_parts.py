@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightck.capture import boundary, parts, rng
+from lightck.capture import boundary, parcel, parts, rng
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate
@@ -45,7 +45,7 @@ def candidate(edit: Edit = lambda a, b: None, names: tuple[str, ...] = (), step:
         record=SimpleNamespace(step=step),
         layout=SimpleNamespace(entries=tuple(entry(name) for name in held)),
         manifest=SimpleNamespace(
-            step=5, at_step=boundary.encode(first), at_forward=boundary.encode(second)
+            step=5, at_step=parcel.closed(first), at_forward=parcel.closed(second)
         ),
     )
     return cast("Candidate", made)
