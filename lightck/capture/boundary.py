@@ -1,8 +1,9 @@
 """Boundary state: everything that is not a tensor in the region, as bytes that load without code.
 
-Trees of plain values are encoded for torch's `weights_only` loader, the only unpickler lightck
-uses. Types that it refuses but that training loops hold (NumPy values, deques, counters) become
-tagged dicts. What cannot come back is a `StateError` that names its path, at attach.
+Trees of plain values are written (`parcel.py`) for torch's `weights_only` loader, the only
+unpickler lightck uses. Types that it refuses but that training loops hold (NumPy values, deques,
+counters) become tagged dicts. What cannot come back is a `StateError` that names its path, at
+attach.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def decode(data: bytes, *, context: str) -> Any:
     try:
         _check_archive(data)
         tree = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        _check_tree(tree, len(data))
+        check_tree(tree, len(data))
         return tree
     # Damaged bytes make the loader fail in every way: IndexError, struct.error, AttributeError, ...
     except Exception as error:  # noqa: BLE001
@@ -162,10 +163,13 @@ def _is_known(name: str) -> bool:
     return of_torch or name in _CALLED
 
 
-def _check_tree(tree: Any, limit: int) -> None:
+def check_tree(tree: Any, limit: int) -> None:
     """What was loaded is what `plain` makes: a tree that takes at least a byte per node.
 
     A pickle may refer to one list a million times, and so stand for more than any memory holds.
+
+    Raises:
+        ValueError: there are more than `limit` nodes, or it is too deep or of other types.
     """
     waiting = [(tree, 0)]
     seen = 0

@@ -8,6 +8,13 @@ from torch.nn.parameter import is_lazy
 from lightck.capture import dtensor
 from lightck.errors import StateError
 
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.qint", "torch.quint"))
+}
+"""Those of tensors that have plain bytes, by name."""
+
 
 def must_be_dense(path: str, tensor: torch.Tensor) -> None:
     """Refuse what has no plain bytes.

@@ -11,7 +11,6 @@ import torch
 
 from lightck.capture import boundary, parcel, rng, staging
 from lightck.capture.extras import Extra
-from lightck.capture.parcel import Kept
 from lightck.capture.state import Collected, Inventory
 from lightck.errors import LightckError, StateError
 
@@ -32,8 +31,6 @@ class Instants:
     _drawn: bool = False
     """A batch has been drawn since (a)."""
     _types: Any = None
-    _kept: tuple[Kept, Kept] = field(default_factory=lambda: (Kept(), Kept()))
-    """What was large in (a), and in (b), when they were last encoded."""
     _taken: dict[str, Any] = field(default_factory=dict)
     """What was said of each extra of (a) last."""
 
@@ -161,7 +158,7 @@ class Instants:
             parcel.prove(first, "at_step")
             parcel.prove(second, "at_forward")
             self._types = types
-        return parcel.closed(first, self._kept[0]), parcel.closed(second, self._kept[1])
+        return parcel.closed(first), parcel.closed(second)
 
 
 def holding(collected: Collected, kept: Mapping[str, torch.Tensor]) -> Collected:

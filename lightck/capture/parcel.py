@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from lightck.capture import boundary
+from lightck.capture.dense import DTYPES
 from lightck.capture.values import FLAT, TAG
 from lightck.errors import CorruptSnapshotError, StateError
 
@@ -37,8 +38,8 @@ _MANY = 256
 """Values in a container from which on it is a parcel of its own."""
 _PROTOCOL = 2  # the newest that the restricted loader takes
 _MOST_PARTS = 1000
-_MOST_USES = 16
-"""Of a part in one tree: generators of both instants are two."""
+_MOST_DIMENSIONS = 64  # torch's
+_MOST = 1 << 62
 _ARCHIVE = b"PK\3\4"
 """How what `torch.save` makes begins, which lightck wrote into manifests at first."""
 _CONTAINERS = (dict, collections.OrderedDict, list, tuple)
@@ -97,6 +98,8 @@ class Parcel:
         """A plain tree with what stands for its tensors, and for all that is large."""
         kind = type(tree)
         if isinstance(tree, torch.Tensor):
+            if kind is not torch.Tensor:
+                raise TypeError(f"a {kind.__qualname__} would come back as a plain tensor")
             return self.put(tree)
         if kind is bytes and len(tree) >= _LARGE_BYTES:
             return self._beside(_BYTES, tree)
@@ -152,22 +155,17 @@ class Parcel:
         return b"".join((head, *pickles, *self.parts))
 
 
-def closed(tree: Any, kept: Kept | None = None) -> bytes:
-    """The bytes of a plain tree.
-
-    Args:
-        tree: as `boundary.plain` makes it.
-        kept: large containers that were closed before, then those of this tree.
+def closed(tree: Any) -> bytes:
+    """The bytes of a tree that `boundary.plain` made.
 
     Raises:
-        StateError: a tensor in it has no bytes of its own, one after the other.
+        StateError: a tensor in it has no plain bytes.
     """
-    held = Parcel(Kept() if kept is None else kept)
+    held = Parcel()
     try:
         held.pickled(tree)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
         raise StateError(f"the state holds what has no bytes: {error}") from error
-    held.kept.parcels = held.parcels or {}
     return held.sealed(held.pickles)
 
 
@@ -222,30 +220,35 @@ def opened(data: bytes, *, context: str) -> Any:
     """
     if data.startswith(_ARCHIVE):
         return boundary.decode(data, context=context)
-    return _tree(data, context, inner=False)
-
-
-def _tree(data: bytes, context: str, *, inner: bool) -> Any:
-    pickles, data = _opened(data, context)
-    trees = [boundary.decode(_archive(pickled), context=context) for pickled in pickles]
     try:
-        held = _Held(data, context, inner)
-        parts = [_unpacked(tree, held, ()) for tree in trees[:-1]]
-        return _unpacked(trees[-1], held, parts)
-    except (IndexError, KeyError, ValueError, RuntimeError, OverflowError) as error:
+        tree = _tree(data, context, inner=False)
+        boundary.check_tree(tree, len(data))  # each pickle is, but parts may be meant many times
+        return tree
+    # As in `decode`: torch's errors are of every kind.
+    except CorruptSnapshotError:
+        raise
+    except Exception as error:
         raise CorruptSnapshotError(f"{context}: {error}") from error
 
 
-def _opened(data: bytes, context: str) -> tuple[list[bytes], bytes]:
+def _tree(data: bytes, context: str, *, inner: bool) -> Any:
+    pickles, data = _opened(data, 1 if inner else _MOST_PARTS)
+    trees = [boundary.decode(_archive(pickled), context=context) for pickled in pickles]
+    held = _Held(data, context, inner)
+    parts = [_unpacked(tree, held, ()) for tree in trees[:-1]]
+    return _unpacked(trees[-1], held, parts)
+
+
+def _opened(data: bytes, most: int) -> tuple[list[bytes], bytes]:
     """Pickles, and the rest."""
     count = int.from_bytes(data[:_WORD], "little")
     at = _WORD * (1 + count)
-    if not 0 < count <= _MOST_PARTS or at > len(data):
-        raise CorruptSnapshotError(f"{context}: {len(data)} bytes are no boundary state")
+    if not 0 < count <= most or at > len(data):
+        raise ValueError(f"{len(data)} bytes are no boundary state")
     pickles = []
     for length in struct.unpack_from(f"<{count}Q", data, _WORD):
         if length > len(data) - at:
-            raise CorruptSnapshotError(f"{context}: a tree of {length} bytes in {len(data)}")
+            raise ValueError(f"a tree of {length} bytes in {len(data)}")
         pickles.append(data[at : at + length])
         at += length
     return pickles, data[at:]
@@ -270,8 +273,6 @@ class _Held:
     """It is in another parcel, and has none itself."""
     left: int = field(init=False)
     """Bytes that may yet be taken: forms that mean the same ones could ask for any amount."""
-    meant: collections.Counter[int] = field(default_factory=collections.Counter)
-    """How often each part was: a list of a million times the same would unfold beyond any time."""
 
     def __post_init__(self) -> None:
         """Nothing is taken."""
@@ -284,11 +285,6 @@ class _Held:
         if self.left < 0:
             raise ValueError(f"its tensors claim more than the {len(self.data)} bytes there are")
         return bytearray(self.data[at : at + length])
-
-    def means(self, part: int) -> None:
-        self.meant[part] += 1
-        if self.meant[part] > _MOST_USES:
-            raise ValueError(f"part {part} is meant more than {_MOST_USES} times")
 
 
 def _unpacked(tree: Any, data: _Held, parts: Sequence[Any]) -> Any:
@@ -303,7 +299,6 @@ def _unpacked(tree: Any, data: _Held, parts: Sequence[Any]) -> Any:
             number = tree["number"]
             if type(number) is not int or not 0 <= number < len(parts):
                 raise ValueError(f"part {number!r} of {len(parts)}")
-            data.means(number)
             return parts[number]
         return type(tree)((key, _unpacked(value, data, parts)) for key, value in tree.items())
     if type(tree) in (list, tuple):
@@ -319,16 +314,19 @@ def _besides(kind: str, said: dict[str, Any], data: _Held) -> Any:
         return held
     if data.inner:
         raise ValueError("a parcel in one that is in another")
+    if len(held) < _MANY:  # a loader is started for each
+        raise ValueError(f"a parcel of {len(held)} bytes for {_MANY} values")
     return _tree(held, data.context, inner=True)
 
 
 def _tensor(said: dict[str, Any], data: _Held) -> torch.Tensor:
     if said.keys() != _FORM.keys() or any(type(said[k]) is not kind for k, kind in _FORM.items()):
         raise ValueError(f"a tensor of unknown form: {said}")
-    dtype, at, length = getattr(torch, said["dtype"], None), said["at"], said["length"]
+    dtype, at, length = DTYPES.get(said["dtype"]), said["at"], said["length"]
     shape, strides = said["shape"], said["strides"]
     numbers = [*shape, *strides]
-    if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in numbers):
+    many = len(numbers) > 2 * _MOST_DIMENSIONS
+    if dtype is None or many or not all(type(n) is int and 0 <= n < _MOST for n in numbers):
         raise ValueError(f"a tensor of unknown form: {said}")
     span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
     size = math.prod(shape) * dtype.itemsize

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lightck.capture import dtensor
+from lightck.capture.dense import DTYPES
 from lightck.capture.device import Device
 from lightck.capture.holders import holder
 from lightck.capture.state import Live
@@ -47,8 +48,8 @@ def check(entries: Iterable[Entry], *, context: str) -> None:
         CorruptSnapshotError: a dtype that torch does not have, or bytes that its shape does not.
     """
     for entry in entries:
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype) or entry.dtype.startswith(("qint", "quint")):
+        dtype = DTYPES.get(entry.dtype)
+        if dtype is None:
             raise CorruptSnapshotError(f"{context}: {entry.name} has dtype {entry.dtype!r}")
         size = math.prod(entry.shape) * dtype.itemsize
         fits = size == entry.length if entry.begin is None else entry.begin + entry.length <= size

@@ -35,8 +35,8 @@ _ZEROS = bytes(8)
 class Manifest:
     """One snapshot's dynamic metadata.
 
-    The boundary blobs are opaque here: (a) step end and (b) next forward, as `capture.boundary`
-    encodes them; `at_forward` is empty in a snapshot that was finished before (b).
+    The boundary blobs are opaque here: (a) step end and (b) next forward, as `capture.parcel`
+    closes them; what (b) alone has is left out of a snapshot that was finished before it.
     """
 
     step: int
