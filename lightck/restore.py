@@ -150,18 +150,19 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
     """Match and verify a snapshot; what the context gives fills the live objects with it.
 
     What is made for it, as the state of an optimizer that has none yet, is read while it is
-    verified: nothing live has it before all is known to be whole.
+    verified, also onto a device: nothing live has it before all is known to be whole.
     """
     snapshot = found.snapshot
     first, second = snapshot.trees()
     with snapshot.leased():
         filling = Filling(snapshot, live, second, strict, lent=_lent(found))
         filling.check(first)
-        snapshot.verify(filling.unowned())
+        unowned = filling.unowned()
+        snapshot.verify(unowned, filling.pour(ahead=True))
 
         def take() -> RestoreInfo:
             snapshot.read(filling.addresses())
-            filling.pour()
+            filling.pour(ahead=False)
             filling.finish(first)
             _arm_forward(live, {} if filling.lent else second, filling.tensor)
             _carry_on(found)

@@ -180,24 +180,31 @@ class Assembled:
                     raise CorruptSnapshotError(f"{part.label}: overwritten while it was read")
             yield held
 
-    def verify(self, unowned: npt.NDArray[np.uint64] | None = None) -> None:
+    def verify(
+        self,
+        unowned: npt.NDArray[np.uint64] | None = None,
+        done: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
         """Check every byte against its checksum.
 
         Args:
             unowned: per entry, memory of nobody's that is filled on the way: it holds what was
                 checked; 0 for none.
+            done: per entry, whether it has been checked already.
 
         Raises:
             CorruptSnapshotError: names file, slot, step and tensor.
             RegionIOError: the medium cannot give it.
         """
         for part in self.parts:
-            rows = part.rows
+            rows, entries = part.rows, part.entries
             if unowned is not None:
-                starts = unowned[part.entries]
+                starts = unowned[entries]
                 rows = rows.copy()
                 rows["destination"] = np.where(starts, starts + part.begins, 0)
-            self._fetch(part, rows, part.entries)
+            if done is not None:
+                rows, entries = rows[~done[entries]], entries[~done[entries]]
+            self._fetch(part, rows, entries)
 
     def read(self, addresses: npt.NDArray[np.uint64]) -> None:
         """Read into memory, and check what was read on the way.

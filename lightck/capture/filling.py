@@ -160,17 +160,30 @@ class Filling:
                 found[index[name]] = target.data_ptr()
         return found
 
-    def pour(self) -> None:
-        """Fill what devices hold; `unowned` has been asked for.
+    def pour(self, *, ahead: bool) -> npt.NDArray[np.bool_]:
+        """Fill what devices hold, checked on the way; `unowned` has been asked for.
+
+        Args:
+            ahead: only what nobody but this has yet, which needs no look beforehand; else the rest.
+
+        Returns:
+            Per entry, whether it was filled.
 
         Raises:
-            CorruptSnapshotError: the snapshot has changed since it was verified.
+            CorruptSnapshotError: names file, step and tensor, whose bytes are then undefined.
         """
         index, entries = self.snapshot.index, self.snapshot.entries
-        held = {index[n]: target for n, target in self.targets.items() if holder(target)}
+        filled = np.zeros(len(entries), np.bool_)
+        held = {
+            index[name]: target
+            for name, target in self.targets.items()
+            if holder(target) and ahead == (name in self.fresh)
+        }
         if held:
             assert isinstance(self.snapshot, Assembled)
             pour(self.snapshot.parts, held, [entry.name for entry in entries])
+            filled[[*held]] = True
+        return filled
 
     def _make_targets(self) -> None:
         """Live memory where the bytes fit as they are, fresh tensors elsewhere."""

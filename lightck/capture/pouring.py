@@ -64,12 +64,12 @@ def pour(parts: Sequence[Part], targets: Mapping[int, torch.Tensor], names: Sequ
     It comes after what the calling thread's streams have to do, and before what they get to do.
 
     Args:
-        parts: of the snapshot, verified already, and held.
+        parts: of the snapshot, held.
         targets: by entry: dense, with the entry's strides.
         names: of the entries.
 
     Raises:
-        CorruptSnapshotError: the bytes have changed since; the tensors are then undefined.
+        CorruptSnapshotError: bytes are not those of the checksum; the tensors are then undefined.
         DeviceError: the device failed.
     """
     stretches = []
@@ -106,8 +106,8 @@ def _pour(stretches: Sequence[_Stretch]) -> None:
                 at += size
             if crc != stretch.crc:
                 raise CorruptSnapshotError(
-                    f"{stretch.part.label}: the bytes of {stretch.name} changed while they were"
-                    f" read: CRC 0x{crc:08x}, expected 0x{stretch.crc:08x}"
+                    f"{stretch.part.label}: {stretch.name} is damaged: CRC 0x{crc:08x}, expected"
+                    f" 0x{stretch.crc:08x}"
                 )
     finally:
         while places.busy:

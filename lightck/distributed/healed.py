@@ -130,11 +130,16 @@ class Healed:
         with contextlib.ExitStack() as held:
             yield held
 
-    def verify(self, unowned: npt.NDArray[np.uint64] | None = None) -> None:
+    def verify(
+        self,
+        unowned: npt.NDArray[np.uint64] | None = None,
+        done: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
         """Check every tensor against the checksum that the donor's region has of it.
 
         Args:
             unowned: as of `Assembled.verify`; left alone, for what was given is in memory already.
+            done: likewise; nothing of it is.
 
         Raises:
             CorruptSnapshotError: names the tensor and the donor.

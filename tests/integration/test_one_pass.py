@@ -5,16 +5,20 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from emulated import EmulatedDevice, devices
+from emulated_job import Job
 from loops import adam_loop, attach, of_live, of_stored
 
 import lightck
-from lightck.capture import filling
+from lightck.capture import filling, staging
 from lightck.capture.assembled import Assembled
+from lightck.capture.holders import holder
 from lightck.region import place
 from lightck.region.region import Region, survey
 
@@ -91,12 +95,13 @@ def test_nothing_that_exists_is_filled_before_all_is_verified(
     assert info and of_live(loop.model, loop.optimizers) == of_stored(run_dir, info.step)
 
 
-def damage(path: Path, step: int) -> None:
-    """One bit of the step's last extent, which a pass comes to when the others are filled."""
+def damage(path: Path, step: int, name: str | None = None) -> None:
+    """One bit of a tensor; else of the last extent, come to when the others are filled."""
     region, recovery = survey(place.locate(path, 0, create=False))
     candidate = next(c for c in recovery.candidates if c.record.step == step)
     ends = candidate.layout.offsets + candidate.layout.lengths
-    at = int(ends[candidate.layout.lengths > 0].max()) - 1
+    last = int(ends[candidate.layout.lengths > 0].max())
+    at = (last if name is None else int(ends[candidate.layout.index[name]])) - 1
     region.close()
     with open(region.place.file, "r+b") as file:
         byte = os.pread(file.fileno(), 1, at)[0]
@@ -134,3 +139,60 @@ def test_what_was_read_of_a_damaged_snapshot_is_gone_before_the_older_one_is_rea
     assert alive == [[0], [1]], "memory of each attempt, at the beginning of its pass"
     monkeypatch.undo()
     assert of_live(loop.model, loop.optimizers) == of_stored(run_dir, 1)
+
+
+def of_device(job: Job, step: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Weights and momenta: as they are to be after so many steps, and as they are."""
+    (device,), state = job.devices, job.optimizers[0].state
+    return {
+        name: (tensor, device.read(there))
+        for i, layer in enumerate(job.layers)
+        for name, there in (
+            (f"{layer.name}.weight", layer.weight),
+            (f"0/{i}/momentum", state[layer.weight]["momentum"]),
+        )
+        for tensor in (job.expected(step)[name],)
+    }
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_made_on_a_device_is_poured_into_it_and_checked_in_one_pass(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    device, describe = EmulatedDevice(), staging.describe
+
+    def described(live: Any) -> Any:
+        held = holder(live.local) is not None
+        return replace(describe(live), device="emulated" if held else "cpu")
+
+    monkeypatch.setattr(staging, "describe", described)
+    with devices(device):
+        job = Job(device, buffers=False)
+        with job.attach(run_dir) as handle:
+            for _ in range(2):
+                job.step()
+                handle.wait(timeout=100)
+            momentum = "optim/0/0.weight/momentum"
+        if not whole:
+            damage(run_dir, 2, momentum)
+        resumed, passes = Job(device, buffers=False), Passes(monkeypatch)
+        before = [device.read(layer.weight) for layer in resumed.layers]
+        pour, poured = filling.pour, list[tuple[int, list[bool]]]()
+
+        def noted(parts: Any, targets: Any, names: Any) -> None:
+            now = [device.read(layer.weight) for layer in resumed.layers]
+            same = [torch.equal(a, b) for a, b in zip(before, now, strict=True)]
+            pour(parts, targets, names)
+            poured.append((len(targets), same))
+
+        monkeypatch.setattr(filling, "pour", noted)
+        info = lightck.restore(resumed.model, resumed.optimizers, run_dir)
+        assert info is not None and info.step == (2 if whole else 1)
+        assert len(info.fell_back) == (0 if whole else 1)
+        assert poured == [(5, [True] * 5), (5, [True] * 5)], "momenta, then weights, once all is"
+        assert [name for name, _ in passes.passes] == ["verify", "read"]
+        weights = sum(layer.weight.nbytes for layer in resumed.layers)
+        checked, _ = passes.bytes_of(0)
+        assert checked == weights + 5 * 4, "momenta are not read for this"
+        for name, (expected, found) in of_device(resumed, info.step).items():
+            assert torch.equal(expected, found), name
