@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightck.capture.dense import must_be_dense
 from lightck.capture.dtensor import is_dtensor
 from lightck.errors import StateError
 
@@ -37,14 +38,20 @@ def keep(path: str, tensor: torch.Tensor) -> Any:
     """Keep a tensor inside the boundary state, as a private copy.
 
     Raises:
-        StateError: a DTensor, which means nothing without its mesh.
+        StateError: a DTensor, which means nothing without its mesh; what has no plain bytes; a
+            subclass, which would come back as a plain tensor.
     """
     if is_dtensor(tensor):
         raise StateError(
             f"{path} is a DTensor, taken where a step ends: give it with lightck.at_forward",
             path=path,
         )
-    return tensor.detach().cpu().clone()
+    must_be_dense(path, tensor)
+    kept = tensor.detach().cpu().clone()
+    if type(kept) is not torch.Tensor:
+        kind = type(kept).__qualname__
+        raise StateError(f"{path} is a {kind} and would come back as a plain tensor", path=path)
+    return kept
 
 
 def reference(name: str) -> dict[str, str]:

@@ -196,6 +196,10 @@ class Custom(dict[str, int]):
     """A type of the user's own."""
 
 
+class Odd(torch.Tensor):
+    """Would come back as a plain one."""
+
+
 @pytest.mark.parametrize(
     ("value", "path"),
     [
@@ -208,6 +212,9 @@ class Custom(dict[str, int]):
         ({"a": collections.defaultdict(lambda: 1)}, "extras/x/a"),
         ({"a": collections.deque([{1: iter([])}])}, "extras/x/a/0/1"),
         ({"a": {boundary.TAG: "set"}}, "extras/x/a"),
+        ({"a": torch.eye(3).to_sparse()}, "extras/x/a"),
+        ({"a": [torch.empty(3, device="meta")]}, "extras/x/a/0"),
+        ({"a": torch.zeros(2).as_subclass(Odd)}, "extras/x/a"),
     ],
 )
 def test_what_could_not_be_restored_is_named_with_its_path(value: Any, path: str) -> None:

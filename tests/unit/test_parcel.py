@@ -15,7 +15,7 @@ import torch
 
 from lightck.capture import boundary, parcel
 from lightck.capture.parcel import Kept, Parcel
-from lightck.errors import CorruptSnapshotError, StateError
+from lightck.errors import CorruptSnapshotError
 
 TENSORS = {
     "scalar": torch.tensor(3.5, dtype=torch.float64),
@@ -170,16 +170,6 @@ def test_a_parcel_in_a_parcel_in_a_parcel_is_an_error() -> None:
         del said["number"]
         held.add(blob)
         blob = held.sealed([held.pickled({"inner": said})])
-
-
-class Odd(torch.Tensor):
-    """Would come back as a plain one."""
-
-
-def test_a_tensor_without_bytes_of_its_own_is_told_at_attach() -> None:
-    for each in (torch.eye(3).to_sparse(), torch.zeros(2).as_subclass(Odd)):
-        with pytest.raises(StateError, match="extras/x could not be restored"):
-            parcel.prove({"t": each}, "extras/x")
 
 
 class Asks:
