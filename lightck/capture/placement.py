@@ -2,15 +2,13 @@
 
 `direct` needs a medium that takes a snapshot inside one window. Where it cannot, the fence would
 wait for it; `staged` leaves the sources at the speed of memory instead, and due snapshots slip
-until the medium has caught up. `auto` finds out by trying, because the fence's wait is what counts
-and no rate predicts it on a busy machine.
+until the medium has caught up. `auto` finds out by trying (`contest.py`): the fence's wait is what
+counts.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,17 +18,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from lightck.capture.contest import Contest, Turn
 from lightck.events import event
 from lightck.region.library import free_dram_bytes
 
 TOO_SLOW = 2.0
 """A fence that waits longer than this many plain copies of the payload to DRAM is worth a trial."""
-WORTH = 0.5
-"""A trial has won when its fence waits at most this part of the other's."""
-LOOKS = 3
-"""Snapshots that a decision rests on."""
-PATIENCE = 64
-"""Snapshots after a lost trial before the next one; doubles every time."""
 SPARE = 0.75
 """Part of the free DRAM that staging may take."""
 
@@ -93,12 +86,8 @@ class Placement:
     """DRAM that staging may take."""
     _mapping: Future[None] | None = None
     """DRAM for a trial that is being mapped."""
-    _waits: deque[float] = field(default_factory=lambda: deque(maxlen=LOOKS))
-    _direct_s: float = 0.0
-    """What the fence waited before the trial that is running; 0: none is."""
-    _quiet: int = 0
-    """Snapshots until the next trial may begin."""
-    _patience: int = PATIENCE
+    _contest: Contest = field(default_factory=Contest)
+    """Of what the fence waits, in seconds."""
     _rate: float = 0.0
 
     def prepare(self, payload_bytes: int) -> None:
@@ -129,18 +118,23 @@ class Placement:
         """Learn what the fence waited for a snapshot that was placed as chosen."""
         if self.mode != "auto" or self.paged or not payload_bytes or self._mapping is not None:
             return
-        self._waits.append(fence_s)
-        self._quiet = max(0, self._quiet - 1)
-        if len(self._waits) < LOOKS:
-            return
-        wait_s = statistics.median(self._waits)
-        if self._direct_s:
-            self._judge(wait_s)
-        elif not self.staging and not self._quiet:
-            self._rate = self._rate or self.rate()
-            if wait_s > TOO_SLOW * payload_bytes / self._rate:
-                self._direct_s = wait_s
-                self._mapping = self._make_room(payload_bytes)
+        contest = self._contest
+        turn = contest.saw(fence_s, lambda: TOO_SLOW * payload_bytes / self._plain())
+        if turn is Turn.DOUBT:
+            self._mapping = self._make_room(payload_bytes)
+        elif turn is not None:
+            event(
+                "placement",
+                staged=turn is Turn.WON,
+                fence_direct_s=contest.first_cost,
+                fence_staged_s=contest.other_cost,
+            )
+            if turn is Turn.LOST:
+                self._let_go()
+
+    def _plain(self) -> float:
+        self._rate = self._rate or self.rate()
+        return self._rate
 
     def _make_room(self, payload_bytes: int) -> Future[None]:
         """Say what DRAM will be used before it is."""
@@ -152,24 +146,16 @@ class Placement:
         if self._mapping is None or not self._mapping.done():
             return
         error, self._mapping = self._mapping.exception(), None
-        self._waits.clear()
-        self.staging = error is None
-        if error is not None:
-            event("placement", staged=False, why=error)
-            self._lost()
-
-    def _judge(self, staged_s: float) -> None:
-        won = staged_s <= WORTH * self._direct_s
-        event("placement", staged=won, fence_direct_s=self._direct_s, fence_staged_s=staged_s)
-        self._waits.clear()
-        if won:
-            self._direct_s = 0.0
+        if error is None:
+            self._contest.begin()
+            self.staging = True
         else:
-            self._lost()
+            event("placement", staged=False, why=error)
+            self._contest.lose()
+            self._let_go()
 
-    def _lost(self) -> None:
-        self.staging, self._direct_s, self.room_bytes = False, 0.0, 0
-        self._quiet, self._patience = self._patience, 2 * self._patience
+    def _let_go(self) -> None:
+        self.staging, self.room_bytes = False, 0
 
 
 def _done() -> Future[None]:

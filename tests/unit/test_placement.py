@@ -8,7 +8,8 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from lightck.capture.placement import LOOKS, PATIENCE, SPARE, Mode, Placement, behind
+from lightck.capture.contest import LOOKS, PATIENCE
+from lightck.capture.placement import SPARE, Mode, Placement, behind
 from lightck.region import library as native
 
 LENGTHS = np.array([600, 300, 100], np.uint64)
