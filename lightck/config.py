@@ -52,8 +52,9 @@ class Config:
             Of tensors in a GPU's memory: `direct` (into the region, registered with the driver),
             `host` or `staged` (through a bounded ring of pinned DRAM), `device` (a copy in the
             GPU's spare memory first), `auto` (what is possible, in the order `device`, `direct`,
-            `host`); what is not possible becomes `host`, as `stats()` says. `host` and `device`
-            are `auto` for tensors in DRAM.
+            `host`); what is not possible becomes `host`, as `stats()` says. `auto` and `device`
+            try the ring where the GPU is slow to store into the region. `host` and `device` are
+            `auto` for tensors in DRAM.
         write_limit: bytes per second written to the medium at most, for media that others use,
             too; writes may be 8 ms ahead of it. 0 is no limit.
         backend: who maps the region for the writer: `auto` (lightck itself; libpmemobj where the

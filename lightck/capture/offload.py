@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.capture.arrange import Arrangement, Part, Sources
+from lightck.capture.arrange import Arrangement, Part, Sources, sources
 from lightck.capture.device import Device, Mark
 from lightck.capture.flight import Flight, Group
 from lightck.capture.transfer import Transfer, Way
@@ -74,8 +74,11 @@ class Offload:
                 if device.name not in self._warm:
                     self._warm[device.name] = device
                     device.warm()
-                if not self.ways.in_place(device, way):
+                judged = self.ways.judged(device)
+                if judged or not self.ways.in_place(device, way):
                     self.transfers.reserve(device)
+                if judged:
+                    self.ways.measure(device, _live(arrangement, device), self.transfers.load_bytes)
             except LightckError as error:  # told by whoever makes a snapshot
                 self.noted(error)
 
@@ -200,7 +203,19 @@ class Offload:
         Raises:
             LightckError: a transfer has failed.
         """
-        return all(self.transfers.arrived(each, timeout_s) for each in flight.transfers)
+        there = all(self.transfers.arrived(each, timeout_s) for each in flight.transfers)
+        if there:
+            self._learn(flight)
+        return there
+
+    def _learn(self, flight: Flight) -> None:
+        """What the way of each device has cost, if enough of its bytes were seen arriving."""
+        for device in {each.device.name: each.device for each in flight.transfers}.values():
+            of_it = [each for each in flight.transfers if each.device is device]
+            seen, seconds = map(sum, zip(*(each.took for each in of_it), strict=True))
+            if 2 * seen >= sum(each.starts[-1] for each in of_it):
+                in_place = all(each.in_place for each in of_it)
+                self.ways.paid(device, seconds / seen, in_place=in_place)
 
     def give_up(self, flight: Flight) -> None:
         """Let no copy be under way any more. Blocks; any thread. Then free, then `forget`."""
@@ -254,6 +269,15 @@ def _reserved(arrangement: Arrangement) -> list[torch.Tensor]:
         if part.owned and part.device is not None:
             lengths = [arrangement.entries[i].length for i in part.order]
             found += part.device.reserve(lengths)
+    return found
+
+
+def _live(arrangement: Arrangement, device: Device) -> list[torch.Tensor]:
+    """Bytes of tensors on a device, to be looked at at once."""
+    found: list[torch.Tensor] = []
+    for part in arrangement.parts:
+        if part.device is device and not part.owned:
+            found += sources(part, arrangement).flats
     return found
 
 

@@ -13,6 +13,7 @@ feeds what has arrived. A load ends where the pool's chunks do. What orders it a
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -82,6 +83,8 @@ class Transfer:
     """Places of the ring that the pool has not been seen to have read, with their ends."""
     touching: RLock = field(default_factory=RLock)
     """Held while the thread asks the pool: the snapshot must not be freed meanwhile."""
+    _came: list[tuple[int, float]] = field(default_factory=list)
+    """The first load that arrived and the last one: where it ends, and when it was there."""
     _live: list[torch.Tensor] = field(default_factory=list)
     """Live memory that is being copied within the device."""
 
@@ -89,6 +92,7 @@ class Transfer:
         """Where each copy begins in the batch."""
         self.lengths = [source.numel() for source in self.sources]
         self.starts = [0, *accumulate(self.lengths)]
+        self.in_place = self.extents is not None
         assert self.starts[-1] == self.batch.total_bytes, (self.starts[-1], self.batch.total_bytes)
 
     @property
@@ -100,6 +104,18 @@ class Transfer:
         """It cannot be brought to its end; nobody waits for it any more."""
         self.error = self.error or error
         self.queued.set()
+
+    def came(self, load: Load) -> None:
+        """It has arrived. The feeding thread's."""
+        self._came[1:] = [(load.end, time.perf_counter())]
+
+    @property
+    def took(self) -> tuple[int, float]:
+        """Bytes that arrived behind the first load, and the seconds they took; once it is fed."""
+        if len(self._came) < 2:
+            return 0, 0.0
+        (first, begin), (last, end) = self._came
+        return last - first, end - begin
 
     def loads(self, most: int) -> Iterator[tuple[int, int]]:
         """First and end byte of each load, of `most` bytes or of one chunk."""

@@ -296,6 +296,7 @@ class Transfers:
         try:
             job.device.enter_thread()
             load.mark.wait()
+            job.came(load)
             with job.touching:
                 if load.place is not None:
                     job.held.append((load.end, load.place))

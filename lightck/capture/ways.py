@@ -1,13 +1,19 @@
-"""Which way tensors on a device go: what was asked for, what is possible, and why this one."""
+"""Which way tensors on a device go: as asked for, as possible, as it has proved itself; and why.
+
+Where a device can store into the region itself and may not have to, both are measured: what counts
+is how long live memory, or its copy, waits to be let go of. See `contest.py`.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from lightck.capture.contest import Contest, Turn
 from lightck.capture.device import Device
 from lightck.capture.transfer import Way
 from lightck.events import event
@@ -15,6 +21,10 @@ from lightck.region.region import Region
 
 PIECE_BYTES = 1 << 30
 """Registered at once; no copy may lie in two pieces."""
+TOO_SLOW = 2.0
+"""Stores into the region that take as many times as long as copies to pinned DRAM are doubted."""
+SAMPLE_BYTES = 32 << 20
+"""Copied to pinned DRAM, three times, to know how long that takes."""
 _NO_PINS = {
     "fsdax": "its pages must not be pinned for long",
     "file": "it is an ordinary file",
@@ -43,6 +53,10 @@ class Ways:
     _copies: dict[str, torch.Tensor] = field(default_factory=dict)
     """By device: its spare memory."""
     _mapped: torch.Tensor | None = None
+    _plain: dict[str, float] = field(default_factory=dict)
+    """By device: seconds a byte of a copy to pinned DRAM. A device without is not judged."""
+    _contests: dict[str, Contest] = field(default_factory=dict)
+    """By device: the ring against its own stores into the region, in seconds a byte."""
 
     @property
     def copy_bytes(self) -> int:
@@ -61,16 +75,75 @@ class Ways:
         way, why = Way.HOST, f"placement is {self.wanted!r}"
         if copy is not None:
             way, why = Way.DEVICE, f"{device.name} has {size} bytes to spare"
+            why_not = self._beaten(device)
         elif self.wanted in ("auto", "direct"):
-            refused = self._refuses(device)
-            way = Way.HOST if refused else Way.DIRECT
-            why = refused or "the region is registered with the driver"
+            avoided = self._refuses(device) or self._beaten(device)
+            way = Way.HOST if avoided else Way.DIRECT
+            why = avoided or "the region is registered with the driver"
         self._say(device, way, "; ".join(filter(None, (why_not, why))))
         return way, copy
 
     def in_place(self, device: Device, way: Way) -> bool:
         """Whether the device stores into the region itself."""
-        return way is Way.DIRECT or (way is Way.DEVICE and not self._refuses(device))
+        if way is Way.DEVICE:
+            return not (self._refuses(device) or self._beaten(device))
+        return way is Way.DIRECT
+
+    def judged(self, device: Device) -> bool:
+        """Whether the ring may be tried instead of stores into the region."""
+        return self.wanted in ("auto", "device") and not self._refuses(device)
+
+    def measure(self, device: Device, sources: Sequence[torch.Tensor], load_bytes: int) -> None:
+        """How fast the device copies these bytes to pinned DRAM. Blocks, for milliseconds."""
+        if device.name in self._plain:
+            return
+        place, loads, size = device.pinned(load_bytes), [], 0
+        for load in (part for each in sources for part in each.split(load_bytes)):
+            loads.append(load)
+            size += load.numel()
+            if size >= SAMPLE_BYTES:
+                break
+        if size < load_bytes:
+            return  # what calls take would be measured
+        places, best = [place[: load.numel()] for load in loads], float("inf")
+        for _ in range(3):
+            begin = time.perf_counter()
+            device.copy(places, loads).wait()
+            best = min(best, time.perf_counter() - begin)
+        self._plain[device.name] = best / size
+        self._contests[device.name] = Contest()
+
+    def paid(self, device: Device, cost: float, *, in_place: bool) -> None:
+        """Learn what a snapshot's transfers cost.
+
+        Args:
+            device: that they were of.
+            cost: seconds a byte, from the first load that arrived to the last one.
+            in_place: in the region; else in the ring.
+        """
+        contest = self._contests.get(device.name)
+        if contest is None or in_place is contest.other:  # of before the last turn
+            return
+        turn = contest.saw(cost, lambda: TOO_SLOW * self._plain[device.name])
+        if turn is Turn.DOUBT:
+            contest.begin()
+        elif turn is not None:
+            event(
+                "device_ring", device=device.name, stays=turn is Turn.WON, rates=self._rates(device)
+            )
+
+    def _beaten(self, device: Device) -> str:
+        """Why the device does not store into the region itself, though it could."""
+        contest = self._contests.get(device.name)
+        if contest is None or not contest.other:
+            return ""
+        return f"its own stores into the region are slow: {self._rates(device)}"
+
+    def _rates(self, device: Device) -> str:
+        contest = self._contests[device.name]
+        costs = contest.first_cost, contest.other_cost, self._plain[device.name]
+        own, ring, plain = (f"{1e-9 / cost:.2f} GB/s" if cost else "not known" for cost in costs)
+        return f"{own}; through the ring {ring}; plain copies to pinned DRAM {plain}"
 
     def pieces(self, device: Device) -> list[int]:
         """Addresses that no copy of the device's may lie on both sides of."""

@@ -217,7 +217,7 @@ def test_no_copy_lies_over_the_edge_of_a_registered_piece(
     handle.close()
     untroubled(handle, way)
     assert_exact(job, run_dir, [1, 2, 3])
-    assert not device.registered
+    assert not any(size <= 12288 for size in device.registered.values())
 
 
 def test_a_region_that_is_registered_in_part_only_is_not_at_all(

@@ -1,0 +1,99 @@
+"""A region that a device is slow to store into: the ring is tried; every byte is of its step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from emulated import GARBAGE, EmulatedDevice, devices
+from emulated_job import Job
+from test_devices import assert_exact
+
+from lightck.capture import contest, transfers, ways
+from lightck.capture.contest import LOOKS
+
+SPARE = 16 << 20
+SLOW, FAST = 0.0, 1e9
+"""What stores into the region may cost, in plain copies: less than they do, more than they do."""
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
+    """Its transfers have many loads; any trial is won."""
+    monkeypatch.setattr(transfers, "LOAD_BYTES", 4096)
+    monkeypatch.setattr(transfers, "RING_BYTES", 65536)
+    monkeypatch.setattr(contest, "WORTH", 1e9)
+    made = EmulatedDevice()
+    with devices(made):
+        yield made
+
+
+def train(job: Job, path: Path, steps: int, placement: str) -> list[tuple[str, str]]:
+    """How so many snapshots went, and why; all are exact."""
+    handle, went = job.attach(path, placement=placement), []
+    job.step()
+    for _ in range(steps):
+        job.step()  # its forward opens the snapshot of the step before
+        handle.wait(timeout=100)
+        stats = handle.stats()
+        went.append((stats.device_mode, stats.device_why))
+    ring = handle._recorder.pipeline.offload.transfers._free
+    assert any("through the ring" in why for _, why in went) is any(
+        bool((place != GARBAGE).any()) for place in ring
+    ), "what is said is not what was done"
+    handle.close()
+    stats = handle.stats()
+    assert (stats.torn, stats.failed, stats.slipped) == (0, 0, 0)
+    assert_exact(job, path, [*range(1, steps + 2)])
+    return went
+
+
+def test_a_region_that_is_slow_to_store_into_is_left_for_the_ring(
+    device: EmulatedDevice,
+    run_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO, "lightck")
+    monkeypatch.setattr(ways, "TOO_SLOW", SLOW)
+    went = train(Job(device), run_dir, 10, "auto")
+    assert [way for way, _ in went] == ["direct"] * LOOKS + ["host"] * (10 - LOOKS)
+    assert "ring not known" in went[LOOKS][1]
+    assert went[-1][1].count("GB/s") == 3
+    assert "device_ring" in caplog.text
+
+
+@pytest.mark.parametrize("placement", ["auto", "device"])
+def test_a_copy_on_the_device_leaves_it_through_the_better_way_too(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    monkeypatch.setattr(ways, "TOO_SLOW", SLOW)
+    device.spare_bytes = SPARE
+    went = train(Job(device), run_dir, 8, placement)
+    assert {way for way, _ in went} == {"device"}
+    through = ["through the ring" in why for _, why in went]
+    assert through == [False] * LOOKS + [True] * (8 - LOOKS)
+
+
+def test_a_ring_that_does_not_help_is_given_up(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ways, "TOO_SLOW", SLOW)
+    monkeypatch.setattr(contest, "WORTH", 0.0)
+    went = [way for way, _ in train(Job(device), run_dir, 10, "auto")]
+    assert went == ["direct"] * LOOKS + ["host"] * LOOKS + ["direct"] * (10 - 2 * LOOKS)
+
+
+@pytest.mark.parametrize(("placement", "limit"), [("auto", FAST), ("direct", SLOW)])
+def test_a_region_that_is_fast_and_a_way_that_was_asked_for_are_kept(
+    device: EmulatedDevice,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    placement: str,
+    limit: float,
+) -> None:
+    monkeypatch.setattr(ways, "TOO_SLOW", limit)
+    went = train(Job(device), run_dir, 8, placement)
+    assert [way for way, _ in went] == ["direct"] * 8

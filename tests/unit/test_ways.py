@@ -1,0 +1,136 @@
+"""What a device's own stores into the region cost, against the ring: sums, and who is on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightck.capture import transfer, ways
+from lightck.capture.contest import LOOKS
+from lightck.capture.transfer import Load, Transfer, Way
+
+DEVICE: Any = SimpleNamespace(name="here:0")
+
+
+class Clock:
+    """Goes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The one that both modules read."""
+    made = Clock()
+    for module in (transfer, ways):
+        monkeypatch.setattr(module, "time", made)
+    return made
+
+
+class Copies:
+    """A device whose copies take so many seconds a byte."""
+
+    name = "here:0"
+
+    def __init__(self, clock: Clock, costs: list[float]) -> None:
+        self.clock, self.costs, self.sizes = clock, costs, list[int]()
+
+    def pinned(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+        assert [t.numel() for t in targets] == [s.numel() for s in sources]
+        self.sizes.append(sum(source.numel() for source in sources))
+        self.clock.now += self.costs.pop(0) * self.sizes[-1]
+        return SimpleNamespace(wait=lambda: None)
+
+
+def chosen(clock: Clock, *, wanted: str = "auto") -> ways.Ways:
+    """Knows that a plain copy takes one second a byte."""
+    made = ways.Ways(Any, wanted)  # type: ignore[arg-type]
+    made._refused["SimpleNamespace"] = ""
+    made._plain["here:0"], made._contests["here:0"] = 1.0, ways.Contest()
+    return made
+
+
+def paid(of: ways.Ways, *costs: float) -> None:
+    """Snapshots that went the way in use."""
+    for cost in costs:
+        of.paid(DEVICE, cost, in_place=not of._beaten(DEVICE))
+
+
+def test_a_plain_copy_is_the_best_of_three_of_at_most_the_sample(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ways, "SAMPLE_BYTES", 1000)
+    made, device = ways.Ways(Any), Copies(clock, [0.5, 0.25, 0.75])  # type: ignore[arg-type]
+    tensors = [torch.zeros(650, dtype=torch.uint8) for _ in range(5)]
+    for _ in range(2):  # the second time it is known
+        made.measure(device, tensors, 400)  # type: ignore[arg-type]
+    assert device.sizes == [1050] * 3
+    assert made._plain == {"here:0": 0.25}
+
+
+def test_less_than_one_load_is_too_little_to_judge_by(clock: Clock) -> None:
+    made, device = ways.Ways(Any), Copies(clock, [])  # type: ignore[arg-type]
+    made.measure(device, [torch.zeros(399, dtype=torch.uint8)], 400)  # type: ignore[arg-type]
+    assert not made._plain
+    made.paid(DEVICE, 1e9, in_place=True)
+    assert not made._beaten(DEVICE)
+
+
+def test_stores_of_twice_a_plain_copy_are_kept_and_slower_ones_doubted(clock: Clock) -> None:
+    of = chosen(clock)
+    paid(of, *[2.0] * 10)
+    assert not of._beaten(DEVICE)
+    paid(of, *[2.1] * 2)
+    assert "own stores" in of._beaten(DEVICE)
+
+
+def test_the_ring_is_kept_for_half_of_the_cost_and_not_for_more(clock: Clock) -> None:
+    for cost, kept in ((2.0, True), (2.01, False)):
+        of = chosen(clock)
+        paid(of, *[4.0] * LOOKS, *[cost] * LOOKS)
+        assert bool(of._beaten(DEVICE)) is kept
+
+
+def test_what_went_before_the_turn_is_not_counted_for_the_other_way(clock: Clock) -> None:
+    of = chosen(clock)
+    paid(of, *[4.0] * LOOKS)
+    for _ in range(LOOKS):
+        of.paid(DEVICE, 99.0, in_place=True)  # was under way
+    assert of._beaten(DEVICE)
+    paid(of, *[1.0] * LOOKS)
+    assert of._beaten(DEVICE)
+    assert "ring 0.00 GB/s" in of._beaten(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "judged"), [("auto", True), ("device", True), ("direct", False)]
+)
+def test_a_region_that_was_asked_for_by_name_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, judged: bool
+) -> None:
+    monkeypatch.setattr(ways.Ways, "_refuses", lambda self, device: "")
+    made = ways.Ways(Any, wanted)  # type: ignore[arg-type]
+    assert made.judged(DEVICE) is judged
+    assert made.in_place(DEVICE, Way.DEVICE) is made.in_place(DEVICE, Way.DIRECT) is True
+
+
+def test_a_transfer_takes_from_its_first_load_to_its_last(clock: Clock) -> None:
+    batch: Any = SimpleNamespace(total_bytes=12)
+    sources = [torch.zeros(8, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)]
+    moved = Transfer(DEVICE, Any, batch, sources, None)  # type: ignore[arg-type]
+    assert not moved.in_place
+    assert moved.took == (0, 0.0)
+    for end in (2, 5, 9, 12):
+        clock.now += 3.0
+        moved.came(Load(end, Any, None))  # type: ignore[arg-type]
+        assert moved.took == (end - 2, (0.0, 3.0, 6.0, 9.0)[(2, 5, 9, 12).index(end)])
