@@ -18,7 +18,7 @@ from typing import Any
 from bench import machine
 from bench.errors import BenchError
 from bench.gpu import build, results, tree
-from bench.gpu.parts import TESTS, Part, contenders_of, definition_of, files_of, fits
+from bench.gpu.parts import TESTS, Part, contenders_of, definition_of, files_of, seconds_of
 from bench.place import ROOT
 
 DONE, KEPT, FAILED, SKIPPED = "done", "kept", "failed", "SKIPPED"
@@ -69,8 +69,10 @@ class Check:
         self._recall()
         self._preflight()
         library = self._built()
+        wanted = [part for part in parts if self.again or not self._has(part)]
         for part in parts:
-            self.outcomes[part.name] = found = self._part(part, library)
+            behind = wanted[wanted.index(part) + 1 :] if part in wanted else []
+            self.outcomes[part.name] = found = self._part(part, behind, library)
             took = f"{found.state}, {found.seconds:.0f} s{_because(found)}"
             print(f"== {part.name}: {took}", flush=True)
             self._store()
@@ -103,18 +105,19 @@ class Check:
         print(f"  {library}: {time.monotonic() - begin:.0f} s", flush=True)
         return library
 
-    def _part(self, part: Part, library: Path) -> Outcome:
+    def _part(self, part: Part, behind: Sequence[Part], library: Path) -> Outcome:
         left = self.until - time.monotonic()
+        most = seconds_of(part, behind, left)
         if not self.again and self._has(part):
             return Outcome(part.name, KEPT, self.outcomes[part.name].seconds, "of an earlier run")
-        if not fits(part, left):
+        if not most:
             why = f"{left:.0f} s left, it needs {part.least_s:.0f}: GPU_PARTS='{part.name}' runs it"
             return Outcome(part.name, SKIPPED, 0.0, why)
-        print(f"== {part.name}: at most {min(part.most_s, left):.0f} s", flush=True)
+        print(f"== {part.name}: at most {most:.0f} s", flush=True)
         begin = time.monotonic()
         run = self._tests if part.group == TESTS else self._measured
         environment = {**os.environ, "LIGHTCK_NATIVE": str(library)}
-        state, why = run(part, min(part.most_s, left), environment)
+        state, why = run(part, most, environment)
         return Outcome(part.name, state, time.monotonic() - begin, why)
 
     def _has(self, part: Part) -> bool:

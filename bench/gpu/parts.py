@@ -80,9 +80,15 @@ def files_of(part: Part) -> list[str]:
     return [n for n in there if (n == own if own in there else n not in named)]
 
 
-def fits(part: Part, left_s: float) -> bool:
-    """Whether there is time enough to begin it."""
-    return left_s >= part.least_s
+def seconds_of(part: Part, behind: Sequence[Part], left_s: float) -> float:
+    """How long a part may take: no longer than leaves those behind it what they need at least.
+
+    0: there is no time to begin it. Where there is not enough for all, the first ones have theirs.
+    """
+    if left_s < part.least_s:
+        return 0.0
+    room = left_s - sum(each.least_s for each in behind)
+    return min(part.most_s, room if room >= part.least_s else left_s)
 
 
 def definition_of(part: Part, *, device: str, small: bool) -> Definition:

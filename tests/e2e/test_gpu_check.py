@@ -18,8 +18,9 @@ import torch
 from bench import machine, record
 from bench.errors import BenchError
 from bench.gpu import measuring, results
+from bench.gpu.__main__ import _BUDGET_S
 from bench.gpu.check import Check
-from bench.gpu.parts import PARTS, TESTS, Part, contenders_of, definition_of
+from bench.gpu.parts import PARTS, TESTS, Part, contenders_of, definition_of, seconds_of
 
 _ROOT = Path(__file__).parents[2]
 _MEASURED = [part for part in PARTS if part.group != TESTS]
@@ -141,6 +142,23 @@ def test_a_part_that_hangs_is_stopped_and_the_next_one_runs(
     assert "tests:resume" in (tmp_path / "out" / "tests.txt").read_text()
     running = [" ".join(words) for words in _commands()]
     assert not [each for each in running if asleep in each or str(hanging) in each]
+
+
+def test_every_part_is_begun_within_the_eight_minutes_though_each_takes_all_it_may() -> None:
+    left, took = _BUDGET_S["cuda"], {}
+    for i, part in enumerate(PARTS):
+        took[part.name] = seconds = seconds_of(part, PARTS[i + 1 :], left)
+        assert part.least_s <= seconds <= part.most_s, took
+        left -= seconds
+    assert _BUDGET_S["cuda"] < 480 and left >= 0
+
+
+def test_where_time_is_short_the_first_parts_have_theirs() -> None:
+    first, second = Part("first", 10, 50), Part("second", 20, 50)
+    assert seconds_of(first, [second], 45) == 25
+    assert seconds_of(first, [second], 29) == 29
+    assert seconds_of(first, [second], 200) == 50
+    assert seconds_of(first, [], 9) == 0
 
 
 def test_a_missing_package_is_named_before_anything_runs(
