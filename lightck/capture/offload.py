@@ -277,7 +277,9 @@ def _live(arrangement: Arrangement, device: Device) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for part in arrangement.parts:
         if part.device is device and not part.owned:
+            before = part.last
             found += sources(part, arrangement).flats
+            part.last = before  # else it would hold memory that the loop has let go of
     return found
 
 

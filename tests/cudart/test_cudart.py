@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import lightck
+from lightck.capture import contest, cuda, transfers, ways
 
 if "LIGHTCK_CUDART" not in os.environ:
     pytest.skip("run by tests/cudart/run.py, with torch for CUDA", allow_module_level=True)
@@ -140,9 +141,38 @@ def test_every_snapshot_is_of_one_step(
         assert bool((got(tensor) == 6).all())
 
 
+@pytest.mark.parametrize("spare", [False, True])
+@pytest.mark.parametrize("devices", [("cuda:1",), ("cuda:0", "cuda:1")])
+def test_a_region_that_is_slow_to_store_into_is_left_for_the_ring(
+    devices: tuple[str, ...], spare: bool, region_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "LOAD_BYTES", 1 << 16)
+    monkeypatch.setattr(transfers, "RING_BYTES", 1 << 20)
+    monkeypatch.setattr(ways, "TOO_SLOW", 0.0)  # whatever they take
+    monkeypatch.setattr(contest, "WORTH", 1e9)
+    if not spare:
+        monkeypatch.setattr(cuda.Cuda, "spare", lambda self, size: None)
+    model, optimizer = made(*devices)
+    path, went = region_dir / "run", []
+    settings = {"chunk_bytes": 1 << 16, "on_error": "raise", "slots": 16}
+    with lightck.attach(model, optimizer, path, **settings) as handle:
+        model()
+        for _ in range(8):
+            optimizer.step()
+            model()  # opens the snapshot
+            handle.wait()
+            stats = handle.stats()
+            went.append((stats.device_mode, "through the ring" in stats.device_why))
+            look(path, optimizer.steps)
+        optimizer.step()
+    assert (stats.torn, stats.failed) == (0, 0), stats
+    first, then = ("device", "device") if spare else ("direct", "host")
+    assert went == [(first, False)] * contest.LOOKS + [(then, True)] * (8 - contest.LOOKS)
+
+
 @pytest.mark.parametrize("aside", [False, True])
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", (*WAYS, "auto"))
 def test_a_save_beside_a_stream_that_hangs_asks_the_driver_for_nothing(
     way: str, device: str, aside: bool, region_dir: Path
 ) -> None:
