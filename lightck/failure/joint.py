@@ -40,6 +40,8 @@ class JointRescue(Rescue):
     _given: set[str] = field(default_factory=set)
     """Reasons that came from others: these know them."""
     _told: tuple[str, int | None, bool] | None = None
+    _stood: int = 0
+    """The last complete step when that was told."""
 
     @classmethod
     def among(
@@ -105,7 +107,8 @@ class JointRescue(Rescue):
         """
         heard, topology = self.peers.look(), self.peers.topology
         step = self.recorder.steps.step
-        said = {word.rank for word in heard.words if word.step is None or word.step >= step}
+        # One that had nothing to save has said so for its step and the next: it may live on.
+        said = {w.rank for w in heard.words if (w.stood + 1 if w.step is None else w.step) >= step}
         others = {*range(topology.world)} - {topology.rank}
         settled = others <= said.union(heard.dead, heard.closed)
         return settled and self._wards(heard) <= self._finished
@@ -164,10 +167,16 @@ class JointRescue(Rescue):
         return any(word.early and word.step == step for word in self.peers.look().words)
 
     def _tell(self, saved: Saved, deadline: float) -> None:
-        step = saved.step if saved.fresh else None
-        if self._told is not None and self._told[1:] == (step, saved.early):
+        step, stood = saved.step if saved.fresh else None, self.recorder.steps.step
+        known = self._told is not None and self._told[1:] == (step, saved.early)
+        if known and (step is not None or self._stood == stood):
             return
-        self._told = saved.reason, step, saved.early
-        seconds = max(0.0, min(TELL_S, deadline - time.monotonic()))
-        heard = saved.reason in self._given
-        self.peers.announce(saved.reason, step, early=saved.early, heard=heard, seconds=seconds)
+        self._told, self._stood = (saved.reason, step, saved.early), stood
+        self.peers.announce(
+            saved.reason,
+            step,
+            early=saved.early,
+            heard=saved.reason in self._given,
+            stood=stood,
+            seconds=max(0.0, min(TELL_S, deadline - time.monotonic())),
+        )

@@ -42,6 +42,7 @@ class Word:
         step: of the snapshot that it has committed since; None: it has none.
         early: that snapshot is of the instant before (b).
         heard: its reason is that it has heard of another rank's failure.
+        stood: its last complete step when it said so.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Word:
     step: int | None = None
     early: bool = False
     heard: bool = False
+    stood: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class Peers:
         *,
         early: bool = False,
         heard: bool = False,
+        stood: int = 0,
         seconds: float = 0.0,
     ) -> bool:
         """Say that this rank has failed, or has saved itself.
@@ -154,12 +157,13 @@ class Peers:
             step: of its committed snapshot.
             early: that is of the instant before (b).
             heard: it has saved itself because of another's failure.
+            stood: its last complete step.
             seconds: how long to wait until it is said.
 
         Returns:
             Whether it has been said; else it will be, once the store answers.
         """
-        word = Word(self.topology.rank, _plain(reason)[:_LETTERS], step, early, heard)
+        word = Word(self.topology.rank, _plain(reason)[:_LETTERS], step, early, heard, stood)
         said = threading.Event()
         with self._changed:
             self._to_say.append((word, said))

@@ -128,6 +128,26 @@ def test_a_rank_that_cannot_save_says_so_and_completes_nothing(node: Node) -> No
     assert node.settled[1] == 0
 
 
+def test_what_a_rank_could_not_save_long_ago_says_nothing_of_a_later_failure(node: Node) -> None:
+    node.stuck.add(1)
+    node.save(1, "a test")
+    node.save(1, "a test")
+    node.save(2, "SIGTERM")
+    assert [word.stood for word in node.hear(0, 2).words] == [7, 7], "said once"
+    own: Any = node.ranks[0].recorder
+    for step, settled in ((7, True), (8, False)):  # rank 2 has saved step 7
+        own.steps.step = step
+        assert node.ranks[0].is_settled() is settled
+    node.save(2, "SIGTERM")
+    for each in node.ranks:
+        each.recorder.steps.step = 9
+    node.ranks[0].peers._dead = (2,)
+    assert not node.ranks[0].is_settled(), "rank 1 has gone on since"
+    node.save(1, "a test")
+    node.hear(0, 3)
+    assert node.ranks[0].is_settled()
+
+
 def test_a_dead_peer_is_settled_once_its_share_has_been_looked_after(node: Node) -> None:
     """Though it has said all that it could: only if this rank has what its share goes with."""
     own = node.ranks[0]
