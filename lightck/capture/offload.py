@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from threading import get_ident
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from lightck.capture.arrange import Arrangement, Part, Sources, sources
 from lightck.capture.device import Device, Mark
 from lightck.capture.flight import Flight, Group
-from lightck.capture.transfer import Transfer, Way
+from lightck.capture.transfer import Transfer, Way, took
 from lightck.capture.transfers import Transfers
 from lightck.capture.ways import Ways
 from lightck.errors import DeviceError, LightckError
@@ -210,12 +211,15 @@ class Offload:
 
     def _learn(self, flight: Flight) -> None:
         """What the way of each device has cost, if enough of its bytes were seen arriving."""
-        for device in {each.device.name: each.device for each in flight.transfers}.values():
-            of_it = [each for each in flight.transfers if each.device is device]
-            seen, seconds = map(sum, zip(*(each.took for each in of_it), strict=True))
-            if 2 * seen >= sum(each.starts[-1] for each in of_it):
+        ran: dict[str, list[list[Transfer]]] = {}
+        for name, run in groupby(flight.transfers, lambda each: each.device.name):
+            ran.setdefault(name, []).append(list(run))
+        for runs in ran.values():
+            sizes, seconds = zip(*map(took, runs), strict=True)
+            of_it = [each for run in runs for each in run]
+            if 0 < sum(each.starts[-1] for each in of_it) <= 2 * sum(sizes):
                 in_place = all(each.in_place for each in of_it)
-                self.ways.paid(device, seconds / seen, in_place=in_place)
+                self.ways.paid(of_it[0].device, sum(seconds) / sum(sizes), in_place=in_place)
 
     def give_up(self, flight: Flight) -> None:
         """Let no copy be under way any more. Blocks; any thread. Then free, then `forget`."""

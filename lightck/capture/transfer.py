@@ -83,8 +83,8 @@ class Transfer:
     """Places of the ring that the pool has not been seen to have read, with their ends."""
     touching: RLock = field(default_factory=RLock)
     """Held while the thread asks the pool: the snapshot must not be freed meanwhile."""
-    _came: list[tuple[int, float]] = field(default_factory=list)
-    """The first load that arrived and the last one: where it ends, and when it was there."""
+    arrivals: list[tuple[int, float]] = field(default_factory=list)
+    """Of the first load that arrived, and of the last one: where it ends, and when it was there."""
     _live: list[torch.Tensor] = field(default_factory=list)
     """Live memory that is being copied within the device."""
 
@@ -107,15 +107,7 @@ class Transfer:
 
     def came(self, load: Load) -> None:
         """It has arrived. The feeding thread's."""
-        self._came[1:] = [(load.end, time.perf_counter())]
-
-    @property
-    def took(self) -> tuple[int, float]:
-        """Bytes that arrived behind the first load, and the seconds they took; once it is fed."""
-        if len(self._came) < 2:
-            return 0, 0.0
-        (first, begin), (last, end) = self._came
-        return last - first, end - begin
+        self.arrivals[1:] = [(load.end, time.perf_counter())]
 
     def loads(self, most: int) -> Iterator[tuple[int, int]]:
         """First and end byte of each load, of `most` bytes or of one chunk."""
@@ -169,3 +161,15 @@ class Transfer:
     def let_go(self) -> None:
         """Nothing is read from the device any more."""
         self.sources, self._live, self.copy, self.extents = [], [], None, None
+
+
+def took(run: Sequence[Transfer]) -> tuple[int, float]:
+    """Bytes of transfers that were moved one behind the other, and the seconds they took.
+
+    Not those of the first load, which waited for its turn. All are fed.
+    """
+    seen = [each.arrivals for each in run if each.arrivals]
+    if not seen:
+        return 0, 0.0
+    (head, begin), (_, end) = seen[0][0], seen[-1][-1]
+    return sum(arrivals[-1][0] for arrivals in seen) - head, end - begin

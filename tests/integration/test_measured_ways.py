@@ -65,6 +65,15 @@ def test_a_region_that_is_slow_to_store_into_is_left_for_the_ring(
     assert "device_ring" in caplog.text
 
 
+def test_updates_of_less_than_one_load_each_are_judged_together(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "LOAD_BYTES", 32768)
+    monkeypatch.setattr(ways, "TOO_SLOW", SLOW)
+    went = [way for way, _ in train(Job(device, optimizers=5), run_dir, 6, "auto")]
+    assert went == ["direct"] * LOOKS + ["host"] * (6 - LOOKS)
+
+
 @pytest.mark.parametrize("placement", ["auto", "device"])
 def test_a_copy_on_the_device_leaves_it_through_the_better_way_too(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch, placement: str

@@ -10,7 +10,7 @@ import torch
 
 from lightck.capture import transfer, ways
 from lightck.capture.contest import LOOKS
-from lightck.capture.transfer import Load, Transfer, Way
+from lightck.capture.transfer import Load, Transfer, Way, took
 
 DEVICE: Any = SimpleNamespace(name="here:0")
 
@@ -124,13 +124,19 @@ def test_a_region_that_was_asked_for_by_name_is_not_judged(
     assert made.in_place(DEVICE, Way.DEVICE) is made.in_place(DEVICE, Way.DIRECT) is True
 
 
-def test_a_transfer_takes_from_its_first_load_to_its_last(clock: Clock) -> None:
-    batch: Any = SimpleNamespace(total_bytes=12)
-    sources = [torch.zeros(8, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)]
-    moved = Transfer(DEVICE, Any, batch, sources, None)  # type: ignore[arg-type]
-    assert not moved.in_place
-    assert moved.took == (0, 0.0)
-    for end in (2, 5, 9, 12):
+def test_transfers_take_from_their_first_load_to_their_last(clock: Clock) -> None:
+    def transfer_of(*sizes: int) -> Transfer:
+        sources = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        batch: Any = SimpleNamespace(total_bytes=sum(sizes))
+        return Transfer(DEVICE, Any, batch, sources, None)  # type: ignore[arg-type]
+
+    first, empty, last = run = [transfer_of(8, 4), transfer_of(), transfer_of(3)]
+    assert not first.in_place
+    assert took(run) == took([empty]) == (0, 0.0)
+    seen = []
+    for of, end in ((first, 2), (first, 5), (first, 12), (last, 3)):
         clock.now += 3.0
-        moved.came(Load(end, Any, None))  # type: ignore[arg-type]
-        assert moved.took == (end - 2, (0.0, 3.0, 6.0, 9.0)[(2, 5, 9, 12).index(end)])
+        of.came(Load(end, Any, None))  # type: ignore[arg-type]
+        seen.append(took(run))
+    assert seen == [(0, 0.0), (3, 3.0), (10, 6.0), (13, 9.0)]
+    assert took([last]) == (0, 0.0)
