@@ -243,7 +243,7 @@ def test_errors_of_the_users_state_are_reported_and_training_goes_on(run_dir: Pa
     model, optimizer = normalized()
     moody = Moody()
     handle = lightck.attach(
-        model, optimizer, run_dir, extras={"moody": moody}, on_error=seen.append
+        model, optimizer, run_dir, extras={"moody": moody}, on_error=seen.append, slots=8
     )
     train(model, optimizer, 0, 3)
     moody.bad = True
@@ -252,6 +252,7 @@ def test_errors_of_the_users_state_are_reported_and_training_goes_on(run_dir: Pa
     train(model, optimizer, 5, 7)
     assert seen and all(isinstance(error, lightck.StateError) for error in seen)
     assert "user bug" in str(seen[0])
+    handle.wait(6)
     handle.detach()
     assert lightck.load(run_dir)["step"] == 6
 
