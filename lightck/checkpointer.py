@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightck.capture import holders, predict
 from lightck.capture.asked import gradients_complete
+from lightck.capture.behind import Behind
 from lightck.capture.extras import Extra, is_loader, parse
 from lightck.capture.habit import Habit
 from lightck.capture.hooks import Hooks, Listener, Watched, layers
@@ -184,6 +185,7 @@ class _Parts:
             inventory=inventory,
             instants=instants,
             journaled=journaled if armed else None,
+            behind=Behind(journaled, pipeline.offload) if armed else None,
             pipeline=pipeline,
             steps=steps,
             cadence=kinds.due(config.policy),

@@ -279,6 +279,7 @@ class Handle:
         self._guard.hold, rescue.hang = rescue.hold, self._guard.hang
         if isinstance(rescue, JointRescue):
             self._guard.elsewhere, self._guard.settled = rescue.elsewhere, rescue.is_settled
+            self._guard.waits = rescue.waits
         WATCHDOG.watch(self._guard)
 
     def _failed(self, error: BaseException) -> None:

@@ -52,7 +52,7 @@ class _Mark:
 
     def passed(self) -> bool:
         """See `device.Mark`."""
-        with _told(self.name, "a copy was under way"):
+        with _told(self.name, "a copy was under way"), torch.cuda.device(self.stream.device):
             return bool(self.event.query())
 
     def wait(self) -> None:

@@ -118,7 +118,7 @@ class Journaled:
     """The last error that kept an instant, or its entry, from being taken."""
     peers: bool = False
     """Other ranks may have to finish the update that this one is killed in."""
-    _weights: Weights = field(default_factory=Weights)
+    weights: Weights = field(default_factory=Weights)
     _writes: bool = False
     """The timeline is durable: entries can be of it."""
     _doubts: int = 0
@@ -158,7 +158,7 @@ class Journaled:
     def forget(self, step: int) -> None:
         """A step has ended: what was kept is of an older one."""
         self.step, self.ended, self.begun = step, None, None
-        self._weights.forget()
+        self.weights.forget()
 
     def step_ended(self, step: int) -> None:
         """Take (a); once more where position and generators have been taken again.
@@ -173,7 +173,7 @@ class Journaled:
         with self._once:
             with users_code():
                 collected = self.instants.inventory.glance()
-            own = self._weights.step_ended(collected.base)
+            own = self.weights.step_ended(collected.base)
             self.ended = self._take(STEP_END, step, collected, seen=False) if own else before
 
     def forward(self, step: int, *, seen: bool, sure: bool) -> Instant | None:
@@ -217,7 +217,7 @@ class Journaled:
 
         Empty: none is, as far as can be seen.
         """
-        return self._weights.moved(self.instants.inventory.shared(), early=early)
+        return self.weights.moved(self.instants.inventory.shared(), early=early)
 
     def untouched(self) -> bool:
         """What a forward may change is as it was at (b): what stands is of one instant."""
@@ -277,7 +277,7 @@ class Journaled:
         shelf = self._sort(collected)
         copies = sources = None
         if kind == FORWARD:
-            self._weights.forward()
+            self.weights.forward()
             tensors = self._watched_now(collected)
             sources = Sources(tensors, *arrange.read(tensors, self._base.ahead), [])
         if shelf is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -21,6 +21,15 @@ from lightck.capture.transfers import Transfers
 from lightck.capture.ways import Ways
 from lightck.errors import DeviceError, LightckError
 from lightck.region.native import crc32c_at
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where the training thread's stream on a device stood at an instant."""
+
+    device: Device
+    stream: Any
+    mark: Mark
 
 
 @dataclass(eq=False)
@@ -45,8 +54,10 @@ class Offload:
     """By device, of that one."""
     _copied: list[Transfer] = field(default_factory=list)
     """Those that use devices' spare memory."""
-    _stood: list[tuple[Device, Any, Mark | None]] = field(default_factory=list)
-    """Devices, and the training thread's streams at the last instant; at (b), where they stood."""
+    standing: tuple[Standing, ...] = ()
+    """At the last instant."""
+    _begun: bool = False
+    """That was (b)."""
     _thread: int = 0
     _warm: dict[str, Device] = field(default_factory=dict)
     """Devices that have loaded what they need."""
@@ -62,6 +73,15 @@ class Offload:
         """Spare memory still holds bytes of an earlier flight."""
         self._copied = [each for each in self._copied if not each.fed.is_set()]
         return bool(self._copied)
+
+    @property
+    def has_come(self) -> bool:
+        """Devices have done what the training thread had queued at the last instant.
+
+        Raises:
+            DeviceError: one has failed.
+        """
+        return all(each.mark.passed() for each in self.standing)
 
     def prepare(self, arrangement: Arrangement) -> None:
         """Find the way now, which may take a second; said beforehand.
@@ -100,10 +120,13 @@ class Offload:
         """
         self._thread = get_ident()
         try:
-            self._stood = [
-                (device, device.stream(), device.mark() if begun else None)
-                for device, _ in _sizes(arrangement).values()
-            ]
+            self._begun, self.standing = (
+                begun,
+                tuple(
+                    Standing(device, device.stream(), device.mark())
+                    for device, _ in _sizes(arrangement).values()
+                ),
+            )
             if self._lent:
                 self._lent = False
                 self._reserved = _reserved(arrangement)
@@ -120,10 +143,33 @@ class Offload:
         with ExitStack() as apart:
             if get_ident() != self._thread:
                 self._reserved, self._lent = [], True
-                for device, stream, mark in self._stood:
-                    device.enter_thread()
-                    apart.enter_context(device.apart(mark or device.mark(stream)))
+                self.enter_thread()
+                for each in self.standing:
+                    mark = each.mark if self._begun else each.device.mark(each.stream)
+                    apart.enter_context(each.device.apart(mark))
             yield
+
+    @contextmanager
+    def back_at(self, standing: Sequence[Standing]) -> Iterator[None]:
+        """Inside, the last instant is this earlier (b)."""
+        before = self.standing, self._begun
+        self.standing, self._begun = tuple(standing), True
+        try:
+            yield
+        finally:
+            self.standing, self._begun = before
+
+    def enter_thread(self) -> None:
+        """See `Device`; of all of them."""
+        for each in self.standing:
+            each.device.enter_thread()
+
+    def mark_updates(self, marks: dict[tuple[str, Any], Mark]) -> None:
+        """Mark, where it is not yet, in which order the thread's streams come to what it queues."""
+        for device in (each.device for each in self.standing):
+            stream = device.stream()
+            if (device.name, stream) not in marks and not device.recording():
+                marks[device.name, stream] = device.mark(stream)
 
     def recording(self, arrangement: Arrangement) -> bool:
         """What is queued now goes into a graph."""

@@ -359,8 +359,9 @@ class Pipeline(Landing):
             return [entries[int(group.batch.positions[i])].name for i in moved]
         if group.transfer is not None:
             i = self.offload.differs(group) if self.proof else None
-            return [] if i is None else [entries[int(group.batch.positions[i])].name]
-        differs = flight.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
+            differs = None if i is None else entries[int(group.batch.positions[i])].name
+        else:
+            differs = flight.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
         return [*filter(None, [differs or flight.moved()])]
 
     def _leave_window(self, flight: Flight) -> None:

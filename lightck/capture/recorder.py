@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightck.capture.barrier import is_final
+from lightck.capture.behind import Behind
 from lightck.capture.due import Due
 from lightck.capture.hold import Hold
 from lightck.capture.hooks import Watched
@@ -52,6 +53,8 @@ class Recorder:
     """Called when a step has ended and its due snapshot is decided."""
     journaled: Journaled | None = None
     """While the failure path is armed: the boundary state of every step is kept."""
+    behind: Behind | None = None
+    """Then, too: what devices still have."""
     hold: Hold = field(default_factory=Hold)
     """While what ends the process is saving."""
     ticks: int = 0
@@ -98,14 +101,17 @@ class Recorder:
             self.due = False
         else:
             self._stand_at_fence()
-        self._begin(index, frame)
+        self._begin(index, frame, seen=not unseen)
 
-    def _begin(self, who: int, frame: FrameType | None = None) -> None:
+    def _begin(self, who: int, frame: FrameType | None = None, *, seen: bool = True) -> None:
         first = not self.steps.between_updates
         outermost = self.steps.begin(who, frame)
         self.fence(None if who == Steps.MARK else who)
         if first and outermost:
             self.fenced()
+        if outermost and self.enabled and self.behind is not None:
+            with self.stalls.of("fence"), self.lock:
+                self.behind.update_begins(self.steps.step, first=first, seen=seen)
 
     def update_ends(self, optimizer: Optimizer) -> None:
         """A step may be complete."""
@@ -160,7 +166,8 @@ class Recorder:
         if not self.enabled:
             return
         self.ticks += 1  # on a GPU by autograd's own thread
-        if (self.due or self._unkept) and not self.steps.updating:
+        unkept = self.journaled is not None and self.buffers is None
+        if (self.due or unkept) and not self.steps.updating:
             self._missed_forward("a gradient hook")
         self.pipeline.pace(self.pipeline.schedule.tick)
 
@@ -177,8 +184,7 @@ class Recorder:
 
     def mark_begin(self) -> None:
         """`handle.before_update()`: the loop marks its updates itself."""
-        self.steps.marked = True
-        self.settled = True
+        self.steps.marked = self.settled = True
         self._stand_at_fence()
         self._begin(Steps.MARK)
 
@@ -330,11 +336,6 @@ class Recorder:
                 self.instants.forward_missed(self.journaled.ended.copies)
             self._window_begins(seen=False)
 
-    @property
-    def _unkept(self) -> bool:
-        """(b) should have been kept, and has not been."""
-        return self.journaled is not None and self.buffers is None
-
     # ---- optimizers ------------------------------------------------------------------------
 
     def _index(self, optimizer: Optimizer) -> int | None:
@@ -355,8 +356,7 @@ class Recorder:
         self.inventory.invalidate()
         index = self.steps.add(late=not self._gradients)
         self._room_made = False
-        self.settled = self.settled or self.inventory.covered()
-        self.steps.settled = self.settled
+        self.settled = self.steps.settled = self.settled or self.inventory.covered()
         self.on_found(index, optimizer)
         return index
 

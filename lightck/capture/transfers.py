@@ -16,7 +16,7 @@ from threading import Condition, Thread
 
 import torch
 
-from lightck.capture.device import Device
+from lightck.capture.device import Device, Mark
 from lightck.capture.transfer import Load, Transfer
 from lightck.errors import DeviceError, LightckError
 
@@ -54,6 +54,8 @@ class Transfers:
         self._wanting = False
         """The ring is full, and a copy waits for a place."""
         self._threads: list[Thread] = []
+        self._followed: list[Mark] = []
+        """What the copying streams wait for, as far as it is not seen to be passed."""
         self._holding: deque[Transfer] = deque()
         """Whose place of the ring is the next to be read: the feeding thread's own."""
 
@@ -105,6 +107,17 @@ class Transfers:
                 transfer.left.wait()
             else:
                 transfer.device.hold(transfer.left)
+
+    @property
+    def waits(self) -> bool:
+        """Something is to be copied that a device has not come to: all that follows waits for it.
+
+        Raises:
+            DeviceError: one has failed.
+        """
+        with self._changed:
+            begun = [job.begun for job in self._jobs if job.begun is not None]
+            return not all(mark.passed() for mark in (*self._followed, *begun))
 
     def look(self) -> None:
         """Whoever seals may find something."""
@@ -209,6 +222,8 @@ class Transfers:
         job.device.enter_thread()
         if job.over:
             return
+        with self._changed:
+            self._followed = [m for m in self._followed if not m.passed()] + [job.begun]
         job.device.follow(job.begun)
         if job.copy is not None:
             job.leave_live_memory()

@@ -128,6 +128,11 @@ class Weights:
     _begun: list[bytes] | None = None
     """Counters and addresses of that instant are kept with everything else of it."""
 
+    @property
+    def at_end(self) -> Sources | None:
+        """What is known of them where the last step ended."""
+        return None if self._ended is None else self._ended[0]
+
     def forget(self) -> None:
         """A step has ended: what is known is of an older one."""
         self._ended = self._begun = None

@@ -13,8 +13,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+import torch
+
+from lightck.capture.behind import Before
 from lightck.capture.entry import unpacked
 from lightck.capture.recorder import Recorder
 from lightck.distributed.replicas import Replicas
@@ -61,10 +65,11 @@ class Inheritance:
             topology=topology,
             replicated=Replicas(recorder.inventory, topology.world),
             lock=recorder.lock,
-            stands=lambda: None if recorder.mixed else recorder.steps.step,
+            stands=partial(_stands, recorder),
             process_durable=process_durable,
             kept=lambda kind: recorder.journaled.entry(kind) if recorder.journaled else None,
-            must_stand=lambda early: recorder.journaled and recorder.journaled.late(early=early),
+            must_stand=partial(_must_stand, recorder),
+            instead=partial(_instead, recorder),
         )
         return cls(Takeover(survivor, _own, threads=1), rescue)
 
@@ -150,6 +155,31 @@ class Inheritance:
             time.sleep(_POLL_S)
             taken = self.takeover.of(rank, deadline, early)
         return taken
+
+
+def _behind(recorder: Recorder) -> Before | None:
+    """What hanging devices have, once that is what has been saved."""
+    return recorder.behind.taken if recorder.behind is not None else None
+
+
+def _stands(recorder: Recorder) -> int | None:
+    before = _behind(recorder)
+    if before is not None:
+        return before.step
+    return None if recorder.mixed else recorder.steps.step
+
+
+def _must_stand(recorder: Recorder, early: bool) -> None:
+    before = _behind(recorder)
+    if before is not None:
+        before.must_stand(early)
+    elif recorder.journaled is not None:
+        recorder.journaled.late(early=early)
+
+
+def _instead(recorder: Recorder) -> dict[str, torch.Tensor]:
+    before = _behind(recorder)
+    return {} if before is None else before.counts.by_name()
 
 
 def _owns_itself(where: Place) -> bool:

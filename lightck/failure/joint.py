@@ -16,6 +16,7 @@ from lightck.capture.recorder import Recorder
 from lightck.distributed.store import Store
 from lightck.distributed.topology import Topology
 from lightck.errors import LightckError
+from lightck.failure.hang import Place
 from lightck.failure.inheritance import Inheritance
 from lightck.failure.peers import Heard, Peers, Word
 from lightck.failure.rescue import Rescue
@@ -99,6 +100,19 @@ class JointRescue(Rescue):
         self._given.update(reasons[:1])
         return reasons[0] if reasons else None
 
+    def waits(self) -> Place | None:
+        """Where a device stands: before an update that is queued. In a collective, if for long.
+
+        Any thread; takes no lock.
+        """
+        behind = self.recorder.behind
+        with suppress(LightckError):
+            before = behind.there() if behind is not None else None
+            if before is not None:
+                where = f"a device, before the update to step {before.step + 1}"
+                return Place(where, (before.step, id(before)))
+        return None
+
     def is_settled(self) -> bool:
         """Every other rank has ended, or has said what it has of the last complete step.
 
@@ -106,7 +120,7 @@ class JointRescue(Rescue):
         of this node that fails without the step that is saved here is finished once it has left.
         """
         heard, topology = self.peers.look(), self.peers.topology
-        step = self.recorder.steps.step
+        step = self.last_step
         # One that had nothing to save has said so for its step and the next: it may live on.
         said = {w.rank for w in heard.words if (w.stood + 1 if w.step is None else w.step) >= step}
         others = {*range(topology.world)} - {topology.rank}
@@ -153,7 +167,7 @@ class JointRescue(Rescue):
         self.peers.stop()
 
     def _goes_before(self, word: Word) -> bool:
-        step = self.recorder.steps.step
+        step = self.last_step
         done = self._told is not None and self._told[1:] == (step, True)
         return word.early and word.step == step and not done
 
@@ -167,7 +181,7 @@ class JointRescue(Rescue):
         return any(word.early and word.step == step for word in self.peers.look().words)
 
     def _tell(self, saved: Saved, deadline: float) -> None:
-        step, stood = saved.step if saved.fresh else None, self.recorder.steps.step
+        step, stood = saved.step if saved.fresh else None, self.last_step
         known = self._told is not None and self._told[1:] == (step, saved.early)
         if known and (step is not None or self._stood == stood):
             return

@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lightck.capture.arrange import versions_of
+from lightck.capture.behind import Before
 from lightck.capture.flight import Flight
 from lightck.capture.instants import holding
 from lightck.capture.recorder import Recorder
 from lightck.capture.state import Collected
 from lightck.errors import LightckError
 from lightck.failure.hang import HangWatch
+from lightck.failure.standing import Later, Standing, Waits
 from lightck.region.native import RECORD_EARLY, RECORD_JIT, Record
 from lightck.region.slot import Slot
 from lightck.types import Saved
@@ -33,8 +35,6 @@ POLL_S = 0.002
 PATIENCE_S = 1.0
 """How long another thread waits for (b), where a snapshot is exact, before it takes an early one;
 a quarter of the time that there is at most."""
-
-
 FATES_S = 3.0
 """How long it waits for a slot while nothing is written: with a dead rank no open fate may ever be
 settled."""
@@ -61,15 +61,6 @@ class Progress:
     thread: int
 
 
-class _Later(Exception):  # noqa: N818 - no error
-    """Not now: something has to come first."""
-
-    def __init__(self, why: str, *, training: bool) -> None:
-        super().__init__(why)
-        self.training = training
-        """The training thread has to go on for it."""
-
-
 @dataclass(eq=False)
 class Rescue:
     """Saves the last complete step of one handle. Any thread."""
@@ -80,6 +71,13 @@ class Rescue:
     hang: HangWatch | None = None
     """Looks at the training thread."""
     _pid: int = field(default_factory=os.getpid)
+
+    @property
+    def last_step(self) -> int:
+        """The last complete step: where devices hang, the one that they have."""
+        behind = self.recorder.behind
+        taken = behind.taken if behind is not None else None
+        return self.recorder.steps.step if taken is None else taken.step
 
     def progress(self) -> Progress:
         """Where training is; takes no lock."""
@@ -113,27 +111,27 @@ class Rescue:
 
         Never raises for what can go wrong: `Saved.why` says it.
         """
-        began, why, step = time.monotonic(), "", self.recorder.steps.step
+        began, why, asked = time.monotonic(), "", self.recorder.steps.step
         try:
             if os.getpid() != self._pid:
                 raise LightckError("a forked child must not write")
-            flight = self._captured(deadline, early)
+            step, flight = self._captured(deadline, early)
+            asked = min(asked, step)
             if flight is not None and not self._durable(flight, deadline):
                 why = f"step {flight.step} was not committed by the deadline"
         except LightckError as error:
             why = str(error)
         except Exception as error:  # noqa: BLE001 - user's code: state_dict, on_error
             why = f"the state cannot be taken: {error!r}"
-        return self._saved(reason, why, began, step)
+        return self._saved(reason, why, began, asked)
 
     def _saved(self, reason: str, why: str, began: float, asked: int) -> Saved:
         """In the words of what is there now."""
-        recorder = self.recorder
         newest = self._newest()
         step = newest.step if newest is not None else None
         fresh = not why and step is not None and step >= asked
         if not fresh and not why:
-            why = f"step {recorder.steps.step} has no snapshot"
+            why = f"step {self.last_step} has no snapshot"
         return Saved(
             reason=reason,
             step=step,
@@ -150,30 +148,39 @@ class Rescue:
 
     # ---- capture ---------------------------------------------------------------------------
 
-    def _captured(self, deadline: float, early: bool) -> Flight | None:
-        """The flight of the last complete step, sealed; None if it is committed already.
+    def _captured(self, deadline: float, early: bool) -> tuple[int, Flight | None]:
+        """The last complete step, and its flight, sealed; None if it is committed already.
 
         Raises:
             LightckError: it cannot be saved, and why.
         """
         here = threading.get_ident() == self.recorder.thread
         began, left = time.monotonic(), deadline - time.monotonic()
-        patience = time.monotonic() + (0.0 if here else min(PATIENCE_S, left / 4))
+        patience = began + (0.0 if here else min(PATIENCE_S, left / 4))
+        standing = None if here else Standing(self.recorder, began + left / 2)
         while True:
             # Before the try: what the thread did until then counts.
             leaving, stuck = self.leaving, self.recorder.mixed and self.is_stuck()
             try:
                 with self._locked(deadline):
-                    return self._try(early, here, 0.0 if leaving else patience)
-            except _Later as later:
-                gone = later.training and (here or leaving or stuck)
-                idle = not (later.training or self.recorder.pipeline.persisting)
+                    before = standing.before(hangs=self._hangs()) if standing else None
+                    found = self._try(early, here, 0.0 if leaving else patience, before)
+                    if before is not None and self.recorder.behind is not None:
+                        self.recorder.behind.take(before)
+                    return found
+            except Later as later:
+                training = later.waits is Waits.TRAINING
+                idle = later.waits is Waits.SLOT and not self.recorder.pipeline.persisting
+                gone = training and (here or leaving or stuck)
                 gone = gone or (idle and time.monotonic() > began + FATES_S)
                 if gone or time.monotonic() >= deadline:
                     self._finish_others(deadline)
-                    why = ", and the training stands still" if stuck and later.training else ""
+                    why = ", and the training stands still" if stuck and training else ""
                     raise LightckError(f"{later}{why}") from None
             time.sleep(POLL_S)
+
+    def _hangs(self) -> bool:
+        return self.hang is not None and self.hang.has_stood(self.progress())
 
     def is_stuck(self) -> bool:
         """The end of an update is not waited for: it stands still, and others may go on for it."""
@@ -192,30 +199,38 @@ class Rescue:
         finally:
             lock.release()
 
-    def _try(self, early: bool, here: bool, patience: float) -> Flight | None:
+    def _try(
+        self, early: bool, here: bool, patience: float, before: Before | None
+    ) -> tuple[int, Flight | None]:
         recorder, pipeline = self.recorder, self.recorder.pipeline
         if not recorder.enabled:
             raise LightckError("the handle is closed")
         recorder.poll()
-        if pipeline.window is not None:
+        if pipeline.window is not None and (before is None or not self._waits()):
             # Whatever has begun: the fence of an update comes before it changes anything.
             with recorder.outcomes.reported():
                 pipeline.fence(None)
-        step = recorder.steps.step
+        step = recorder.steps.step if before is None else before.step
         for flight in pipeline.in_flight:
             if flight.step == step and early <= bool(flight.flags & RECORD_EARLY):
-                return flight
+                return step, flight
         if self._holds(step, early):
-            return None
-        self._check(step)
+            return step, None
+        self._check(step, before)
         room = pipeline.region.has_room(due=False) or (early and self._exact(step))
         if pipeline.taken_up is not None or not room:
-            raise _Later("no slot became free", training=False)
+            raise Later("no slot became free", Waits.SLOT)
+        if before is not None:
+            return step, self._open_before(before, early)
         if recorder.inside:
-            return self._open_late(early)
+            return step, self._open_late(early)
         if time.monotonic() < patience:
-            raise _Later(f"step {step} has not come to its boundary", training=True)
-        return self._open_early(here)
+            raise Later(f"step {step} has not come to its boundary", Waits.TRAINING)
+        return step, self._open_early(here)
+
+    def _waits(self) -> bool:
+        """What copies from devices waits for one that hangs, if any does."""
+        return self.recorder.pipeline.offload.transfers.waits
 
     def _holds(self, step: int, early: bool) -> bool:
         """The step is committed: since attach, or it is the one that was restored.
@@ -230,17 +245,22 @@ class Rescue:
         alike = (r for r in records if r.step == step and r.timeline == region.timeline)
         return any(early <= record.early for record in alike)
 
-    def _check(self, step: int) -> None:
+    def _check(self, step: int, before: Before | None) -> None:
         recorder, kept = self.recorder, self.recorder.journaled
         assert kept is not None, "not armed"
         if step == 0:
             raise LightckError("no step is complete yet")
+        if before is not None:
+            if self._waits():
+                why = "copies of a later step wait for it"
+                raise LightckError(f"step {step}, which a device that hangs has, is lost: {why}")
+            return
         if not recorder.settled:
             raise LightckError(f"at step {step} the optimizers are not all known yet")
         if recorder.steps.gave_up(recorder.thread):
             raise LightckError(f"the update after step {step} was given up half done")
         if recorder.mixed or kept.step != step:
-            raise _Later(f"the update after step {step} is half done", training=True)
+            raise Later(f"the update after step {step} is half done", Waits.TRAINING)
         if kept.ended is None and kept.begun is None:
             raise LightckError(f"step {step} has no boundary state: {kept.unwritten}")
 
@@ -251,13 +271,24 @@ class Rescue:
         instant = kept.late(early=early)
         blobs = self.recorder.instants.encoded(instant.first, instant.second)
         moved = partial(kept.moved, early=instant.early)
-        return self._sealed(self._opened(instant.collected, blobs, instant.flags, moved))
+        step, state = self.recorder.steps.step, instant.collected
+        return self._sealed(self._opened(step, state, blobs, instant.flags, moved))
+
+    def _open_before(self, before: Before, early: bool) -> Flight:
+        """Devices have not made the update that training has queued, or is about to."""
+        instant = before.instant(early=early)
+        blobs = self.recorder.instants.encoded(instant.first, instant.second)
+        with self.recorder.pipeline.offload.back_at(before.standing):
+            flight = self._opened(
+                before.step, instant.collected, blobs, instant.flags, before.moved
+            )
+            return self._sealed(flight)
 
     def _open_early(self, here: bool) -> Flight:
         """(b) is still to come. Another thread looks twice: the loop may change something between.
 
         Raises:
-            _Later: it does, or others stand in for the weights.
+            Later: it does, or others stand in for the weights.
         """
         kept, step = self.recorder.journaled, self.recorder.steps.step
         assert kept is not None
@@ -266,8 +297,8 @@ class Rescue:
         versions, name = _versions(state), moved()
         if name:
             why = f"{name} is not what it was when step {step} ended: its snapshot has to wait for"
-            raise _Later(f"{why} the next forward", training=True)
-        flight = self._opened(state, blobs, RECORD_EARLY, moved)
+            raise Later(f"{why} the next forward", Waits.TRAINING)
+        flight = self._opened(step, state, blobs, RECORD_EARLY, moved)
         try:
             again, said = (state, blobs) if here else self._before_forward()
             changed = not here and (_versions(again) != versions or said != blobs)
@@ -276,7 +307,7 @@ class Rescue:
             raise
         if changed:
             self.recorder.pipeline.drop("the loop has changed something meanwhile")
-            raise _Later("the loop kept changing the state", training=True)
+            raise Later("the loop kept changing the state", Waits.TRAINING)
         return self._sealed(flight)
 
     def _exact(self, step: int) -> list[Slot]:
@@ -307,16 +338,21 @@ class Rescue:
         return holding(collected, ended.copies), instants.encoded(ended.first, ended.second)
 
     def _opened(
-        self, state: Collected, blobs: tuple[bytes, bytes], flags: int, moved: Callable[[], str]
+        self,
+        step: int,
+        state: Collected,
+        blobs: tuple[bytes, bytes],
+        flags: int,
+        moved: Callable[[], str],
     ) -> Flight:
-        pipeline, step = self.recorder.pipeline, self.recorder.steps.step
+        pipeline = self.recorder.pipeline
         if not pipeline.region.has_room(due=False):
             for slot in self._exact(step):
                 pipeline.region.dead(slot)
         with pipeline.pacing:
             flight = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT)
         if isinstance(flight, str):
-            raise _Later(f"step {step} has no snapshot: {flight}", training=False)
+            raise Later(f"step {step} has no snapshot: {flight}", Waits.SLOT)
         flight.moved = moved
         return flight
 
@@ -324,13 +360,13 @@ class Rescue:
         """All of it is copied.
 
         Raises:
-            _Later: the loop has changed something meanwhile; it may be whole the next time.
+            Later: the loop has changed something meanwhile; it may be whole the next time.
         """
         if not self.recorder.pipeline.fence(None):
             first, more = flight.torn[0], len(flight.torn) - 1
             names = f"{first} and {more} more" if more else first
             why = f"step {flight.step}: {names} changed while it was copied"
-            raise _Later(why, training=True)
+            raise Later(why, Waits.TRAINING)
         return flight
 
     # ---- commit ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Protocol
 from lightck.errors import LightckError
 from lightck.events import event
 from lightck.failure.budget import Measured
-from lightck.failure.hang import HangWatch, Progress
+from lightck.failure.hang import HangWatch, Place, Progress
 from lightck.failure.notice import Notice
 from lightck.types import Failure, Saved
 
@@ -48,6 +48,8 @@ class Guard:
     """What has failed on another rank since the last call; at once. One thread calls it."""
     settled: Callable[[], bool] = lambda: True
     """No other rank can make this one save again; at once."""
+    waits: Callable[[], Place | None] = lambda: None
+    """Where a device may wait for other ranks; at once."""
     hold: Callable[[float | None], object] = lambda until: None
     """Training goes no further than a save needs, until then; None: it goes on."""
     notice: Notice | None = None

@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from lightck.capture import boundary, parcel
 from lightck.capture.arrange import Arrangement
 from lightck.capture.state import Inventory, Live
@@ -96,6 +98,8 @@ class Survivor:
 
     must_stand: Callable[[bool], object] = lambda early: None
     """Raises a `LightckError` if what stands is not of that instant (True: the early one)."""
+    instead: Callable[[], Mapping[str, torch.Tensor]] = dict
+    """Copies, by name, of tensors that are of a later step already, see `Before`."""
 
     def entry(self, kind: int) -> JournalEntry | None:
         """Of its own last update: FENCE, or STEP_END."""
@@ -312,7 +316,12 @@ class Takeover:
                 f" snapshot of step {ours.step}"
             )
         same = self.survivor.replicated(everything)
-        share = [v for v in shared.lives if (v.alias_of or v.name) in same]
+        then = self.survivor.instead()
+        share = [
+            replace(v, tensor=then.get(v.name, v.tensor))
+            for v in shared.lives
+            if (v.alias_of or v.name) in same
+        ]
         rest = [v for v in shared.lives if (v.alias_of or v.name) not in same]
         kept = {v.name: v for v in own.lives if v.name not in {each.name for each in share}}
         ties = [v for v in rest if v.alias_of and v.name not in kept]  # they have no bytes

@@ -305,7 +305,7 @@ class Watchdog:
     def _look(self, guard: Guard, now_s: float) -> None:
         before = guard.hang.suspected
         progress = guard.rescue.progress()
-        place = collective(progress.thread) if guard.world > 1 else None
+        place = (collective(progress.thread) or guard.waits()) if guard.world > 1 else None
         found = guard.hang.look(now_s, progress, place)
         if found is not None:
             about: dict[str, object] = {

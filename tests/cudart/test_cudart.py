@@ -46,9 +46,12 @@ def nothing_forbidden() -> Iterator[None]:
     assert [stand.stand_count(each) for each in FOUND] == before, FOUND
 
 
-def put(tensor: torch.Tensor, value: float, microseconds: int = 0) -> None:
+def put(
+    tensor: torch.Tensor, value: float, microseconds: int = 0, source: torch.Tensor | None = None
+) -> None:
     """Queue it to the current stream, as late as that."""
-    source = torch.full(tensor.shape, float(value)).pin_memory()
+    if source is None:
+        source = torch.full(tensor.shape, float(value)).pin_memory()
     _kept.append(source)
     stand.stand_sleep(torch.cuda.current_stream(tensor.device).cuda_stream, microseconds)
     tensor.detach().copy_(source, non_blocking=True)
@@ -86,6 +89,13 @@ class Update(torch.optim.Optimizer):
     def __init__(self, model: Model) -> None:
         super().__init__(model.parameters(), {})
         self.steps = 0
+        self.ready: dict[torch.Tensor, torch.Tensor] = {}
+
+    def prepare(self) -> None:
+        """The next step asks no driver for memory."""
+        for weight, state in self.state.items():
+            for each in (weight, state["momentum"]):
+                self.ready[each] = torch.full(each.shape, self.steps + 1.0).pin_memory()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.steps += 1
@@ -93,8 +103,9 @@ class Update(torch.optim.Optimizer):
             state = self.state[weight]
             if not state:
                 state["momentum"] = torch.empty_like(weight)
-            put(weight, self.steps, 1000)
-            put(state["momentum"], self.steps)
+            momentum = state["momentum"]
+            put(weight, self.steps, 1000, self.ready.pop(weight, None))
+            put(momentum, self.steps, 0, self.ready.pop(momentum, None))
 
 
 def made(*devices: str) -> tuple[Model, Update]:
@@ -200,6 +211,41 @@ def test_a_save_beside_a_stream_that_hangs_asks_the_driver_for_nothing(
     assert came and (saved[0].step, saved[0].fresh, saved[0].early) == (3, True, False), saved
     handle.detach()
     look(region_dir / "run", 3)
+
+
+@pytest.mark.parametrize("devices", [("cuda:1",), ("cuda:0", "cuda:1")])
+@pytest.mark.parametrize("way", (*WAYS, "auto"))
+def test_what_devices_have_is_saved_though_the_update_is_queued_behind_what_hangs(
+    way: str, devices: tuple[str, ...], region_dir: Path
+) -> None:
+    model, optimizer = made(*devices)
+    failure = lightck.Failure(signals=(), hang_s=3600.0)
+    handle = lightck.attach(
+        model, optimizer, region_dir / "run", placement=way, policy=1000, failure=failure
+    )
+    for _ in range(6):
+        model()
+        optimizer.step()
+    model()
+    optimizer.prepare()
+    for device in devices:
+        with torch.cuda.device(device):  # whose default stream has no name
+            stand.stand_hang(torch.cuda.current_stream(device).cuda_stream)
+    saved: list[Any] = []
+    optimizer.step()  # to the training thread step 7 is complete
+    saving = threading.Thread(target=lambda: saved.append(handle.snapshot_now("a test")))
+    saving.start()
+    saving.join(60)
+    came = bool(saved)
+    stand.stand_go_on()
+    saving.join()
+    assert came and (saved[0].step, saved[0].fresh, saved[0].early) == (6, True, False), saved
+    model()
+    assert handle.snapshot_now("a test").step == 7
+    handle.detach()
+    look(region_dir / "run", 7)
+    found = lightck.load(region_dir / "run", 6)
+    assert all(bool((each == 6).all()) for each in found["model"].values())
 
 
 @pytest.mark.parametrize("policy", [1, 1000])

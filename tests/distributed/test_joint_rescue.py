@@ -14,6 +14,7 @@ from memory import MemoryStore, Server
 from test_peers import LONG_S, NOWHERE, until
 
 from lightck.distributed.topology import Topology
+from lightck.errors import DeviceError
 from lightck.failure.joint import JointRescue
 from lightck.failure.peers import Heard, Peers
 from lightck.failure.rescue import Rescue
@@ -38,7 +39,7 @@ class Node:
             self.stack.callback(peers.stop, LONG_S)
             pipeline = SimpleNamespace(region=SimpleNamespace(slots=[]))
             steps = SimpleNamespace(step=7)
-            recorder: Any = SimpleNamespace(rank=rank, steps=steps, pipeline=pipeline)
+            recorder: Any = SimpleNamespace(rank=rank, steps=steps, pipeline=pipeline, behind=None)
             inheritance: Any = SimpleNamespace(settle=lambda _, rank=rank: self._settle(rank))
             self.ranks.append(JointRescue(recorder, inheritance=inheritance, peers=peers))
 
@@ -209,3 +210,21 @@ def test_a_dead_peer_s_early_instant_is_told_to_the_other_nodes(node: Node) -> N
     assert [(word.step, word.early) for word in words] == [(7, False), (7, True)]
     assert node.ranks[1].elsewhere() is not None
     assert node.save(1, "rank 0: killed").early
+
+
+def test_a_device_that_stands_before_an_update_may_wait_for_others(node: Node) -> None:
+    rank, before = node.ranks[0], SimpleNamespace(step=7)
+    own: Any = rank.recorder
+    assert rank.waits() is None
+    own.behind = SimpleNamespace(there=lambda: before)
+    first, again = rank.waits(), rank.waits()
+    assert first is not None and first == again and "to step 8" in first.text
+    before = SimpleNamespace(step=7)
+    other = rank.waits()
+    assert other is not None and other.mark != first.mark
+
+    def failed() -> None:
+        raise DeviceError("cuda:0 is lost")
+
+    own.behind = SimpleNamespace(there=failed)
+    assert rank.waits() is None

@@ -89,6 +89,24 @@ def test_weights_that_others_stand_in_for_are_no_dead_rank_s_share(folder: Path,
         assert takeover.of(1, time.monotonic() + LONG_S).wrote
 
 
+def test_what_this_rank_has_counted_on_since_goes_as_it_was(folder: Path) -> None:
+    """Its device hangs in the step that both have; what is in DRAM is of the next one already."""
+    with Node(folder, 2) as node:
+        node.train(1)
+        node.train(2, absent=[1])
+        node.die(1)
+        takeover = node.takeover(0)
+        lives = [v for v in takeover.survivor.inventory.everything() if "exp_avg" in v.name]
+        then = {live.name: live.tensor.clone() for live in lives}
+        for live in lives:
+            live.tensor.add_(1)
+        takeover.survivor.instead = lambda: then
+        assert takeover.of(1, time.monotonic() + LONG_S).wrote
+        for live in lives:
+            live.tensor.copy_(then[live.name])
+        check(restore(2, folder), node.crew, 2)
+
+
 def test_a_region_whose_owner_lives_is_left_alone(folder: Path) -> None:
     with Node(folder, 2) as node:
         node.train(1)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,42 @@ def test_the_last_step_is_saved_beside_a_stream_that_hangs(mode: Mode, region_di
     fresh = Job(mode.device, 1)
     info = lightck.restore(fresh.models, fresh.optimizers, region_dir / "run")
     assert info is not None and info.step == 3
+    equal(fresh.state(), expected, "what was saved")
+
+
+def test_the_step_that_a_device_has_is_saved_though_the_next_update_is_queued(
+    mode: Mode, region_dir: Path
+) -> None:
+    job = Job(mode.device)
+    failure = lightck.Failure(signals=(), hang_s=3600.0)
+    handle = mode.attach(
+        job.models, job.optimizers, region_dir / "run", policy=1000, failure=failure
+    )
+    for t in (1, 2, 3):
+        job.step(t, handle)
+    expected = job.state()
+    loss = job.loss(*job.batch(4))
+    if mode.gpu:
+        torch.cuda._sleep(_HANG)  # a collective that the others have left
+        event = torch.cuda.Event()
+        event.record()
+    loss.backward()
+    for optimizer in job.optimizers:
+        optimizer.step()
+    with ThreadPoolExecutor(1) as other:
+        saved = other.submit(handle.snapshot_now, "a test").result()
+    still = mode.gpu and not event.query()
+    handle.detach()
+    assert saved.fresh, saved
+    if mode.gpu:
+        assert still, "the save waited for the stream"
+        assert (saved.step, saved.early) == (3, False), saved
+    else:  # the update is made when it returns
+        assert saved.step == 4, saved
+        expected = job.state()
+    fresh = Job(mode.device, 1)
+    info = lightck.restore(fresh.models, fresh.optimizers, region_dir / "run")
+    assert info is not None and info.step == saved.step
     equal(fresh.state(), expected, "what was saved")
 
 

@@ -11,6 +11,7 @@ from proof import record
 
 from lightck.errors import LightckError
 from lightck.failure.budget import Measured
+from lightck.failure.hang import Place
 from lightck.failure.saving import ALONE_LOOK_S, LOOK_S, Guard, Saving
 from lightck.failure.signals import Signals
 from lightck.failure.watchdog import HANG_STATUS, Watchdog
@@ -133,6 +134,25 @@ def test_before_the_end_other_ranks_are_heard_until_they_cannot_change_anything(
 
 class Ended(Exception):
     """Instead of the process."""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_loop_whose_device_stands_still_hangs_in_a_collective_of_several_ranks(
+    world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rescue, "ticks", 7)
+    said: list[tuple[str, object]] = []
+
+    def start(guard: Guard, reason: str, deadline: float, **told: dict[str, object]) -> None:
+        said.append((reason, told["about"]["where"]))
+
+    watchdog, place = Watchdog(), Place("a device, before an update", (7, 1))
+    monkeypatch.setattr(watchdog, "_start", start)
+    guard = Guard(Rescue(), Failure(signals=()), _raises, world=world, waits=lambda: place)
+    guard.hang._steps.append(0.5)
+    for look in range(20):
+        watchdog._look(guard, look * LOOK_S)
+    assert said == ([("hang", "a device, before an update")] if world > 1 else [])
 
 
 def hanging(monkeypatch: pytest.MonkeyPatch, **settings: float) -> tuple[Watchdog, Guard]:

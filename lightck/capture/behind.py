@@ -1,0 +1,272 @@
+"""The state that a device still has while the training thread has gone on: that before an update.
+
+Updates of what a device holds are queued, and count as made. Where the device hangs before one, in
+a collective of its iteration mostly, its memory is that of the step before, for as long as it
+hangs. What belongs to that state and is elsewhere is kept here until the device comes to the
+update: the boundary state, with its private copies, and what the update changes in DRAM at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightck.capture import dtensor
+from lightck.capture.arrange import Sources, read, versions_of
+from lightck.capture.device import Mark
+from lightck.capture.holders import holder
+from lightck.capture.instants import holding
+from lightck.capture.journaled import MOST_BYTES, Journaled
+from lightck.capture.kept import Instant
+from lightck.capture.live import Live
+from lightck.capture.offload import Offload, Standing
+from lightck.capture.shelf import is_readable
+from lightck.capture.staging import must_own
+from lightck.errors import LightckError, TornSnapshotError
+
+MOST = 8
+"""Updates that are remembered: who is further ahead of a device replays graphs."""
+
+
+@dataclass(eq=False)
+class Before:
+    """The state before an update that has been queued."""
+
+    step: int
+    """That it is of."""
+    ended: Instant | None
+    begun: Instant
+    at_end: Sources | None
+    """The weights when the step ended."""
+    standing: Sequence[Standing]
+    """Of (b)."""
+    counts: Counts
+    """What the update changes while it is queued."""
+    updates: dict[tuple[str, Any], Mark] = field(default_factory=dict)
+    """In every stream that updates are queued to, before the first one there."""
+
+    @property
+    def stands(self) -> bool:
+        """Devices have come to (b), and to none of the updates.
+
+        Raises:
+            DeviceError: one has failed.
+        """
+        return not self.is_past and all(each.mark.passed() for each in self.standing)
+
+    @property
+    def is_past(self) -> bool:
+        """A device has come to an update. Raises as `stands`."""
+        return not self.updates or any(mark.passed() for mark in self.updates.values())
+
+    def instant(self, *, early: bool) -> Instant:
+        """The state, of (a) if `early`, with copies in place of what is another now.
+
+        Raises:
+            TornSnapshotError: it is not known.
+        """
+        kept = self.ended if early else self.begun
+        if kept is None or kept.copies is None:
+            raise self._lost("its boundary state is not kept")
+        collected = holding(self.begun.collected, {**kept.copies, **self.counts.by_name()})
+        why = _not_copied(collected.lives) or (self._changed_early() if early else "")
+        if why:
+            raise self._lost(why)
+        return replace(kept, collected=collected)
+
+    def must_stand(self, early: bool) -> None:
+        """Show that devices, and what they do not hold, are as they were.
+
+        Raises:
+            TornSnapshotError: they are not, or it is not known.
+        """
+        self.instant(early=early)
+        moved = self.moved()
+        if moved:
+            raise self._lost(f"{moved} is not what it was")
+
+    def moved(self) -> str:
+        """What is not what it was before the update, as far as can be seen; empty: nothing is."""
+        watched = self.begun.watched
+        assert watched is not None
+        if not self.stands:
+            return "what a device has updated meanwhile"
+        pointers, versions = read(watched.tensors)
+        counts = {id(live.tensor) for lives in self.counts.lives for live in lives}
+        for i, tensor in enumerate(watched.tensors):
+            at_once = is_readable(dtensor.local(tensor)) and id(tensor) not in counts
+            if pointers[i] != watched.pointers[i] or (
+                at_once and versions[i] != watched.versions[i]
+            ):
+                return f"tensor {i} of the forward's"
+        return ""
+
+    def _lost(self, why: str) -> TornSnapshotError:
+        return TornSnapshotError(f"step {self.step}, which a device still has: {why}")
+
+    def _changed_early(self) -> str:
+        """Of the weights, between (a) and (b)."""
+        if self.at_end is None or self.begun.watched is None:
+            return "a weight, for all that is known, was changed before the forward"
+        then, now = (_known(each) for each in (self.at_end, self.begun.watched))
+        same = all(now.get(key) == said for key, said in then.items())
+        return "" if same else "a weight was changed before the forward"
+
+
+@dataclass(eq=False)
+class Behind:
+    """Of one recorder; under its lock, unless it says otherwise."""
+
+    kept: Journaled
+    offload: Offload
+    _befores: tuple[Before, ...] = ()
+    """Oldest first; replaced, never changed: others look at it without the lock."""
+    _taken: Before | None = None
+    _counting: _Counting | None = None
+    _shelved: tuple[Any, frozenset[str]] = ((), frozenset())
+    """Of names of private copies, those which are filled anew at other instants."""
+
+    def update_begins(self, step: int, *, first: bool, seen: bool) -> None:
+        """An update is about to be queued. On its thread.
+
+        Args:
+            step: the last complete one.
+            first: of its iteration.
+            seen: nothing of it has been queued yet.
+        """
+        try:
+            self._forget_reached()
+            if not seen:
+                self._befores = ()
+                return
+            if first:
+                before = self._before(step)
+                self._befores = (*self._befores[1 - MOST :], *filter(None, [before]))
+            elif not self._befores or self._befores[-1].step != step:
+                return
+            if self._befores and self._befores[-1].step == step:
+                self.offload.mark_updates(self._befores[-1].updates)
+        except LightckError as error:  # told by whoever makes a snapshot
+            self.offload.noted(error)
+
+    @property
+    def taken(self) -> Before | None:
+        """What counts as the last complete step, since a save has it, of devices that hang there.
+
+        None: what the training thread has does, or has begun to again.
+        """
+        if self._taken is not None:
+            with suppress(LightckError):
+                if not self._taken.is_past:
+                    return self._taken
+        return None
+
+    def take(self, before: Before) -> None:
+        """A save has it."""
+        self._taken = before
+
+    def there(self) -> Before | None:
+        """The state that devices have, where training has queued the update behind it.
+
+        Any thread; takes no lock. They may be about to come to that: see `Before.stands`.
+
+        Raises:
+            DeviceError: one has failed.
+        """
+        self.offload.enter_thread()
+        for before in self._befores:
+            if not before.is_past:
+                return before if before.stands else None
+        return None
+
+    def _forget_reached(self) -> None:
+        while self._befores and self._befores[0].is_past:
+            self._befores = self._befores[1:]
+
+    def _before(self, step: int) -> Before | None:
+        """None: it is not all known."""
+        kept, standing = self.kept, self.offload.standing
+        begun, ended = kept.begun, kept.ended
+        if not standing or begun is None or begun.step != step or begun.copies is None:
+            return None
+        watched = begun.watched
+        if watched is None or versions_of(watched.tensors) != watched.versions.tolist():
+            return None  # what has changed it may have been queued to any stream
+        base = begun.collected.base
+        if self._counting is None or self._counting.base is not base:
+            self._counting = _Counting(base, frozenset(begun.copies))
+        counts, ended = self._counting.now(), ended and self._private(ended)
+        if counts is None:
+            return None
+        own = self._private(begun), kept.weights.at_end
+        return Before(step, ended, *own, standing, counts)
+
+    def _private(self, instant: Instant) -> Instant:
+        """With copies that nobody fills anew."""
+        copies = instant.copies
+        if copies is None:
+            return instant
+        if self._shelved[0] != copies.keys():
+            here = (n for n, each in copies.items() if is_readable(dtensor.local(each)))
+            self._shelved = copies.keys(), frozenset(here)
+        own = {name: copies[name].clone() for name in self._shelved[1]}
+        return replace(instant, copies={**copies, **own})
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Copies of small tensors, those of one form together."""
+
+    lives: Sequence[Sequence[Live]]
+    copies: Sequence[torch.Tensor]
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Each."""
+        together = zip(self.lives, self.copies, strict=True)
+        pairs = (zip(lives, copies.unbind(), strict=True) for lives, copies in together)
+        return {live.name: copy for each in pairs for live, copy in each}
+
+
+class _Counting:
+    """What optimizers change in DRAM: the counts of steps, mostly, a number for each parameter."""
+
+    def __init__(self, base: Sequence[Live], private: frozenset[str]) -> None:
+        """Of tensors of model and optimizers, but for what is kept privately anyway."""
+        self.base = base
+        groups: dict[Any, list[Live]] = {}
+        self._plain, size = True, 0
+        for live in base:
+            if live.holders and live.alias_of is None and live.name not in private:
+                local = live.local
+                if is_readable(local):
+                    groups.setdefault((local.dtype, local.shape), []).append(live)
+                    self._plain = self._plain and local is live.tensor
+                    size += local.nbytes
+        self._lives = list(groups.values())
+        self._tensors = [[live.tensor for live in lives] for lives in self._lives]
+        self._plain = self._plain and size <= MOST_BYTES
+
+    def now(self) -> Counts | None:
+        """As they are; None: too much for every step."""
+        if not self._plain:
+            return None
+        with torch.no_grad():
+            return Counts(self._lives, [torch.stack(each) for each in self._tensors])
+
+
+def _not_copied(lives: Sequence[Live]) -> str:
+    """What would have to be cloned, which is over at some later time."""
+    for live in lives:
+        if not live.sync and must_own(live, holder(live.local)):
+            return f"{live.name} is not dense, or out of reach"
+    return ""
+
+
+def _known(sources: Sources) -> dict[int, tuple[int, int]]:
+    """Address and version by tensor."""
+    said = zip(sources.pointers.tolist(), sources.versions.tolist(), strict=True)
+    return dict(zip(map(id, sources.tensors), said, strict=True))
