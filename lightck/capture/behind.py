@@ -130,6 +130,11 @@ class Behind:
     _shelved: tuple[Any, frozenset[str]] = ((), frozenset())
     """Of names of private copies, those which are filled anew at other instants."""
 
+    @property
+    def has_devices(self) -> bool:
+        """There is anything to do."""
+        return bool(self.offload.standing)
+
     def update_begins(self, step: int, *, first: bool, seen: bool) -> None:
         """An update is about to be queued. On its thread.
 

@@ -109,7 +109,7 @@ class Recorder:
         self.fence(None if who == Steps.MARK else who)
         if first and outermost:
             self.fenced()
-        if outermost and self.enabled and self.behind is not None:
+        if outermost and self.enabled and self.behind is not None and self.behind.has_devices:
             with self.stalls.of("fence"), self.lock:
                 self.behind.update_begins(self.steps.step, first=first, seen=seen)
 
