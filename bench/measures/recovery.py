@@ -159,17 +159,20 @@ class _Life:
 @contextmanager
 def _life(job: Job) -> Iterator[_Life]:
     """Ranks of their own, and the store of their job; nothing of them is left afterwards."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     context = multiprocessing.get_context("fork")
     life = _Life(job, [], [])
     try:
         for rank in range(job.work.forks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(job, rank, store.port, theirs))
+            process = context.Process(target=_rank, args=(job, rank, theirs))
             process.start()
             theirs.close()
             life.ranks.append(process)
             life.ends.append(ours)
+        # Behind the forks: its thread, holding whatever lock it may, would be in none of them.
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+        for end in life.ends:
+            end.send(store.port)
         yield life
     finally:
         for process, end in zip(life.ranks, life.ends, strict=True):
@@ -182,7 +185,7 @@ def _life(job: Job) -> Iterator[_Life]:
 # ---- in the ranks -----------------------------------------------------------------------------
 
 
-def _rank(job: Job, rank: int, port: int, end: Connection) -> None:
+def _rank(job: Job, rank: int, end: Connection) -> None:
     """One rank's process."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     lock = threading.Lock()  # the snapshot of a failure is told on another thread
@@ -194,17 +197,17 @@ def _rank(job: Job, rank: int, port: int, end: Connection) -> None:
             end.send((what, value))
 
     try:
-        _lives(job, rank, port, end, say)
+        _lives(job, rank, end, say)
     except BaseException as error:  # noqa: BLE001 - in the end that of the failure, here or there
         if "state" not in said:
             say("error", repr(error))
     os._exit(1)  # what a failed process would do of itself is its interpreter's business
 
 
-def _lives(job: Job, rank: int, port: int, end: Connection, say: Callable[..., None]) -> None:
+def _lives(job: Job, rank: int, end: Connection, say: Callable[..., None]) -> None:
     patience = timedelta(seconds=_PATIENCE_S)
     tcp = dist.TCPStore  # type: ignore[attr-defined]
-    store = tcp("127.0.0.1", port, None, False, patience, wait_for_workers=False)
+    store = tcp("127.0.0.1", end.recv(), None, False, patience, wait_for_workers=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     world = job.work.forks
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)

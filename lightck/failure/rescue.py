@@ -253,7 +253,7 @@ class Rescue:
         if before is not None:
             if self._waits():
                 why = "copies of a later step wait for it"
-                raise LightckError(f"step {step}, which a device that hangs has, is lost: {why}")
+                raise Later(f"step {step} is what a device has that hangs, and {why}", Waits.DEVICE)
             return
         if not recorder.settled:
             raise LightckError(f"at step {step} the optimizers are not all known yet")
