@@ -96,8 +96,10 @@ def test_saves_from_another_thread_at_any_time_never_mix_steps(run_dir: Path) ->
         loop.run(2)
         worker = threading.Thread(target=save)
         worker.start()
-        for _ in range(150):
+        steps = 0
+        while worker.is_alive() and (steps < 150 or len(saved) <= 10):
             loop.run(1)
+            steps += 1
         stop.set()
         worker.join(SOON_S)
         stats = handle.stats()
