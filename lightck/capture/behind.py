@@ -8,6 +8,8 @@ update: the boundary state, with its private copies, and what the update changes
 
 from __future__ import annotations
 
+import operator
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -45,7 +47,7 @@ class Before:
     standing: Sequence[Standing]
     """Of (b)."""
     counts: Counts
-    """What the update changes while it is queued."""
+    """What is in DRAM: an update changes it while it is queued."""
     updates: dict[tuple[str, Any], Mark] = field(default_factory=dict)
     """In every stream that updates are queued to, before the first one there."""
 
@@ -96,13 +98,14 @@ class Before:
         if not self.stands:
             return "what a device has updated meanwhile"
         pointers, versions = read(watched.tensors)
-        counts = {id(live.tensor) for lives in self.counts.lives for live in lives}
+        held = {id(live.tensor) for live in self.begun.collected.lives if live.holders}
         for i, tensor in enumerate(watched.tensors):
-            at_once = is_readable(dtensor.local(tensor)) and id(tensor) not in counts
-            if pointers[i] != watched.pointers[i] or (
-                at_once and versions[i] != watched.versions[i]
-            ):
-                return f"tensor {i} of the forward's"
+            # What an update changes is not changed yet. Of what else the training thread has
+            # queued nothing is known: it may have been to another stream.
+            here = is_readable(dtensor.local(tensor))
+            same = versions[i] == watched.versions[i] or here or id(tensor) in held
+            if not same or (pointers[i] != watched.pointers[i] and not here):
+                return next(v.name for v in self.begun.collected.lives if v.tensor is tensor)
         return ""
 
     def _lost(self, why: str) -> TornSnapshotError:
@@ -126,6 +129,8 @@ class Behind:
     _befores: tuple[Before, ...] = ()
     """Oldest first; replaced, never changed: others look at it without the lock."""
     _taken: Before | None = None
+    _began: tuple[float, ...] = ()
+    """When the last updates did, to the training thread."""
     _counting: _Counting | None = None
     _shelved: tuple[Any, frozenset[str]] = ((), frozenset())
     """Of names of private copies, those which are filled anew at other instants."""
@@ -143,20 +148,25 @@ class Behind:
             first: of its iteration.
             seen: nothing of it has been queued yet.
         """
-        try:
+        with self.kept.once:  # nobody has asked for it: it ends no training
             self._forget_reached()
             if not seen:
                 self._befores = ()
                 return
             if first:
+                self._began = (*self._began[-MOST:], time.monotonic())
                 before = self._before(step)
                 self._befores = (*self._befores[1 - MOST :], *filter(None, [before]))
             elif not self._befores or self._befores[-1].step != step:
                 return
             if self._befores and self._befores[-1].step == step:
-                self.offload.mark_updates(self._befores[-1].updates)
-        except LightckError as error:  # told by whoever makes a snapshot
-            self.offload.noted(error)
+                last = self._befores[-1]
+                last.updates = self.offload.marked(last.updates)
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds of the longest of the last steps: where a device's are long, one waits for it."""
+        return max(map(operator.sub, self._began[1:], self._began), default=0.0)
 
     @property
     def taken(self) -> Before | None:
@@ -164,11 +174,10 @@ class Behind:
 
         None: what the training thread has does, or has begun to again.
         """
-        if self._taken is not None:
-            with suppress(LightckError):
-                if not self._taken.is_past:
-                    return self._taken
-        return None
+        with suppress(LightckError):  # of a device that has failed it counts all the more
+            if self._taken is not None and self._taken.is_past:
+                self._taken = None
+        return self._taken
 
     def take(self, before: Before) -> None:
         """A save has it."""
@@ -191,6 +200,8 @@ class Behind:
     def _forget_reached(self) -> None:
         while self._befores and self._befores[0].is_past:
             self._befores = self._befores[1:]
+        if self._taken not in self._befores:
+            self._taken = None
 
     def _before(self, step: int) -> Before | None:
         """None: it is not all known."""
@@ -201,9 +212,9 @@ class Behind:
         watched = begun.watched
         if watched is None or versions_of(watched.tensors) != watched.versions.tolist():
             return None  # what has changed it may have been queued to any stream
-        base = begun.collected.base
-        if self._counting is None or self._counting.base is not base:
-            self._counting = _Counting(base, frozenset(begun.copies))
+        lives = kept.instants.inventory.found(), begun.collected.lives[len(begun.collected.base) :]
+        if self._counting is None or not self._counting.serves(*lives):
+            self._counting = _Counting(*lives, frozenset(begun.copies))
         counts, ended = self._counting.now(), ended and self._private(ended)
         if counts is None:
             return None
@@ -237,23 +248,32 @@ class Counts:
 
 
 class _Counting:
-    """What optimizers change in DRAM: the counts of steps, mostly, a number for each parameter."""
+    """What is in DRAM: counts of steps, mostly, a number for each parameter.
 
-    def __init__(self, base: Sequence[Live], private: frozenset[str]) -> None:
-        """Of tensors of model and optimizers, but for what is kept privately anyway."""
-        self.base = base
+    Of all that the model and its optimizers have, since a survivor writes dead ranks' shares, too.
+    """
+
+    def __init__(
+        self, found: tuple[Live, ...], more: tuple[Live, ...], private: frozenset[str]
+    ) -> None:
+        """But for what is kept privately anyway."""
+        self._found, self._more = found, more
         groups: dict[Any, list[Live]] = {}
         self._plain, size = True, 0
-        for live in base:
-            if live.holders and live.alias_of is None and live.name not in private:
-                local = live.local
-                if is_readable(local):
-                    groups.setdefault((local.dtype, local.shape), []).append(live)
-                    self._plain = self._plain and local is live.tensor
-                    size += local.nbytes
+        for live in (*found, *more):
+            local = live.local
+            if live.alias_of is None and live.name not in private and is_readable(local):
+                groups.setdefault((local.dtype, local.shape), []).append(live)
+                self._plain = self._plain and local is live.tensor
+                size += local.nbytes
         self._lives = list(groups.values())
         self._tensors = [[live.tensor for live in lives] for lives in self._lives]
         self._plain = self._plain and size <= MOST_BYTES
+
+    def serves(self, found: tuple[Live, ...], more: tuple[Live, ...]) -> bool:
+        """They are the same."""
+        same = found is self._found and len(more) == len(self._more)
+        return same and all(map(operator.is_, more, self._more))
 
     def now(self) -> Counts | None:
         """As they are; None: too much for every step."""

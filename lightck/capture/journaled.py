@@ -131,7 +131,7 @@ class Journaled:
     """For what changes in the window, and what an entry has besides; None: too much."""
     _sealing: Sealing = field(default_factory=Sealing)
     _told: set[type[LightckError]] = field(default_factory=set)
-    _once: _Once = field(init=False)
+    once: _Once = field(init=False)
     _rests_until: int = 0
     """The step from which on entries are written again."""
     _fenced: int = -1
@@ -143,7 +143,7 @@ class Journaled:
 
     def __post_init__(self) -> None:
         """Tell what goes wrong."""
-        self._once = _Once(self._tell)
+        self.once = _Once(self._tell)
 
     def entry(self, kind: int) -> JournalEntry | None:
         """What lies on both sides of the last update: FENCE, and the first STEP_END behind it.
@@ -170,7 +170,7 @@ class Journaled:
             self.habit.no_fence()
             if self._left[0] == step:
                 self._update[FENCE] = self._left
-        with self._once:
+        with self.once:
             with users_code():
                 collected = self.instants.inventory.glance()
             own = self.weights.step_ended(collected.base)
@@ -184,7 +184,7 @@ class Journaled:
         """
         self.begun = None
         sure = sure or self._doubts > 0 or step % DOUBT_STEPS == 0
-        with self._once:
+        with self.once:
             before = self._base
             self.begun = self._take(FORWARD, step, self.instants.collect(sure=sure), seen=seen)
             if sure:
@@ -257,13 +257,13 @@ class Journaled:
         """
         if self._left[0] == step and self._left[1]:
             self._left = step, b""
-            with self._once:
+            with self.once:
                 write_entry(self.region.native, FENCE, step, self.region.timeline, b"")
 
     def _at_fence(self, step: int) -> None:
         if not (self.peers and self._writes):
             return
-        with self._once:
+        with self.once:
             with users_code():
                 collected = self.instants.inventory.glance()
             trees = self.instants.standing(), {**collected.tree, "step": step}
@@ -283,7 +283,7 @@ class Journaled:
         if shelf is not None:
             every = shelf.fill()
             copies = shelf.changing(every)
-            with self._once:
+            with self.once:
                 self._write(kind, step, trees, collected.share_digest, shelf, every)
         self.stood(kind == FORWARD)
         return Instant(kind, step, *trees, collected, copies, sources)

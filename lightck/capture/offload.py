@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -58,6 +58,8 @@ class Offload:
     """At the last instant."""
     _begun: bool = False
     """That was (b)."""
+    _back: bool = False
+    """It is an earlier one, see `back_at`."""
     _thread: int = 0
     _warm: dict[str, Device] = field(default_factory=dict)
     """Devices that have loaded what they need."""
@@ -141,7 +143,7 @@ class Offload:
         since may hang, and changes nothing that a snapshot has. Before (b), behind all of it.
         """
         with ExitStack() as apart:
-            if get_ident() != self._thread:
+            if self._is_aside:
                 self._reserved, self._lent = [], True
                 self.enter_thread()
                 for each in self.standing:
@@ -152,24 +154,31 @@ class Offload:
     @contextmanager
     def back_at(self, standing: Sequence[Standing]) -> Iterator[None]:
         """Inside, the last instant is this earlier (b)."""
-        before = self.standing, self._begun
-        self.standing, self._begun = tuple(standing), True
+        before = self.standing, self._begun, self._back
+        self.standing, self._begun, self._back = tuple(standing), True, True
         try:
             yield
         finally:
-            self.standing, self._begun = before
+            self.standing, self._begun, self._back = before
+
+    @property
+    def _is_aside(self) -> bool:
+        """What the calling thread's stream comes to says nothing of what is copied."""
+        return self._back or get_ident() != self._thread
 
     def enter_thread(self) -> None:
         """See `Device`; of all of them."""
         for each in self.standing:
             each.device.enter_thread()
 
-    def mark_updates(self, marks: dict[tuple[str, Any], Mark]) -> None:
-        """Mark, where it is not yet, in which order the thread's streams come to what it queues."""
+    def marked(self, marks: Mapping[tuple[str, Any], Mark]) -> dict[tuple[str, Any], Mark]:
+        """Those, and one in each of the thread's streams that has none: before what comes next."""
+        found = dict(marks)
         for device in (each.device for each in self.standing):
             stream = device.stream()
-            if (device.name, stream) not in marks and not device.recording():
-                marks[device.name, stream] = device.mark(stream)
+            if (device.name, stream) not in found and not device.recording():
+                found[device.name, stream] = device.mark(stream)
+        return found
 
     def recording(self, arrangement: Arrangement) -> bool:
         """What is queued now goes into a graph."""
@@ -289,7 +298,7 @@ class Offload:
         digests = transfer.snapshot.digests(transfer.batch.number, len(sources.flats))
         device, most = transfer.device, self.transfers.load_bytes
         held = device.pinned(most)
-        device.follow(device.mark())
+        device.follow(transfer.begun if self._is_aside and transfer.begun else device.mark())
         for i, live in enumerate(sources.flats):
             crc = 0
             for piece in live.split(most):

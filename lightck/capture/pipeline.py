@@ -162,7 +162,7 @@ class Pipeline(Landing):
                 if total - flight.released_bytes > part:
                     self._release(flight, total)
 
-    def fence(self, optimizer: int | None = None) -> bool:
+    def fence(self, optimizer: int | None = None, *, aside: bool = False) -> bool:
         """Return when every copy of what `optimizer` (None: anyone) changes has left its source.
 
         The training thread helps. Once all groups are captured the snapshot is sealed and the
@@ -182,8 +182,8 @@ class Pipeline(Landing):
                 if group.transfer is None:
                     flight.writer.capture(group.batch)
                 else:
-                    # Who saves just in time is another thread than the one that updates.
-                    self.offload.fence(group, wait=bool(flight.flags & RECORD_JIT))
+                    # `aside`: by another thread than the one whose stream updates.
+                    self.offload.fence(group, wait=aside or bool(flight.flags & RECORD_JIT))
                 captured = now_ns()
                 torn = self._torn(flight, group)
                 if self.trace is not None:

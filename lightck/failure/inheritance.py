@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
-
 from lightck.capture.behind import Before
 from lightck.capture.entry import unpacked
 from lightck.capture.recorder import Recorder
@@ -68,8 +66,8 @@ class Inheritance:
             stands=partial(_stands, recorder),
             process_durable=process_durable,
             kept=lambda kind: recorder.journaled.entry(kind) if recorder.journaled else None,
-            must_stand=partial(_must_stand, recorder),
-            instead=partial(_instead, recorder),
+            must_stand=lambda early: recorder.journaled and recorder.journaled.late(early=early),
+            before=partial(_behind, recorder),
         )
         return cls(Takeover(survivor, _own, threads=1), rescue)
 
@@ -167,19 +165,6 @@ def _stands(recorder: Recorder) -> int | None:
     if before is not None:
         return before.step
     return None if recorder.mixed else recorder.steps.step
-
-
-def _must_stand(recorder: Recorder, early: bool) -> None:
-    before = _behind(recorder)
-    if before is not None:
-        before.must_stand(early)
-    elif recorder.journaled is not None:
-        recorder.journaled.late(early=early)
-
-
-def _instead(recorder: Recorder) -> dict[str, torch.Tensor]:
-    before = _behind(recorder)
-    return {} if before is None else before.counts.by_name()
 
 
 def _owns_itself(where: Place) -> bool:

@@ -157,16 +157,16 @@ class Rescue:
         here = threading.get_ident() == self.recorder.thread
         began, left = time.monotonic(), deadline - time.monotonic()
         patience = began + (0.0 if here else min(PATIENCE_S, left / 4))
-        standing = None if here else Standing(self.recorder, began + left / 2)
+        standing = Standing(self.recorder, began + left / 2)
         while True:
+            hangs = self.hang is not None and self.hang.has_stood(self.progress())
             # Before the try: what the thread did until then counts.
             leaving, stuck = self.leaving, self.recorder.mixed and self.is_stuck()
             try:
                 with self._locked(deadline):
-                    before = standing.before(hangs=self._hangs()) if standing else None
+                    before = standing.before(hangs=hangs)
                     found = self._try(early, here, 0.0 if leaving else patience, before)
-                    if before is not None and self.recorder.behind is not None:
-                        self.recorder.behind.take(before)
+                    standing.take(before)
                     return found
             except Later as later:
                 training = later.waits is Waits.TRAINING
@@ -178,9 +178,6 @@ class Rescue:
                     why = ", and the training stands still" if stuck and training else ""
                     raise LightckError(f"{later}{why}") from None
             time.sleep(POLL_S)
-
-    def _hangs(self) -> bool:
-        return self.hang is not None and self.hang.has_stood(self.progress())
 
     def is_stuck(self) -> bool:
         """The end of an update is not waited for: it stands still, and others may go on for it."""
@@ -209,7 +206,7 @@ class Rescue:
         if pipeline.window is not None and (before is None or not self._waits()):
             # Whatever has begun: the fence of an update comes before it changes anything.
             with recorder.outcomes.reported():
-                pipeline.fence(None)
+                pipeline.fence(None, aside=not here)
         step = recorder.steps.step if before is None else before.step
         for flight in pipeline.in_flight:
             if flight.step == step and early <= bool(flight.flags & RECORD_EARLY):
@@ -276,6 +273,9 @@ class Rescue:
 
     def _open_before(self, before: Before, early: bool) -> Flight:
         """Devices have not made the update that training has queued, or is about to."""
+        moved = before.moved()  # as it will be afterwards: nothing is copied for that
+        if moved:
+            raise Later(f"step {before.step}, which a device has: {moved} is not", Waits.DEVICE)
         instant = before.instant(early=early)
         blobs = self.recorder.instants.encoded(instant.first, instant.second)
         with self.recorder.pipeline.offload.back_at(before.standing):

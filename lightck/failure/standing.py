@@ -40,7 +40,7 @@ class Later(Exception):  # noqa: N818 - no error
 
 @dataclass(eq=False)
 class Standing:
-    """Looks at the devices of a recorder, for one save on another thread than the training's."""
+    """Looks at the devices of a recorder, for one save."""
 
     recorder: Recorder
     most: float
@@ -76,8 +76,14 @@ class Standing:
             return None  # both go on: it is about to have what is asked for now
         if before is not self._last:
             self._last, self._since = before, now
-        patience = max(PATIENCE_S, _STEPS * (self.recorder.cadence.step_s or 0.0))
+        step_s = max(behind.pace_s, self.recorder.cadence.step_s or 0.0)
+        patience = max(PATIENCE_S, _STEPS * step_s)
         known = hangs or before is behind.taken
         if before is None or (not known and now < min(self._since + patience, self.most)):
             raise Later(f"a device has not come to the end of step {step}", Waits.DEVICE)
         return before
+
+    def take(self, before: Before | None) -> None:
+        """A snapshot of it is there, or on its way."""
+        if before is not None and self.recorder.behind is not None:
+            self.recorder.behind.take(before)

@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from lightck.capture import boundary, parcel
 from lightck.capture.arrange import Arrangement
+from lightck.capture.behind import Before
+from lightck.capture.shelf import is_readable
 from lightck.capture.state import Inventory, Live
 from lightck.distributed.shares import Sharing
 from lightck.distributed.topology import Topology
@@ -95,11 +95,10 @@ class Survivor:
     process_durable: bool = False
     kept: Callable[[int], JournalEntry | None] = lambda kind: None
     """See `Journaled.entry`."""
-
     must_stand: Callable[[bool], object] = lambda early: None
     """Raises a `LightckError` if what stands is not of that instant (True: the early one)."""
-    instead: Callable[[], Mapping[str, torch.Tensor]] = dict
-    """Copies, by name, of tensors that are of a later step already, see `Before`."""
+    before: Callable[[], Before | None] = lambda: None
+    """What devices that hang have, of `stands()`; what is in DRAM is of a later step."""
 
     def entry(self, kind: int) -> JournalEntry | None:
         """Of its own last update: FENCE, or STEP_END."""
@@ -281,17 +280,19 @@ class Takeover:
         pool = NativePool(self.threads, CHUNK_BYTES, idle=False)
         try:
             with _locked(survivor.lock, deadline):
+                before = survivor.before()
+                must_stand = survivor.must_stand if before is None else before.must_stand
                 if survivor.stands() != ours.step:
                     raise _Refused(f"this rank has gone on from step {ours.step}")
-                survivor.must_stand(ours.early)
-                lives = self._lives(rank, own, ours)
+                must_stand(ours.early)
+                lives = _of_then(before, self._lives(rank, own, ours), own)
                 arrangement = Arrangement(region)
                 size = len(own.at_step) + len(own.at_forward)
                 writer = SlotWriter.open(region, pool, arrangement.update(lives, size))
                 if writer is None:
                     raise _Refused(f"{region.place.file}: every slot is protected or leased")
                 copy(writer, arrangement, deadline)
-                survivor.must_stand(ours.early)
+                must_stand(ours.early)
             flags = RECORD_JIT | (RECORD_EARLY if ours.early else 0)
             blobs = own.at_step, own.at_forward
             writer.seal(ours.step, *blobs, flags, ours.share_digest)
@@ -316,12 +317,7 @@ class Takeover:
                 f" snapshot of step {ours.step}"
             )
         same = self.survivor.replicated(everything)
-        then = self.survivor.instead()
-        share = [
-            replace(v, tensor=then.get(v.name, v.tensor))
-            for v in shared.lives
-            if (v.alias_of or v.name) in same
-        ]
+        share = [v for v in shared.lives if (v.alias_of or v.name) in same]
         rest = [v for v in shared.lives if (v.alias_of or v.name) not in same]
         kept = {v.name: v for v in own.lives if v.name not in {each.name for each in share}}
         ties = [v for v in rest if v.alias_of and v.name not in kept]  # they have no bytes
@@ -331,6 +327,23 @@ class Takeover:
             named = ", ".join(lacking[:_NAMED]) + (", ..." if len(lacking) > _NAMED else "")
             raise _Refused(f"rank {rank} had state of its own that its journal has not: {named}")
         return [*share, *kept.values(), *ties]
+
+
+def _of_then(before: Before | None, lives: Sequence[Live], own: Own) -> list[Live]:
+    """With copies of what stands in DRAM as it was before the update that devices hang before."""
+    if before is None:
+        return list(lives)
+    then, theirs = before.counts.by_name(), {id(each.tensor) for each in own.lives}
+    for live in lives:
+        there = live.name in then or id(live.tensor) in theirs or live.alias_of is not None
+        if not there and is_readable(live.local):
+            raise _Refused(f"{live.name} is of a later step here than what the device has")
+    return [
+        live
+        if id(live.tensor) in theirs
+        else replace(live, tensor=then.get(live.name, live.tensor))
+        for live in lives
+    ]
 
 
 @contextlib.contextmanager
@@ -357,9 +370,8 @@ def _locked(lock: Any, deadline: float) -> Iterator[None]:
 
 
 def _is_of(entry: JournalEntry | None, timeline: int, step: int) -> bool:
-    if entry is None or not entry.blob:  # it was taken back
-        return False
-    return (entry.timeline, entry.step) == (timeline, step)
+    there = entry is not None and entry.blob  # else it was taken back
+    return bool(there) and entry is not None and (entry.timeline, entry.step) == (timeline, step)
 
 
 def _left(deadline: float) -> float:

@@ -96,14 +96,22 @@ def test_what_this_rank_has_counted_on_since_goes_as_it_was(folder: Path) -> Non
         node.train(2, absent=[1])
         node.die(1)
         takeover = node.takeover(0)
-        lives = [v for v in takeover.survivor.inventory.everything() if "exp_avg" in v.name]
-        then = {live.name: live.tensor.clone() for live in lives}
+        lives = takeover.survivor.inventory.everything()
+        then = {live.name: live.tensor.detach().clone() for live in lives}
         for live in lives:
-            live.tensor.add_(1)
-        takeover.survivor.instead = lambda: then
+            live.tensor.detach().add_(1)
+        looks: list[bool] = []
+        counts = SimpleNamespace(by_name=lambda: then)
+        before: Any = SimpleNamespace(counts=counts, must_stand=looks.append)
+        takeover.survivor.before = lambda: before
+        kept = then.popitem()
+        refused = takeover.of(1, time.monotonic() + LONG_S)
+        assert "of a later step here" in refused.why, refused
+        then[kept[0]] = kept[1]
         assert takeover.of(1, time.monotonic() + LONG_S).wrote
+        assert looks == [False] * 3, "once before and once behind the copies"
         for live in lives:
-            live.tensor.copy_(then[live.name])
+            live.tensor.detach().copy_(then[live.name])
         check(restore(2, folder), node.crew, 2)
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import EmulatedDevice, Event, devices
+from emulated import EmulatedDevice, Event, Stream, devices
 from emulated_job import Job
 from test_devices import assert_exact
 
 import lightck
+from lightck.errors import TornSnapshotError
 from lightck.failure import inheritance, standing
 from lightck.types import Saved
 
@@ -68,6 +69,19 @@ class Once(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return self.way
+
+
+class Average:
+    """An extra whose state a device holds."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"average": self.tensor}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Nothing is restored here."""
 
 
 @pytest.mark.parametrize("forward", [False, True])
@@ -361,11 +375,103 @@ def test_who_completes_a_dead_rank_s_share_takes_that_step(
     gate = ahead(job)
     assert inheritance._stands(recorder) == 4, "no save has looked"
     assert save(handle).step == 3
-    assert inheritance._stands(recorder) == 3
-    inheritance._must_stand(recorder, False)
-    counts = inheritance._instead(recorder)
+    before = inheritance._behind(recorder)
+    assert before is not None and inheritance._stands(recorder) == 3
+    before.must_stand(False)
+    counts = before.counts.by_name()
     assert len(counts) == 5 and all(int(count) == 3 for count in counts.values())
     gate.reach()
     device.compute.finish()
-    assert (inheritance._stands(recorder), inheritance._instead(recorder)) == (4, {})
+    assert (inheritance._stands(recorder), inheritance._behind(recorder) is None) == (4, True)
+    with pytest.raises(TornSnapshotError, match="updated meanwhile"):
+        before.must_stand(False)
     handle.detach()
+
+
+def test_an_extra_that_has_changed_on_the_device_since_costs_the_step(
+    device: EmulatedDevice, run_dir: Path
+) -> None:
+    """It may have been queued to a stream that does not hang."""
+    job = Job(device)
+    average = device.empty((1 << 15,))
+    extra = Average(average)
+    handle = attached(job, run_dir, extras={"average": extra}, close_timeout_s=2.0)
+    for _ in range(3):
+        job.step()
+    gate = ahead(job)
+    torch.autograd.graph.increment_version(average)
+    saved = save(handle)
+    assert not saved.fresh and "average" in saved.why, saved
+    gate.reach()
+    handle.detach()
+
+
+def test_options_in_dram_are_of_that_step_too(device: EmulatedDevice, run_dir: Path) -> None:
+    job = Job(device)
+    lr = job.optimizers[0].param_groups[0]["lr"] = torch.tensor(1.0)
+    handle = attached(job, run_dir)
+    for _ in range(3):
+        job.step()
+        lr.mul_(0.5)  # a scheduler's
+    gate = ahead(job)
+    lr.mul_(0.5)
+    saved = save(handle)
+    assert (saved.step, saved.fresh) == (3, True), saved
+    gate.reach()
+    handle.detach()
+    held = lightck.load(run_dir, 3)["optimizers"][0]["param_groups"][0]["lr"]
+    assert float(held) == 0.125
+
+
+def test_a_window_on_a_stream_of_its_own_is_closed_by_a_save_when_its_copies_are_made(
+    device: EmulatedDevice, run_dir: Path
+) -> None:
+    device.copy_s = 0.01
+    job, side = Job(device, buffers=False), Stream("side")
+    handle = attached(job, run_dir, placement="direct", policy=3)
+    with device.on(side), ThreadPoolExecutor(1) as other:
+        for _ in range(3):
+            job.step()
+        job.model(torch.zeros(1))  # step 3 is due, and its copies are queued
+        saving = other.submit(handle.snapshot_now, "word")
+        while handle._recorder.pipeline.window is not None:
+            time.sleep(0.001)
+        job.optimizers[0].step()
+        saved = saving.result()
+        device.compute.follow(side.record())
+    assert (saved.step, saved.fresh) == (3, True), saved
+    handle.detach()
+    side.queue(None)
+    assert_exact(job, run_dir, [3])
+
+
+def test_the_training_thread_finds_what_was_saved_for_it(
+    device: EmulatedDevice, run_dir: Path
+) -> None:
+    job = Job(device)
+    handle = attached(job, run_dir)
+    for _ in range(3):
+        job.step()
+    gate = ahead(job)
+    assert save(handle).step == 3
+    for _ in range(2):
+        saved = handle.snapshot_now("an exception")
+        assert (saved.step, saved.fresh, saved.why) == (3, True, "")
+    gate.reach()
+    handle.detach()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_training_thread_saves_it_itself_and_every_byte_is_compared(
+    device: EmulatedDevice, run_dir: Path, way: str
+) -> None:
+    job = Job(device)
+    handle = attached(job, run_dir, placement=way, proof=True)
+    for _ in range(3):
+        job.step()
+    gate = ahead(job)
+    saved = handle.snapshot_now("an exception")
+    assert (saved.step, saved.fresh, saved.why) == (3, True, ""), saved
+    gate.reach()
+    handle.detach()
+    assert_exact(job, run_dir, [3])
