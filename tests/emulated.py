@@ -125,6 +125,8 @@ class EmulatedDevice:
         self.copy_s = 0.0
         """How long each copy takes at least."""
         self.spare_bytes = 0
+        self.short = False
+        """The training has grown into its copy."""
         self.refuses = ""
         """Why memory cannot be registered."""
         self.most_pieces = 1 << 30
@@ -315,6 +317,9 @@ class EmulatedDevice:
 
     def spare(self, size: int) -> torch.Tensor | None:
         return self.empty((size,), torch.uint8) if size <= self.spare_bytes else None
+
+    def is_short(self) -> bool:
+        return self.short
 
     def reserve(self, sizes: Sequence[int]) -> list[Any]:
         self.said.append("reserve")

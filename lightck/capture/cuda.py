@@ -19,6 +19,8 @@ MARGIN = 16
 _PORTABLE = 1
 """cudaHostRegisterPortable: for every device, not for the current one alone."""
 _WARM_BYTES = 64
+_MORE = 3
+"""Streams for saves while earlier ones wait for what hangs."""
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
 _NON_BLOCKING = 1
@@ -77,6 +79,11 @@ class Cuda:
         """For threads `apart`."""
         return self._made_stream()
 
+    @cached_property
+    def _more_saving(self) -> list[torch.cuda.Stream]:
+        """For those that come while earlier ones wait."""
+        return [self._made_stream() for _ in range(_MORE)]
+
     def _made_stream(self) -> torch.cuda.Stream:
         """One that nobody else has: torch deals out 32 in turns, and any of them may hang."""
         made = ctypes.c_void_p()
@@ -112,8 +119,8 @@ class Cuda:
         """See `device.Device`."""
         with _told(self.name, "a stream was made"):
             # Behind what an earlier save waits for, a later one would wait, too.
-            idle = self._saving.query()
-            mine = self._saving if idle else torch.cuda.Stream(self.index)
+            ours = (self._saving, *self._more_saving)
+            mine = next((each for each in ours if each.query()), ours[-1])
             mine.wait_event(mark.event)
         with self._on(mine):
             yield
@@ -152,15 +159,24 @@ class Cuda:
     def spare(self, size: int) -> torch.Tensor | None:
         """See `device.Device`. What the training once had, and gave back, is counted as its own."""
         with _told(self.name, "memory was asked for"):
-            free, total = torch.cuda.mem_get_info(self.index)
-            reserved = torch.cuda.memory_reserved(self.index)
-            regrown = torch.cuda.max_memory_reserved(self.index) - reserved
-            if size > free - regrown - total // MARGIN:
+            if size > self._left():
                 return None
             try:
                 return self._room(self._copying, size)
             except torch.cuda.OutOfMemoryError:
                 return None
+
+    def is_short(self) -> bool:
+        """See `device.Device`."""
+        with _told(self.name, "memory was asked for"):
+            return self._left() < 0
+
+    def _left(self) -> int:
+        """Bytes beside the training's peak, and the margin."""
+        free, total = torch.cuda.mem_get_info(self.index)
+        reserved = torch.cuda.memory_reserved(self.index)
+        regrown = torch.cuda.max_memory_reserved(self.index) - reserved
+        return free - regrown - total // MARGIN
 
     def reserve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """See `device.Device`. Memory that a stream lets go of is kept for that stream."""
@@ -194,7 +210,8 @@ class Cuda:
             one, other = torch.empty(2, _WARM_BYTES, dtype=torch.uint8, device=where)
         self.copy([other, other[:1]], [one, one[:1]])
         self.copy([place], [other]).wait()
-        self.mark(self._saving)
+        for each in (self._saving, *self._more_saving):
+            self.mark(each)
 
     def enter_thread(self) -> None:
         """See `device.Device`. Asking for an event, say, ends recordings in the global mode."""

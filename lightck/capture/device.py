@@ -70,6 +70,9 @@ class Device(Protocol):
     def spare(self, size: int) -> torch.Tensor | None:
         """So many bytes for the copying stream if they fit beside the training, or None."""
 
+    def is_short(self) -> bool:
+        """The training has grown so that what `spare` has given does not fit beside it any more."""
+
     def reserve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Memory that a thread `apart` finds there when it is let go of.
 

@@ -22,6 +22,9 @@ from lightck.capture.ways import Ways
 from lightck.errors import DeviceError, LightckError
 from lightck.region.native import crc32c_at
 
+PEAK_STEPS = 1
+"""Beside all of the optimizers' state, until the training's peak on a device is known."""
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
@@ -60,6 +63,8 @@ class Offload:
     """That was (b)."""
     _back: bool = False
     """It is an earlier one, see `back_at`."""
+    _prepared: int = 0
+    """The step at whose end that was."""
     _thread: int = 0
     _warm: dict[str, Device] = field(default_factory=dict)
     """Devices that have loaded what they need."""
@@ -85,15 +90,16 @@ class Offload:
         """
         return all(each.mark.passed() for each in self.standing)
 
-    def prepare(self, arrangement: Arrangement) -> None:
-        """Find the way now, which may take a second; said beforehand.
+    def prepare(self, arrangement: Arrangement, step: int) -> None:
+        """Find the way now, where a step has ended, which may take a second; said beforehand.
 
         Nothing is loaded, pinned or registered then where a device may hang: all that waits for it.
+        Spare memory is asked for by training, once the peak of another step is known.
         """
-        self._lent = True
+        self._lent, self._prepared = True, step
         for device, size in _sizes(arrangement).values():
             try:
-                way, _ = self.ways.choose(device, size)
+                way, _ = self.ways.choose(device, size, ask=False)
                 if device.name not in self._warm:
                     self._warm[device.name] = device
                     device.warm()
@@ -198,7 +204,9 @@ class Offload:
         if self._flight is not flight:
             self._flight, self._rooms = flight, {}
         if device.name not in self._rooms:
-            way, copy = self.ways.choose(*_sizes(arrangement)[device.name])
+            known = flight.step >= self._prepared + PEAK_STEPS
+            ask = known and self._thread in (0, get_ident())
+            way, copy = self.ways.choose(*_sizes(arrangement)[device.name], ask=ask)
             if copy is not None and self.copy_taken:
                 way, copy = Way.HOST, None
             self._rooms[device.name] = _Room(way, copy)

@@ -79,10 +79,11 @@ class Pipeline(Landing):
         pipeline.arrangement.may_wait = not config.write_limit
         chosen = in_dram(config.placement)
         pipeline.placement = Placement(chosen, region.staged, pipeline._map_dram)
-        pipeline.offload.ways.wanted = config.placement
+        ways = pipeline.offload.ways
+        ways.wanted, ways.limited = config.placement, bool(config.write_limit)
         return pipeline
 
-    def prepare(self, lives: Sequence[Live], boundary_bytes: int) -> None:
+    def prepare(self, lives: Sequence[Live], boundary_bytes: int, step: int) -> None:
         """Plan the layout and make room for it, before training relies on it.
 
         Raises:
@@ -90,7 +91,7 @@ class Pipeline(Landing):
         """
         self.arrangement.update(lives, boundary_bytes)
         self.placement.prepare(sum(entry.length for entry in self.arrangement.entries))
-        self.offload.prepare(self.arrangement)
+        self.offload.prepare(self.arrangement, step)
 
     def stand(self, begun: bool) -> None:
         """An instant of the training thread, (b) if `begun`: who saves on another starts there."""

@@ -273,7 +273,7 @@ class Recorder:
         """
         collected = self.inventory.collect()
         at_step, at_forward = self.instants.encode(collected, self.steps.step, seen=True)
-        self.pipeline.prepare(collected.lives, len(at_step) + len(at_forward))
+        self.pipeline.prepare(collected.lives, len(at_step) + len(at_forward), self.steps.step)
         self._room_made = True
 
     def open(

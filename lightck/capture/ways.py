@@ -37,6 +37,8 @@ class Ways:
 
     region: Region
     wanted: str = "auto"
+    limited: bool = False
+    """Writes to the region are limited: devices do not store there themselves."""
     """The setting `placement`."""
     mode: str = ""
     why: str = ""
@@ -63,15 +65,21 @@ class Ways:
         """Of devices' spare memory."""
         return sum(copy.numel() for copy in self._copies.values())
 
-    def choose(self, device: Device, size: int) -> tuple[Way, torch.Tensor | None]:
+    def choose(self, device: Device, size: int, *, ask: bool) -> tuple[Way, torch.Tensor | None]:
         """How `size` bytes of one snapshot leave this device, and room for their copy there.
 
         May register the region, which blocks, when it is asked for the first time.
+
+        Args:
+            device: that holds them.
+            size: of them.
+            ask: the device may be asked for memory: its peak is known, and it is not to hang.
         """
         copy, why_not = None, ""
         if self.wanted in ("auto", "device"):
-            copy = self._spare(device, size)
+            copy = self._spare(device, size, ask)
             why_not = "" if copy is not None else f"{device.name} has no {size} bytes to spare"
+            why_not += "" if copy is not None or ask else ", as far as is known by now"
         way, why = Way.HOST, f"placement is {self.wanted!r}"
         if copy is not None:
             way, why = Way.DEVICE, f"{device.name} has {size} bytes to spare"
@@ -174,11 +182,14 @@ class Ways:
             self._said[device.name] = (way, why)
             event("device_placement", device=device.name, mode=str(way), why=why)
 
-    def _spare(self, device: Device, size: int) -> torch.Tensor | None:
+    def _spare(self, device: Device, size: int, ask: bool) -> torch.Tensor | None:
         held = self._copies.get(device.name)
+        if ask and held is not None and device.is_short():
+            del self._copies[device.name]  # once no snapshot uses it, training may have it
+            held, self._denied[device.name] = None, 0
         if held is not None and held.numel() >= size:
             return held[:size]
-        if size >= self._denied.get(device.name, size + 1):
+        if not ask or size >= self._denied.get(device.name, size + 1):
             return None
         self._copies.pop(device.name, None)
         held = None  # before more is asked for
@@ -198,6 +209,8 @@ class Ways:
         why = _NO_PINS.get(medium, "")
         if self.region.staged:
             why = why or "copies to this medium are staged"
+        if self.limited:
+            why = why or "a write limit bounds what is written to it"
         if not why:
             why = self._register(kind, device)
         if why:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lightck
-from lightck.capture import contest, cuda, transfers, ways
+from lightck.capture import contest, cuda, offload, transfers, ways
 
 if "LIGHTCK_CUDART" not in os.environ:
     pytest.skip("run by tests/cudart/run.py, with torch for CUDA", allow_module_level=True)
@@ -37,8 +37,9 @@ _kept: list[torch.Tensor] = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_forbidden() -> Iterator[None]:
+def nothing_forbidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing that CUDA forbids, or may block in, is done; and nothing goes on."""
+    monkeypatch.setattr(offload, "PEAK_STEPS", 0)
     before = [stand.stand_count(each) for each in FOUND]
     yield
     stand.stand_go_on(), stand.stand_fail(0), stand.stand_slow(0), stand.stand_refuse(0)
@@ -240,6 +241,8 @@ def test_what_devices_have_is_saved_though_the_update_is_queued_behind_what_hang
     stand.stand_go_on()
     saving.join()
     assert came and (saved[0].step, saved[0].fresh, saved[0].early) == (6, True, False), saved
+    for device in devices:
+        torch.cuda.synchronize(device)
     model()
     assert handle.snapshot_now("a test").step == 7
     handle.detach()

@@ -15,7 +15,7 @@ from emulated_job import Job, value, write, wrong
 from loops import steps_at
 
 import lightck
-from lightck.capture import pipeline, transfers, ways
+from lightck.capture import offload, pipeline, transfers, ways
 from lightck.errors import TornSnapshotError
 
 WAYS = ("host", "direct", "device")
@@ -27,6 +27,12 @@ def slow() -> EmulatedDevice:
     made = EmulatedDevice()
     made.copy_s, made.spare_bytes = 0.002, SPARE
     return made
+
+
+@pytest.fixture(autouse=True)
+def peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first snapshot on."""
+    monkeypatch.setattr(offload, "PEAK_STEPS", 0)
 
 
 @pytest.fixture
@@ -258,6 +264,7 @@ def test_auto_prefers_spare_memory_then_the_region_then_the_ring(
         job, path = Job(device), run_dir.with_name(f"{k}")
         with job.attach(path) as handle:
             job.step()
+            job.step()
             handle.wait(timeout=100)
             found.append(handle.stats().device_mode)
     assert found == ["device", "direct", "host"]
@@ -422,7 +429,8 @@ def test_a_save_on_another_thread_goes_round_a_stream_that_hangs(
         saved = other.submit(handle.snapshot_now, "hang").result()
     assert (saved.step, saved.fresh, saved.early) == (3, True, False), saved
     assert "apart" in device.said
-    assert handle.stats().device_mode == way
+    # Who saves beside a hang asks no device for memory.
+    assert handle.stats().device_mode == {"device": "host"}.get(way, way)
     device.hangs = False
     gate.reach()
     job.optimizers[0].step()

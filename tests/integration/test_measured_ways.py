@@ -11,7 +11,7 @@ from emulated import GARBAGE, EmulatedDevice, devices
 from emulated_job import Job
 from test_devices import assert_exact
 
-from lightck.capture import contest, transfers, ways
+from lightck.capture import contest, offload, transfers, ways
 from lightck.capture.contest import LOOKS
 
 SPARE = 16 << 20
@@ -25,6 +25,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     monkeypatch.setattr(transfers, "LOAD_BYTES", 4096)
     monkeypatch.setattr(transfers, "RING_BYTES", 65536)
     monkeypatch.setattr(contest, "WORTH", 1e9)
+    monkeypatch.setattr(offload, "PEAK_STEPS", 0)
     made = EmulatedDevice()
     with devices(made):
         yield made
@@ -106,3 +107,35 @@ def test_a_region_that_is_fast_and_a_way_that_was_asked_for_are_kept(
     monkeypatch.setattr(ways, "TOO_SLOW", limit)
     went = train(Job(device), run_dir, 8, placement)
     assert [way for way, _ in went] == ["direct"] * 8
+
+
+def test_spare_memory_is_taken_beside_a_known_peak_and_let_go_when_that_grows(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "PEAK_STEPS", 1)
+    device.spare_bytes = SPARE
+    job, went = Job(device), []
+    handle = job.attach(run_dir, placement="device")
+    job.step()
+    for step in range(1, 6):
+        device.short = step == 4
+        job.step()
+        handle.wait(timeout=100)
+        went.append((handle.stats().device_mode, handle.stats().device_copy_bytes > 0))
+    assert went == [("host", False), *[("device", True)] * 2, *[("host", False)] * 2]
+    handle.close()
+    assert_exact(job, run_dir, [*range(1, 7)])
+
+
+def test_a_limit_on_writes_keeps_devices_from_storing_into_the_region(
+    device: EmulatedDevice, run_dir: Path
+) -> None:
+    job = Job(device)
+    handle = job.attach(run_dir, placement="direct", write_limit=1_000_000_000)
+    job.step()
+    job.step()
+    handle.wait(timeout=100)
+    stats = handle.stats()
+    assert stats.device_mode == "host" and "write limit" in stats.device_why
+    assert "register" not in device.said
+    handle.close()
