@@ -45,7 +45,7 @@ PARTS = (
     Part("tests:faults", 20, 90),
     Part("tests:others", 15, 60),
     Part("gpu-rate", 20, 45),
-    Part("gpu-fence", 20, 50),
+    Part("gpu-fence", 25, 60),
     Part("gpu-restore", 20, 45),
     Part("gpu-models:resnet18", 15, 35),
     Part("gpu-models:gpt2", 20, 60),
