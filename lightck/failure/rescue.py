@@ -273,9 +273,9 @@ class Rescue:
 
     def _open_before(self, before: Before, early: bool) -> Flight:
         """Devices have not made the update that training has queued, or is about to."""
-        moved = before.moved()  # as it will be afterwards: nothing is copied for that
-        if moved:
-            raise Later(f"step {before.step}, which a device has: {moved} is not", Waits.DEVICE)
+        if moved := before.moved():  # as it will be afterwards: nothing is copied for that
+            why = f"step {before.step}, which a device has: {moved} is not what it was"
+            raise Later(why, Waits.DEVICE)
         instant = before.instant(early=early)
         blobs = self.recorder.instants.encoded(instant.first, instant.second)
         with self.recorder.pipeline.offload.back_at(before.standing):
