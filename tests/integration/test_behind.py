@@ -282,7 +282,7 @@ def test_copies_of_a_later_step_that_wait_cost_it(
     assert not saved.fresh and saved.step is None, saved
     assert "copies of a later step" in saved.why
     gate.reach()
-    assert save(handle).step == 4
+    handle.wait(timeout=100)
     handle.detach()
     assert_exact(job, run_dir, [4])
 
