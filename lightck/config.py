@@ -39,9 +39,9 @@ class Config:
             attaches, 4 at most.
         chunk_bytes: bytes of one piece of a copy, a multiple of 4096, at most 1 GiB.
         priority: of the copying threads. `idle`: they share the process's CPUs out among
-            themselves and take what everything else leaves of them (SCHED_IDLE); what they leave is
-            copied at the fence. `normal`: that of the training, on any CPU, for machines with CPUs
-            to spare.
+            themselves and take what everything else leaves of them (SCHED_IDLE). What they leave is
+            copied at the fence; while other processes keep the CPUs busy, all is copied by threads
+            of the training's priority. `normal`: always by such threads, on any CPU.
         schedule: when copies run: `eager` (all at once when a snapshot opens), `backward` (paced by
             the gradient hooks), `comm` (with data parallel: while gradients are communicated, at
             full speed once the training thread only waits for them), or `auto` (tries those that

@@ -243,7 +243,7 @@ int lck_journal_read(const lck_region *region, uint32_t kind, lck_journal_entry 
 typedef struct lck_pool_spec {
   uint32_t threads;     /* 1..64 */
   uint32_t chunk_bytes; /* a copy is cut into pieces of this size; multiple of 4096 */
-  uint32_t idle;    /* 1: workers take what all others leave of a CPU (a wish); 0: as the caller */
+  uint32_t idle; /* 1: workers take what others leave of a CPU (a wish; at most 32); 0: as caller */
   uint32_t moments; /* of the timeline, kept per thread; 0: none is recorded; at most 2^24 */
 } lck_pool_spec;
 
@@ -255,8 +255,9 @@ typedef struct lck_stats {
   uint64_t staging_bytes; /* DRAM held for staged snapshots */
 } lck_stats;
 
-/* Start the workers. All signals but SIGBUS are blocked in them. Idle ones share out the caller's
- * CPUs, and get the CPU of whoever has to wait for them. */
+/* Start the workers. All signals but SIGBUS are blocked in them, and a real-time signal of the
+ * library's own in idle ones. These share out the caller's CPUs; beside them stand as many of the
+ * caller's priority, asleep until somebody waits or others keep the CPUs busy. */
 int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
 
 /* Set the workers' (no helper's) pace in thousandths; 0 pauses copies, not commits. Any thread. */

@@ -141,7 +141,7 @@ static void work(job *j) {
 
 static int good(const job *j) {
   return j->done && j->same && j->wrong[0] == '\0' && j->unknown == 0 && j->bad == 0 &&
-         j->bad_unsummed == 0 && j->threads >= 3;
+         j->bad_unsummed == 0 && j->threads >= 2; /* the caller and a worker */
 }
 
 /* A mutant counts as found out only when its order differs: that bad images follow is told, too. */

@@ -32,7 +32,7 @@ static int find_captured(const lck_snapshot *snapshot, uint32_t index, lck_batch
   *out = lck_snapshot_batch(snapshot, index);
   if (!*out)
     return LCK_E_INVALID;
-  uint64_t done = atomic_load(&(*out)->done);
+  uint64_t done = lck_batch_captured(*out);
   if (done < (*out)->chunk_count) {
     return lck_fail(LCK_E_STATE, "batch %u: %llu of %llu chunks captured", index,
                     (unsigned long long)done, (unsigned long long)(*out)->chunk_count);

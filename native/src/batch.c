@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "access.h"
+#include "drain.h"
 #include "error.h"
 #include "fault.h"
 #include "format.h"
@@ -138,28 +139,184 @@ uint64_t lck_batch_chunks(const lck_batch *batch, uint64_t bytes) {
   return low;
 }
 
-uint64_t lck_batch_claim(lck_batch *batch) {
-  uint64_t next = atomic_load(&batch->next);
-  while (next < atomic_load(&batch->released))
-    if (atomic_compare_exchange_weak(&batch->next, &next, next + 1))
-      return next;
+/* ---- Whose a chunk is ------------------------------------------------------------------------ */
+
+static uint32_t phase_of(const lck_chunk *chunk) {
+  return atomic_load(&chunk->word) % LCK_CHUNK_PHASES;
+}
+
+static uint32_t in_hand(const lck_lane *lane, uint32_t phase) {
+  return (lane->thread + 1) * LCK_CHUNK_PHASES + phase;
+}
+
+static int change(lck_chunk *chunk, uint32_t from, uint32_t to) {
+  return atomic_compare_exchange_strong(&chunk->word, &from, to);
+}
+
+static void advance(_Atomic uint64_t *mark, uint64_t to) {
+  uint64_t seen = atomic_load(mark);
+  while (seen < to && !atomic_compare_exchange_weak(mark, &seen, to)) {
+  }
+}
+
+/* `halted` is read after the claim: whoever sets it and then finds no chunk in hand knows that no
+ * source is touched any more. */
+static uint64_t claim(const lck_snapshot *snapshot, lck_chunk *chunks, uint64_t index,
+                      const lck_lane *lane, uint32_t phase) {
+  lck_chunk *chunk = &chunks[index];
+  uint32_t held = in_hand(lane, phase);
+  if (!change(chunk, phase - 1, held))
+    return LCK_NO_CHUNK;
+  if (!atomic_load(&snapshot->halted))
+    return index;
+  (void)change(chunk, held, phase - 1);
   return LCK_NO_CHUNK;
 }
 
-uint64_t lck_batch_claim_drain(lck_batch *batch) {
-  uint64_t next = atomic_load(&batch->drain_next);
-  while (next < batch->chunk_count && atomic_load(&batch->chunks[next].captured))
-    if (atomic_compare_exchange_weak(&batch->drain_next, &next, next + 1))
-      return next;
+uint64_t lck_batch_claim(const lck_snapshot *snapshot, lck_batch *batch, const lck_lane *lane) {
+  for (uint64_t i = atomic_load(&batch->next);
+       i < atomic_load(&batch->released) && !atomic_load(&snapshot->halted); i++) {
+    uint64_t claimed = claim(snapshot, batch->chunks, i, lane, LCK_CHUNK_IN_CAPTURE);
+    advance(&batch->next, i + 1);
+    if (claimed != LCK_NO_CHUNK)
+      return claimed;
+  }
   return LCK_NO_CHUNK;
 }
+
+uint64_t lck_batch_claim_drain(const lck_snapshot *snapshot, lck_batch *batch,
+                               const lck_lane *lane) {
+  for (uint64_t i = atomic_load(&batch->drain_next);
+       i < batch->chunk_count && !atomic_load(&snapshot->halted); i++) {
+    if (phase_of(&batch->chunks[i]) < LCK_CHUNK_CAPTURED)
+      break;
+    uint64_t claimed = claim(snapshot, batch->chunks, i, lane, LCK_CHUNK_IN_DRAIN);
+    advance(&batch->drain_next, i + 1);
+    if (claimed != LCK_NO_CHUNK)
+      return claimed;
+  }
+  return LCK_NO_CHUNK;
+}
+
+/* A worker that sleeps for the write limit has booked its bytes: to copy them anew would book them
+ * twice. */
+static int may_be_taken(const lck_pool *pool, uint32_t word) {
+  uint32_t thread = word / LCK_CHUNK_PHASES - 1;
+  if (!pool->idle || thread >= pool->threads)
+    return 0;
+  const lck_lane *lane = &pool->lanes[thread];
+  uint64_t now = lck_now_ns();
+  return now >= atomic_load(&lane->busy_since) + LCK_PATIENCE_NS &&
+         now >= atomic_load(&lane->sleeps_until);
+}
+
+uint64_t lck_batch_seize(lck_snapshot *snapshot, lck_batch *batch, const lck_lane *lane,
+                         uint32_t phase) {
+  int draining = phase == LCK_CHUNK_IN_DRAIN;
+  uint64_t first = draining ? atomic_load(&batch->drained) : lck_batch_captured(batch);
+  uint64_t end = atomic_load(draining ? &batch->drain_next : &batch->next);
+  for (uint64_t i = first; i < end; i++) {
+    lck_chunk *chunk = &batch->chunks[i];
+    uint32_t word = atomic_load(&chunk->word);
+    if (word % LCK_CHUNK_PHASES == phase && may_be_taken(snapshot->pool, word) &&
+        change(chunk, word, in_hand(lane, phase))) {
+      lck_revoke(atomic_load(&snapshot->pool->lanes[word / LCK_CHUNK_PHASES - 1].id));
+      return i;
+    }
+  }
+  return LCK_NO_CHUNK;
+}
+
+uint64_t lck_batch_captured(lck_batch *batch) {
+  uint64_t done = atomic_load(&batch->done), from = done;
+  while (done < batch->chunk_count && phase_of(&batch->chunks[done]) >= LCK_CHUNK_CAPTURED)
+    done++;
+  if (done > from)
+    advance(&batch->done, done);
+  return done;
+}
+
+int lck_batch_drained(lck_batch *batch) {
+  uint64_t drained = atomic_load(&batch->drained), from = drained;
+  while (drained < batch->chunk_count && phase_of(&batch->chunks[drained]) == LCK_CHUNK_DRAINED)
+    drained++;
+  if (drained > from)
+    advance(&batch->drained, drained);
+  return drained == batch->chunk_count;
+}
+
+int lck_batch_busy(const lck_batch *batch) {
+  for (uint64_t i = atomic_load(&batch->done); i < batch->chunk_count; i++)
+    if (phase_of(&batch->chunks[i]) == LCK_CHUNK_IN_CAPTURE)
+      return 1;
+  return 0;
+}
+
+int lck_snapshot_busy(const lck_snapshot *snapshot) {
+  uint32_t count = atomic_load(&snapshot->batch_count);
+  for (uint32_t i = 0; i < count; i++) {
+    const lck_batch *batch = lck_snapshot_batch(snapshot, i);
+    for (uint64_t k = 0; k < batch->chunk_count; k++)
+      if (atomic_load(&batch->chunks[k].word) >= LCK_CHUNK_PHASES)
+        return 1;
+  }
+  return 0;
+}
+
+void lck_snapshot_recall(lck_snapshot *snapshot) {
+  const lck_lane *lane = &snapshot->pool->lanes[LCK_THREAD_CALLER];
+  uint32_t count = atomic_load(&snapshot->batch_count);
+  for (uint32_t i = 0; i < count; i++) {
+    lck_batch *batch = lck_snapshot_batch(snapshot, i);
+    for (uint32_t phase = LCK_CHUNK_IN_CAPTURE; phase <= LCK_CHUNK_IN_DRAIN; phase += 2)
+      for (uint64_t k; (k = lck_batch_seize(snapshot, batch, lane, phase)) != LCK_NO_CHUNK;)
+        atomic_store(&batch->chunks[k].word, phase - 1);
+  }
+}
+
+/* ---- Running a chunk ------------------------------------------------------------------------- */
 
 static void add_relaxed(_Atomic uint64_t *counter, uint64_t value) {
   atomic_fetch_add_explicit(counter, value, memory_order_relaxed);
 }
 
+typedef struct chunk_run {
+  lck_snapshot *snapshot;
+  lck_batch *batch;
+  const lck_chunk *chunk;
+  lck_lane *lane;
+  uint32_t held;            /* the chunk's word while it is the lane's */
+  int kept;                 /* it was, to the end */
+  int fault;                /* an errno that a test has injected */
+  const lck_piece *flipped; /* by a drain: its bytes in DRAM are not those that were captured */
+  uint32_t crc;
+  uint64_t moved, skipped; /* bytes */
+} chunk_run;
+
+/* A sleep in the middle of a chunk, told to those who might take it away. */
+static void throttle(const chunk_run *run, uint64_t began, uint64_t bytes, uint64_t ahead) {
+  uint64_t end = lck_pool_book(run->snapshot->pool, began, bytes, ahead);
+  if (end == 0)
+    return;
+  atomic_store(&run->lane->sleeps_until, end + LCK_PATIENCE_NS);
+  lck_sleep_until(end);
+  atomic_store(&run->lane->sleeps_until, 0);
+}
+
+/* Run body(run) inside the region's section. */
+static void run_body(chunk_run *run, void (*body)(void *)) {
+  const lck_lane *lane = run->lane;
+  if (lane->pool->idle && lane->thread < lane->pool->threads) {
+    run->kept = lck_revocable_run(&run->lane->tenure, &run->chunk->word, run->held, body, run);
+  } else {
+    body(run);
+    run->kept = 1;
+  }
+}
+
 /* Inside the chunk's section, which a fault leaves. */
-static void store_piece(lck_snapshot *snapshot, lck_piece *piece) {
+static void store_piece(const chunk_run *run, lck_piece *piece) {
+  lck_snapshot *snapshot = run->snapshot;
   if (piece->staged) {
     piece->crc = lck_kernel_current()->copy(piece->staged, piece->source, piece->length, 0);
   } else {
@@ -172,7 +329,7 @@ static void store_piece(lck_snapshot *snapshot, lck_piece *piece) {
     else
       (void)lck_persist_settle(snapshot->region, piece->offset, piece->length, &crc);
     piece->crc = crc;
-    lck_pool_throttle(snapshot->pool, began, piece->length, lck_pool_copies_ahead(snapshot->pool));
+    throttle(run, began, piece->length, lck_pool_copies_ahead(snapshot->pool));
   }
 }
 
@@ -192,18 +349,11 @@ static int unchanged(lck_piece *pieces, uint64_t count) {
   return 1;
 }
 
-typedef struct chunk_run {
-  lck_snapshot *snapshot;
-  lck_batch *batch;
-  const lck_chunk *chunk;
-  int helping;
-  const lck_piece *flipped; /* by a drain: its bytes in DRAM are not those that were captured */
-  uint32_t crc;
-  uint64_t moved; /* bytes */
-} chunk_run;
-
 static void capture_pieces(void *argument) {
   chunk_run *run_of = argument;
+  run_of->fault = lck_fault_visit(LCK_FAULT_COPY);
+  if (run_of->fault)
+    return;
   lck_snapshot *snapshot = run_of->snapshot;
   lck_batch *batch = run_of->batch;
   const lck_chunk *chunk = run_of->chunk;
@@ -219,21 +369,23 @@ static void capture_pieces(void *argument) {
       skip = unchanged(piece, run);
     }
     for (uint64_t k = 0; k < run && !skip; k++)
-      store_piece(snapshot, &piece[k]);
+      store_piece(run_of, &piece[k]);
     *(skip ? &skipped : &copied) += length;
     i += run;
   }
   /* Nothing else is to be copied now: the last copy ends when the medium has them all. */
   if (atomic_load(&batch->next) >= atomic_load(&batch->released) &&
       !batch->pieces[chunk->first].staged)
-    lck_pool_throttle(snapshot->pool, 0, 0, 0);
-  /* A fence drains this thread's stores only, so it must come before the chunk counts as done. */
+    throttle(run_of, 0, 0, 0);
+  /* A fence drains this thread's stores only, so it must come before the chunk is captured. */
   if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
     lck_persist_fence(snapshot->region);
-  add_relaxed(&snapshot->pool->bytes_copied, copied);
-  add_relaxed(&snapshot->pool->bytes_skipped, skipped);
-  add_relaxed(&snapshot->pool->bytes_helped, run_of->helping ? copied : 0);
   run_of->moved = copied;
+  run_of->skipped = skipped;
+}
+
+static void capture_in_section(void *argument) {
+  run_body(argument, capture_pieces);
 }
 
 static void finish_lap(_Atomic uint64_t *total_ns, uint64_t started, lck_lap *lap) {
@@ -261,44 +413,54 @@ static void note_lap(const lck_snapshot *snapshot, const lck_batch *batch, uint6
   lck_timeline_note(lap->lane, &moment);
 }
 
-static int fail_chunk(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t index) {
-  const lck_piece *piece = &batch->pieces[batch->chunks[index].first];
-  int error = lck_fault_visit(LCK_FAULT_COPY);
-  errno = error;
-  return error ? lck_fail_errno(LCK_E_IO, "chunk %llu, copy %u to offset %llu of slot %u",
-                                (unsigned long long)index, piece->copy,
-                                (unsigned long long)piece->offset, snapshot->slot)
-               : 0;
+/* 0, or why the chunk cannot be captured. A failure is stored while the chunk is in hand, so that a
+ * batch with all chunks captured and no failure is whole. */
+static int judge(const chunk_run *run, uint64_t index, int rc) {
+  const lck_piece *piece = &run->batch->pieces[run->chunk->first];
+  if (rc || !run->fault)
+    return rc;
+  errno = run->fault;
+  return lck_fail_errno(LCK_E_IO, "chunk %llu, copy %u to offset %llu of slot %u",
+                        (unsigned long long)index, piece->copy, (unsigned long long)piece->offset,
+                        run->snapshot->slot);
 }
 
-/* `halted` is read after the claim: whoever sets it and then finds every claimed chunk done knows
- * that no source is touched any more. A failure is stored before its chunk counts as done, so
- * that a batch with all chunks done and no failure is captured. */
+static void count_capture(const chunk_run *run, int helping) {
+  lck_pool *pool = run->snapshot->pool;
+  lck_batch *batch = run->batch;
+  add_relaxed(&pool->bytes_copied, run->moved);
+  add_relaxed(&pool->bytes_skipped, run->skipped);
+  add_relaxed(&pool->bytes_helped, helping ? run->moved : 0);
+  uint64_t counted = atomic_fetch_add(&batch->counted, 1) + 1;
+  if (counted == batch->chunk_count || batch->fed || atomic_load(&run->snapshot->halted) ||
+      (atomic_load(&batch->waiting) > 0 &&
+       atomic_load(&batch->next) >= atomic_load(&batch->released)))
+    lck_bell_ring(&pool->progress);
+  if (atomic_load(&run->snapshot->staged) && atomic_load(&run->snapshot->erased))
+    lck_pool_wake(pool);
+}
+
 void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, int helping,
                        lck_lap *lap) {
   uint64_t started = lck_now_ns();
   lck_chunk *chunk = &batch->chunks[index];
-  chunk_run run = {.snapshot = snapshot, .batch = batch, .chunk = chunk, .helping = helping};
-  if (!atomic_load(&snapshot->halted)) {
-    int rc = fail_chunk(snapshot, batch, index);
-    if (rc == 0)
-      rc = lck_access_run(snapshot->region, capture_pieces, &run);
-    if (rc) {
-      lck_snapshot_fail(snapshot, rc);
-    } else {
-      if (LCK_MUTANT(MUTANT_INVALIDATED_LATE))
-        (void)lck_slot_invalidate(snapshot->region, snapshot->slot);
-      atomic_store(&chunk->captured, 1);
-      if (atomic_load(&snapshot->staged) && atomic_load(&snapshot->erased))
-        lck_pool_wake(snapshot->pool);
-    }
+  chunk_run run = {.snapshot = snapshot, .batch = batch, .chunk = chunk, .lane = lap->lane};
+  run.held = in_hand(lap->lane, LCK_CHUNK_IN_CAPTURE);
+  int rc = judge(&run, index, lck_access_run(snapshot->region, capture_in_section, &run));
+  if (rc) {
+    lck_snapshot_fail(snapshot, rc);
+    (void)change(chunk, run.held, LCK_CHUNK_WAITS);
+    lck_bell_ring(&snapshot->pool->progress);
+    return;
   }
+  if (run.kept && LCK_MUTANT(MUTANT_INVALIDATED_LATE))
+    (void)lck_slot_invalidate(snapshot->region, snapshot->slot);
   finish_lap(&snapshot->pool->copy_ns, started, lap);
-  if (atomic_load(&chunk->captured))
-    note_lap(snapshot, batch, index, LCK_DID_COPY, run.moved, lap);
-  int last = atomic_fetch_add(&batch->done, 1) + 1 == batch->chunk_count;
-  if (last || batch->fed || atomic_load(&snapshot->halted))
-    lck_pool_notify(snapshot->pool);
+  if (!run.kept)
+    return;
+  note_lap(snapshot, batch, index, LCK_DID_COPY, run.moved, lap);
+  if (change(chunk, run.held, LCK_CHUNK_CAPTURED))
+    count_capture(&run, helping);
 }
 
 static void drain_pieces(void *argument) {
@@ -320,16 +482,22 @@ static void drain_pieces(void *argument) {
       run->crc = crc;
     }
     drained += piece->length;
-    lck_pool_throttle(snapshot->pool, began, piece->length, LCK_AHEAD_NS);
+    throttle(run, began, piece->length, LCK_AHEAD_NS);
   }
+  /* No commit comes before the medium has it all. */
+  if (atomic_load(&run->batch->drain_next) == run->batch->chunk_count)
+    throttle(run, 0, 0, 0);
   if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
     lck_persist_fence(snapshot->region);
-  add_relaxed(&snapshot->pool->bytes_drained, drained);
   run->moved = drained;
 }
 
+static void drain_in_section(void *argument) {
+  run_body(argument, drain_pieces);
+}
+
 static int drain(chunk_run *run) {
-  int rc = lck_access_run(run->snapshot->region, drain_pieces, run);
+  int rc = lck_access_run(run->snapshot->region, drain_in_section, run);
   const lck_piece *piece = run->flipped;
   if (rc != 0 || piece == NULL)
     return rc;
@@ -339,22 +507,37 @@ static int drain(chunk_run *run) {
                   piece->crc);
 }
 
+/* A batch's last drain may be the snapshot's: then it is committed, here or by the keeper. */
+static void count_drain(const chunk_run *run) {
+  lck_snapshot *snapshot = run->snapshot;
+  lck_pool *pool = snapshot->pool;
+  const lck_chunk *chunk = run->chunk;
+  add_relaxed(&pool->bytes_drained, run->moved);
+  atomic_fetch_add(&snapshot->drained_bytes, chunk[1].start - chunk[0].start);
+  if (!lck_batch_drained(run->batch))
+    return;
+  if (!pool->idle || run->lane->thread >= pool->threads)
+    lck_snapshot_try_commit(snapshot, 0, run->lane);
+  lck_bell_ring(&pool->duty);
+}
+
 void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, lck_lap *lap) {
   uint64_t started = lck_now_ns();
-  chunk_run run = {.snapshot = snapshot, .batch = batch, .chunk = &batch->chunks[index]};
+  lck_chunk *chunk = &batch->chunks[index];
+  chunk_run run = {.snapshot = snapshot, .batch = batch, .chunk = chunk, .lane = lap->lane};
+  run.held = in_hand(lap->lane, LCK_CHUNK_IN_DRAIN);
   int rc = drain(&run);
-  if (rc)
+  if (rc) {
     lck_snapshot_fail(snapshot, rc);
+    (void)change(chunk, run.held, LCK_CHUNK_CAPTURED);
+    lck_bell_ring(&snapshot->pool->progress);
+    return;
+  }
   finish_lap(&snapshot->pool->drain_ns, started, lap);
+  if (!run.kept)
+    return;
   if (run.moved > 0)
     note_lap(snapshot, batch, index, LCK_DID_DRAIN, run.moved, lap);
-  const lck_chunk *chunk = run.chunk;
-  atomic_fetch_add(&snapshot->drained_bytes, chunk[1].start - chunk[0].start);
-  if (atomic_fetch_add(&batch->drained, 1) + 1 == batch->chunk_count) {
-    lck_pool_throttle(snapshot->pool, 0, 0, 0); /* no commit comes before the medium has it all */
-    atomic_fetch_add(&snapshot->drained, 1);
-    lck_pool_lock(snapshot->pool);
-    pthread_cond_signal(&snapshot->pool->duty);
-    pthread_mutex_unlock(&snapshot->pool->lock);
-  }
+  if (change(chunk, run.held, LCK_CHUNK_DRAINED))
+    count_drain(&run);
 }

@@ -14,6 +14,7 @@
 
 #include "error.h"
 #include "lightck.h"
+#include "revoke.h"
 
 typedef struct section {
   sigjmp_buf jump;
@@ -122,6 +123,7 @@ static void on_bus(int number, siginfo_t *info, void *context) {
     here->fault = (lck_bus_fault){address, info->si_code, bits < 63 ? bits : 0};
     here->mask = ((const ucontext_t *)context)->uc_sigmask;
     here->sent = 0;
+    lck_revoke_leave();
     siglongjmp(here->jump, 1);
   } else if (info->si_code != BUS_MCEERR_AO || !is_watched(address)) {
     pass_on(number, info, context);

@@ -4,7 +4,7 @@
 
 #include "api.h"
 #include "error.h"
-#include "vigil.h"
+#include "snapshot.h"
 
 /* ---- Release --------------------------------------------------------------------------------- */
 
@@ -84,43 +84,38 @@ LCK_API int lck_snapshot_feed(lck_snapshot *snapshot, uint32_t batch, uint64_t e
 
 /* ---- Wait ------------------------------------------------------------------------------------ */
 
-/* After a failure the sources are free as soon as no claimed chunk is in hand. The order of the
- * loads matters: a chunk claimed after `halted` was seen touches no source (lck_chunk_capture), and
- * `next` read after `done` and equal to it means that at the first load every claim was done. */
-static int settled(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t chunks) {
+/* After a failure the sources are free as soon as no chunk is in hand (see claim in batch.c). */
+static int settled(const lck_snapshot *snapshot, lck_batch *batch, uint64_t chunks) {
   int halted = atomic_load(&snapshot->halted);
-  uint64_t done = atomic_load(&batch->done);
-  if (done == batch->chunk_count || (halted && done == atomic_load(&batch->next)))
-    return 1;
-  if (chunks == batch->chunk_count || done < chunks)
-    return 0;
-  for (uint64_t i = 0; i < chunks; i++)
-    if (!atomic_load(&batch->chunks[i].captured))
-      return 0;
-  return 1;
+  return lck_batch_captured(batch) >= chunks || (halted && !lck_batch_busy(batch));
 }
 
+/* Copy what nobody has begun. */
 static void help_batch(lck_snapshot *snapshot, lck_batch *batch, uint64_t deadline) {
   lck_lap lap = {.lane = &snapshot->pool->lanes[LCK_THREAD_CALLER]};
-  while (!atomic_load(&snapshot->halted) && (deadline == LCK_ALL || lck_now_ns() < deadline)) {
-    uint64_t chunk = lck_batch_claim(batch);
+  while (deadline == LCK_ALL || lck_now_ns() < deadline) {
+    uint64_t chunk = lck_batch_claim(snapshot, batch, lap.lane);
     if (chunk == LCK_NO_CHUNK)
       return;
     lck_chunk_capture(snapshot, batch, chunk, 1, &lap);
   }
 }
 
-/* Nothing is left to claim. Workers that run have their last chunk done sooner than anybody could
- * be moved; those that do not get this CPU. */
-static void lend_to_last(lck_vigil *v, uint64_t chunks) {
-  lck_pool *pool = v->snapshot->pool;
-  uint64_t until = lck_now_ns() + LCK_PATIENCE_NS;
-  int done;
-  while (!(done = settled(v->snapshot, v->batch, chunks)) && !lck_lanes_behind(pool, v->batch) &&
-         lck_now_ns() < until)
-    lck_pause();
-  if (!done)
-    v->lent = lck_lanes_lend(pool, v->batch);
+/* Nothing is left to claim. What idle workers have in hand for longer than a chunk takes them is
+ * copied here. */
+static void take_over(lck_snapshot *snapshot, lck_batch *batch, uint64_t chunks,
+                      uint64_t deadline) {
+  lck_lap lap = {.lane = &snapshot->pool->lanes[LCK_THREAD_CALLER]};
+  uint64_t until = lck_now_ns() + 2 * LCK_PATIENCE_NS;
+  while (!settled(snapshot, batch, chunks) && lck_now_ns() < deadline) {
+    uint64_t chunk = lck_batch_seize(snapshot, batch, lap.lane, LCK_CHUNK_IN_CAPTURE);
+    if (chunk != LCK_NO_CHUNK)
+      lck_chunk_capture(snapshot, batch, chunk, 1, &lap);
+    else if (lck_now_ns() >= until)
+      return;
+    else
+      lck_pause();
+  }
 }
 
 /* Until the batch's first `chunks` are captured. */
@@ -130,32 +125,31 @@ static int await(lck_snapshot *snapshot, lck_batch *wanted, uint64_t chunks, int
   lck_pool *pool = snapshot->pool;
   int done = settled(snapshot, wanted, chunks);
   if (!done) {
+    lck_crowd_awaited(snapshot);
     atomic_fetch_add(&wanted->waiting, 1);
     atomic_fetch_add(&snapshot->urgent, 1);
     atomic_fetch_add(&pool->urgent, 1);
     if (!wanted->fed)
       raise_to(wanted, wanted->chunk_count);
     lck_pool_wake(pool);
-    lck_vigil v = {.snapshot = snapshot, .batch = wanted};
-    if (help) {
-      help_batch(snapshot, wanted, deadline);
-      lend_to_last(&v, chunks);
+    for (;;) {
+      uint32_t count = lck_bell_count(&pool->progress);
+      if (help) {
+        help_batch(snapshot, wanted, deadline);
+        take_over(snapshot, wanted, chunks, deadline);
+      }
+      done = settled(snapshot, wanted, chunks);
+      if (done || lck_now_ns() >= deadline)
+        break;
+      lck_bell_sleep(&pool->progress, count, lck_pool_look_again(deadline));
     }
-    lck_vigil_look(&v);
-    lck_pool_lock(pool);
-    atomic_fetch_add(&pool->waiters, 1);
-    while (!(done = settled(snapshot, wanted, chunks)) && lck_now_ns() < deadline)
-      lck_vigil_keep(&v, deadline);
-    atomic_fetch_sub(&pool->waiters, 1);
-    pthread_mutex_unlock(&pool->lock);
-    lck_vigil_end(&v);
     atomic_fetch_sub(&pool->urgent, 1);
     atomic_fetch_sub(&snapshot->urgent, 1);
     atomic_fetch_sub(&wanted->waiting, 1);
   }
   if (!done) {
     return lck_fail(LCK_E_TIMEOUT, "batch %u: %llu of %llu chunks captured in time", wanted->number,
-                    (unsigned long long)atomic_load(&wanted->done), (unsigned long long)chunks);
+                    (unsigned long long)lck_batch_captured(wanted), (unsigned long long)chunks);
   }
   return lck_snapshot_failure(snapshot);
 }

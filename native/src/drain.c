@@ -6,7 +6,7 @@
 
 /* ---- The limit ------------------------------------------------------------------------------- */
 
-static void sleep_until(uint64_t end) {
+void lck_sleep_until(uint64_t end) {
   struct timespec until = {.tv_sec = (time_t)(end / UINT64_C(1000000000)),
                            .tv_nsec = (long)(end % UINT64_C(1000000000))};
   while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR) {
@@ -27,35 +27,47 @@ uint64_t lck_pool_copies_ahead(const lck_pool *pool) {
 /* Each write books its time behind the one before, from when it began: the medium was at it
  * meanwhile. Half of what may run ahead is used up before the thread wakes again: in the other half
  * it can wait for a CPU while the medium goes on. */
-void lck_pool_throttle(lck_pool *pool, uint64_t began, uint64_t bytes, uint64_t ahead) {
+uint64_t lck_pool_book(lck_pool *pool, uint64_t began, uint64_t bytes, uint64_t ahead) {
   uint64_t rate = atomic_load_explicit(&pool->limit, memory_order_relaxed);
   if (rate == 0)
-    return;
+    return 0;
   uint64_t now = lck_now_ns(), needed = (uint64_t)((double)bytes * 1e9 / (double)rate), end;
   uint64_t from = began != 0 && began < now ? began : now, booked = atomic_load(&pool->booked);
   do
     end = (booked > from ? booked : from) + needed;
   while (!atomic_compare_exchange_weak(&pool->booked, &booked, end));
-  if (end > now + ahead)
-    sleep_until(end - ahead / 2);
+  return end > now + ahead ? end - ahead / 2 : 0;
 }
 
-/* ---- Choosing; under the pool's lock --------------------------------------------------------- */
+/* ---- Choosing -------------------------------------------------------------------------------- */
 
 int lck_drain_find(lck_snapshot *snapshot, lck_lane *lane, lck_task *out) {
   if (!atomic_load(&snapshot->staged) || !atomic_load(&snapshot->erased))
     return 0;
-  uint32_t count = atomic_load(&snapshot->batch_count);
-  for (uint32_t i = snapshot->drain_from; i < count; i++) {
+  uint32_t count = atomic_load(&snapshot->batch_count), from = atomic_load(&snapshot->drain_from);
+  for (uint32_t i = from; i < count; i++) {
     lck_batch *batch = lck_snapshot_batch(snapshot, i);
-    atomic_store(&lane->holds, batch);
-    uint64_t chunk = lck_batch_claim_drain(batch);
+    uint64_t chunk = lck_batch_claim_drain(snapshot, batch, lane);
     if (chunk != LCK_NO_CHUNK) {
       *out = (lck_task){.snapshot = snapshot, .batch = batch, .chunk = chunk, .drain = 1};
       return 1;
     }
-    if (i == snapshot->drain_from && atomic_load(&batch->drain_next) == batch->chunk_count)
-      snapshot->drain_from++;
+    if (i == from && atomic_load(&batch->drain_next) == batch->chunk_count &&
+        atomic_compare_exchange_strong(&snapshot->drain_from, &from, i + 1))
+      from = i + 1;
+  }
+  return 0;
+}
+
+int lck_drain_seize(lck_snapshot *snapshot, lck_lane *lane, lck_task *out) {
+  uint32_t count = atomic_load(&snapshot->staged) ? atomic_load(&snapshot->batch_count) : 0;
+  for (uint32_t i = 0; i < count; i++) {
+    lck_batch *batch = lck_snapshot_batch(snapshot, i);
+    uint64_t chunk = lck_batch_seize(snapshot, batch, lane, LCK_CHUNK_IN_DRAIN);
+    if (chunk != LCK_NO_CHUNK) {
+      *out = (lck_task){.snapshot = snapshot, .batch = batch, .chunk = chunk, .drain = 1};
+      return 1;
+    }
   }
   return 0;
 }
@@ -68,7 +80,7 @@ void lck_drain_begins(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
   uint64_t now = lck_now_ns(), last = pool->interval;
   pool->interval = pool->began ? now - pool->began : 0; /* 0: not known, so that it is late */
-  pool->began = now;
+  pool->began = snapshot->began = now;
   uint64_t least = last > 0 && last < pool->interval ? last : pool->interval;
   snapshot->deadline = now + least / 8 * 7;
 }
@@ -91,14 +103,17 @@ int lck_drain_late(lck_pool *pool, lck_lane *lane, int behind, lck_task *out, ui
   *again = LCK_ALL;
   if (!pool->idle || atomic_load(&pool->pace) != LCK_FULL_PACE)
     return 0; /* the workers are no slower than we are, or shall be */
-  for (lck_snapshot *s = pool->first; s; s = s->next) {
-    if (s->phase != LCK_PHASE_SEALED || atomic_load(&s->halted) || !atomic_load(&s->staged))
+  for (lck_snapshot *s = atomic_load(&pool->first); s; s = atomic_load(&s->next)) {
+    if (atomic_load(&s->phase) != LCK_PHASE_SEALED || atomic_load(&s->halted) ||
+        !atomic_load(&s->staged))
       continue;
-    uint64_t due = lck_drain_due(s);
-    if (lck_now_ns() + (behind ? LCK_AHEAD_NS : 0) < due)
-      *again = due < *again ? due : *again;
-    else if (lck_drain_find(s, lane, out))
-      return 1;
+    uint64_t now = lck_now_ns(), due = lck_drain_due(s);
+    if (now + (behind ? LCK_AHEAD_NS : 0) >= due) {
+      if (lck_drain_find(s, lane, out) || lck_drain_seize(s, lane, out))
+        return 1;
+      due = now + LCK_LOOK_AGAIN_NS; /* the last ones are in somebody's hands */
+    }
+    *again = due < *again ? due : *again;
   }
   return 0;
 }

@@ -17,8 +17,13 @@ typedef struct lck_task {
   int drain;
 } lck_task;
 
-/* Of this snapshot the next chunk to drain; 0: there is none. Under the pool's lock. */
+/* Claim the next chunk of the snapshot that waits for its drain; 0: there is none. */
 int lck_drain_find(lck_snapshot *snapshot, lck_lane *lane, lck_task *out);
+
+/* Take a drain out of the hands of an idle worker; 0: none of them has one. */
+int lck_drain_seize(lck_snapshot *snapshot, lck_lane *lane, lck_task *out);
+
+void lck_sleep_until(uint64_t end); /* monotonic ns */
 
 /* Workers of the idle class drain when a CPU has nothing else to do, which may be never. The DRAM
  * is wanted back when the next snapshot begins; the keeper, whose priority is the training's,

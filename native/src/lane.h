@@ -1,14 +1,9 @@
 /* lane.h -- what a pool knows of each of its threads: its ring of moments, and where it runs.
  *
  * Workers of the idle class give way to everything else on their CPUs, at once and for as long as
- * it lasts. Nobody may have to wait for a thread like that. So whoever waits for workers lends them
- * the CPU that the wait leaves free, and takes them home afterwards: both by
- * sched_setaffinity(worker), both from the waiting thread.
- *
- * No result depends on where a thread runs, so nothing here is locked and every race is one of
- * speed. Two threads that wait at the same time may lend the same worker: each takes it home after
- * its own last loan, so that the last call of all takes it home; and who still waits lends again
- * within LCK_LEND_AGAIN_NS. A refusal of the kernel leaves a worker where it is. */
+ * it lasts: on a busy machine for seconds. Nobody waits for one of them. Whoever needs a chunk that
+ * such a worker has in hand takes it away and copies it anew, from the same source to the same
+ * place (revoke.h, lck_batch_seize); and none of them ever holds a lock that a caller takes. */
 #ifndef LCK_LANE_H
 #define LCK_LANE_H
 
@@ -18,14 +13,13 @@
 #include <sys/types.h>
 
 #include "lightck.h"
+#include "revoke.h"
 
 #define LCK_LANES (LCK_THREAD_CALLER + 1u)
 
-/* A chunk takes some 25 us and the pool's lock is held for less: who runs is done soon. */
-#define LCK_PATIENCE_NS UINT64_C(30000)
-#define LCK_LEND_AGAIN_NS UINT64_C(1000000)
+/* A chunk takes some 25 us: a worker that runs has it done before it is taken away. */
+#define LCK_PATIENCE_NS UINT64_C(60000)
 
-struct lck_batch;
 struct lck_cell;
 
 /* One of a pool's threads, or all callers together. */
@@ -37,35 +31,26 @@ typedef struct lck_lane {
   uint64_t mask;          /* cells - 1; a power of two less one */
   _Atomic uint64_t next;
 
-  /* Of a worker in an idle pool. */
-  cpu_set_t home;   /* its share of the CPUs; constant once the threads run */
-  _Atomic pid_t id; /* of the thread, once it is at home there; 0: never lend it */
-  _Atomic(const struct lck_batch *)
-      holds; /* NULL, or where it may have a chunk in hand: stored
-                before every claim, so that whoever finds all chunks
-                of a batch claimed then finds everyone who holds one */
+  /* Of a worker. */
+  _Atomic uint64_t visits; /* of the list of snapshots, twice each; odd: it may be looking at one */
+
+  /* Of a worker of the idle class. */
+  cpu_set_t home;                /* its share of the CPUs; constant once the threads run */
+  _Atomic pid_t id;              /* of the thread, once work can be taken from it; or 0 */
+  _Atomic uint64_t busy_since;   /* it claimed its last chunk no earlier; ns */
+  _Atomic uint64_t sleeps_until; /* in the middle of a chunk, for the write limit; ns */
+  lck_tenure tenure;
 } lck_lane;
 
 /* Part `part` of `parts` of the CPUs: neighbours, and at least one, if need be shared. */
 cpu_set_t lck_lane_share(const cpu_set_t *allowed, uint32_t part, uint32_t parts);
 
-/* Number the lanes, and share the CPUs of the calling thread out among the workers. */
+/* Number the lanes, and share the CPUs of the calling thread out among the idle workers. */
 void lck_lanes_make(lck_pool *pool);
 
-/* The calling worker takes its class and its place; both are wishes that the kernel may refuse. */
+/* The calling worker of the idle class takes its class and its place; both are wishes that the
+ * kernel may refuse. */
 void lck_lane_settle(lck_lane *lane);
-
-/* 1 if a worker with a chunk of the batch can only run here: it does not while the caller does. */
-int lck_lanes_behind(lck_pool *pool, const struct lck_batch *batch);
-
-/* Move all workers that hold a chunk of `batch` (NULL: all workers) to the CPU of the caller, who
- * is about to sleep. Returns a bit for each that went. A worker lends nothing. Takes some
- * microseconds for each of them, and may wait for one that runs to be stopped. */
-uint64_t lck_lanes_lend(lck_pool *pool, const struct lck_batch *batch);
-
-/* Move those workers to their own CPUs. By the one who lent, not by themselves: its CPU is busy
- * again, so that they would not get to it. */
-void lck_lanes_take_home(lck_pool *pool, uint64_t lent);
 
 /* Between two looks at something that another thread is about to change. */
 static inline void lck_pause(void) {

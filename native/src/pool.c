@@ -31,50 +31,70 @@ uint64_t lck_now_ns(void) {
   return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
-void lck_pool_sleep(lck_pool *pool, pthread_cond_t *condition, uint64_t deadline) {
-  if (deadline == LCK_ALL) {
-    pthread_cond_wait(condition, &pool->lock);
-    return;
-  }
-  struct timespec until = {.tv_sec = (time_t)(deadline / UINT64_C(1000000000)),
-                           .tv_nsec = (long)(deadline % UINT64_C(1000000000))};
-  pthread_cond_timedwait(condition, &pool->lock, &until);
+uint64_t lck_deadline_of(int64_t timeout_ns) {
+  if (timeout_ns < 0)
+    return LCK_ALL;
+  uint64_t now = lck_now_ns();
+  return (uint64_t)timeout_ns > LCK_ALL - 1 - now ? LCK_ALL : now + (uint64_t)timeout_ns;
 }
 
-/* Holding the lock in between sees to it that who counted itself is asleep by now; letting go of it
- * before the broadcast, that nobody wakes up to find it held by a thread that it has displaced. */
+uint64_t lck_pool_look_again(uint64_t deadline) {
+  uint64_t again = lck_now_ns() + LCK_LOOK_AGAIN_NS;
+  return deadline < again ? deadline : again;
+}
+
+void lck_pool_lock(lck_pool *pool) {
+  pthread_mutex_lock(&pool->lock);
+}
+
+void lck_pool_unlock(lck_pool *pool) {
+  pthread_mutex_unlock(&pool->lock);
+}
+
+static int is_idle_class(const lck_lane *lane) {
+  return lane->pool->idle && lane->thread < lane->pool->threads;
+}
+
+/* Whether this worker's turn has come: the reserve's when somebody waits or the machine is crowded,
+ * the idle class's when it is not. */
+static int may_work(const lck_lane *lane) {
+  lck_pool *pool = lane->pool;
+  int crowded = atomic_load(&pool->crowd.on);
+  if (!pool->idle || is_idle_class(lane))
+    return !crowded;
+  return crowded || atomic_load(&pool->urgent) > 0 || atomic_load(&pool->waiters) > 0;
+}
+
 void lck_pool_wake(lck_pool *pool) {
-  if (atomic_load(&pool->sleepers) > 0) {
-    lck_pool_lock(pool);
-    pthread_mutex_unlock(&pool->lock);
-    pthread_cond_broadcast(&pool->work);
-  }
+  int crowded = atomic_load(&pool->crowd.on);
+  if (!crowded)
+    lck_bell_ring(&pool->work);
+  if (pool->idle && (crowded || atomic_load(&pool->urgent) > 0 || atomic_load(&pool->waiters) > 0 ||
+                     !atomic_exchange(&pool->crowd.watched, 1)))
+    lck_bell_ring(&pool->reserve);
 }
 
-void lck_pool_notify(lck_pool *pool) {
-  if (atomic_load(&pool->waiters) > 0) {
-    lck_pool_lock(pool);
-    pthread_mutex_unlock(&pool->lock);
-    pthread_cond_broadcast(&pool->progress);
-  }
-}
+/* ---- Choosing work; inside a visit ------------------------------------------------------------
+ */
 
-/* ---- Choosing work; all under the pool's lock ------------------------------------------------ */
+static lck_snapshot *first_of(const lck_pool *pool) {
+  return atomic_load(&pool->first);
+}
 
 static int find_capture(lck_snapshot *snapshot, lck_lane *lane, int waited_for, lck_task *out) {
-  uint32_t count = atomic_load(&snapshot->batch_count);
-  for (uint32_t i = snapshot->scan_from; i < count; i++) {
+  uint32_t count = atomic_load(&snapshot->batch_count), from = atomic_load(&snapshot->scan_from);
+  for (uint32_t i = from; i < count; i++) {
     lck_batch *batch = lck_snapshot_batch(snapshot, i);
     if (!waited_for || atomic_load(&batch->waiting) > 0) {
-      atomic_store(&lane->holds, batch);
-      uint64_t chunk = lck_batch_claim(batch);
+      uint64_t chunk = lck_batch_claim(snapshot, batch, lane);
       if (chunk != LCK_NO_CHUNK) {
         *out = (lck_task){.snapshot = snapshot, .batch = batch, .chunk = chunk};
         return 1;
       }
     }
-    if (i == snapshot->scan_from && atomic_load(&batch->next) == batch->chunk_count)
-      snapshot->scan_from++;
+    if (i == from && atomic_load(&batch->next) == batch->chunk_count &&
+        atomic_compare_exchange_strong(&snapshot->scan_from, &from, i + 1))
+      from = i + 1;
   }
   return 0;
 }
@@ -89,10 +109,30 @@ static uint64_t resume_at(const lck_pool *pool, const lck_lap *lap) {
 /* A drain of a snapshot that lck_snapshot_free waits for: in a paused pool it would wait for ever.
  */
 static int find_freed(lck_pool *pool, lck_lane *lane, lck_task *out) {
-  for (lck_snapshot *s = pool->first; s; s = s->next)
-    if (atomic_load(&s->urgent) > 0 && s->phase == LCK_PHASE_SEALED && !atomic_load(&s->halted) &&
+  for (lck_snapshot *s = first_of(pool); s; s = atomic_load(&s->next))
+    if (atomic_load(&s->urgent) > 0 && atomic_load(&s->phase) == LCK_PHASE_SEALED &&
         lck_drain_find(s, lane, out))
       return 1;
+  return 0;
+}
+
+/* What idle workers have in hand and somebody waits for. */
+static int find_in_hand(lck_pool *pool, lck_lane *lane, lck_task *out) {
+  for (lck_snapshot *s = first_of(pool); s; s = atomic_load(&s->next)) {
+    uint32_t count = atomic_load(&s->urgent) > 0 ? atomic_load(&s->batch_count) : 0;
+    for (uint32_t i = 0; i < count; i++) {
+      lck_batch *batch = lck_snapshot_batch(s, i);
+      uint64_t chunk = atomic_load(&batch->waiting) == 0
+                           ? LCK_NO_CHUNK
+                           : lck_batch_seize(s, batch, lane, LCK_CHUNK_IN_CAPTURE);
+      if (chunk != LCK_NO_CHUNK) {
+        *out = (lck_task){.snapshot = s, .batch = batch, .chunk = chunk};
+        return 1;
+      }
+    }
+    if (atomic_load(&s->phase) == LCK_PHASE_SEALED && lck_drain_seize(s, lane, out))
+      return 1;
+  }
   return 0;
 }
 
@@ -101,9 +141,8 @@ static int find_freed(lck_pool *pool, lck_lane *lane, lck_task *out) {
 static int find_task(lck_pool *pool, const lck_lap *lap, lck_task *out, uint64_t *again) {
   *again = LCK_ALL;
   if (atomic_load(&pool->urgent) > 0) {
-    for (lck_snapshot *s = pool->first; s; s = s->next)
-      if (atomic_load(&s->urgent) > 0 && !atomic_load(&s->halted) &&
-          find_capture(s, lap->lane, 1, out))
+    for (lck_snapshot *s = first_of(pool); s; s = atomic_load(&s->next))
+      if (atomic_load(&s->urgent) > 0 && find_capture(s, lap->lane, 1, out))
         return 1;
   }
   uint64_t resume = resume_at(pool, lap);
@@ -111,18 +150,34 @@ static int find_task(lck_pool *pool, const lck_lap *lap, lck_task *out, uint64_t
     *again = resume;
     return atomic_load(&pool->urgent) > 0 && find_freed(pool, lap->lane, out);
   }
-  for (lck_snapshot *s = pool->first; s; s = s->next)
-    if (!atomic_load(&s->halted) && find_capture(s, lap->lane, 0, out))
+  for (lck_snapshot *s = first_of(pool); s; s = atomic_load(&s->next))
+    if (find_capture(s, lap->lane, 0, out))
       return 1;
-  for (lck_snapshot *s = pool->first; s; s = s->next)
-    if (!atomic_load(&s->halted) && lck_drain_find(s, lap->lane, out))
+  for (lck_snapshot *s = first_of(pool); s; s = atomic_load(&s->next))
+    if (lck_drain_find(s, lap->lane, out))
       return 1;
   return 0;
 }
 
+/* A worker of the reserve that finds nothing takes what others do not get on with: after a while,
+ * for it may be done by now. Its first one watches over the idle ones while it has no turn. */
+static int find_for_reserve(lck_pool *pool, const lck_lap *lap, lck_task *out, uint64_t *again) {
+  *again = LCK_ALL;
+  if (!may_work(lap->lane)) {
+    if (lap->lane->thread == pool->threads && !atomic_load(&pool->crowd.on))
+      *again = lck_crowd_look(pool);
+    return 0;
+  }
+  if (find_task(pool, lap, out, again))
+    return 1;
+  uint64_t soon = lck_now_ns() + LCK_LOOK_AGAIN_NS;
+  *again = *again < soon ? *again : soon;
+  return find_in_hand(pool, lap->lane, out);
+}
+
 /* ---- Threads --------------------------------------------------------------------------------- */
 
-/* Claims further chunks of the batch without the lock, until something might matter more. */
+/* Claims further chunks of the batch until something might matter more. */
 static void run_task(lck_pool *pool, const lck_task *todo, lck_lap *lap) {
   lck_batch *batch = todo->batch;
   if (todo->drain) {
@@ -133,72 +188,62 @@ static void run_task(lck_pool *pool, const lck_task *todo, lck_lap *lap) {
   while (chunk != LCK_NO_CHUNK) {
     lck_chunk_capture(todo->snapshot, batch, chunk, 0, lap);
     int waited_for = atomic_load(&batch->waiting) > 0;
-    if (atomic_load(&todo->snapshot->halted) ||
-        (!waited_for &&
-         (atomic_load(&pool->pace) < LCK_FULL_PACE || atomic_load(&pool->urgent) > 0))) {
+    if (!may_work(lap->lane) || (!waited_for && (atomic_load(&pool->pace) < LCK_FULL_PACE ||
+                                                 atomic_load(&pool->urgent) > 0))) {
       return;
     }
-    chunk = lck_batch_claim(batch);
+    atomic_store(&lap->lane->busy_since, lap->finished);
+    chunk = lck_batch_claim(todo->snapshot, batch, lap->lane);
   }
-}
-
-static void let_go(lck_snapshot *snapshot) {
-  if (--snapshot->users == 0 && atomic_load(&snapshot->halted))
-    pthread_cond_broadcast(&snapshot->pool->progress);
 }
 
 void *lck_worker_main(void *argument) {
   lck_lane *lane = argument;
   lck_pool *pool = lane->pool;
   lck_lap lap = {.lane = lane};
+  int reserve = lane->thread >= pool->threads;
+  lck_bell *bell = reserve ? &pool->reserve : &pool->work;
   lck_bus_own_thread();
-  lck_lane_settle(lane);
-  lck_pool_lock(pool);
-  while (!pool->stop) {
+  if (is_idle_class(lane))
+    lck_lane_settle(lane);
+  for (;;) {
     lck_task todo;
-    uint64_t again;
-    atomic_fetch_add(&pool->sleepers, 1);
-    int found = find_task(pool, &lap, &todo, &again);
-    if (!found) {
-      atomic_store(&lane->holds, NULL);
-      lck_pool_sleep(pool, &pool->work, again);
-    }
-    atomic_fetch_sub(&pool->sleepers, 1);
-    if (found) {
-      todo.snapshot->users++;
-      pthread_mutex_unlock(&pool->lock);
+    uint64_t again = LCK_ALL;
+    uint32_t count = lck_bell_count(bell);
+    if (atomic_load(&pool->stop))
+      break;
+    atomic_store(&lane->busy_since, lck_now_ns());
+    atomic_fetch_add(&lane->visits, 1);
+    int found = reserve          ? find_for_reserve(pool, &lap, &todo, &again)
+                : may_work(lane) ? find_task(pool, &lap, &todo, &again)
+                                 : 0;
+    if (found)
       run_task(pool, &todo, &lap);
-      lck_pool_lock(pool);
-      let_go(todo.snapshot);
-    }
+    atomic_fetch_add(&lane->visits, 1);
+    if (!found)
+      lck_bell_sleep(bell, count, again);
   }
-  pthread_mutex_unlock(&pool->lock);
   return NULL;
 }
 
-static int due(const lck_snapshot *snapshot) {
-  if (snapshot->phase != LCK_PHASE_SEALED || atomic_load(&snapshot->failure))
-    return 0;
-  return !atomic_load(&snapshot->staged) ||
-         atomic_load(&snapshot->drained) == atomic_load(&snapshot->batch_count);
-}
-
-/* Without an invalidation or a commit to do: late drains, statistics, sleep. Returns whether drains
- * are late. */
-static int fill_in(lck_pool *pool, lck_lap *lap, int behind) {
+/* Without an invalidation or a commit to do: late drains, statistics, sleep. Under the pool's lock;
+ * returns whether drains are late. */
+static int fill_in(lck_pool *pool, lck_lap *lap, int behind, uint32_t count) {
   lck_task todo;
   uint64_t again;
   if (lck_statistics_store(pool))
     return behind;
   if (!lck_drain_late(pool, lap->lane, behind, &todo, &again)) {
-    lck_pool_sleep(pool, &pool->duty, again);
+    lck_pool_unlock(pool);
+    lck_bell_sleep(&pool->duty, count, again);
+    lck_pool_lock(pool);
     return 0;
   }
   todo.snapshot->users++;
-  pthread_mutex_unlock(&pool->lock);
+  lck_pool_unlock(pool);
   lck_chunk_drain(todo.snapshot, todo.batch, todo.chunk, lap);
   lck_pool_lock(pool);
-  let_go(todo.snapshot);
+  todo.snapshot->users--;
   return 1;
 }
 
@@ -209,28 +254,62 @@ void *lck_keeper_main(void *argument) {
   lck_bus_own_thread();
   lck_pool_lock(pool);
   for (;;) {
-    lck_snapshot *s = pool->first;
-    while (s && !s->doomed && !due(s))
-      s = s->next;
+    uint32_t count = lck_bell_count(&pool->duty);
+    lck_snapshot *s = first_of(pool);
+    while (s && !s->doomed && (s->committing || !lck_snapshot_due(s)))
+      s = atomic_load(&s->next);
     if (!s) {
-      if (pool->stop && !pool->notice.region)
+      if (atomic_load(&pool->stop) && !pool->notice.region)
         break;
-      behind = fill_in(pool, &lap, behind);
+      behind = fill_in(pool, &lap, behind, count);
       continue;
     }
     int doomed = s->doomed;
     s->users++;
-    pthread_mutex_unlock(&pool->lock);
+    lck_pool_unlock(pool);
     if (doomed)
       lck_snapshot_erase(s);
     else
-      lck_snapshot_commit(s);
+      lck_snapshot_try_commit(s, 1, lap.lane);
     lck_pool_lock(pool);
     s->users--;
-    pthread_cond_broadcast(&pool->progress);
+    lck_bell_ring(&pool->progress);
   }
-  pthread_mutex_unlock(&pool->lock);
+  lck_pool_unlock(pool);
   return NULL;
+}
+
+/* ---- Burials --------------------------------------------------------------------------------- */
+
+static int is_visited(const lck_pool *pool, const lck_snapshot *snapshot) {
+  for (uint32_t i = 0; i < pool->workers; i++)
+    if (snapshot->visits[i] % 2 == 1 && atomic_load(&pool->lanes[i].visits) == snapshot->visits[i])
+      return 1;
+  return 0;
+}
+
+/* Discard those of the buried that nobody can be looking at. */
+static void clear_buried(lck_pool *pool) {
+  for (lck_snapshot **at = &pool->buried; *at;) {
+    lck_snapshot *buried = *at;
+    if (is_visited(pool, buried)) {
+      at = &buried->buried;
+    } else {
+      *at = buried->buried;
+      lck_snapshot_discard(buried);
+    }
+  }
+}
+
+/* A visit that begins from now on does not come by it any more. */
+void lck_pool_bury(lck_pool *pool, lck_snapshot *snapshot) {
+  lck_pool_lock(pool);
+  for (uint32_t i = 0; i < pool->workers; i++)
+    snapshot->visits[i] = atomic_load(&pool->lanes[i].visits);
+  snapshot->buried = pool->buried;
+  pool->buried = snapshot;
+  clear_buried(pool);
+  lck_pool_unlock(pool);
 }
 
 /* ---- The pool -------------------------------------------------------------------------------- */
@@ -252,7 +331,7 @@ static int start_all(lck_pool *pool) {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   int rc = start(pool, lck_keeper_main, &pool->lanes[LCK_THREAD_KEEPER], "lightck-keeper");
-  for (uint32_t i = 0; i < pool->threads && rc == 0; i++) {
+  for (uint32_t i = 0; i < pool->workers && rc == 0; i++) {
     char name[16];
     snprintf(name, sizeof name, "lightck-%u", i % LCK_MAX_THREADS);
     rc = start(pool, lck_worker_main, &pool->lanes[i], name);
@@ -262,18 +341,14 @@ static int start_all(lck_pool *pool) {
 }
 
 static void stop_and_free(lck_pool *pool) {
-  lck_pool_lock(pool);
-  pool->stop = 1;
-  pthread_cond_broadcast(&pool->work);
-  pthread_cond_broadcast(&pool->duty);
-  pthread_mutex_unlock(&pool->lock);
-  (void)lck_lanes_lend(pool, NULL); /* to their end */
+  atomic_store(&pool->stop, 1);
+  lck_bell_ring(&pool->work);
+  lck_bell_ring(&pool->reserve);
+  lck_bell_ring(&pool->duty);
   for (uint32_t i = 0; i < pool->started; i++)
     pthread_join(pool->members[i], NULL);
+  clear_buried(pool);
   lck_staging_drop(pool, pool->cached);
-  pthread_cond_destroy(&pool->progress);
-  pthread_cond_destroy(&pool->duty);
-  pthread_cond_destroy(&pool->work);
   pthread_mutex_destroy(&pool->lock);
   lck_timeline_free(pool);
   free(pool);
@@ -293,16 +368,12 @@ LCK_API int lck_pool_create(const lck_pool_spec *spec, lck_pool **out) {
   pool->owner = getpid();
   pool->threads = spec->threads;
   pool->chunk_bytes = spec->chunk_bytes;
-  pool->idle = spec->idle != 0;
+  pool->workers = spec->idle && 2 * spec->threads <= LCK_MAX_THREADS && lck_revoke_possible()
+                      ? 2 * spec->threads
+                      : spec->threads;
+  pool->idle = pool->workers > pool->threads;
   atomic_store(&pool->pace, LCK_FULL_PACE);
-  pthread_condattr_t monotonic;
-  pthread_condattr_init(&monotonic);
-  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
   pthread_mutex_init(&pool->lock, NULL);
-  pthread_cond_init(&pool->work, &monotonic);
-  pthread_cond_init(&pool->duty, &monotonic);
-  pthread_cond_init(&pool->progress, &monotonic);
-  pthread_condattr_destroy(&monotonic);
   lck_lanes_make(pool);
   int rc = lck_timeline_make(pool, spec->moments);
   if (rc == 0)
@@ -360,8 +431,8 @@ LCK_API int lck_pool_destroy(lck_pool *pool) {
   if (rc)
     return rc;
   lck_pool_lock(pool);
-  int open = pool->first != NULL;
-  pthread_mutex_unlock(&pool->lock);
+  int open = first_of(pool) != NULL;
+  lck_pool_unlock(pool);
   if (open)
     return lck_fail(LCK_E_STATE, "a snapshot is open in the pool");
   stop_and_free(pool);

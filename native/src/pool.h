@@ -1,8 +1,13 @@
 /* pool.h -- the threads behind the snapshots, and the DRAM that staged ones go through.
  *
- * `threads` workers copy chunks. One more thread, the keeper, invalidates slots and commits: those
- * may sync, and a worker that syncs would be missing where somebody waits for a capture. Besides,
- * it drains what idle workers are late with (drain.h). */
+ * `threads` workers copy chunks; in an idle pool they are of the idle class, and as many more, the
+ * reserve, are as the caller (crowd.h). One more thread, the keeper, invalidates slots and commits
+ * where that may sync: a worker that syncs would be missing where somebody waits for a capture.
+ * Besides, it drains what idle workers are late with (drain.h).
+ *
+ * Workers take no lock: one of the idle class may lose its CPU at any instruction, and for as long
+ * as others want it. They find work by walking the list of snapshots, whose memory is freed when
+ * every worker that may be looking at it has gone on (lck_pool_bury). */
 #ifndef LCK_POOL_H
 #define LCK_POOL_H
 
@@ -11,6 +16,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "bell.h"
+#include "crowd.h"
 #include "lane.h"
 #include "lightck.h"
 #include "statistics.h"
@@ -20,6 +27,7 @@
 #define LCK_FULL_PACE 1000u
 #define LCK_AHEAD_NS UINT64_C(8000000) /* so far drains run ahead of the limit */
 #define LCK_COPIES_AHEAD_NS UINT64_C(1000000)
+#define LCK_LOOK_AGAIN_NS UINT64_C(1000000) /* a worker may lose its CPU before it rings */
 
 /* Anonymous memory, held by one snapshot or cached for the next. */
 typedef struct lck_area {
@@ -31,29 +39,29 @@ typedef struct lck_area {
 struct lck_pool {
   pid_t owner; /* process that created it; any other is a forked child */
   uint32_t threads, chunk_bytes;
-  int idle; /* workers take what others leave of their CPUs, see lane.h */
+  uint32_t cpus; /* of the calling thread, at creation; or 1 */
+  int idle;      /* `threads` workers take what others leave of their CPUs, see lane.h */
 
-  /* Protects the list of snapshots, their `users`, `phase`, `doomed` and `claimed` fields and their
-   * failure, the cached areas, the notice, and every sleep. Held for short scans only: never across
-   * a copy, a sync or a system call that may block for longer than a worker takes to move. Taken
-   * with lck_pool_lock. */
+  /* Protects the list of snapshots, their `doomed`, `users` and `claimed` fields and the steps of
+   * their phase, the cached areas, the buried and the notice. Held for short scans only, never
+   * across a copy, a sync or a sleep, and never by a thread of the idle class. */
   pthread_mutex_t lock;
-  pthread_cond_t work;     /* workers: something became claimable, or the pace changed */
-  pthread_cond_t duty;     /* the keeper: something to invalidate or to commit */
-  pthread_cond_t progress; /* callers: a batch, a snapshot or a user of one is done */
-  int stop;
-  lck_snapshot *first, *last; /* open snapshots, oldest first; bounded by the regions' slots */
-  lck_notice notice;          /* statistics that the keeper has yet to store */
-  uint64_t began, interval;   /* of the last snapshot; between it and the one before; ns, or 0 */
-  lck_area *cached;           /* unbounded in number, but emptied whenever none of them fits */
+  lck_bell work;     /* workers; in an idle pool those of the idle class */
+  lck_bell reserve;  /* the other workers of an idle pool */
+  lck_bell duty;     /* the keeper: something to invalidate, to commit or to look after */
+  lck_bell progress; /* callers: a batch, a snapshot or a user of one is done */
+  _Atomic int stop;
+  _Atomic(lck_snapshot *) first; /* open snapshots, oldest first; bounded by the regions' slots */
+  lck_snapshot *last;
+  lck_snapshot *buried;     /* freed ones that workers may be looking at */
+  lck_notice notice;        /* statistics that the keeper has yet to store */
+  uint64_t began, interval; /* of the last snapshot; between it and the one before; ns, or 0 */
+  lck_area *cached;         /* unbounded in number, but emptied whenever none of them fits */
+  lck_crowd crowd;
 
-  /* A sleeper counts itself and then looks for work; whoever makes work stores it and then reads
-   * the count. Both in the one order of sequentially consistent operations, so one sees the other:
-   * no lock is needed to find out that nobody sleeps. */
-  _Atomic uint32_t sleepers; /* workers */
-  _Atomic uint32_t waiters;  /* callers */
-  _Atomic uint32_t urgent;   /* captures and frees that wait: what they wait for is not paced */
-  _Atomic uint32_t pace;     /* per mille */
+  _Atomic uint32_t urgent;  /* captures and frees that wait: what they wait for is not paced */
+  _Atomic uint32_t waiters; /* for commits */
+  _Atomic uint32_t pace;    /* per mille */
 
   _Atomic uint64_t limit, booked; /* bytes/s written; until when they are spoken for, ns */
 
@@ -63,6 +71,7 @@ struct lck_pool {
 
   lck_lane lanes[LCK_LANES]; /* indexed by lck_moment.thread */
 
+  uint32_t workers; /* [threads, workers) are the reserve */
   uint32_t started; /* threads to join */
   pthread_t members[LCK_MAX_THREADS + 1];
 };
@@ -70,16 +79,22 @@ struct lck_pool {
 /* 0, or LCK_E_INVALID / LCK_E_FORKED with text. */
 int lck_pool_usable(const lck_pool *pool);
 
-/* Take pool->lock. */
 void lck_pool_lock(lck_pool *pool);
+void lck_pool_unlock(lck_pool *pool);
 
-/* Wake workers, if any sleeps, after something became claimable. */
+/* Wake the workers that may take what has become claimable. Takes no lock. */
 void lck_pool_wake(lck_pool *pool);
 
-/* Wake callers, if any waits, after something they may wait for. */
-void lck_pool_notify(lck_pool *pool);
+/* Free a snapshot that is off the list once no worker can be looking at it. */
+void lck_pool_bury(lck_pool *pool, lck_snapshot *snapshot);
+
+/* When a caller who waits for workers looks again by itself: soon, or at `deadline`. */
+uint64_t lck_pool_look_again(uint64_t deadline);
 
 uint64_t lck_now_ns(void); /* monotonic */
+
+/* The time after `timeout_ns`; LCK_ALL for a negative one. */
+uint64_t lck_deadline_of(int64_t timeout_ns);
 
 /* Now; 0: there is no limit. */
 uint64_t lck_pool_write_begins(const lck_pool *pool);
@@ -87,12 +102,9 @@ uint64_t lck_pool_write_begins(const lck_pool *pool);
 /* So far copies run ahead of the limit, in ns. */
 uint64_t lck_pool_copies_ahead(const lck_pool *pool);
 
-/* Sleep until the medium may take more, after `bytes` were written from `began` on (0: now); or do
- * not yet, if it will within `ahead` ns. */
-void lck_pool_throttle(lck_pool *pool, uint64_t began, uint64_t bytes, uint64_t ahead);
-
-/* Sleep on `condition` under the pool's lock until about `deadline` (monotonic; LCK_ALL: none). */
-void lck_pool_sleep(lck_pool *pool, pthread_cond_t *condition, uint64_t deadline);
+/* Book `bytes` that were written from `began` on (0: now) with the medium. Returns until when to
+ * sleep before it may take more; 0: it will within `ahead` ns. */
+uint64_t lck_pool_book(lck_pool *pool, uint64_t began, uint64_t bytes, uint64_t ahead);
 
 /* Body of a thread; its argument is its lane. */
 void *lck_worker_main(void *lane);

@@ -12,14 +12,14 @@
 static int check_captured(const lck_snapshot *snapshot) {
   uint32_t count = atomic_load(&snapshot->batch_count);
   for (uint32_t i = 0; i < count; i++) {
-    const lck_batch *batch = lck_snapshot_batch(snapshot, i);
-    uint64_t done = atomic_load(&batch->done);
+    lck_batch *batch = lck_snapshot_batch(snapshot, i);
+    uint64_t done = lck_batch_captured(batch);
     if (done < batch->chunk_count) {
       return lck_fail(LCK_E_STATE, "batch %u: %llu of %llu chunks captured", i,
                       (unsigned long long)done, (unsigned long long)batch->chunk_count);
     }
   }
-  /* A failure is stored before its chunk counts as done. */
+  /* A failure is stored while its chunk is in hand. */
   return lck_snapshot_failure(snapshot);
 }
 
@@ -57,7 +57,9 @@ static int copy_blob(const void *blob, uint64_t length, void **copy) {
   return 0;
 }
 
-/* The CRCs and the region's identity are filled in by lck_slot_commit, on the keeper's time. */
+/* The CRCs and the region's identity are filled in by lck_slot_commit. Where no sync is needed the
+ * caller commits, so that the slot is free at once, whatever else wants the CPUs; else the keeper
+ * does. */
 LCK_API int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, const void *layout,
                               const void *manifest) {
   int rc = lck_snapshot_open(snapshot);
@@ -82,11 +84,23 @@ LCK_API int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, 
   snapshot->record.payload_bytes = snapshot->payload_bytes;
   snapshot->layout = layout_copy;
   snapshot->manifest = manifest_copy;
-  snapshot->phase = LCK_PHASE_SEALED;
   lck_drain_sealed(snapshot);
-  pthread_cond_signal(&pool->duty);
-  pthread_mutex_unlock(&pool->lock);
+  atomic_store(&snapshot->phase, LCK_PHASE_SEALED);
+  lck_pool_unlock(pool);
+  lck_snapshot_try_commit(snapshot, 0, &pool->lanes[LCK_THREAD_CALLER]);
+  if (atomic_load(&snapshot->phase) == LCK_PHASE_SEALED)
+    lck_bell_ring(&pool->duty);
   return 0;
+}
+
+int lck_snapshot_due(const lck_snapshot *snapshot) {
+  if (atomic_load(&snapshot->phase) != LCK_PHASE_SEALED || atomic_load(&snapshot->failure))
+    return 0;
+  uint32_t count = atomic_load(&snapshot->staged) ? atomic_load(&snapshot->batch_count) : 0;
+  for (uint32_t i = 0; i < count; i++)
+    if (!lck_batch_drained(lck_snapshot_batch(snapshot, i)))
+      return 0;
+  return 1;
 }
 
 /* After a failure there is nothing to protect any more: no drain will run. */
@@ -104,16 +118,16 @@ void lck_snapshot_erase(lck_snapshot *snapshot) {
   }
   lck_pool_lock(pool);
   snapshot->doomed = 0;
-  pthread_mutex_unlock(&pool->lock);
+  lck_pool_unlock(pool);
   lck_pool_wake(pool);
 }
 
 /* The slot is given back before anybody can see the commit, so that whoever has waited for it can
  * open the slot again. */
-void lck_snapshot_commit(lck_snapshot *snapshot) {
+static void commit(lck_snapshot *snapshot, lck_lane *lane) {
   lck_pool *pool = snapshot->pool;
   uint64_t started = lck_now_ns();
-  lck_timeline_enter(&pool->lanes[LCK_THREAD_KEEPER], snapshot->slot);
+  lck_timeline_enter(lane, snapshot->slot);
   int rc = lck_slot_commit(snapshot->region, snapshot->slot, &snapshot->record, snapshot->layout,
                            snapshot->manifest);
   lck_timeline_leave();
@@ -125,9 +139,24 @@ void lck_snapshot_commit(lck_snapshot *snapshot) {
   lck_slot_unclaim(snapshot->region, snapshot->slot);
   atomic_fetch_add_explicit(&pool->commits, 1, memory_order_relaxed);
   atomic_fetch_add_explicit(&pool->commit_ns, lck_now_ns() - started, memory_order_relaxed);
-  lck_pool_lock(pool);
   snapshot->claimed = 0;
-  snapshot->phase = LCK_PHASE_COMMITTED;
-  pthread_cond_broadcast(&pool->progress);
-  pthread_mutex_unlock(&pool->lock);
+  atomic_store(&snapshot->phase, LCK_PHASE_COMMITTED);
+}
+
+void lck_snapshot_try_commit(lck_snapshot *snapshot, int may_sync, lck_lane *lane) {
+  lck_pool *pool = snapshot->pool;
+  if (snapshot->paged && !may_sync)
+    return;
+  lck_pool_lock(pool);
+  int ours = !snapshot->committing && lck_snapshot_due(snapshot);
+  snapshot->committing |= ours;
+  snapshot->users += (uint32_t)ours;
+  lck_pool_unlock(pool);
+  if (!ours)
+    return;
+  commit(snapshot, lane);
+  lck_pool_lock(pool);
+  snapshot->users--;
+  lck_pool_unlock(pool);
+  lck_bell_ring(&pool->progress);
 }

@@ -1,7 +1,7 @@
 /* snapshot.c -- the life cycle of a snapshot, but for its seal. */
 #include "snapshot.h"
 
-#include <stdio.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -11,7 +11,6 @@
 #include "error.h"
 #include "mutant.h"
 #include "region.h"
-#include "vigil.h"
 
 int lck_snapshot_usable(const lck_snapshot *snapshot) {
   if (!snapshot)
@@ -21,22 +20,20 @@ int lck_snapshot_usable(const lck_snapshot *snapshot) {
 
 int lck_snapshot_failure(const lck_snapshot *snapshot) {
   int code = atomic_load(&snapshot->failure);
-  return code ? lck_fail(code, "%s", snapshot->text) : 0;
+  return code ? lck_fail(code, "%s", atomic_load(&snapshot->text)) : 0;
 }
 
+static char no_text[] = "no memory for the error's text";
+
 void lck_snapshot_fail(lck_snapshot *snapshot, int code) {
-  lck_pool *pool = snapshot->pool;
-  char text[sizeof snapshot->text];
-  snprintf(text, sizeof text, "%s", lck_last_error());
+  char *text = strdup(lck_last_error()), *first = NULL;
+  int healthy = 0;
   lck_region_latch(snapshot->region, code);
-  lck_pool_lock(pool);
-  if (!atomic_load(&snapshot->failure)) {
-    memcpy(snapshot->text, text, sizeof text);
-    atomic_store(&snapshot->failure, code);
-    atomic_store(&snapshot->halted, 1);
-  }
-  pthread_cond_broadcast(&pool->progress);
-  pthread_mutex_unlock(&pool->lock);
+  if (!atomic_compare_exchange_strong(&snapshot->text, &first, text ? text : no_text))
+    free(text);
+  (void)atomic_compare_exchange_strong(&snapshot->failure, &healthy, code);
+  atomic_store(&snapshot->halted, 1);
+  lck_bell_ring(&snapshot->pool->progress);
 }
 
 lck_batch *lck_snapshot_batch(const lck_snapshot *snapshot, uint32_t batch) {
@@ -52,18 +49,18 @@ lck_batch *lck_snapshot_batch(const lck_snapshot *snapshot, uint32_t batch) {
 static void enlist(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
   lck_pool_lock(pool);
-  if (pool->last)
-    pool->last->next = snapshot;
-  else
-    pool->first = snapshot;
-  pool->last = snapshot;
   snapshot->claimed = 1;
+  snapshot->doomed = snapshot->paged;
   lck_drain_begins(snapshot);
-  if (snapshot->paged) {
-    snapshot->doomed = 1;
-    pthread_cond_signal(&pool->duty);
-  }
-  pthread_mutex_unlock(&pool->lock);
+  lck_crowd_begins(pool);
+  if (pool->last)
+    atomic_store(&pool->last->next, snapshot);
+  else
+    atomic_store(&pool->first, snapshot);
+  pool->last = snapshot;
+  lck_pool_unlock(pool);
+  if (snapshot->paged)
+    lck_bell_ring(&pool->duty);
 }
 
 /* Direct media invalidate with a fence, which costs less than waking another thread; every other
@@ -115,10 +112,9 @@ int lck_snapshot_open(lck_snapshot *snapshot) {
     rc = lck_snapshot_failure(snapshot);
   if (rc)
     return rc;
-  lck_pool_lock(snapshot->pool);
-  int phase = snapshot->phase;
-  pthread_mutex_unlock(&snapshot->pool->lock);
-  return phase == LCK_PHASE_OPEN ? 0 : lck_fail(LCK_E_STATE, "the snapshot is sealed already");
+  return atomic_load(&snapshot->phase) == LCK_PHASE_OPEN
+             ? 0
+             : lck_fail(LCK_E_STATE, "the snapshot is sealed already");
 }
 
 LCK_API int lck_snapshot_add(lck_snapshot *snapshot, const lck_copy *copies, uint64_t count,
@@ -144,8 +140,6 @@ LCK_API int lck_snapshot_add(lck_snapshot *snapshot, const lck_copy *copies, uin
   added->number = index;
   (*block)[index % LCK_BATCH_BLOCK] = added;
   snapshot->payload_bytes += added->bytes;
-  if (added->chunk_count == 0)
-    atomic_fetch_add(&snapshot->drained, 1);
   atomic_store(&snapshot->batch_count, index + 1);
   *batch = index;
   return 0;
@@ -156,9 +150,10 @@ LCK_API int lck_snapshot_add(lck_snapshot *snapshot, const lck_copy *copies, uin
 static int public_state(const lck_snapshot *snapshot) {
   if (atomic_load(&snapshot->failure))
     return LCK_SNAP_FAILED;
-  return snapshot->phase == LCK_PHASE_COMMITTED ? LCK_SNAP_COMMITTED
-         : snapshot->phase == LCK_PHASE_SEALED  ? LCK_SNAP_SEALED
-                                                : LCK_SNAP_OPEN;
+  int phase = atomic_load(&snapshot->phase);
+  return phase == LCK_PHASE_COMMITTED ? LCK_SNAP_COMMITTED
+         : phase == LCK_PHASE_SEALED  ? LCK_SNAP_SEALED
+                                      : LCK_SNAP_OPEN;
 }
 
 LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *state) {
@@ -169,18 +164,20 @@ LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *s
     return rc;
   }
   lck_pool *pool = snapshot->pool;
-  uint64_t deadline = lck_deadline_of(timeout_ns);
-  lck_vigil v = {.snapshot = snapshot, .finished = LCK_ALL};
-  lck_pool_lock(pool);
-  atomic_fetch_add(&pool->waiters, 1);
   int seen = public_state(snapshot);
-  while (seen == LCK_SNAP_SEALED && lck_now_ns() < deadline) {
-    lck_vigil_keep(&v, deadline);
-    seen = public_state(snapshot);
+  if (seen == LCK_SNAP_SEALED && timeout_ns != 0) {
+    uint64_t deadline = lck_deadline_of(timeout_ns);
+    atomic_fetch_add(&pool->waiters, 1);
+    lck_pool_wake(pool);
+    for (;;) {
+      uint32_t count = lck_bell_count(&pool->progress);
+      seen = public_state(snapshot);
+      if (seen != LCK_SNAP_SEALED || lck_now_ns() >= deadline)
+        break;
+      lck_bell_sleep(&pool->progress, count, deadline);
+    }
+    atomic_fetch_sub(&pool->waiters, 1);
   }
-  atomic_fetch_sub(&pool->waiters, 1);
-  pthread_mutex_unlock(&pool->lock);
-  lck_vigil_end(&v);
   if (state)
     *state = seen;
   if (seen == LCK_SNAP_FAILED)
@@ -190,32 +187,68 @@ LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *s
   return seen == LCK_SNAP_COMMITTED ? 0 : lck_fail(LCK_E_TIMEOUT, "the snapshot is not committed");
 }
 
+static int is_sealed(lck_snapshot *snapshot) {
+  return public_state(snapshot) == LCK_SNAP_SEALED;
+}
+
+/* Chunks in the hands of idle workers are let go of: what would be copied is given up. */
+static int is_in_hand(lck_snapshot *snapshot) {
+  lck_pool *pool = snapshot->pool;
+  lck_snapshot_recall(snapshot);
+  lck_pool_lock(pool);
+  int used = snapshot->users > 0 || snapshot->doomed;
+  lck_pool_unlock(pool);
+  return used || lck_snapshot_busy(snapshot);
+}
+
+static void await_nobody(lck_snapshot *snapshot, int (*in_the_way)(lck_snapshot *)) {
+  lck_pool *pool = snapshot->pool;
+  for (;;) {
+    uint32_t count = lck_bell_count(&pool->progress);
+    if (!in_the_way(snapshot))
+      return;
+    lck_bell_sleep(&pool->progress, count, lck_pool_look_again(LCK_ALL));
+  }
+}
+
+static void delist(lck_snapshot *snapshot) {
+  lck_pool *pool = snapshot->pool;
+  lck_snapshot *before = NULL, *next = atomic_load(&snapshot->next);
+  for (lck_snapshot *at = atomic_load(&pool->first); at != snapshot; at = atomic_load(&at->next))
+    before = at;
+  if (before)
+    atomic_store(&before->next, next);
+  else
+    atomic_store(&pool->first, next);
+  if (pool->last == snapshot)
+    pool->last = before;
+}
+
 /* A sealed snapshot ends by itself, now unpaced. One that was given up still owes its invalidation,
  * because the caller takes the slot for empty. Neither goes before the last thread has let go of
  * it. */
 static void retire(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
-  lck_vigil v = {.snapshot = snapshot, .finished = LCK_ALL};
-  lck_pool_lock(pool);
-  atomic_fetch_add(&snapshot->urgent, 1);
-  atomic_fetch_add(&pool->urgent, 1);
-  pthread_cond_broadcast(&pool->work);
-  while (public_state(snapshot) == LCK_SNAP_SEALED)
-    lck_vigil_keep(&v, LCK_ALL);
-  atomic_fetch_sub(&pool->urgent, 1);
-  atomic_store(&snapshot->halted, 1);
-  while (snapshot->users > 0 || snapshot->doomed)
-    lck_vigil_keep(&v, LCK_ALL);
-  lck_snapshot **at = &pool->first, *before = NULL;
-  while (*at != snapshot) {
-    before = *at;
-    at = &before->next;
+  int committed = public_state(snapshot) == LCK_SNAP_COMMITTED;
+  if (!committed) {
+    atomic_fetch_add(&snapshot->urgent, 1);
+    atomic_fetch_add(&pool->urgent, 1);
+    lck_pool_wake(pool);
+    await_nobody(snapshot, is_sealed);
+    atomic_fetch_sub(&pool->urgent, 1);
+    atomic_store(&snapshot->halted, 1);
+    lck_bell_ring(&pool->duty);
+    await_nobody(snapshot, is_in_hand);
   }
-  *at = snapshot->next;
-  if (pool->last == snapshot)
-    pool->last = before;
-  pthread_mutex_unlock(&pool->lock);
-  lck_vigil_end(&v);
+  atomic_store(&snapshot->halted, 1);
+  lck_pool_lock(pool);
+  while (snapshot->users > 0) { /* of a committed one: at its last instructions */
+    lck_pool_unlock(pool);
+    sched_yield();
+    lck_pool_lock(pool);
+  }
+  delist(snapshot);
+  lck_pool_unlock(pool);
 }
 
 LCK_API int lck_snapshot_free(lck_snapshot *snapshot) {
@@ -228,12 +261,18 @@ LCK_API int lck_snapshot_free(lck_snapshot *snapshot) {
   if (snapshot->claimed)
     lck_slot_unclaim(snapshot->region, snapshot->slot);
   lck_staging_give(snapshot->pool, &snapshot->areas);
+  lck_pool_bury(snapshot->pool, snapshot);
+  return 0;
+}
+
+void lck_snapshot_discard(lck_snapshot *snapshot) {
   for (uint32_t i = 0; i < atomic_load(&snapshot->batch_count); i++)
     lck_batch_free(lck_snapshot_batch(snapshot, i));
   for (uint32_t i = 0; i < LCK_BATCHES / LCK_BATCH_BLOCK; i++)
     free(snapshot->blocks[i]);
   free(snapshot->layout);
   free(snapshot->manifest);
+  if (atomic_load(&snapshot->text) != no_text)
+    free(atomic_load(&snapshot->text));
   free(snapshot);
-  return 0;
 }

@@ -3,7 +3,11 @@
  * A batch is built once and its tables never change shape. A *piece* is one copy, or a part of one
  * that is too large for a chunk. A *chunk* is what one thread does at a time: a run of pieces of
  * one layer. A chunk is *captured* when its bytes have left their sources and, where one of its
- * copies is staged, *drained* when they have reached the region. */
+ * copies is staged, *drained* when they have reached the region.
+ *
+ * Threads share all of it without a lock: one word per chunk says how far it is and whose it is.
+ * Whoever makes a step of a snapshot's life (list, phase, slot) holds the pool's lock; workers of
+ * the idle class make none. */
 #ifndef LCK_SNAPSHOT_H
 #define LCK_SNAPSHOT_H
 
@@ -19,8 +23,18 @@
 #define LCK_NO_CHUNK UINT64_MAX
 #define LCK_PIECE_SKIPPED (1u << 31) /* unchanged: neither staged nor stored */
 
-/* `crc` and LCK_PIECE_SKIPPED are written by the thread that claimed the chunk, before it counts
- * the chunk as done, and read by others after they have seen that count. */
+/* How far a chunk is: the low bits of its word. Above them, while it is in hand, the lane + 1. */
+enum {
+  LCK_CHUNK_WAITS = 0,
+  LCK_CHUNK_IN_CAPTURE = 1,
+  LCK_CHUNK_CAPTURED = 2,
+  LCK_CHUNK_IN_DRAIN = 3,
+  LCK_CHUNK_DRAINED = 4,
+  LCK_CHUNK_PHASES = 8,
+};
+
+/* `crc` and LCK_PIECE_SKIPPED are written by the thread whose chunk it is, before the chunk's word
+ * says captured, and read by others after they have seen that. */
 typedef struct lck_piece {
   const unsigned char *source; /* of a fed copy: NULL, its bytes are in the extent */
   unsigned char *staged;       /* NULL: straight to the region */
@@ -35,11 +49,13 @@ typedef struct lck_chunk {
   uint64_t first; /* its pieces: [first, first of the next chunk) */
   uint64_t start; /* byte of the batch at which it starts */
   uint32_t layer;
-  _Atomic uint32_t captured;
+  _Atomic uint32_t word;
 } lck_chunk;
 
-/* Chunks [0, next) are claimed, never beyond `released`; `done` of them are finished. The same with
- * `drain_next` and `drained` for the way from DRAM to the region. */
+/* No chunk below `next` waits, and none from `released` on is claimed. Below `done` all are
+ * captured, below `drain_next` all are drained or in a drain, below `drained` all are drained: each
+ * as far as anybody has looked. `counted` chunks were captured, as far as their threads have come
+ * to count them. */
 typedef struct lck_batch {
   lck_piece *pieces;
   lck_chunk *chunks; /* chunk_count and a last one that ends the pieces */
@@ -50,7 +66,7 @@ typedef struct lck_batch {
   _Atomic uint32_t waiting; /* captures that wait for this batch */
   _Alignas(64) _Atomic uint64_t next;
   _Alignas(64) _Atomic uint64_t done;
-  _Atomic uint64_t drain_next, drained;
+  _Atomic uint64_t counted, drain_next, drained;
 } lck_batch;
 
 /* `phase` of a snapshot; with `failure` set it is LCK_SNAP_FAILED to the outside. */
@@ -60,27 +76,28 @@ struct lck_snapshot {
   lck_pool *pool;
   lck_region *region;
   uint32_t slot;
-  int paged;          /* every copy is staged, and the keeper invalidates the slot */
-  lck_snapshot *next; /* in the pool's list */
+  int paged;                    /* every copy is staged, and the keeper invalidates the slot */
+  _Atomic(lck_snapshot *) next; /* in the pool's list */
 
-  /* Under the pool's lock. */
-  uint32_t users; /* workers or the keeper hold it: it must not be freed */
-  int phase;
+  /* Changed under the pool's lock. */
+  uint32_t users; /* the keeper, or who commits it: it must not be freed */
+  _Atomic int phase;
+  int committing;                  /* somebody is at it, or was */
   int claimed;                     /* the slot is ours */
   int doomed;                      /* the keeper has yet to invalidate the slot */
-  uint32_t scan_from;              /* batches below have no unclaimed chunk */
-  uint32_t drain_from;             /* batches below have no unclaimed drain */
+  uint64_t began;                  /* ns */
   uint64_t deadline;               /* of the drains, ns; see drain.h */
   uint64_t sealed_at, sealed_left; /* ns; bytes not drained then */
-  char text[512];                  /* of the failure; constant once `failure` is set */
 
-  _Atomic int failure; /* first one, or 0 */
-  _Atomic int halted;  /* failed or given up: nobody touches a source or the region any more */
-  _Atomic int erased;  /* the slot's old content is invalid, durably: drains may run */
-  _Atomic int staged;  /* some copy is: every chunk has its drain, which may find nothing to do */
+  _Atomic uint32_t scan_from;  /* batches below have no chunk that waits */
+  _Atomic uint32_t drain_from; /* batches below have no chunk that waits for its drain */
+  _Atomic(char *) text;        /* of the first failure; set before `failure` is */
+  _Atomic int failure;         /* or 0 */
+  _Atomic int halted; /* failed or given up: nobody touches a source or the region any more */
+  _Atomic int erased; /* the slot's old content is invalid, durably: drains may run */
+  _Atomic int staged; /* some copy is: every chunk has its drain, which may find nothing to do */
   _Atomic uint32_t urgent;
   _Atomic uint32_t batch_count;   /* stored after the batch and its block */
-  _Atomic uint32_t drained;       /* batches */
   _Atomic uint64_t drained_bytes; /* of the payload, also where a chunk had nothing to drain */
   lck_batch **blocks[LCK_BATCHES / LCK_BATCH_BLOCK];
 
@@ -88,6 +105,10 @@ struct lck_snapshot {
   uint64_t payload_bytes;
   lck_record record;
   void *layout, *manifest;
+
+  /* Freed while workers may be looking at it: see lck_pool_bury. */
+  lck_snapshot *buried;
+  uint64_t visits[LCK_MAX_THREADS];
 };
 
 /* What a thread knows of itself and of its last chunk. */
@@ -106,7 +127,7 @@ int lck_snapshot_open(lck_snapshot *snapshot);
 int lck_snapshot_failure(const lck_snapshot *snapshot);
 
 /* Make `code` and this thread's error text the snapshot's failure unless it has one; latch the
- * region; wake everybody. */
+ * region; wake everybody. Takes no lock. */
 void lck_snapshot_fail(lck_snapshot *snapshot, int code);
 
 /* NULL with text: no such batch. */
@@ -119,17 +140,46 @@ void lck_batch_free(lck_batch *batch);
 /* Chunks that start before byte `bytes` of the batch. */
 uint64_t lck_batch_chunks(const lck_batch *batch, uint64_t bytes);
 
-/* Claim the next released chunk, or the next captured one that waits for its drain. */
-uint64_t lck_batch_claim(lck_batch *batch);
-uint64_t lck_batch_claim_drain(lck_batch *batch);
+/* Claim for `lane` the next released chunk, or the next captured one that waits for its drain. A
+ * snapshot that has halted has none. */
+uint64_t lck_batch_claim(const lck_snapshot *snapshot, lck_batch *batch, const lck_lane *lane);
+uint64_t lck_batch_claim_drain(const lck_snapshot *snapshot, lck_batch *batch,
+                               const lck_lane *lane);
 
-/* Run a claimed chunk and count it as done, whatever comes of it. */
+/* Take a chunk (LCK_CHUNK_IN_CAPTURE or LCK_CHUNK_IN_DRAIN) for `lane` out of the hands of a worker
+ * of the idle class, who has done nothing more to it when this returns. LCK_NO_CHUNK: none of them
+ * has one. */
+uint64_t lck_batch_seize(lck_snapshot *snapshot, lck_batch *batch, const lck_lane *lane,
+                         uint32_t phase);
+
+/* Take all chunks that idle workers have in hand, and do nothing with them: the snapshot has
+ * halted. */
+void lck_snapshot_recall(lck_snapshot *snapshot);
+
+/* How many chunks from the first on are captured; all of them are drained. */
+uint64_t lck_batch_captured(lck_batch *batch);
+int lck_batch_drained(lck_batch *batch);
+
+/* Whether a thread has a chunk in hand; of a batch, in capture. */
+int lck_batch_busy(const lck_batch *batch);
+int lck_snapshot_busy(const lck_snapshot *snapshot);
+
+/* Run a chunk in hand. */
 void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, int helping,
                        lck_lap *lap);
 void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, lck_lap *lap);
 
-/* The keeper's two duties. */
+/* Invalidate the slot of a doomed snapshot, for the keeper. */
 void lck_snapshot_erase(lck_snapshot *snapshot);
-void lck_snapshot_commit(lck_snapshot *snapshot);
+
+/* Commit the snapshot if it is due, nobody is at it, and the medium needs no sync (`may_sync`: or
+ * does). Never on a thread of the idle class. */
+void lck_snapshot_try_commit(lck_snapshot *snapshot, int may_sync, lck_lane *lane);
+
+/* Under the pool's lock: it is sealed, has not failed, and all of it is in the region. */
+int lck_snapshot_due(const lck_snapshot *snapshot);
+
+/* Free the memory of a snapshot that nobody has. */
+void lck_snapshot_discard(lck_snapshot *snapshot);
 
 #endif

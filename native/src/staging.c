@@ -69,7 +69,7 @@ static lck_area *take_cached(lck_pool *pool, uint64_t length, lck_area **misfits
     *misfits = pool->cached;
     pool->cached = NULL;
   }
-  pthread_mutex_unlock(&pool->lock);
+  lck_pool_unlock(pool);
   return area;
 }
 
@@ -103,7 +103,7 @@ void lck_staging_give(lck_pool *pool, lck_area **held) {
     area->next = pool->cached;
     pool->cached = area;
   }
-  pthread_mutex_unlock(&pool->lock);
+  lck_pool_unlock(pool);
 }
 
 LCK_API int lck_pool_stage(lck_pool *pool, uint64_t bytes) {

@@ -61,8 +61,8 @@ LCK_API int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_stati
   }
   lck_pool_lock(pool);
   pool->notice = (lck_notice){.region = region, .page = page};
-  pthread_cond_signal(&pool->duty);
-  pthread_mutex_unlock(&pool->lock);
+  lck_pool_unlock(pool);
+  lck_bell_ring(&pool->duty);
   return 0;
 }
 
@@ -71,7 +71,7 @@ int lck_statistics_store(lck_pool *pool) {
   if (!notice.region)
     return 0;
   pool->notice.region = NULL;
-  pthread_mutex_unlock(&pool->lock);
+  lck_pool_unlock(pool);
   /* What fails has latched the region, which is where the trainer hears of it. */
   (void)lck_persist_note(notice.region, LCK_STATISTICS_OFFSET, &notice.page, sizeof(notice.page));
   lck_pool_lock(pool);

@@ -12,7 +12,7 @@ _Static_assert(sizeof(lck_cell) == 64, "a cell is a cache line");
 /* ---- rings -------------------------------------------------------------------------------- */
 
 static int has_lane(const lck_pool *pool, uint32_t thread) {
-  return thread < pool->threads || thread >= LCK_THREAD_KEEPER;
+  return thread < pool->workers || thread >= LCK_THREAD_KEEPER;
 }
 
 /* NULL: no memory. Every page is there already: a worker of the idle class that loses its CPU

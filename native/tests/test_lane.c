@@ -1,6 +1,6 @@
 /* test_lane.c -- where workers run and with what priority, and that nobody waits for one that does
- * not get to run. A gate stands in for a busy CPU: it holds a worker until it may run on the CPU of
- * the one who waits, and nowhere else. */
+ * not get to run. A gate stands in for a CPU that others keep busy: it holds a worker of the idle
+ * class in the middle of a chunk for as long as the test likes. */
 #include <dirent.h>
 #include <sched.h>
 
@@ -36,7 +36,7 @@ static lck_pool *make_pool(uint32_t threads, uint32_t idle) {
   lck_pool *pool;
   lck_pool_spec spec = {.threads = threads, .chunk_bytes = CHUNK, .idle = idle};
   CHECK(lck_pool_create(&spec, &pool) == 0, "%s", lck_last_error());
-  for (uint32_t i = 0; i < threads && idle; i++)
+  for (uint32_t i = 0; i < threads && idle && lck_revoke_possible(); i++)
     EVENTUALLY(atomic_load(&pool->lanes[i].id) != 0);
   return pool;
 }
@@ -118,138 +118,155 @@ static void test_normal_workers_are_as_the_caller(void) {
   CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
 }
 
-/* ---- Loans ---------------------------------------------------------------------------------- */
+/* ---- Chunks that are taken away -----------------------------------------------------------------
+ */
 
 static struct {
-  cpu_set_t waiter;       /* where the main thread is */
-  _Atomic int at_gate;    /* a worker stands there */
-  _Atomic int shut;       /* for it, wherever it is */
-  pthread_mutex_t *mutex; /* which it then holds */
+  _Atomic int at_gate; /* an idle worker stands there */
+  _Atomic int open;
+  _Atomic int stores; /* the worker got through, after all */
 } scene;
 
-/* Of a chunk: open for the main thread, and for a worker that has been lent the main thread's CPU.
- */
-static int lent_only(void) {
-  if (gettid() == getpid())
+static int is_idle_thread(void) {
+  return sched_getscheduler(0) == SCHED_IDLE;
+}
+
+/* Of a chunk: open for all but idle workers. */
+static int not_for_idle(void) {
+  if (!is_idle_thread())
     return 1;
-  cpu_set_t own;
-  int known = sched_getaffinity(0, sizeof own, &own) == 0; /* CHECK is the main thread's */
-  if (scene.mutex && !atomic_load(&scene.at_gate))
-    pthread_mutex_lock(scene.mutex);
   atomic_store(&scene.at_gate, 1);
-  if (!known || atomic_load(&scene.shut) || !CPU_EQUAL(&own, &scene.waiter))
+  if (!atomic_load(&scene.open))
     return 0;
-  if (scene.mutex)
-    pthread_mutex_unlock(scene.mutex);
-  scene.mutex = NULL;
+  atomic_fetch_add(&scene.stores, 1);
   return 1;
 }
 
 typedef struct stage {
   lck_pool *pool;
   lck_snapshot *snapshot;
-  cpu_set_t all, home;
+  uint32_t batch;
   unsigned char *source;
 } stage;
 
-/* One worker, at home on one CPU, stands at the gate with the first of eight chunks; the main
- * thread is on another CPU. */
-static stage set_up(bed *b, int holds_the_lock) {
-  stage t = {.all = cpus_of(0), .source = malloc(8 * CHUNK)};
+/* One idle worker stands at the gate with the first of eight chunks. Nobody else begins one unless
+ * `watched`: a busy machine would be taken for crowded. */
+static stage set_up(bed *b, uint32_t flags, int watched) {
+  stage t = {.pool = make_pool(1, 1), .source = malloc(8 * CHUNK)};
   CHECK(t.source, "memory");
   bed_fill(t.source, 8 * CHUNK, 1);
-  cpu_set_t rest = t.all;
-  t.home = first_cpu(&rest);
-  scene.waiter = first_cpu(&rest);
-  confine(&t.home);
-  t.pool = make_pool(1, 1);
-  confine(&scene.waiter);
+  atomic_store(&t.pool->crowd.watched, !watched); /* else somebody would have to wake the watcher */
   t.snapshot = bed_begin(b, t.pool, 0);
   if (b->staged)
     EVENTUALLY(t.snapshot->erased);
   atomic_store(&scene.at_gate, 0);
-  scene.mutex = holds_the_lock ? &t.pool->lock : NULL;
-  lck_copy copy = {.offset = bed_slot(b, 0), .source = t.source, .length = 8 * CHUNK};
-  uint32_t batch = bed_add(t.snapshot, &copy, 1);
-  lck_fault_gate(LCK_FAULT_COPY, lent_only);
-  CHECK(lck_snapshot_release(t.snapshot, batch, LCK_ALL) == 0, "%s", lck_last_error());
-  EVENTUALLY(atomic_load(&scene.at_gate));
+  atomic_store(&scene.open, 0);
+  atomic_store(&scene.stores, 0);
+  lck_copy copy = {
+      .offset = bed_slot(b, 0), .source = t.source, .length = 8 * CHUNK, .flags = flags};
+  t.batch = bed_add(t.snapshot, &copy, 1);
+  lck_fault_gate(LCK_FAULT_COPY, not_for_idle);
+  CHECK(lck_snapshot_release(t.snapshot, t.batch, LCK_ALL) == 0, "%s", lck_last_error());
+  if (!watched)
+    EVENTUALLY(atomic_load(&scene.at_gate));
   return t;
 }
 
-static void check_home(const stage *t, const char *after) {
-  cpu_set_t own = cpus_of(t->pool->lanes[0].id);
-  CHECK(CPU_EQUAL(&own, &t->home), "the worker is not at home after %s", after);
-}
-
-/* At home it does its next task, too. */
+/* The worker, let go, is found to have done nothing more with its chunk, and does its next task. */
 static void tear_down(bed *b, stage *t) {
+  atomic_store(&scene.open, 1);
+  bed_nap(2 * MS);
+  CHECK(atomic_load(&scene.stores) == 0, "a worker went on with a chunk that it had lost");
   lck_fault_gate(LCK_FAULT_COPY, NULL);
   bed_snapshot(b, t->pool, 1, 1);
-  check_home(t, "its next task");
   CHECK(lck_pool_destroy(t->pool) == 0, "%s", lck_last_error());
-  confine(&t->all);
   free(t->source);
 }
 
-/* With help the one chunk in hand is lent for, without it all of them, one after the other. */
-static void test_a_capture_lends(bed *b, int help) {
-  stage t = set_up(b, 0);
-  CHECK(lck_snapshot_capture(t.snapshot, 0, LONG, help) == 0, "%s", lck_last_error());
-  check_home(&t, "the capture");
+/* With help the caller takes the chunk, without it the reserve does. The source changes right
+ * behind the wait, as an update would change it. */
+static void test_a_capture_takes_what_an_idle_worker_has_in_hand(bed *b, int help, uint32_t flags) {
+  stage t = set_up(b, flags, 0);
+  unsigned char *before = malloc(8 * CHUNK);
+  CHECK(before, "memory");
+  memcpy(before, t.source, 8 * CHUNK);
+  CHECK(lck_snapshot_capture(t.snapshot, t.batch, LONG, help) == 0, "%s", lck_last_error());
+  uint32_t crc;
+  bed_digests(t.snapshot, t.batch, &crc);
+  CHECK(crc == lck_crc32c(0, before, 8 * CHUNK), "0x%08x", crc);
+  bed_fill(t.source, 8 * CHUNK, 2);
+  CHECK(bed_seal(b, t.snapshot, 0, 7) == 0, "%s", lck_last_error());
+  atomic_store(&scene.open, 1);
+  bed_committed(t.snapshot);
+  bed_nap(MS);
+  CHECK(!memcmp(b->region->base + bed_slot(b, 0), before, 8 * CHUNK), "the bytes of the capture");
+  bed_holds(b, 0, 7);
+  free(before);
+  tear_down(b, &t);
+}
+
+static void test_giving_up_takes_what_an_idle_worker_has_in_hand(bed *b) {
+  stage t = set_up(b, 0, 0);
   CHECK(lck_snapshot_free(t.snapshot) == 0, "%s", lck_last_error());
   tear_down(b, &t);
 }
 
-static void test_a_capture_out_of_time_takes_home(bed *b) {
-  stage t = set_up(b, 0);
-  atomic_store(&scene.shut, 1);
-  CHECK(lck_snapshot_capture(t.snapshot, 0, 20 * MS, 1) == LCK_E_TIMEOUT, "a chunk is held");
-  check_home(&t, "the timeout");
-  atomic_store(&scene.shut, 0);
-  CHECK(lck_snapshot_capture(t.snapshot, 0, LONG, 1) == 0, "%s", lck_last_error());
-  CHECK(lck_snapshot_free(t.snapshot) == 0, "%s", lck_last_error());
+/* What an idle worker looks at is not freed under it. */
+static void test_a_visited_snapshot_is_buried(bed *b) {
+  stage t = set_up(b, 0, 0);
+  lck_snapshot *freed = t.snapshot;
+  atomic_fetch_add(&t.pool->lanes[1].visits, 1); /* as if the reserve looked on */
+  CHECK(lck_snapshot_free(freed) == 0, "%s", lck_last_error());
+  CHECK(t.pool->buried == freed, "a snapshot was freed while it was visited");
+  atomic_fetch_add(&t.pool->lanes[1].visits, 1);
   tear_down(b, &t);
 }
 
-/* The calls that follow have no timeout: without the loan they take until the alarm. */
-static void test_giving_up_lends(bed *b) {
-  stage t = set_up(b, 0);
-  CHECK(lck_snapshot_free(t.snapshot) == 0, "%s", lck_last_error());
-  check_home(&t, "giving up");
-  tear_down(b, &t);
+/* ---- A crowded machine
+ * ---------------------------------------------------------------------------
+ */
+
+static int never_for_idle(void) {
+  return !is_idle_thread();
 }
 
-static void test_the_lock_lends(bed *b) {
-  stage t = set_up(b, 1);
-  uint32_t batch = bed_add(t.snapshot, NULL, 0);
-  CHECK(batch == 1, "%u", batch);
-  check_home(&t, "the lock");
-  lck_fault_gate(LCK_FAULT_COPY, NULL);
+/* Nobody waits: the reserve alone finishes what stands still. */
+static void test_copies_that_stand_still_go_over_to_the_reserve(bed *b) {
+  stage t = set_up(b, 0, 1);
+  lck_fault_gate(LCK_FAULT_COPY, never_for_idle);
+  lck_batch *batch = lck_snapshot_batch(t.snapshot, t.batch);
+  EVENTUALLY(atomic_load(&batch->next) == 8);
+  CHECK(atomic_load(&t.pool->crowd.on), "the machine is not taken for crowded");
+  bed_capture(t.snapshot, t.batch, 1);
   CHECK(lck_snapshot_free(t.snapshot) == 0, "%s", lck_last_error());
+  for (uint64_t sequence = 2; atomic_load(&t.pool->crowd.on); sequence++) {
+    CHECK(sequence < 40, "the idle workers get no other try");
+    bed_snapshot(b, t.pool, 1, sequence);
+  }
   tear_down(b, &t);
 }
 
 static void body(bed *b) {
-  cpu_set_t all = cpus_of(0);
-  if (CPU_COUNT(&all) < 2) {
-    printf("SKIPPED: one CPU: nothing to lend that a worker has not\n");
-    return;
-  }
   bed_create(b, "lane");
   alarm(100);
-  test_a_capture_lends(b, 1);
-  test_a_capture_lends(b, 0);
-  test_a_capture_out_of_time_takes_home(b);
-  test_giving_up_lends(b);
-  test_the_lock_lends(b);
+  for (int help = 0; help < 2; help++) {
+    test_a_capture_takes_what_an_idle_worker_has_in_hand(b, help, 0);
+    test_a_capture_takes_what_an_idle_worker_has_in_hand(b, help, LCK_COPY_STAGED);
+  }
+  test_giving_up_takes_what_an_idle_worker_has_in_hand(b);
+  test_a_visited_snapshot_is_buried(b);
+  test_copies_that_stand_still_go_over_to_the_reserve(b);
   alarm(0);
   bed_destroy(b);
 }
 
 int main(void) {
+  test_normal_workers_are_as_the_caller();
+  if (!lck_revoke_possible()) {
+    printf("SKIPPED: chunks cannot be taken from idle workers here: all are normal\n");
+    return checks_end();
+  }
   test_idle_workers_share_the_cpus_out();
   test_shares_are_neighbours();
-  test_normal_workers_are_as_the_caller();
   return bed_main(body);
 }

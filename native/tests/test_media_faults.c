@@ -122,7 +122,7 @@ static void test_half_the_payload(bed *b) {
 static void capture(const bed *b, flight *f) {
   bed_capture(f->snapshot, f->batch, 1);
   if (b->staged)
-    EVENTUALLY(f->snapshot->drained == 1);
+    EVENTUALLY(lck_batch_drained(lck_snapshot_batch(f->snapshot, 0)));
 }
 
 /* Payload has arrived; the file ends before the tables, or only behind them, where no store goes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_a_kill_inside_a_snapshot_leaves_the_older_one(
         writer = book.open(wrote[3])
         assert writer is not None
         faults.delay(faults.RECORD, 60.0)  # payload, table and manifest are there, no record
-        book.seal(writer, 3)
+        threading.Thread(target=book.seal, args=(writer, 3), daemon=True).start()
         parent.send("sealed")
         parent.pause()
 

@@ -303,10 +303,10 @@ def test_a_future_gives_the_error_of_its_snapshot(run_dir: Path, point: int, on_
         handle.close()
 
 
-def test_a_commit_before_the_failure_still_answers_its_future(run_dir: Path) -> None:
+def test_a_commit_before_the_failure_still_answers_its_future(disk_dir: Path) -> None:
     loop, reports = adam_loop(), Reports()
     handle = lightck.attach(
-        loop.model, list(loop.optimizers), run_dir, slots=4, policy=1000, on_error=reports
+        loop.model, list(loop.optimizers), disk_dir, slots=4, policy=1000, on_error=reports
     )
     loop.run(1)
     faults.hold(faults.COMMIT)
@@ -318,7 +318,7 @@ def test_a_commit_before_the_failure_still_answers_its_future(run_dir: Path) -> 
     assert good.result(timeout=100) == 1
     assert isinstance(bad.exception(timeout=100), lightck.RegionIOError)
     handle.detach()
-    assert steps_at(run_dir) == [1]
+    assert steps_at(disk_dir) == [1]
 
 
 def test_a_callback_that_raises_stops_the_loop_and_is_called_once(run_dir: Path) -> None:

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,7 +191,12 @@ def test_a_trainer_that_the_oom_killer_took_in_a_commit_goes_on_from_the_one_bef
         handle.wait()
         parent.send((handle.last_committed_step, loop.seen))
         faults.delay(faults.COMMIT, 3600)
-        loop.run(1)  # its commit begins, and will not end
+        threading.Thread(target=hoard_all, daemon=True).start()
+        loop.run(1)  # its commit begins, and will not end: here, or on the keeper
+        parent.pause()
+
+    def hoard_all() -> None:
+        time.sleep(0.5)
         join(group, 128 * MIB)
         hoard = []
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,8 +70,10 @@ def test_until_it_is_committed_a_snapshot_is_not_there(run: Path, rng: np.random
         assert writer is not None
         assert list(stored(run)) == [1]
         with faults.delayed(faults.RECORD, 3600.0):
-            book.seal(writer, 2)
+            sealing = threading.Thread(target=book.seal, args=(writer, 2))
+            sealing.start()  # on memory it commits, too
             assert list(stored(run)) == [1]
+        sealing.join()
         assert writer.wait(None)
         assert list(stored(run)) == [2, 1]
 
