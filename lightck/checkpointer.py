@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lightck.capture import holders, predict
+from lightck.capture.arguments import check, refuse_unknown
 from lightck.capture.asked import gradients_complete
 from lightck.capture.behind import Behind
 from lightck.capture.extras import Extra, is_loader, parse
@@ -30,7 +31,7 @@ from lightck.capture.staging import tell_synchronous
 from lightck.capture.state import Inventory
 from lightck.capture.steps import Steps
 from lightck.capture.traffic import Traffic
-from lightck.config import Config
+from lightck.config import Config, setting_names
 from lightck.distributed import job
 from lightck.distributed.communication import Communication
 from lightck.distributed.divergence import Samples
@@ -43,7 +44,7 @@ from lightck.failure.rescue import Rescue
 from lightck.handle import Engine, Handle, release
 from lightck.region import claim
 from lightck.region.region import Region
-from lightck.restore import as_list, as_module, progress
+from lightck.restore import progress
 from lightck.types import Policy
 
 
@@ -52,6 +53,7 @@ class _EveryStep(int):
 
 
 EVERY_STEP = _EveryStep(1)
+_ARGUMENTS = ("model", "optimizer", "path", "policy", "extras", "boundary", "config")
 CHAOS = "LIGHTCK_CHAOS"
 """Set by `lightck chaos` alone: see `failure/chaos.py`."""
 
@@ -60,7 +62,7 @@ def attach(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     path: str | os.PathLike[str] | None = None,
-    *,
+    *more: Never,
     policy: int | Policy = EVERY_STEP,
     extras: Mapping[str, Any] | None = None,
     boundary: Optimizer | None = None,
@@ -78,6 +80,7 @@ def attach(
         optimizer: one or several.
         path: folder for the regions, one per rank (made if only its last part is missing), a
             libpmemobj pool or a devdax device; default `$LIGHTCK_PATH`, else `./lightck-run`.
+        *more: nothing; what follows is given by its name.
         policy: a snapshot every so many steps, or a policy object.
         extras: name to object: state_dict/load_state_dict, generators, dicts of counters.
         boundary: the optimizer that ends a step, when several step at different rates.
@@ -88,7 +91,9 @@ def attach(
         The handle; a context manager.
 
     Raises:
-        ConfigError, StateError: a setting or some state that could not be restored; its name.
+        ConfigError: an argument of the wrong type, in the wrong place or unknown, a setting that is
+            impossible: what was expected and found, and what to write.
+        StateError: some state could not be restored; its name.
         UnrestoredError: snapshots are there that were not restored; nothing was overwritten.
         RegionFullError: bytes needed and free. RegionBusyError: another process owns the region.
         RegionError: the place is not safe, not writable or not a region.
@@ -99,12 +104,17 @@ def attach(
 
     Thread: the training thread; may block on the medium, and on the other ranks for two minutes.
     """
-    given = {} if policy is EVERY_STEP else {"policy": policy}
+    if policy is not EVERY_STEP:
+        settings["policy"] = policy
     with meeting("attach") as ranks:
-        resolved = Config.resolve(config, path=path, **given, **settings)
-        parts = _Parts(ranks, resolved, as_module(model), parse(extras))
+        unknown = {name: settings[name] for name in settings if name not in setting_names()}
+        refuse_unknown("attach", unknown, _ARGUMENTS + setting_names()[2:])
+        given = (model, optimizer, path, extras, more)
+        root, optimizers = check("attach", *given, boundary=boundary)
+        resolved = Config.resolve(config, path=path, **settings)
+        parts = _Parts(ranks, resolved, root, parse(extras))
         try:
-            return Handle(parts.compose(as_list(optimizer), boundary))
+            return Handle(parts.compose(optimizers, boundary))
         except BaseException as error:
             release(parts.undo, error)
             raise

@@ -9,6 +9,7 @@ import difflib
 import logging
 import math
 import os
+import re
 import signal
 import tomllib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightck.errors import ConfigError
+from lightck.keywords import near
 from lightck.policy import EverySteps, parse
 from lightck.types import Failure, Layerwise, Policy
 
@@ -138,6 +140,11 @@ class Config:
         return cls(**{name: _checked(name, *source) for name, source in found.items()})
 
 
+def setting_names() -> tuple[str, ...]:
+    """Return the names of all settings, in their order."""
+    return tuple(_CHECKS)
+
+
 _Found = dict[str, tuple[object, str]]  # field -> value and where it comes from
 
 
@@ -184,9 +191,9 @@ def _from_environment() -> _Found:
         # Only near misses: other variables with the prefix may belong to another lightck tool.
         name = variable.removeprefix(_ENV_PREFIX).lower()
         if variable.startswith(_ENV_PREFIX) and name not in _CHECKS:
-            near = difflib.get_close_matches(name, _CHECKS, n=1, cutoff=0.8)
-            if near:
-                meant = _ENV_PREFIX + near[0].upper()
+            close = difflib.get_close_matches(name, _CHECKS, n=1, cutoff=0.8)
+            if close:
+                meant = _ENV_PREFIX + close[0].upper()
                 _log.warning("environment variable %s has no effect; %s?", variable, meant)
     return found
 
@@ -206,8 +213,8 @@ def _decoded(name: str, text: str) -> object:
 def _checked(name: str, value: object, origin: str) -> Any:
     check = _CHECKS.get(name)
     if check is None:
-        near = difflib.get_close_matches(name, _CHECKS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        meant = near(name, _CHECKS)
+        hint = f"did you mean {meant}? " if meant else ""
         known = ", ".join(_CHECKS)
         raise ConfigError(
             f"unknown setting {name} = {value!r} ({origin}); {hint}settings are {known}"
@@ -257,9 +264,23 @@ def _seconds(value: object) -> float:
     raise ValueError("must be a finite number of seconds, 0 or more")
 
 
+# A Path has made one slash of two; a letter alone may be a folder's name.
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
+
 def _path(value: object) -> Path:
     if isinstance(value, str | os.PathLike) and str(value):
-        return Path(value).expanduser()
+        address = _ADDRESS.match(str(value))
+        if address is None:
+            return Path(value).expanduser()
+        if address[1] == "file":
+            raise ValueError(
+                f"must be a path, not a URL: write {'/' + str(value)[5:].lstrip('/')!r}"
+            )
+        raise ValueError(
+            "must be the path of a folder, a pool or a device of this machine, not a URL: write"
+            f" 'run', say, and bring snapshots to {address[0]}... with `lightck export`"
+        )
     raise ValueError("must be the path of a folder, a pool or a device")
 
 

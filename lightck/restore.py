@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, Never, SupportsIndex
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightck.capture import boundary, rng
+from lightck.capture.arguments import check, refuse_unknown
 from lightck.capture.extras import parse
 from lightck.capture.filling import Filling
 from lightck.capture.hooks import before_next_forward
@@ -29,12 +30,13 @@ from lightck.distributed.holdings import Holdings
 from lightck.distributed.lineage import Key
 from lightck.distributed.meeting import meeting
 from lightck.distributed.recall import Found, recall
-from lightck.errors import LightckError
+from lightck.errors import ConfigError, LightckError
 from lightck.events import event
 from lightck.region import claim, place
 from lightck.region.native import Record
 from lightck.types import RestoreInfo
 
+_ARGUMENTS = ("model", "optimizer", "path", "extras", "step", "strict")
 _EARLY = (
     "what the loop does between the end of this step and the next forward (scheduler.step(), EMA,"
     " evaluation) is not in it, or not all of it: make up for it if RestoreInfo.early says so, or"
@@ -80,10 +82,11 @@ def restore(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     path: str | os.PathLike[str] | None = None,
-    *,
+    *more: Never,
     extras: Mapping[str, Any] | None = None,
     step: int | Literal["latest"] = "latest",
     strict: bool = True,
+    **unknown: Never,
 ) -> RestoreInfo | None:
     """Bring back a snapshot into live objects, bit for bit.
 
@@ -103,16 +106,19 @@ def restore(
         model: a module, or several.
         optimizer: one or several; their order does not matter.
         path: as for `attach`.
+        *more: nothing; what follows is given by its name.
         extras: the objects given to `attach` under the same names.
         step: which snapshot; by default the newest that is whole, but none that was finished early
             (a warning is logged if it is) while an exact one is three steps older at most.
         strict: refuse when names, shapes or dtypes differ; False restores the rest and says what
             was skipped.
+        **unknown: nothing; refused with the argument that may be meant.
 
     Returns:
         What was restored, or None when there is nothing at all at `path`.
 
     Raises:
+        ConfigError: an argument of the wrong type, in the wrong place or unknown; what to write.
         NoSnapshotError: snapshots were there, none is whole, or not the wanted step.
         RestoreMismatchError: the state differs; nothing was changed.
         CoordinationError: another rank failed, named with its reason, or did not come.
@@ -122,27 +128,27 @@ def restore(
     Thread: the training thread; blocks for as long as reading and checking takes.
     """
     with meeting("restore") as ranks:
-        root = as_module(model)
+        refuse_unknown("restore", unknown, _ARGUMENTS)
+        root, optimizers = check("restore", model, optimizer, path, extras, more)
+        wanted = _wanted(step, strict)
         if progress(root).attached:
             raise LightckError("a handle records this model: close() or detach() the handle first")
         where = place.locate(Config.resolve(path=path).path, ranks.rank, create=False)
-        live = Inventory(root, as_list(optimizer), parse(extras))
-        wanted = None if step == "latest" else step
+        live = Inventory(root, optimizers, parse(extras))
         info = recall(ranks, where, wanted, lambda found: _filled(found, live, strict))
         ranks.part()
     return info
 
 
-def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """One module for one or several."""
-    return model if isinstance(model, nn.Module) else nn.ModuleList(model)
-
-
-def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """Zero, one or several optimizers as a list."""
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+def _wanted(step: object, strict: object) -> int | None:
+    """The wanted step, None for the newest."""
+    if not isinstance(strict, bool):
+        raise ConfigError(f"restore: strict must be True or False, found {strict!r}")
+    if step == "latest":
+        return None
+    if not isinstance(step, SupportsIndex) or isinstance(step, bool) or int(step) < 0:
+        raise ConfigError(f"restore: step must be the number of a step or 'latest', found {step!r}")
+    return int(step)
 
 
 @contextlib.contextmanager
