@@ -249,7 +249,14 @@ def _told(found: Found, filling: Filling, first: dict[str, Any]) -> RestoreInfo:
     )
     for text in info.healed:
         event("healed", logging.WARNING, step=info.step, what=text)
-    event("restored", step=info.step, slot=info.slot, path=info.path)
+    event(
+        "restored",
+        sentence=f"restored step {info.step}, next is {info.step + 1}: {info.path}",
+        step=info.step,
+        early=info.early,
+        slot=info.slot,
+        path=info.path,
+    )
     if info.early:
         event("restored_early", logging.WARNING, step=info.step, why=info.why, text=_EARLY)
     return info

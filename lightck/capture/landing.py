@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -114,7 +115,7 @@ class Landing:
         self.awaiting.remove(flight)
         self.counters.dead += 1
         why = self.barrier.why_dead(flight.step)
-        event("dead", step=flight.step, why=why)
+        event("dead", logging.DEBUG, step=flight.step, why=why)
         if self.trace is not None:
             self.trace.lost_snapshot("dead", flight.step, why)
         flight.fail(CoordinationError(f"snapshot of step {flight.step} does not count: {why}"))

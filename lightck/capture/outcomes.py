@@ -55,7 +55,8 @@ class Outcomes:
         """Take note of commits and fates; errors go to `report`."""
         with self.lock, self.reported():
             for flight in self.pipeline.poll(timeout_s):
-                event("committed", step=flight.step, survives=self.pipeline.region.survives)
+                survives = self.pipeline.region.survives
+                event("committed", logging.DEBUG, step=flight.step, survives=survives)
                 for future in flight.futures:
                     future.set_result(flight.step)
 
@@ -77,7 +78,7 @@ class Outcomes:
         """A due snapshot could not be opened; with several ranks nothing makes up for it."""
         self.slip = self.why_not_last = why
         self.pipeline.counters.slipped += 1
-        event("slipped", step=step, why=why)
+        event("slipped", logging.DEBUG, step=step, why=why)
         if self.pipeline.trace is not None:
             self.pipeline.trace.lost_snapshot("slipped", step, why)
         if not self.pipeline.barrier.alone:

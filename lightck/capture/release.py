@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -203,7 +204,8 @@ class Auto:
             medians = [statistics.median(seen) for seen in self.trials]
             self.usual_s = min(medians)
             self.chosen = medians.index(self.usual_s)
-            event("schedule", chosen=type(self.candidates[self.chosen]).__name__, window_s=medians)
+            chosen = type(self.candidates[self.chosen]).__name__
+            event("schedule", logging.DEBUG, chosen=chosen, window_s=medians)
         else:
             self.chosen = (self.chosen + 1) % len(self.candidates)
 

@@ -13,6 +13,7 @@ from lightck.capture.hooks import Watched
 from lightck.capture.phases import Phases
 from lightck.capture.recorder import Recorder
 from lightck.capture.report import Reporter
+from lightck.capture.summary import Summary
 from lightck.capture.trace import Trace
 from lightck.config import Config
 from lightck.errors import LightckError, RegionIOError
@@ -40,7 +41,8 @@ class Sight:
         self._page = Page(pipeline.pool, pipeline.region.native)
         self._page.said.began_ns = time.time_ns()
         self._page.said.began_step = recorder.steps.step
-        recorder.on_step = self.publish
+        self._summary = Summary(recorder)
+        recorder.on_step = self._step_ended
         if self.config.trace is not False:
             self.trace = Trace(self._about(), recorder.steps.step + 1, pipeline.pool)
             self.listener = Phases(recorder, self.trace, self.watched)
@@ -71,6 +73,10 @@ class Sight:
         """Stop watching the loop."""
         if isinstance(self.listener, Phases):
             self.listener.remove()
+
+    def _step_ended(self) -> None:
+        self.publish()
+        self._summary.step_ended()
 
     def publish(self, *, ended: bool = False) -> None:
         """Say how things stand, for `lightck top`; a few microseconds."""
@@ -109,6 +115,7 @@ class Sight:
     def ended(self) -> None:
         """The last word, while the pool is still there."""
         self.publish(ended=True)
+        self._summary.tell()
 
     def write(self, path: Path) -> Path:
         """Write the trace as it is now.

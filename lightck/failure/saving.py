@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightck.errors import LightckError
 from lightck.events import event
@@ -148,6 +148,11 @@ class Saving:
             self.done.set()
 
     def _tell(self, saved: Saved) -> None:
-        said = {"reason": saved.reason, **self.about, "step": saved.step, "fresh": saved.fresh}
+        said: dict[str, Any] = {
+            "reason": saved.reason,
+            **self.about,
+            "step": saved.step,
+            "fresh": saved.fresh,
+        }
         said |= {"early": saved.early, "seconds": round(saved.seconds, 3), "why": saved.why}
         event("saved", logging.WARNING, **said)

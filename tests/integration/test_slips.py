@@ -93,7 +93,7 @@ def test_a_reader_keeps_its_slot_and_the_trainers_due_steps_slip(run_dir: Path) 
 def test_a_slipped_snapshot_is_made_at_the_next_step_due_or_not(
     run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "lightck")
+    caplog.set_level(logging.DEBUG, "lightck")
     loop = adam_loop()
     handle = lightck.attach(loop.model, list(loop.optimizers), run_dir, slots=2, policy=4)
     loop.run(9)

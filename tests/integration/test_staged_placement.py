@@ -42,7 +42,7 @@ def test_staged_snapshots_hold_the_state_of_their_step(run_dir: Path, threads: i
 def test_the_dram_is_said_before_it_is_used(
     run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "lightck")
+    caplog.set_level(logging.DEBUG, "lightck")
     loop = adam_loop()
     loop.run(1)
     handle = lightck.attach(loop.model, list(loop.optimizers), run_dir, placement="staged")
@@ -88,7 +88,7 @@ def test_a_slow_medium_lets_steps_slip_and_never_makes_the_fence_wait(run_dir: P
 def test_one_staged_snapshot_holds_the_dram_although_slots_are_free(
     run_dir: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    caplog.set_level(logging.INFO, "lightck")
+    caplog.set_level(logging.DEBUG, "lightck")
     model = mlp(1200, 2)  # so large that a second snapshot does not fit into what is mapped
     loop = Loop(model, torch.optim.AdamW(model.parameters()), width=1200)
     slow = {"write_limit": 1 << 14, "chunk_bytes": 4096}
