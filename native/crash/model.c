@@ -129,7 +129,7 @@ static void fenced(model *m, uint32_t thread) {
     } else if (m->medium == MEDIUM_EADR) {
       sure[i] = (uint8_t)own;
     } else {
-      sure[i] = p->nt ? own : p->flusher == thread;
+      sure[i] = (uint8_t)(p->nt ? own : p->flusher == thread);
       if (own)
         p->visible = 1;
     }

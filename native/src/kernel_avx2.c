@@ -3,7 +3,7 @@
 
 #include "kernel_x86.h"
 
-#define AVX2_TARGET __attribute__((target("avx2,pclmul,sse4.2")))
+#define AVX2_TARGET __attribute__((target("avx2,pclmul,sse4.2,crc32")))
 
 enum { BLOCK = 2 * LCK_LINE };
 

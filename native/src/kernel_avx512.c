@@ -3,7 +3,8 @@
 
 #include "kernel_x86.h"
 
-#define AVX512_TARGET __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2")))
+#define AVX512_TARGET                                                                              \
+  __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2,crc32")))
 
 enum { ACCUMULATORS = 4, BLOCK = ACCUMULATORS * LCK_LINE };
 

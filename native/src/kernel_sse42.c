@@ -5,7 +5,7 @@
 
 #include "kernel_impl.h"
 
-#define LANES_TARGET __attribute__((target("sse4.2")))
+#define LANES_TARGET __attribute__((target("sse4.2,crc32")))
 
 LANES_TARGET LCK_INLINE void stream_pair(unsigned char *to, uint64_t low, uint64_t high) {
   _mm_stream_si128((__m128i *)(void *)to, _mm_set_epi64x((long long)high, (long long)low));

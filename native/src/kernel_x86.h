@@ -20,7 +20,7 @@
 #define FOLD_2048_LOW 0xDCB17AA4
 #define FOLD_2048_HIGH 0xB9E02B86
 
-#define FOLD_TARGET __attribute__((target("pclmul,sse4.2")))
+#define FOLD_TARGET __attribute__((target("pclmul,sse4.2,crc32")))
 
 FOLD_TARGET LCK_INLINE __m128i fold(__m128i bits, __m128i constants, __m128i ahead) {
   return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(bits, constants, 0x00), ahead),
