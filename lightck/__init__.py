@@ -2,14 +2,16 @@
 
 handle = lightck.attach(model)
 info = lightck.restore(model)
+
+What needs torch is imported when it is first asked for: commands and children start without it.
 """
 
 import os
-from importlib.metadata import PackageNotFoundError, version
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from lightck.capture.extras import at_forward, at_step
-from lightck.capture.sampler import ResumableSampler
-from lightck.checkpointer import attach
 from lightck.config import Config
 from lightck.errors import (
     ConfigError,
@@ -32,20 +34,29 @@ from lightck.errors import (
     UnrestoredError,
     WaitTimeoutError,
 )
-from lightck.handle import Handle
-from lightck.load import load, snapshots
-from lightck.restore import restore
 from lightck.types import Failure, Layerwise, Moment, Policy, RestoreInfo, Saved, Stats
 
-if "LIGHTCK_CHAOS" in os.environ:  # `lightck chaos` has started this process
-    from lightck.failure.chaos import around_restore
+if TYPE_CHECKING:
+    from lightck.capture.extras import at_forward, at_step
+    from lightck.capture.sampler import ResumableSampler
+    from lightck.checkpointer import attach
+    from lightck.handle import Handle
+    from lightck.load import load, snapshots
+    from lightck.restore import restore
 
-    restore = around_restore(restore)
+    __version__: str
 
-try:
-    __version__ = version("lightck")
-except PackageNotFoundError:  # run from a checkout that was never installed
-    __version__ = "0+unknown"
+_LATE = {
+    "Handle": "lightck.handle",
+    "ResumableSampler": "lightck.capture.sampler",
+    "at_forward": "lightck.capture.extras",
+    "at_step": "lightck.capture.extras",
+    "attach": "lightck.checkpointer",
+    "load": "lightck.load",
+    "restore": "lightck.restore",
+    "snapshots": "lightck.load",
+}
+"""Where the names are that are imported when they are first asked for."""
 
 __all__ = [
     "Config",
@@ -84,3 +95,49 @@ __all__ = [
     "restore",
     "snapshots",
 ]
+
+
+class _Package(ModuleType):
+    """The package, where two functions have the names of their modules."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Importing `lightck.restore` binds the module: here it is the function that is bound."""
+        if isinstance(value, ModuleType) and _LATE.get(name) == value.__name__:
+            value = _made(name, value)
+        super().__setattr__(name, value)
+
+
+def _made(name: str, module: ModuleType) -> Any:
+    value = getattr(module, name)
+    if name == "restore" and "LIGHTCK_CHAOS" in os.environ:  # `lightck chaos` has started this
+        from lightck.failure.chaos import around_restore
+
+        value = around_restore(value)
+    return value
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _LATE:
+        value = _made(name, import_module(_LATE[name]))
+    else:
+        raise AttributeError(f"module 'lightck' has no attribute {name!r}", name=name)
+    globals()[name] = value
+    return value
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("lightck")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "0+unknown"
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -48,11 +48,7 @@ SNAPSHOTS = pa.schema(
 )
 
 
-def region_files(path: str | os.PathLike[str] | None) -> list[place.Place]:
-    """Every rank's region at a path; a device or a pool is one region."""
-    root = Config.resolve(path=path).path
-    where = place.locate(root, 0, create=False)
-    return [each for each in place.every_rank(where) if not backing.is_blank(each)]
+region_files = backing.region_files
 
 
 def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:

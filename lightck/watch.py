@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from lightck.errors import CorruptSnapshotError, NoSnapshotError
-from lightck.load import region_files
 from lightck.region import statistics
+from lightck.region.backing import region_files
 from lightck.region.native import Record
 from lightck.region.place import Place
 from lightck.region.region import Region

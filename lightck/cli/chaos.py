@@ -23,8 +23,6 @@ from lightck.cli.chaos_watch import Event, Job, Limits, Run, network_refusal
 from lightck.cli.output import BAD_DATA, OK, Refusal, print_json, progress, table
 from lightck.failure.chaos import KINDS, PHASES, Fault
 
-SUMMARY = "kill, stop, hang and corrupt a training on purpose, and see what it loses"
-
 
 def _listed(names: dict[str, str]) -> str:
     width = max(map(len, names))

@@ -18,7 +18,6 @@ from lightck.cli.demo_watch import Kill, Run, Trainer, differences
 from lightck.cli.output import BAD_DATA, OK, Refusal, pairs, print_json, progress, size, table
 from lightck.examine import check, contents, regions
 
-SUMMARY = "train, kill, restart and compare with an uninterrupted run"
 DESCRIPTION = """\
 Train a small GPT on the sources of Python's standard library three times over:
 

@@ -12,7 +12,6 @@ from lightck.cli.place import add_step, rows_at, step_of
 from lightck.cli.replace import replaced
 from lightck.load import load, load_tensors, region_files
 
-SUMMARY = "write a snapshot as safetensors or torch.save file"
 DESCRIPTION = """\
 Write a snapshot, its checksums verified, to the file OUT. The suffix says the format: .safetensors,
 or .pt, .pth, .bin for torch.save.

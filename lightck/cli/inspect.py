@@ -13,7 +13,6 @@ from lightck.errors import PmdkMissingError
 from lightck.examine import Contents, contents, regions
 from lightck.pmdk import MediaReport, media_report
 
-SUMMARY = "describe a region and one snapshot"
 DESCRIPTION = """\
 Describe the region at PATH (identity, medium, space, timelines) and one snapshot in it: sums per
 role, tensors, extras. The largest tensors are listed, with --tensors all of them."""

@@ -9,7 +9,6 @@ from lightck.cli.output import BAD_DATA, OK, age, print_json, size, table, timel
 from lightck.cli.place import add_path, rows_at
 from lightck.config import Config
 
-SUMMARY = "list snapshots, newest first"
 DESCRIPTION = """\
 List the snapshots at PATH, newest first. Nothing but their metadata is read and checked.
 

@@ -6,10 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
 import lightck
-from lightck.cli import chaos, demo, export, inspect, ls, timeline, top, verify
 from lightck.cli.output import BAD_DATA, OK, USAGE, Refusal
 from lightck.errors import (
     CorruptSnapshotError,
@@ -21,6 +21,17 @@ from lightck.errors import (
 
 _DAMAGE = (CorruptSnapshotError, NoSnapshotError, RegionFormatError, RegionIOError)
 
+_COMMANDS = {
+    "ls": "list snapshots, newest first",
+    "inspect": "describe a region and one snapshot",
+    "verify": "check every byte of the snapshots",
+    "export": "write a snapshot as safetensors or torch.save file",
+    "top": "watch a running trainer",
+    "timeline": "show where the time of a traced run went",
+    "demo": "train, kill, restart and compare with an uninterrupted run",
+    "chaos": "kill, stop, hang and corrupt a training on purpose, and see what it loses",
+}
+"""Their modules are imported when they are called: most need torch, which takes a second."""
 _EXIT_STATUS = """\
 exit status:
   0  ok
@@ -46,7 +57,15 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"lightck: error: {message}\n(see: {self.prog} --help)\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+class _Version(argparse.Action):
+    """Print the version; looking it up takes some time, too."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(f"lightck {lightck.__version__}")
+        parser.exit()
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
     shape = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="lightck",
@@ -54,27 +73,34 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=shape,
     )
-    parser.add_argument("--version", action="version", version=f"lightck {lightck.__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (ls, inspect, verify, export, top, timeline, demo, chaos):
-        name = command.__name__.rpartition(".")[2]
-        each = commands.add_parser(
-            name,
-            help=command.SUMMARY,
-            description=command.DESCRIPTION,
-            epilog=f"examples:\n{command.EXAMPLES}\n{_EXIT_STATUS}",
-            formatter_class=shape,
-        )
-        command.add_arguments(each)
-        each.add_argument("--json", action="store_true", help="one JSON document, for programs")
-        each.set_defaults(run=command.run)
+    for name, summary in _COMMANDS.items():
+        # Only one's own help says more than a line.
+        if name == chosen:
+            command = import_module(f"lightck.cli.{name}")
+            each = commands.add_parser(
+                name,
+                help=summary,
+                description=command.DESCRIPTION,
+                epilog=f"examples:\n{command.EXAMPLES}\n{_EXIT_STATUS}",
+                formatter_class=shape,
+            )
+            command.add_arguments(each)
+            each.add_argument("--json", action="store_true", help="one JSON document, for programs")
+            each.set_defaults(run=command.run)
+        else:
+            commands.add_parser(name, help=summary)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, raises nothing of its own."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        arguments = _parser().parse_args(argv)
+        # The command is the first word: what stands before it are options without values.
+        chosen = next((word for word in words if not word.startswith("-")), None)
+        arguments = _parser(chosen).parse_args(words)
         code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code

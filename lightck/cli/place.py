@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from lightck.cli.output import BAD_DATA, USAGE, Refusal
 from lightck.config import Config
-from lightck.load import region_files, snapshots
 
 
 def add_path(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +38,8 @@ def rows_at(
     Raises:
         Refusal: no region is there, or no snapshot of `step` (that is whole).
     """
+    from lightck.load import region_files, snapshots  # needs torch
+
     if not region_files(path):
         raise Refusal(f"{Config.resolve(path=path).path}: there is no lightck region")
     rows: list[dict[str, Any]] = snapshots(path).to_pylist()

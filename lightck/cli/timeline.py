@@ -10,7 +10,6 @@ from lightck.cli.output import OK, Refusal, print_json, size, table
 from lightck.cli.recording import PHASES, Recording, read, row_of
 from lightck.cli.replace import replaced
 
-SUMMARY = "show where the time of a traced run went"
 DESCRIPTION = """\
 Show what the training thread, the copying threads and the commits did in each step of a trace; with
 -o as a picture (needs matplotlib: pip install 'lightck[timeline]').

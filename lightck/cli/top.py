@@ -19,7 +19,6 @@ from lightck.cli.place import add_path
 from lightck.config import Config
 from lightck.watch import ELSEWHERE, ENDED, GONE, NONE, RUNNING, readings
 
-SUMMARY = "watch a running trainer"
 DESCRIPTION = """\
 Show how the trainer that writes to PATH is doing, every second until interrupted: the last
 committed step and how far behind the training it is, write rates, what the training thread lost to

@@ -10,7 +10,6 @@ from lightck.cli.place import add_path, add_step, rows_at
 from lightck.config import Config
 from lightck.examine import check
 
-SUMMARY = "check every byte of the snapshots"
 DESCRIPTION = """\
 Read every payload byte of every snapshot at PATH (or of one) and compare it with its checksum.
 Exit status 1 and the names of the tensors when anything is damaged. A snapshot that a trainer

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightck.config import Config
 from lightck.events import event
 from lightck.region import place, pmdk, pmem2, pmemobj
 from lightck.region.place import Place
@@ -92,6 +93,16 @@ def _fill_holes(where: Place, fd: int) -> None:
     status = os.fstat(fd)
     if not where.is_device and status.st_blocks * 512 < status.st_size:
         place.allocate(fd, status.st_size, where.file)
+
+
+def region_files(path: str | os.PathLike[str] | None) -> list[Place]:
+    """Every rank's region at a path; a device or a pool is one region.
+
+    Raises:
+        RegionError: the place is not safe.
+    """
+    where = place.locate(Config.resolve(path=path).path, 0, create=False)
+    return [each for each in place.every_rank(where) if not is_blank(each)]
 
 
 def is_blank(where: Place) -> bool:

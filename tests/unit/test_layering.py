@@ -38,7 +38,6 @@ _SAME_FLOOR = {
     ("examine", "distributed"),
     ("examine", "load"),
     ("pmdk", "load"),
-    ("watch", "load"),
 }
 # Faces use what users use; __init__ hands out names of these, the marks of instants, the sampler.
 _FACES_USE = {
