@@ -39,6 +39,7 @@ from lightck.distributed.meeting import Meeting, meeting
 from lightck.distributed.reduced import finality
 from lightck.distributed.replicas import Replicas
 from lightck.distributed.shares import Sharing
+from lightck.events import Subscriber
 from lightck.failure.joint import JointRescue
 from lightck.failure.rescue import Rescue
 from lightck.handle import Engine, Handle, release
@@ -53,7 +54,7 @@ class _EveryStep(int):
 
 
 EVERY_STEP = _EveryStep(1)
-_ARGUMENTS = ("model", "optimizer", "path", "policy", "extras", "boundary", "config")
+_ARGUMENTS = ("model", "optimizer", "path", "policy", "extras", "boundary", "on_event", "config")
 CHAOS = "LIGHTCK_CHAOS"
 """Set by `lightck chaos` alone: see `failure/chaos.py`."""
 
@@ -66,6 +67,7 @@ def attach(
     policy: int | Policy = EVERY_STEP,
     extras: Mapping[str, Any] | None = None,
     boundary: Optimizer | None = None,
+    on_event: Callable[[str, dict[str, Any]], object] | None = None,
     config: Config | str | Path | None = None,
     **settings: Any,
 ) -> Handle:
@@ -84,6 +86,7 @@ def attach(
         policy: a snapshot every so many steps, or a policy object.
         extras: name to object: state_dict/load_state_dict, generators, dicts of counters.
         boundary: the optimizer that ends a step, when several step at different rates.
+        on_event: called with name and fields of every event of this process: see `Subscriber`.
         config: a `Config`, a TOML file or the name of a preset.
         **settings: any field of `Config`; they take precedence.
 
@@ -91,9 +94,8 @@ def attach(
         The handle; a context manager.
 
     Raises:
-        ConfigError: an argument of the wrong type, in the wrong place or unknown, a setting that is
-            impossible: what was expected and found, and what to write.
-        StateError: some state could not be restored; its name.
+        ConfigError: an argument that is wrong, misplaced or unknown, a setting that is impossible:
+            what was found and what to write. StateError: state that could not be restored.
         UnrestoredError: snapshots are there that were not restored; nothing was overwritten.
         RegionFullError: bytes needed and free. RegionBusyError: another process owns the region.
         RegionError: the place is not safe, not writable or not a region.
@@ -104,16 +106,14 @@ def attach(
 
     Thread: the training thread; may block on the medium, and on the other ranks for two minutes.
     """
-    if policy is not EVERY_STEP:
-        settings["policy"] = policy
     with meeting("attach") as ranks:
-        unknown = {name: settings[name] for name in settings if name not in setting_names()}
-        refuse_unknown("attach", unknown, _ARGUMENTS + setting_names()[2:])
+        refuse_unknown("attach", settings, _ARGUMENTS + setting_names()[2:])
         given = (model, optimizer, path, extras, more)
-        root, optimizers = check("attach", *given, boundary=boundary)
-        resolved = Config.resolve(config, path=path, **settings)
-        parts = _Parts(ranks, resolved, root, parse(extras))
+        root, optimizers = check("attach", *given, on_event=on_event, boundary=boundary)
+        chosen = settings if policy is EVERY_STEP else {**settings, "policy": policy}
+        parts = _Parts(ranks, Config.resolve(config, path=path, **chosen), root, parse(extras))
         try:
+            parts.subscribe(on_event)
             return Handle(parts.compose(optimizers, boundary))
         except BaseException as error:
             release(parts.undo, error)
@@ -134,6 +134,11 @@ class _Parts:
         self.inventory = Inventory(model, [], extras)
         self.watched = Watched(model)
         self.watched.refresh()
+
+    def subscribe(self, on_event: Callable[[str, dict[str, Any]], object] | None) -> None:
+        """What is told from here on, `on_event` hears until all else is taken apart."""
+        if on_event is not None:
+            self.undo.append(Subscriber(on_event, self.reporter.not_told).stop)
 
     def compose(self, optimizers: list[Optimizer], ends_step: Optimizer | None) -> Engine:
         """Everything."""

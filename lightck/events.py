@@ -22,20 +22,20 @@ PATIENCE_S = 5.0
 def event(
     name: str, /, level: int = logging.INFO, *, sentence: str | None = None, **fields: Any
 ) -> None:
-    """Log an event as `name key=value ...`, or as a sentence, and tell all listeners of it.
+    """Log an event as `name key=value ...`, or as a sentence, and tell all subscribers of it.
 
     A handler finds the parts on the record: `record.lightck_event` and `record.lightck`, a dict
     that `json.dumps` takes (see `as_plain`). Nothing is formatted unless somebody listens.
     """
-    logged, listeners = log.isEnabledFor(level), _listeners
-    if not logged and not listeners:
+    logged, subscribers = log.isEnabledFor(level), _subscribers
+    if not logged and not subscribers:
         return
     plain = {key: as_plain(value) for key, value in fields.items()}
     if logged:
         text = sentence or f"{name} " + " ".join(f"{key}={value}" for key, value in plain.items())
         extra = {"lightck_event": name, "lightck": plain}
         log.log(level, "%s", text, extra=extra, stacklevel=2)
-    for each in listeners:
+    for each in subscribers:
         each.put(name, plain)
 
 
@@ -87,11 +87,14 @@ def _is_array(value: Any) -> bool:
 # ---- Who else hears of events ----------------------------------------------------------------
 
 
-class Listener:
-    """Tells a function of every event of this process, one after the other.
+class Subscriber:
+    """Tells a function of every event of this process, one after the other, until it is stopped.
 
-    On a thread of its own, so that it neither holds up the training nor is called under a lock.
-    What it raises ends nothing: the first time it is reported, and the function goes on being told.
+    Those of single steps are among them, whatever the log's level. It is called on a thread of its
+    own, so that it neither holds up the training nor is called under a lock; when `MOST_UNTOLD`
+    wait, further ones are left out, with a warning. What it raises ends nothing: the first time it
+    is reported, and the function goes on being told. The end of the process by a signal waits a
+    second for the last event, a close `PATIENCE_S`.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Listener:
             function: called with the name of an event and its fields.
             report: called on that thread with the first exception and the name of its event.
         """
-        global _listeners
+        global _subscribers
         self._function, self._report = function, report
         self._queue: queue.SimpleQueue[tuple[str, dict[str, Any]] | threading.Event | None] = (
             queue.SimpleQueue()
@@ -114,7 +117,7 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name="lightck-events", daemon=True)
         self._thread.start()
         with _lock:
-            _listeners = (*_listeners, self)
+            _subscribers = (*_subscribers, self)
 
     def put(self, name: str, fields: dict[str, Any]) -> None:
         """Tell of an event soon. Any thread; never waits."""
@@ -138,9 +141,9 @@ class Listener:
 
     def stop(self) -> None:
         """Tell what is left, and no more; idempotent."""
-        global _listeners
+        global _subscribers
         with _lock:
-            _listeners = tuple(each for each in _listeners if each is not self)
+            _subscribers = tuple(each for each in _subscribers if each is not self)
         if not self.deliver(PATIENCE_S):
             log.warning("on_event has not returned for %g s: it is told no more", PATIENCE_S)
         self._queue.put(None)
@@ -167,20 +170,20 @@ class Listener:
 
 
 def deliver(timeout_s: float) -> None:
-    """Wait until every listener has been told of all events so far; before a process ends."""
-    for each in _listeners:
+    """Wait until every subscriber has been told of all events so far; before a process ends."""
+    for each in _subscribers:
         each.deliver(timeout_s)
 
 
 _lock = threading.Lock()
-"""Guards changes of `_listeners`; readers take it as it is."""
-_listeners: tuple[Listener, ...] = ()
+"""Guards changes of `_subscribers`; readers take it as it is."""
+_subscribers: tuple[Subscriber, ...] = ()
 
 
 def _in_child() -> None:
-    """The listeners' threads stayed with the parent."""
-    global _listeners, _lock
-    _listeners, _lock = (), threading.Lock()
+    """The subscribers' threads stayed with the parent."""
+    global _subscribers, _lock
+    _subscribers, _lock = (), threading.Lock()
 
 
 os.register_at_fork(after_in_child=_in_child)

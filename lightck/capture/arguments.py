@@ -16,7 +16,7 @@ from lightck.errors import ConfigError
 from lightck.keywords import near
 
 _POSITIONS = ("model", "optimizer", "path")
-_OF_ATTACH = (*_POSITIONS, "policy", "extras", "boundary", "config")
+_OF_ATTACH = (*_POSITIONS, "policy", "extras", "boundary", "on_event", "config")
 
 
 def check(
@@ -26,6 +26,7 @@ def check(
     path: object,
     extras: object,
     more: Sequence[object] = (),
+    on_event: object = None,
     **others: object,
 ) -> tuple[nn.Module, list[Optimizer]]:
     """Return the model as one module, and the optimizers as a list, once all arguments are right.
@@ -37,6 +38,7 @@ def check(
         path: as given.
         extras: as given.
         more: what was given by position beyond the path.
+        on_event: as given.
         **others: further arguments that are an optimizer or None.
 
     Raises:
@@ -56,6 +58,8 @@ def check(
             *(call, "extras", "a dict of names and objects", extras, _named(extras)),
             "a snapshot keeps each under its name",
         )
+    if on_event is not None and not callable(on_event):
+        raise _wrong(call, "on_event", "a function", on_event, "on_event=print, for example")
     for name, value in others.items():
         if value is not None and not isinstance(value, Optimizer):
             raise _wrong(call, name, "a torch.optim.Optimizer", value, f"{name}=optimizer")
@@ -114,13 +118,14 @@ def _as_optimizers(call: str, optimizer: object) -> list[Optimizer]:
     )
 
 
-def refuse_unknown(call: str, unknown: Mapping[str, object], known: Sequence[str]) -> None:
+def refuse_unknown(call: str, given: Mapping[str, object], known: Sequence[str]) -> None:
     """Refuse keywords that `call` does not have.
 
     Raises:
         ConfigError: the keyword, its value, which one may be meant, and all that there are.
     """
-    for name, value in unknown.items():
+    for name in sorted(given.keys() - known):
+        value = given[name]
         meant = near(name, (*known, *setting_names(), *_OF_ATTACH))
         if meant is None:
             hint = ""

@@ -40,6 +40,18 @@ class Reporter:
         else:
             self._pending = error
 
+    def not_told(self, error: BaseException, name: str) -> None:
+        """Report that `on_event` has raised: nothing else is lost, so that nobody else is told."""
+        ours = LightckError(
+            f"on_event failed at the event {name!r}: {error!r}; training goes on, further failures"
+            " of it are not told"
+        )
+        ours.__cause__ = error
+        if callable(self.on_error):
+            self.on_error(ours)
+        else:
+            warnings.warn(f"lightck: {ours}", RuntimeWarning, stacklevel=2)
+
     def note(self, error: LightckError) -> None:
         """Remember an error for `close` without telling it now."""
         self.latest = error

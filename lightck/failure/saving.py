@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from lightck.errors import LightckError
-from lightck.events import event
+from lightck.events import deliver, event
 from lightck.failure.budget import Measured
 from lightck.failure.hang import HangWatch, Place, Progress
 from lightck.failure.notice import Notice
@@ -19,6 +19,8 @@ from lightck.types import Failure, Saved
 
 LOOK_S = 0.25
 """Between looks at a loop of several ranks, where hangs are found in seconds."""
+_TOLD_S = 1.0
+"""How long a save waits for `on_event` to be told of it: the process may end then."""
 ALONE_LOOK_S = 1.0
 """With one rank `hang_s` is all there is."""
 
@@ -140,6 +142,7 @@ class Saving:
             else:
                 self.saved = self.guard.rescue.save(self.reason, self.deadline_s)
             self._tell(self.saved)
+            deliver(min(_TOLD_S, max(0.0, self.deadline_s - time.monotonic())))
             decide = self.guard.failure.on_failure
             self.goes_on = decide is not None and decide(self.saved) is True
         except Exception as error:  # noqa: BLE001 - on_failure is the user's

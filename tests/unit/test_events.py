@@ -1,4 +1,4 @@
-"""Events: what a handler and a listener are given is plain JSON, whatever was said."""
+"""Events: what a handler and a subscriber are given is plain JSON, whatever was said."""
 
 from __future__ import annotations
 
