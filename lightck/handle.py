@@ -127,9 +127,14 @@ class Handle:
         return self.region.survives
 
     def stats(self) -> Stats:
-        """Counters since attach, as of now; in a forked child, what the parent last asked for."""
+        """Counters since attach; in a forked child, what the parent last asked for.
+
+        Thread: any. On the training thread as of now, on others as of the end of the last step,
+        without waiting for the training or holding it up.
+        """
         if not self._inherited:
-            self._recorder.poll()
+            if threading.get_ident() == self._recorder.thread:
+                self._recorder.poll()
             self._stats = stats_of(self._recorder)
         return self._stats
 

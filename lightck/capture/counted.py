@@ -7,11 +7,12 @@ from lightck.types import Stats
 
 
 def stats_of(recorder: Recorder) -> Stats:
-    """As of now."""
-    counters, pool = recorder.pipeline.counters, recorder.pipeline.pool_stats()
+    """As of the last poll. Any thread: it neither waits for the training nor holds it up."""
+    counters, pool = recorder.outcomes.counted, recorder.pipeline.pool_stats()
     compared, uncompared = recorder.pipeline.barrier.compared()
     seconds, kept = pool["copy_ns"] / 1e9, recorder.journaled
     offload = recorder.pipeline.offload
+    mode, why = offload.ways.chosen
     return Stats(
         captured=counters.captured,
         committed=counters.committed,
@@ -29,8 +30,8 @@ def stats_of(recorder: Recorder) -> Stats:
         commit_s=counters.commit_s / counters.durable if counters.durable else 0.0,
         whole_s=counters.whole_s / counters.committed if counters.committed else 0.0,
         staging_bytes=pool["staging_bytes"],
-        device_mode=str(offload.ways.mode),
-        device_why=offload.ways.why,
+        device_mode=str(mode),
+        device_why=why,
         bytes_from_device=offload.transfers.moved_bytes,
         ring_bytes=offload.transfers.ring_bytes,
         device_copy_bytes=offload.ways.copy_bytes,

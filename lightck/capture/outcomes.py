@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightck.capture.barrier import is_final
-from lightck.capture.flight import Flight, torn_error
+from lightck.capture.flight import Counters, Flight, torn_error
 from lightck.capture.pipeline import Pipeline
 from lightck.capture.state import Inventory
 from lightck.capture.steps import Steps
@@ -49,16 +49,29 @@ class Outcomes:
     """Why the last snapshot that slipped did."""
     why_not_last: str = "its snapshot was lost"
     """Why the last step of all has none."""
+    counted: Counters = field(default_factory=Counters)
+    """A copy of the pipeline's counters from the last `poll`, never changed: for any thread."""
     _torn_once: set[str] = field(default_factory=set)
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
         """Take note of commits and fates; errors go to `report`."""
-        with self.lock, self.reported():
-            for flight in self.pipeline.poll(timeout_s):
-                survives = self.pipeline.region.survives
-                event("committed", logging.DEBUG, step=flight.step, survives=survives)
-                for future in flight.futures:
-                    future.set_result(flight.step)
+        with self.lock:
+            try:
+                with self.reported():
+                    self._take_note(timeout_s)
+            finally:
+                self.count()
+
+    def count(self) -> None:
+        """Let any thread know the counters, which belong together now."""
+        self.counted = Counters(**vars(self.pipeline.counters))
+
+    def _take_note(self, timeout_s: float | None) -> None:
+        for flight in self.pipeline.poll(timeout_s):
+            survives = self.pipeline.region.survives
+            event("committed", logging.DEBUG, step=flight.step, survives=survives)
+            for future in flight.futures:
+                future.set_result(flight.step)
 
     def seal_arrived(self) -> bool:
         """As `Landing.seal_arrived`, unless somebody is at it; never waits. Any thread."""
@@ -156,3 +169,4 @@ class Outcomes:
                 for flight in flights:
                     flight.fail(closed)
                 self.fail_wanted(closed)
+                self.count()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import RLock, Thread
+from threading import Lock, RLock, Thread
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,8 @@ class Pipeline(Landing):
     _mapping: Future[None] | None = None
     """Of DRAM, in the pool."""
     _last_stats: dict[str, int] | None = None
+    _counting: Lock = field(default_factory=Lock)
+    """While somebody asks the pool for its counters: it does not go meanwhile."""
     _dice: random.Random = field(default_factory=random.Random)
     """For audits only; the global generators belong to the user."""
 
@@ -206,8 +208,9 @@ class Pipeline(Landing):
         return True
 
     def pool_stats(self) -> dict[str, int]:
-        """The pool's counters, the last ones once it is closed."""
-        return self.pool.stats() if self._last_stats is None else self._last_stats
+        """The pool's counters, the last ones once it is closed. Any thread."""
+        with self._counting:
+            return self.pool.stats() if self._last_stats is None else self._last_stats
 
     @property
     def busy(self) -> bool:
@@ -299,7 +302,8 @@ class Pipeline(Landing):
             wait([self._mapping])
         if self._last_stats is None:
             self._reap()
-            self._last_stats = self.pool.stats()
+            with self._counting:  # from here on nobody asks the pool, which is about to go
+                self._last_stats = self.pool.stats()
             self.offload.close()
             if self.trace is not None:
                 self.trace.finish()

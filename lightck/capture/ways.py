@@ -40,8 +40,8 @@ class Ways:
     limited: bool = False
     """Writes to the region are limited: devices do not store there themselves."""
     """The setting `placement`."""
-    mode: str = ""
-    why: str = ""
+    chosen: tuple[str, str] = ("", "")
+    """How tensors leave a device, and why; both change at once."""
     _said: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By device: what was said last."""
     _denied: dict[str, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Ways:
     @property
     def copy_bytes(self) -> int:
         """Of devices' spare memory."""
-        return sum(copy.numel() for copy in self._copies.values())
+        return sum(copy.numel() for copy in list(self._copies.values()))
 
     def choose(self, device: Device, size: int, *, ask: bool) -> tuple[Way, torch.Tensor | None]:
         """How `size` bytes of one snapshot leave this device, and room for their copy there.
@@ -177,7 +177,7 @@ class Ways:
         self._registered.clear()
 
     def _say(self, device: Device, way: Way, why: str) -> None:
-        self.mode, self.why = way, why
+        self.chosen = way, why
         if self._said.get(device.name) != (way, why):
             self._said[device.name] = (way, why)
             event("device_placement", device=device.name, mode=str(way), why=why)

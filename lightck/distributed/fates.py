@@ -133,9 +133,11 @@ class GlobalCommit:
 
     @property
     def compared(self) -> tuple[int, int]:
-        """Steps at which this rank's digest could be compared, and at which it could not."""
-        with self._lock:
-            return self._ledger.compared, self._ledger.incomparable
+        """Steps at which this rank's digest could be compared, and at which it could not.
+
+        Two counters that change one at a time: nobody waits for the ledger to read them.
+        """
+        return self._ledger.compared, self._ledger.incomparable
 
     def opened(self, due: Due) -> None:
         """Note that a slot is about to be invalidated for `due`."""
