@@ -96,7 +96,8 @@ def attach(
     Raises:
         ConfigError: an argument that is wrong, misplaced or unknown, a setting that is impossible:
             what was found and what to write. StateError: state that could not be restored.
-        UnrestoredError: snapshots are there that were not restored; nothing was overwritten.
+        UnrestoredError: snapshots are there that were neither restored into this model nor
+            recorded from it; nothing was overwritten.
         RegionFullError: bytes needed and free. RegionBusyError: another process owns the region.
         RegionError: the place is not safe, not writable or not a region.
         CoordinationError: another rank failed, and why, did not come, or differs in something.
@@ -169,7 +170,7 @@ class _Parts:
 
     def _claim(self) -> Region:
         """This rank's region, with room for its share, once every rank knows its place."""
-        found = claim.find(self.config, self.ranks.rank)
+        found = claim.find(self.config, self.ranks.rank, self.progress.continuation)
         self.undo.append(found.close)
         self.topology = job.place_of(self.ranks, self.config, found)
         replicas = Replicas(self.inventory, self.topology.world)

@@ -67,7 +67,7 @@ class PmdkMissingError(RegionError):
 
 
 class UnrestoredError(RegionError):
-    """`attach` found snapshots that this process has neither restored nor written.
+    """`attach` found snapshots neither restored into this model nor recorded from it.
 
     Nothing was overwritten. Restore them first, choose another path, or pass `overwrite=True`.
     """

@@ -171,7 +171,7 @@ def _found(
     where = place.locate(Config.resolve(path=path).path, rank, create=False)
     wanted = None if step == "latest" else step
     taking = partial(_mapped, whole=whole)
-    found = recall(Meeting("load", rank), where, wanted, taking, lends=False)
+    found = recall(Meeting("load", rank), where, wanted, taking)
     if found is None:
         raise NoSnapshotError(f"{where.file}: no whole snapshot: none was ever written")
     return found

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal, Never, SupportsIndex
 
 import torch
@@ -32,7 +33,8 @@ from lightck.distributed.meeting import meeting
 from lightck.distributed.recall import Found, recall
 from lightck.errors import ConfigError, LightckError
 from lightck.events import event
-from lightck.region import claim, place
+from lightck.region import place
+from lightck.region.continuation import Continuation
 from lightck.region.native import Record
 from lightck.types import RestoreInfo
 
@@ -48,6 +50,9 @@ _EARLY = (
 class Progress:
     """How far this process has brought a model: attach goes on from here."""
 
+    others: tuple[weakref.ref[nn.Module], ...] = ()
+    """The models beside the first, where there are several: only together are they those."""
+    continuation: Continuation = field(default_factory=Continuation)
     step: int = 0
     restored: tuple[int, int] | None = None
     """(timeline, step) of the snapshot that was restored last; over ranks the same on each."""
@@ -60,22 +65,30 @@ class Progress:
     """Step counters of the handles on the model; `step` is the last one's that was closed."""
 
 
-_progress: weakref.WeakKeyDictionary[nn.Module, Progress] = weakref.WeakKeyDictionary()
+_progress: weakref.WeakKeyDictionary[nn.Module, list[Progress]] = weakref.WeakKeyDictionary()
+"""Per model: of it alone, and of it with others beside it."""
 
 
 def progress(model: nn.Module) -> Progress:
-    """What restore or an earlier handle left for this model; made on first use."""
-    inner = _lasting(model)
-    if inner not in _progress:
-        _progress[inner] = Progress()
-    return _progress[inner]
+    """What restore or an earlier handle left for this very model; made on first use.
+
+    A new model has none, whatever the process did before with another one of the same form.
+    """
+    first, *rest = _lasting(model)
+    known = _progress.setdefault(first, [])
+    found = next((each for each in known if [other() for other in each.others] == rest), None)
+    if found is None:
+        attached = known[0].attached if known else []
+        found = Progress(tuple(map(weakref.ref, rest)), attached=attached)
+        known.append(found)
+    return found
 
 
-def _lasting(model: nn.Module) -> nn.Module:
-    """What lives as long as the user's model."""
-    if isinstance(model, nn.ModuleList) and len(model):
-        model = model[0]  # the list is made anew by each call
-    return innermost(model)
+def _lasting(model: nn.Module) -> list[nn.Module]:
+    """What lives as long as the user's models."""
+    # A list of several is made by each call anew.
+    models = list(model) if isinstance(model, nn.ModuleList) and len(model) else [model]
+    return [innermost(each) for each in models]
 
 
 def restore(
@@ -135,7 +148,8 @@ def restore(
             raise LightckError("a handle records this model: close() or detach() the handle first")
         where = place.locate(Config.resolve(path=path).path, ranks.rank, create=False)
         live = Inventory(root, optimizers, parse(extras))
-        info = recall(ranks, where, wanted, lambda found: _filled(found, live, strict))
+        fill = partial(_filled, live=live, strict=strict)
+        info = recall(ranks, where, wanted, fill, progress(root).continuation)
         ranks.part()
     return info
 
@@ -167,12 +181,13 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
         snapshot.verify(unowned, filling.pour(ahead=True))
 
         def take() -> RestoreInfo:
+            state = progress(live.model)
+            state.continuation.clear()  # from here on it is nothing that was restored before
             snapshot.read(filling.addresses())
             filling.pour(ahead=False)
             filling.finish(first)
             _arm_forward(live, {} if filling.lent else second, filling.tensor)
-            _carry_on(found)
-            state = progress(live.model)
+            _carry_on(found, state.continuation)
             state.step, state.pending = found.key.step, filling.pending
             state.restored = (found.key.timeline, found.key.step)
             state.early = found.snapshot.early
@@ -196,7 +211,7 @@ def _lent(found: Found) -> str:
     )
 
 
-def _carry_on(found: Found) -> None:
+def _carry_on(found: Found, continuation: Continuation) -> None:
     """Say what attach may go on from in this rank's region, and what it must protect there.
 
     A rank that has a part of the snapshot keeps it until a newer one is whole, also in another
@@ -205,7 +220,9 @@ def _carry_on(found: Found) -> None:
     """
     own, snapshot = found.holdings.own, found.snapshot
     if found.holdings.broken is not None:
-        claim.give_up(found.holdings.where)
+        continuation.given_up.add(found.holdings.where.file)
+    if own is not None:
+        own.region.continuation = continuation
     if isinstance(snapshot, Healed):
         kept = snapshot.kept or _newest_before(found.holdings, found.key)
     else:
@@ -288,4 +305,4 @@ def _arm_forward(
             extra.load(value)
 
     state.forward_hook = before_next_forward(live.model, action)
-    weakref.finalize(_lasting(live.model), state.forward_hook.remove)
+    weakref.finalize(_lasting(live.model)[0], state.forward_hook.remove)

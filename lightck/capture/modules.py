@@ -31,9 +31,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def innermost(module: nn.Module) -> nn.Module:
     """The user's own module, under every wrapper."""
     while True:
-        inner = getattr(unwrapped(module), "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return unwrapped(module)
+        module = unwrapped(module)
+        within = (getattr(module, prefix[:-1], None) for prefix in WRAPPERS)
+        inner = next((each for each in within if isinstance(each, nn.Module)), None)
+        if inner is None:
+            return module
         module = inner
 
 

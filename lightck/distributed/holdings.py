@@ -28,6 +28,7 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.region import backing, choice, place
+from lightck.region.continuation import Continuation
 from lightck.region.native import HOLDS_ALL, RECORD_JIT, Record
 from lightck.region.place import Place
 from lightck.region.region import Candidate, Recovery, Region, survey
@@ -140,10 +141,11 @@ class Holdings:
         """The rank's own region, if it is there."""
         return next((h for h in self.regions if self._is_own(h)), None)
 
-    def give_up(self) -> None:
+    def give_up(self, continuation: Continuation) -> None:
         """Declare that what the rank's own region holds has never counted: attach may go on."""
         own = self.own
         if own is not None and not own.recovery.is_empty:
+            own.region.continuation = continuation
             own.region.leave_behind()
 
     def keep(self, region: Region) -> None:

@@ -34,6 +34,7 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.events import event
+from lightck.region.continuation import Continuation
 from lightck.region.place import Place
 
 _TRIES = 8
@@ -77,7 +78,11 @@ class Taking(Protocol[T_co]):
 
 
 def recall(
-    ranks: Meeting, where: Place, step: int | None, taking: Taking[T], *, lends: bool = True
+    ranks: Meeting,
+    where: Place,
+    step: int | None,
+    taking: Taking[T],
+    continuation: Continuation | None = None,
 ) -> T | None:
     """What `taking` makes of the best snapshot that every rank can take.
 
@@ -86,10 +91,11 @@ def recall(
         where: of this rank's own region.
         step: only this one; None for the newest.
         taking: see `Taking`.
-        lends: a rank beyond the former world takes another's own state.
+        continuation: of the model that takes it; None: a reader, which is no rank of a job. With
+            one a rank beyond the former world takes another's own state.
 
     Returns:
-        None when nothing was ever whole: what single ranks hold may then be overwritten.
+        None when nothing was ever whole: what single ranks hold the model may then overwrite.
 
     Raises:
         NoSnapshotError: snapshots are there, none is whole, or not the wanted step.
@@ -97,6 +103,7 @@ def recall(
         RegionError: the place is not safe or not a region.
     """
     for _ in range(_TRIES):
+        lends = continuation is not None
         with Holdings.opened(where, ranks.rank, ranks.world, lends=lends) as holdings:
             attempt = _Attempt(ranks, holdings, step)
             choice = attempt.choose()
@@ -113,7 +120,8 @@ def recall(
                         path=holdings.where.path,
                         why="; ".join(left),
                     )
-                holdings.give_up()
+                if continuation is not None:
+                    holdings.give_up(continuation)
                 return None
             problems = [*choice.fell_back, *attempt.damaged, *choice.left]
             text = holdings.nothing_whole(step, problems)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from itertools import count
 
 from lightck.config import Config
 from lightck.errors import (
@@ -24,6 +24,7 @@ from lightck.errors import (
 )
 from lightck.events import event
 from lightck.region import allocator, backing, place, statistics
+from lightck.region.continuation import Continuation
 from lightck.region.layout import Entry
 from lightck.region.region import Region
 from lightck.region.spec import JOURNAL_BYTES, RegionSpec
@@ -40,6 +41,8 @@ class Claim:
     where: place.Place
     region: Region | None
     """Owned by this process."""
+    continuation: Continuation = field(default_factory=Continuation)
+    """What the model carries on."""
 
     @property
     def run_id(self) -> bytes | None:
@@ -67,25 +70,21 @@ class Seat:
     run_id: bytes | None = None
 
 
-_given_up: set[Path] = set()
-"""Region files that cannot be opened, and of which restore got from other ranks what they had."""
-
-
-def give_up(where: place.Place) -> None:
-    """Declare that nothing is lost with a region that cannot be opened: attach may move it away."""
-    _given_up.add(where.file)
-
-
 def _move_away(where: place.Place, why: LightckError) -> None:
-    """Not removed: its user may want to look at it."""
-    aside = where.file.with_name(f"{where.file.name}.damaged")
-    os.replace(where.file, aside)
-    _given_up.discard(where.file)
+    """Not removed, nor an older one: its user may want to look at it."""
+    every = (where.file.with_name(f"{where.file.name}.damaged{n or ''}") for n in count())
+    aside = next(path for path in every if not os.path.lexists(path))
+    os.rename(where.file, aside)
     event("moved_aside", logging.WARNING, file=where.file, to=aside, why=why)
 
 
-def find(config: Config, rank: int = 0) -> Claim:
+def find(config: Config, rank: int, continuation: Continuation) -> Claim:
     """Own what is there, if it may be written.
+
+    Args:
+        config: names the path, and says whether snapshots are given up.
+        rank: whose region it is.
+        continuation: what the model carries on.
 
     Raises:
         UnrestoredError: snapshots are there that were not restored; nothing was overwritten.
@@ -99,7 +98,7 @@ def find(config: Config, rank: int = 0) -> Claim:
             ' only backend = "auto" binds it to a node'
         )
     if not where.exists or backing.is_blank(where):
-        return Claim(where, None)
+        return Claim(where, None, continuation)
     durable = config.durability == "process"
     try:
         region = Region.open(
@@ -108,17 +107,19 @@ def find(config: Config, rank: int = 0) -> Claim:
     except RegionBusyError as error:
         raise _naming_owner(error, where) from error
     except (RegionFormatError, CorruptSnapshotError, RegionIOError) as error:
-        if where.file not in _given_up or not where.is_plain:
+        if where.file not in continuation.given_up or not where.is_plain:
             raise
         _move_away(where, error)
-        return Claim(where, None)
+        continuation.given_up.discard(where.file)
+        return Claim(where, None, continuation)
+    region.continuation = continuation
     try:
         _check_rank(region, rank)
         _take_over(region, config)
     except BaseException:
         region.close()
         raise
-    return Claim(where, region)
+    return Claim(where, region, continuation)
 
 
 def take(
@@ -141,6 +142,7 @@ def take(
     if claim.region is None:
         room = (manifest_bytes, journal_bytes)
         claim.region = _make(claim.where, config, seat, slots, entries, room)
+        claim.region.continuation = claim.continuation
     else:
         claim.region.fit(entries, manifest_bytes)
     region = claim.region
@@ -210,7 +212,7 @@ def _page_bytes(where: place.Place) -> int:
 
 
 def _take_over(region: Region, config: Config) -> None:
-    """Go on from what this process restored or wrote, else only where nothing would be lost.
+    """Go on from what this model was restored from or recorded as, else only where nothing is lost.
 
     With `overwrite` too: what was restored stays protected until a newer snapshot is committed.
     """
@@ -224,8 +226,9 @@ def _take_over(region: Region, config: Config) -> None:
         return
     steps = sorted(c.record.step for c in (*recovery.candidates, *recovery.abandoned))
     raise UnrestoredError(
-        f"{region.place.file} holds snapshots of steps {steps} that this process has neither"
-        " restored nor written; call lightck.restore(...) first, choose another path, or pass"
-        " overwrite=True to give them up"
+        f"{region.place.file} holds snapshots of steps {steps} that were neither restored into this"
+        " model nor recorded from it, in its present state: call lightck.restore(model, ...) first"
+        " (a model that is made anew carries on nothing, also not in the process that wrote them),"
+        " choose another path, or pass overwrite=True to give them up"
         + "".join(f"\n  {problem}" for problem in recovery.problems)
     )

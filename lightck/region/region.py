@@ -18,6 +18,7 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.region import allocator, backing, extents, layout, manifest, native, survival
+from lightck.region.continuation import Continuation
 from lightck.region.layout import Entry, Layout
 from lightck.region.manifest import Manifest
 from lightck.region.native import NativeRegion, Record
@@ -31,13 +32,6 @@ _LOOKS = 4
 """How often a reader looks at most before it believes what it does not find."""
 _FEW_SEGMENTS = 4
 """From here on the region doubles when it grows."""
-
-_continued: dict[bytes, Record] = {}
-"""Per region UUID: the snapshot whose state this process carries on (restored or committed last).
-Lets attach refuse a path whose snapshots would be overwritten by a forgotten restore."""
-
-_newest: dict[bytes, int] = {}
-"""Per region UUID: the newest sequence that was there then. A later one is somebody else's."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +77,8 @@ class Region:
         """Slots that due snapshots leave to a failure (I6)."""
         self.next_sequence = 1 + max((seq for _, seq in self.info.lineage), default=0)
         self.timeline = self.info.timeline
+        self.continuation = Continuation()
+        """What the live state that is written here carries on; whoever knows it puts it here."""
         self.world = self.info.world
         """Number of ranks that write now; the superblock keeps that of the region's making."""
 
@@ -132,8 +128,8 @@ class Region:
 
     @property
     def continued(self) -> Record | None:
-        """The snapshot that this process restored from here or committed here last."""
-        return _continued.get(self.info.uuid)
+        """The snapshot that the live state was restored from here or committed as here last."""
+        return self.continuation.records.get(self.info.uuid)
 
     def recover(self) -> Recovery:
         """Read every slot. Also learns sequences and free slots for a writer."""
@@ -210,28 +206,28 @@ class Region:
 
     def carry_on(self, record: Record) -> None:
         """Declare that the live state now continues `record`; attach may then write here."""
-        _continued[self.info.uuid] = record
-        _newest[self.info.uuid] = self.next_sequence - 1
+        self.continuation.records[self.info.uuid] = record
+        self.continuation.newest[self.info.uuid] = self.next_sequence - 1
 
     def leave_behind(self) -> None:
         """Declare that the live state continues another region's snapshot: all here may go."""
         self.start_anew()
-        _newest[self.info.uuid] = self.next_sequence - 1
+        self.continuation.newest[self.info.uuid] = self.next_sequence - 1
 
     def start_anew(self) -> None:
         """Declare that the live state continues no snapshot of this region."""
-        _continued.pop(self.info.uuid, None)
-        _newest.pop(self.info.uuid, None)
+        self.continuation.records.pop(self.info.uuid, None)
+        self.continuation.newest.pop(self.info.uuid, None)
 
     @property
     def written_here(self) -> bool:
-        """This process has restored from here or written here."""
-        return self.info.uuid in _newest
+        """The live state was restored from here or written here."""
+        return self.info.uuid in self.continuation.newest
 
     @property
     def overtaken(self) -> bool:
-        """Another process has committed here since this one restored or wrote its last snapshot."""
-        return self.next_sequence - 1 > _newest.get(self.info.uuid, 0)
+        """Somebody else has committed here since the live state was restored or written last."""
+        return self.next_sequence - 1 > self.continuation.newest.get(self.info.uuid, 0)
 
     def begin_timeline(self, continued: Record | None, timeline: int | None = None) -> None:
         """Durably begin a new timeline that continues `continued`, or nothing.
@@ -346,7 +342,7 @@ class Region:
     def committed(self, slot: Slot, record: Record) -> None:
         """The slot's snapshot is durable; of several ranks, its fate is still to come."""
         slot.record = record
-        _newest[self.info.uuid] = self.next_sequence - 1
+        self.continuation.newest[self.info.uuid] = self.next_sequence - 1
         slot.fate_open = self.reusable is not None
         if not slot.fate_open:
             self.whole(slot)
