@@ -14,15 +14,24 @@ DTYPES = {
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.qint", "torch.quint"))
 }
 """Those of tensors that have plain bytes, by name."""
+_PLACEHOLDER = (
+    "is a placeholder of DeepSpeed ZeRO-3 (ds_id {}, ds_status {}): its values lie in flat buffers"
+    " over all ranks, and nothing that is read here could be brought back. Use ZeRO stage 0, 1 or 2"
+    " (attach(engine.module, engine.optimizer.optimizer)), torch's fully_shard (FSDP2), or"
+    " DeepSpeed's own engine.save_checkpoint"
+)
 
 
 def must_be_dense(path: str, tensor: torch.Tensor) -> None:
     """Refuse what has no plain bytes.
 
     Raises:
-        StateError: the tensor is sparse, quantized, not initialized yet, without memory (meta), or
-            a sum over ranks.
+        StateError: the tensor is sparse, quantized, not initialized yet, without memory (meta), a
+            placeholder of DeepSpeed's, or a sum over ranks.
     """
+    if hasattr(tensor, "ds_id"):
+        status = getattr(tensor, "ds_status", "unknown")
+        raise StateError(f"{path} {_PLACEHOLDER.format(tensor.ds_id, status)}", path=path)
     why = dtensor.refusal(tensor)
     if why is not None:
         raise StateError(f"{path} {why}", path=path)

@@ -1,0 +1,65 @@
+"""What could be written and not be brought back is refused at attach, with what to do instead."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import torch
+from loops import Loop, adam_loop, attach, mlp, train
+
+import lightck
+
+
+class ZeroParamStatus(Enum):
+    """As DeepSpeed's."""
+
+    NOT_AVAILABLE = 2
+
+
+def partitioned(loop: Loop) -> Loop:
+    """What `deepspeed.initialize` with stage 3 makes of a model: empty tensors that know a number.
+
+    DeepSpeed itself is not installed; its `_convert_to_deepspeed_param` sets these attributes.
+    """
+    for number, parameter in enumerate(loop.model.parameters()):
+        parameter.data = torch.empty(0)
+        parameter.ds_id = number  # type: ignore[attr-defined]
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+    return loop
+
+
+def check(error: lightck.StateError) -> None:
+    text = str(error)
+    assert error.path == "model/0.weight"
+    for part in ("ds_id 0", "NOT_AVAILABLE", "stage 0, 1 or 2", "fully_shard", "save_checkpoint"):
+        assert part in text
+
+
+def test_a_model_partitioned_by_zero_3_is_refused_before_a_region_is_made(run_dir: Path) -> None:
+    with pytest.raises(lightck.StateError, match="DeepSpeed ZeRO-3") as caught:
+        attach(run_dir, partitioned(adam_loop()))
+    check(caught.value)
+    assert not run_dir.exists()
+
+
+def test_a_model_partitioned_by_zero_3_is_refused_where_its_run_was_recorded_before(
+    run_dir: Path,
+) -> None:
+    train(run_dir, adam_loop(), 2)
+    before = (run_dir / "region-00000.lck").read_bytes()
+    for call in (attach, lambda path, loop: lightck.restore(loop.model, path=path)):
+        with pytest.raises(lightck.StateError, match="DeepSpeed ZeRO-3") as caught:
+            call(run_dir, partitioned(adam_loop()))
+        check(caught.value)
+    assert (run_dir / "region-00000.lck").read_bytes() == before
+
+
+def test_one_placeholder_among_others_is_refused_too(run_dir: Path) -> None:
+    """Part of a model may be partitioned: `zero.Init` around a part of its making."""
+    model = mlp(4, 2)
+    last = model[1].bias
+    last.ds_id = 7
+    with pytest.raises(lightck.StateError, match=r"model/1\.bias is a placeholder"):
+        lightck.attach(model, path=run_dir)
