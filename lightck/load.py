@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import weakref
@@ -24,11 +25,14 @@ from lightck.distributed.holdings import Holdings
 from lightck.distributed.meeting import Meeting
 from lightck.distributed.recall import Found, recall
 from lightck.errors import NoSnapshotError
+from lightck.distributed.unequal import unequal
 from lightck.region import backing, place
+from lightck.events import event
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate, Region
 
 SNAPSHOTS = pa.schema(
+_NAMED = 8
     [
         ("step", pa.uint64()),
         ("state", pa.string()),
@@ -135,7 +139,9 @@ def load(
         path: as for `snapshots`.
         step: which one; the newest that is whole by default.
         rank: of several, whose buffers, extras and random generators to take. Of sharded state
-            (FSDP2 and other DTensors) the tensors are that rank's parts.
+            (FSDP2 and other DTensors) the tensors are that rank's parts. Of parameters that ranks
+            did not hold alike, as experts outside of DDP, they are that rank's, and a warning is
+            logged that names them.
         whole: put sharded tensors together from the parts of all ranks, in memory.
 
     Returns:
@@ -187,6 +193,11 @@ def _mapped(
     # Before the caller has them: what cannot be read is passed over for an older one here only.
     snapshot.trees()
     with snapshot.leased() as leases:
+    if differing := unequal(found):
+        names = f"{', '.join([*differing][:_NAMED])}{', ...' if len(differing) > _NAMED else ''}"
+        why = f"rank {snapshot.record.rank}'s are given, other ranks held others: see rank="
+        where, count = found.holdings.where.path, len(differing)
+        event("of_one_rank", logging.WARNING, path=where, tensors=count, names=names, why=why)
         snapshot.verify()
         wholes = gather(found) if whole else {}
 

@@ -31,6 +31,7 @@ from lightck.distributed.holdings import Holdings
 from lightck.distributed.lineage import Key
 from lightck.distributed.meeting import meeting
 from lightck.distributed.recall import Found, recall
+from lightck.distributed.unequal import unequal
 from lightck.errors import ConfigError, LightckError
 from lightck.events import event
 from lightck.region import place
@@ -175,7 +176,7 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
     snapshot = found.snapshot
     first, second = snapshot.trees()
     with snapshot.leased():
-        filling = Filling(snapshot, live, second, strict, lent=_lent(found))
+        filling = Filling(snapshot, live, second, strict, lent=_lent(found), unequal=unequal(found))
         filling.check(first)
         unowned = filling.unowned()
         snapshot.verify(unowned, filling.pour(ahead=True))

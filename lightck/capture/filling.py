@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,11 @@ from lightck.capture.state import Inventory, Live
 from lightck.errors import RestoreMismatchError
 from lightck.region.layout import Entry
 
+_OTHER_RANKS = (
+    ": restore it on as many ranks as wrote it, for what these did not hold alike has no place on"
+    " another number of them"
+)
+
 
 class Filling:
     """Matches one snapshot with the live objects, then fills them."""
@@ -32,6 +38,7 @@ class Filling:
         strict: bool,
         *,
         lent: str = "",
+        unequal: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Match by name; nothing is changed until `finish`.
 
@@ -42,9 +49,11 @@ class Filling:
             strict: refuse what differs.
             lent: why the snapshot's own state is another rank's, so that generators, which must
                 not draw alike on two ranks, stay as they are; empty if it is this rank's.
+            unequal: tensors by their saved names that belong to other ranks as well, each with
+                another content, and why: never filled in.
         """
         self.snapshot, self.live, self.second, self.strict = snapshot, live, second, strict
-        self.lent = lent
+        self.lent, self.unequal = lent, unequal
         self.lives = {v.name: v for v in live.collect().lives}
         self.meshes = dtensor.meshes(v.tensor for v in self.lives.values())
         self.targets: dict[str, torch.Tensor] = {}
@@ -97,10 +106,11 @@ class Filling:
         for i, optimizer in enumerate(self.live.optimizers):
             if i not in self.matched.values():
                 missing.append(f"optim/{i} ({type(optimizer).__name__} over these parameters)")
+        different |= {self._live_name(name) or name: why for name, why in self.unequal.items()}
         if self.strict and (missing or unexpected or different):
             raise RestoreMismatchError(
                 f"the snapshot of step {self.snapshot.record.step} does not fit"
-                " (strict=False restores the rest)",
+                " (strict=False restores the rest)" + (_OTHER_RANKS if self.unequal else ""),
                 missing=missing,
                 unexpected=unexpected,
                 different=different,
@@ -131,6 +141,8 @@ class Filling:
                     self.stateless.add((i, boundary.join("", rest)))
                 elif path.startswith(owner):
                     self.stateless.add((i, path.removeprefix(owner)))
+        unequal = (path.split("/") for path in self.unequal)
+        self.stateless |= {(int(parts[1]), parts[2]) for parts in unequal if parts[0] == "optim"}
         for entry in self.snapshot.entries:
             if self._is_stateless(entry.name):
                 self.skipped.setdefault(entry.name, "its parameter was not restored")
