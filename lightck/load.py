@@ -15,24 +15,25 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from lightck.capture import boundary
+from lightck.capture import boundary, orders
 from lightck.capture.assembled import Assembled, Part
 from lightck.capture.filling import fresh
+from lightck.capture.state import labelled_key
 from lightck.config import Config
 from lightck.distributed.gather import gather
 from lightck.distributed.halves import key_of
 from lightck.distributed.holdings import Holdings
 from lightck.distributed.meeting import Meeting
 from lightck.distributed.recall import Found, recall
-from lightck.errors import NoSnapshotError
 from lightck.distributed.unequal import unequal
-from lightck.region import backing, place
+from lightck.errors import NoSnapshotError
 from lightck.events import event
+from lightck.region import backing, place
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate, Region
 
-SNAPSHOTS = pa.schema(
 _NAMED = 8
+SNAPSHOTS = pa.schema(
     [
         ("step", pa.uint64()),
         ("state", pa.string()),
@@ -192,12 +193,12 @@ def _mapped(
     assert isinstance(snapshot, Assembled), "nobody else is here to give it"
     # Before the caller has them: what cannot be read is passed over for an older one here only.
     snapshot.trees()
-    with snapshot.leased() as leases:
     if differing := unequal(found):
         names = f"{', '.join([*differing][:_NAMED])}{', ...' if len(differing) > _NAMED else ''}"
         why = f"rank {snapshot.record.rank}'s are given, other ranks held others: see rank="
         where, count = found.holdings.where.path, len(differing)
         event("of_one_rank", logging.WARNING, path=where, tensors=count, names=names, why=why)
+    with snapshot.leased() as leases:
         snapshot.verify()
         wholes = gather(found) if whole else {}
 
@@ -291,15 +292,17 @@ def _optimizer(
         positions = range(len(order), len(order) + len(group["params"]))
         groups.append({**boundary.rebuild(group["options"], tensors), "params": list(positions)})
         order += group["params"]
-    state: dict[Any, dict[str, Any]] = {}
-    for name, rest in tree["state"].items():
-        key = order.index(name) if name in order else name.removeprefix("@")
-        state[key] = boundary.rebuild(rest, tensors)
-    positions_of = {boundary.join("", name): k for k, name in enumerate(order)}
+    keys: dict[str, Any] = {name: k for k, name in enumerate(order)}
+    keys |= {name: labelled_key(name) for name in tree["state"] if name not in keys}
+    escaped = {boundary.join("", name): name for name in keys}
+    found = {name: boundary.rebuild(rest, tensors) for name, rest in tree["state"].items()}
     for full in names:
         parts = full.split("/")
-        if full.startswith(f"optim/{i}/") and len(parts) == 4 and parts[2] in positions_of:
-            nested = tree["state"].get(order[positions_of[parts[2]]], {})
-            if parts[3] not in nested:
-                state.setdefault(positions_of[parts[2]], {})[_unescape(parts[3])] = tensors(full)
+        if full.startswith(f"optim/{i}/") and len(parts) == 4 and parts[2] in escaped:
+            name = escaped[parts[2]]
+            if parts[3] not in tree["state"].get(name, {}):
+                found.setdefault(name, {})[_unescape(parts[3])] = tensors(full)
+    said = tree.get("order", {})
+    labels = (name for name in orders.outer(said, keys) if name in found)
+    state = {keys[name]: orders.arranged(said, name, found[name]) for name in labels}
     return {"state": state, "param_groups": groups}

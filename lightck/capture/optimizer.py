@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightck.capture import orders
 from lightck.capture.boundary import TAG, join, rebuild
-from lightck.capture.state import parameter_names
+from lightck.capture.state import labelled_key, parameter_names
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,12 @@ class Saved:
     tensors: dict[str, torch.Tensor]
     devices: dict[str, str]
     """Kind of device that each tensor lived on."""
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """Of the keys of its state; empty: not known."""
+        found: dict[str, Any] = self.tree.get("order", {})
+        return found
 
     def tensor(self, name: str, near: torch.Tensor | None) -> torch.Tensor:
         """A saved tensor, moved beside `near` when it lived on such a device."""
@@ -85,9 +92,11 @@ def install(saved: Saved, j: int, optimizer: Optimizer, names: dict[int, str]) -
             value = saved.tensors.get(_path(saved, name))  # of a parameter that is in no module
             if value is not None and value is not parameter:
                 parameter.copy_(value)
-        for name, key in _state_keys(saved, by_name).items():
+        keys = _state_keys(saved, by_name)
+        for name, key in keys.items():
             found = children.get(_path(saved, name), {})
             _install_one(saved, found, name, key, optimizer)
+        _arrange(saved, keys, optimizer)
         near = next(iter(by_name.values()), None)
         for group, tree in zip(optimizer.param_groups, saved.tree["groups"], strict=True):
             options = rebuild(tree["options"], lambda name: saved.tensor(name, near))
@@ -131,7 +140,7 @@ def _state_keys(saved: Saved, by_name: dict[str, torch.Tensor]) -> dict[str, Any
     keys: dict[str, Any] = dict(by_name)
     for name in saved.tree["state"]:
         if name not in keys and name.startswith("@"):
-            keys[name] = int(name[2:]) if name.startswith("@#") else name[1:]
+            keys[name] = labelled_key(name)
     return keys
 
 
@@ -148,11 +157,21 @@ def _install_one(
     if not state and name not in saved.tree["state"]:
         optimizer.state.pop(key, None)
         return
+    state = orders.arranged(saved.order, name, state)
     live = optimizer.state[key] if key in optimizer.state else {}
     merged = {entry: _placed(live.get(entry), value) for entry, value in state.items()}
     live.clear()
     live.update(merged)
     optimizer.state[key] = live
+
+
+def _arrange(saved: Saved, keys: dict[str, Any], optimizer: Optimizer) -> None:
+    """Put `optimizer.state` into the order that it had."""
+    labels = orders.outer(saved.order, keys)
+    ordered = [keys[name] for name in labels if keys.get(name) in optimizer.state]
+    if list(map(id, ordered)) != list(map(id, optimizer.state)):
+        for key in ordered:
+            optimizer.state[key] = optimizer.state.pop(key)
 
 
 def _references(tree: Any) -> list[str]:

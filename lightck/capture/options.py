@@ -58,13 +58,18 @@ class Options:
     _tree: dict[str, Any] | None = None
 
     def take(
-        self, held: Sequence[list[str]], state: dict[str, Any], lives: list[Live]
+        self,
+        held: Sequence[list[str]],
+        state: dict[str, Any],
+        order: dict[str, Any],
+        lives: list[Live],
     ) -> dict[str, Any]:
         """Everything of it that is no tensor; adds the tensors that are found to `lives`.
 
         Args:
             held: per group the names of its parameters.
             state: what its state holds besides tensors.
+            order: of the keys of all of it, found together with `state`.
             lives: tensors of options and attributes.
         """
         groups = self._take_groups(held, lives)
@@ -81,9 +86,13 @@ class Options:
         ):
             kind = type(self.optimizer)
             name = f"{kind.__module__}.{kind.__qualname__}"
-            taken = known.taken
-            last = {"class": name, "groups": groups, "state": state, "attributes": taken}
-            self._tree = last
+            self._tree = last = {
+                "class": name,
+                "groups": groups,
+                "state": state,
+                "order": order,
+                "attributes": known.taken,
+            }
         return last
 
     def _take_groups(self, held: Sequence[list[str]], lives: list[Live]) -> list[dict[str, Any]]:

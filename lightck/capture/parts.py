@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightck.capture import boundary, parcel, rng, staging
+from lightck.capture import boundary, orders, parcel, rng, staging
 from lightck.capture.options import BASE_ATTRIBUTES
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry
@@ -111,6 +111,8 @@ def _optimizer(i: int, tree: Any, tensors: set[str]) -> None:
         if name.startswith("@#") and not _INDEXED.fullmatch(name):
             raise CorruptSnapshotError(f"{label} has state under {name!r}")
         boundary.rebuild(_fields(state, f"{label} state", {}), find)
+    if "order" in tree:
+        orders.check(tree["order"], label)
     for name, value in _keys(tree["attributes"], f"{label} attributes").items():
         taken = name in BASE_ATTRIBUTES or hasattr(torch.optim.Optimizer, name)
         if taken or not name.isidentifier():

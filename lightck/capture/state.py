@@ -33,6 +33,7 @@ from lightck.capture.modules import (
     persistent_buffers,
 )
 from lightck.capture.options import Options
+from lightck.capture.orders import noted
 from lightck.errors import StateError
 from lightck.region.native import HOLDS_ALL
 
@@ -78,6 +79,8 @@ class _Cache:
     shared: Shared
     """Of everything."""
     states: list[dict[str, Any]]
+    orders: list[dict[str, Any]]
+    """Of the keys of these states."""
     held: list[list[list[str]]]
     """Per optimizer and group the names of its parameters."""
     bare: list[dict[str, Any]]
@@ -158,8 +161,8 @@ class Inventory:
         if [options.optimizer for options in self._options] != self.optimizers:
             each = enumerate(self.optimizers)
             self._options = [Options(i, optimizer, self.always_sync) for i, optimizer in each]
-        rows = zip(self._options, cache.held, cache.states, strict=True)
-        trees = [options.take(held, state, more) for options, held, state in rows]
+        rows = zip(self._options, cache.held, cache.states, cache.orders, strict=True)
+        trees = [options.take(held, state, order, more) for options, held, state, order in rows]
         if not _identical(trees, self._trees):
             self._trees = trees
         return self._trees
@@ -249,7 +252,8 @@ class Inventory:
     def _find(self, modules: list[nn.Module], objects: list[Any]) -> _Cache:
         """Look everything up anew."""
         lives = list(self._model_lives())
-        states = [self._optimizer_state(i, o, lives) for i, o in enumerate(self.optimizers)]
+        found = [self._optimizer_state(i, o, lives) for i, o in enumerate(self.optimizers)]
+        states, orders = [state for state, _ in found], [order for _, order in found]
         names = self.names()
         known = [parameter_names(i, o, names) for i, o in enumerate(self.optimizers)]
         held = [
@@ -260,7 +264,7 @@ class Inventory:
         shared, sizes = self.share(assigned), _sizes(self.optimizers)
         bare, holding = [each for each in kept if not each], [each for each in kept if each]
         buffers = held_buffers(holding), persistent_buffers(modules)
-        rest = (states, held, bare, holding, *buffers, sizes)
+        rest = (states, orders, held, bare, holding, *buffers, sizes)
         return _Cache(modules, objects, assigned, shared, *rest)
 
     def _model_lives(self) -> Iterator[Live]:
@@ -286,8 +290,13 @@ class Inventory:
             must_be_dense(path, buffer)
             yield Live(path, "buffer", layer, buffer, frozenset(), True, alias_of)
 
-    def _optimizer_state(self, i: int, optimizer: Optimizer, lives: list[Live]) -> dict[str, Any]:
-        """Add the state's tensors to `lives`; returns what else it holds, by parameter name."""
+    def _optimizer_state(
+        self, i: int, optimizer: Optimizer, lives: list[Live]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Add the state's tensors to `lives`; returns what else it holds, and the order of it all.
+
+        By parameter name; see `orders.noted`.
+        """
         names = self.names()
         known = parameter_names(i, optimizer, names)
         held = frozenset((i,))
@@ -298,6 +307,7 @@ class Inventory:
                     Live(path, "parameter", name, parameter, held, path in self.always_sync)
                 )
         rest: dict[str, Any] = {}
+        keys: dict[str, list[Any]] = {}
         for key, state in optimizer.state.items():
             label = known.get(key) if isinstance(key, torch.Tensor) else key_label(i, key)
             if label is None:
@@ -308,6 +318,7 @@ class Inventory:
             others = {}
             if not isinstance(state, dict):
                 raise StateError(f"{base} is a {type(state).__name__}, expected a dict", path=base)
+            keys[label] = list(state)
             for entry, value in state.items():
                 if isinstance(value, torch.Tensor) and isinstance(entry, str):
                     place(join(base, entry), value)
@@ -316,7 +327,7 @@ class Inventory:
             # A key that is no parameter is known by its entry here.
             if others or not state or not isinstance(key, torch.Tensor):
                 rest[label] = others
-        return rest
+        return rest, noted(keys, known.values())
 
     def _extra(self, extra: Extra, lives: list[Live]) -> Any:
         layer, known = f"extras.{extra.name}", self._placed.setdefault(extra.name, {})
@@ -342,6 +353,11 @@ def key_label(i: int, key: Any) -> str:
     if type(key) is str and not key.startswith("#"):
         return f"@{key}"
     raise StateError(f"optim/{i} keeps state under {key!r}; use a parameter, string or integer")
+
+
+def labelled_key(label: str) -> str | int:
+    """The key whose name `key_label` made."""
+    return int(label[2:]) if label.startswith("@#") else label.removeprefix("@")
 
 
 def held_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
