@@ -26,6 +26,7 @@ _COMMANDS = {
     "inspect": "describe a region and one snapshot",
     "verify": "check every byte of the snapshots",
     "export": "write a snapshot as safetensors or torch.save file",
+    "rm": "remove a run's regions, of all ranks",
     "top": "watch a running trainer",
     "timeline": "show where the time of a traced run went",
     "demo": "train, kill, restart and compare with an uninterrupted run",

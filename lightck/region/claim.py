@@ -105,7 +105,7 @@ def find(config: Config, rank: int, continuation: Continuation) -> Claim:
             where, writable=True, process_durable=durable, numa_node=config.numa_node
         )
     except RegionBusyError as error:
-        raise _naming_owner(error, where) from error
+        raise naming_owner(error, where) from error
     except (RegionFormatError, CorruptSnapshotError, RegionIOError) as error:
         if where.file not in continuation.given_up or not where.is_plain:
             raise
@@ -187,7 +187,7 @@ def _check_rank(region: Region, rank: int) -> None:
         )
 
 
-def _naming_owner(error: RegionBusyError, where: place.Place) -> RegionBusyError:
+def naming_owner(error: RegionBusyError, where: place.Place) -> RegionBusyError:
     """The same error with the number of the owner's process, where that is known."""
     try:
         region = Region.open(where, writable=False)

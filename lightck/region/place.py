@@ -22,6 +22,8 @@ OWNER_BYTE = (2**63 - 1) // 2
 """Locked by the owner: native/src/lock.c."""
 _FLOCK = "hhqqi4x"
 """A `struct flock` of 64-bit Linux: type, whence, start, length, process."""
+_USUAL_BLOCKS = 1 << 20
+"""Larger blocks are huge pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ def _make_folder(root: Path) -> None:
         return
     except OSError as error:
         raise RegionError(f"{root}: cannot make the folder: {error.strerror}") from error
-    _sync_folder(root.parent)
+    sync_folder(root.parent)
 
 
 def _check_owner(path: Path, status: os.stat_result, kind: str) -> None:
@@ -281,7 +283,7 @@ def created(place: Place) -> Iterator[tuple[int, int]]:
         except (FileExistsError, FileNotFoundError) as error:
             raise RegionBusyError(f"{place.file} was made by another process") from error
         os.unlink(draft)
-        _sync_folder(place.path)
+        sync_folder(place.path)
 
 
 def draft_of(place: Place) -> Path:
@@ -335,6 +337,31 @@ def _own(fd: int) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def seized(file: Path) -> Iterator[int]:
+    """Hold a region's file against every owner and reader; gives a descriptor of it.
+
+    Raises:
+        RegionBusyError: somebody owns it, makes it, or holds a snapshot in it.
+        RegionError: a symlink, or not this user's regular file.
+    """
+    fd = _open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        _check_file(Place(file.parent, file, is_device=False), [fd, fd])
+        lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # from 0 to any end
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
+        except (BlockingIOError, PermissionError) as error:
+            owned = is_owned(Place(file.parent, file, is_device=False))
+            who = "a trainer owns it" if owned else "a reader holds a snapshot in it"
+            raise RegionBusyError(f"{file}: {who}") from error
+        if not _is_same(file, fd):
+            raise RegionBusyError(f"{file} was replaced while it was opened; try again")
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def is_owned(place: Place) -> bool:
     """Whether a process owns the region there now; only looks, and holds nobody up.
 
@@ -359,7 +386,15 @@ def _unlink_own(path: Path, fd: int) -> None:
             os.unlink(path)
 
 
-def _sync_folder(folder: Path) -> None:
+def taken_bytes(fd: int) -> int:
+    """What an open file takes of its medium."""
+    status = os.fstat(fd)
+    huge = status.st_blksize > _USUAL_BLOCKS  # hugetlbfs counts no blocks
+    return status.st_size if huge else status.st_blocks * 512
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -22,7 +22,7 @@ _FLOORS = {
     2: {"config", "policy"},
     3: {"region"},
     4: {"capture"},
-    5: {"restore", "load", "examine", "pmdk", "watch", "distributed"},
+    5: {"restore", "load", "examine", "pmdk", "watch", "removal", "distributed"},
     6: {"failure"},
     7: {"checkpointer", "handle"},
     8: {"integrations", "cli", "__init__"},
@@ -41,7 +41,7 @@ _SAME_FLOOR = {
 }
 # Faces use what users use; __init__ hands out names of these, the marks of instants, the sampler.
 _FACES_USE = {
-    *("checkpointer", "handle", "restore", "load", "examine", "pmdk", "watch"),
+    *("checkpointer", "handle", "restore", "load", "examine", "pmdk", "watch", "removal"),
     *("config", "errors", "policy", "types", "__init__"),
     "failure",
 }

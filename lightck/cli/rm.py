@@ -1,0 +1,55 @@
+"""`lightck rm`: remove a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from lightck.cli.output import OK, Refusal, print_json, size
+from lightck.config import Config
+from lightck.removal import RunFile, files_at, remove
+
+DESCRIPTION = """\
+Remove the regions of all ranks at PATH, and nothing else that lies in the folder, which stays. On
+tmpfs and hugetlbfs that gives their memory back, which they hold until then. Refused while a
+trainer or a reader holds one of them. Asks before it removes; there is no way back."""
+EXAMPLES = """\
+  lightck rm /dev/shm/run
+  lightck rm --yes ./lightck-run    # without a question, for scripts
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("path", metavar="PATH", help="folder given to attach; it must be named")
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; returns the exit status."""
+    where = Config.resolve(path=arguments.path).path
+    found = files_at(where)
+    if not found:
+        raise Refusal(f"{where}: there is no lightck region")
+    if not arguments.yes:
+        _ask(found, asks=not arguments.json and sys.stdin.isatty())
+    removed = remove(where)
+    total = sum(each.taken_bytes for each in removed)
+    if arguments.json:
+        print_json({"path": where, "removed": [each.path for each in removed], "bytes": total})
+    else:
+        print(f"removed {len(removed)} file(s), {size(total)}")
+    return OK
+
+
+def _ask(found: list[RunFile], *, asks: bool) -> None:
+    if not asks:
+        raise Refusal("rm asks before it removes, and nobody can answer here: give --yes")
+    for each in found:
+        print(f"{each.path}  {size(each.taken_bytes)}")
+    try:
+        answer = input(f"Remove these {len(found)} file(s)? There is no way back. [y/N] ")
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
+        raise Refusal("nothing was removed")
