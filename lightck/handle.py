@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from lightck.capture.asked import finish_last_step, left_off, open_now
 from lightck.capture.counted import stats_of
@@ -97,7 +97,11 @@ class Handle:
         if self._rescue is not None:
             unhandled.tell(self._failed)
             self._watch(self._rescue)
-        event("attached", path=self.region.place.path, step=self.step, survives=self.survives)
+        region = self.region
+        takes = f"{region.info.slot_count} slots x {region.slot_bytes} bytes"
+        where, size = region.place.path, region.info.size
+        survives = self.survives
+        event("attached", path=where, step=self.step, survives=survives, takes=takes, bytes=size)
 
     # ---- what it says ----------------------------------------------------------------------
 
@@ -353,6 +357,11 @@ class Handle:
 
     def _leave(self) -> None:
         self._closed = True
+        path, held = self.region.place.path, self.region.memory_bytes
+        said: dict[str, Any] = {}
+        if held:
+            said = {"memory_bytes": held, "until": f"lightck rm {path}"}
+        event("closed", path=path, step=self.step, **said)
         unhandled.forget(self._failed)
         self._recorder.enabled = False
         self._progress.step, self._progress.early = self.step, False

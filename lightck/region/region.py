@@ -18,6 +18,7 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.region import allocator, backing, extents, layout, manifest, native, survival
+from lightck.region.container import enlarging
 from lightck.region.continuation import Continuation
 from lightck.region.layout import Entry, Layout
 from lightck.region.manifest import Manifest
@@ -92,7 +93,7 @@ class Region:
         """
         handle: NativeRegion | None = None
         try:
-            with backing.created(where, spec) as (fd, lock_fd, given):
+            with enlarging(where.path), backing.created(where, spec) as (fd, lock_fd, given):
                 handle = NativeRegion.create(fd, lock_fd, spec, str(where.file), given)
         except BaseException:  # it could not be published
             if handle is not None:
@@ -120,6 +121,16 @@ class Region:
     def survives(self) -> str:
         """What a committed snapshot outlives, in the words of the README's table."""
         return survival.survives(self.info.granularity)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Room of one slot: for a snapshot and its tables."""
+        return sum(segment.slot_bytes for segment in self.info.segments)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that the region takes until it is removed; 0 on other media."""
+        return self.info.size if self.info.medium in ("tmpfs", "hugetlbfs") else 0
 
     @property
     def staged(self) -> bool:
@@ -276,12 +287,13 @@ class Region:
                 break
         # A quarter spares the next growths; later more, for there can be 16 segments at most.
         spare = size if len(self.info.segments) >= _FEW_SEGMENTS else size // 4
-        try:
-            self.native.grow(max(missing, spare))
-        except RegionFullError:
-            if missing >= spare:
-                raise
-            self.native.grow(missing)
+        with enlarging(self.place.path):
+            try:
+                self.native.grow(max(missing, spare))
+            except RegionFullError:
+                if missing >= spare:
+                    raise
+                self.native.grow(missing)
         self.info = self.native.describe()
         grown = allocator.plan(entries, allocator.Space(self.info.segments), manifest_bytes, page)
         if grown is None:
