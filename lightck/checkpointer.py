@@ -15,6 +15,7 @@ from lightck.capture import holders, predict
 from lightck.capture.arguments import check, refuse_unknown
 from lightck.capture.asked import gradients_complete
 from lightck.capture.behind import Behind
+from lightck.capture.extra_state import extra_states
 from lightck.capture.extras import Extra, is_loader, parse
 from lightck.capture.habit import Habit
 from lightck.capture.hooks import Hooks, Listener, Watched, layers
@@ -112,7 +113,8 @@ def attach(
         given = (model, optimizer, path, extras, more)
         root, optimizers = check("attach", *given, on_event=on_event, boundary=boundary)
         chosen = settings if policy is EVERY_STEP else {**settings, "policy": policy}
-        parts = _Parts(ranks, Config.resolve(config, path=path, **chosen), root, parse(extras))
+        resolved = Config.resolve(config, path=path, **chosen)
+        parts = _Parts(ranks, resolved, root, parse(extras) + extra_states(root))
         try:
             parts.subscribe(on_event)
             return Handle(parts.compose(optimizers, boundary))

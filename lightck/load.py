@@ -17,6 +17,7 @@ import torch
 
 from lightck.capture import boundary, orders
 from lightck.capture.assembled import Assembled, Part
+from lightck.capture.extra_state import PREFIX
 from lightck.capture.filling import fresh
 from lightck.capture.state import labelled_key
 from lightck.config import Config
@@ -264,16 +265,19 @@ def as_state_dict(snapshot: Assembled, tensors: Callable[[str], torch.Tensor]) -
     """The nested state dict of a snapshot; `tensors` gives each tensor by name."""
     first, second = snapshot.trees()
     names = [entry.name for entry in snapshot.entries]
-    extras = {**second["extras"], **first["extras"]}
+    every = {**second["extras"], **first["extras"]}
+    extras = {name: boundary.rebuild(tree, tensors) for name, tree in every.items()}
+    of_modules = {name: value for name, value in extras.items() if name.startswith(PREFIX)}
     return {
         "step": snapshot.record.step,
         "model": {
             _unescape(n.removeprefix("model/")): tensors(n) for n in names if n.startswith("model/")
-        },
+        }
+        | {name.removeprefix(PREFIX): value for name, value in of_modules.items()},
         "optimizers": [
             _optimizer(i, tree, names, tensors) for i, tree in enumerate(second["optimizers"])
         ],
-        "extras": {name: boundary.rebuild(tree, tensors) for name, tree in extras.items()},
+        "extras": {name: value for name, value in extras.items() if name not in of_modules},
         "rng": boundary.rebuild(first["rng"]),
     }
 

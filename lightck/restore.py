@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightck.capture import boundary, rng
 from lightck.capture.arguments import check, refuse_unknown
+from lightck.capture.extra_state import extra_states
 from lightck.capture.extras import parse
 from lightck.capture.filling import Filling
 from lightck.capture.hooks import before_next_forward
@@ -148,7 +149,7 @@ def restore(
         if progress(root).attached:
             raise LightckError("a handle records this model: close() or detach() the handle first")
         where = place.locate(Config.resolve(path=path).path, ranks.rank, create=False)
-        live = Inventory(root, optimizers, parse(extras))
+        live = Inventory(root, optimizers, parse(extras) + extra_states(root))
         fill = partial(_filled, live=live, strict=strict)
         info = recall(ranks, where, wanted, fill, progress(root).continuation)
         ranks.part()
