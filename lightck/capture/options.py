@@ -7,7 +7,8 @@ again, and of what is unchanged the last answer is given, the same object.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +132,8 @@ class Options:
             found: list[Live] = []
             try:
                 tree = plain(value, f"optim/{i}/@attribute/{name}", self._placing(found))
-            except StateError:
+            except StateError as error:
+                self._must_hold_no_tensors(name, value, error)
                 continue  # configuration objects (process groups, hooks): nothing a step computes
             tensors = {id(live.tensor) for live in found}
             own = (id(p) for group in optimizer.param_groups for p in group["params"])
@@ -143,8 +145,40 @@ class Options:
         held = vars(optimizer)
         return _Entries(list(held), list(held.values()), kept, constant, empty)
 
+    def _must_hold_no_tensors(self, name: str, value: Any, why: StateError) -> None:
+        """Refuse to leave out what a step may have computed.
+
+        Raises:
+            StateError: containers hold tensors that are neither parameters nor in the state.
+        """
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for state in self.optimizer.state.values():
+            known.update(map(id, state.values() if isinstance(state, dict) else ()))
+        if all(id(tensor) in known for tensor in _tensors_in(value)):
+            return
+        kind, path = type(self.optimizer).__qualname__, f"optim/{self.index}/@attribute/{name}"
+        raise StateError(
+            f"{kind}.{name} holds tensors and could not be restored: {why}. Keep them in"
+            f" {kind}.state[parameter], or in lists and dicts with strings as keys",
+            path=path,
+        ) from why
+
     def _placing(self, lives: list[Live]) -> Placing:
         return Placing(lives, "optimizer", "", frozenset((self.index,)), self.sync, self._lives)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those in containers, as keys too; each container once."""
+    waiting, seen = [value], set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, Mapping | list | tuple | set | frozenset | deque):
+            if id(each) not in seen:
+                seen.add(id(each))
+                waiting += each
+                waiting += each.values() if isinstance(each, Mapping) else ()
 
 
 def _is_constant(value: Any) -> bool:

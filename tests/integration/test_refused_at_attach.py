@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,3 +65,51 @@ def test_one_placeholder_among_others_is_refused_too(run_dir: Path) -> None:
     last.ds_id = 7
     with pytest.raises(lightck.StateError, match=r"model/1\.bias is a placeholder"):
         lightck.attach(model, path=run_dir)
+
+
+class Slow(torch.optim.Optimizer):
+    """Keeps an average of each parameter in an attribute of its own."""
+
+    def __init__(self, params: Any, keep: Callable[[list[torch.Tensor]], Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.slow = keep(self.param_groups[0]["params"])
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda params: {p: p.detach().clone() for p in params},
+        lambda params: [{"of": object(), "average": [torch.zeros(2)]}],
+        lambda params: {"all": {1, torch.zeros(2)}, "hook": print},
+    ],
+    ids=["by parameter", "beside an object", "in a set"],
+)
+def test_tensors_that_an_optimizer_keeps_where_they_cannot_be_named_are_refused(
+    run_dir: Path, keep: Callable[[list[torch.Tensor]], Any]
+) -> None:
+    """They were left out, and the resumed optimizer went on with new ones."""
+    model = mlp(4, 1)
+    with pytest.raises(lightck.StateError, match=r"Slow\.slow holds tensors") as caught:
+        lightck.attach(model, Slow(model.parameters(), keep), run_dir)
+    assert caught.value.path == "optim/0/@attribute/slow"
+    assert "Slow.state[parameter]" in str(caught.value)
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda params: {p: f"parameter {i}" for i, p in enumerate(params)},
+        lambda params: [object(), [*params]],
+        lambda params: {"a": torch.zeros(2), "b": [torch.zeros(1)]},
+    ],
+    ids=["names", "parameters", "named"],
+)
+def test_what_is_configuration_or_can_be_named_is_no_reason_to_refuse(
+    run_dir: Path, keep: Callable[[list[torch.Tensor]], Any]
+) -> None:
+    model = mlp(4, 1)
+    lightck.attach(model, Slow(model.parameters(), keep), run_dir).detach()
