@@ -21,6 +21,7 @@ from lightck.capture.state import Inventory, Live
 from lightck.errors import RestoreMismatchError
 from lightck.region.layout import Entry
 
+_DIFFERS = "does not fit (strict=False restores the rest)"
 _OTHER_RANKS = (
     ": restore it on as many ranks as wrote it, for what these did not hold alike has no place on"
     " another number of them"
@@ -72,7 +73,8 @@ class Filling:
         """Find what differs.
 
         Raises:
-            RestoreMismatchError: with every name, when strict; nothing was changed.
+            RestoreMismatchError: with every name, when strict, or when no name is in both; nothing
+                was changed.
         """
         missing, different = [], {}
         roots: dict[str, str] = {}
@@ -107,10 +109,14 @@ class Filling:
             if i not in self.matched.values():
                 missing.append(f"optim/{i} ({type(optimizer).__name__} over these parameters)")
         different |= {self._live_name(name) or name: why for name, why in self.unequal.items()}
+        why = ""
         if self.strict and (missing or unexpected or different):
+            why = _DIFFERS + (_OTHER_RANKS if self.unequal else "")
+        elif missing and index.keys().isdisjoint(self.lives):
+            why = "has nothing of this model: is it that of another run?"
+        if why:
             raise RestoreMismatchError(
-                f"the snapshot of step {self.snapshot.record.step} does not fit"
-                " (strict=False restores the rest)" + (_OTHER_RANKS if self.unequal else ""),
+                f"the snapshot of step {self.snapshot.record.step} {why}",
                 missing=missing,
                 unexpected=unexpected,
                 different=different,

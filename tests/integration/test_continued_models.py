@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -179,3 +180,16 @@ def test_a_restore_of_nothing_that_is_whole_lets_only_its_model_go_on(run_dir: P
         assert lightck.restore(loop.model, list(loop.optimizers), run_dir) is None
     train(run_dir, one, 2)
     refused(run_dir, two, "1, 2")
+
+
+def test_a_model_of_which_nothing_fits_is_not_taken_for_the_runs_without_strict_either(
+    run_dir: Path,
+) -> None:
+    """It would be attached as if it had been restored, and overwrite the run."""
+    first = adam_loop()
+    train(run_dir, first, 3)
+    other = Loop(nn.Sequential(OrderedDict(another=nn.Linear(3, 3))), width=3)
+    with pytest.raises(lightck.RestoreMismatchError, match="step 3 has nothing of this model"):
+        lightck.restore(other.model, path=run_dir, strict=False)
+    refused(run_dir, other, "2, 3")
+    first.check(run_dir, [2, 3])
