@@ -18,6 +18,7 @@ from lightck.errors import (
     LightckError,
     PreviousPersistError,
     RegionBusyError,
+    RegionError,
     TornSnapshotError,
     WaitTimeoutError,
 )
@@ -43,6 +44,8 @@ class Outcomes:
     """`snapshot()` calls that wait for the next boundary."""
     latched: bool = False
     """The region takes no more snapshots, and the user knows."""
+    removed: bool = False
+    """The region's file is not where it was, and the user knows."""
     synchronous: bool = False
     """The last snapshot was torn: the next one is copied at once."""
     slip: str | None = None
@@ -67,11 +70,29 @@ class Outcomes:
         self.counted = Counters(**vars(self.pipeline.counters))
 
     def _take_note(self, timeout_s: float | None) -> None:
+        committed = False
         for flight in self.pipeline.poll(timeout_s):
+            committed = True
             survives = self.pipeline.region.survives
             event("committed", logging.DEBUG, step=flight.step, survives=survives)
             for future in flight.futures:
                 future.set_result(flight.step)
+        if committed:
+            self._tell_removed()
+
+    def _tell_removed(self) -> None:
+        """Tell once that the path no longer leads to the file that is written."""
+        region = self.pipeline.region
+        if self.removed or region.is_in_place:
+            return
+        self.removed = True
+        self.report(
+            RegionError(
+                f"{region.place.file} was removed, moved or replaced while it is written: what is"
+                " committed is not found under this path, and if the file was removed it is lost"
+                " with this process. Attach again to begin a new region there"
+            )
+        )
 
     def seal_arrived(self) -> bool:
         """As `Landing.seal_arrived`, unless somebody is at it; never waits. Any thread."""

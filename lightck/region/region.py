@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,8 @@ class Region:
         """Wrap an open native region; see `create` and `open`."""
         self.native = handle
         self.place = where
+        self._file: os.stat_result | None = None
+        """Of the file that was opened or made."""
         self.info = handle.describe()
         self.slots = [Slot(i) for i in range(self.info.slot_count)]
         self.protected: int | None = None
@@ -95,11 +98,14 @@ class Region:
         try:
             with enlarging(where.path), backing.created(where, spec) as (fd, lock_fd, given):
                 handle = NativeRegion.create(fd, lock_fd, spec, str(where.file), given)
+                file = os.fstat(fd)
         except BaseException:  # it could not be published
             if handle is not None:
                 handle.close()
             raise
-        return cls(handle, where)
+        made = cls(handle, where)
+        made._file = file
+        return made
 
     @classmethod
     def open(
@@ -114,8 +120,24 @@ class Region:
         flags = (PROCESS_DURABLE if process_durable else 0) | (0 if writable else native.READ_ONLY)
         with backing.opened(where, writable=writable) as (fd, lock_fd, given):
             label = str(where.file)
-            handle = NativeRegion.open(fd, lock_fd, flags, numa_node, label, given)
-        return cls(handle, where)
+            found = cls(NativeRegion.open(fd, lock_fd, flags, numa_node, label, given), where)
+            found._file = os.fstat(fd)
+        if writable and not found.is_in_place:
+            found.close()
+            raise RegionBusyError(f"{where.file} was removed while it was opened; try again")
+        return found
+
+    @property
+    def is_in_place(self) -> bool:
+        """The path still leads to the file that this region is."""
+        if self.place.is_device or self._file is None:
+            return True
+        try:
+            return os.path.samestat(os.stat(self.place.file), self._file)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # it cannot be known now
 
     @property
     def survives(self) -> str:
