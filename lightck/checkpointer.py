@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -40,7 +41,7 @@ from lightck.distributed.meeting import Meeting, meeting
 from lightck.distributed.reduced import finality
 from lightck.distributed.replicas import Replicas
 from lightck.distributed.shares import Sharing
-from lightck.events import Subscriber
+from lightck.events import Subscriber, event
 from lightck.failure.joint import JointRescue
 from lightck.failure.rescue import Rescue
 from lightck.handle import Engine, Handle, release
@@ -150,7 +151,18 @@ class _Parts:
         kinds = Kinds.of(self.config.update, self.inventory, ends_step is not None, final)
         tell_synchronous(self.inventory.collect().lives)
         region = self._claim()
+        self._tell_left_out(region)
         return self._wire(region, steps, kinds)
+
+    def _tell_left_out(self, region: Region) -> None:
+        """Warn of extras that the run's snapshots had, and the next ones will not have."""
+        names = frozenset(extra.name for extra in self.inventory.extras)
+        if region.continued is not None and (lacking := sorted(self.progress.extras - names)):
+            why = "the run's snapshots have them, attach was not given them: the next have not"
+            event(
+                "extras_left_out", logging.WARNING, path=region.place.path, names=lacking, why=why
+            )
+        self.progress.extras = names
 
     def _take_in(self, optimizers: list[Optimizer], ends_step: Optimizer | None) -> Steps:
         """The optimizers that are known, and where this process has brought the model."""

@@ -60,6 +60,8 @@ class Progress:
     """(timeline, step) of the snapshot that was restored last; over ranks the same on each."""
     early: bool = False
     """That snapshot was; on each rank."""
+    extras: frozenset[str] = frozenset()
+    """Names of what was beside the model in the snapshots that it goes on from."""
     pending: list[Saved] = field(default_factory=list)
     """Restored state of optimizers that are not there yet."""
     forward_hook: Any = None
@@ -193,6 +195,7 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
             state.step, state.pending = found.key.step, filling.pending
             state.restored = (found.key.timeline, found.key.step)
             state.early = found.snapshot.early
+            state.extras = frozenset((*first["extras"], *second["extras"]))
             return _told(found, filling, first)
 
         yield take

@@ -193,3 +193,23 @@ def test_a_model_of_which_nothing_fits_is_not_taken_for_the_runs_without_strict_
         lightck.restore(other.model, path=run_dir, strict=False)
     refused(run_dir, other, "2, 3")
     first.check(run_dir, [2, 3])
+
+
+def test_extras_that_a_run_had_and_attach_is_not_given_are_told(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next snapshots are without them: who restores one has lost them."""
+    loop, mine = adam_loop(), {"schedule": {"at": 1}, "progress": {"epoch": 2}}
+    train(run_dir, loop, 1, extras=mine)
+    train(run_dir, loop, 1, extras=mine)
+    assert "left_out" not in caplog.text
+    train(run_dir, loop, 1, extras={"progress": mine["progress"]})
+    assert "extras_left_out" in caplog.text and "names=['schedule']" in caplog.text
+    caplog.clear()
+    _, again = restored(run_dir)
+    train(run_dir, again, 1)
+    assert "extras_left_out" in caplog.text and "names=['progress']" in caplog.text
+    caplog.clear()
+    train(run_dir, again, 1)
+    train(run_dir.with_name("other"), again, 1)
+    assert "left_out" not in caplog.text
