@@ -83,7 +83,7 @@ class Config:
             which may be given instead; in a file as a table), so that a minibatch is lost at most.
             `off`: signals are left alone, and no boundary state is noted between snapshots.
             A save between a step's end and the next forward is early: restore prefers an exact one
-            of up to three steps before; else the loop makes up for it (`RestoreInfo.early`).
+            of the step before; else the loop makes up for it (`RestoreInfo.early`).
 
     Raises:
         ConfigError: a value is of the wrong type or impossible.

@@ -201,7 +201,8 @@ class Handle:
 
         Copies that are still held back are made now. If the last step is due, and none of `step` or
         newer is open, it is opened before its forward and marked early: restore prefers an exact
-        one that is three steps older at most.
+        one that is a step older. If it slipped it is taken now, as it was at its forward; not of
+        several ranks, where the step is dead then.
 
         Raises:
             WaitTimeoutError: the time ran out; the commit goes on. Or no such snapshot is open.

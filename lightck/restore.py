@@ -126,7 +126,7 @@ def restore(
         *more: nothing; what follows is given by its name.
         extras: the objects given to `attach` under the same names.
         step: which snapshot; by default the newest that is whole, but none that was finished early
-            (a warning is logged if it is) while an exact one is three steps older at most.
+            (a warning is logged if it is) while an exact one is a step older at most.
         strict: refuse when names, shapes or dtypes differ; False restores the rest and says what
             was skipped.
         **unknown: nothing; refused with the argument that may be meant.

@@ -6,6 +6,7 @@ import sys
 import threading
 
 from lightck.capture.flight import Slip
+from lightck.capture.kept import Instant
 from lightck.capture.recorder import Recorder
 from lightck.errors import CoordinationError, RegionBusyError, TornSnapshotError
 from lightck.events import event
@@ -56,37 +57,64 @@ def _join(recorder: Recorder, step: int) -> None:
     outcomes.fail_wanted(CoordinationError(f"step {step} has lost its snapshot already"))
 
 
-def open_early(recorder: Recorder) -> None:
-    """Copy the due snapshot now: (b) is still to come, so it is marked early (I2)."""
-    if recorder.due and recorder.can_open_now():
-        with recorder.stalls.of("request"):
-            recorder.open(flags=RECORD_EARLY, seen=False, synchronous=True)
+def has_missed(recorder: Recorder) -> bool:
+    """The last complete step is due, and no snapshot of it is open: it may be taken now.
+
+    Its forward is still to come, or no slot was free there. Of several ranks such a step is dead.
+    """
+    slipped = recorder.outcomes.slipped_step == recorder.steps.step
+    return recorder.due or (slipped and recorder.pipeline.barrier.alone)
+
+
+def open_missed(recorder: Recorder) -> str:
+    """Copy the due snapshot of the last step now, marked early if its forward is to come (I2).
+
+    Returns why it cannot be taken; empty if it is.
+    """
+    outcomes, cadence = recorder.outcomes, recorder.cadence
+    why = _not_whole(recorder)
+    if why:
+        return why
+    kept, flags = None, RECORD_EARLY
+    if recorder.inside:
+        try:
+            kept, flags = _begun_step(recorder)
+        except TornSnapshotError as error:
+            return str(error)
+    outcomes.slipped_step, cadence.overdue = -1, False
+    with recorder.stalls.of("request"):
+        recorder.open(kept, flags=flags, seen=False, synchronous=True)
+    return f"{outcomes.slip}" if outcomes.slipped_step == recorder.steps.step else ""
 
 
 def finish_last_step(recorder: Recorder) -> None:
-    """Make sure the last complete step has a snapshot, due or not, if it can have one."""
+    """Make sure the last complete step has an exact snapshot, due or not, if it can have one."""
     recorder.finish_window()
     recorder.pipeline.barrier.begin_close()
     recorder.pipeline.region.spare = 0  # the last step of all: nothing newer can fail
-    counters = recorder.pipeline.counters
-    captured = counters.last_captured_step == recorder.steps.step
-    if not recorder.cadence.moved or (captured and not _is_early_share(recorder)):
+    counters, step = recorder.pipeline.counters, recorder.steps.step
+    if not recorder.cadence.moved or counters.last_exact_step == step:
         return
-    if recorder.mixed:
-        _no_last(recorder, "an update is half done")
-        return
-    if recorder.instants.step != recorder.steps.step:  # an interrupt, between one and the other
-        _no_last(recorder, "its position and generators were not taken")
-        return
-    slipped = counters.slipped
-    if not recorder.inside:
+    captured, slipped = counters.last_captured_step == step, counters.slipped
+    why = _not_whole(recorder)
+    if not why and not recorder.inside:
         open_now(recorder)
-    else:
-        _finish_begun_step(recorder)
+    elif not why:
+        try:
+            kept, flags = _begun_step(recorder)
+            if not (captured and flags & RECORD_EARLY):  # that is there
+                _await_slot(recorder)
+                recorder.open(kept, flags=flags, seen=False, synchronous=True)
+        except TornSnapshotError as error:
+            why = str(error)
+    if why and not captured:
+        recorder.outcomes.why_not_last = why
+        event("skipped", step=step, why=why)
     if counters.slipped > slipped:
         slip = recorder.outcomes.slip
         ask = " (is a reader holding one?)" if slip is Slip.SLOTS else ""
-        text = f"step {recorder.steps.step}, the last one, has no snapshot: {slip}{ask}"
+        has = "only an early" if captured else "no"
+        text = f"step {step}, the last one, has {has} snapshot: {slip}{ask}"
         recorder.outcomes.report(RegionBusyError(text))
 
 
@@ -135,37 +163,33 @@ def left_standing(recorder: Recorder) -> None:
         kept.take_back(recorder.steps.step + 1)
 
 
-def _finish_begun_step(recorder: Recorder) -> None:
-    """The next forward has begun: what it changes is kept, or has not changed."""
-    if recorder.journaled is None:
+def _not_whole(recorder: Recorder) -> str:
+    """Why the last complete step cannot be copied any more; empty if it can."""
+    if recorder.mixed:
+        return "an update is half done"
+    if recorder.instants.step != recorder.steps.step:  # an interrupt, between one and the other
+        return "its position and generators were not taken"
+    return ""
+
+
+def _begun_step(recorder: Recorder) -> tuple[Instant | None, int]:
+    """The last step, whose next forward has begun: as that was kept, and flags for the record.
+
+    None: as it stands, for a forward has changed nothing of it yet.
+
+    Raises:
+        TornSnapshotError: a forward has, and nothing is kept.
+    """
+    kept = recorder.journaled
+    if kept is None:
         now = [buffer._version for buffer in recorder.inventory.buffers(anew=True)]
         if (recorder.buffers or []) != now:
-            _no_last(recorder, "a forward has changed the buffers")
-            return
-        _await_slot(recorder)
-        recorder.open(flags=RECORD_EARLY, seen=False, synchronous=True)
-        return
-    kept = None
+            raise TornSnapshotError("a forward has changed the buffers")
+        return None, RECORD_EARLY
     try:
-        kept = recorder.journaled.late()
-    except TornSnapshotError as error:
-        if not recorder.journaled.untouched():
-            _no_last(recorder, str(error))
-            return
-    _await_slot(recorder)
-    flags = RECORD_EARLY if kept is None else kept.flags
-    recorder.open(kept, flags=flags, seen=False, synchronous=True)
-
-
-def _is_early_share(recorder: Recorder) -> bool:
-    """What was captured of the last step goes with no exact share, as other ranks will have."""
-    if recorder.inside:
-        return False
-    pipeline, step = recorder.pipeline, recorder.steps.step
-    flights = [*pipeline.in_flight, *filter(None, [pipeline.newest])]
-    return any(flight.step == step and flight.is_early_share for flight in flights)
-
-
-def _no_last(recorder: Recorder, why: str) -> None:
-    recorder.outcomes.why_not_last = why
-    event("skipped", step=recorder.steps.step, why=why)
+        instant = kept.late()
+    except TornSnapshotError:
+        if not kept.untouched():
+            raise
+        return None, RECORD_EARLY
+    return instant, instant.flags

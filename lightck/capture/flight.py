@@ -115,6 +115,8 @@ class Counters:
     persist_s: float | None = None
     """Opening to commit of the last snapshot."""
     last_captured_step: int | None = None
+    last_exact_step: int | None = None
+    """The last that was captured and is not early."""
     last_committed_step: int | None = None
 
 

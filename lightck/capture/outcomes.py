@@ -50,6 +50,8 @@ class Outcomes:
     """The last snapshot was torn: the next one is copied at once."""
     slip: str | None = None
     """Why the last snapshot that slipped did."""
+    slipped_step: int = -1
+    """Its step."""
     why_not_last: str = "its snapshot was lost"
     """Why the last step of all has none."""
     counted: Counters = field(default_factory=Counters)
@@ -110,7 +112,8 @@ class Outcomes:
 
     def slipped(self, step: int, why: str) -> None:
         """A due snapshot could not be opened; with several ranks nothing makes up for it."""
-        self.slip = self.why_not_last = why
+        self.slip, self.slipped_step = why, step
+        self.why_not_last = why
         self.pipeline.counters.slipped += 1
         event("slipped", logging.DEBUG, step=step, why=why)
         if self.pipeline.trace is not None:

@@ -30,7 +30,7 @@ from lightck.capture.transfers import Transfers
 from lightck.capture.ways import Ways
 from lightck.config import Config
 from lightck.errors import LightckError, WaitTimeoutError
-from lightck.region.native import RECORD_JIT
+from lightck.region.native import RECORD_EARLY, RECORD_JIT
 from lightck.region.pool import NativePool
 from lightck.region.region import Region
 from lightck.region.writer import SlotWriter
@@ -264,11 +264,15 @@ class Pipeline(Landing):
         flight.writer.abandon()
         self.offload.forget(flight)
 
-    def await_abandoned(self) -> None:
-        """Return when what was given up has let go of its slot, and of a device's own copy."""
+    def await_abandoned(self, deadline: float | None = None) -> bool:
+        """Wait until what was given up has let go of its slot, and of a device's own copy.
+
+        False: it had not by the `deadline`, of `time.monotonic`.
+        """
         for thread, _ in self._abandoning:
-            thread.join()
-        self._abandoning.clear()
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]
+        return not self._abandoning
 
     def _map_dram(self, size: int) -> Future[None]:
         """Map DRAM for staging off the training thread."""
@@ -402,3 +406,5 @@ class Pipeline(Landing):
         flight.sealed, flight.captured_s = True, time.monotonic()
         self.counters.captured += 1
         self.counters.last_captured_step = flight.step
+        if not flight.flags & RECORD_EARLY:
+            self.counters.last_exact_step = flight.step

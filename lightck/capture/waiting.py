@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from lightck.capture.asked import open_early
+from lightck.capture.asked import has_missed, open_missed
 from lightck.capture.recorder import Recorder
 from lightck.capture.report import Reporter
 from lightck.errors import (
@@ -84,26 +84,28 @@ def wait(recorder: Recorder, reporter: Reporter, step: int | None, timeout: floa
     lost = counters.failed + counters.torn + counters.dead
     deadline = None if timeout is None else time.monotonic() + timeout
     recorder.finish_window()
-    ready = True
+    ready, missed = True, ""
     if step is not None and not any(flight.step >= step for flight in recorder.pipeline.in_flight):
-        if recorder.due and recorder.steps.step >= step and not _reached(recorder, step):
-            ready = drain(recorder, step, deadline)  # its slot may be busy
-            if ready:
-                open_early(recorder)
+        last = recorder.steps.step >= step and not _reached(recorder, step)
+        if last and has_missed(recorder):
+            # Its slot may be busy.
+            ready = drain(recorder, step, deadline) and pipeline.await_abandoned(deadline)
+            missed = open_missed(recorder) if ready else ""
     if not (ready and drain(recorder, step, deadline)):
         waiting = [flight.step for flight in recorder.pipeline.in_flight]
         raise WaitTimeoutError(f"not committed after {timeout} s: steps {waiting}")
     reporter.surface()
     if step is None or _reached(recorder, step):
         return
-    last = counters.last_committed_step
+    newest = counters.last_committed_step
     if counters.failed + counters.torn + counters.dead > lost:
         why = reporter.latest or f"step {step}: {pipeline.barrier.why_dead(step)}"
         raise PersistError(
-            f"no snapshot of step {step} or newer was committed, the last one is {last}: {why}"
+            f"no snapshot of step {step} or newer was committed, the last one is {newest}: {why}"
         ) from reporter.latest
+    why = f" ({missed})" if missed else ""
     raise WaitTimeoutError(
-        f"no snapshot of step {step} or newer is open; the last committed one is {last}"
+        f"no snapshot of step {step} or newer is open{why}; the last committed one is {newest}"
     )
 
 

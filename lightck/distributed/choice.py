@@ -185,7 +185,7 @@ def _prefer(
     """Newest first; one found suspect comes after all others, an inexact one after exact ones.
 
     One rank's suspicion, and one rank's early finish, is everybody's. Inexact is also what leaves a
-    rank without its own data position: one step repeated costs less, of what is early three do.
+    rank without its own data position: one step repeated costs less.
     """
 
     def inexact(key: Key) -> str:
@@ -215,18 +215,13 @@ def _prefer(
         return first, why
     early = _is_early(found[first])
     exact = next((key for key in clean if not inexact(key)), None)
-    near = is_near if early else _is_next
-    if exact is not None and near(first.step, exact.step):
+    if exact is not None and is_near(first.step, exact.step):
         left.append(f"step {first.step} {how}, and step {exact.step} is exact")
         return exact, f"step {exact.step} is exact, and step {first.step} {how}"
     if early:
         why += f", and {how}"
         why += f"; of the exact ones step {exact.step} is the newest" if exact is not None else ""
     return first, why
-
-
-def _is_next(bare: int, exact: int) -> bool:
-    return bare - exact <= 1
 
 
 def _is_early(offers: Sequence[Offer]) -> bool:

@@ -15,17 +15,10 @@ class _HasRecord(Protocol):
 
 T = TypeVar("T", bound=_HasRecord)
 
-NEAR_STEPS = 3
-"""How much older an exact snapshot may be that an early one yields to.
 
-With every step due the one that is whole can be three steps back: of the last step nobody has begun
-one, the step before it was being written, and the fate of the one before that is open.
-"""
-
-
-def is_near(early: int, exact: int) -> bool:
-    """An early snapshot of one step yields to an exact one of the other."""
-    return early - exact <= NEAR_STEPS
+def is_near(inexact: int, exact: int) -> bool:
+    """An inexact snapshot of one step yields to an exact one of the other, a step older at most."""
+    return inexact - exact <= 1
 
 
 def replaces(record: Record, held: Record | None) -> bool:
@@ -59,7 +52,7 @@ def preferred(candidates: Sequence[T]) -> list[T]:
 
 
 def _exact_first(candidates: list[T]) -> list[T]:
-    """An early snapshot yields to an exact one that is near: see `NEAR_STEPS`."""
+    """An early snapshot yields to an exact one that is near."""
     ordered: list[T] = []
     waiting: list[T] = []  # early ones, while an exact one may still come
     for each in candidates:

@@ -60,7 +60,7 @@ def test_close_takes_the_last_step_again_where_it_was_lost(region_dir: Path) -> 
                 handle._recorder.due = False
                 handle._recorder.pipeline.barrier.lost(3, "for the test")
             else:
-                asked.open_early(handle._recorder)
+                asked.open_missed(handle._recorder)
             until(lambda: settled(handle))
             dead = handle.stats().dead
         return dead, handle.last_committed_step
@@ -68,6 +68,21 @@ def test_close_takes_the_last_step_again_where_it_was_lost(region_dir: Path) -> 
     with ranks.started(2, train) as job:
         assert job.results() == [(1, 3), (0, 3)]
     assert all(3 in records(region_dir, rank) for rank in range(2))
+
+
+def test_what_ranks_have_waited_for_is_exact_once_they_have_closed(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training = Training(me.rank)
+        with training.attach(region_dir) as handle:
+            for _ in range(3):
+                step(training, handle)
+            handle.wait(3, timeout=100)
+        again = Training(me.rank)
+        info = lightck.restore(again.model, again.optimizer, region_dir)
+        return handle.last_committed_step, info and (info.step, info.early)
+
+    with ranks.started(2, train) as job:
+        assert job.results() == [(3, (3, False))] * 2
 
 
 def test_a_job_can_be_attached_again_where_it_was_closed(region_dir: Path) -> None:

@@ -459,7 +459,8 @@ def test_with_every_step_due_an_exact_snapshot_outlives_a_death_before_the_next_
 ) -> None:
     """What is whole then is early: a loop that does not look at that is resumed exactly, too.
 
-    The exact one is of a step or two before, or three: its slot is not taken for the early one.
+    The exact one is of the step before: its slot is not taken for the early one. Where it was not
+    whole yet, the early one counts, which the loop makes up for.
     """
 
     def prepare(me: ranks.Me, job: Mortal) -> None:
@@ -472,8 +473,8 @@ def test_with_every_step_due_an_exact_snapshot_outlives_a_death_before_the_next_
     assert saved["step"] == AT and saved["fresh"] and not refused, (saved, refused)
     assert [(each["step"], each["early"]) for each in taken] == [(AT, True)]
     info = go_on(region_dir, 2)
-    assert info is not None and not info.early and AT - 3 <= info.step < AT
-    assert f"step {AT} was finished early" in info.why
+    assert info is not None and "was finished early" in info.why
+    assert (info.step, info.early) in {(AT - 1, False), (AT, True)}
 
 
 def test_one_rank_after_the_other_dies_and_no_step_is_lost(region_dir: Path) -> None:
