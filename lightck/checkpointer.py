@@ -17,7 +17,7 @@ from lightck.capture.arguments import check, refuse_unknown
 from lightck.capture.asked import gradients_complete
 from lightck.capture.behind import Behind
 from lightck.capture.extra_state import extra_states
-from lightck.capture.extras import Extra, is_loader, parse
+from lightck.capture.extras import Extra, is_loader, must_be_known, parse
 from lightck.capture.habit import Habit
 from lightck.capture.hooks import Hooks, Listener, Watched, layers
 from lightck.capture.instants import Instants
@@ -86,7 +86,8 @@ def attach(
             libpmemobj pool or a devdax device; default `$LIGHTCK_PATH`, else `./lightck-run`.
         *more: nothing; what follows is given by its name.
         policy: a snapshot every so many steps, or a policy object.
-        extras: name to object: state_dict/load_state_dict, generators, dicts of counters.
+        extras: name to object: state_dict/load_state_dict, generators, dicts of counters. Objects
+            that are neither torch's own nor hand out batches need `at_step` or `at_forward`.
         boundary: the optimizer that ends a step, when several step at different rates.
         on_event: called with name and fields of every event of this process: see `Subscriber`.
         config: a `Config`, a TOML file or the name of a preset.
@@ -115,7 +116,9 @@ def attach(
         root, optimizers = check("attach", *given, on_event=on_event, boundary=boundary)
         chosen = settings if policy is EVERY_STEP else {**settings, "policy": policy}
         resolved = Config.resolve(config, path=path, **chosen)
-        parts = _Parts(ranks, resolved, root, parse(extras) + extra_states(root))
+        named = parse(extras)
+        must_be_known(named)
+        parts = _Parts(ranks, resolved, root, named + extra_states(root))
         try:
             parts.subscribe(on_event)
             return Handle(parts.compose(optimizers, boundary))

@@ -269,6 +269,8 @@ class Stats:
         bytes_from_device: bytes brought out of devices' memory.
         ring_bytes: pinned DRAM held for transfers now.
         device_copy_bytes: devices' memory held for copies of the state now.
+        moved_in_draws: how often an extra that is taken at the start of the forward moved while a
+            batch was drawn: it is ahead of the data by one there (see `at_step`).
         not_kept: with the failure path armed, the last error that kept a step's boundary state, or
             its entry in the journal, from being kept; empty: there was none.
     """
@@ -294,4 +296,5 @@ class Stats:
     bytes_from_device: int = 0
     ring_bytes: int = 0
     device_copy_bytes: int = 0
+    moved_in_draws: int = 0
     not_kept: str = ""

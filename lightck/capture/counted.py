@@ -35,5 +35,6 @@ def stats_of(recorder: Recorder) -> Stats:
         bytes_from_device=offload.transfers.moved_bytes,
         ring_bytes=offload.transfers.ring_bytes,
         device_copy_bytes=offload.ways.copy_bytes,
+        moved_in_draws=recorder.movement.count,
         not_kept=str((kept and kept.unwritten) or ""),
     )

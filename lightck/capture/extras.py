@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
 
 from lightck.capture import loading, rng
 from lightck.errors import StateError
@@ -16,6 +18,19 @@ from lightck.types import Stateful
 
 Instant = Literal["step", "forward", "both"]
 _GENERATORS = (torch.Generator, np.random.Generator, random.Random)
+_AT_FORWARD = (torch.nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+"""Of torch's own nothing moves when a batch is drawn."""
+_CONTAINERS = (Mapping, Sequence, Set)
+"""Can be iterated, but not as a loop iterates over its data."""
+
+AT_STEP = (
+    "lightck.at_step(it) takes it at the end of the step: what moves when a batch is drawn (a"
+    " position in the data, a counter of batches)"
+)
+AT_FORWARD = (
+    "lightck.at_forward(it) takes it at the start of the next forward: what the loop changes in a"
+    " step or after it (an average of the weights, metrics, a schedule)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +42,19 @@ class At:
 
 
 def at_step(subject: Any) -> At:
-    """Take this extra at the end of the step: what the loop advances before the next forward.
+    """Take this extra at the end of the step: what moves when a batch is drawn.
 
-    That is data positions; objects that can be iterated are taken then by themselves.
+    That is data positions and counters of batches; loaders, samplers and iterators are taken then
+    by themselves.
     """
     return At(subject, "step")
 
 
 def at_forward(subject: Any) -> At:
-    """Take this extra at the start of the next forward, the default for everything else."""
+    """Take this extra at the start of the next forward: what a step, or the loop after it, changes.
+
+    That is averages, metrics, schedules; torch's own, and dicts, are taken then by themselves.
+    """
     return At(subject, "forward")
 
 
@@ -46,6 +65,8 @@ class Extra:
     name: str
     subject: Any
     instant: Instant
+    known: bool = True
+    """The instant was given, or follows from what it is."""
 
     @property
     def is_generator(self) -> bool:
@@ -98,10 +119,11 @@ def _parse(name: Any, given: Any) -> Extra:
     if isinstance(subject, _GENERATORS):
         return Extra(name, subject, instant or "both")
     if isinstance(subject, dict):
-        return Extra(name, subject, instant or "forward")
+        return Extra(name, subject, instant or "forward", instant is not None)
     if isinstance(subject, Stateful):
         default: Instant = "step" if is_loader(subject) else "forward"
-        return Extra(name, subject, instant or default)
+        known = default == "step" or isinstance(subject, _AT_FORWARD)
+        return Extra(name, subject, instant or default, known or instant is not None)
     raise StateError(
         f"extras[{name!r}] is a {type(subject).__name__}: expected state_dict/load_state_dict,"
         " a torch, NumPy or random generator, or a dict",
@@ -109,6 +131,24 @@ def _parse(name: Any, given: Any) -> Extra:
     )
 
 
+def must_be_known(extras: Sequence[Extra]) -> None:
+    """Refuse what is taken at the right instant only if the user says at which.
+
+    Raises:
+        StateError: names the first one, and says what to write.
+    """
+    for extra in extras:
+        if not (extra.known or isinstance(extra.subject, dict)):
+            raise StateError(
+                f"extras[{extra.name!r}] is a {type(extra.subject).__name__}, and when its state is"
+                f" to be taken cannot be known. {AT_STEP}. {AT_FORWARD}. Write one of them:"
+                f" extras={{{extra.name!r}: lightck.at_forward(...)}}",
+                path=f"extras/{extra.name}",
+            )
+
+
 def is_loader(subject: Any) -> bool:
-    """Something the loop iterates over: its position advances before the next forward."""
-    return hasattr(type(subject), "__iter__") and not isinstance(subject, torch.nn.Module | Mapping)
+    """Something that hands out batches: its position advances before the next forward."""
+    if isinstance(subject, _AT_FORWARD) or isinstance(subject, _CONTAINERS):
+        return False
+    return hasattr(type(subject), "__iter__") or hasattr(type(subject), "__next__")

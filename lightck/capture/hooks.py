@@ -62,6 +62,9 @@ class Listener(Protocol):
     def iterating(self, loader: Any, drawing: bool = False) -> None:
         """`iter(loader)` is about to be made; or (`drawing`) an extra's next batch is."""
 
+    def drawn(self) -> None:
+        """An extra's batch has been drawn."""
+
 
 def untraced(function: F) -> F:
     """Keep dynamo out of a hook and everything that it calls."""
@@ -148,7 +151,8 @@ class Hooks:
             loading.listen(loader, listener)
         kinds = {type(each) for each in self.loaders if not isinstance(each, loading.Telling)}
         for kind in kinds | {DataLoader}:
-            _observe(kind, "__iter__", listener, _iterating)
+            if hasattr(kind, "__iter__"):
+                _observe(kind, "__iter__", listener, _iterating)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         known = any(optimizer is each for each in self.optimizers)

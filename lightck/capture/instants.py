@@ -30,6 +30,8 @@ class Instants:
     """Generators (None: unknown) and buffers of (b), taken before (b) is seen."""
     _drawn: bool = False
     """A batch has been drawn since (a)."""
+    refused: StateError | None = None
+    """An extra was found to be taken at the wrong instant: nothing is saved any more."""
     _types: Any = None
     _taken: dict[str, Any] = field(default_factory=dict)
     """What was said of each extra of (a) last."""
@@ -151,8 +153,10 @@ class Instants:
         """As a manifest has them; proved to come back whenever their types have changed.
 
         Raises:
-            StateError: they do not; its path is named.
+            StateError: they do not; its path is named. Or an extra's instant is wrong.
         """
+        if self.refused is not None:
+            raise StateError(f"{self.refused}", path=self.refused.path)
         types = (boundary.types_of(first), boundary.types_of(second))
         if types != self._types:
             parcel.prove(first, "at_step")

@@ -25,6 +25,9 @@ class Listener(Protocol):
     def iterating(self, loader: Any, drawing: bool = False) -> None:
         """A pass begins or has ended; or (`drawing`) the next batch is about to be drawn."""
 
+    def drawn(self) -> None:
+        """That batch is over."""
+
 
 class Pass(Protocol):
     """One way through the data. Called on the thread that consumes it."""
@@ -117,6 +120,12 @@ def tell(source: Any, *, drawing: bool) -> None:
         listener.iterating(source, drawing)
 
 
+def tell_drawn(source: Any) -> None:
+    """The same, of a batch that has been drawn."""
+    for listener in list(_listeners.get(source, ())):
+        listener.drawn()
+
+
 def follow(iterator: Any, made: Pass) -> None:
     """Call `made` for what happens to a loader's iterator from now on."""
     wrap(type(iterator), "__next__", _counted)  # the outermost: the others have run by its end
@@ -178,6 +187,7 @@ class _Stateful:
 
     def drawn(self) -> None:
         """The loader has counted it."""
+        tell_drawn(self.loader())
 
     def ended(self) -> None:
         """From here on restoring begins the next epoch."""

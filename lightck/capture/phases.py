@@ -70,6 +70,10 @@ class Phases:
         """Passed on."""
         self.recorder.iterating(loader, drawing)
 
+    def drawn(self) -> None:
+        """Passed on."""
+        self.recorder.drawn()
+
     def mark_begin(self) -> None:
         """`handle.before_update()`."""
         self.recorder.mark_begin()

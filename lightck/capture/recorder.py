@@ -24,11 +24,13 @@ from lightck.capture.hooks import Watched
 from lightck.capture.instants import Instants
 from lightck.capture.journaled import Journaled
 from lightck.capture.kept import Instant
+from lightck.capture.movement import Movement
 from lightck.capture.outcomes import Outcomes
 from lightck.capture.pipeline import Pipeline
 from lightck.capture.stall import Stalls
 from lightck.capture.state import Collected, Inventory
 from lightck.capture.steps import Steps
+from lightck.errors import StateError
 from lightck.events import event
 
 
@@ -77,6 +79,12 @@ class Recorder:
     _warned: bool = False
     buffers: list[int] | None = None
     """Their version counters when this forward began, unless they are kept; None before it."""
+    movement: Movement = field(init=False)
+    """Of extras, from a step's end to the next forward."""
+
+    def __post_init__(self) -> None:
+        """Look at all extras."""
+        self.movement = Movement(self.inventory.extras)
 
     @property
     def lock(self) -> threading.RLock:
@@ -149,6 +157,7 @@ class Recorder:
 
     def _window_begins(self, *, seen: bool) -> None:
         """(b) is here, or was missed: what it is made of is kept, and the due snapshot opens."""
+        self.movement.forward(self.steps.step)
         kept = None
         if self.journaled is None:
             self.buffers = [buffer._version for buffer in self.inventory.buffers()]
@@ -179,6 +188,18 @@ class Recorder:
                 taken = self.instants.iterating(loader, drawing)
                 if taken and self.journaled is not None and self.buffers is None:
                     self.journaled.step_ended(self.steps.step)
+                if drawing and not self.inside:
+                    self.movement.drawing()
+
+    def drawn(self) -> None:
+        """A batch has been drawn, with or without an error."""
+        if self.enabled:
+            try:
+                with self.stalls.of("boundary"), self.lock:
+                    self.movement.drawn(self.steps.step)
+            except StateError as error:
+                self.instants.refused = error
+                raise
 
     # ---- the instants ----------------------------------------------------------------------
 
@@ -248,6 +269,7 @@ class Recorder:
             self._ended_in = torch._C._current_graph_task_id()
             with self.outcomes.reported():
                 self._take_step_end()
+            self.movement.step_ended()
             self.arm(True)
             self.outcomes.tell_troubles()
             self.outcomes.surface()

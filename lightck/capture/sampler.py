@@ -238,6 +238,7 @@ class _Pass:
         self.sampler._consumed = (
             self.start + min(self.given * self.batch, most) * self.sampler.world
         )
+        loading.tell_drawn(self.sampler)
 
     def ended(self) -> None:
         """What the loop does from here on belongs to the end of the epoch."""

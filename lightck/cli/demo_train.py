@@ -64,7 +64,8 @@ class Job:
             self.optimizer, max_lr=3e-3, total_steps=steps + 1
         )
         self.progress: dict[str, Any] = {"step": 0, "bytes_seen": 0}
-        self.extras = {"scheduler": self.scheduler, "progress": self.progress}
+        after = lightck.at_forward(self.progress)  # it follows the step
+        self.extras = {"scheduler": self.scheduler, "progress": after}
         if rank:
             torch.manual_seed(seed + rank)  # data of its own
 

@@ -119,6 +119,10 @@ class Injector:
         """Passed on."""
         self.inner.iterating(loader, drawing)
 
+    def drawn(self) -> None:
+        """Passed on."""
+        self.inner.drawn()
+
     def _module_runs(self, module: nn.Module, args: Any) -> None:
         recorder = self.recorder
         if is_weight(module) or not recorder.enabled or not recorder.watched.holds(module):

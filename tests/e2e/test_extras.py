@@ -59,7 +59,8 @@ class EachKind(Plain):
         self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=1)
         self.extras = {
             "torch": self.torch, "numpy": self.numpy, "twister": self.twister,
-            "python": self.python, "counters": self.counters, "meter": self.meter,
+            "python": self.python, "counters": self.counters,
+            "meter": lightck.at_forward(self.meter),
             "scheduler": self.scheduler,
         }  # fmt: skip
 
@@ -112,9 +113,9 @@ class Curriculum(Plain):
     def setup(self) -> None:
         super().setup()
         self.cursor, self.after, self.late = Cursor(), {"steps": 0}, Cursor()
-        position = lightck.at_step(self.cursor) if self.params["told"] else self.cursor
+        told = lightck.at_step if self.params["rightly"] else lightck.at_forward
         self.extras = {
-            "cursor": position,
+            "cursor": told(self.cursor),
             "after": lightck.at_forward(self.after),
             "late": lightck.at_forward(self.late),
         }
@@ -132,12 +133,12 @@ class Curriculum(Plain):
 
 
 def test_position_that_is_taken_at_the_step_resumes(bed: Bed) -> None:
-    bed.check(Curriculum, params={"told": True})
+    bed.check(Curriculum, params={"rightly": True})
 
 
 def test_position_that_is_taken_at_the_forward_is_one_too_far(bed: Bed) -> None:
     with pytest.raises(AssertionError, match="loss of step 4"):
-        bed.check(Curriculum, params={"told": False})
+        bed.check(Curriculum, params={"rightly": False})
 
 
 class Numbers(Dataset[torch.Tensor]):

@@ -106,7 +106,11 @@ class Scheduler:
 def test_a_latched_region_is_told_once_whatever_else_fails_afterwards(run_dir: Path) -> None:
     loop, reports, extra = adam_loop(), Reports(), Scheduler()
     handle = lightck.attach(
-        loop.model, list(loop.optimizers), run_dir, on_error=reports, extras={"rate": extra}
+        loop.model,
+        list(loop.optimizers),
+        run_dir,
+        on_error=reports,
+        extras={"rate": lightck.at_forward(extra)},
     )
     loop.run(2)
     handle.wait()

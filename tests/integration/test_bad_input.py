@@ -34,7 +34,7 @@ def test_an_extra_that_could_not_be_restored_is_an_error_at_attach_with_its_path
     run_dir: Path,
 ) -> None:
     with pytest.raises(lightck.StateError, match="extras/sampler/queue/1/key.*function") as caught:
-        attach(run_dir, adam_loop(), extras={"sampler": Sampler()})
+        attach(run_dir, adam_loop(), extras={"sampler": lightck.at_step(Sampler())})
     assert caught.value.path == "extras/sampler/queue/1/key"
     with pytest.raises(lightck.StateError, match=r"extras\['file'\]"):
         attach(run_dir, adam_loop(), extras={"file": object()})

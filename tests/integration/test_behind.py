@@ -396,7 +396,9 @@ def test_an_extra_that_has_changed_on_the_device_since_costs_the_step(
     job = Job(device)
     average = device.empty((1 << 15,))
     extra = Average(average)
-    handle = attached(job, run_dir, extras={"average": extra}, close_timeout_s=2.0)
+    handle = attached(
+        job, run_dir, extras={"average": lightck.at_forward(extra)}, close_timeout_s=2.0
+    )
     for _ in range(3):
         job.step()
     gate = ahead(job)

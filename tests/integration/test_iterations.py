@@ -242,9 +242,8 @@ def test_errors_of_the_users_state_are_reported_and_training_goes_on(run_dir: Pa
     seen: list[BaseException] = []
     model, optimizer = normalized()
     moody = Moody()
-    handle = lightck.attach(
-        model, optimizer, run_dir, extras={"moody": moody}, on_error=seen.append, slots=8
-    )
+    extras = {"moody": lightck.at_forward(moody)}
+    handle = lightck.attach(model, optimizer, run_dir, extras=extras, on_error=seen.append, slots=8)
     train(model, optimizer, 0, 3)
     moody.bad = True
     train(model, optimizer, 3, 5)

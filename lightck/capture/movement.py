@@ -1,0 +1,164 @@
+"""Extras that move when a batch is drawn, though they are taken at the start of the forward.
+
+That is behind the draw: what counts batches is one ahead there, and a resumed run, which draws the
+batch again, stays one ahead. Where a draw is seen this is an error while a run is young, and told
+later; where none is, what moves before the forward may be one or the other, and is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightck.capture import dtensor
+from lightck.capture.extras import AT_FORWARD, AT_STEP, Extra
+from lightck.capture.shelf import is_readable
+from lightck.errors import StateError
+from lightck.events import event
+
+FIRST_STEPS = 3
+"""Since attach, in which movement is an error."""
+MOST_S = 1e-4
+"""An extra that takes longer to look at is looked at in the first steps only."""
+_SAMPLES = 512
+"""Of long arrays and lists so many values are looked at."""
+
+Marks = dict[str, Any]
+"""By extra: something that is equal while its state is, as far as is looked at."""
+
+
+@dataclass(eq=False)
+class Movement:
+    """Looks at extras around each draw. On the training thread, between step end and forward."""
+
+    extras: Iterable[Extra]
+    count: int = 0
+    """Movements where a batch was drawn."""
+    _steps: int = 0
+    """That have ended since attach."""
+    _before: Marks = field(default_factory=dict)
+    """Since before the draw that is under way."""
+    _still: Marks = field(default_factory=dict)
+    """Of those whose instant nobody gave: since the step's end, or the last draw."""
+    _least_s: dict[str, float] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Generators, and what is taken at the step's end, may move."""
+        self._behind = [extra for extra in self.extras if extra.instant == "forward"]
+
+    def step_ended(self) -> None:
+        """A window begins in which batches are drawn."""
+        self._steps, self._before = self._steps + 1, {}
+        self._still = self._marks(e for e in self._behind if not (e.known or e.name in self._told))
+
+    def drawing(self) -> None:
+        """The loop asks for a batch."""
+        if self._steps > 0:
+            cheap = (e for e in self._behind if self._least_s.get(e.name, 0.0) <= MOST_S)
+            self._before = self._marks(self._behind if self._steps <= FIRST_STEPS else cheap)
+
+    def drawn(self, step: int) -> None:
+        """It has it.
+
+        Raises:
+            StateError: an extra moved meanwhile, in one of the first steps.
+        """
+        before, self._before = self._before, {}
+        now = self._marks(extra for extra in self._behind if extra.name in before)
+        for name in now:
+            if now[name] != before[name]:
+                self._moved(name, step)
+            if name in self._still:
+                self._still[name] = now[name]
+
+    def forward(self, step: int) -> None:
+        """The window ends."""
+        still, self._still = self._still, {}
+        now = self._marks(extra for extra in self._behind if extra.name in still)
+        for name in now:
+            if now[name] != still[name]:
+                self._tell(
+                    name,
+                    f"it moved after step {step} and before the next forward, and that no batch was"
+                    f" drawn meanwhile was not seen. {AT_STEP}. {AT_FORWARD}. Say which",
+                )
+
+    def _moved(self, name: str, step: int) -> None:
+        self.count += 1
+        why = (
+            f"it moved while a batch was drawn after step {step}, but is taken at the start of the"
+            " forward, behind that: a resumed run, which draws the batch again, would be ahead by"
+            f" one. Give it as lightck.at_step(...): {AT_STEP}"
+        )
+        if self._steps <= FIRST_STEPS:
+            raise StateError(
+                f"extras[{name!r}]: {why}. No snapshot with it was committed",
+                path=f"extras/{name}",
+            )
+        self._tell(name, why)
+
+    def _tell(self, name: str, why: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            event("extra_moved", logging.WARNING, name=name, why=why)
+
+    def _marks(self, extras: Iterable[Extra]) -> Marks:
+        found: Marks = {}
+        for extra in extras:
+            began_s = time.perf_counter()
+            try:
+                found[extra.name] = _mark_of(extra)
+            except Exception:  # noqa: BLE001, S112 - `state_dict` fails: told where it is taken
+                continue
+            spent_s = time.perf_counter() - began_s
+            self._least_s[extra.name] = min(spent_s, self._least_s.get(extra.name, spent_s))
+        return found
+
+
+def _mark_of(extra: Extra) -> Any:
+    if isinstance(extra.subject, nn.Module):  # whose `state_dict` may communicate
+        held = chain(extra.subject.parameters(), extra.subject.buffers())
+        return [(id(tensor), tensor._version) for tensor in held]
+    return _mark(extra.state())
+
+
+def _mark(tree: Any) -> Any:
+    """Plain values; `==` compares them bit by bit."""
+    if isinstance(tree, torch.Tensor):
+        local = dtensor.local(tree).detach()
+        said = ("tensor", local.dtype, tuple(local.shape))
+        if not is_readable(local) or local.layout is not torch.strided or local.is_quantized:
+            return said
+        some = _sampled(local.resolve_conj().resolve_neg().reshape(-1)).contiguous()
+        return (*said, some.view(torch.uint8).numpy().tobytes())
+    if isinstance(tree, np.ndarray | np.generic):
+        flat = np.asarray(tree).reshape(-1)
+        return ("array", flat.dtype.str, _sampled(flat).tobytes())
+    if isinstance(tree, dict):
+        return [(key, _mark(tree[key])) for key in _sampled([*tree])], len(tree)
+    if isinstance(tree, list | tuple):
+        return [_mark(each) for each in _sampled(tree)], len(tree)
+    if isinstance(tree, float):
+        return tree.hex()
+    if isinstance(tree, int | str | bytes | type(None)):
+        return type(tree), tree
+    if isinstance(tree, set | frozenset):
+        return sorted(map(repr, tree))
+    if isinstance(tree, deque):
+        return _mark([*tree])
+    return repr(tree) if isinstance(tree, bytearray | complex) else type(tree).__name__
+
+
+def _sampled(values: Any) -> Any:
+    """All of a few, evenly chosen ones of many."""
+    return values[:: max(1, len(values) // _SAMPLES)]
