@@ -21,6 +21,7 @@ from lightck.capture.asked import finish_last_step, left_off, open_now
 from lightck.capture.counted import stats_of
 from lightck.capture.hooks import Hooks
 from lightck.capture.recorder import Recorder
+from lightck.capture.replacement import replaced
 from lightck.capture.report import Reporter
 from lightck.capture.sight import Sight
 from lightck.capture.waiting import POLL_S, drain_for_close, settle_for_close, wait
@@ -226,6 +227,24 @@ class Handle:
         """Mark the end of an update: it completes a step."""
         self._require_own()
         self._sight.listener.mark_end()
+
+    def replaced(self, step: int) -> None:
+        """Say that the state was replaced from outside, and is that of `step` now.
+
+        After `load_state_dict` in mid-run, or healing from a peer. Whatever is open of the state
+        before is given up; later snapshots count from `step`. Between two steps this one can be
+        saved; between a forward and its update the next one is the first that can. What was
+        committed last is kept until a newer snapshot is, also when `step` is older.
+
+        With several ranks every rank calls it, before the same forward or update, and `step` is
+        newer than what they have.
+
+        Raises:
+            ConfigError: `step` is no number of steps.
+            LightckError: an update is half done, or several ranks would go back. PersistError.
+        """
+        self._require_open()
+        replaced(self._recorder, step)
 
     def epoch(self) -> None:
         """Mark the end of an epoch, for policies that count epochs."""

@@ -167,7 +167,8 @@ def _not_whole(recorder: Recorder) -> str:
     """Why the last complete step cannot be copied any more; empty if it can."""
     if recorder.mixed:
         return "an update is half done"
-    if recorder.instants.step != recorder.steps.step:  # an interrupt, between one and the other
+    if recorder.instants.step != recorder.steps.step:
+        # An interrupt, between one and the other; or it was replaced inside an iteration.
         return "its position and generators were not taken"
     return ""
 

@@ -179,6 +179,10 @@ class Behind:
                 self._taken = None
         return self._taken
 
+    def forget(self) -> None:
+        """The state was replaced: what devices had before is nobody's."""
+        self._befores, self._taken = (), None
+
     def take(self, before: Before) -> None:
         """A save has it."""
         self._taken = before

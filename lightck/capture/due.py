@@ -22,18 +22,26 @@ class Due:
     step_s: float | None = None
     early: bool = False
     """At attach the live state was an early snapshot's: what the loop makes up for is in none."""
+    replaced: bool = False
+    """The state has been replaced since attach."""
     _last: Moment | None = None
     _ended_s: float | None = None
 
     @property
     def began(self) -> bool:
-        """A step has ended since attach."""
-        return self._ended_s is not None
+        """A step has ended since attach, or the state is another's."""
+        return self.replaced or self._ended_s is not None
 
     @property
     def moved(self) -> bool:
         """The last complete step may be other than any snapshot since before attach."""
         return self.began or self.early
+
+    def go_on_from(self, step: int) -> None:
+        """The state is that of another step now."""
+        self.replaced, self.overdue = True, False
+        if self._last is not None and self._last.step >= step:
+            self._last = None
 
     def ask(self, step: int, cost_s: float | None, persist_s: float | None, wanted: bool) -> bool:
         """Whether `step`, which ends now, is due.

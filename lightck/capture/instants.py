@@ -45,6 +45,10 @@ class Instants:
             self._extras = self._positions()
         self.inventory.burden.step_ended({**self.inventory.taken, **self._taken})
 
+    def forget(self) -> None:
+        """The state was replaced inside an iteration: nothing is known of its boundary."""
+        self.step, self._extras, self._early = -1, None, None
+
     def _positions(self) -> dict[str, Any]:
         extras = (extra for extra in self.inventory.extras if extra.instant != "forward")
         return {extra.name: self._private(extra) for extra in extras}

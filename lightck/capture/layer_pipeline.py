@@ -173,10 +173,18 @@ class LayerPipeline(Pipeline):
     def _of_other_step(self, group: Group, step: int) -> bool:
         return any(self.content.get(unit, step) != step for unit in group.holders)
 
+    def forget(self, why: str) -> None:
+        """Also what has not reached (b)."""
+        self._forget_begun(why)
+        super().forget(why)
+
     def close(self) -> None:
         """A snapshot that has not reached (b) is given up."""
+        self._forget_begun("closed")
+        super().close()
+
+    def _forget_begun(self, why: str) -> None:
         begun, self.begun = self.begun, None
         if begun is not None:
-            self.barrier.lost(begun.flight.step, "closed")
+            self.barrier.lost(begun.flight.step, why)
             self._abandon(begun.flight)
-        super().close()

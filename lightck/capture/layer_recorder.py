@@ -31,6 +31,11 @@ class AskedAhead(Due):
 
     _answer: tuple[int, bool] | None = None
 
+    def go_on_from(self, step: int) -> None:
+        """What was asked was of another step."""
+        super().go_on_from(step)
+        self._answer = None
+
     def ask(self, step: int, cost_s: float | None, persist_s: float | None, wanted: bool) -> bool:
         """As asked before, if it was; what has become due since comes at this step, too."""
         if self._answer is not None and self._answer[0] == step:
@@ -164,6 +169,11 @@ class LayerRecorder(Recorder):
         self.updates.step_ended()
         self._arrange()
         super()._step_ended()
+
+    def go_on_from(self, step: int) -> None:
+        """Every layer is of that step."""
+        super().go_on_from(step)
+        self._arrange()
 
     def finish_window(self) -> None:
         """Capture what is open: layers that were updated had their fence, the others are intact."""

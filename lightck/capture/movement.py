@@ -61,6 +61,10 @@ class Movement:
         self._steps, self._before = self._steps + 1, {}
         self._still = self._marks(e for e in self._behind if not (e.known or e.name in self._told))
 
+    def forget(self) -> None:
+        """Extras were replaced: they have not moved for that."""
+        self._before, self._still = {}, {}
+
     def drawing(self) -> None:
         """The loop asks for a batch."""
         if self._steps > 0:

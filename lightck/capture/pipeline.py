@@ -29,7 +29,7 @@ from lightck.capture.trace import moments_of, now_ns
 from lightck.capture.transfers import Transfers
 from lightck.capture.ways import Ways
 from lightck.config import Config
-from lightck.errors import LightckError, WaitTimeoutError
+from lightck.errors import LightckError, TornSnapshotError, WaitTimeoutError
 from lightck.region.native import RECORD_EARLY, RECORD_JIT
 from lightck.region.pool import NativePool
 from lightck.region.region import Region
@@ -243,6 +243,13 @@ class Pipeline(Landing):
             self.schedule.close()
         self._lost(flight, why, for_good=for_good)
         self._abandon(flight)
+
+    def forget(self, why: str) -> None:
+        """The state is another's now: give up what is open."""
+        flight = self.window
+        self.drop(why)
+        if flight is not None:
+            flight.fail(TornSnapshotError(f"step {flight.step} has no snapshot: {why}"))
 
     def _abandon(self, flight: Flight) -> None:
         if not self.region.staged and not flight.transfers:

@@ -228,6 +228,32 @@ class Recorder:
         if self.journaled is not None:
             self.journaled.step_ended(self.steps.step)
 
+    def forget(self) -> None:
+        """Nothing of the last step can be saved any more. Under the lock."""
+        self.due = False
+        self.outcomes.why_not_last = "the state was replaced"
+        self.instants.forget()
+        self.movement.forget()
+        if self.journaled is not None:
+            self.journaled.forget(self.steps.step)
+        if self.behind is not None:
+            self.behind.forget()
+
+    def go_on_from(self, step: int) -> None:
+        """The state has been replaced by that of `step`. Under the lock.
+
+        Inside an iteration its boundary state is not known: the next step is the first to be saved.
+        """
+        self.steps.go_on_from(step)
+        self.cadence.go_on_from(step)
+        self.forget()
+        if not self.inside:
+            with self.outcomes.reported():
+                self._take_step_end()
+            self.arm(True)
+            # Asked for at the step that ended before: it waits for the next boundary still.
+            self.due = bool(self.outcomes.wanted) and self.pipeline.barrier.request(step)
+
     def check_state(self, collected: Collected) -> None:
         """Show that the boundary state comes back, before training relies on it.
 

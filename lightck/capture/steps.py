@@ -97,6 +97,10 @@ class Steps:
             self.counts[who] += 1
         return self._complete(who)
 
+    def go_on_from(self, step: int) -> None:
+        """The state is that of another step now, between two updates."""
+        self.step, self.counts = step, [step] * len(self.counts)
+
     def skipped(self, who: int) -> bool:
         """A step that the gradient scaler left out counts; True when it completes a step."""
         self.counts[who] += 1

@@ -259,7 +259,8 @@ class Rescue:
         if recorder.mixed or kept.step != step:
             raise Later(f"the update after step {step} is half done", Waits.TRAINING)
         if kept.ended is None and kept.begun is None:
-            raise LightckError(f"step {step} has no boundary state: {kept.unwritten}")
+            told = kept.unwritten or "the state was replaced inside an iteration"
+            raise LightckError(f"step {step} has no boundary state: {told}")
 
     def _open_late(self, early: bool) -> Flight:
         """The next forward has begun: as it was when that did."""

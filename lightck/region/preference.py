@@ -18,7 +18,7 @@ T = TypeVar("T", bound=_HasRecord)
 
 def is_near(inexact: int, exact: int) -> bool:
     """An inexact snapshot of one step yields to an exact one of the other, a step older at most."""
-    return inexact - exact <= 1
+    return 0 <= inexact - exact <= 1  # the state of a newer one may be that of an older step
 
 
 def replaces(record: Record, held: Record | None) -> bool:

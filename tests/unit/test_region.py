@@ -283,7 +283,13 @@ def test_an_early_snapshot_yields_to_an_exact_one_that_is_a_step_older(
 
 @pytest.mark.parametrize(
     ("steps", "expected"),
-    [("1 2e", [1, 2]), ("1 3e", [3, 1]), ("2 2e 3e", [2, 3, 2]), ("1 2e 3e", [3, 1, 2])],
+    [
+        ("1 2e", [1, 2]),
+        ("1 3e", [3, 1]),
+        ("2 2e 3e", [2, 3, 2]),
+        ("1 2e 3e", [3, 1, 2]),
+        ("4 2e", [2, 4]),
+    ],
 )
 def test_an_early_snapshot_yields_to_exact_ones_a_step_older_at_most(
     run: Path, rng: np.random.Generator, steps: str, expected: list[int]
