@@ -290,3 +290,80 @@ def test_extra_that_could_not_come_back_is_refused_at_attach_by_its_path(
     assert "StateError" in run.log
     assert "extras/odd/deep/0/bad" in run.log
     assert not run.steps
+
+
+class Lite:
+    """A loader as in build-nanogpt: no iterator, its position moves when a batch is asked for."""
+
+    def __init__(self) -> None:
+        self.data = torch.randn(97, 6, generator=torch.Generator().manual_seed(3))
+        self.labels = torch.randint(0, CLASSES, (97,), generator=torch.Generator().manual_seed(4))
+        self.position = 0
+
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        at = torch.arange(self.position, self.position + 12) % len(self.data)
+        self.position = (self.position + 12) % len(self.data)
+        return self.data[at], self.labels[at]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Average:
+    """Of the weights, as users write it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.shadow[name].lerp_(parameter.detach(), 0.2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.shadow)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            self.shadow[name].copy_(value)
+
+
+class BuildNanoGpt(Plain):
+    """Its loop, with what else a loop has: a scaler, a schedule, an average, a count of batches."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.loader, self.average, self.drawn = Lite(), Average(self.model), {"batches": 0}
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.02, total_steps=20)
+        self.extras = {
+            "loader": lightck.at_step(self.loader),
+            "drawn": lightck.at_step(self.drawn),
+            "average": lightck.at_forward(self.average),
+            "scaler": self.scaler,
+            "schedule": self.schedule,
+        }
+
+    def step(self, t: int, run: Run) -> Any:
+        total = torch.zeros(())
+        self.optimizer.zero_grad()
+        for _ in range(2):
+            x, y = self.loader.next_batch()
+            self.drawn["batches"] += 1
+            loss = F.cross_entropy(self.model(x), y) / 2
+            self.scaler.scale(loss).backward()
+            total += loss.detach()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        self.average.update(self.model)
+        return total
+
+    def more(self) -> dict[str, Any]:
+        return {"average": self.average.shadow, "drawn": self.drawn}
+
+
+def test_the_loop_of_build_nanogpt_resumes(bed: Bed) -> None:
+    bed.check(BuildNanoGpt)
