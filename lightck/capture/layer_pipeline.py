@@ -174,7 +174,7 @@ class LayerPipeline(Pipeline):
         return any(self.content.get(unit, step) != step for unit in group.holders)
 
     def forget(self, why: str) -> None:
-        """Also what has not reached (b)."""
+        """Also what has not come to its forward."""
         self._forget_begun(why)
         super().forget(why)
 

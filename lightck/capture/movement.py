@@ -59,7 +59,8 @@ class Movement:
     def step_ended(self) -> None:
         """A window begins in which batches are drawn."""
         self._steps, self._before = self._steps + 1, {}
-        self._still = self._marks(e for e in self._behind if not (e.known or e.name in self._told))
+        unsaid = (e for e in self._looked_at() if not (e.known or e.name in self._told))
+        self._still = self._marks(unsaid)
 
     def forget(self) -> None:
         """Extras were replaced: they have not moved for that."""
@@ -68,8 +69,7 @@ class Movement:
     def drawing(self) -> None:
         """The loop asks for a batch."""
         if self._steps > 0:
-            cheap = (e for e in self._behind if self._least_s.get(e.name, 0.0) <= MOST_S)
-            self._before = self._marks(self._behind if self._steps <= FIRST_STEPS else cheap)
+            self._before = self._marks(self._looked_at())
 
     def drawn(self, step: int) -> None:
         """It has it.
@@ -96,6 +96,11 @@ class Movement:
                     f"it moved after step {step} and before the next forward, and that no batch was"
                     f" drawn meanwhile was not seen. {AT_STEP}. {AT_FORWARD}. Say which",
                 )
+
+    def _looked_at(self) -> Iterable[Extra]:
+        if self._steps <= FIRST_STEPS:
+            return self._behind
+        return (e for e in self._behind if self._least_s.get(e.name, 0.0) <= MOST_S)
 
     def _moved(self, name: str, step: int) -> None:
         self.count += 1

@@ -213,6 +213,25 @@ def test_movement_later_in_a_run_is_told_once_and_counted(
     assert "at_step" in moved[0]["why"]
 
 
+def test_what_takes_long_to_look_at_is_looked_at_in_the_first_steps_only(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    original = movement._mark_of
+
+    def look(extra: Any) -> Any:
+        looks.append(job.loop.step)
+        return original(extra)
+
+    monkeypatch.setattr(movement, "_mark_of", look)
+    monkeypatch.setattr(movement, "MOST_S", 0.0)
+    job = Job(lambda: None)
+    extras = {"data": job.sampler, "counters": {}, "told": lightck.at_forward({})}
+    with attach(run_dir, job.loop, extras=extras):
+        job.run(movement.FIRST_STEPS + 4)
+    assert set(looks) == {*range(movement.FIRST_STEPS + 1)}
+
+
 @pytest.mark.parametrize("told", [None, lightck.at_step, lightck.at_forward])
 def test_a_dict_that_moves_where_no_draw_is_seen_is_told_once_with_both_words(
     run_dir: Path, moved: list[dict[str, Any]], told: Any
