@@ -99,32 +99,35 @@ def attach(
     Raises:
         ConfigError: an argument that is wrong, misplaced or unknown, a setting that is impossible:
             what was found and what to write. StateError: state that could not be restored.
-        UnrestoredError: snapshots are there that were neither restored into this model nor
-            recorded from it; nothing was overwritten.
+        UnrestoredError: what is there was neither restored into this model nor recorded from it.
         RegionFullError: bytes needed and free. RegionBusyError: another process owns the region.
         RegionError: the place is not safe, not writable or not a region.
         CoordinationError: another rank failed, and why, did not come, or differs in something.
 
+    Thread: the training thread; may block on the medium, and on the other ranks for two minutes.
     With several ranks (`torch.distributed` is initialized) every rank calls this, in the same order
     as its other calls of attach and restore. If one cannot attach, none does.
-
-    Thread: the training thread; may block on the medium, and on the other ranks for two minutes.
     """
     with meeting("attach") as ranks:
         refuse_unknown("attach", settings, _ARGUMENTS + setting_names()[2:])
         given = (model, optimizer, path, extras, more)
         root, optimizers = check("attach", *given, on_event=on_event, boundary=boundary)
-        chosen = settings if policy is EVERY_STEP else {**settings, "policy": policy}
-        resolved = Config.resolve(config, path=path, **chosen)
-        named = parse(extras)
-        must_be_known(named)
-        parts = _Parts(ranks, resolved, root, named + extra_states(root))
+        chosen = {} if policy is EVERY_STEP else {"policy": policy}
+        resolved = Config.resolve(config, path=path, **chosen, **settings)
+        parts = _Parts(ranks, resolved, root, _all_extras(extras, root))
         try:
             parts.subscribe(on_event)
             return Handle(parts.compose(optimizers, boundary))
         except BaseException as error:
             release(parts.undo, error)
             raise
+
+
+def _all_extras(given: Mapping[str, Any] | None, root: nn.Module) -> tuple[Extra, ...]:
+    """Return the user's extras, of known instants all, and the modules' own extra state."""
+    extras = parse(given)
+    must_be_known(extras)
+    return extras + extra_states(root)
 
 
 class _Parts:

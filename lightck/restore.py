@@ -127,8 +127,7 @@ def restore(
         extras: the objects given to `attach` under the same names.
         step: which snapshot; by default the newest that is whole, but none that was finished early
             (a warning is logged if it is) while an exact one is a step older at most.
-        strict: refuse when names, shapes or dtypes differ; False restores the rest and says what
-            was skipped.
+        strict: refuse when names, shapes or dtypes differ; False skips these, and says so.
         **unknown: nothing; refused with the argument that may be meant.
 
     Returns:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from lightck.capture.barrier import is_final
 from lightck.capture.flight import Counters, Flight, torn_error
 from lightck.capture.pipeline import Pipeline
+from lightck.capture.slips import SlipWatch
 from lightck.capture.state import Inventory
 from lightck.capture.steps import Steps
 from lightck.errors import (
@@ -56,6 +57,7 @@ class Outcomes:
     """Why the last step of all has none."""
     counted: Counters = field(default_factory=Counters)
     """A copy of the pipeline's counters from the last `poll`, never changed: for any thread."""
+    slips: SlipWatch = field(default_factory=SlipWatch)
     _torn_once: set[str] = field(default_factory=set)
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
@@ -116,6 +118,7 @@ class Outcomes:
         self.why_not_last = why
         self.pipeline.counters.slipped += 1
         event("slipped", logging.DEBUG, step=step, why=why)
+        self.slips.note(step, why)
         if self.pipeline.trace is not None:
             self.pipeline.trace.lost_snapshot("slipped", step, why)
         if not self.pipeline.barrier.alone:

@@ -358,6 +358,7 @@ class Recorder:
                     outcomes.slipped(step, flight)
                     self.cadence.overdue = barrier.alone
                     return
+                outcomes.slips.note(step, None)
                 barrier.sample(step)
                 # What was asked for is copied at once: its future may be waited for on this
                 # thread, which then never comes to the fence.
