@@ -25,6 +25,7 @@ KINDS = (
     "memory",
     "trace",
     "jit",
+    "busy",
     "recovery",
     "restart",
     *RANKS,
@@ -191,7 +192,7 @@ def tiny(definition: Definition) -> Definition:
 
     model = MODELS[definition.work.model].tiny
     work = replace(definition.work, model=model, batch=1, sequence=8, tensors=64, link=0)
-    work = replace(work, step_ms=min(work.step_ms, 5.0))
+    work = replace(work, step_ms=min(work.step_ms, 5.0), hogs=min(work.hogs, 1))
     contenders = tuple(map(shrunk, definition.contenders))
     return replace(definition, work=work, threads=1, contenders=contenders)
 

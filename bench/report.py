@@ -25,6 +25,10 @@ _MAIN = {
     "memory": ("extra_dram",),
     "trace": ("trace_overhead", "trace_cpu", "trace_wall", "step", "copies", "thin_copies"),
     "jit": ("jit", "sync_copy", "jit_ratio"),
+    "busy": (
+        *("lost", "stall", "stall_p99", "stall_most"),
+        *("stall_ratio", "stall_p99_ratio", "copy_p99_ratio"),
+    ),
     "recovery": ("recovery", "detected", "saved", "ended", "restart", "first_step"),
     "restart": (
         *("restart_s", "start_s", "restore_s", "first_step_s", "lost_steps", "lost_work_s"),

@@ -39,6 +39,8 @@ class Work:
         forks: ranks that the measuring process, one alone, forks and lets fail.
         emulated: a key of `bench.emulated.DEVICES`: what stands for forward, backward and update.
         step_ms: of a step on that device.
+        loader_workers: of a DataLoader whose items take 4 ms of CPU each, a batch of 16 per step.
+        hogs: processes beside the training that compute without end.
         device: where model, optimizer and batches are: `cpu` or `cuda`.
     """
 
@@ -54,6 +56,8 @@ class Work:
     forks: int = 0
     emulated: str = ""
     step_ms: float = 0.0
+    loader_workers: int = 0
+    hogs: int = 0
     device: str = "cpu"
 
 

@@ -2,8 +2,9 @@
 
 One process per rank; a track per thread: the training thread with step > forward, backward, wait
 (for other ranks' gradients), fence, update, and inside them what lightck did there; autograd's, if
-it is another one; the reduction of gradients; workers; the keeper. Times are microseconds of
-CLOCK_MONOTONIC: files of several ranks of a host fit together.
+it is another one; the reduction of gradients; workers; the keeper. Commits that need no sync are on
+the training thread. Times are microseconds of CLOCK_MONOTONIC: files of several ranks of a host fit
+together.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import bisect
 import json
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,7 +186,7 @@ def _evenly(launched: Sequence[Event], end_ns: int) -> list[tuple[Event, int, in
 
 
 def _native(recorded: Recorded, found: _Snapshots) -> Iterator[_Slice]:
-    commit: list[_Slice] = []
+    commits: dict[int, list[_Slice]] = defaultdict(list)  # by track: whoever sealed may commit
     for moment in recorded.moments:
         did, track = int(moment["did"]), _track(int(moment["thread"]))
         begin, end = int(moment["begin_ns"]), int(moment["end_ns"])
@@ -193,14 +195,14 @@ def _native(recorded: Recorded, found: _Snapshots) -> Iterator[_Slice]:
         if did in _STAGES:
             stage = _Slice(track, _STAGES[did], "commit", begin, end, args)
             yield stage
+            commit = commits[track]
             if did == DID_TABLES:
-                commit = []
-            if track == KEEPER:
-                commit.append(stage)
+                commit.clear()
+            commit.append(stage)
             if [s.name for s in commit] == ["manifest", "sync", "record", "sync"]:
                 first = commit[0].begin_ns
                 yield _Slice(track, f"commit {args['snapshot']}", "committed", first, end, args)
-                commit = []
+                commit.clear()
             continue
         name, tensors = _copied(opening, moment)
         moved = int(moment["bytes"])
@@ -304,10 +306,10 @@ def _marks(recorded: Recorded, found: _Snapshots, slices: list[_Slice]) -> Itera
         yield _mark(TRAINING, f"(b) step {step}", opening.begin_ns, snapshot=step)
         end = committed.get(step)
         if end is not None:
-            yield _mark(KEEPER, f"committed {step}", end.end_ns, snapshot=step)
+            yield _mark(end.track, f"committed {step}", end.end_ns, snapshot=step)
             flow = {"name": "snapshot", "cat": "snapshot", "id": step}
             yield {**flow, "ph": "s", "tid": TRAINING, "ts": _us(opening.begin_ns)}
-            yield {**flow, "ph": "f", "bp": "e", "tid": KEEPER, "ts": _us(end.begin_ns)}
+            yield {**flow, "ph": "f", "bp": "e", "tid": end.track, "ts": _us(end.begin_ns)}
 
 
 def _counters(recorded: Recorded, found: _Snapshots) -> Iterator[dict[str, Any]]:
