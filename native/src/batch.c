@@ -219,7 +219,7 @@ uint64_t lck_batch_seize(lck_snapshot *snapshot, lck_batch *batch, const lck_lan
     lck_chunk *chunk = &batch->chunks[i];
     uint32_t word = atomic_load(&chunk->word);
     if (word % LCK_CHUNK_PHASES == phase && may_be_taken(snapshot->pool, word) &&
-        change(chunk, word, in_hand(lane, phase))) {
+        lck_revoke_possible() && change(chunk, word, in_hand(lane, phase))) {
       lck_revoke(atomic_load(&snapshot->pool->lanes[word / LCK_CHUNK_PHASES - 1].id));
       return i;
     }

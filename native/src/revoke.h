@@ -28,9 +28,9 @@ typedef struct lck_tenure {
   volatile sig_atomic_t inside;
 } lck_tenure;
 
-/* 1 if work can be taken from threads here. Installs a handler for a free real-time signal, once
- * per process. 0: no membarrier, no free signal, or a build whose stores take locks (trace) or
- * which sees a race in it (ThreadSanitizer). */
+/* 1 if work can be taken from threads here and now. Installs a handler for a free real-time signal,
+ * once per process. 0: somebody has replaced that since; no membarrier, no free signal, or a build
+ * whose stores take locks (trace) or which sees a race in it (ThreadSanitizer). */
 int lck_revoke_possible(void);
 
 /* The calling thread, which blocks all signals, may have work taken from it. */

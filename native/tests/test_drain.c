@@ -237,7 +237,10 @@ static void test_copies_are_done_when_the_medium_has_them_all(bed *b) {
 }
 
 static void body(bed *b) {
-  test_what_no_idle_worker_drains_others_do(b);
+  if (lck_revoke_possible())
+    test_what_no_idle_worker_drains_others_do(b);
+  else
+    printf("SKIPPED: no workers of the idle class here: none of them is late\n");
   test_the_next_snapshot_is_the_deadline(b);
   test_who_is_in_time_and_who_is_paused_is_left_alone(b);
   test_no_commit_comes_before_the_medium_has_it_all(b);
