@@ -77,7 +77,8 @@ class ResumableSampler(Sampler[int], loading.Telling):
             shuffle: a new order for each epoch; False: the dataset's own.
             drop_last: leave out what cannot be shared out evenly over the ranks; False repeats the
                 first samples instead. A last batch that is not full is the loader's `drop_last`.
-            rank: default: torch.distributed's, else 0.
+            rank: default: torch.distributed's, else 0; asked for when it is needed first, so that
+                the sampler may be made before `init_process_group`.
             world: number of ranks; default: torch.distributed's, else 1.
 
         Raises:
@@ -92,7 +93,9 @@ class ResumableSampler(Sampler[int], loading.Telling):
             )
         self.length = len(data)
         self.seed, self.shuffle, self.drop_last = int(seed), bool(shuffle), bool(drop_last)
-        self.rank, self.world = _place(rank, world)
+        self._place = _checked(rank, world)
+        """Rank and number of ranks, once they are known for good."""
+        self._find_place()
         self._epoch = 0
         self._consumed = 0
         """Samples of this epoch that all ranks together have consumed."""
@@ -101,6 +104,16 @@ class ResumableSampler(Sampler[int], loading.Telling):
         loading.wrap(DataLoader, "__iter__", _begun)
 
     # ---- for the loop ----------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process among those that share the data."""
+        return self._known_place()[0]
+
+    @property
+    def world(self) -> int:
+        """How many processes share the data."""
+        return self._known_place()[1]
 
     @property
     def epoch(self) -> int:
@@ -115,9 +128,11 @@ class ResumableSampler(Sampler[int], loading.Telling):
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` when the loader is iterated next; go on with it if it was restored.
 
-        After a loop has left an epoch early, this says so before the loader is iterated anew.
+        After a loop has left an epoch early, this says so before the loader is iterated anew. An
+        iterator of this epoch that has given nothing yet goes on: Lightning makes it first.
         """
-        if self._pass is not None or epoch != self._epoch:
+        begun = self._pass is not None and self._pass.given > 0
+        if begun or epoch != self._epoch:
             self._epoch, self._consumed, self._pass = int(epoch), 0, None
             loading.tell(self, drawing=False)
 
@@ -186,12 +201,35 @@ class ResumableSampler(Sampler[int], loading.Telling):
 
     # ---- inside ----------------------------------------------------------------------------
 
+    def _find_place(self) -> None:
+        if self._place is None and dist.is_available() and dist.is_initialized():
+            self._place = dist.get_rank(), dist.get_world_size()
+
+    def _known_place(self) -> tuple[int, int]:
+        """Rank and number of ranks; without a process group those of now, for one may come.
+
+        Raises:
+            ConfigError: several ranks were launched that do not know each other yet.
+        """
+        self._find_place()
+        if self._place is not None:
+            return self._place
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if launched > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {launched}, but torch.distributed is not initialized: use the"
+                " sampler (its length, its loader) after init_process_group, or give rank= and"
+                " world="
+            )
+        return 0, 1
+
     def _share(self, start: int) -> int:
         """Samples for each rank, of those behind the first `start`."""
         rest = max(0, self.length - start)
         return rest // self.world if self.drop_last else -(-rest // self.world)
 
     def _begin(self, loader: DataLoader[Any], batch: int) -> _Pass:
+        self._known_place()  # refused here, not inside the loader
         if self._pass is not None:  # the loop has left it early
             self._epoch, self._consumed = self._epoch + 1, 0
         self._pass = _Pass(self, self._epoch, self._consumed, batch, loader.num_workers > 0)
@@ -306,19 +344,11 @@ def _behind(loader: Any) -> tuple[ResumableSampler, int] | None:
     return None
 
 
-def _place(rank: int | None, world: int | None) -> tuple[int, int]:
+def _checked(rank: int | None, world: int | None) -> tuple[int, int] | None:
     if (rank is None) != (world is None):
         raise ConfigError(f"rank={rank} and world={world}: give both or none")
     if rank is None or world is None:
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_rank(), dist.get_world_size()
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        if launched > 1:
-            raise ConfigError(
-                f"WORLD_SIZE is {launched}, but torch.distributed is not initialized: make the"
-                " sampler after init_process_group, or give rank= and world="
-            )
-        return 0, 1
+        return None
     if not 0 <= rank < world:
         raise ConfigError(f"rank={rank} is not one of world={world}")
     return rank, world

@@ -297,8 +297,54 @@ def test_rank_without_world_and_ranks_before_they_are_known_are_refused(
     with pytest.raises(lightck.ConfigError, match="rank=2 is not one of world=2"):
         lightck.ResumableSampler(range(10), rank=2, world=2)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(lightck.ConfigError, match="WORLD_SIZE is 4.*init_process_group"):
-        lightck.ResumableSampler(range(10))
+    sampler = lightck.ResumableSampler(range(10))
+    for use in (lambda: len(sampler), lambda: sampler.rank, lambda: iter(made(sampler, 2))):
+        with pytest.raises(lightck.ConfigError, match="WORLD_SIZE is 4.*init_process_group"):
+            use()
+
+
+def test_sampler_that_is_made_before_the_process_group_takes_its_share_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    sampler = lightck.ResumableSampler(range(10), shuffle=False)
+    loader = made(sampler, 2)
+    dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    try:
+        assert batches(loader) == [[1, 4], [7, 0]]
+    finally:
+        dist.destroy_process_group()
+    assert (sampler.rank, sampler.world, len(sampler)) == (1, 3, 4)
+
+
+def test_sampler_that_was_used_alone_takes_its_share_of_a_process_group_that_comes_later() -> None:
+    sampler = lightck.ResumableSampler(range(10), shuffle=False)
+    assert len(sampler) == 10
+    dist.init_process_group("fake", rank=2, world_size=5, store=FakeStore())
+    try:
+        assert batches(made(sampler, 2)) == [[2, 7]]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_set_epoch_lets_an_iterator_that_has_given_nothing_go_on() -> None:
+    """Lightning makes the iterator first, then sets the epoch that it is of."""
+    sampler = lightck.ResumableSampler(range(12))
+    loader = made(sampler, 4)
+    for epoch in range(3):
+        running = iter(loader)
+        sampler.set_epoch(epoch)
+        assert sum((each.tolist() for each in running), []) == sampler.indices(epoch)
+    middle = lightck.ResumableSampler(range(12))
+    middle.load_state_dict(sampler.state_dict() | {"epoch": 2, "consumed": 4})
+    running = iter(made(middle, 4))
+    middle.set_epoch(2)
+    assert sum((each.tolist() for each in running), []) == sampler.indices(2)[4:]
+    running = iter(loader)
+    next(running)
+    sampler.set_epoch(3)
+    with pytest.raises(lightck.ConfigError, match="iterator of epoch 3 .* epoch 3"):
+        next(running)
 
 
 def test_rank_and_world_are_those_of_the_process_group() -> None:
