@@ -38,6 +38,7 @@ from lightck.types import Failure, Layerwise, Moment, Policy, RestoreInfo, Saved
 
 if TYPE_CHECKING:
     from lightck.capture.extras import at_forward, at_step
+    from lightck.capture.prefetched import Prefetched
     from lightck.capture.sampler import ResumableSampler
     from lightck.checkpointer import attach
     from lightck.handle import Handle
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 _LATE = {
     "Handle": "lightck.handle",
+    "Prefetched": "lightck.capture.prefetched",
     "ResumableSampler": "lightck.capture.sampler",
     "at_forward": "lightck.capture.extras",
     "at_step": "lightck.capture.extras",
@@ -73,6 +75,7 @@ __all__ = [
     "PersistError",
     "PmdkMissingError",
     "Policy",
+    "Prefetched",
     "PreviousPersistError",
     "RegionBusyError",
     "RegionError",

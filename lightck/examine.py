@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from lightck.capture import lookahead
 from lightck.capture.assembled import Assembled
 from lightck.config import Config
 from lightck.distributed.choice import decide
@@ -140,7 +141,7 @@ def _contents(snapshot: Assembled, state: str, ranks: bool = False) -> Contents:
     return Contents(
         pa.Table.from_pylist([described], schema=SNAPSHOTS).to_pylist()[0],
         table.drop_columns(unused),
-        tuple(sorted({*first["extras"], *second["extras"]})),
+        tuple(sorted({*first["extras"], *second["extras"]} - {lookahead.NAME})),
         tuple(tree["class"] for tree in second["optimizers"]),
     )
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from lightck.capture import boundary, orders
+from lightck.capture import boundary, lookahead, orders
 from lightck.capture.assembled import Assembled, Part
 from lightck.capture.extra_state import PREFIX
 from lightck.capture.filling import fresh
@@ -266,6 +266,7 @@ def as_state_dict(snapshot: Assembled, tensors: Callable[[str], torch.Tensor]) -
     first, second = snapshot.trees()
     names = [entry.name for entry in snapshot.entries]
     every = {**second["extras"], **first["extras"]}
+    every.pop(lookahead.NAME, None)
     extras = {name: boundary.rebuild(tree, tensors) for name, tree in every.items()}
     of_modules = {name: value for name, value in extras.items() if name.startswith(PREFIX)}
     return {

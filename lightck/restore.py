@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightck.capture import boundary, rng
+from lightck.capture import boundary, lookahead, rng
 from lightck.capture.arguments import check, refuse_unknown
 from lightck.capture.extra_state import extra_states
 from lightck.capture.extras import parse
@@ -189,12 +189,14 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
             snapshot.read(filling.addresses())
             filling.pour(ahead=False)
             filling.finish(first)
+            held = None if filling.lent else first["extras"].get(lookahead.NAME)
+            lookahead.expect(lookahead.Redraw(found.key.step, held, live.extras))
             _arm_forward(live, {} if filling.lent else second, filling.tensor)
             _carry_on(found, state.continuation)
             state.step, state.pending = found.key.step, filling.pending
             state.restored = (found.key.timeline, found.key.step)
             state.early = found.snapshot.early
-            state.extras = frozenset((*first["extras"], *second["extras"]))
+            state.extras = frozenset((*first["extras"], *second["extras"])) - {lookahead.NAME}
             return _told(found, filling, first)
 
         yield take

@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from lightck.capture import loading, rng
+from lightck.capture import boundary, loading, rng
 from lightck.errors import StateError
 from lightck.types import Stateful
 
@@ -84,7 +84,7 @@ class Extra:
             return subject.bit_generator.state
         if isinstance(subject, random.Random):
             return rng.packed(subject.getstate())
-        return {} if loading.not_begun(subject) else subject.state_dict()
+        return {} if loading.not_begun(subject) else loading.position(subject)
 
     def load(self, state: Any) -> None:
         """Put a restored state into the subject; a dict is filled in place."""
@@ -99,8 +99,25 @@ class Extra:
         elif isinstance(subject, random.Random):
             subject.setstate(rng.unpacked(state))
         else:
-            subject.load_state_dict(state)
-            loading.settle(subject)
+            loading.load(subject, state)
+
+
+def generators(extras: Sequence[Extra]) -> dict[str, Any]:
+    """All generators that a batch may be made with as they stand, plain."""
+    own = {
+        extra.name: boundary.plain(extra.state(), boundary.join("extras", extra.name))
+        for extra in extras
+        if extra.is_generator
+    }
+    return {"rng": rng.capture(), "extras": own}
+
+
+def stand(held: dict[str, Any], extras: Sequence[Extra]) -> None:
+    """Set them to what `generators` gave, rebuilt."""
+    rng.restore(held["rng"])
+    for extra in extras:
+        if extra.is_generator and extra.name in held["extras"]:
+            extra.load(held["extras"][extra.name])
 
 
 def parse(extras: Mapping[str, Any] | None) -> tuple[Extra, ...]:
@@ -109,18 +126,27 @@ def parse(extras: Mapping[str, Any] | None) -> tuple[Extra, ...]:
     Raises:
         StateError: an object that lightck cannot take state from, or a name that is no string.
     """
-    return tuple(_parse(name, given) for name, given in (extras or {}).items())
+    every = tuple(_parse(name, given) for name, given in (extras or {}).items())
+    for extra in every:
+        if isinstance(extra.subject, loading.Telling):
+            extra.subject.draws_from = tuple(each for each in every if each.is_generator)
+    return every
 
 
 def _parse(name: Any, given: Any) -> Extra:
     if not isinstance(name, str):
         raise StateError(f"extras: the name {name!r} is not a string")
+    if name.startswith("@"):
+        raise StateError(f"extras: {name!r} begins with '@', as names of lightck's own do")
     subject, instant = (given.subject, given.instant) if isinstance(given, At) else (given, None)
     if isinstance(subject, _GENERATORS):
         return Extra(name, subject, instant or "both")
     if isinstance(subject, dict):
         return Extra(name, subject, instant or "forward", instant is not None)
     if isinstance(subject, Stateful):
+        why = loading.refusal(subject)
+        if why:
+            raise StateError(f"extras[{name!r}] {why}", path=f"extras/{name}")
         default: Instant = "step" if is_loader(subject) else "forward"
         known = default == "step" or isinstance(subject, _AT_FORWARD)
         return Extra(name, subject, instant or default, known or instant is not None)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.capture import boundary, dtensor, rng
+from lightck.capture import boundary, dtensor, lookahead, rng
 from lightck.capture.assembled import Assembled, Snapshot
 from lightck.capture.extras import Extra
 from lightck.capture.holders import holder
@@ -313,7 +313,8 @@ class Filling:
     def leftover(self, first: dict[str, Any]) -> tuple[str, ...]:
         """Extras in the snapshot that nobody took."""
         given = {extra.name for extra in self.live.extras}
-        return tuple(sorted({*first["extras"], *self.second["extras"]} - given))
+        saved = {*first["extras"], *self.second["extras"]} - given - {lookahead.NAME}
+        return tuple(sorted(saved))
 
 
 def fresh(entry: Entry) -> torch.Tensor:

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from lightck.capture import fsdp, loading
+from lightck.capture import fsdp, loading, lookahead
 from lightck.capture.closures import OURS, Closures
 from lightck.capture.modules import named_modules, named_parameters
 
@@ -64,6 +64,9 @@ class Listener(Protocol):
 
     def drawn(self) -> None:
         """An extra's batch has been drawn."""
+
+    def drawing_ahead(self, iterator: lookahead.Lookahead) -> None:
+        """A batch is about to be drawn that the loop is given later."""
 
 
 def untraced(function: F) -> F:
@@ -147,6 +150,8 @@ class Hooks:
         ]
         self._install_gradients()
         _observe(torch.amp.GradScaler, "step", listener, _scaler_step)
+        lookahead.watch()
+        lookahead.listeners.add(listener)
         for loader in self.loaders:
             loading.listen(loader, listener)
         kinds = {type(each) for each in self.loaders if not isinstance(each, loading.Telling)}
@@ -207,6 +212,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        lookahead.listeners.discard(self.listener)
         for loader in self.loaders:
             loading.ignore(loader, self.listener)
         for observed in _observed.values():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from lightck.capture import boundary, parcel, rng, staging
-from lightck.capture.extras import Extra
+from lightck.capture import boundary, lookahead, parcel, rng, staging
+from lightck.capture.draws import Draws
+from lightck.capture.extras import Extra, generators
+from lightck.capture.prefetched import Prefetched
 from lightck.capture.state import Collected, Inventory
 from lightck.errors import LightckError, StateError
 
@@ -22,36 +25,61 @@ class Instants:
     inventory: Inventory
     step: int = -1
     """Whose (a) was taken last, or could not be."""
+    draws: Draws = field(init=False)
     _rng: dict[str, Any] = field(default_factory=dict)
     """(a): random generators, plain."""
     _extras: dict[str, Any] | None = None
     """(a): extras whose position the loop advances before the next forward."""
     _early: tuple[dict[str, Any] | None, dict[str, Any]] | None = None
     """Generators (None: unknown) and buffers of (b), taken before (b) is seen."""
-    _drawn: bool = False
-    """A batch has been drawn since (a)."""
+    _drawn: Any = None
+    """What a batch was drawn from first since the step end, and whose pass goes on."""
+    ended: int = -1
+    """Steps that have ended since attach, which takes a step end before any has."""
+    _ahead: weakref.WeakKeyDictionary[lookahead.Lookahead, dict[str, Any]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    """What the last batch of each iterator was drawn with."""
+    _holding: weakref.WeakSet[lookahead.Lookahead] = field(default_factory=weakref.WeakSet)
+    """Those that held a batch at the step end."""
     refused: StateError | None = None
     """An extra was found to be taken at the wrong instant: nothing is saved any more."""
     _types: Any = None
     _taken: dict[str, Any] = field(default_factory=dict)
     """What was said of each extra of (a) last."""
 
+    def __post_init__(self) -> None:
+        """Look at what the loop draws, unless it says that it takes batches ahead."""
+        ahead = any(isinstance(each.subject, Prefetched) for each in self.inventory.extras)
+        self.draws = Draws(self.inventory.model, on=not ahead)
+
     def step_ended(self, step: int) -> None:
         """Take (a)."""
-        self._early, self._extras, self._drawn = None, None, False
+        self._early, self._extras, self._drawn = None, None, None
         self.step = step
+        self.ended += 1
         self._rng = rng.capture()
+        self.draws.step_ended(self._rng)
+        self._holding = lookahead.holding()
         with users_code():
+            for extra in self.inventory.extras if self.ended else ():
+                if isinstance(extra.subject, Prefetched):
+                    extra.subject.step_ended()
             self._extras = self._positions()
         self.inventory.burden.step_ended({**self.inventory.taken, **self._taken})
 
     def forget(self) -> None:
         """The state was replaced inside an iteration: nothing is known of its boundary."""
         self.step, self._extras, self._early = -1, None, None
+        self.ended = -1  # as at attach: what is drawn next need not follow a step
 
     def _positions(self) -> dict[str, Any]:
         extras = (extra for extra in self.inventory.extras if extra.instant != "forward")
-        return {extra.name: self._private(extra) for extra in extras}
+        return {extra.name: self._private(extra) for extra in extras} | self._held()
+
+    def _held(self) -> dict[str, Any]:
+        held = lookahead.standing(self._ahead, self.step)
+        return {} if held is None else {lookahead.NAME: held}
 
     def _private(self, extra: Extra) -> Any:
         """Its state, plain: what the subject does next cannot change it.
@@ -85,17 +113,33 @@ class Instants:
         `drawing`: the next batch is about to be drawn from an extra. Validation may have drawn
         since (a), and what this batch draws comes after the snapshot: generators are those of now.
         """
+        if isinstance(loader, Prefetched):
+            loader.outside(first=self.ended == 0)
         ours = [e for e in self.inventory.extras if e.subject is loader and e.instant != "forward"]
-        if self._drawn and (drawing or not ours):
+        # Once a loader has drawn, what others do comes behind that, and is done again with it; but
+        # a pass that has ended meanwhile is not.
+        if self._drawn is not None and (drawing or loader is not self._drawn):
             return False
-        self._drawn = self._drawn or drawing
+        self._drawn = loader if drawing else None
         self._rng = rng.capture()
         moved = [e for e in self.inventory.extras if e.instant == "both"]
         with users_code():
             for extra in moved if drawing else [*moved, *ours]:
                 if self._extras is not None:
                     self._extras[extra.name] = self._private(extra)
+            if self._extras is not None and not drawing:
+                self._extras.pop(lookahead.NAME, None)
+                self._extras |= self._held()
         return True
+
+    def goes_on(self, iterator: lookahead.Lookahead) -> bool:
+        """What it draws next follows the step end, as what an extra draws does."""
+        return iterator.redraw is not None or iterator in self._holding
+
+    def drawing_ahead(self, iterator: lookahead.Lookahead) -> None:
+        """A batch is drawn that the loop is given later: it may have to be drawn again."""
+        with users_code():
+            self._ahead[iterator] = generators(self.inventory.extras)
 
     def before_forward(self, *, generators: bool) -> None:
         """Take what a training forward changes, once: (b) itself comes later or goes unseen."""
@@ -109,6 +153,7 @@ class Instants:
 
     def forward_seen(self) -> None:
         """(b) is here: buffers that were taken because it might go unseen do not count."""
+        self.draws.forward_begins()
         if self._early is not None and self._early[0] is None:
             self._early = None
 

@@ -2,11 +2,14 @@
 
 Knows torch's `DataLoader` and torchdata's `StatefulDataLoader`, without importing the latter. One
 method of the iterators' classes is wrapped, once per process and only when somebody wants to know:
-workers run ahead, so that neither sampler nor dataset can tell what was consumed.
+workers run ahead, so that neither sampler nor dataset can tell what was consumed. Iterators of
+other kinds (generators) are followed by a `Given` in their place. What draws ahead of the loop is
+for `lookahead.py`.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import dataloader
 
-from lightck.errors import RestoreMismatchError
+from lightck.errors import ConfigError, RestoreMismatchError
 
 
 class Listener(Protocol):
@@ -45,17 +48,93 @@ class Pass(Protocol):
 class Telling:
     """Base of sources that say themselves when their position moves, through `tell`."""
 
+    draws_from: tuple[Any, ...] = ()
+    """The extras beside it that are generators."""
+
 
 _listeners: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 """Per source (a `Telling`, a stateful loader): who wants to know."""
 _passes: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()
 """By the iterator that makes it; with persistent workers one iterator makes many in turn."""
-_wrapped: set[tuple[type, str]] = set()
+_wrapped: set[tuple[type, str, Callable[..., Any]]] = set()
+_begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Per loader of Accelerate's: the pass that it began last, as it counts them."""
+_running = threading.local()
+"""`top`: what is drawing from a loader of its own now, ahead of what it gives."""
+
+
+class Given:
+    """Gives the loop what an iterator that cannot be patched gives: a generator."""
+
+    def __init__(self, inner: Iterator[Any]) -> None:
+        """Nobody follows yet."""
+        self.inner = inner
+        self.passes: list[Pass] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        """It is one."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, followed."""
+        return _told(self.passes, lambda: next(self.inner))
+
+
+class Ahead(Given):
+    """One whose generator draws from a loader before the loop is given what was drawn."""
+
+    base: Any
+    """That loader."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While it does."""
+        before, _running.top = running(), self
+        try:
+            yield
+        finally:
+            _running.top = before
+
+
+def running() -> Any:
+    """The `Ahead` that this thread is in."""
+    return getattr(_running, "top", None)
+
+
+def ahead_of(loader: Any) -> Any:
+    """The `Ahead` that draws from a loader just now."""
+    top = running()
+    return top if top is not None and top.base is loader else None
 
 
 def is_stateful(loader: Any) -> bool:
     """A loader that keeps its own position as torchdata's does."""
     return isinstance(loader, dataloader.DataLoader) and hasattr(loader, "next_iter_state")
+
+
+def _base(loader: Any) -> Any:
+    """The stateful loader itself: Accelerate's have one inside, and say what it says."""
+    return getattr(loader, "base_dataloader", loader)
+
+
+def refusal(loader: Any) -> str:
+    """Why a loader's position cannot be brought back, and what to write; empty: it can."""
+    if _base(loader) is loader:
+        return ""
+    kind = type(loader).__name__
+    instead = (
+        "give a DataLoader with sampler=lightck.ResumableSampler(...) to accelerator.prepare, and"
+        ' extras={"data": sampler}'
+    )
+    if not is_stateful(loader):
+        return f"is Accelerate's {kind} over a DataLoader that has no position: {instead}"
+    if loader.num_workers:
+        return (
+            f"is Accelerate's {kind} over a StatefulDataLoader with num_workers="
+            f"{loader.num_workers}, whose position Accelerate does not keep rightly: {instead}, or"
+            " take num_workers=0"
+        )
+    return ""
 
 
 def not_begun(loader: Any) -> bool:
@@ -66,6 +145,32 @@ def not_begun(loader: Any) -> bool:
     """
     unmade = getattr(loader, "_iterator", loader) is None
     return unmade and is_stateful(loader) and loader.next_iter_state is None
+
+
+def position(source: Any) -> dict[str, Any]:
+    """The state of something that the loop iterates over, or of any other extra."""
+    state: dict[str, Any] = source.state_dict()
+    if _base(source) is source:
+        return state
+    begun, iteration = _begun.get(source), source.iteration
+    if state.get("_iterator_finished") and iteration == begun:
+        iteration += 1  # the last batch is given, the loop has not asked for one more
+    return {"loader": state, "iteration": iteration}
+
+
+def load(source: Any, state: dict[str, Any]) -> None:
+    """The opposite of `position`.
+
+    Raises:
+        RestoreMismatchError: the loader was built otherwise when the position was saved.
+    """
+    if _base(source) is source:
+        source.load_state_dict(state)
+    else:
+        source.set_epoch(state["iteration"])  # Accelerate's state does not have it
+        source.load_state_dict(state["loader"])
+        source.dl_state_dict = state["loader"]
+    settle(_base(source))
 
 
 def settle(loader: Any) -> None:
@@ -114,6 +219,11 @@ def ignore(source: Any, listener: Listener) -> None:
         _listeners.get(source, weakref.WeakSet()).discard(listener)
 
 
+def is_heard(source: Any) -> bool:
+    """Somebody listens."""
+    return bool(_listeners.get(source))
+
+
 def tell(source: Any, *, drawing: bool) -> None:
     """Tell who listens; its errors reach the loop."""
     for listener in list(_listeners.get(source, ())):
@@ -126,17 +236,26 @@ def tell_drawn(source: Any) -> None:
         listener.drawn()
 
 
-def follow(iterator: Any, made: Pass) -> None:
-    """Call `made` for what happens to a loader's iterator from now on."""
-    wrap(type(iterator), "__next__", _counted)  # the outermost: the others have run by its end
-    _passes[iterator] = made
+def follow(loader: Any, iterator: Any, made: Pass) -> Any:
+    """Call `made` for what a loader's iterator gives the loop from now on; returns what it gets."""
+    ahead = ahead_of(loader)
+    if ahead is not None and made is not ahead:
+        ahead.passes.append(made)
+        return iterator
+    if isinstance(iterator, dataloader._BaseDataLoaderIter):
+        wrap(type(iterator), "__next__", _counted)  # the outermost: others have run by its end
+        _passes[iterator] = made
+        return iterator
+    given = iterator if isinstance(iterator, Given) else Given(iterator)
+    given.passes.append(made)
+    return given
 
 
 def wrap(kind: type, name: str, around: Callable[..., Callable[..., Any]]) -> None:
     """Put `around(original)` in the place of a method, once per process."""
-    if (kind, name) in _wrapped:
+    if (kind, name, around) in _wrapped:
         return
-    _wrapped.add((kind, name))
+    _wrapped.add((kind, name, around))
     original = getattr(kind, name)
     wrapper: Any = around(original)
     wrapper.__name__, wrapper.__doc__ = name, original.__doc__
@@ -148,29 +267,45 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
         made = _passes.get(iterator)
         if made is None:
             return original(iterator)
-        made.drawing()
-        try:
-            batch = original(iterator)
-        except StopIteration:
-            made.ended()
-            raise
-        except Exception:
-            made.drawn()  # the iterator goes on behind a batch that could not be made
-            raise
-        made.drawn()
-        return batch
+        return _told([made], lambda: original(iterator))
 
     return __next__
+
+
+def _told(passes: list[Any], draw: Callable[[], Any]) -> Any:
+    """The next batch; passes hear of it."""
+    for made in passes:
+        made.drawing()
+    try:
+        batch = draw()
+    except StopIteration:
+        for made in passes:
+            made.ended()
+        raise
+    except Exception:
+        for made in passes:
+            made.drawn()  # the iterator goes on behind a batch that could not be made
+        raise
+    for made in passes:
+        made.drawn()
+    return batch
 
 
 def _followed(original: Callable[..., Any]) -> Callable[..., Any]:
     def __iter__(loader: Any) -> Any:
         iterator = original(loader)
-        if _listeners.get(loader):
+        if not is_heard(loader):
+            return iterator
+        if ahead_of(loader) is not None:
+            raise ConfigError(
+                f"an extra is the {type(loader).__name__} that Accelerate draws ahead from: its"
+                " position is a batch too far; give the loader that accelerator.prepare returns"
+            )
+        made = _Stateful(weakref.ref(loader), begins=isinstance(iterator, Ahead))
+        if not made.begins:
             # After it was made: a pass that the loop has left is still there before.
             tell(loader, drawing=False)
-            follow(iterator, _Stateful(weakref.ref(loader)))
-        return iterator
+        return follow(loader, iterator, made)
 
     return __iter__
 
@@ -180,10 +315,18 @@ class _Stateful:
     """A pass of a loader that counts for itself."""
 
     loader: Callable[[], Any]
+    begins: bool = False
+    """It does when the first batch is drawn, not when its iterator is made."""
 
     def drawing(self) -> None:
         """The generators stand where the interrupted run's did when it drew here."""
-        tell(self.loader(), drawing=True)
+        loader = self.loader()
+        if self.begins:
+            self.begins = False
+            _begun[loader] = loader.iteration
+            loader.dl_state_dict = loader.base_dataloader.state_dict()
+            tell(loader, drawing=False)
+        tell(loader, drawing=True)
 
     def drawn(self) -> None:
         """The loader has counted it."""

@@ -3,6 +3,9 @@
 That is behind the draw: what counts batches is one ahead there, and a resumed run, which draws the
 batch again, stays one ahead. Where a draw is seen this is an error while a run is young, and told
 later; where none is, what moves before the forward may be one or the other, and is told.
+
+A batch that is drawn ahead of the step's end is drawn again by a resumed run, whenever extras are
+taken: there nothing but generators may move.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -20,7 +23,7 @@ import torch
 from torch import nn
 
 from lightck.capture import dtensor
-from lightck.capture.extras import AT_FORWARD, AT_STEP, Extra
+from lightck.capture.extras import AT_FORWARD, AT_STEP, Extra, is_loader
 from lightck.capture.shelf import is_readable
 from lightck.errors import StateError
 from lightck.events import event
@@ -40,13 +43,15 @@ Marks = dict[str, Any]
 class Movement:
     """Looks at extras around each draw. On the training thread, between step end and forward."""
 
-    extras: Iterable[Extra]
+    extras: Sequence[Extra]
     count: int = 0
     """Movements where a batch was drawn."""
     _steps: int = 0
     """That have ended since attach."""
     _before: Marks = field(default_factory=dict)
     """Since before the draw that is under way."""
+    _ahead: bool = False
+    """That draw is for a step behind the next step end, perhaps."""
     _still: Marks = field(default_factory=dict)
     """Of those whose instant nobody gave: since the step's end, or the last draw."""
     _least_s: dict[str, float] = field(default_factory=dict)
@@ -55,21 +60,33 @@ class Movement:
     def __post_init__(self) -> None:
         """Generators, and what is taken at the step's end, may move."""
         self._behind = [extra for extra in self.extras if extra.instant == "forward"]
+        self._others = [e for e in self.extras if not e.is_generator]
 
     def step_ended(self) -> None:
         """A window begins in which batches are drawn."""
         self._steps, self._before = self._steps + 1, {}
-        unsaid = (e for e in self._looked_at() if not (e.known or e.name in self._told))
+        unsaid = (e for e in self._looked_at(self._behind) if not (e.known or e.name in self._told))
         self._still = self._marks(unsaid)
 
     def forget(self) -> None:
         """Extras were replaced: they have not moved for that."""
         self._before, self._still = {}, {}
 
-    def drawing(self) -> None:
-        """The loop asks for a batch."""
-        if self._steps > 0:
-            self._before = self._marks(self._looked_at())
+    def drawing(self, source: Any, *, ahead: bool, within: bool) -> None:
+        """The loop asks `source` for a batch; `within`: with the forward of a step behind it."""
+        self._ahead, looked_at = ahead, self._behind
+        if ahead:  # loaders count what they gave; a `Prefetched` makes its batch with anything
+            looked_at = [
+                e
+                for e in self._others
+                if e.subject is not source and (within or not is_loader(e.subject))
+            ]
+        if self._steps > 0 or within:
+            self._before = self._marks(self._looked_at(looked_at))
+
+    def drawing_none(self) -> None:
+        """There was none left, or a pass begins."""
+        self._before = {}
 
     def drawn(self, step: int) -> None:
         """It has it.
@@ -78,7 +95,7 @@ class Movement:
             StateError: an extra moved meanwhile, in one of the first steps.
         """
         before, self._before = self._before, {}
-        now = self._marks(extra for extra in self._behind if extra.name in before)
+        now = self._marks(extra for extra in self._others if extra.name in before)
         for name in now:
             if now[name] != before[name]:
                 self._moved(name, step)
@@ -87,7 +104,7 @@ class Movement:
 
     def forward(self, step: int) -> None:
         """The window ends."""
-        still, self._still = self._still, {}
+        still, self._still, self._before = self._still, {}, {}
         now = self._marks(extra for extra in self._behind if extra.name in still)
         for name in now:
             if now[name] != still[name]:
@@ -97,18 +114,25 @@ class Movement:
                     f" drawn meanwhile was not seen. {AT_STEP}. {AT_FORWARD}. Say which",
                 )
 
-    def _looked_at(self) -> Iterable[Extra]:
+    def _looked_at(self, extras: Iterable[Extra]) -> Iterable[Extra]:
         if self._steps <= FIRST_STEPS:
-            return self._behind
-        return (e for e in self._behind if self._least_s.get(e.name, 0.0) <= MOST_S)
+            return extras
+        return (e for e in extras if self._least_s.get(e.name, 0.0) <= MOST_S)
 
     def _moved(self, name: str, step: int) -> None:
         self.count += 1
-        why = (
-            f"it moved while a batch was drawn after step {step}, but is taken at the start of the"
-            " forward, behind that: a resumed run, which draws the batch again, would be ahead by"
-            f" one. Give it as lightck.at_step(...): {AT_STEP}"
-        )
+        if self._ahead:
+            why = (
+                f"it moved after step {step} while a batch was drawn ahead of its step: a resumed"
+                " run, which draws that batch again, would be ahead by one, whenever this is taken."
+                " Change it in the loop, once a step, and not where the batch is made"
+            )
+        else:
+            why = (
+                f"it moved while a batch was drawn after step {step}, but is taken at the start of"
+                " the forward, behind that: a resumed run, which draws the batch again, would be"
+                f" ahead by one. Give it as lightck.at_step(...): {AT_STEP}"
+            )
         if self._steps <= FIRST_STEPS:
             raise StateError(
                 f"extras[{name!r}]: {why}. No snapshot with it was committed",

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightck.capture.hooks import Watched, is_weight, untraced
+from lightck.capture.lookahead import Lookahead
 from lightck.capture.recorder import Recorder
 from lightck.capture.trace import Trace, now_ns
 
@@ -73,6 +74,10 @@ class Phases:
     def drawn(self) -> None:
         """Passed on."""
         self.recorder.drawn()
+
+    def drawing_ahead(self, iterator: Lookahead) -> None:
+        """Passed on."""
+        self.recorder.drawing_ahead(iterator)
 
     def mark_begin(self) -> None:
         """`handle.before_update()`."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightck.capture import loading
 from lightck.capture.barrier import is_final
 from lightck.capture.behind import Behind
 from lightck.capture.due import Due
@@ -24,9 +25,11 @@ from lightck.capture.hooks import Watched
 from lightck.capture.instants import Instants
 from lightck.capture.journaled import Journaled
 from lightck.capture.kept import Instant
+from lightck.capture.lookahead import Lookahead
 from lightck.capture.movement import Movement
 from lightck.capture.outcomes import Outcomes
 from lightck.capture.pipeline import Pipeline
+from lightck.capture.prefetched import Prefetched
 from lightck.capture.stall import Stalls
 from lightck.capture.state import Collected, Inventory
 from lightck.capture.steps import Steps
@@ -182,14 +185,27 @@ class Recorder:
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
         """A loader starts anew, or draws, between (a) and (b): RNG is that just before."""
-        if self.enabled and not self._gradients and not self.steps.updating:
+        self._look(loader, drawing)
+        if isinstance(loader, Prefetched) and self.forward_unseen and self.instants.ended:
+            return  # whether the forward has begun cannot be told
+        self.instants.draws.iterating(drawing=drawing, inside=self.inside)
+        if self.enabled and not self.inside and not self.steps.updating:
             self._tick()
             with self.stalls.of("boundary"), self.lock:
                 taken = self.instants.iterating(loader, drawing)
                 if taken and self.journaled is not None and self.buffers is None:
                     self.journaled.step_ended(self.steps.step)
-                if drawing and not self.inside:
-                    self.movement.drawing()
+
+    def _look(self, loader: Any, drawing: bool) -> None:
+        """Note the extras before a draw that is seen."""
+        ahead = isinstance(loader, Prefetched) or loading.running() is not None
+        within = isinstance(loader, Prefetched) and self.inside
+        if self.enabled and (within or not (self.inside or self.steps.updating)):
+            with self.stalls.of("boundary"), self.lock:
+                if drawing:
+                    self.movement.drawing(loader, ahead=ahead, within=within)
+                else:
+                    self.movement.drawing_none()
 
     def drawn(self) -> None:
         """A batch has been drawn, with or without an error."""
@@ -200,6 +216,14 @@ class Recorder:
             except StateError as error:
                 self.instants.refused = error
                 raise
+
+    def drawing_ahead(self, iterator: Lookahead) -> None:
+        """A loader draws a batch ahead of the one that it gives."""
+        if self.enabled:
+            if self.instants.goes_on(iterator):
+                self.iterating(iterator, drawing=True)
+            with self.stalls.of("boundary"), self.lock:
+                self.instants.drawing_ahead(iterator)
 
     # ---- the instants ----------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from lightck.capture import loading
+from lightck.capture import loading, lookahead
 from lightck.errors import ConfigError, RestoreMismatchError
 
 _SAVED = {"epoch", "consumed", "seed", "length", "shuffle"}
@@ -101,7 +101,10 @@ class ResumableSampler(Sampler[int], loading.Telling):
         """Samples of this epoch that all ranks together have consumed."""
         self._pass: _Pass | None = None
         """The pass that the loop is in; None between passes."""
+        self._restored = False
+        """The next pass goes on from a position that was loaded."""
         loading.wrap(DataLoader, "__iter__", _begun)
+        lookahead.watch()
 
     # ---- for the loop ----------------------------------------------------------------------
 
@@ -131,9 +134,14 @@ class ResumableSampler(Sampler[int], loading.Telling):
         After a loop has left an epoch early, this says so before the loader is iterated anew. An
         iterator of this epoch that has given nothing yet goes on: Lightning makes it first.
         """
+        ahead = loading.running()
+        if ahead is not None and self._restored:  # by Accelerate, whose own count is not restored
+            ahead.loader.iteration = self._epoch
+            return
         begun = self._pass is not None and self._pass.given > 0
         if begun or epoch != self._epoch:
             self._epoch, self._consumed, self._pass = int(epoch), 0, None
+            self._restored = False
             loading.tell(self, drawing=False)
 
     def __len__(self) -> int:
@@ -162,8 +170,10 @@ class ResumableSampler(Sampler[int], loading.Telling):
                 "a ResumableSampler is iterated by a torch.utils.data.DataLoader, as its sampler"
                 " or within a torch BatchSampler, and not by anything else: who consumes the"
                 " batches could not be seen (a StatefulDataLoader keeps its own position: give it"
-                " an ordinary sampler and make the loader itself an extra; for the order alone"
-                " there is sampler.indices(epoch))"
+                " an ordinary sampler and make the loader itself an extra; under Accelerate it"
+                " needs no skip_first_batches, and with several processes the loader is not given"
+                " to prepare, for the sampler shares the data out; for the order alone there is"
+                " sampler.indices(epoch))"
             )
         return self._pass.indices()
 
@@ -198,6 +208,7 @@ class ResumableSampler(Sampler[int], loading.Telling):
             )
         self.seed = state["seed"]
         self._epoch, self._consumed, self._pass = state["epoch"], state["consumed"], None
+        self._restored = True
 
     # ---- inside ----------------------------------------------------------------------------
 
@@ -233,6 +244,7 @@ class ResumableSampler(Sampler[int], loading.Telling):
         if self._pass is not None:  # the loop has left it early
             self._epoch, self._consumed = self._epoch + 1, 0
         self._pass = _Pass(self, self._epoch, self._consumed, batch, loader.num_workers > 0)
+        self._restored = False
         loading.tell(self, drawing=False)
         return self._pass
 
@@ -319,6 +331,9 @@ def _begun(original: Any) -> Any:
         if found is None:
             return original(loader)
         sampler, batch = found
+        why = lookahead.unfollowed(loader)
+        if why:
+            raise ConfigError(f"a ResumableSampler counts what the loop is given: {why}")
         if loader.num_workers and not getattr(loader, "in_order", True):
             raise ConfigError(
                 "a ResumableSampler needs in_order=True: batches that overtake each other leave"
@@ -327,8 +342,7 @@ def _begun(original: Any) -> Any:
         made = sampler._begin(loader, batch)
         with loading.undrawn(loader.generator):
             iterator = original(loader)
-        loading.follow(iterator, made)
-        return iterator
+        return loading.follow(loader, iterator, made)
 
     return __iter__
 

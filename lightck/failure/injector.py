@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightck.capture import rng
 from lightck.capture.hooks import Listener, is_weight, untraced
+from lightck.capture.lookahead import Lookahead
 from lightck.capture.recorder import Recorder
 from lightck.config import Config
 from lightck.failure.chaos import Chaos, of_process
@@ -122,6 +123,10 @@ class Injector:
     def drawn(self) -> None:
         """Passed on."""
         self.inner.drawn()
+
+    def drawing_ahead(self, iterator: Lookahead) -> None:
+        """Passed on."""
+        self.inner.drawing_ahead(iterator)
 
     def _module_runs(self, module: nn.Module, args: Any) -> None:
         recorder = self.recorder

@@ -295,3 +295,23 @@ def test_epoch_of_a_stateful_loader_that_was_left_early_is_over(
 ) -> None:
     pytest.importorskip(TORCHDATA, reason="SKIPPED: torchdata is not installed")
     bed.check(StatefulLeaving, params={"workers": workers}, kills=("after",), kill_step=k, last=9)
+
+
+class StatefulBoth(Stateful):
+    """The validation's loader is an extra, too: its passes begin when a batch to learn from is
+    drawn, or behind a step."""
+
+    def load(self) -> None:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        super().load()
+        self.validation = StatefulDataLoader(Augmented(7), batch_size=4, shuffle=True)
+        self.extras |= {"validation": self.validation}
+
+
+@pytest.mark.parametrize("k", [EPOCH_ENDS, EPOCH_BEGINS, 7, 8])
+def test_passes_of_another_loader_are_made_again_if_they_came_behind_the_draw(
+    bed: Bed, k: int
+) -> None:
+    pytest.importorskip(TORCHDATA, reason="SKIPPED: torchdata is not installed")
+    bed.check(StatefulBoth, params={"workers": 0}, kills=("update", "after"), kill_step=k)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightck
+from lightck.capture import lookahead
 
 TORCHDATA = "torchdata.stateful_dataloader"
 # torchdata's own, with new versions of torch.
@@ -107,3 +110,191 @@ def test_attaching_to_a_stateful_loader_that_nobody_has_iterated_starts_nothing(
     info = lightck.restore(model, optimizer, run_dir, extras={"data": loader})
     assert info is not None and info.step == 0
     assert len(list(loader)) == 5
+
+
+class Learner:
+    """A plain loop over whatever gives batches."""
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = fresh()
+
+    def run(self, batches: Any, steps: int) -> list[list[float]]:
+        seen = []
+        for x, _ in batches:
+            learn(self.model, self.optimizer, x)
+            seen.append(x[:, 0].tolist())
+            if len(seen) == steps:
+                break
+        return seen
+
+
+def test_stateful_loader_whose_iterator_is_a_generator_is_followed(run_dir: Path) -> None:
+    torchdata = pytest.importorskip(TORCHDATA, reason="SKIPPED: torchdata is not installed")
+
+    class Scaling(torchdata.StatefulDataLoader):  # type: ignore[name-defined,misc]
+        def __iter__(self) -> Any:
+            for x, y in super().__iter__():
+                yield 2 * x, y
+
+    held = data()
+    whole = Learner().run(Scaling(held, batch_size=8), 5)
+    first, loader = Learner(), Scaling(held, batch_size=8)
+    with lightck.attach(first.model, first.optimizer, run_dir, extras={"data": loader}):
+        assert first.run(loader, 2) == whole[:2]
+    second, loader = Learner(), Scaling(held, batch_size=8)
+    lightck.restore(second.model, second.optimizer, run_dir, extras={"data": loader})
+    with lightck.attach(second.model, second.optimizer, run_dir, extras={"data": loader}):
+        assert second.run(loader, 5) == whole[2:]
+
+
+def prepared(loader: DataLoader[Any], *, stateful: bool) -> Any:
+    accelerate = pytest.importorskip("accelerate", reason="SKIPPED: accelerate is not installed")
+    kept = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    return accelerate.Accelerator(cpu=True, dataloader_config=kept).prepare(loader)
+
+
+@pytest.mark.parametrize(
+    ("stateful", "workers", "why"),
+    [
+        (True, 1, "num_workers=1.*sampler=lightck.ResumableSampler.*or take num_workers=0"),
+        (False, 0, "has no position: .*sampler=lightck.ResumableSampler"),
+    ],
+)
+def test_loader_of_accelerates_whose_position_is_not_known_is_refused_with_the_way_out(
+    run_dir: Path, stateful: bool, workers: int, why: str
+) -> None:
+    loader = prepared(DataLoader(data(), batch_size=8, num_workers=workers), stateful=stateful)
+    for use in (lightck.restore, lightck.attach):
+        with pytest.raises(lightck.StateError, match=rf"extras\['data'\] is Accelerate's.*{why}"):
+            use(*fresh(), run_dir, extras={"data": loader})
+
+
+def test_stateful_loader_inside_accelerates_is_refused(run_dir: Path) -> None:
+    loader = prepared(DataLoader(data(), batch_size=8), stateful=True)
+    with lightck.attach(*fresh(), run_dir, extras={"data": loader.base_dataloader}):
+        with pytest.raises(lightck.ConfigError, match="a batch too far; give the loader that"):
+            next(iter(loader))
+
+
+def test_two_loaders_that_hold_a_batch_when_a_step_ends_are_refused(run_dir: Path) -> None:
+    one = prepared(DataLoader(data(), batch_size=8), stateful=False)
+    other = prepared(DataLoader(data(), batch_size=8), stateful=False)
+    model, optimizer = fresh()
+    with pytest.raises(lightck.StateError, match="2 loaders of Accelerate's hold a batch"):
+        with lightck.attach(model, optimizer, run_dir, on_error="raise"):
+            for (x, _), (y, _) in zip(one, other, strict=True):
+                learn(model, optimizer, x + y)
+
+
+def test_extra_may_not_be_named_as_lightcks_own(run_dir: Path) -> None:
+    with pytest.raises(lightck.StateError, match="begins with '@'"):
+        lightck.attach(*fresh(), run_dir, extras={"@ahead": {}})
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, i: int) -> Any:
+        x, y = super().__getitem__(i)
+        return x + torch.rand(4), y
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Noisy])
+@pytest.mark.parametrize("seeded", [False, True])
+def test_random_numbers_of_workers_that_no_snapshot_has_are_told_of(
+    run_dir: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch, kind: Any, seeded: bool
+) -> None:
+    monkeypatch.setattr(lookahead, "_told", set())
+    held = kind(*data(24).tensors)
+    sampler = lightck.ResumableSampler(held) if seeded else None
+    loader = prepared(DataLoader(held, 4, sampler=sampler, num_workers=2), stateful=False)
+    learner = Learner()
+    extras = {"data": sampler} if seeded else {}
+    with lightck.attach(learner.model, learner.optimizer, run_dir, extras=extras):
+        assert len(learner.run(loader, 9)) == 6
+    told = [r.lightck["why"] for r in caplog.records if r.lightck_event == "workers_draw"]
+    assert len(told) == (kind is Noisy and not seeded)
+    assert not told or "sampler=lightck.ResumableSampler" in told[0]
+    assert not isinstance(loader.base_dataloader.collate_fn, lookahead.Noticing)
+
+
+def test_accelerate_that_is_too_old_to_be_followed_is_refused(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = types.ModuleType("accelerate.data_loader")
+    monkeypatch.setitem(sys.modules, "accelerate.data_loader", old)
+    with pytest.raises(lightck.ConfigError, match="from accelerate 1.0 on"):
+        lightck.attach(*fresh(), run_dir)
+
+
+def test_stateful_loader_of_accelerates_that_is_no_extra_is_told_of(
+    run_dir: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookahead, "_told", set())
+    one, other = (prepared(DataLoader(data(), 8), stateful=True) for _ in range(2))
+    with lightck.attach(*fresh(), run_dir, extras={"data": one}):
+        assert len(list(one)) == 5
+        assert not [r for r in caplog.records if r.lightck_event == "loader_not_kept"]
+        assert len(list(other)) == len(list(other)) == 5
+    told = [r.lightck["why"] for r in caplog.records if r.lightck_event == "loader_not_kept"]
+    assert len(told) == 1 and "TensorDataset" in told[0] and "give it in extras" in told[0]
+
+
+class Counting(TensorDataset):
+    """Counts the samples that are made."""
+
+    counters: dict[str, int]
+
+    def __getitem__(self, i: int) -> Any:
+        self.counters["made"] = self.counters.get("made", 0) + 1
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("where", ["sampler", "skip", "generator"])
+@pytest.mark.parametrize("told", [lightck.at_step, lightck.at_forward])
+def test_extra_that_moves_where_a_followed_batch_is_made_is_found(
+    run_dir: Path, told: Any, where: str
+) -> None:
+    """Also where the batch is one ahead: there it is at the right instant at no time."""
+    held = Counting(*data().tensors)
+    held.counters = {}
+    extras: dict[str, Any] = {"counters": told(held.counters)}
+    learner = Learner()
+    if where == "generator":
+        torchdata = pytest.importorskip(TORCHDATA, reason="SKIPPED: torchdata is not installed")
+
+        class Given(torchdata.StatefulDataLoader):  # type: ignore[name-defined,misc]
+            def __iter__(self) -> Any:
+                yield from super().__iter__()
+
+        loader = extras["data"] = Given(held, batch_size=8)
+    else:
+        sampler = lightck.ResumableSampler(held) if where == "sampler" else None
+        loader = prepared(DataLoader(held, 8, sampler=sampler), stateful=False)
+        extras |= {"data": sampler} if sampler is not None else {}
+    handle = lightck.attach(learner.model, learner.optimizer, run_dir, extras=extras)
+    if where == "generator" and told is lightck.at_step:
+        with handle:
+            assert len(learner.run(loader, 4)) == 4
+        return
+    ahead = "be ahead by one" if where == "generator" else "ahead of its step"
+    with pytest.raises(lightck.StateError, match=rf"extras\['counters'\].*{ahead}"), handle:
+        learner.run(loader, 4)
+
+
+def test_counters_of_the_loop_and_of_a_validation_are_no_movement_under_accelerate(
+    run_dir: Path,
+) -> None:
+    """What a validation counts is not drawn again."""
+    held = Counting(*data().tensors)
+    held.counters = {}
+    loader = prepared(DataLoader(data(), 8), stateful=False)
+    validation = prepared(DataLoader(held, 8), stateful=False)
+    place = {"seen": 0}
+    extras = {"made": lightck.at_forward(held.counters), "place": lightck.at_step(place)}
+    model, optimizer = fresh()
+    with lightck.attach(model, optimizer, run_dir, extras=extras) as handle:
+        for _ in range(2):
+            for x, _ in loader:
+                place["seen"] += 1
+                learn(model, optimizer, x)
+                assert len(list(validation)) == 5
+        assert handle.stats().moved_in_draws == 0

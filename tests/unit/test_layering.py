@@ -45,7 +45,11 @@ _FACES_USE = {
     *("config", "errors", "policy", "types", "__init__"),
     "failure",
 }
-_HANDED_OUT = {"lightck.capture.extras", "lightck.capture.sampler"}
+_HANDED_OUT = {
+    "lightck.capture.extras",
+    "lightck.capture.prefetched",
+    "lightck.capture.sampler",
+}
 _CLOCKS = {"time", "datetime", "random", "secrets"}
 _BANNED = re.compile(r"utils?\b|helper|manager", re.I)
 

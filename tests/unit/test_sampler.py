@@ -381,3 +381,33 @@ def test_what_workers_draw_is_a_function_of_the_position_not_of_their_number() -
     assert noise(new, 2, prefetch_factor=1) == whole[2:]
     differing = noise(lightck.ResumableSampler(range(14), seed=5), 1)
     assert not {v for b in differing for v in b[1]} & {v for b in whole for v in b[1]}
+
+
+def test_accelerates_dispatcher_over_several_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("accelerate", reason="SKIPPED: accelerate is not installed")
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+
+    sampler = lightck.ResumableSampler(range(10), rank=0, world=1)
+    batch = BatchSampler(sampler, 2, drop_last=False)
+    assert len(list(DataLoaderShard(range(10), batch_sampler=batch))) == 5
+    loader = DataLoaderDispatcher(range(10), batch_sampler=batch)
+    assert len(list(loader)) == 5
+    monkeypatch.setattr(loader.state, "num_processes", 2)
+    with pytest.raises(lightck.ConfigError, match="cannot be followed.*dispatch_batches=False"):
+        next(iter(loader))
+
+
+def test_what_accelerate_shards_or_skips_is_refused_with_the_way_out() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="SKIPPED: accelerate is not installed")
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+
+    sampler = lightck.ResumableSampler(range(10), rank=0, world=2)
+    batch = BatchSampler(sampler, 2, drop_last=False)
+    sharded = DataLoaderShard(range(10), batch_sampler=BatchSamplerShard(batch, 2, 0))
+    with pytest.raises(lightck.ConfigError, match="with several processes the loader is not given"):
+        next(iter(sharded))
+    skipped = accelerate.skip_first_batches(DataLoaderShard(range(10), batch_sampler=batch), 1)
+    with pytest.raises(lightck.ConfigError, match="it needs no skip_first_batches"):
+        next(iter(skipped))

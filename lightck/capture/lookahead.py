@@ -1,0 +1,347 @@
+"""Loaders that draw a batch ahead of the one that they give: Accelerate's `DataLoaderShard`.
+
+Their iterators are generators that hold a batch which the loop has not got when a step ends. The
+position is what the loop was given. A resumed run draws the held batch once more, with the
+generators as they stood when it was drawn, and goes on with those of the step's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from lightck.capture import boundary, loading
+from lightck.capture.extras import Extra, generators, stand
+from lightck.errors import ConfigError, StateError
+from lightck.events import event
+
+NAME = "@ahead"
+"""Stands among the extras of the step's end: what the held batches were drawn with."""
+_MODULE = "accelerate.data_loader"
+_KINDS = ("DataLoaderShard", "DataLoaderDispatcher")
+
+
+class Listener(Protocol):
+    """Who keeps what batches are drawn with."""
+
+    def drawing_ahead(self, iterator: Lookahead) -> None:
+        """A batch is about to be drawn that the loop is given later."""
+
+    def drawn(self) -> None:
+        """It has been."""
+
+
+@dataclass(eq=False)
+class Redraw:
+    """What the interrupted run had drawn: asked for by restore, done when its loader goes on."""
+
+    step: int
+    held: dict[str, Any] | None
+    """As `generators` gave it; None: no batch was held."""
+    extras: tuple[Extra, ...]
+
+
+listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_open: weakref.WeakSet[Lookahead] = weakref.WeakSet()
+_expected: Redraw | None = None
+_told: set[str] = set()
+"""Events that come once in a process."""
+
+
+def watch() -> None:
+    """Follow Accelerate's loaders, if the process has imported it.
+
+    Raises:
+        ConfigError: it is too old for that.
+    """
+    module = sys.modules.get(_MODULE)
+    if module is not None and not hasattr(module, "DataLoaderAdapter"):
+        version = getattr(sys.modules.get("accelerate"), "__version__", "")
+        raise ConfigError(
+            f"accelerate {version} draws batches ahead of what it gives, and lightck follows that"
+            " from accelerate 1.0 on: install a newer one, or do not import it"
+        )
+    for name in _KINDS if module is not None else ():
+        loading.wrap(getattr(module, name), "__iter__", _given)
+
+
+def expect(redraw: Redraw) -> None:
+    """The loader that goes on in the middle of its data draws what it had drawn ahead."""
+    global _expected
+    watch()
+    _expected = redraw
+
+
+def standing(known: Mapping[Lookahead, dict[str, Any]], step: int) -> dict[str, Any] | None:
+    """What the batch was drawn with that the loop is given next, if the step ended now.
+
+    Args:
+        known: what each iterator's last draw was made with.
+        step: the last complete step.
+
+    Raises:
+        StateError: several loaders hold one.
+    """
+    global _expected
+    every = [it for it in list(_open) if it.standing(known) is not None]
+    if len(every) > 1:
+        names = ", ".join(sorted(type(it.base.dataset).__name__ for it in every))
+        raise StateError(
+            f"step {step}: {len(every)} loaders of Accelerate's hold a batch that they have drawn"
+            f" ahead (over {names}), and which of them goes on after a resume cannot be known: let"
+            " accelerator.prepare have one of them only",
+            path=NAME,
+        )
+    if _expected is not None and step > _expected.step:
+        if _expected.held is not None:
+            event(
+                "not_redrawn",
+                logging.WARNING,
+                step=step,
+                why=f"when step {_expected.step} ended, a batch was drawn ahead, and no loader has"
+                " gone on in the middle of its data since: what that batch drew at random may"
+                " differ (give a ResumableSampler, or begin with accelerator.skip_first_batches)",
+            )
+        _expected = None
+    if every:
+        return every[0].standing(known)
+    return _expected.held if _expected is not None else None
+
+
+def holding() -> weakref.WeakSet[Lookahead]:
+    """The iterators that hold a batch now which the loop is given next."""
+    return weakref.WeakSet(it for it in list(_open) if it.holds and it.given)
+
+
+class Lookahead(loading.Ahead):
+    """An iterator of such a loader, as the loop has it."""
+
+    def __init__(self, loader: Any, inner: Any) -> None:
+        super().__init__(inner)
+        self.loader = loader
+        self.base = loader.base_dataloader
+        self.given = 0
+        self.holds = False
+        """A batch is drawn that the loop has not got."""
+        self.redraw: Redraw | None = None
+        """What this iterator goes on from, and has to draw again."""
+        self._drawn = 0
+        self._asked = False
+        """The loop has asked for a batch, and this has begun to draw one."""
+        self._back: dict[str, Any] | None = None
+        """The generators as they stood before a redraw that is under way."""
+        self._seen: torch.Tensor | None = None
+        """See `Noticing`."""
+        loading.wrap(type(self.base), "__iter__", _inside)
+        for other in list(_open):
+            other.holds = other.holds and other.loader is not loader  # the loop has left that pass
+        _open.add(self)
+
+    def __next__(self) -> Any:
+        self._asked = False
+        if self.given == self._drawn == 0:
+            self._claim()
+        try:
+            with self.running():
+                batch = next(self.inner)
+        except StopIteration:
+            self.holds = False
+            if self.redraw is not None and self.given == 0:
+                self.loader.iteration += 1  # Accelerate does not count a pass without a batch
+            self.redraw = None
+            for made in self.passes:
+                made.ended()
+            raise
+        except BaseException:
+            self.holds, self.redraw = False, None  # the generator is over
+            raise
+        self.given += 1
+        self.redraw = None
+        for made in self.passes:
+            made.drawn()
+        return batch
+
+    def standing(self, known: Mapping[Lookahead, dict[str, Any]]) -> dict[str, Any] | None:
+        """What the batch was drawn with that the loop is given next; None: it holds none."""
+        if self.redraw is not None:
+            return self.redraw.held
+        return known.get(self) if self.holds and self.given else None
+
+    @contextlib.contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Workers that start meanwhile say whether they draw at random."""
+        collate, self._seen = self.base.collate_fn, torch.zeros(1, dtype=torch.uint8)
+        self.base.collate_fn = Noticing(collate, self._seen.share_memory_())
+        try:
+            yield
+        finally:
+            self.base.collate_fn = collate
+
+    def _tell_workers(self) -> None:
+        if self._seen is not None and self._seen[0]:
+            _tell_once(
+                "workers_draw",
+                "workers of a loader draw at random, and no snapshot has their generators: a"
+                " resume that skips batches gets the same samples with other random numbers; give"
+                " the DataLoader sampler=lightck.ResumableSampler(...), which seeds each batch, and"
+                ' extras={"data": sampler} instead of skipping',
+            )
+
+    def _claim(self) -> None:
+        global _expected
+        if _expected is not None and _begins_in_the_middle(self.loader):
+            self.redraw, _expected = _expected, None
+
+    # ---- the loader's own iterator, see `loading.Pass` --------------------------------------
+
+    def drawing(self) -> None:
+        """A batch is about to be drawn."""
+        if not self._asked:
+            self._asked = True
+            for made in self.passes:
+                made.drawing()
+        for listener in list(listeners):
+            listener.drawing_ahead(self)
+        redraw = self.redraw
+        if redraw is not None and redraw.held and self._drawn == self.loader.skip_batches:
+            self._back = generators(redraw.extras)
+            stand(boundary.rebuild(redraw.held), redraw.extras)
+        self.holds = True
+
+    def drawn(self) -> None:
+        """It has been, or the error that this raised is on its way."""
+        self._drawn += 1
+        self._tell_workers()
+        self._stand_back()
+        for listener in list(listeners):
+            listener.drawn()
+
+    def ended(self) -> None:
+        """There was none left: the loop is given the last one, or has it."""
+        self.holds = False
+        self._stand_back()
+
+    def _stand_back(self) -> None:
+        back, self._back = self._back, None
+        if back is not None and self.redraw is not None:
+            stand(boundary.rebuild(back), self.redraw.extras)
+
+
+def _given(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __iter__(loader: Any) -> Any:
+        iterator = original(loader)
+        if getattr(loader, "split_batches", None) is not None and loader.state.num_processes > 1:
+            return iterator  # a dispatcher: one rank draws for all of them
+        if listeners and loading.is_stateful(loader) and not loading.is_heard(loader):
+            _tell_once(
+                "loader_not_kept",
+                f"a stateful loader of Accelerate's (over a {type(loader.dataset).__name__}) is"
+                " iterated and is no extra: accelerator.prepare has begun its first pass, so that a"
+                " resume draws other random numbers; give it in extras beside the others",
+            )
+        return Lookahead(loader, iterator)
+
+    return __iter__
+
+
+def _inside(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The loader that the other draws from, ahead."""
+
+    def __iter__(loader: Any) -> Any:
+        outer = loading.ahead_of(loader)
+        if outer is None:
+            return original(loader)
+        with contextlib.ExitStack() as around:
+            if outer.redraw is not None:  # the interrupted run began this pass before
+                around.enter_context(loading.undrawn(loader.generator))
+            if listeners and loader.num_workers and not _seeds(loader):
+                around.enter_context(outer.noticing())
+            iterator = original(loader)
+        return loading.follow(loader, iterator, outer)
+
+    return __iter__
+
+
+def _seeds(loader: Any) -> bool:
+    """What its workers draw is a function of the position."""
+    return isinstance(getattr(loader.batch_sampler, "sampler", None), loading.Telling)
+
+
+@dataclass(eq=False)
+class Noticing:
+    """A loader's `collate_fn`, which says whether the workers draw between batches."""
+
+    collate: Callable[[Any], Any]
+    seen: torch.Tensor
+    """Shared with the workers: one byte, 1 once they have."""
+    left: int = 3
+    """Batches that a worker looks at."""
+    last: bytes | None = None
+
+    def __call__(self, samples: Any) -> Any:
+        """In a worker."""
+        batch = self.collate(samples)
+        if self.left > 0:
+            self.left -= 1
+            drawn = (
+                torch.get_rng_state().numpy().tobytes(),
+                np.random.get_state(),
+                random.getstate(),
+            )
+            now = hashlib.blake2b(repr(drawn).encode()).digest()
+            if self.last not in (None, now):
+                self.seen[0] = 1
+            self.last = now
+        return batch
+
+
+def unfollowed(loader: Any) -> str:
+    """Why what Accelerate's loader gives cannot be followed, and what to write; empty: it can.
+
+    Called where a loader is iterated.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _room(frame) in ("lightck", "torch"):
+        frame = frame.f_back
+    if frame is None or _room(frame) != "accelerate" or loading.ahead_of(loader) is not None:
+        return ""
+    return (
+        "Accelerate's loader draws from this one ahead of what it gives, and cannot be followed:"
+        " import accelerate before the sampler is made, and take dispatch_batches=False"
+    )
+
+
+def _tell_once(name: str, why: str) -> None:
+    if name not in _told:
+        _told.add(name)
+        event(name, logging.WARNING, why=why)
+
+
+def _room(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _begins_in_the_middle(loader: Any) -> bool:
+    """The next pass of a loader leaves out what the loop was given before."""
+    batches = loader.batch_sampler
+    sampler = getattr(batches, "sampler", loader.sampler)
+    iterator = getattr(loader.base_dataloader, "_iterator", None)
+    begun = getattr(iterator, "_num_yielded", 0) and not getattr(iterator, "_finished", False)
+    return bool(
+        loader.skip_batches
+        or getattr(batches, "skip_batches", 0)
+        or getattr(sampler, "consumed", 0)
+        or loading.is_stateful(loader)
+        and begun
+    )

@@ -1,0 +1,126 @@
+"""`Prefetched`: the batch that a loop takes by hand before the step that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightck.capture import boundary, loading
+from lightck.capture.extras import generators, stand
+from lightck.errors import RestoreMismatchError, StateError
+
+
+class Prefetched(loading.Telling):
+    """Give a loop its batches from `fn()`, and the one that it had in hand again after a resume.
+
+        batches = lightck.Prefetched(lambda: get_batch("train"))
+        extras = {"data": batches}
+        lightck.restore(model, optimizer, path, extras=extras)
+        with lightck.attach(model, optimizer, path, extras=extras):
+            x, y = next(batches)
+            for _ in range(10):
+                loss = model(x, y)
+                x, y = next(batches)  # for the next step, while this one is computed
+                loss.backward()
+                optimizer.step()
+
+    That is nanoGPT's loop. What it takes from `batches` last, during a step, is the batch of the
+    next one. A snapshot holds how the generators stood when `fn` made it; the first batch after a
+    restore is made with them again, and the generators go on from where the step ended.
+
+    `fn` draws from torch's, NumPy's and Python's global generators, and from those that are extras;
+    whatever else it makes a batch from must not change.
+
+    A loop that asks for its batch before the forward that it is for needs no `Prefetched`: it is
+    refused in its second step.
+
+    Thread: the training thread.
+    """
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        """Draw nothing yet.
+
+        Args:
+            fn: makes the next batch.
+        """
+        self.fn = fn
+        self._last: dict[str, Any] | None = None
+        """How the generators stood before the batch that was given last."""
+        self._again: dict[str, Any] | None = None
+        """Likewise, of the batch that the interrupted run had in hand, until that is given."""
+        self._is_outside = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """It is one."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StateError: it is not the batch of the next step that the loop takes here.
+        """
+        self._is_outside = not loading.is_heard(self)
+        loading.tell(self, drawing=True)  # which calls `outside`
+        if self._again is None:
+            self._last = boundary.rebuild(generators(self.draws_from))
+            return self._made()
+        if not self._is_outside:
+            raise StateError(
+                "the first batch behind a restore is asked for when an iteration has begun with"
+                " another: restore before the first next(batches)"
+            )
+        here = generators(self.draws_from)
+        self._last, self._again = self._again, None
+        stand(self._last, self.draws_from)
+        try:
+            return self._made()
+        finally:
+            stand(boundary.rebuild(here), self.draws_from)
+
+    def _made(self) -> Any:
+        try:
+            return self.fn()
+        finally:
+            loading.tell_drawn(self)
+
+    def outside(self, *, first: bool) -> None:
+        """A batch is asked for before the forward of an iteration; `first`: of the first one.
+
+        Raises:
+            StateError: the loop holds no batch while a step ends.
+        """
+        self._is_outside = True
+        if not first:
+            raise StateError(
+                "a Prefetched is for a loop that takes the batch of the next step during a step,"
+                " and this loop takes it between the end of a step and the next forward: leave"
+                " Prefetched out and call its function there; the generators are in a snapshot"
+                " by themselves"
+            )
+
+    def step_ended(self) -> None:
+        """A step of this process has ended.
+
+        Raises:
+            StateError: the loop did not learn from the batch that is to come.
+        """
+        if self._again is not None:
+            raise StateError(
+                "a step was made from another batch than the one that the interrupted run had in"
+                " hand: take the first batch with next(batches), after restore"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """How the generators stood before the batch in hand; None: there is none."""
+        return {"before": self._again or self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next batch is the one that was in hand.
+
+        Raises:
+            RestoreMismatchError: that is no state of a `Prefetched`.
+        """
+        if not isinstance(state, dict) or state.keys() != {"before"}:
+            raise RestoreMismatchError(f"a Prefetched's state has ['before'], found {state!r}")
+        self._last, self._again = None, state["before"]
