@@ -42,6 +42,8 @@ class Instants:
     """What the last batch of each iterator was drawn with."""
     _holding: weakref.WeakSet[lookahead.Lookahead] = field(default_factory=weakref.WeakSet)
     """Those that held a batch at the step end."""
+    _data: Any = None
+    """What the loop learns from, where its batches are drawn ahead: a dataset."""
     refused: StateError | None = None
     """An extra was found to be taken at the wrong instant: nothing is saved any more."""
     _types: Any = None
@@ -61,6 +63,8 @@ class Instants:
         self._rng = rng.capture()
         self.draws.step_ended(self._rng)
         self._holding = lookahead.holding()
+        for iterator in self._holding:
+            self._data = iterator.base.dataset
         with users_code():
             for extra in self.inventory.extras if self.ended else ():
                 if isinstance(extra.subject, Prefetched):
@@ -116,6 +120,8 @@ class Instants:
         if isinstance(loader, Prefetched):
             loader.outside(first=self.ended == 0)
         ours = [e for e in self.inventory.extras if e.subject is loader and e.instant != "forward"]
+        if not drawing and self._is_next(self._drawn) and self._is_learnt(loader):
+            self._drawn = None  # what drew was a look at the same data
         # Once a loader has drawn, what others do comes behind that, and is done again with it; but
         # a pass that has ended meanwhile is not.
         if self._drawn is not None and (drawing or loader is not self._drawn):
@@ -134,12 +140,27 @@ class Instants:
 
     def goes_on(self, iterator: lookahead.Lookahead) -> bool:
         """What it draws next follows the step end, as what an extra draws does."""
-        return iterator.redraw is not None or iterator in self._holding
+        goes_on = iterator.redraw is not None or iterator in self._holding
+        if goes_on:
+            self._data = iterator.base.dataset
+        return goes_on
+
+    def _is_learnt(self, loader: Any) -> bool:
+        return self._data is not None and getattr(loader, "dataset", None) is self._data
+
+    def _is_next(self, iterator: Any) -> bool:
+        """It makes the pass behind the one that was over at the step end, or was left then."""
+        if not isinstance(iterator, lookahead.Lookahead) or iterator in self._holding:
+            return False
+        over = not any(each.holds for each in self._holding)
+        return over and self._is_learnt(iterator.base)
 
     def drawing_ahead(self, iterator: lookahead.Lookahead) -> None:
         """A batch is drawn that the loop is given later: it may have to be drawn again."""
         with users_code():
             self._ahead[iterator] = generators(self.inventory.extras)
+        if self._drawn is None and self._is_next(iterator):
+            self._drawn = iterator  # generators were taken when its pass began
 
     def before_forward(self, *, generators: bool) -> None:
         """Take what a training forward changes, once: (b) itself comes later or goes unseen."""

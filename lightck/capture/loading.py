@@ -54,7 +54,7 @@ class Telling:
 
 _listeners: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 """Per source (a `Telling`, a stateful loader): who wants to know."""
-_passes: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()
+_passes: weakref.WeakKeyDictionary[Any, Callable[[], Pass | None]] = weakref.WeakKeyDictionary()
 """By the iterator that makes it; with persistent workers one iterator makes many in turn."""
 _wrapped: set[tuple[type, str, Callable[..., Any]]] = set()
 _begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -244,7 +244,9 @@ def follow(loader: Any, iterator: Any, made: Pass) -> Any:
         return iterator
     if isinstance(iterator, dataloader._BaseDataLoaderIter):
         wrap(type(iterator), "__next__", _counted)  # the outermost: others have run by its end
-        _passes[iterator] = made
+        # An `Ahead` holds its iterator: here it must not be held, lest a pass that the loop leaves
+        # stays open.
+        _passes[iterator] = weakref.ref(made) if made is ahead else lambda: made
         return iterator
     given = iterator if isinstance(iterator, Given) else Given(iterator)
     given.passes.append(made)
@@ -264,12 +266,16 @@ def wrap(kind: type, name: str, around: Callable[..., Callable[..., Any]]) -> No
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
     def __next__(iterator: Any) -> Any:
-        made = _passes.get(iterator)
+        made = _passes.get(iterator, _nobody)()
         if made is None:
             return original(iterator)
         return _told([made], lambda: original(iterator))
 
     return __next__
+
+
+def _nobody() -> None:
+    """Follows."""
 
 
 def _told(passes: list[Any], draw: Callable[[], Any]) -> Any:

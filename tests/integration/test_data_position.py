@@ -298,3 +298,37 @@ def test_counters_of_the_loop_and_of_a_validation_are_no_movement_under_accelera
                 learn(model, optimizer, x)
                 assert len(list(validation)) == 5
         assert handle.stats().moved_in_draws == 0
+
+
+@pytest.mark.parametrize("looked", ["train", "validation"])
+def test_look_at_data_around_the_first_draw_of_an_epoch_keeps_its_place(
+    run_dir: Path, looked: str
+) -> None:
+    """Under Accelerate, with nothing but counters as the position."""
+    held, other = Noisy(*data().tensors), Noisy(*data().tensors)
+
+    def run(learner: Learner, start: int, handle: Any = None) -> list[Any]:
+        loader = prepared(DataLoader(held, 8), stateful=False)
+        behind = prepared(DataLoader(held if looked == "train" else other, 4), stateful=False)
+        seen = []
+        for _ in range(start // 5, 2):
+            for i, (x, _) in enumerate(loader):
+                if i == 0 and looked == "validation":
+                    next(iter(behind))
+                learn(learner.model, learner.optimizer, x)
+                seen.append(x[:, 0].tolist())
+                if handle is not None and len(seen) == 6:
+                    return seen
+            if looked == "train":
+                next(iter(behind))
+        return seen
+
+    torch.manual_seed(3)
+    whole = run(Learner(), 0)
+    torch.manual_seed(3)
+    first = Learner()
+    with lightck.attach(first.model, first.optimizer, run_dir, policy=5) as handle:
+        assert run(first, 0, handle) == whole[:6]
+    second = Learner()
+    assert lightck.restore(second.model, second.optimizer, run_dir, step=5) is not None
+    assert run(second, 5) == whole[5:]
