@@ -246,6 +246,61 @@ static void test_copies_that_stand_still_go_over_to_the_reserve(bed *b) {
   tear_down(b, &t);
 }
 
+/* ---- Beside threads that never sleep
+ * -------------------------------------------------------------
+ */
+
+static _Atomic int spinning;
+
+static void *spin(void *unused) {
+  while (atomic_load(&spinning)) {
+  }
+  return unused;
+}
+
+/* Idle workers lose their CPUs at any instruction here. Sources change right behind each capture,
+ * and what a worker still stored after that would be seen. */
+static void test_what_is_captured_beside_busy_threads_is_what_was_there(bed *b) {
+  enum { HOGS = 4, ROUNDS = 60, BYTES = 8 << 20, WORDS = BYTES / 8 };
+  pthread_t hogs[HOGS];
+  uint64_t *source = malloc(BYTES), *before = malloc(BYTES);
+  CHECK(source && before, "memory");
+  lck_pool *pool = bed_pool(2, 256 << 10);
+  atomic_store(&spinning, 1);
+  for (int i = 0; i < HOGS; i++)
+    CHECK(pthread_create(&hogs[i], NULL, spin, NULL) == 0, "thread");
+  for (uint64_t round = 1; round <= ROUNDS; round++) {
+    uint32_t slot = (uint32_t)(round % 2);
+    for (uint64_t i = 0; i < WORDS; i++)
+      before[i] = source[i] = (round << 32) + i;
+    atomic_store(&pool->crowd.on, 0); /* or the idle workers would be left out */
+    lck_snapshot *s = bed_begin(b, pool, slot);
+    lck_copy copy = {.offset = bed_slot(b, slot),
+                     .source = source,
+                     .length = BYTES,
+                     .flags = round % 3 == 0 ? LCK_COPY_STAGED : 0};
+    uint32_t batch = bed_add(s, &copy, 1);
+    CHECK(lck_snapshot_release(s, batch, LCK_ALL) == 0, "%s", lck_last_error());
+    if (round % 4 == 0)
+      sched_yield();
+    bed_capture(s, batch, round % 5 != 0);
+    memset(source, (int)round, BYTES);
+    if (round % 7 == 0) {
+      CHECK(lck_snapshot_free(s) == 0, "%s", lck_last_error());
+      continue;
+    }
+    CHECK(bed_seal(b, s, slot, round) == 0, "%s", lck_last_error());
+    bed_committed(s);
+    CHECK(!memcmp(b->region->base + bed_slot(b, slot), before, BYTES), "round %u", (unsigned)round);
+  }
+  atomic_store(&spinning, 0);
+  for (int i = 0; i < HOGS; i++)
+    pthread_join(hogs[i], NULL);
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+  free(source);
+  free(before);
+}
+
 static void body(bed *b) {
   bed_create(b, "lane");
   alarm(100);
@@ -256,6 +311,7 @@ static void body(bed *b) {
   test_giving_up_takes_what_an_idle_worker_has_in_hand(b);
   test_a_visited_snapshot_is_buried(b);
   test_copies_that_stand_still_go_over_to_the_reserve(b);
+  test_what_is_captured_beside_busy_threads_is_what_was_there(b);
   alarm(0);
   bed_destroy(b);
 }
