@@ -87,7 +87,7 @@ static void test_watermark(bed *b) {
   }
   lck_snapshot *s = bed_begin(b, pool, 0);
   uint32_t index = bed_add(s, copies, 21);
-  const lck_batch *batch = s->blocks[0][index];
+  lck_batch *batch = s->blocks[0][index];
   CHECK(batch->chunk_count == 12, "%llu", (unsigned long long)batch->chunk_count);
   static const struct {
     uint64_t bytes, chunks;
