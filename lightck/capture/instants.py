@@ -63,7 +63,7 @@ class Instants:
         self._rng = rng.capture()
         self.draws.step_ended(self._rng)
         self._holding = lookahead.holding()
-        for iterator in self._holding:
+        for iterator in self._held_here():
             self._data = iterator.base.dataset
         with users_code():
             for extra in self.inventory.extras if self.ended else ():
@@ -152,8 +152,12 @@ class Instants:
         """It makes the pass behind the one that was over at the step end, or was left then."""
         if not isinstance(iterator, lookahead.Lookahead) or iterator in self._holding:
             return False
-        over = not any(each.holds for each in self._holding)
+        over = not any(each.holds for each in self._held_here())
         return over and self._is_learnt(iterator.base)
+
+    def _held_here(self) -> list[lookahead.Lookahead]:
+        """Those that have drawn since attach: others may be left over from anything."""
+        return [each for each in self._holding if each in self._ahead]
 
     def drawing_ahead(self, iterator: lookahead.Lookahead) -> None:
         """A batch is drawn that the loop is given later: it may have to be drawn again."""
