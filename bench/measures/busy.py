@@ -99,7 +99,7 @@ def _records(job: Job, stalls: dict[str, list[list[float]]], lost: int) -> list[
     beside = f"{job.work.loader_workers} loader workers, {job.work.hogs} hogs beside it"
     return [
         single("lost", "", lost, note=f"of {due} due; {beside}"),
-        sampled("stall", "s", flat["idle"]),
+        sampled("stall", "s", flat["idle"], note="every block's last snapshot equal bit for bit"),
         single("stall_p99", "s", p99["idle"]),
         single("stall_most", "s", max(flat["idle"])),
         sampled("stall_ratio", "", [float(np.mean(a) / np.mean(b)) for a, b in pairs]),

@@ -37,6 +37,7 @@ _MAIN = {
     "memory": "extra_dram",
     "trace": "trace_overhead",
     "jit": "jit",
+    "busy": "stall",
     "recovery": "recovery",
     "restart": "restart_s",
     "ranks": "extra",
