@@ -148,13 +148,20 @@ def _parse(name: Any, given: Any) -> Extra:
         if why:
             raise StateError(f"extras[{name!r}] {why}", path=f"extras/{name}")
         default: Instant = "step" if is_loader(subject) else "forward"
-        known = default == "step" or isinstance(subject, _AT_FORWARD)
+        known = default == "step" or isinstance(_prepared(subject), _AT_FORWARD)
         return Extra(name, subject, instant or default, known or instant is not None)
     raise StateError(
         f"extras[{name!r}] is a {type(subject).__name__}: expected state_dict/load_state_dict,"
         " a torch, NumPy or random generator, or a dict",
         path=f"extras/{name}",
     )
+
+
+def _prepared(subject: Any) -> Any:
+    """Return torch's scheduler inside of Accelerate's, and anything else as it is."""
+    if type(subject).__module__ == "accelerate.scheduler":
+        return getattr(subject, "scheduler", subject)
+    return subject
 
 
 def must_be_known(extras: Sequence[Extra]) -> None:

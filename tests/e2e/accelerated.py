@@ -68,8 +68,8 @@ class Accelerated(Job):
         self.models = [model]
         self.place, self.counted = {"epoch": 0, "batch": 0}, Counted()
         self.accelerator.register_for_checkpointing(self.counted)
-        given = {"scheduler": self.scheduler, "counted": self.counted}
-        self.extras = {name: lightck.at_forward(each) for name, each in given.items()}
+        counted = lightck.at_forward(self.counted)
+        self.extras = {"scheduler": self.scheduler, "counted": counted}
         self.data: dict[str, Any] = {
             "skip": {"place": lightck.at_step(self.place)},
             "sampler": {"data": sampler},
