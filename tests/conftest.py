@@ -32,6 +32,14 @@ def region_dir() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture
+def disk_dir() -> Iterator[Path]:
+    """A path for a run on an ordinary file system, where commits sync; not made yet."""
+    folder = Path(tempfile.mkdtemp(prefix="lightck-test-", dir="/var/tmp"))
+    yield folder / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture(scope="session")
 def testing_library() -> Path:
     """The native library with fault injection; a subprocess loads it through LIGHTCK_NATIVE."""

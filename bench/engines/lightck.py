@@ -45,7 +45,8 @@ class Lightck:
             self._path,
             policy=_policy(training, plan),
             on_error="raise",
-            **{"failure": "off", **self.settings},  # armed where a definition says so
+            # Armed where a definition says so; some attach two trainings in turn at one path.
+            **{"failure": "off", "overwrite": True, **self.settings},
         )
         if not self.interleaved:
             # Called after lightck's own hook, which opens a due snapshot: it knows of the outermost

@@ -202,10 +202,10 @@ def test_death_inside_every_phase_of_recovery_and_commit_loses_nothing(
 
 
 def test_a_snapshot_that_is_captured_but_not_durable_is_not_acknowledged(
-    server: Server, region_dir: Path
+    server: Server, region_dir: Path, disk_dir: Path
 ) -> None:
     golden = server.run(request(Trained, region_dir, "plain"))[0].check_ended()
-    life = Life(server, region_dir / "run", golden)
+    life = Life(server, disk_dir, golden)  # on memory the two are one instant of one thread
     held_at = 7
     death = {"kill_step": held_at, "kill_where": "after"}
     died = life.live(params={"held_at": held_at}, **death).check_killed()

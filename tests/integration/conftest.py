@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,14 +30,6 @@ def seeded() -> None:
 def run_dir(region_dir: Path) -> Path:
     """A path for a run on tmpfs, where copies go straight to the region; not made yet."""
     return region_dir / "run"
-
-
-@pytest.fixture
-def disk_dir() -> Iterator[Path]:
-    """A path for a run on an ordinary file system, where commits sync; not made yet."""
-    folder = Path(tempfile.mkdtemp(prefix="lightck-test-", dir="/var/tmp"))
-    yield folder / "run"
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

@@ -106,7 +106,9 @@ def test_the_end_of_a_step_is_told_as_the_dead_rank_would_have_kept_it(
     for blob, other in ((found.at_step, wanted.at_step), (found.at_forward, wanted.at_forward)):
         assert _same(parcel.opened(blob, context=""), parcel.opened(other, context=""))
     assert found.at_step != alive[STEP_END].at_step, "the ranks differ in something"
-    assert (found.at_forward != dead[FENCE].at_forward) == (name == "counting")
+    # A first update makes state, and with it the order of its keys.
+    made = steps == 1 and name in ("AdamW", "tensor lr")
+    assert (found.at_forward != dead[FENCE].at_forward) == (name == "counting" or made)
 
 
 def test_what_is_a_rank_s_own_and_changed_in_the_update_is_refused_by_name(run_dir: Path) -> None:
