@@ -416,6 +416,7 @@ def test_options_in_dram_are_of_that_step_too(device: EmulatedDevice, run_dir: P
     for _ in range(3):
         job.step()
         lr.mul_(0.5)  # a scheduler's
+        device.compute.finish()  # far behind a CPU this early it would give an older step
     gate = ahead(job)
     lr.mul_(0.5)
     saved = save(handle)
