@@ -162,7 +162,10 @@ class Instants:
     def drawing_ahead(self, iterator: lookahead.Lookahead) -> None:
         """A batch is drawn that the loop is given later: it may have to be drawn again."""
         with users_code():
-            self._ahead[iterator] = generators(self.inventory.extras)
+            self._ahead[iterator] = {
+                **generators(self.inventory.extras),
+                lookahead.WORKERS: iterator.seed,
+            }
         if self._drawn is None and self._is_next(iterator):
             self._drawn = iterator  # generators were taken when its pass began
 

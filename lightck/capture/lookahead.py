@@ -8,9 +8,7 @@ generators as they stood when it was drawn, and goes on with those of the step's
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -18,16 +16,18 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from lightck.capture import boundary, loading
 from lightck.capture.extras import Extra, generators, stand
+from lightck.capture.seeding import SeedingBatch
 from lightck.errors import ConfigError, StateError
 from lightck.events import event
 
 NAME = "@ahead"
 """Stands among the extras of the step's end: what the held batches were drawn with."""
+WORKERS = "workers"
+"""In there: the seed of what the workers of the pass draw, or None."""
 _MODULE = "accelerate.data_loader"
 _KINDS = ("DataLoaderShard", "DataLoaderDispatcher")
 
@@ -141,8 +141,11 @@ class Lookahead(loading.Ahead):
         """The loop has asked for a batch, and this has begun to draw one."""
         self._back: dict[str, Any] | None = None
         """The generators as they stood before a redraw that is under way."""
-        self._seen: torch.Tensor | None = None
-        """See `Noticing`."""
+        self.seeds = False
+        """A pass is beginning whose workers are seeded for each batch."""
+        self.seed: int | None = None
+        """Of what the workers of this pass draw; None: it seeds none."""
+        self._draws_from: torch.Generator | None = None
         loading.wrap(type(self.base), "__iter__", _inside)
         for other in list(_open):
             other.holds = other.holds and other.loader is not loader  # the loop has left that pass
@@ -179,24 +182,30 @@ class Lookahead(loading.Ahead):
         return known.get(self) if self.holds and self.given else None
 
     @contextlib.contextmanager
-    def noticing(self) -> Iterator[None]:
-        """Workers that start meanwhile say whether they draw at random."""
-        collate, self._seen = self.base.collate_fn, torch.zeros(1, dtype=torch.uint8)
-        self.base.collate_fn = Noticing(collate, self._seen.share_memory_())
+    def seeding(self) -> Iterator[None]:
+        """The pass that begins meanwhile seeds its workers' generators for each batch."""
+        base = self.base
+        before, base.generator = base.generator, torch.Generator()
+        self._draws_from, self.seeds = before, True
+        loading.wrap(type(base.batch_sampler), "__iter__", _seeded)
         try:
             yield
         finally:
-            self.base.collate_fn = collate
+            base.generator, self.seeds = before, False
 
-    def _tell_workers(self) -> None:
-        if self._seen is not None and self._seen[0]:
-            _tell_once(
-                "workers_draw",
-                "workers of a loader draw at random, and no snapshot has their generators: a"
-                " resume that skips batches gets the same samples with other random numbers; give"
-                " the DataLoader sampler=lightck.ResumableSampler(...), which seeds each batch, and"
-                ' extras={"data": sampler} instead of skipping',
-            )
+    def draw_seed(self) -> int:
+        """Draw what torch draws for its workers, in its place; a resume has the interrupted run's.
+
+        Here and not before: the generators of the step's end are taken anew when a pass begins.
+        """
+        held = self.redraw.held if self.redraw is not None else None
+        seed: int | None = held[WORKERS] if held is not None else None
+        if seed is None:
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=self._draws_from)
+            seed = int(drawn.item())
+        self.base.generator.manual_seed(seed)
+        self.seed = seed
+        return seed
 
     def _claim(self) -> None:
         global _expected
@@ -222,7 +231,6 @@ class Lookahead(loading.Ahead):
     def drawn(self) -> None:
         """It has been, or the error that this raised is on its way."""
         self._drawn += 1
-        self._tell_workers()
         self._stand_back()
         for listener in list(listeners):
             listener.drawn()
@@ -265,45 +273,41 @@ def _inside(original: Callable[..., Any]) -> Callable[..., Any]:
         with contextlib.ExitStack() as around:
             if outer.redraw is not None:  # the interrupted run began this pass before
                 around.enter_context(loading.undrawn(loader.generator))
-            if listeners and loader.num_workers and not _seeds(loader):
-                around.enter_context(outer.noticing())
+            outer.seed = None
+            if (listeners or outer.redraw is not None) and _draws_in_workers(loader):
+                around.enter_context(outer.seeding())
             iterator = original(loader)
         return loading.follow(loader, iterator, outer)
 
     return __iter__
 
 
-def _seeds(loader: Any) -> bool:
-    """What its workers draw is a function of the position."""
-    return isinstance(getattr(loader.batch_sampler, "sampler", None), loading.Telling)
+def _draws_in_workers(loader: Any) -> bool:
+    """What its workers draw is no function of the position already."""
+    batches = loader.batch_sampler
+    return (
+        loader.num_workers > 0
+        and batches is not None
+        and not isinstance(getattr(batches, "sampler", None), loading.Telling)
+    )
 
 
-@dataclass(eq=False)
-class Noticing:
-    """A loader's `collate_fn`, which says whether the workers draw between batches."""
+def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The batches of the loader that is drawn from ahead seed the workers, each by its place."""
 
-    collate: Callable[[Any], Any]
-    seen: torch.Tensor
-    """Shared with the workers: one byte, 1 once they have."""
-    left: int = 3
-    """Batches that a worker looks at."""
-    last: bytes | None = None
+    def __iter__(batches: Any) -> Any:
+        outer, indices = loading.running(), original(batches)
+        if outer is None or not outer.seeds or outer.base.batch_sampler is not batches:
+            return indices
+        seed = outer.draw_seed() if outer.seed is None else outer.seed  # torch begins it twice
+        return _seeding(indices, seed, getattr(batches, "skip_batches", 0))
 
-    def __call__(self, samples: Any) -> Any:
-        """In a worker."""
-        batch = self.collate(samples)
-        if self.left > 0:
-            self.left -= 1
-            drawn = (
-                torch.get_rng_state().numpy().tobytes(),
-                np.random.get_state(),
-                random.getstate(),
-            )
-            now = hashlib.blake2b(repr(drawn).encode()).digest()
-            if self.last not in (None, now):
-                self.seen[0] = 1
-            self.last = now
-        return batch
+    return __iter__
+
+
+def _seeding(indices: Any, seed: int, first: int) -> Iterator[SeedingBatch]:
+    for place, batch in enumerate(indices, first):
+        yield SeedingBatch(batch, f"{seed} {place}")
 
 
 def unfollowed(loader: Any) -> str:

@@ -6,19 +6,17 @@ not what workers have asked for. Random numbers drawn in workers are a function 
 
 from __future__ import annotations
 
-import hashlib
 import os
-import random
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from lightck.capture import loading, lookahead
+from lightck.capture.seeding import SeedingIndex
 from lightck.errors import ConfigError, RestoreMismatchError
 
 _SAVED = {"epoch", "consumed", "seed", "length", "shuffle"}
@@ -268,7 +266,7 @@ class _Pass:
         for i, index in enumerate(sampler.indices(self.epoch, self.start)):
             if self.workers and i % self.batch == 0:
                 place = self.start + i * sampler.world + sampler.rank
-                yield _Seeding(index, f"{sampler.seed} {self.epoch} {place}")
+                yield SeedingIndex(index, f"{sampler.seed} {self.epoch} {place}")
             else:
                 yield index
 
@@ -296,33 +294,6 @@ class _Pass:
         if sampler._pass is self:
             sampler._epoch, sampler._consumed, sampler._pass = self.epoch + 1, 0, None
             loading.tell(sampler, drawing=False)
-
-
-class _Seeding(int):
-    """An index that arrives in a worker as a plain one, and seeds the worker's generators there.
-
-    A worker takes a batch's indices from its queue just before it makes the batch, and one batch at
-    a time: what arriving indices do happens between two batches.
-    """
-
-    seed: str
-
-    def __new__(cls, index: int, seed: str) -> _Seeding:
-        made = super().__new__(cls, index)
-        made.seed = seed
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (int(self), self.seed)
-
-
-def _arrive(index: int, seed: str) -> int:
-    """Seed the global generators of this worker; returns the index."""
-    held = hashlib.blake2b(seed.encode(), digest_size=8).digest()
-    torch.default_generator.manual_seed(int.from_bytes(held, "little"))
-    np.random.seed(np.frombuffer(held, np.uint32))
-    random.seed(held)
-    return index
 
 
 def _begun(original: Any) -> Any:

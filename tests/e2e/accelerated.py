@@ -16,13 +16,6 @@ from trainer import Job, Run
 import lightck
 
 
-class Still(Augmented):
-    """The same without noise: what workers draw is not in the state of a loader that is skipped."""
-
-    def __getitem__(self, i: int) -> tuple[int, torch.Tensor]:
-        return i, torch.full((6,), i / self.length)
-
-
 class Counted:
     """What `register_for_checkpointing` takes."""
 
@@ -52,7 +45,7 @@ class Accelerated(Job):
                 use_stateful_dataloader=where == "stateful", use_seedable_sampler=True, data_seed=3
             ),
         )
-        data = Augmented() if self.params["augment"] else Still()
+        data = Augmented()
         sampler = lightck.ResumableSampler(data, seed=7) if where == "sampler" else None
         loader = DataLoader(
             data, batch_size=12, sampler=sampler, shuffle=sampler is None,

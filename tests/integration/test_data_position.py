@@ -197,23 +197,27 @@ class Noisy(TensorDataset):
         return x + torch.rand(4), y
 
 
-@pytest.mark.parametrize("kind", [TensorDataset, Noisy])
-@pytest.mark.parametrize("seeded", [False, True])
-def test_random_numbers_of_workers_that_no_snapshot_has_are_told_of(
-    run_dir: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch, kind: Any, seeded: bool
+@pytest.mark.parametrize("persistent", [False, True])
+def test_seeding_workers_moves_the_generator_as_far_as_torch_does(
+    run_dir: Path, persistent: bool
 ) -> None:
-    monkeypatch.setattr(lookahead, "_told", set())
-    held = kind(*data(24).tensors)
-    sampler = lightck.ResumableSampler(held) if seeded else None
-    loader = prepared(DataLoader(held, 4, sampler=sampler, num_workers=2), stateful=False)
-    learner = Learner()
-    extras = {"data": sampler} if seeded else {}
-    with lightck.attach(learner.model, learner.optimizer, run_dir, extras=extras):
-        assert len(learner.run(loader, 9)) == 6
-    told = [r.lightck["why"] for r in caplog.records if r.lightck_event == "workers_draw"]
-    assert len(told) == (kind is Noisy and not seeded)
-    assert not told or "sampler=lightck.ResumableSampler" in told[0]
-    assert not isinstance(loader.base_dataloader.collate_fn, lookahead.Noticing)
+    generator = torch.Generator()
+    held = Noisy(*data(24).tensors)
+    given = DataLoader(held, 4, num_workers=2, generator=generator, persistent_workers=persistent)
+    loader = prepared(given, stateful=False)
+
+    def after_a_pass() -> tuple[Any, torch.Tensor]:
+        generator.manual_seed(5)
+        drawn = [x for x, _ in loader]
+        assert loader.base_dataloader.generator is generator
+        return torch.stack(drawn), generator.get_state()
+
+    with_none, state = after_a_pass()
+    with lightck.attach(*fresh(), run_dir):
+        first, again = after_a_pass(), after_a_pass()
+    assert torch.equal(first[1], state) and torch.equal(again[1], state)
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], with_none)  # seeded for each batch
 
 
 def test_accelerate_that_is_too_old_to_be_followed_is_refused(
