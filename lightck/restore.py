@@ -288,7 +288,7 @@ def _told(found: Found, filling: Filling, first: dict[str, Any]) -> RestoreInfo:
 def _arm_forward(
     live: Inventory, second: dict[str, Any], tensors: Callable[[str], torch.Tensor]
 ) -> None:
-    """Set the generators at the first training forward to what they were there (b).
+    """Set the generators at the first training forward to what they were at forward start.
 
     However the loop drew its first batch, the forward then draws what it drew before.
     """

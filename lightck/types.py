@@ -66,7 +66,7 @@ class Saved:
         reason: what it was taken for: `SIGTERM`, `hang`, the text given to `snapshot_now`, ...
         step: newest step that is committed on this rank; None: there is none.
         fresh: that is the last complete step: at most the minibatch that was running is lost.
-        early: it was finished before the boundary instant (b).
+        early: it was finished before forward start.
         why: why it is not fresh; empty if it is.
         seconds: from the reason to the commit, or to giving up.
     """
@@ -206,7 +206,7 @@ class RestoreInfo:
         sequence: the snapshot's commit number in its region.
         wall_time: when the snapshot was committed, UTC.
         path: the folder or device it came from.
-        early: the snapshot was finished before the boundary instant (b).
+        early: the snapshot was finished before forward start.
         timeline: the timeline that wrote it.
         leftover: names of extras in the snapshot that nobody took.
         skipped: name to reason, for state that was not restored (`strict=False`); `rng` where

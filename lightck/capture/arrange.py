@@ -47,7 +47,7 @@ _version = operator.attrgetter("_version")
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the copies of one part start from at (b), and what keeps that memory alive.
+    """Holds what the copies of one part are made from at forward start, and keeps it alive.
 
     A parameter does not own its memory for good: `p.data = ...` lets go of it while workers read.
     """
@@ -61,7 +61,7 @@ class Sources:
     """On a device: the bytes of each copy, which keep that memory alive, too."""
 
     def changed(self) -> list[int]:
-        """Which of the live tensors, that the copies started from, were touched since (b).
+        """Return which of the tensors copied from have been touched since forward start.
 
         Run by run, so that what was read is compared and forgotten while it is in the cache.
         """
@@ -80,7 +80,7 @@ class Part:
 
     holders: frozenset[int]
     owned: bool
-    """Sources are private copies made at (b), or copied before the opening returns."""
+    """Sources are private copies made at forward start, or copied before the opening returns."""
     at_once: bool
     """The latter: they lie as they are stored, where the workers can read them."""
     device: Device | None
@@ -123,7 +123,7 @@ class Arrangement:
     plan: allocator.Plan | None = None
     """Of the entries; None before the first."""
     may_wait: bool = True
-    """Whether training may wait for the medium at (b); else what must not wait is cloned."""
+    """Training may wait for the medium at forward start; if not, what cannot wait is cloned."""
     _forms: list[list[Any]] = field(default_factory=list)
     _shards: list[Any] = field(default_factory=list)
     """Mesh and placements of each DTensor; empty where there is none."""

@@ -17,7 +17,7 @@ FATE_S = 10.0
 
 
 def open_now(recorder: Recorder) -> None:
-    """Declare (b) reached and copy the state of the last complete step at once.
+    """Declare forward start reached and copy the state of the last complete step at once.
 
     The generators are taken as they stand: what is drawn next comes after the snapshot.
     Waits for a slot if every one is persisting, for other ranks' commits not longer than

@@ -120,7 +120,7 @@ class Assembled:
 
     @property
     def early(self) -> bool:
-        """A rank finished it before the boundary instant (b)."""
+        """Tell whether a rank finished the snapshot before forward start."""
         return any(part.candidate.record.early for part in self.parts)
 
     @property
@@ -152,7 +152,7 @@ class Assembled:
         return min(named) if alike and named else None
 
     def trees(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The boundary states (a) and (b), checked.
+        """Return the boundary states of step end and of forward start, checked.
 
         Raises:
             CorruptSnapshotError: they have not the form in which they were written.

@@ -37,7 +37,7 @@ class Barrier(Protocol):
         ...
 
     def sample(self, step: int) -> None:
-        """The snapshot of a due step is open, and the state is that of (b), on this very thread.
+        """Take note that a due step's snapshot is open, and that this thread is at forward start.
 
         What several ranks hold alike is looked at now: nothing changes it meanwhile.
         """

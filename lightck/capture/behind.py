@@ -45,7 +45,7 @@ class Before:
     at_end: Sources | None
     """The weights when the step ended."""
     standing: Sequence[Standing]
-    """Of (b)."""
+    """The marks in the devices' streams stand for forward start."""
     counts: Counts
     """What is in DRAM: an update changes it while it is queued."""
     updates: dict[tuple[str, Any], Mark] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Before:
 
     @property
     def stands(self) -> bool:
-        """Devices have come to (b), and to none of the updates.
+        """Tell whether devices have come to forward start, and to none of the updates.
 
         Raises:
             DeviceError: one has failed.
@@ -66,7 +66,7 @@ class Before:
         return not self.updates or any(mark.passed() for mark in self.updates.values())
 
     def instant(self, *, early: bool) -> Instant:
-        """The state, of (a) if `early`, with copies in place of what is another now.
+        """Return the state at forward start (`early`: step end), with copies of what has changed.
 
         Raises:
             TornSnapshotError: it is not known.
@@ -112,7 +112,7 @@ class Before:
         return TornSnapshotError(f"step {self.step}, which a device still has: {why}")
 
     def _changed_early(self) -> str:
-        """Of the weights, between (a) and (b)."""
+        """Say how weights changed between step end and forward start; empty: they did not."""
         if self.at_end is None or self.begun.watched is None:
             return "a weight, for all that is known, was changed before the forward"
         then, now = (_known(each) for each in (self.at_end, self.begun.watched))

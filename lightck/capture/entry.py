@@ -78,7 +78,7 @@ class Sealing:
         Args:
             shelf: has just been filled with the rank's own small tensors.
             copies: what was filled in, by name.
-            trees: values of (a) and (b), plain.
+            trees: values of step end and of forward start, plain.
             share_digest: of the share map.
 
         Raises:
@@ -127,7 +127,7 @@ class Sealing:
         return pickled
 
     def _bytes(self, i: int, state: torch.Tensor) -> bytes:
-        """(b) has the generators of (a), too, the very tensor."""
+        """Return the bytes of a generator; step end and forward start may share the very tensor."""
         known = self._states.get(i)
         if known is None or known[0] is not state:
             known = self._states[i] = state, peek.bytes_of(state)

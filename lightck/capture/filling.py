@@ -46,7 +46,7 @@ class Filling:
         Args:
             snapshot: what is there to be filled in.
             live: what is filled.
-            second: the snapshot's state at (b).
+            second: the snapshot's state at forward start.
             strict: refuse what differs.
             lent: why the snapshot's own state is another rank's, so that generators, which must
                 not draw alike on two ranks, stay as they are; empty if it is this rank's.

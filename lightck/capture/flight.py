@@ -1,7 +1,8 @@
 """A snapshot on its way: what it copies, who waits for it, and what became of those before it.
 
-A *flight* is a snapshot between its opening at (b) and its fate. Its copies form groups, one per
-set of optimizers that change them, so that each optimizer's step waits for its own tensors only.
+A *flight* is a snapshot between its opening at forward start and its fate. Its copies form groups,
+one per set of optimizers that change them, so that each optimizer's step waits for its own tensors
+only.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Group:
 
 @dataclass(eq=False)
 class Flight:
-    """One snapshot from (b) to its fate."""
+    """Follows one snapshot from forward start to its fate."""
 
     step: int
     writer: SlotWriter

@@ -1,4 +1,7 @@
-"""The two boundary instants (I2): (a), where a step ended, and (b), where a forward begins."""
+"""Each step's two boundary instants, step end and forward start, are taken here.
+
+The next forward may begin long after the step has ended: I2 (the two instants).
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ class Instants:
 
     inventory: Inventory
     step: int = -1
-    """Whose (a) was taken last, or could not be."""
+    """The step whose end was taken last, or could not be."""
     draws: Draws = field(init=False)
     _rng: dict[str, Any] = field(default_factory=dict)
-    """(a): random generators, plain."""
+    """Random generators at step end, plain."""
     _extras: dict[str, Any] | None = None
-    """(a): extras whose position the loop advances before the next forward."""
+    """Extras at step end: those whose position the loop advances before the next forward."""
     _early: tuple[dict[str, Any] | None, dict[str, Any]] | None = None
-    """Generators (None: unknown) and buffers of (b), taken before (b) is seen."""
+    """Generators (None: unknown) and buffers for forward start, taken before that is seen."""
     _drawn: Any = None
     """What a batch was drawn from first since the step end, and whose pass goes on."""
     ended: int = -1
@@ -48,7 +51,7 @@ class Instants:
     """An extra was found to be taken at the wrong instant: nothing is saved any more."""
     _types: Any = None
     _taken: dict[str, Any] = field(default_factory=dict)
-    """What was said of each extra of (a) last."""
+    """By extra, its state as it was last taken for step end."""
 
     def __post_init__(self) -> None:
         """Look at what the loop draws, unless it says that it takes batches ahead."""
@@ -56,7 +59,7 @@ class Instants:
         self.draws = Draws(self.inventory.model, on=not ahead)
 
     def step_ended(self, step: int) -> None:
-        """Take (a)."""
+        """Take the state that belongs to step end."""
         self._early, self._extras, self._drawn = None, None, None
         self.step = step
         self.ended += 1
@@ -97,12 +100,12 @@ class Instants:
         return taken
 
     def standing(self) -> dict[str, Any]:
-        """What (a) would be if the step ended now; keeps nothing."""
+        """Return what step end would be if the step ended now; keep nothing."""
         with users_code():
             return {"rng": rng.capture(), "extras": self._positions()}
 
     def generators_stand(self) -> None:
-        """(b) is declared here: whatever runs or is drawn next comes after the snapshot."""
+        """Declare forward start here: whatever runs or is drawn next comes after the snapshot."""
         self._early = None
         self._rng = rng.capture()
         for extra in self.inventory.extras:
@@ -110,12 +113,13 @@ class Instants:
                 self._extras[extra.name] = self._private(extra)
 
     def iterating(self, loader: Any, drawing: bool) -> bool:
-        """A loader starts anew after (a): position and generators are those just before.
+        """Take position and generators again just before a loader starts anew after step end.
 
         Returns whether they have been taken again.
 
         `drawing`: the next batch is about to be drawn from an extra. Validation may have drawn
-        since (a), and what this batch draws comes after the snapshot: generators are those of now.
+        since step end, and what this batch draws comes after the snapshot: generators are those of
+        now.
         """
         if isinstance(loader, Prefetched):
             loader.outside(first=self.ended == 0)
@@ -170,7 +174,7 @@ class Instants:
             self._drawn = iterator  # generators were taken when its pass began
 
     def before_forward(self, *, generators: bool) -> None:
-        """Take what a training forward changes, once: (b) itself comes later or goes unseen."""
+        """Take what a training forward changes, once: forward start comes later or goes unseen."""
         if self._early is None:
             buffers = {
                 live.name: staging.private(live.tensor)
@@ -180,18 +184,18 @@ class Instants:
             self._early = (rng.capture() if generators else None, buffers)
 
     def forward_seen(self) -> None:
-        """(b) is here: buffers that were taken because it might go unseen do not count."""
+        """Forget buffers taken in case forward start goes unseen: it is seen here."""
         self.draws.forward_begins()
         if self._early is not None and self._early[0] is None:
             self._early = None
 
     def forward_missed(self, copies: Mapping[str, torch.Tensor] | None) -> None:
-        """(b) went by unseen: what a forward changes is as it was at (a), where that is known."""
+        """Take what a forward changes as at step end, if known, since forward start went unseen."""
         if self._early is None and copies is not None:
             self._early = (None, dict(copies))
 
     def collect(self, *, sure: bool = True) -> Collected:
-        """The state at (b), with buffers as they were before any training forward.
+        """Return the state at forward start, with buffers as they were before any training forward.
 
         Unless `sure`, with such tensors as a glance tells.
         """
@@ -206,13 +210,13 @@ class Instants:
     def trees(
         self, collected: Collected, step: int, *, seen: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The values of (a) and (b), plain: nothing that is done later changes them.
+        """Return the values of step end and of forward start, plain: nothing changes them later.
 
         Args:
-            collected: the state at (b).
+            collected: the state at forward start.
             step: the last complete step.
-            seen: a forward is about to run. Without one there are no generators of (b): the loop
-                may yet draw a batch, and restore must not set them back behind that.
+            seen: a forward is about to run. Without one there are no generators of forward start:
+                the loop may yet draw a batch, and restore must not set them back behind that.
 
         Raises:
             StateError: something could not be restored; its path is named.

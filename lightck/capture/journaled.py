@@ -1,20 +1,21 @@
 """The boundary state of every step while the failure path is armed, due or not (I10).
 
-Taken at (a) and at (b), and kept twice: in private memory, for a just-in-time snapshot that this
-process makes (`held`), and in the region's journal, for one that a survivor of its node makes when
-this process has been killed. What only an update changes is not in it: that stays live.
+That is I10 (the boundary journal). The state is taken at step end and at forward start, and kept
+twice: in private memory, for a just-in-time snapshot that this process makes (`held`), and in the
+region's journal, for one that a survivor of its node makes when this process has been killed. What
+only an update changes is not in it: that stays live.
 
 An entry of the journal is a parcel (`parcel.py`) of this tree; `entry.unpacked` reads one.
 
     first         as `Instants.trees` gives it: what `at_step` of a manifest decodes to
     second        likewise `at_forward`. Of kind STEP_END: values as they are where the step ends,
-                  without generators; of kind FORWARD: those of (b), with generators if a forward
+                  without generators; of kind FORWARD: as at forward start, with generators if one
                   was seen; of kind FENCE: as of STEP_END, as if the step ended at the fence
     tensors       name -> {role, layer, holders, tensor}: this rank's own small tensors as they are
-                  then: all that a snapshot copies at (b) (buffers, small tensors of extras, what
-                  was found torn twice), and small ones of optimizers' options and attributes.
-                  Neither ties, which have no bytes, nor shares, shards, large tensors of extras,
-                  and what a device holds
+                  then: all that a snapshot copies at forward start (buffers, small tensors of
+                  extras, what was found torn twice), and small ones of optimizers' options and
+                  attributes. Neither ties, which have no bytes, nor shares, shards, large tensors
+                  of extras, and what a device holds
     share_digest  of the share map then
 """
 
@@ -107,13 +108,13 @@ class Journaled:
     habit: Habit
     """Of several ranks: whether an iteration that is left off has come to its fence."""
     stood: Callable[[bool], None] = lambda begun: None
-    """Hears of each instant, and whether it is (b)."""
+    """Hears of each instant, and whether it is forward start."""
     step: int = -1
     """What is kept, or could not be, is of this step."""
     ended: Instant | None = None
-    """(a) of the last step that ended; None: taking it failed."""
+    """The step end of the last step that ended; None: taking it failed."""
     begun: Instant | None = None
-    """(b) after it; None: it has not come, or taking it failed."""
+    """The forward start after it; None: that has not come, or taking it failed."""
     unwritten: LightckError | None = None
     """The last error that kept an instant, or its entry, from being taken."""
     peers: bool = False
@@ -139,7 +140,7 @@ class Journaled:
     _left: tuple[int, bytes] = (-1, b"")
     """Step and blob of the last entry that was left before a fence."""
     _update: dict[int, tuple[int, bytes]] = field(default_factory=dict)
-    """Step and blob of the last entry of the fence, and of a step's first entry of (a)."""
+    """By kind, step and blob of the last fence entry, and of a step's first step-end entry."""
 
     def __post_init__(self) -> None:
         """Tell what goes wrong."""
@@ -161,7 +162,7 @@ class Journaled:
         self.weights.forget()
 
     def step_ended(self, step: int) -> None:
-        """Take (a); once more where position and generators have been taken again.
+        """Take the step end; once more where position and generators have been taken again.
 
         Not while others stand in for the weights: then the first one serves.
         """
@@ -177,7 +178,7 @@ class Journaled:
             self.ended = self._take(STEP_END, step, collected, seen=False) if own else before
 
     def forward(self, step: int, *, seen: bool, sure: bool) -> Instant | None:
-        """Take (b), where the forward starts or where it was missed; None if that failed.
+        """Take the forward start, where it is seen or was missed; None if that failed.
 
         Unless `sure`, which the due snapshot needs, tensors that were the same for some steps are
         looked up anew at times only. Should one be another by then, `late` finds it.
@@ -196,7 +197,7 @@ class Journaled:
         """The last step as it was, though its next forward has begun.
 
         Args:
-            early: as of (a), even if (b) is kept, too.
+            early: as of step end, even if forward start is kept, too.
 
         Raises:
             TornSnapshotError: that is not known any more.
@@ -213,14 +214,14 @@ class Journaled:
         return replace(kept, collected=holding(state, kept.copies) if kept.copies else state)
 
     def moved(self, *, early: bool) -> str:
-        """Name of a weight that is not what it was at (a) (`early`), or by its bytes at (b).
+        """Name a weight that is not what it was at forward start, or if `early` at step end.
 
-        Empty: none is, as far as can be seen.
+        At forward start its bytes tell. Empty: none is, as far as can be seen.
         """
         return self.weights.moved(self.instants.inventory.shared(), early=early)
 
     def untouched(self) -> bool:
-        """What a forward may change is as it was at (b): what stands is of one instant."""
+        """Tell whether what a forward may change is as at forward start: all is of one instant."""
         if self.begun is None or self.begun.copies is None:
             return False
         live = {each.name: each.tensor for each in self.instants.inventory.collect().lives}

@@ -26,15 +26,15 @@ class Instant:
     second: dict[str, Any]
     """See `Instants.trees`."""
     collected: Collected
-    """At (b) everything; at (a) a parameter or its state that is new may be missing."""
+    """Everything at forward start; at step end a new parameter or its state may be missing."""
     copies: dict[str, torch.Tensor] | None
     """Private, of what changes in the window, by name; None: too much for every step."""
     watched: Sources | None = None
-    """Of (b): every other tensor, with version and address (I5)."""
+    """Every other tensor at forward start, with version and address, to see a change by."""
 
     @property
     def early(self) -> bool:
-        """(b) was still to come."""
+        """Tell whether forward start was still to come."""
         return self.kind == STEP_END
 
     @property
@@ -43,7 +43,7 @@ class Instant:
         return RECORD_EARLY if self.early else 0
 
     def changed(self, shared: Sequence[Live]) -> str:
-        """What is not any more what it was at (b), as far as can be seen; empty if nothing is.
+        """Name what is seen to have changed since forward start; empty if nothing is.
 
         Args:
             shared: model and optimizers, just looked up.

@@ -1,8 +1,9 @@
 """A pipeline whose copies begin right after their own layer's update, before the step has ended.
 
 A snapshot that has *begun* holds some layers of step t while others are still of t - 1. It joins
-the ordinary way at (b), where everything is of step t: what was not copied by then is queued, what
-changed in between sends the whole snapshot there. From then on each layer has its own fence.
+the ordinary way at forward start, where everything is of step t: what was not copied by then is
+queued, what changed in between sends the whole snapshot there. From then on each layer has its own
+fence.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MIXED = -1
 
 @dataclass(eq=False)
 class Begun:
-    """A snapshot before its (b)."""
+    """Holds a snapshot that has not come to forward start."""
 
     flight: Flight
     parts: tuple[Part, ...]
@@ -49,13 +50,13 @@ class LayerPipeline(Pipeline):
     """By unit: its optimizer."""
     begun: Begun | None = None
     late: set[int] = field(default_factory=set)
-    """Units that the loop changes behind their update: their copies begin at (b)."""
+    """Units that the loop changes behind their update: their copies begin at forward start."""
     _told: bool = False
 
     def begin(self, step: int, unit: int) -> None:
         """Queue the copies of one layer, which is of `step` now; the first opens the snapshot.
 
-        Does nothing when that is not possible: what is not queued here is queued at (b).
+        Does nothing when that is not possible: what is not queued here is queued at forward start.
         """
         assert self.content.get(unit) == step, (unit, self.content.get(unit), step)
         if unit in self.late or (self.begun is None and not self._begin(step)):
@@ -135,7 +136,7 @@ class LayerPipeline(Pipeline):
         changed: list[str] = []
         for k, group in begun.done.items():
             part, sources = begun.parts[k], group.sources
-            assert sources is not None, "captured before (b)"
+            assert sources is not None, "captured before forward start"
             live = [self.arrangement.tensors[i] for i in part.order]
             if not all(map(operator.is_, live, sources.tensors)) or self._of_other_step(
                 group, step
@@ -179,7 +180,7 @@ class LayerPipeline(Pipeline):
         super().forget(why)
 
     def close(self) -> None:
-        """A snapshot that has not reached (b) is given up."""
+        """Close, and give up a snapshot that has not come to forward start."""
         self._forget_begun("closed")
         super().close()
 

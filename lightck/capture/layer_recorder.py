@@ -59,7 +59,7 @@ class LayerRecorder(Recorder):
     # ---- hooks -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Take (a), and listen to gradients."""
+        """Take the first step end, and listen to gradients."""
         super().start()
         self._arrange()
 

@@ -11,7 +11,7 @@ from lightck.capture.boundary import reference
 from lightck.capture.dense import must_be_dense
 
 SMALL_EXTRA_BYTES = 64 << 10
-"""An extra's tensor up to this size is copied at (b) at once: cheaper than finding it torn."""
+"""An extra's tensor up to this size is copied at forward start: cheaper than finding it torn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Live:
     holders: frozenset[int] = frozenset()
     """Optimizers whose step changes it; with none, any optimizer's step ends its window."""
     sync: bool = False
-    """Changes inside the window (buffers): copied at (b)."""
+    """It changes inside the window, as buffers do, and is copied at forward start."""
     alias_of: str | None = None
     span: tuple[int, int] | None = None
     """First byte and end of what this rank captures of a tensor that others hold; None: all."""

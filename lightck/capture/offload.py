@@ -1,4 +1,4 @@
-"""What a pipeline does with tensors that devices hold, from (b) until the pool has their bytes."""
+"""A pipeline moves devices' tensors, from forward start until the pool has their bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Offload:
     standing: tuple[Standing, ...] = ()
     """At the last instant."""
     _begun: bool = False
-    """That was (b)."""
+    """The last instant was forward start."""
     _back: bool = False
     """It is an earlier one, see `back_at`."""
     _prepared: int = 0
@@ -122,7 +122,7 @@ class Offload:
             self._failure = error
 
     def stand(self, arrangement: Arrangement, *, begun: bool) -> None:
-        """The training thread is at an instant, (b) if the iteration has `begun`.
+        """Note that the training thread is at step end or, if `begun`, at forward start.
 
         For who saves just in time, on another thread: see `aside`.
         """
@@ -145,8 +145,8 @@ class Offload:
     def aside(self) -> Iterator[None]:
         """Inside, another thread than the training's queues to streams of its own.
 
-        From (b) on these begin where the training's streams stood there: what those were given
-        since may hang, and changes nothing that a snapshot has. Before (b), behind all of it.
+        From forward start on these begin where the training's streams stood there: what those were
+        given since may hang, and changes nothing that a snapshot has. Before, behind all of it.
         """
         with ExitStack() as apart:
             if self._is_aside:
@@ -159,7 +159,7 @@ class Offload:
 
     @contextmanager
     def back_at(self, standing: Sequence[Standing]) -> Iterator[None]:
-        """Inside, the last instant is this earlier (b)."""
+        """Inside, take this earlier forward start for the last instant."""
         before = self.standing, self._begun, self._back
         self.standing, self._begun, self._back = tuple(standing), True, True
         try:
@@ -228,7 +228,7 @@ class Offload:
         return group
 
     def depart(self, flight: Flight) -> None:
-        """(b): everything starts from the state that the calling thread's streams have now."""
+        """Start everything from what the calling thread's streams have now, at forward start."""
         self._flight, self._rooms, marks = None, {}, {}
         for transfer in flight.transfers:
             device = transfer.device

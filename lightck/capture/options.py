@@ -52,7 +52,7 @@ class Options:
     index: int
     optimizer: Optimizer
     sync: set[str]
-    """Tensors that are always copied at (b)."""
+    """Tensors that are always copied at forward start."""
     _groups: list[_Entries] = field(default_factory=list)
     _attributes: _Entries | None = None
     _lives: dict[str, Live] = field(default_factory=dict)

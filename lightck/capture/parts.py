@@ -26,7 +26,7 @@ _INDEXED = re.compile(r"@#-?[0-9]{1,300}")
 def read(
     candidate: Candidate, entries: Sequence[Entry], *, context: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The boundary states (a) and (b) of a snapshot, in the form that they were written in.
+    """Return a snapshot's states of step end and of forward start, in the form they were written.
 
     Args:
         candidate: of the rank whose states they are.

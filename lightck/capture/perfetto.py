@@ -234,7 +234,7 @@ def _copied(opening: Opening | None, moment: Any) -> tuple[str, str]:
 
 
 class _Snapshots:
-    """Which snapshot was in a slot at a time: a slot holds one, from its (b) to the next one's."""
+    """Knows which snapshot a slot held when: from its forward start to the next one's there."""
 
     def __init__(self, openings: Sequence[Opening]) -> None:
         self._in_slot: dict[int, list[Opening]] = {}
@@ -242,7 +242,7 @@ class _Snapshots:
             self._in_slot.setdefault(opening.slot, []).append(opening)
 
     def of(self, slot: int, at_ns: int) -> Opening | None:
-        """The one whose (b) was last before."""
+        """Return the snapshot whose forward start was last before."""
         there = self._in_slot.get(slot, [])
         index = bisect.bisect_right(there, at_ns, key=lambda opening: opening.begin_ns)
         return there[index - 1] if index else None
@@ -293,7 +293,7 @@ def _mark(track: int, name: str, at_ns: int, **args: Any) -> dict[str, Any]:
 def _marks(recorded: Recorded, found: _Snapshots, slices: list[_Slice]) -> Iterator[dict[str, Any]]:
     for event in recorded.events:
         if event.kind == "step":
-            yield _mark(TRAINING, f"(a) step {event.step}", event.end_ns, step=event.step)
+            yield _mark(TRAINING, f"step end {event.step}", event.end_ns, step=event.step)
         elif event.kind == "tick":
             track = TRAINING if event.thread == recorded.training_thread else AUTOGRAD
             yield _mark(track, f"gradient {event.name}", event.end_ns, step=event.step)
@@ -303,7 +303,7 @@ def _marks(recorded: Recorded, found: _Snapshots, slices: list[_Slice]) -> Itera
     committed = {s.args["snapshot"]: s for s in slices if s.category == "committed"}
     for opening in recorded.openings:
         step = opening.step
-        yield _mark(TRAINING, f"(b) step {step}", opening.begin_ns, snapshot=step)
+        yield _mark(TRAINING, f"forward start {step}", opening.begin_ns, snapshot=step)
         end = committed.get(step)
         if end is not None:
             yield _mark(end.track, f"committed {step}", end.end_ns, snapshot=step)

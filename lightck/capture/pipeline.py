@@ -1,8 +1,8 @@
 """From live tensors through the pool, one snapshot at a time, fenced before the update.
 
-A flight (`flight.py`) is opened at (b), captured by the fence and sealed, made durable by the pool,
-and counts once the barrier knows it whole (`landing.py`). The barrier hears of every step that a
-flight was due for: of its opening and its loss here, of its commit there.
+A flight (`flight.py`) is opened at forward start, captured by the fence and sealed, made durable by
+the pool, and counts once the barrier knows it whole (`landing.py`). The barrier hears of every step
+that a flight was due for: of its opening and its loss here, of its commit there.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Pipeline(Landing):
         self.offload.prepare(self.arrangement, step)
 
     def stand(self, begun: bool) -> None:
-        """An instant of the training thread, (b) if `begun`: who saves on another starts there."""
+        """Note an instant, forward start if `begun`: who saves on another thread starts there."""
         self.offload.stand(self.arrangement, begun=begun)
 
     def open(

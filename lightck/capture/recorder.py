@@ -142,7 +142,7 @@ class Recorder:
                     self._step_ended()
 
     def forward(self, training: bool) -> None:
-        """(b) for a forward with gradients; one without gives RNG and buffers, once."""
+        """Take forward start if gradients are on; if not, a forward gives RNG and buffers, once."""
         if not self.enabled or self.steps.updating:
             return
         self._tick()
@@ -159,7 +159,7 @@ class Recorder:
             self.hold.here(fence=False)
 
     def _window_begins(self, *, seen: bool) -> None:
-        """(b) is here, or was missed: what it is made of is kept, and the due snapshot opens."""
+        """Keep the state at forward start, seen or missed, and open the due snapshot."""
         self.movement.forward(self.steps.step)
         kept = None
         if self.journaled is None:
@@ -184,7 +184,7 @@ class Recorder:
         self.pipeline.pace(self.pipeline.schedule.tick)
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
-        """A loader starts anew, or draws, between (a) and (b): RNG is that just before."""
+        """Take RNG where a loader starts anew, or draws, between step end and forward start."""
         self._look(loader, drawing)
         if isinstance(loader, Prefetched) and self.forward_unseen and self.instants.ended:
             return  # whether the forward has begun cannot be told
@@ -240,7 +240,7 @@ class Recorder:
                 self._step_ended()
 
     def start(self) -> None:
-        """Take (a) for the state as it is at attach."""
+        """Take the state as it is at attach for a step end."""
         with self.lock:
             self._take_step_end()
         self.arm(True)
@@ -314,7 +314,7 @@ class Recorder:
         if not self.enabled:
             return
         with self.stalls.of("step"):
-            # (a) first: whatever is raised below, a later snapshot must not find the last step's.
+            # Step end first: whatever is raised below, a later snapshot must not find the last one.
             self._gradients, self.buffers = 0, None
             self._ended_in = torch._C._current_graph_task_id()
             with self.outcomes.reported():
@@ -359,9 +359,9 @@ class Recorder:
         """Open the due snapshot; without a slot or the DRAM for it, it slips to a later step.
 
         Args:
-            kept: the instant (b), where it has just been taken already.
+            kept: the forward start, where it has just been taken already.
             flags: of the record.
-            seen: a forward is about to run, so that the RNG states are those of (b).
+            seen: a forward is about to run, so that the RNG states are those of forward start.
             synchronous: copy everything before this returns.
         """
         with self.lock, self.outcomes.reported():

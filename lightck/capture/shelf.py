@@ -21,7 +21,7 @@ _ASIDE = 2
 
 @dataclass(eq=False)
 class Shelf:
-    """Two places, filled in turn: the copies of (a) stay while those of (b) are made.
+    """Keeps two places, filled in turn: step end's copies stay while forward start's are made.
 
     A third one, aside, is for what is only written. Dense tensors in CPU memory go together, by
     one call; others are cloned one by one: those that a device holds on it, which nobody waits for.

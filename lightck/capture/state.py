@@ -112,7 +112,7 @@ class Inventory:
     depends: Callable[[], Sequence[Any]] = lambda: ()
     """Other objects that `share` looks at."""
     taken: dict[str, Any] = field(default_factory=dict, init=False)
-    """What was said last of each extra of (b)."""
+    """By extra, its state as it was last taken for forward start."""
     burden: Burden = field(default_factory=Burden, init=False)
     _cache: _Cache | None = field(default=None, init=False)
     _options: list[Options] = field(default_factory=list, init=False)

@@ -71,7 +71,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A snapshot's (b), and what is needed to name its copies."""
+    """Holds when and in which slot a snapshot was opened at forward start, and names its copies."""
 
     begin_ns: int
     step: int

@@ -3,7 +3,7 @@
 One thread per pipeline queues the copies of one group after the other, a load at a time; another
 feeds what has arrived. A load ends where the pool's chunks do. What orders it all:
 
-    (b)      a mark in the stream that computes; the copying stream follows it
+    start    at forward start a mark in the stream that computes; the copying stream follows it
     fence    that stream waits for a mark behind the group's last copy from live memory, which is
              queued by then: the calling thread waits for the queueing, never for the copies
     ring     a place is written again when the pool has read it; the pool reads it once the mark
@@ -68,7 +68,7 @@ class Transfer:
     copy: torch.Tensor | None = None
     """Room for all of it in the device's spare memory, to be copied to first."""
     begun: Mark | None = None
-    """(b): nothing is copied before."""
+    """The mark of forward start: nothing is copied before."""
     left: Mark | None = None
     """Behind the last copy from live memory; set once that is queued."""
     queued: Event = field(default_factory=Event)

@@ -365,10 +365,10 @@ def _threads(about: dict[str, Any]) -> str:
 
 
 _PAPER = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.9}
-_SHORT = {"boundary": "(b)", "step": "(a)"}
+_SHORT = {"boundary": "forward start", "step": "step end"}
 _MEANING = {
-    "boundary": "(b): small state copied",
+    "boundary": "forward start: small state",
     "fence": "fence: wait, help, audit",
-    "step": "(a): loader, generators",
+    "step": "step end: data, RNG",
     "request": "asked for",
 }

@@ -1,9 +1,9 @@
 """Replicas that no longer hold the same bytes: noticed, named, and marked.
 
-At (b) every rank digests the same sample of what all of them hold (`sample.py`). The ledger holds
-the digest against the first one said before it counts the step; the fate tells every rank. Each
-then marks its own region, durably, and only now, when something is known to differ, they say more:
-one checksum per tensor of that sample. Whoever comes last finds out who differs.
+At forward start every rank digests the same sample of what all of them hold (`sample.py`). The
+ledger holds the digest against the first one said before it counts the step; the fate tells every
+rank. Each then marks its own region, durably, and only now, when something is known to differ, they
+say more: one checksum per tensor of that sample. Whoever comes last finds out who differs.
 
 A rank without a digest, or with one of something else, is not compared, and that is counted:
 nobody takes it for equal.
@@ -87,8 +87,8 @@ class Samples:
     def take(self, step: int, turn: int) -> None:
         """Digest what has its turn.
 
-        At (b), on the training thread: at this instant nothing changes it, so that there is no
-        window to watch, and what is digested is what the snapshot holds.
+        Runs at forward start, on the training thread: at this instant nothing changes it, so that
+        there is no window to watch, and what is digested is what the snapshot holds.
         """
         if self._rotation is not None and turn % self._rotation.pause:
             return

@@ -34,7 +34,7 @@ class Half:
     rank: int
     early: bool
     at_step: bytes
-    """The blobs of (a) and (b), as in a manifest."""
+    """The blobs of step end and of forward start, as in a manifest."""
     at_forward: bytes
     tensors: tuple[tuple[Entry, torch.Tensor], ...]
     ties: tuple[Entry, ...] | None = None

@@ -107,7 +107,7 @@ class Healed:
 
     @property
     def early(self) -> bool:
-        """All of it is of the instant before (b)."""
+        """Tell whether all of it was finished before forward start."""
         return self.given.record.early
 
     @property

@@ -25,7 +25,7 @@ class Plan:
         lacking: ranks that do not.
         bare: those among them whose own state of that instant is not there either: they take over
             the donor's, as ranks beyond the former world do.
-        early: of the instant before (b), like every part that is there.
+        early: finished before forward start, like every part that is there.
     """
 
     donor: int

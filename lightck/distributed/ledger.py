@@ -160,8 +160,8 @@ class Ledger:
     def reusable(self, timeline: int, step: int) -> bool:
         """Whether the slot that holds this snapshot may be overwritten (I6).
 
-        Never with an unknown fate, and never the newest whole one. One that is suspect replaces
-        none that is not.
+        By I6 (old before new) never with an unknown fate, and never the newest whole one. One that
+        is suspect replaces none that is not.
         """
         if timeline != self.timeline:
             trusted = self._best is not None and self._best[0]

@@ -22,7 +22,7 @@ class Offer:
 
     Attributes:
         key: which.
-        early: finished before the boundary instant (b).
+        early: finished before forward start.
         suspect: replicas were found to differ.
         alike: by its own word every rank held the same parameters and optimizer state, so that any
             rank that offers it can give them to any other.

@@ -1,9 +1,10 @@
 """What a rank that was killed inside its update would have had at the end of the step.
 
 Such a rank leaves the journal's entry of the fence, of the very step that the update was to
-complete, and none of (a). A survivor has both, and an update changes the same on every rank: what
-it left alone there is with the dead rank as it was at its fence, and what it changed there, and was
-alike on both before, is now alike, too. Whatever is neither nobody knows, and it is named.
+complete, and none of that step's end. A survivor has both, and an update changes the same on every
+rank: what it left alone there is with the dead rank as it was at its fence, and what it changed
+there, and was alike on both before, is now alike, too. Whatever is neither nobody knows, and it is
+named.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Own:
     """What a rank has for itself at one instant, as its journal keeps it."""
 
     at_step: bytes
-    """The blobs of (a) and (b), as in a manifest."""
+    """The blobs of step end and of forward start, as in a manifest."""
     at_forward: bytes
     lives: tuple[Live, ...]
     """Every tensor that is no share: buffers, and tensors of extras and options."""
@@ -43,12 +44,12 @@ _NOTHING = object()
 
 
 def inferred(dead: Own, before: Own, after: Own) -> Own:
-    """The dead rank's own state at (a).
+    """Return the dead rank's own state at step end.
 
     Args:
         dead: its entry of the fence.
         before: this rank's entry of the fence of the same step.
-        after: this rank's of (a) of that step.
+        after: this rank's entry of the end of that step.
 
     Raises:
         Unknown: something cannot be told, and what.

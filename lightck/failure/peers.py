@@ -40,7 +40,7 @@ class Word:
         rank: who.
         reason: what it was: a signal's name, an exception, `hang`, ...
         step: of the snapshot that it has committed since; None: it has none.
-        early: that snapshot is of the instant before (b).
+        early: that snapshot was finished before forward start.
         heard: its reason is that it has heard of another rank's failure.
         stood: its last complete step when it said so.
     """
@@ -155,7 +155,7 @@ class Peers:
         Args:
             reason: why.
             step: of its committed snapshot.
-            early: that is of the instant before (b).
+            early: that was finished before forward start.
             heard: it has saved itself because of another's failure.
             stood: its last complete step.
             seconds: how long to wait until it is said.

@@ -1,11 +1,11 @@
 """A snapshot of the last complete step, just in time: on any thread, wherever the training is.
 
-Everything is done under the recorder's lock. The forward hook takes it for (b), and an update
-begins with the fence, which takes it: while it is held, and no update has begun, parameters are
-those of the last complete step. Before (b) everything is still live, and the snapshot is `early`:
-it is not made while others stand in for the weights (`capture/weights.py`).
-After (b) what a forward changes comes from what was kept then (`capture/journaled.py`). Inside an
-update the state is mixed: another thread waits for its end, the training thread cannot.
+Everything is done under the recorder's lock. The forward hook takes it at forward start, and an
+update begins with the fence, which takes it: while it is held, and no update has begun, parameters
+are those of the last complete step. Before forward start everything is still live, and the snapshot
+is `early`: it is not made while others stand in for the weights (`capture/weights.py`).
+After forward start what a forward changes comes from what was kept then (`capture/journaled.py`).
+Inside an update the state is mixed: another thread waits for its end, the training thread cannot.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from lightck.types import Saved
 
 POLL_S = 0.002
 PATIENCE_S = 1.0
-"""How long another thread waits for (b), where a snapshot is exact, before it takes an early one;
-a quarter of the time that there is at most."""
+"""How long another thread waits for forward start, where a snapshot is exact, before it takes an
+early one; a quarter of the time that there is at most."""
 FATES_S = 3.0
 """How long it waits for a slot while nothing is written: with a dead rank no open fate may ever be
 settled."""
@@ -286,10 +286,10 @@ class Rescue:
             return self._sealed(flight)
 
     def _open_early(self, here: bool) -> Flight:
-        """(b) is still to come. Another thread looks twice: the loop may change something between.
+        """Open a snapshot before forward start; another thread looks twice, as the loop may write.
 
         Raises:
-            Later: it does, or others stand in for the weights.
+            Later: it changes something, or others stand in for the weights.
         """
         kept, step = self.recorder.journaled, self.recorder.steps.step
         assert kept is not None
@@ -322,11 +322,12 @@ class Rescue:
         return [slot for slot, r in held if (r.timeline, r.step) == (region.timeline, step)]
 
     def _before_forward(self) -> tuple[Collected, tuple[bytes, bytes]]:
-        """The state between (a) and (b), and its blobs: one rank's as everything stands.
+        """Return the state between step end and forward start, and its blobs.
 
-        Of several ranks values and buffers are those of (a): that is all that a killed one leaves,
-        and a rank which has gone on to the forward has them, too. The loop's work between (a) and
-        (b) is then to be done on every rank.
+        One rank's is as everything stands. Of several ranks values and buffers are those of step
+        end: that is all that a killed one leaves, and a rank which has gone on to the forward has
+        them, too. The loop's work between step end and forward start is then to be done on every
+        rank.
         """
         recorder = self.recorder
         instants, kept = recorder.instants, recorder.journaled

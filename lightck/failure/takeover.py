@@ -2,17 +2,17 @@
 
 Ranks that share replicated state each write a part of it. When one is killed, the just-in-time
 snapshots of the others lack its part. What it had of the replicated state a survivor has, too; what
-was its own (buffers, generators, data position) is in its region's boundary journal (I10). Both
-together are its snapshot, which the survivor writes into the dead rank's region, by that region's
-own rules (I6), as the dead rank would have: its rank, world, share map and timeline.
+was its own (buffers, generators, data position) is in its region's journal: I10 (the boundary
+journal). Both together are its snapshot, which the survivor writes into the dead rank's region, by
+that region's own rules, as the dead rank would have: its rank, world, share map and timeline.
 
-The rule of instants. A step is put together from shares of one instant only: all at (b), exact, or
-all before it, early. A rank *has* an instant if its snapshot of it is committed, or if it is dead
-and its journal's entry is of that very step and timeline. Killed inside the update that completes
-the step, it has the early one, too: the entry of the fence tells it (`inferred.py`). All ranks of
-the node having the exact one, that is it. Else it is the early one if all can have it: whoever has
-only an exact snapshot writes an early one beside it, from the parameters as they stand and the
-boundary state of (a). Else nothing of the step is written for anyone.
+The rule of instants. A step is put together from shares of one instant only: all at forward start,
+exact, or all before it, early. A rank *has* an instant if its snapshot of it is committed, or if it
+is dead and its journal's entry is of that very step and timeline. Killed inside the update that
+completes the step, it has the early one, too: the entry of the fence tells it (`inferred.py`). All
+ranks of the node having the exact one, that is it. Else it is the early one if all can have it:
+whoever has only an exact snapshot writes an early one beside it, from the parameters as they stand
+and the boundary state of step end. Else nothing of the step is written for anyone.
 
 A dead rank's journal does not change any more, and a living one's snapshots only grow in number, so
 that every survivor comes to the same instant by itself.
@@ -56,7 +56,7 @@ class Taken:
     Attributes:
         rank: the dead one.
         step: the step of which its region holds a snapshot now that goes with the survivors'.
-        early: that is of the instant before (b).
+        early: that was finished before forward start.
         wrote: it was written here.
         why: why nothing was written, and nothing was there; empty if the region holds it.
         busy: somebody owns its region: it lives, or another survivor is at it.
@@ -248,7 +248,7 @@ class Takeover:
         return self.own(entry)
 
     def _inferred(self, region: Region, fence: JournalEntry) -> Own:
-        """The dead rank's own state at (a): it was killed in the update, this rank was not."""
+        """Return the dead rank's own state at step end, had its update not killed it."""
         kept = [self.survivor.entry(kind) for kind in (FENCE, STEP_END)]
         mine = [self.own(e) for e in kept if e and _is_of(e, fence.timeline, fence.step)]
         where = f"{region.place.file}: its rank was killed inside the update to step {fence.step}"

@@ -18,8 +18,8 @@ class JournalEntry:
     """The boundary state of one instant; serves parameters of this very step and timeline only."""
 
     kind: int
-    """STEP_END: (a), complete in itself. FORWARD: (b), everything. FENCE: before the first update
-    of the iteration that completes `step`, what the update will not change."""
+    """STEP_END: complete in itself. FORWARD: everything, at forward start. FENCE: before the first
+    update of the iteration that completes `step`, what the update will not change."""
     step: int
     timeline: int
     sequence: int
@@ -29,7 +29,7 @@ class JournalEntry:
 
     @property
     def early(self) -> bool:
-        """Taken before the boundary instant (b)."""
+        """Tell whether the entry was taken before forward start."""
         return bool(self.flags & RECORD_EARLY)
 
 

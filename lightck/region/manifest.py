@@ -35,8 +35,8 @@ _ZEROS = bytes(8)
 class Manifest:
     """One snapshot's dynamic metadata.
 
-    The boundary blobs are opaque here: (a) step end and (b) next forward, as `capture.parcel`
-    closes them; what (b) alone has is left out of a snapshot that was finished before it.
+    The boundary blobs, of step end and of forward start, are opaque here: `capture.parcel` closes
+    them. What forward start alone has is left out of a snapshot that was finished before it.
     """
 
     step: int

@@ -120,7 +120,7 @@ class Record:
 
     @property
     def early(self) -> bool:
-        """Finished before the boundary instant (b)."""
+        """Tell whether the snapshot was finished before forward start."""
         return bool(self.flags & RECORD_EARLY)
 
     @property

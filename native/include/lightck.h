@@ -173,7 +173,7 @@ int lck_region_describe(const lck_region *region, lck_region_info *out);
 int lck_region_close(lck_region *region);
 
 enum {
-  LCK_RECORD_EARLY = 1u << 0,   /* finished before the boundary instant (b) */
+  LCK_RECORD_EARLY = 1u << 0,   /* finished before forward start */
   LCK_RECORD_SUSPECT = 1u << 1, /* replicas disagreed: said at its seal, or of its sequence since */
   LCK_RECORD_JIT = 1u << 2,     /* made by the failure path */
 };
@@ -215,8 +215,8 @@ int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint64_t cou
  * come back whole. Written, it survives the process, and power loss on line and byte media; on page
  * media it is whole then or not there. */
 enum {
-  LCK_JOURNAL_STEP_END = 1, /* (a): complete in itself; always carries LCK_RECORD_EARLY */
-  LCK_JOURNAL_FORWARD = 2,  /* (b): start of the next forward, everything; of the same step */
+  LCK_JOURNAL_STEP_END = 1, /* step end: complete in itself; always carries LCK_RECORD_EARLY */
+  LCK_JOURNAL_FORWARD = 2,  /* forward start: everything, of the same step */
   LCK_JOURNAL_FENCE = 3, /* before the first update that `step` needs: what none changes; early */
 };
 

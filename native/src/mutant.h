@@ -32,7 +32,7 @@ enum lck_mutants {
   MUTANT_SYNC_RETRIED,           /* a failed sync is tried again and then believed */
   MUTANT_ADOPTED_CLEAN,          /* a new owner syncs pages that may count as clean */
   MUTANT_JOURNAL_NEWEST,         /* journal: the newest entry is overwritten */
-  MUTANT_JOURNAL_OVER_END,       /* journal: (b) overwrites the (a) of its own step */
+  MUTANT_JOURNAL_OVER_END,       /* journal: forward start's entry overwrites its own step's end */
   MUTANT_JOURNAL_SECOND,         /* journal: the second newest is overwritten, not the oldest */
   MUTANT_JOURNAL_KEPT_VALID,     /* journal: the old word stays while its place changes */
   MUTANT_JOURNAL_UNFENCED,       /* journal: nothing orders entry and blob before the word */

@@ -84,13 +84,13 @@ static void test_the_two_newest_entries_are_there(void) {
             "the fence's harmed the step before");
     must_write(region, LCK_JOURNAL_STEP_END, step, 100 * step);
     CHECK(read_entry(region, 0) == END(step), "%s", lck_last_error());
-    CHECK(read_entry(region, LCK_JOURNAL_FENCE) == FENCE(step), "(a) harmed the fence's");
+    CHECK(read_entry(region, LCK_JOURNAL_FENCE) == FENCE(step), "step end over fence");
     if (step > 1)
-      CHECK(read_entry(region, LCK_JOURNAL_FORWARD) == FORWARD(step - 1), "(a) harmed (b)");
+      CHECK(read_entry(region, LCK_JOURNAL_FORWARD) == FORWARD(step - 1), "step end over forward");
     must_write(region, LCK_JOURNAL_FORWARD, step, 7000 - step);
     CHECK(read_entry(region, 0) == FORWARD(step), "%s", lck_last_error());
-    CHECK(read_entry(region, LCK_JOURNAL_STEP_END) == END(step), "(b) harmed (a)");
-    CHECK(read_entry(region, LCK_JOURNAL_FENCE) == FENCE(step), "(b) harmed the fence's");
+    CHECK(read_entry(region, LCK_JOURNAL_STEP_END) == END(step), "forward start over step end");
+    CHECK(read_entry(region, LCK_JOURNAL_FENCE) == FENCE(step), "forward start over fence");
   }
   must_write(region, LCK_JOURNAL_STEP_END, 9, 10);
   must_write(region, LCK_JOURNAL_STEP_END, 9, 20); /* a loader iterated anew */
@@ -118,8 +118,8 @@ static void test_a_fences_entry_written_again_goes_over_itself(void) {
     CHECK(lck_journal_read(region, 0, &entry, NULL, 0) == 0, "%s", lck_last_error());
     CHECK(entry.kind == LCK_JOURNAL_FENCE && entry.step == 5 && entry.length == length,
           "kind %u step %lu length %lu", entry.kind, entry.step, entry.length);
-    CHECK(read_entry(region, LCK_JOURNAL_STEP_END) == END(4), "the fence's went over (a)");
-    CHECK(read_entry(region, LCK_JOURNAL_FORWARD) == FORWARD(4), "the fence's went over (b)");
+    CHECK(read_entry(region, LCK_JOURNAL_STEP_END) == END(4), "fence over step end");
+    CHECK(read_entry(region, LCK_JOURNAL_FORWARD) == FORWARD(4), "fence over forward start");
   }
   must_write(region, LCK_JOURNAL_FENCE, 6, 10);
   CHECK(read_entry(region, LCK_JOURNAL_STEP_END) == LCK_E_EMPTY, "of another step: the oldest");

@@ -56,7 +56,7 @@ class Writer:
         self.pipeline.placement = Placement(mode, False, self.pipeline._map_dram)
 
     def open(self, step: int, lives: Sequence[Live]) -> None:
-        """From (b) on: sources must not change until the fence."""
+        """Open a snapshot at forward start; sources must not change until the fence."""
         shared = self.share(lives)
         collected = Collected(shared.lives, {}, shared.digest)
         self.pipeline.placement.prepare(sum(staging.describe(v).length for v in shared.lives))

@@ -91,7 +91,7 @@ def life(
 
         job = Standing(me, phases.get(me.rank, ""), lambda: then(me, job.handle))
 
-        def ahead(*_: Any) -> None:  # behind (b), and before DDP waits for the other
+        def ahead(*_: Any) -> None:  # behind forward start, before DDP waits
             if job.iteration == AT + 1 and me.rank not in phases:
                 job.model.broadcast_buffers = waits == "forward"
                 watched(job.handle)

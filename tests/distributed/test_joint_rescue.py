@@ -30,7 +30,7 @@ class Node:
         self.saves: dict[int, list[tuple[str, bool]]] = {r: [] for r in range(world)}
         self.settled: dict[int, int] = dict.fromkeys(range(world), 0)
         self.early: set[int] = set()
-        """Ranks that have not come to (b)."""
+        """Ranks that have not come to forward start."""
         self.stuck: set[int] = set()
         """Ranks that cannot save."""
         for rank in range(world):

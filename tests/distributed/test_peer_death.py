@@ -40,7 +40,7 @@ PHASES = [*BEFORE, "fence", "half", "updated", "step end", "loop"]
 
 
 class Mortal(Job):
-    """Kills itself with SIGKILL at one instant; weights are clipped between (a) and (b)."""
+    """Kills itself with SIGKILL at one instant; weights are clipped before forward start."""
 
     def __init__(self, rank: int, kind: str, phase: str = "", **settings: Any) -> None:
         super().__init__(rank, kind, **settings)
@@ -101,13 +101,13 @@ class Mortal(Job):
         return info
 
     def pending(self) -> None:
-        """What the loop does between (a) and (b), as far as it is not done."""
+        """Do what the loop does between step end and forward start, as far as it is not done."""
         if self.schedule.last_epoch < self.iteration:
             self.schedule.step()
 
 
 class Epochs(Mortal):
-    """A loader is iterated anew at each step: generators are taken again behind (a)."""
+    """Iterates a loader anew at each step: generators are taken again behind step end."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -115,7 +115,7 @@ class Epochs(Mortal):
 
     def pending(self) -> None:
         super().pending()
-        self.progress["passes"] = 10 * self.iteration + self.progress["rank"]  # position, (a)'s own
+        self.progress["passes"] = 10 * self.iteration + self.progress["rank"]  # at step end
         assert len(list(self.loader)) == 2  # draws from the global generator
 
 
@@ -183,9 +183,9 @@ def until(holds: Callable[[], object]) -> None:
 def stand(me: ranks.Me, job: Mortal, dead: int, where: str, tell: Callable[[], Any]) -> None:
     """The dead rank dies when it is let go; the survivor says `tell()` where it then is.
 
-    That is LOOP, between (a) and (b) of the last step, until its watchdog has saved that; or
-    FORWARD, where it has passed (b), and waits for the dead one. Of step 1, which is whole when
-    step 2 has ended, the fate is known on both.
+    That is LOOP, between the last step's end and the forward start, until its watchdog has saved
+    that; or FORWARD, where it has passed forward start, and waits for the dead one. Of step 1,
+    which is whole when step 2 has ended, the fate is known on both.
     """
     if me.rank == dead:
         job.tell = lambda at: me.pause()
@@ -200,7 +200,7 @@ def stand(me: ranks.Me, job: Mortal, dead: int, where: str, tell: Callable[[], A
             until(lambda: events.of("saved"))
         pending()
 
-    def begun(*_: Any) -> None:  # behind (b), and before DDP waits for the other
+    def begun(*_: Any) -> None:  # behind forward start, before DDP waits
         if job.iteration == job.last + 1 and where == FORWARD:
             me.send(tell())
 
@@ -218,8 +218,8 @@ def exact_steps(path: Path, rank: int) -> set[int]:
 def passed(me: ranks.Me, job: Mortal, dead: int, phase: str) -> None:
     """The dead rank says when it dies, which is when it is let go.
 
-    The others say that they have come as far as it takes: to (b) of the step before, or to the end
-    of the step.
+    The others say that they have come as far as it takes: to the forward start after the step
+    before, or to the end of the step.
     """
     if me.rank == dead:
         job.tell = lambda at: (me.pause(), me.send(time.monotonic()))
@@ -230,9 +230,9 @@ def passed(me: ranks.Me, job: Mortal, dead: int, phase: str) -> None:
             me.send(phase)
 
     if phase in BEFORE:
-        job.model.register_forward_pre_hook(said)  # behind (b)
+        job.model.register_forward_pre_hook(said)  # behind forward start
     else:
-        job.optimizer.register_step_post_hook(said)  # before (a), which training comes to alone
+        job.optimizer.register_step_post_hook(said)  # before step end
 
 
 def second_life(path: Path, kind: type[Mortal]) -> Callable[..., Any]:
@@ -337,7 +337,7 @@ def test_what_a_survivor_takes_again_behind_its_update_does_not_hide_the_update(
 def test_a_survivor_that_hears_of_it_before_its_own_update_finishes_both_steps(
     region_dir: Path,
 ) -> None:
-    """Of the step before both had (b); the update that killed the other it then ends by itself."""
+    """Both had the forward start of the step before; it ends the update that killed the other."""
 
     def prepare(me: ranks.Me, job: Mortal) -> None:
         events = Events()

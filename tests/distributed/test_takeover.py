@@ -174,7 +174,7 @@ def test_a_journal_of_another_step_serves_nothing(folder: Path, last: int) -> No
 
 
 def test_a_dead_rank_that_was_a_step_ahead_still_has_the_entry_of_the_forward(folder: Path) -> None:
-    """It had ended its update and written (a) of step 3 over (a) of step 2."""
+    """It had ended its update and written the entry of step 3's end over that of step 2's."""
     with Node(folder, 2) as node:
         node.train(1)
         node.train(2, absent=[1])
@@ -270,7 +270,7 @@ def test_a_survivor_whose_state_has_another_share_map_writes_nothing(folder: Pat
 def test_a_tensor_that_changes_under_the_copy_is_never_committed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, torn_before: bool
 ) -> None:
-    """Also one that is taken at (b) since it was found torn, and is copied from where it lies."""
+    """A tensor copied at forward start, since it was found torn, is copied from its place, too."""
     from lightck.region.writer import SlotWriter
 
     with Node(folder, 2) as node:

@@ -63,7 +63,7 @@ def replicas(draw: st.DrawFn) -> list[Live]:
     for i, tensor in enumerate(draw(st.lists(tensors(), max_size=8))):
         role = draw(st.sampled_from(["parameter", "optimizer"]))
         holders = draw(st.sampled_from([HELD, frozenset(), frozenset({1})]))
-        torn = draw(st.booleans())  # twice before: it is copied at (b)
+        torn = draw(st.booleans())  # twice before: copied at forward start
         live = Live(f"model/{i}", role, "", tensor, holders, torn)
         lives.append(live)
         if draw(st.integers(0, 4)) == 0:
@@ -103,7 +103,7 @@ def live(name: str = "model/w", tensor: torch.Tensor = WEIGHT, **fields: object)
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])
-@pytest.mark.parametrize("sync", [False, True], ids=["live", "copied at (b)"])
+@pytest.mark.parametrize("sync", [False, True], ids=["live", "copied at forward start"])
 def test_a_cut_tensor_is_written_from_where_each_part_begins(
     folder: Path, mode: Mode, sync: bool
 ) -> None:

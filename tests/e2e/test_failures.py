@@ -36,7 +36,7 @@ def test_a_training_that_an_exception_ends_goes_on_bit_for_bit_from_its_last_com
     _, _, second = broken_and_resumed(bed, step, phase)
     complete = phase in ("updated", "evaluation")
     assert second.value("restored") == (step if complete else step - 1)
-    # The second micro-batch's data are drawn behind (b), the first one's before it.
+    # The second micro-batch's data are drawn behind forward start, the first one's before it.
     assert second.value("early") == (phase not in EXACT)
 
 

@@ -1,4 +1,4 @@
-"""Training loops that write down, at the instant (b) of every step, what a snapshot must hold."""
+"""These training loops write down, at every forward start, what a snapshot must hold."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Overwriter(Optimizer):
 
 
 class Loop:
-    """One model with one or several optimizers; `seen` holds the digests of (b) by step."""
+    """Trains one model with any optimizers; `seen` has the digests of each step's forward start."""
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer, width: int = 64) -> None:
         self.model, self.optimizers, self.width = model, optimizers, width
@@ -93,7 +93,7 @@ class Loop:
         self.step = 0
 
     def forward(self) -> torch.Tensor:
-        """A forward, its instant (b) written down just before."""
+        """Run a forward, with what stands at its start written down just before."""
         self.note()
         return self.model(torch.ones(2, self.width)).square().mean()
 

@@ -200,7 +200,7 @@ def test_snapshot_is_copied_when_it_returns_and_its_future_gives_the_step(run_di
         loop.note()
         future = handle.snapshot()
         assert handle.last_captured_step == 2
-        with torch.no_grad():  # after (b) was declared: not part of it
+        with torch.no_grad():  # after forward start was declared: not part of it
             loop.model[0].weight.zero_()
         assert future.result(timeout=100) == 2
         assert of_stored(run_dir, 2) == loop.seen[2]

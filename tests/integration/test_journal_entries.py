@@ -84,7 +84,7 @@ class Job:
         self.first: Tree = {}
 
     def values(self) -> tuple[Tree, Tree, Tree]:
-        """As of an (a) that is now: both instants, and the rank's own small tensors."""
+        """Return both instants as if step end were now, and the rank's own small tensors."""
         parsed = extras.parse(self.extras)
         collected = Inventory(self.model, [self.optimizer], parsed).collect()
         position = {e.name: boundary.plain(e.state(), "") for e in parsed if e.instant != "forward"}

@@ -24,7 +24,7 @@ class Stop(Exception):
 
 
 class Queued(list[int]):
-    """Per snapshot that reached (b): how many layers had been queued by then."""
+    """Says, per snapshot that reached forward start, how many layers had been queued by then."""
 
 
 @pytest.fixture

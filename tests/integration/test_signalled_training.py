@@ -35,7 +35,7 @@ Phase = Callable[[str], object]
 
 
 class Training:
-    """Dropout, BatchNorm, and a schedule and clipped weights between (a) and (b)."""
+    """Trains with dropout and BatchNorm; between step end and forward start weights are clipped."""
 
     def __init__(self, at: Phase = lambda phase: None) -> None:
         torch.manual_seed(5)

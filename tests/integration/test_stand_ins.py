@@ -148,7 +148,7 @@ def test_memory_that_a_weight_has_no_more_is_not_looked_at(run_dir: Path) -> Non
 
 
 def test_a_weight_whose_storage_is_taken_away_is_not_looked_at(run_dir: Path) -> None:
-    """As where layers are offloaded: a layer's own hook brings it back, behind the start of (b)."""
+    """A hook of the offloaded layer brings its weight back, behind the hook of forward start."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     weight, size = model[1].weight, model[1].weight.nbytes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

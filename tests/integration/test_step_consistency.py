@@ -1,5 +1,5 @@
 """Every tensor of snapshot t holds step t's value, whatever the update does and however slow the
-workers are: digests noted by the loop at the instant (b) against what was committed."""
+workers are: digests noted by the loop at forward start against what was committed."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_a_tensor_torn_twice_is_copied_at_the_forward_and_never_drops_one_again(
         loop.run(1, lambda step: edit_in_place(loop.model[0].bias))
         handle.wait()
     loop.note()
-    # Torn, synchronous, torn, synchronous, then copied at (b) for good.
+    # Torn, synchronous, torn, synchronous, then copied at forward start for good.
     assert handle.stats().torn == 2
     assert len(reports) == 1
     with pytest.raises(lightck.TornSnapshotError):

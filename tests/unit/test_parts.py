@@ -24,7 +24,7 @@ def entry(name: str) -> Entry:
 
 
 def states() -> tuple[Tree, Tree]:
-    """(a) and (b) of a snapshot of step 5, as trees before they are encoded."""
+    """Return step end and forward start of a snapshot of step 5, as trees not yet encoded."""
     taken = rng.capture()
     optimizer = {
         "class": "torch.optim.AdamW",

@@ -184,7 +184,7 @@ def test_a_commit_has_its_stages_a_flow_from_its_instant_and_a_mark() -> None:
     names = [e["name"] for e in slices(document, tid=perfetto.KEEPER)]
     assert names == ["invalidate", "commit 7", "manifest", "sync", "record", "sync"]
     marks = {e["name"]: e["ts"] for e in document["traceEvents"] if e["ph"] == "i"}
-    assert marks == {"(b) step 7": 0.1, "committed 7": 0.29}
+    assert marks == {"forward start 7": 0.1, "committed 7": 0.29}
     assert [e["ts"] for e in document["traceEvents"] if e["ph"] in "sf"] == [0.1, 0.2]
     unfinished = perfetto.document(recorded([], openings, stages[:-1]))
     assert not slices(unfinished, cat="committed")
