@@ -38,7 +38,7 @@ class Moment:
 
 
 class Fate(enum.Enum):
-    """What became of a step's snapshot over all ranks (I6)."""
+    """Says what became of a step's snapshot over all ranks."""
 
     UNKNOWN = "unknown"
     WHOLE = "whole"

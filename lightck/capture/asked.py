@@ -67,7 +67,7 @@ def has_missed(recorder: Recorder) -> bool:
 
 
 def open_missed(recorder: Recorder) -> str:
-    """Copy the due snapshot of the last step now, marked early if its forward is to come (I2).
+    """Copy the due snapshot of the last step now, marked early if its forward is to come.
 
     Returns why it cannot be taken; empty if it is.
     """

@@ -1,4 +1,4 @@
-"""The commit barrier that capture is given: which steps are due, and which count (I6).
+"""The commit barrier that capture is given says which steps are due, and which count.
 
 Capture knows no ranks. It tells the barrier what becomes of every due step on this rank, exactly
 once: opened before the slot's invalidation, then committed here, or lost. What became of the step

@@ -57,7 +57,7 @@ class Flight:
     form: bytes = b""
     """See `state.Shared`."""
     local: bool = False
-    """No other rank was asked: what all of them hold decides at restore (I6)."""
+    """No other rank was asked: what all of them hold decides at restore."""
     groups: list[Group] = field(default_factory=list)
     held_bytes: int = 0
     """Of copies that run when they are released."""

@@ -1,4 +1,4 @@
-"""The boundary state of every step while the failure path is armed, due or not (I10).
+"""The boundary state of every step, due or not, is kept while the failure path is armed.
 
 That is I10 (the boundary journal). The state is taken at step end and at forward start, and kept
 twice: in private memory, for a just-in-time snapshot that this process makes (`held`), and in the

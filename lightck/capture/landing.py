@@ -88,7 +88,7 @@ class Landing:
         return True
 
     def _whole(self, flight: Flight) -> None:
-        """Every rank has committed it: it is protected, and what was protected is free (I6)."""
+        """Protect a flight that every rank has committed; what was protected is free."""
         self.region.whole(flight.writer.slot)
         self.awaiting = [each for each in self.awaiting if each is not flight]
         counters, now = self.counters, time.monotonic()

@@ -1,7 +1,7 @@
 """The training loop with layers that are updated as soon as their gradients are final.
 
 LightCheck's order: gradient, update, copy, per layer; the fence of a layer is before its next
-update. Everything else of a snapshot keeps its instant (I2).
+update. Everything else of a snapshot keeps its instant: I2 (the two instants).
 """
 
 from __future__ import annotations

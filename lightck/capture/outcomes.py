@@ -125,7 +125,7 @@ class Outcomes:
             self.fail_wanted(RegionBusyError(f"step {step} has no snapshot: {why}"))
 
     def torn(self, flight: Flight, names: Sequence[str]) -> None:
-        """The pipeline dropped a snapshot (I5): the next due one is copied at once."""
+        """Count a torn snapshot, which the pipeline dropped; the next due one is copied at once."""
         step = flight.step
         self.pipeline.counters.torn += 1
         self.synchronous = True

@@ -196,7 +196,8 @@ def _complete(candidates: Sequence[Candidate]) -> bool:
 
 def _identity(candidate: Candidate) -> tuple[object, ...]:
     record = candidate.record
-    # Shares of two instants are no one state, should the loop change weights in between (I2).
+    # Shares of two instants are no one state, should the loop change weights in between: I2 (the
+    # two instants).
     return record.timeline, record.step, record.world, record.share_digest, record.early
 
 

@@ -256,8 +256,9 @@ class Pipeline(Landing):
             flight.writer.abandon()
             return
         # On page media giving up waits for the slot's invalidation, perhaps in a sync; with copies
-        # under way, for a device. The training thread does not (I9). Both may still read, and a
-        # device may write the slot: it and the flight's memory are kept.
+        # under way, for a device. The training thread does not: I9 (the training thread waits only
+        # at the fence). Both may still read, and a device may write the slot: it and the flight's
+        # memory are kept.
         thread = Thread(target=self._end, args=(flight,), name="lightck-abandon")
         self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]
         self._abandoning.append((thread, flight))
@@ -366,7 +367,7 @@ class Pipeline(Landing):
         return optimizer is None or optimizer in group.holders or not group.holders
 
     def _torn(self, flight: Flight, group: Group) -> list[str]:
-        """Tensors that changed inside the window, as far as can be seen (I5)."""
+        """Name the tensors that changed inside the window, as far as can be seen."""
         if group.owned:
             return []
         assert group.sources is not None

@@ -1,7 +1,9 @@
 """The training loop as lightck sees it: steps end, forwards begin, updates come; snapshots follow.
 
-Implements I1-I5 over the pipeline. Runs on the training thread; what becomes of the snapshots is
-for `Outcomes`, whose lock guards what a waiter's thread touches, too.
+Decides when the pipeline does what keeps these: I1 (when a step is complete), I2 (the two
+instants), I3 (window and fence), I4 (captured before the forward) and I5 (never commit a torn
+snapshot). Runs on the training thread; what becomes of the snapshots is for `Outcomes`, whose lock
+guards what a waiter's thread touches, too.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Inventory:
     optimizers: list[Optimizer] = field(default_factory=list)
     extras: tuple[Extra, ...] = ()
     always_sync: set[str] = field(default_factory=set)
-    """Tensors found torn twice (I4)."""
+    """Tensors found torn twice: from then on they are copied before the forward goes on."""
     assign: Callable[[list[Live]], list[Live]] = lambda lives: lives
     """Says whose update changes each tensor, where that is not the whole optimizer's; asked again
     after `invalidate`."""

@@ -1,4 +1,7 @@
-"""Counting steps (I1): a step is complete when every optimizer of the job has stepped once more."""
+"""Steps are counted here: one is complete when every optimizer has stepped once more.
+
+That is I1 (when a step is complete), and every optimizer of the job counts.
+"""
 
 from __future__ import annotations
 

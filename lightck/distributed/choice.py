@@ -158,8 +158,9 @@ def _never_whole(views: Sequence[View], left: Collection[int]) -> bool:
     """The job was stopped before its first whole snapshot: a rank has never committed one.
 
     Nor any that was due: what ranks save at a failure may be of steps that do not go together.
-    That is no loss: what the others hold has never counted (I6: a whole snapshot stays on every
-    rank until a newer one is whole). It must not keep a job that restarts by itself from starting.
+    That is no loss: what the others hold has never counted. By I6 (old before new) a whole snapshot
+    stays on every rank until a newer one is whole. It must not keep a job that restarts by itself
+    from starting.
     Ranks may be of two timelines: they were stopped while they began the second one. A snapshot of
     any other that was `left` is not passed over in silence.
     """

@@ -170,7 +170,7 @@ class GlobalCommit:
             self._changed.notify_all()
 
     def reusable(self, timeline: int, step: int) -> bool:
-        """Whether the slot that holds this snapshot may be overwritten (I6)."""
+        """Tell whether the slot that holds this snapshot may be overwritten."""
         with self._lock:
             return self._ledger.reusable(timeline, step)
 

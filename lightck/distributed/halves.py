@@ -2,7 +2,7 @@
 
 Buffers, generators, extras and data position belong to one rank; no other has them. They are in
 its snapshot of the step, even if a share or another tensor of that is damaged, or in the boundary
-journal, which keeps them for the last step while the failure path is armed (I10).
+journal, which keeps them for the last step while the failure path is armed.
 """
 
 from __future__ import annotations

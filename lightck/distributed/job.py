@@ -266,7 +266,7 @@ class Job:
         return f"rank {death.rank}: {death.why}" if death else "its fate is not known"
 
     def reusable(self, timeline: int, step: int) -> bool:
-        """Whether the slot that holds this snapshot may be overwritten (I6)."""
+        """Tell whether the slot that holds this snapshot may be overwritten."""
         return self.commit.reusable(timeline, step)
 
     def wait(self, step: int, seconds: float) -> None:

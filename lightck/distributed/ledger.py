@@ -158,7 +158,7 @@ class Ledger:
         return self._fates.get(step, Fate.UNKNOWN)
 
     def reusable(self, timeline: int, step: int) -> bool:
-        """Whether the slot that holds this snapshot may be overwritten (I6).
+        """Tell whether the slot that holds this snapshot may be overwritten.
 
         By I6 (old before new) never with an unknown fate, and never the newest whole one. One that
         is suspect replaces none that is not.

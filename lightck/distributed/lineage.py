@@ -91,7 +91,7 @@ def branch_points(ancestors: Collection[int], kept: Collection[tuple[int, int]])
     Args:
         ancestors: timelines.
         kept: (timeline, step) of the snapshots that the region keeps and counts. While nothing of
-            the newest timeline is whole, the one at which it branched off is among them (I6).
+            the newest timeline is whole, the one at which it branched off is among them.
     """
     return [max((s for t, s in kept if t == each), default=_UNKNOWN) for each in ancestors]
 

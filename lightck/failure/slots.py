@@ -1,4 +1,7 @@
-"""The slots of a dead rank's region, and a copy into one: what may be overwritten there (I6)."""
+"""A survivor copies into one of a dead rank's slots, and overwrites only what that rank might.
+
+The newest whole snapshot there stays: I6 (old before new).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def alike(record: Record, ours: Record) -> bool:
 
 
 def shield(region: Region, own: Region) -> None:
-    """Keep there what is kept here (I6): the newest whole snapshot, and those of unknown fate."""
+    """Keep there what is kept here: the newest whole snapshot, and those of unknown fate."""
     if own.reusable is not None:
         region.reusable = _spare(own, own.reusable)
     newest = own.slots[own.protected].record if own.protected is not None else None
@@ -62,7 +65,7 @@ def _spare(own: Region, reusable: Callable[[int, int], bool]) -> Callable[[int, 
 
 
 def copy(writer: SlotWriter, arrangement: Arrangement, deadline: float) -> None:
-    """Copy everything; nothing may have changed meanwhile (I5).
+    """Copy everything; nothing may have changed meanwhile.
 
     Raises:
         TornSnapshotError: something has.

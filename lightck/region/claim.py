@@ -133,7 +133,7 @@ def take(
     """Make the region that is not there yet, or make room in the one that is.
 
     While the failure path is armed a rank of several has one more slot: a just-in-time snapshot
-    takes neither the protected one's nor one of unknown fate (I6). Due ones leave it free.
+    takes neither the protected one's nor one of unknown fate. Due ones leave it free.
     """
     slots = config.slots or (2 if seat.world == 1 else _SHARED + (config.failure != "off"))
     if seat.world > 1 and slots == 2:

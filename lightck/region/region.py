@@ -74,11 +74,12 @@ class Region:
         self.info = handle.describe()
         self.slots = [Slot(i) for i in range(self.info.slot_count)]
         self.protected: int | None = None
-        """Slot of the best whole snapshot (I6): never invalidated, moved or overwritten."""
+        """The best whole snapshot's slot. By I6 (old before new) it is never invalidated, moved or
+        overwritten."""
         self.reusable: Callable[[int, int], bool] | None = None
         """Several ranks: whether the slot that holds (timeline, step) may be reused."""
         self.spare = 0
-        """Slots that due snapshots leave to a failure (I6)."""
+        """How many slots due snapshots leave to a failure."""
         self.next_sequence = 1 + max((seq for _, seq in self.info.lineage), default=0)
         self.timeline = self.info.timeline
         self.continuation = Continuation()
@@ -326,7 +327,7 @@ class Region:
         return grown
 
     def free_slots(self) -> list[Slot]:
-        """Slots that may be overwritten, those without a snapshot that counts first (I6)."""
+        """List the slots that may be overwritten, those without a snapshot that counts first."""
         free = [s for s in self.slots if s.writer is None and s.index != self.protected]
         settled = (slot for slot in free if self._settled(slot))
         return sorted(settled, key=lambda slot: worth(slot.record, self._held))

@@ -65,8 +65,8 @@ class SlotWriter:
     ) -> SlotWriter | None:
         """Take a free slot, or None when there is none. Its old content is invalid from now on.
 
-        Never waits for the medium (I9): page media invalidate in the background. For `due` and
-        `kept` see `Region.begin`.
+        Page media invalidate in the background, so that this never waits for the medium: I9 (the
+        training thread waits only at the fence). For `due` and `kept` see `Region.begin`.
         """
         slot = region.begin(pool, due=due, kept=kept)
         if slot is None:

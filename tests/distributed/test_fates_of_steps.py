@@ -1,4 +1,4 @@
-"""A step counts on every rank or on none, whatever happens to it on one of them (I6)."""
+"""A step counts on every rank or on none, whatever happens to it on one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failure finds where every slot of a due snapshot holds something that must stay (I6)."""
+"""A failure finds a slot although every one of due snapshots holds something that must stay."""
 
 from __future__ import annotations
 
