@@ -132,6 +132,7 @@ lint: venv ## Check style, types and warnings of everything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/lint_tree.py
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(NATIVE_TESTS) $(TEST_HEADERS) \
 	  $(CRASH_SOURCES) $(CRASH_HEADERS) $(GUEST_SOURCES) $(GUEST_HEADERS) \
 	  $(ORDER_SOURCES) $(ORDER_HEADERS) $(KILL_SOURCES) $(FUZZ_SOURCES) $(FUZZ_HEADERS) \
