@@ -1,6 +1,7 @@
 """Region files with damage behind right checksums: what accident cannot make, and nothing excludes.
 
-Offsets are those of native/src/format.h; a test compares the fields' names with DESIGN.md's table.
+Offsets are those of native/src/format.h; a test compares the fields' names with the tables of
+docs/design.md.
 """
 
 from __future__ import annotations

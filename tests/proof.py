@@ -1,4 +1,4 @@
-"""What a test run showed, in numbers: one JSON file per subject in build/proof/, for DESIGN.md."""
+"""What a test run showed, in numbers: one JSON file per subject, for docs/proof.md."""
 
 from __future__ import annotations
 

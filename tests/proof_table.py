@@ -1,7 +1,7 @@
-"""Render what the proofs showed (build/proof/*.json) into DESIGN.md, between its markers.
+"""Render what the proofs showed (build/proof/*.json) into docs/proof.md, between its markers.
 
     python tests/proof_table.py          take the last run's numbers into tests/proof.json, render
-    python tests/proof_table.py --check  say whether DESIGN.md is what tests/proof.json renders to
+    python tests/proof_table.py --check  say whether docs/proof.md is as tests/proof.json renders
 
 Numbers are never typed by hand: a program that proves something writes its own file, this one sets
 them in tables. A subject that the last run did not touch keeps the numbers of the run before.
@@ -21,7 +21,7 @@ from proof import FOLDER
 
 ROOT = Path(__file__).parent.parent
 STORED = Path(__file__).parent / "proof.json"
-DOCUMENT = ROOT / "DESIGN.md"
+DOCUMENT = ROOT / "docs" / "proof.md"
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 
 Numbers = Mapping[str, Any]

@@ -25,7 +25,7 @@ LAYOUT = b"lightck"
 ALIGNMENT = 2 << 20
 """Of the region in the pool, so that huge pages can map it."""
 _POOL_BYTES = 8 << 20  # a pool's own part: lanes, zone headers, root (5 MiB were measured)
-_HEAD_BYTES = 131_072  # superblocks and records: DESIGN.md, section 3
+_HEAD_BYTES = 131_072  # superblocks and records: docs/design.md, section 3
 _MAGIC = b"LCKPOOL1"
 _VERSION = 1
 _ROOT_BYTES = 4096

@@ -1,5 +1,5 @@
 /* format.h -- the bytes on the medium, format version 1. The only description of the layout;
- * DESIGN.md's offset table is checked against this file.
+ * docs/design.md's offset tables are checked against this file.
  *
  * Little-endian. Offsets count from the start of the region. Every structure that can be torn
  * carries a CRC32C over all bytes before it. Each superblock and each record has a page of its

@@ -1,7 +1,7 @@
 """Each fault in each phase, on one rank, on both and twice in a row, in two ranks under torchrun.
 
 Whatever comes where: every loss and the end are the undisturbed run's, bit for bit. What it costs
-goes into DESIGN.md's table.
+goes into docs/proof.md's table.
 """
 
 from __future__ import annotations

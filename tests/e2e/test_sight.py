@@ -21,7 +21,7 @@ from lightck.cli.main import main
 from lightck.watch import readings
 
 STATISTICS = 8192 + 16 * 4096
-"""Offset of the page, see DESIGN.md section 3."""
+"""Offset of the page, see docs/design.md section 3."""
 
 
 def model() -> nn.Module:

@@ -1,4 +1,4 @@
-"""DESIGN.md's offset tables are those of native/src/format.h, as the compiler sees them."""
+"""docs/design.md's offset tables are those of native/src/format.h, as the compiler sees them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROW = re.compile(r"^\| (\d+) \| (\d+) \| `(\w+)` \|", re.M)
 
 
 def documented(structure: str) -> list[tuple[int, int, str]]:
-    """Rows (offset, bytes, field) of a structure's table in DESIGN.md."""
-    text = (ROOT / "DESIGN.md").read_text()
+    """Rows (offset, bytes, field) of a structure's table in docs/design.md."""
+    text = (ROOT / "docs" / "design.md").read_text()
     section = text.split(f"### {structure}\n", 1)[1].split("\n### ", 1)[0]
     return [(int(offset), int(size), name) for offset, size, name in ROW.findall(section)]
 

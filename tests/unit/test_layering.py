@@ -1,4 +1,4 @@
-"""A part of lightck imports from the floors below its own only, as DESIGN.md has them.
+"""A part of lightck imports from the floors below its own only, as docs/design.md has them.
 
 Lazy imports, imports under TYPE_CHECKING and `import_module("...")` count like any other.
 """

@@ -1,4 +1,4 @@
-"""What DESIGN.md says was shown is what the stored runs showed, and they showed what must be."""
+"""What docs/proof.md says is what the stored runs showed, and they showed what must be."""
 
 from __future__ import annotations
 
