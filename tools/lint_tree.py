@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TREE = (
     *(f"{folder}/**/*.py" for folder in ("lightck", "bench", "tests", "tools")),
     *(f"{folder}/**/*.[ch]" for folder in ("native", "bench", "tests")),
+    *("*.md", "docs/**/*.md", "bench/*.md"),
 )
 
 PYTHON, C, MARKDOWN = "python", "c", "markdown"
