@@ -128,11 +128,13 @@ gpu-check: ## On a machine with a GPU: its tests, then what it reaches; in build
 
 # Without CRC32 instructions where no function asks for them: `zig cc` compiles so by itself.
 LINT_CLANG = clang $(if $(filter x86_64,$(shell uname -m)),-mno-crc32)
-lint: venv ## Check style, types and warnings of everything
+lint: venv ## Check style, types, spelling and warnings of everything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/lint_tree.py
+	$(BIN)/mypy examples
+	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(NATIVE_TESTS) $(TEST_HEADERS) \
 	  $(CRASH_SOURCES) $(CRASH_HEADERS) $(GUEST_SOURCES) $(GUEST_HEADERS) \
 	  $(ORDER_SOURCES) $(ORDER_HEADERS) $(KILL_SOURCES) $(FUZZ_SOURCES) $(FUZZ_HEADERS) \
