@@ -63,6 +63,8 @@ class Draws:
         if not drawing:
             self._loads = True
             self._counts.clear()
+            # A pass that ends was asked for one batch more than it had.
+            self._before = self._after = 0
         elif inside:
             self._after += 1
         else:

@@ -112,3 +112,22 @@ def test_loader_that_is_drawn_from_ahead_of_the_loop_is_told_of(
     batches = around(DataLoader(data, batch_size=2, sampler=sampler))  # type: ignore[arg-type]
     why = told(run_dir, caplog, loop, lambda: next(batches), data=sampler)
     assert expected in why and bool(expected) == bool(why)
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 4])
+def test_epoch_that_ends_soon_after_a_resume_is_no_batch_ahead(
+    run_dir: Path, caplog: Any, left: int
+) -> None:
+    """What is asked for at the end of the data brings no batch."""
+    data = torch.randn(40, 4)
+    sampler = lightck.ResumableSampler(data)
+    sampler.load_state_dict(sampler.state_dict() | {"consumed": 40 - 2 * left})
+    loader = DataLoader(data, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+
+    def two_epochs(model: Any, optimizer: Any, fetch: Any) -> None:
+        for _ in range(2):
+            for x in loader:
+                model(x).sum().backward()
+                optimizer.step()
+
+    assert told(run_dir, caplog, two_epochs, None, data=sampler) == ""
