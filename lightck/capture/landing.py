@@ -1,4 +1,4 @@
-"""Behind the capture: a sealed flight becomes durable, and counts once every rank has it."""
+"""Make captured snapshots durable, and count each one once every rank has it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ from lightck.types import Fate
 
 @dataclass(eq=False)
 class Landing:
-    """The flights that have left the window. Used by the training thread, or under its lock."""
+    """Holds the snapshots that have left the window.
+
+    The training thread uses it, or another thread under the training thread's lock.
+    """
 
     region: Region
     barrier: Barrier = field(default_factory=Alone, kw_only=True)
     counters: Counters = field(default_factory=Counters, kw_only=True)
     persisting: list[Flight] = field(default_factory=list, kw_only=True)
-    """Behind their fences: sealed, so that the pool commits them; or to be, in this order, when
-    what they wait for has arrived from a device."""
+    """Snapshots past their fence, in commit order: sealed, so that the pool commits them, or to be
+    sealed when the copies they wait for have arrived from a device."""
     awaiting: list[Flight] = field(default_factory=list, kw_only=True)
-    """Durable on this rank; whether on every other one is not known yet."""
+    """Snapshots that are durable on this rank and not yet known to be durable on every other
+    one."""
     newest: Flight | None = field(default=None, kw_only=True)
-    """The last one that became durable on this rank."""
+    """The last snapshot that became durable on this rank."""
     trace: Trace | None = field(default=None, kw_only=True)
 
     def poll(self, timeout_s: float | None = 0.0) -> Iterator[Flight]:
-        """Flights that are committed now, one by one; waits up to `timeout_s` for this rank's own.
+        """Yield the snapshots that are committed now; wait up to `timeout_s` for this rank's own.
 
         Raises:
             LightckError: a background failure; that snapshot is dropped.
@@ -74,7 +78,9 @@ class Landing:
                 self._dead(flight)
 
     def seal_arrived(self) -> bool:
-        """Seal what has arrived from devices; False if more is about to. Under the lock.
+        """Seal the snapshots that have arrived from devices; False if more is about to arrive.
+
+        Call it under the lock. An error is raised by the next `poll`, not here.
 
         What goes wrong is told where it is polled for.
         """
@@ -88,7 +94,7 @@ class Landing:
         return True
 
     def _whole(self, flight: Flight) -> None:
-        """Protect a flight that every rank has committed; what was protected is free."""
+        """Protect a snapshot that every rank has committed, and free the one protected before."""
         self.region.whole(flight.writer.slot)
         self.awaiting = [each for each in self.awaiting if each is not flight]
         counters, now = self.counters, time.monotonic()
@@ -99,7 +105,10 @@ class Landing:
         counters.last_committed_step = max(flight.step, counters.last_committed_step or 0)
 
     def count_last(self) -> None:
-        """Every rank holds the newest, as they found at their close, whatever its fate was."""
+        """Count the newest snapshot as committed, whatever its fate was.
+
+        At their close the ranks found that every one of them holds it.
+        """
         flight = self.newest
         if flight is not None and self.counters.last_committed_step != flight.step:
             assert flight.writer.record is not None
@@ -110,7 +119,7 @@ class Landing:
                     future.set_result(flight.step)
 
     def _dead(self, flight: Flight) -> None:
-        """Another rank has not: the slot is reused first."""
+        """Abort a snapshot that another rank does not have; its slot is reused first."""
         self.region.dead(flight.writer.slot)
         self.awaiting.remove(flight)
         self.counters.dead += 1
@@ -122,21 +131,21 @@ class Landing:
 
     @property
     def in_flight(self) -> list[Flight]:
-        """Sealed, and neither committed on every rank nor given up."""
+        """The snapshots past their fence that are neither committed on every rank nor given up."""
         return [*self.persisting, *self.awaiting]
 
     def await_fates(self, seconds: float) -> None:
-        """Wait until the fate of what this rank has committed is known, or `seconds`."""
+        """Wait up to `seconds` for the fate of every snapshot this rank has committed."""
         deadline = time.monotonic() + seconds
         for flight in self.awaiting:
             self.barrier.wait(flight.step, max(0.0, deadline - time.monotonic()))
 
     def _arrived(self, flight: Flight, timeout_s: float | None) -> bool:
-        """Seal a flight if everything has come from its devices, after waiting."""
+        """Wait for a snapshot's copies from devices; seal it and return True if all are there."""
         raise NotImplementedError
 
     def _abandon(self, flight: Flight) -> None:
-        """Give up what is not sealed."""
+        """Give up a snapshot that is not sealed."""
         raise NotImplementedError
 
     def _lost(self, flight: Flight, why: str, *, for_good: bool) -> None:

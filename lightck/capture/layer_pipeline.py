@@ -1,9 +1,9 @@
 """A pipeline whose copies begin right after their own layer's update, before the step has ended.
 
-A snapshot that has *begun* holds some layers of step t while others are still of t - 1. It joins
-the ordinary way at forward start, where everything is of step t: what was not copied by then is
-queued, what changed in between sends the whole snapshot there. From then on each layer has its own
-fence.
+A snapshot that has *begun* holds some layers of step t while others are still of t - 1. At forward
+start everything is of step t, and the snapshot is opened in the ordinary way: what was not copied
+by then is queued; if anything changed in between, the whole snapshot is captured there. From then
+on each layer has its own fence.
 """
 
 from __future__ import annotations
@@ -25,36 +25,41 @@ from lightck.region.native import RECORD_JIT
 from lightck.region.writer import SlotWriter
 
 MIXED = -1
-"""Step of a layer's content while its update runs, and for good if that failed."""
+"""The step number of a layer's content while its update runs, and for good if that failed."""
 
 
 @dataclass(eq=False)
 class Begun:
-    """Holds a snapshot that has not come to forward start."""
+    """Holds a snapshot whose copies have begun before forward start."""
 
     flight: Flight
     parts: tuple[Part, ...]
-    """The arrangement that it was planned for."""
+    """The groups of the copy plan that the snapshot was opened with."""
     staged: npt.NDArray[np.bool_]
     done: dict[int, Group] = field(default_factory=dict)
-    """By position in `parts`: queued already."""
+    """The copies that are queued already, by position in `parts`."""
 
 
 @dataclass(eq=False)
 class LayerPipeline(Pipeline):
-    """Holders of copies are units (`capture/units.py`), or an optimizer for what is in none."""
+    """Groups and fences copies by unit instead of by optimizer.
+
+    A unit is defined in `capture/units.py`; tensors that are in none keep their optimizer.
+    """
 
     content: dict[int, int] = field(default_factory=dict)
-    """By unit: the step that its tensors are of."""
+    """The step that each unit's tensors are of, by the unit's number."""
     owners: Mapping[int, int] = field(default_factory=dict)
-    """By unit: its optimizer."""
+    """The index of each unit's optimizer, by the unit's number."""
     begun: Begun | None = None
     late: set[int] = field(default_factory=set)
-    """Units that the loop changes behind their update: their copies begin at forward start."""
+    """Units that the loop changes after their update: their copies begin at forward start."""
     _told: bool = False
 
     def begin(self, step: int, unit: int) -> None:
-        """Queue the copies of one layer, which is of `step` now; the first opens the snapshot.
+        """Queue the copies of one layer, which is at `step` now; the first one opens the snapshot.
+
+        Does nothing when that is not possible: what is not queued here is queued at forward start.
 
         Does nothing when that is not possible: what is not queued here is queued at forward start.
         """
@@ -71,7 +76,7 @@ class LayerPipeline(Pipeline):
                 begun.flight.writer.release(group.batch)
 
     def _begin(self, step: int) -> bool:
-        """Take a slot, planned as the last snapshot was: the live state is not looked through."""
+        """Take a slot with the last snapshot's plan, without looking through the live state."""
         plan = self.arrangement.plan
         if plan is None or not self.arrangement.parts:
             return False
@@ -96,7 +101,7 @@ class LayerPipeline(Pipeline):
     def open(
         self, step: int, state: Collected, at_step: bytes, at_forward: bytes, *, flags: int = 0
     ) -> Flight | str:
-        """As ever; a snapshot of this step that has begun goes on, if it still can."""
+        """Open the snapshot of `step`, or go on with the one that has begun, if it still can."""
         begun, self.begun = self.begun, None
         if begun is None:
             return super().open(step, state, at_step, at_forward, flags=flags)
@@ -130,7 +135,7 @@ class LayerPipeline(Pipeline):
         return flight
 
     def _still(self, begun: Begun, step: int) -> bool:
-        """What was queued is what is there: the same tensors, of this step, untouched since."""
+        """Check that the queued copies are of the same tensors, of this step and unchanged."""
         if begun.parts is not self.arrangement.parts or begun.flight.step != step:
             return False
         changed: list[str] = []
@@ -158,14 +163,14 @@ class LayerPipeline(Pipeline):
         return not changed
 
     def _concerns(self, group: Group, optimizer: int | None) -> bool:
-        """A unit's fence is its own; an optimizer's is that of its units, too."""
+        """Tell whether a group belongs to the fence of a unit, or of an optimizer and its units."""
         if optimizer in self.owners:
             return optimizer in group.holders
         mine = any(self.owners.get(unit) == optimizer for unit in group.holders)
         return mine or super()._concerns(group, optimizer)
 
     def _torn(self, flight: Flight, group: Group) -> list[str]:
-        """Layers carry the step of their content: one of another step is never sealed."""
+        """Name the tensors that are torn; a layer with another step's content counts as torn."""
         if self._of_other_step(group, flight.step):
             entries = flight.writer.layout.entries
             return [entries[int(i)].name for i in group.batch.positions]
@@ -175,12 +180,12 @@ class LayerPipeline(Pipeline):
         return any(self.content.get(unit, step) != step for unit in group.holders)
 
     def forget(self, why: str) -> None:
-        """Also what has not come to its forward."""
+        """Give up what is open, also a snapshot that has not reached its forward start."""
         self._forget_begun(why)
         super().forget(why)
 
     def close(self) -> None:
-        """Close, and give up a snapshot that has not come to forward start."""
+        """Close, and give up a snapshot that has not reached its forward start."""
         self._forget_begun("closed")
         super().close()
 

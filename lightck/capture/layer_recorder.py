@@ -1,4 +1,4 @@
-"""The training loop with layers that are updated as soon as their gradients are final.
+"""The training loop when each layer is updated as soon as its gradients are final.
 
 LightCheck's order: gradient, update, copy, per layer; the fence of a layer is before its next
 update. Everything else of a snapshot keeps its instant: I2 (the two instants).
@@ -27,17 +27,17 @@ from lightck.types import Layerwise, Policy
 
 @dataclass(eq=False)
 class AskedAhead(Due):
-    """Asked when a step's first layer is updated, so that copies can begin; asked once per step."""
+    """Asks the policy, once a step, when the first layer is updated: copies can begin then."""
 
     _answer: tuple[int, bool] | None = None
 
     def go_on_from(self, step: int) -> None:
-        """What was asked was of another step."""
+        """Go on from another step, and forget the answer that was given for the last one."""
         super().go_on_from(step)
         self._answer = None
 
     def ask(self, step: int, cost_s: float | None, persist_s: float | None, wanted: bool) -> bool:
-        """As asked before, if it was; what has become due since comes at this step, too."""
+        """Repeat the answer given for this step, if any; what has become due since counts, too."""
         if self._answer is not None and self._answer[0] == step:
             due = self._answer[1] or self.overdue or (wanted and self.barrier.request(step))
             self.overdue = False
@@ -49,29 +49,29 @@ class AskedAhead(Due):
 
 @dataclass(eq=False, kw_only=True)
 class LayerRecorder(Recorder):
-    """A recorder that also updates."""
+    """Records a training loop whose layers it updates itself."""
 
     pipeline: LayerPipeline
     updates: Updates
     _ahead: bool = False
-    """The step that is being computed is due: its copies may begin."""
+    """True if the step being computed is due, so that its copies may begin."""
 
     # ---- hooks -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Take the first step end, and listen to gradients."""
+        """Take the first step end, and listen for gradients."""
         super().start()
         self._arrange()
 
     def _arrange(self) -> None:
-        """Find the units; `add_param_group` and `requires_grad_` change them."""
+        """Find the units anew; `add_param_group` and `requires_grad_` change them."""
         self.updates.arrange(self)
         units = self.updates.units.all
         self.pipeline.owners = {unit.number: unit.optimizer for unit in units}
         self.pipeline.content = {unit.number: self.steps.step for unit in units}
 
     def come(self, parameter: torch.Tensor, *, final: bool) -> None:
-        """A gradient: perhaps the last one that its layer needs."""
+        """Take note of a gradient, and update its layer if it was the last one that layer needs."""
         if not self.enabled:
             return
         updating = self.steps.updating and final
@@ -80,7 +80,7 @@ class LayerRecorder(Recorder):
             self._update(unit)
 
     def filled(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
-        """Its gradient is what its layer was updated from."""
+        """Check that the gradient after the backward is what its layer was updated from."""
         if self.enabled:
             self.updates.filled(parameter, final)
 
@@ -114,7 +114,7 @@ class LayerRecorder(Recorder):
     def update_begins(
         self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
     ) -> None:
-        """The user's step: the check, and the update of what is left."""
+        """Check the loop at the user's `step()`, and update what has had no update yet."""
         self.updates.own.put_back()  # an interrupt may have kept a step from its end
         super().update_begins(optimizer, frame, unseen=unseen)
         index = self._index(optimizer)
@@ -122,7 +122,7 @@ class LayerRecorder(Recorder):
             self.updates.own.behind_hooks(optimizer, lambda: self._complete(index))
 
     def fenced(self) -> None:
-        """Layers are updated before the user's step: there is no instant before all of them."""
+        """Do nothing: layers are updated before `step()`, so no instant precedes all updates."""
 
     def _complete(self, index: int) -> None:
         self.updates.check(index)
@@ -135,12 +135,12 @@ class LayerRecorder(Recorder):
         self.updates.rest(index)
 
     def update_ends(self, optimizer: Optimizer) -> None:
-        """Everything that this optimizer holds is updated."""
+        """Take note that everything this optimizer holds is updated."""
         self.updates.own.put_back()
         super().update_ends(optimizer)
 
     def update_skipped(self, optimizer: Optimizer) -> None:
-        """A GradScaler decides on the whole step after the backward: too late here.
+        """Refuse a GradScaler, which decides on the whole step only after the backward.
 
         Raises:
             ConfigError: always.
@@ -149,7 +149,7 @@ class LayerRecorder(Recorder):
             raise self.updates.wrong("a GradScaler skipped a step")
 
     def mark_begin(self) -> None:
-        """Updates that the loop makes itself are not the optimizers'.
+        """Refuse a loop that marks its updates itself: they are not the optimizers'.
 
         Raises:
             ConfigError: always.
@@ -157,7 +157,7 @@ class LayerRecorder(Recorder):
         raise self.updates.wrong("the loop marks its updates itself")
 
     def add_optimizer(self, optimizer: Optimizer) -> int:
-        """Every optimizer must be known at attach.
+        """Refuse an optimizer that was not known at attach.
 
         Raises:
             ConfigError: always.
@@ -171,25 +171,29 @@ class LayerRecorder(Recorder):
         super()._step_ended()
 
     def go_on_from(self, step: int) -> None:
-        """Every layer is of that step."""
+        """Go on from another step, of which every layer is now."""
         super().go_on_from(step)
         self._arrange()
 
     def finish_window(self) -> None:
-        """Capture what is open: layers that were updated had their fence, the others are intact."""
+        """Capture the open snapshot.
+
+        Layers that were updated had their fence, the others are intact.
+        """
         with self.stalls.of("request"), self.lock, self.outcomes.reported():
             self.pipeline.fence(None)
 
 
 @dataclass(eq=False)
 class Kinds:
-    """What attach makes, by the setting `update`."""
+    """Holds the classes that attach makes, as the setting `update` asks for."""
 
     pipeline: type[Pipeline] = Pipeline
     recorder: Callable[..., Recorder] = Recorder
     due: Callable[[Policy], Due] = Due
     defers: bool = True
-    """An update may begin where the closure returns that its optimizer was given."""
+    """True if an update may begin where its closure returns: the one given to the optimizer's
+    `step`."""
     stop: Callable[[], None] = lambda: None
     """Ends what the recorder has begun besides."""
 
@@ -201,7 +205,7 @@ class Kinds:
         boundary: bool,
         final: Callable[[], Finality] = Accumulated,
     ) -> Kinds:
-        """Plain ones, or layer-wise ones where that can be; `final` makes their `Finality`.
+        """Choose the plain classes, or the layer-wise ones; `final` makes their `Finality`.
 
         Raises:
             ConfigError: layer-wise update cannot be had here, and why.

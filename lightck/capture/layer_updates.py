@@ -1,4 +1,4 @@
-"""Updates layer by layer: who may have them, when one is due, and whether the loop agrees.
+"""Layer-wise updates: which jobs may use them, when a layer is due, and what the loop must keep to.
 
 Two plain steps first show what the loop does between a gradient and its update. Then each unit is
 updated as soon as its gradients are final, and the user's `step()` becomes the check.
@@ -29,13 +29,13 @@ from lightck.capture.units import OwnSteps, Unit, Units, step_only
 from lightck.errors import ConfigError
 
 PLAIN_STEPS = 2
-"""Steps that are taken plainly first."""
+"""The number of steps that are taken plainly first."""
 ALLOWED = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
     *(torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
     *(torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adafactor, torch.optim.SparseAdam),
 )
-"""Each treats every parameter by itself, with state and counters of its own."""
+"""Optimizers that treat every parameter by itself, with state and counters of its own."""
 REFUSED = {
     "LBFGS": "evaluates the whole model several times within a step",
     "Muon": "may need whole matrices that ranks hold parts of",
@@ -46,27 +46,31 @@ _PLAINLY = 'use update="plain"'
 
 @dataclass(eq=False)
 class Updates:
-    """Used by the thread that runs the backward, which is the training thread on a CPU."""
+    """Decides when each unit is updated, and checks that the loop agrees.
+
+    The thread that runs the backward uses it, which is the training thread on a CPU.
+    """
 
     units: Units
     accumulation: int
     final: Finality = field(default_factory=Accumulated)
     step: int = 0
-    """Complete steps since attach."""
+    """The number of complete steps since attach."""
     failed: str = ""
-    """Why the state is mixed for good: some layers are updated, and the step cannot be."""
+    """Why the state is mixed for good: some layers are updated, and the step cannot be
+    completed."""
     _come: dict[int, int] = field(default_factory=dict)
-    """Gradients in this step, by parameter."""
+    """The number of gradients in this step, by the parameter's identity."""
     _noted: dict[int, Noted] = field(default_factory=dict)
     _options: dict[int, Options] = field(default_factory=dict)
-    """By optimizer: as they were when its first gradient was final."""
+    """The options of each optimizer when its first gradient was final, by the optimizer's index."""
     _updated: set[int] = field(default_factory=set)
-    """Units, in this step."""
+    """The numbers of the units that were updated in this step."""
     own: OwnSteps = field(default_factory=OwnSteps)
     _heard: list[RemovableHandle] = field(default_factory=list)
 
     def arrange(self, listener: Listener) -> None:
-        """Find the units and listen to their gradients; again when the parameters changed."""
+        """Find the units and listen for their gradients; anew when the parameters have changed."""
         if self.units.find():
             self._silence()
             every = (p for unit in self.units.all for p in unit.parameters)
@@ -78,20 +82,20 @@ class Updates:
         self._heard.clear()
 
     def stop(self) -> None:
-        """Listen no more; idempotent."""
+        """Stop listening. Idempotent."""
         self.own.put_back()
         self._silence()
         self.final.stop()
 
     @property
     def active(self) -> bool:
-        """Layers are updated by themselves."""
+        """Tell whether layers are updated by themselves: the plain steps are over."""
         return self.step >= PLAIN_STEPS
 
     def come(
         self, parameter: torch.Tensor, *, inside_update: bool, final: bool = True
     ) -> Unit | None:
-        """A gradient was added; returns the unit that is to be updated now.
+        """Take note of a gradient that was added; return the unit to be updated now, if any.
 
         Raises:
             ConfigError: it comes too late, or inside an update.
@@ -127,7 +131,7 @@ class Updates:
         return unit if whole else None
 
     def update(self, unit: Unit) -> None:
-        """Update one unit, whose copies have left it."""
+        """Update one unit, whose copies have left its memory."""
         self._updated.add(unit.number)
         with self.final.in_place(unit.parameters):
             self._step(unit.optimizer, unit.parameters)
@@ -152,7 +156,7 @@ class Updates:
         self._noted |= {id(p): Noted.of(p) for p in parameters}
 
     def filled(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
-        """The backward has ended: from now on nobody but the loop writes to the gradient.
+        """Take the gradient as the backward leaves it: from now on only the loop writes it.
 
         Raises:
             ConfigError: it is not the one that was used.
@@ -166,7 +170,7 @@ class Updates:
         self._noted[id(parameter)] = Noted.of(parameter)
 
     def check(self, i: int) -> None:
-        """The user's step begins: what its update is made from is what it was, or would have been.
+        """Check, as the user's step begins, that what its update is made from has not changed.
 
         Raises:
             ConfigError: something has changed in between; with layers updated, for good.
@@ -226,11 +230,11 @@ class Updates:
         return unit is not None and self.done(unit)
 
     def done(self, unit: Unit) -> bool:
-        """It was updated in this step."""
+        """Tell whether a unit was updated in this step."""
         return unit.number in self._updated
 
     def step_ended(self) -> None:
-        """Every optimizer has stepped."""
+        """Take note that every optimizer has stepped: a step is complete."""
         self.step += 1
         for held in (self._come, self._noted, self._options, self._updated):
             held.clear()
@@ -240,7 +244,7 @@ class Updates:
             raise ConfigError(f"the state is mixed: {self.failed}. Restore the last snapshot")
 
     def wrong(self, why: str) -> ConfigError:
-        """The loop does what layer-wise update cannot follow."""
+        """Make the error for a loop that layer-wise update cannot follow; note a mixed state."""
         if not self._updated:
             return ConfigError(f"{_ASKED}{why}; {_PLAINLY}. No layer of this step is updated yet")
         self.failed = why
@@ -251,7 +255,7 @@ class Updates:
 
 
 def refuse(final: Finality, inventory: Inventory, *, boundary: bool) -> None:
-    """Say at attach why there can be no layer-wise update.
+    """Refuse, at attach, a job that cannot have layer-wise update.
 
     Raises:
         ConfigError: the reason.

@@ -1,4 +1,4 @@
-"""One live tensor: its name, its role, and who changes it."""
+"""One live tensor: its name, its role, and which optimizers change it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ SMALL_EXTRA_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """One live tensor and what is known about who changes it."""
+    """One live tensor and what is known about the optimizers that change it."""
 
     name: str
     role: str
     layer: str
     tensor: torch.Tensor = field(compare=False)
     holders: frozenset[int] = frozenset()
-    """Optimizers whose step changes it; with none, any optimizer's step ends its window."""
+    """Optimizers whose step changes the tensor; with none, any optimizer's step ends its window."""
     sync: bool = False
-    """It changes inside the window, as buffers do, and is copied at forward start."""
+    """True if the tensor changes inside the window, as buffers do, and is copied at forward
+    start."""
     alias_of: str | None = None
     span: tuple[int, int] | None = None
-    """First byte and end of what this rank captures of a tensor that others hold; None: all."""
+    """First byte and end of what this rank captures of a tensor that other ranks hold, too; None:
+    all."""
 
     @property
     def local(self) -> torch.Tensor:
-        """What holds the bytes: of a DTensor this rank's part."""
+        """The tensor that holds the bytes: of a DTensor this rank's part, else itself."""
         return dtensor.local(self.tensor)
 
 
 @dataclass(eq=False)
 class Placing:
-    """Sends tensors found in a tree to the region and leaves references."""
+    """Collects the tensors found in a tree for the region, and leaves references in their place."""
 
     lives: list[Live]
     role: str
@@ -46,10 +48,10 @@ class Placing:
     holders: frozenset[int]
     always_sync: set[str]
     known: dict[str, Live] = field(default_factory=dict)
-    """By path: what was said of a tensor serves while it is the same object."""
+    """The last `Live` of each path; it serves while the tensor is the same object."""
 
     def __call__(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
-        """See `boundary.Place`."""
+        """Collect one tensor, and return what stands for it in the tree; see `boundary.Place`."""
         must_be_dense(path, tensor)
         small = self.role == "extra" and dtensor.local(tensor).nbytes <= SMALL_EXTRA_BYTES
         sync = small or path in self.always_sync

@@ -1,4 +1,10 @@
-"""Data loaders seen from the thread that consumes: a pass begins, a batch is asked for, it ends.
+"""Data loaders, followed on the thread that consumes: a pass begins, a batch is drawn, it ends.
+
+Knows torch's `DataLoader` and torchdata's `StatefulDataLoader`, without importing the latter. One
+method of the iterators' classes is wrapped, once per process and only when somebody listens:
+workers run ahead, so that neither sampler nor dataset can tell what was consumed. Iterators of
+other kinds (generators) are replaced by a `Given`, which is followed. Loaders that draw ahead of
+the loop are for `lookahead.py`.
 
 Knows torch's `DataLoader` and torchdata's `StatefulDataLoader`, without importing the latter. One
 method of the iterators' classes is wrapped, once per process and only when somebody wants to know:
@@ -23,72 +29,72 @@ from lightck.errors import ConfigError, RestoreMismatchError
 
 
 class Listener(Protocol):
-    """Who wants to know of a source of batches."""
+    """Is told when a source of batches begins a pass, or draws."""
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
-        """A pass begins or has ended; or (`drawing`) the next batch is about to be drawn."""
+        """Take note that a pass begins or has ended; or (`drawing`) that a batch is drawn now."""
 
     def drawn(self) -> None:
-        """That batch is over."""
+        """Take note that the draw is over."""
 
 
 class Pass(Protocol):
-    """One way through the data. Called on the thread that consumes it."""
+    """Follows one pass through the data. Called on the thread that consumes it."""
 
     def drawing(self) -> None:
-        """The loop asks for the next batch."""
+        """Take note that the loop asks for the next batch."""
 
     def drawn(self) -> None:
-        """That batch is over: the loop has it, or the error that making it raised."""
+        """Take note that the draw is over: the loop has the batch, or the error it raised."""
 
     def ended(self) -> None:
-        """There was none left."""
+        """Take note that there was no batch left."""
 
 
 class Telling:
-    """Base of sources that say themselves when their position moves, through `tell`."""
+    """Base of sources that say themselves, through `tell`, when their position moves."""
 
     draws_from: tuple[Any, ...] = ()
-    """The extras beside it that are generators."""
+    """The generators among the extras that are given beside this source."""
 
 
 _listeners: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-"""Per source (a `Telling`, a stateful loader): who wants to know."""
+"""The listeners of each source (a `Telling`, a stateful loader)."""
 _passes: weakref.WeakKeyDictionary[Any, Callable[[], Pass | None]] = weakref.WeakKeyDictionary()
-"""By the iterator that makes it; with persistent workers one iterator makes many in turn."""
+"""The pass that each iterator is in; with persistent workers one iterator makes many in turn."""
 _wrapped: set[tuple[type, str, Callable[..., Any]]] = set()
 _begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Per loader of Accelerate's: the pass that it began last, as it counts them."""
+"""The number, as Accelerate counts, of the last pass that each of its loaders has begun."""
 _running = threading.local()
-"""`top`: what is drawing from a loader of its own now, ahead of what it gives."""
+"""Per thread: `top` is the `Ahead` that draws from its own loader now, ahead of what it gives."""
 
 
 class Given:
-    """Gives the loop what an iterator that cannot be patched gives: a generator."""
+    """Wraps an iterator that cannot be patched (a generator), and gives the loop its batches."""
 
     def __init__(self, inner: Iterator[Any]) -> None:
-        """Nobody follows yet."""
+        """Wrap an iterator that no pass follows yet."""
         self.inner = inner
         self.passes: list[Pass] = []
 
     def __iter__(self) -> Iterator[Any]:
-        """It is one."""
+        """Return itself."""
         return self
 
     def __next__(self) -> Any:
-        """The next batch, followed."""
+        """Return the next batch, and tell the passes that follow."""
         return _told(self.passes, lambda: next(self.inner))
 
 
 class Ahead(Given):
-    """One whose generator draws from a loader before the loop is given what was drawn."""
+    """Wraps a generator that draws from a loader before the loop gets what was drawn."""
 
     base: Any
-    """That loader."""
+    """The loader that it draws from."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While it does."""
+        """Be the innermost `Ahead` of this thread while the body runs."""
         before, _running.top = running(), self
         try:
             yield
@@ -97,28 +103,28 @@ class Ahead(Given):
 
 
 def running() -> Any:
-    """The `Ahead` that this thread is in."""
+    """Return the `Ahead` that draws on this thread now, else None."""
     return getattr(_running, "top", None)
 
 
 def ahead_of(loader: Any) -> Any:
-    """The `Ahead` that draws from a loader just now."""
+    """Return the `Ahead` that draws from `loader` now, else None."""
     top = running()
     return top if top is not None and top.base is loader else None
 
 
 def is_stateful(loader: Any) -> bool:
-    """A loader that keeps its own position as torchdata's does."""
+    """Tell whether a loader keeps its own position, as torchdata's does."""
     return isinstance(loader, dataloader.DataLoader) and hasattr(loader, "next_iter_state")
 
 
 def _base(loader: Any) -> Any:
-    """The stateful loader itself: Accelerate's have one inside, and say what it says."""
+    """Return the loader inside one of Accelerate's, which reports the inner state; else itself."""
     return getattr(loader, "base_dataloader", loader)
 
 
 def refusal(loader: Any) -> str:
-    """Why a loader's position cannot be brought back, and what to write; empty: it can."""
+    """Say why a loader's position cannot be restored, and what to write; empty if it can."""
     if _base(loader) is loader:
         return ""
     kind = type(loader).__name__
@@ -138,7 +144,7 @@ def refusal(loader: Any) -> str:
 
 
 def not_begun(loader: Any) -> bool:
-    """A stateful loader that nobody has iterated.
+    """Tell whether a stateful loader has not been iterated yet.
 
     Its `state_dict` would start its workers and draw from the global generator: then a loop that
     lightck watches would go on with other numbers than one that it does not.
@@ -148,7 +154,7 @@ def not_begun(loader: Any) -> bool:
 
 
 def position(source: Any) -> dict[str, Any]:
-    """The state of something that the loop iterates over, or of any other extra."""
+    """Return the state of something that the loop iterates over, or of any other extra."""
     state: dict[str, Any] = source.state_dict()
     if _base(source) is source:
         return state
@@ -159,7 +165,7 @@ def position(source: Any) -> dict[str, Any]:
 
 
 def load(source: Any, state: dict[str, Any]) -> None:
-    """The opposite of `position`.
+    """Load what `position` returned.
 
     Raises:
         RestoreMismatchError: the loader was built otherwise when the position was saved.
@@ -174,7 +180,9 @@ def load(source: Any, state: dict[str, Any]) -> None:
 
 
 def settle(loader: Any) -> None:
-    """Make a stateful loader take the position it was given now, not when it is iterated.
+    """Make a stateful loader take its restored position now, not when it is iterated.
+
+    Taking it draws random numbers, and the interrupted run did not draw there.
 
     It draws while it does, and the interrupted run did not draw there.
 
@@ -205,7 +213,7 @@ def undrawn(generator: torch.Generator | None) -> Iterator[None]:
 
 
 def listen(source: Any, listener: Listener) -> None:
-    """Tell `listener` of a source, for as long as both live; nothing to tell of other objects."""
+    """Tell `listener` about a source, while both live; other objects have nothing to tell."""
     if is_stateful(source):
         wrap(type(source), "__iter__", _followed)
     elif not isinstance(source, Telling):
@@ -214,30 +222,30 @@ def listen(source: Any, listener: Listener) -> None:
 
 
 def ignore(source: Any, listener: Listener) -> None:
-    """The opposite of `listen`."""
+    """Undo `listen`."""
     if is_stateful(source) or isinstance(source, Telling):
         _listeners.get(source, weakref.WeakSet()).discard(listener)
 
 
 def is_heard(source: Any) -> bool:
-    """Somebody listens."""
+    """Tell whether a source has listeners."""
     return bool(_listeners.get(source))
 
 
 def tell(source: Any, *, drawing: bool) -> None:
-    """Tell who listens; its errors reach the loop."""
+    """Tell a source's listeners that a pass begins or a batch is drawn; errors reach the loop."""
     for listener in list(_listeners.get(source, ())):
         listener.iterating(source, drawing)
 
 
 def tell_drawn(source: Any) -> None:
-    """The same, of a batch that has been drawn."""
+    """Tell the listeners of a source that a batch has been drawn."""
     for listener in list(_listeners.get(source, ())):
         listener.drawn()
 
 
 def follow(loader: Any, iterator: Any, made: Pass) -> Any:
-    """Call `made` for what a loader's iterator gives the loop from now on; returns what it gets."""
+    """Follow a loader's iterator with the pass `made`; return the iterator that the loop gets."""
     ahead = ahead_of(loader)
     if ahead is not None and made is not ahead:
         ahead.passes.append(made)
@@ -254,7 +262,7 @@ def follow(loader: Any, iterator: Any, made: Pass) -> Any:
 
 
 def wrap(kind: type, name: str, around: Callable[..., Callable[..., Any]]) -> None:
-    """Put `around(original)` in the place of a method, once per process."""
+    """Replace a method by `around(original)`, once per process."""
     if (kind, name, around) in _wrapped:
         return
     _wrapped.add((kind, name, around))
@@ -275,11 +283,11 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nobody() -> None:
-    """Follows."""
+    """Stand for the pass of an iterator that none follows."""
 
 
 def _told(passes: list[Any], draw: Callable[[], Any]) -> Any:
-    """The next batch; passes hear of it."""
+    """Draw the next batch and return it, telling the passes before and after."""
     for made in passes:
         made.drawing()
     try:
@@ -318,14 +326,17 @@ def _followed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(eq=False)
 class _Stateful:
-    """A pass of a loader that counts for itself."""
+    """Follows a pass of a stateful loader, which counts for itself."""
 
     loader: Callable[[], Any]
     begins: bool = False
-    """It does when the first batch is drawn, not when its iterator is made."""
+    """True if the pass begins when its first batch is drawn, not when its iterator is made."""
 
     def drawing(self) -> None:
-        """The generators stand where the interrupted run's did when it drew here."""
+        """Tell the listeners that a batch is drawn now.
+
+        The generators stand where the interrupted run's did when it drew here.
+        """
         loader = self.loader()
         if self.begins:
             self.begins = False
@@ -335,9 +346,9 @@ class _Stateful:
         tell(loader, drawing=True)
 
     def drawn(self) -> None:
-        """The loader has counted it."""
+        """Tell the listeners that a batch has been drawn; the loader has counted it."""
         tell_drawn(self.loader())
 
     def ended(self) -> None:
-        """From here on restoring begins the next epoch."""
+        """Tell the listeners that the pass is over: a restore begins the next epoch now."""
         tell(self.loader(), drawing=False)

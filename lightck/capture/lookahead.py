@@ -25,30 +25,33 @@ from lightck.errors import ConfigError, StateError
 from lightck.events import event
 
 NAME = "@ahead"
-"""Stands among the extras of the step's end: what the held batches were drawn with."""
+"""The name, among the extras of the step's end, of the state that held batches were drawn with."""
 WORKERS = "workers"
-"""In there: the seed of what the workers of the pass draw, or None."""
+"""The key, in the state under `NAME`, of the seed that the pass's workers draw from, or None."""
 _MODULE = "accelerate.data_loader"
 _KINDS = ("DataLoaderShard", "DataLoaderDispatcher")
 
 
 class Listener(Protocol):
-    """Who keeps what batches are drawn with."""
+    """Keeps the generator states that batches are drawn with."""
 
     def drawing_ahead(self, iterator: Lookahead) -> None:
-        """A batch is about to be drawn that the loop is given later."""
+        """Take note that a batch is about to be drawn which the loop is given later."""
 
     def drawn(self) -> None:
-        """It has been."""
+        """Take note that the batch has been drawn."""
 
 
 @dataclass(eq=False)
 class Redraw:
-    """What the interrupted run had drawn: asked for by restore, done when its loader goes on."""
+    """Describes a batch that a restored run must draw again.
+
+    Restore asks for it; it is done when the loader goes on.
+    """
 
     step: int
     held: dict[str, Any] | None
-    """As `generators` gave it; None: no batch was held."""
+    """The states that `generators` returned before that draw; None: no batch was held."""
     extras: tuple[Extra, ...]
 
 
@@ -56,7 +59,7 @@ listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _open: weakref.WeakSet[Lookahead] = weakref.WeakSet()
 _expected: Redraw | None = None
 _told: set[str] = set()
-"""Events that come once in a process."""
+"""Names of the events that were told; each is told once in a process."""
 
 
 def watch() -> None:
@@ -77,14 +80,14 @@ def watch() -> None:
 
 
 def expect(redraw: Redraw) -> None:
-    """The loader that goes on in the middle of its data draws what it had drawn ahead."""
+    """Ask the loader that goes on in the middle of its data to draw its held batch again."""
     global _expected
     watch()
     _expected = redraw
 
 
 def standing(known: Mapping[Lookahead, dict[str, Any]], step: int) -> dict[str, Any] | None:
-    """What the batch was drawn with that the loop is given next, if the step ended now.
+    """Return the states that the loop's next batch was drawn with, if the step ended now.
 
     Args:
         known: what each iterator's last draw was made with.
@@ -120,12 +123,12 @@ def standing(known: Mapping[Lookahead, dict[str, Any]], step: int) -> dict[str, 
 
 
 def holding() -> weakref.WeakSet[Lookahead]:
-    """The iterators that hold a batch now which the loop is given next."""
+    """Return the iterators that hold a batch now which the loop is given next."""
     return weakref.WeakSet(it for it in list(_open) if it.holds and it.given)
 
 
 class Lookahead(loading.Ahead):
-    """An iterator of such a loader, as the loop has it."""
+    """Wraps the iterator of a loader that draws ahead; the loop gets this one."""
 
     def __init__(self, loader: Any, inner: Any) -> None:
         super().__init__(inner)
@@ -133,18 +136,18 @@ class Lookahead(loading.Ahead):
         self.base = loader.base_dataloader
         self.given = 0
         self.holds = False
-        """A batch is drawn that the loop has not got."""
+        """True if a batch is drawn that the loop has not got."""
         self.redraw: Redraw | None = None
-        """What this iterator goes on from, and has to draw again."""
+        """The redraw that this iterator goes on from and has still to make."""
         self._drawn = 0
         self._asked = False
-        """The loop has asked for a batch, and this has begun to draw one."""
+        """True if the loop has asked for a batch, and this iterator has begun to draw one."""
         self._back: dict[str, Any] | None = None
-        """The generators as they stood before a redraw that is under way."""
+        """The states of the generators from before a redraw that is under way."""
         self.seeds = False
-        """A pass is beginning whose workers are seeded for each batch."""
+        """True if a pass is beginning whose workers are seeded for each batch."""
         self.seed: int | None = None
-        """Of what the workers of this pass draw; None: it seeds none."""
+        """The seed that the workers of this pass draw from; None: they are not seeded."""
         self._draws_from: torch.Generator | None = None
         loading.wrap(type(self.base), "__iter__", _inside)
         for other in list(_open):
@@ -176,14 +179,14 @@ class Lookahead(loading.Ahead):
         return batch
 
     def standing(self, known: Mapping[Lookahead, dict[str, Any]]) -> dict[str, Any] | None:
-        """What the batch was drawn with that the loop is given next; None: it holds none."""
+        """Return the states that the loop's next batch was drawn with; None if no batch is held."""
         if self.redraw is not None:
             return self.redraw.held
         return known.get(self) if self.holds and self.given else None
 
     @contextlib.contextmanager
     def seeding(self) -> Iterator[None]:
-        """The pass that begins meanwhile seeds its workers' generators for each batch."""
+        """Seed the workers' generators for each batch in the pass that begins in the body."""
         base = self.base
         before, base.generator = base.generator, torch.Generator()
         self._draws_from, self.seeds = before, True
@@ -194,9 +197,10 @@ class Lookahead(loading.Ahead):
             base.generator, self.seeds = before, False
 
     def draw_seed(self) -> int:
-        """Draw what torch draws for its workers, in its place; a resume has the interrupted run's.
+        """Draw the seed that torch draws for its workers, in its place, or take the restored one.
 
-        Here and not before: the generators of the step's end are taken anew when a pass begins.
+        This is done here and not before: the generators of the step's end are taken anew when a
+        pass begins.
         """
         held = self.redraw.held if self.redraw is not None else None
         seed: int | None = held[WORKERS] if held is not None else None
@@ -215,7 +219,7 @@ class Lookahead(loading.Ahead):
     # ---- the loader's own iterator, see `loading.Pass` --------------------------------------
 
     def drawing(self) -> None:
-        """A batch is about to be drawn."""
+        """Take note that a batch is about to be drawn; for a redraw, set the generators first."""
         if not self._asked:
             self._asked = True
             for made in self.passes:
@@ -229,14 +233,14 @@ class Lookahead(loading.Ahead):
         self.holds = True
 
     def drawn(self) -> None:
-        """It has been, or the error that this raised is on its way."""
+        """Take note that the batch has been drawn, or that drawing it has failed."""
         self._drawn += 1
         self._stand_back()
         for listener in list(listeners):
             listener.drawn()
 
     def ended(self) -> None:
-        """There was none left: the loop is given the last one, or has it."""
+        """Take note that there was no batch left: the loop gets the last one, or has it."""
         self.holds = False
         self._stand_back()
 
@@ -264,7 +268,7 @@ def _given(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inside(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The loader that the other draws from, ahead."""
+    """Follow the loader that an `Ahead` draws from."""
 
     def __iter__(loader: Any) -> Any:
         outer = loading.ahead_of(loader)
@@ -283,7 +287,7 @@ def _inside(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _draws_in_workers(loader: Any) -> bool:
-    """What its workers draw is no function of the position already."""
+    """Tell whether its workers' random numbers are not already a function of the position."""
     batches = loader.batch_sampler
     return (
         loader.num_workers > 0
@@ -293,7 +297,7 @@ def _draws_in_workers(loader: Any) -> bool:
 
 
 def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The batches of the loader that is drawn from ahead seed the workers, each by its place."""
+    """Make the batches of a loader that is drawn from ahead seed the workers, each by its place."""
 
     def __iter__(batches: Any) -> Any:
         outer, indices = loading.running(), original(batches)
@@ -311,9 +315,9 @@ def _seeding(indices: Any, seed: int, first: int) -> Iterator[SeedingBatch]:
 
 
 def unfollowed(loader: Any) -> str:
-    """Why what Accelerate's loader gives cannot be followed, and what to write; empty: it can.
+    """Say why what Accelerate's loader gives cannot be followed, and what to write.
 
-    Called where a loader is iterated.
+    Empty if it can be followed. Call it where a loader is iterated.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _room(frame) in ("lightck", "torch"):
@@ -337,7 +341,7 @@ def _room(frame: FrameType) -> str:
 
 
 def _begins_in_the_middle(loader: Any) -> bool:
-    """The next pass of a loader leaves out what the loop was given before."""
+    """Tell whether the next pass of a loader leaves out batches that the loop was given before."""
     batches = loader.batch_sampler
     sampler = getattr(batches, "sampler", loader.sampler)
     iterator = getattr(loader.base_dataloader, "_iterator", None)

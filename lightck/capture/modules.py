@@ -22,14 +22,14 @@ _BUFFERS = operator.attrgetter("_buffers")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside of `DistributedDataParallel`, else itself."""
+    """Return the module inside of `DistributedDataParallel`, else itself."""
     while isinstance(module, DistributedDataParallel):
         module = module.module
     return module
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """The user's own module, under every wrapper."""
+    """Return the user's own module, under every wrapper."""
     while True:
         module = unwrapped(module)
         within = (getattr(module, prefix[:-1], None) for prefix in WRAPPERS)
@@ -40,7 +40,7 @@ def innermost(module: nn.Module) -> nn.Module:
 
 
 def named_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module under every path it has, parents first."""
+    """Yield every module under every path it has, parents first."""
     model = unwrapped(model)
     yield strip(path), model
     for name, child in model._modules.items():
@@ -49,14 +49,14 @@ def named_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's parameters under every name they have; the sharded ones, gathered or not."""
+    """Yield the model's parameters under every name; of FSDP2 always the sharded ones."""
     for path, module in named_modules(model):
         for name, parameter in fsdp.parameters(module):
             yield f"{path}.{name}" if path else name, parameter
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's persistent buffers under every name they have."""
+    """Yield the model's persistent buffers under every name they have."""
     for path, module in named_modules(model):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -64,7 +64,10 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def every_module(model: nn.Module) -> list[nn.Module]:
-    """Every module once; every step, so without the nested generators of `nn.Module.modules`."""
+    """Return every module once.
+
+    It runs at every step, so it avoids the nested generators of `nn.Module.modules`.
+    """
     found, seen = [model], {id(model)}
     for module in found:
         for child in module._modules.values():
@@ -75,17 +78,17 @@ def every_module(model: nn.Module) -> list[nn.Module]:
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> list[dict[str, torch.Tensor | None]]:
-    """Where each module keeps its buffers."""
+    """Return the dict in which each module keeps its buffers."""
     return list(map(_BUFFERS, modules))
 
 
 def held_buffers(holding: Iterable[dict[str, torch.Tensor | None]]) -> list[torch.Tensor | None]:
-    """What is there, persistent or not."""
+    """Return every buffer in these dicts, persistent or not."""
     return list(chain.from_iterable(map(dict.values, holding)))
 
 
 def persistent_buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """What of it belongs to the model's state."""
+    """Return the buffers that belong to the model's state."""
     return [
         buffer
         for module in modules

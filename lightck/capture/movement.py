@@ -1,11 +1,12 @@
-"""Extras that move when a batch is drawn, though they are taken at the start of the forward.
+"""Extras that change while a batch is drawn, though they are taken at the start of the forward.
 
-That is behind the draw: what counts batches is one ahead there, and a resumed run, which draws the
-batch again, stays one ahead. Where a draw is seen this is an error while a run is young, and told
-later; where none is, what moves before the forward may be one or the other, and is told.
+The forward comes after the draw. A counter of batches is one ahead there, and a resumed run, which
+draws the batch again, stays one ahead. Where a draw is seen this is an error in the first steps,
+and a warning later. Where none is seen, what changes before the forward may or may not have changed
+in a draw: a warning says so.
 
 A batch that is drawn ahead of the step's end is drawn again by a resumed run, whenever extras are
-taken: there nothing but generators may move.
+taken: during such a draw nothing but generators may change.
 """
 
 from __future__ import annotations
@@ -29,51 +30,56 @@ from lightck.errors import StateError
 from lightck.events import event
 
 FIRST_STEPS = 3
-"""Since attach, in which movement is an error."""
+"""The number of steps since attach in which movement is an error."""
 MOST_S = 1e-4
-"""An extra that takes longer to look at is looked at in the first steps only."""
+"""Seconds: an extra that takes longer to look at is looked at in the first steps only."""
 _SAMPLES = 512
-"""Of long arrays and lists so many values are looked at."""
+"""The number of values that are looked at in a long array or list, about."""
 
 Marks = dict[str, Any]
-"""By extra: something that is equal while its state is, as far as is looked at."""
+"""Per extra: a value that stays equal while the state does, as far as it is looked at."""
 
 
 @dataclass(eq=False)
 class Movement:
-    """Looks at extras around each draw. On the training thread, between step end and forward."""
+    """Looks at extras around each draw. Used by the training thread, from step end to forward."""
 
     extras: Sequence[Extra]
     count: int = 0
-    """Movements where a batch was drawn."""
+    """The number of movements while a batch was drawn."""
     _steps: int = 0
-    """That have ended since attach."""
+    """The number of steps that have ended since attach."""
     _before: Marks = field(default_factory=dict)
-    """Since before the draw that is under way."""
+    """The marks from before the draw that is under way."""
     _ahead: bool = False
-    """That draw is for a step behind the next step end, perhaps."""
+    """True if that draw may be for a step after the next step end."""
     _still: Marks = field(default_factory=dict)
-    """Of those whose instant nobody gave: since the step's end, or the last draw."""
+    """The marks, from the step's end or the last draw, of extras whose instant the user did not
+    give."""
     _least_s: dict[str, float] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Generators, and what is taken at the step's end, may move."""
+        """Pick the extras to look at: generators, and what is taken at the step's end, may move."""
         self._behind = [extra for extra in self.extras if extra.instant == "forward"]
         self._others = [e for e in self.extras if not e.is_generator]
 
     def step_ended(self) -> None:
-        """A window begins in which batches are drawn."""
+        """Begin a window between a step's end and the forward, in which batches are drawn."""
         self._steps, self._before = self._steps + 1, {}
         unsaid = (e for e in self._looked_at(self._behind) if not (e.known or e.name in self._told))
         self._still = self._marks(unsaid)
 
     def forget(self) -> None:
-        """Extras were replaced: they have not moved for that."""
+        """Forget what was seen: extras were replaced, which is no movement."""
         self._before, self._still = {}, {}
 
     def drawing(self, source: Any, *, ahead: bool, within: bool) -> None:
-        """The loop asks `source` for a batch; `within`: with the forward of a step behind it."""
+        """Note the extras before the loop gets a batch of `source`.
+
+        With `within`, the forward of the step has begun. With `ahead`, the batch is for a later
+        step.
+        """
         self._ahead, looked_at = ahead, self._behind
         if ahead:  # loaders count what they gave; a `Prefetched` makes its batch with anything
             looked_at = [
@@ -85,11 +91,11 @@ class Movement:
             self._before = self._marks(self._looked_at(looked_at))
 
     def drawing_none(self) -> None:
-        """There was none left, or a pass begins."""
+        """Take note that no batch comes: there was none left, or a pass begins."""
         self._before = {}
 
     def drawn(self, step: int) -> None:
-        """It has it.
+        """Compare the extras after the draw with those before it.
 
         Raises:
             StateError: an extra moved meanwhile, in one of the first steps.
@@ -103,7 +109,7 @@ class Movement:
                 self._still[name] = now[name]
 
     def forward(self, step: int) -> None:
-        """The window ends."""
+        """End the window: tell of extras that changed in it where no draw was seen."""
         still, self._still, self._before = self._still, {}, {}
         now = self._marks(extra for extra in self._behind if extra.name in still)
         for name in now:
@@ -166,7 +172,7 @@ def _mark_of(extra: Extra) -> Any:
 
 
 def _mark(tree: Any) -> Any:
-    """Plain values; `==` compares them bit by bit."""
+    """Reduce a tree to plain values that `==` compares bit by bit."""
     if isinstance(tree, torch.Tensor):
         local = dtensor.local(tree).detach()
         said = ("tensor", local.dtype, tuple(local.shape))
@@ -193,5 +199,5 @@ def _mark(tree: Any) -> Any:
 
 
 def _sampled(values: Any) -> Any:
-    """All of a few, evenly chosen ones of many."""
+    """Return all values if they are few, else some that are evenly spread."""
     return values[:: max(1, len(values) // _SAMPLES)]

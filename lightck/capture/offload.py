@@ -1,4 +1,4 @@
-"""A pipeline moves devices' tensors, from forward start until the pool has their bytes."""
+"""A pipeline copies devices' tensors, from forward start until the pool has their bytes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from lightck.errors import DeviceError, LightckError
 from lightck.region.native import crc32c_at
 
 PEAK_STEPS = 1
-"""Beside all of the optimizers' state, until the training's peak on a device is known."""
+"""Steps to wait, from when all optimizer state exists, until training's peak on a device is
+known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where the training thread's stream on a device stood at an instant."""
+    """An event that shows where the training thread's stream on a device stood at an instant."""
 
     device: Device
     stream: Any
@@ -37,53 +38,56 @@ class Standing:
 
 @dataclass(eq=False)
 class _Room:
-    """One device's part of one flight."""
+    """One device's part of one snapshot: its transfer mode, and room in spare memory."""
 
     way: Way
     copy: torch.Tensor | None
-    """In the device's spare memory, for all groups."""
+    """The room in the device's spare memory, for all groups; None: there is none."""
     used: int = 0
 
 
 @dataclass(eq=False)
 class Offload:
-    """Used by the training thread, or under the recorder's lock; owns what moves the bytes."""
+    """Moves the tensors that devices hold into the region, and owns what does so.
+
+    Used by the training thread, or by others under the recorder's lock.
+    """
 
     ways: Ways
     transfers: Transfers
     _flight: Flight | None = None
-    """The one that is being put together."""
+    """The snapshot whose copies are being queued."""
     _rooms: dict[str, _Room] = field(default_factory=dict)
-    """By device, of that one."""
+    """Each device's part of that snapshot, by the device's name."""
     _copied: list[Transfer] = field(default_factory=list)
-    """Those that use devices' spare memory."""
+    """The transfers that use devices' spare memory."""
     standing: tuple[Standing, ...] = ()
-    """At the last instant."""
+    """The streams' positions at the last instant."""
     _begun: bool = False
-    """The last instant was forward start."""
+    """True if the last instant was forward start (else step end)."""
     _back: bool = False
-    """It is an earlier one, see `back_at`."""
+    """True if `standing` is of an earlier forward start, as `back_at` sets it."""
     _prepared: int = 0
-    """The step at whose end that was."""
+    """The step at whose end `prepare` was called."""
     _thread: int = 0
     _warm: dict[str, Device] = field(default_factory=dict)
-    """Devices that have loaded what they need."""
+    """The devices that have loaded what they need, by name."""
     _reserved: list[torch.Tensor] = field(default_factory=list)
-    """Let go of when another thread makes private copies, which find it then."""
+    """Memory that is freed when another thread makes private copies, so that it finds room then."""
     _lent: bool = True
-    """It is to be asked for."""
+    """True if `_reserved` is to be allocated at the next instant."""
     _failure: DeviceError | None = None
-    """Of a device, the first: what its memory holds is not trusted any more."""
+    """The first error of a device; from then on the content of its memory is not trusted."""
 
     @property
     def copy_taken(self) -> bool:
-        """Spare memory still holds bytes of an earlier flight."""
+        """Tell whether spare memory still holds bytes of an earlier snapshot."""
         self._copied = [each for each in self._copied if not each.fed.is_set()]
         return bool(self._copied)
 
     @property
     def has_come(self) -> bool:
-        """Devices have done what the training thread had queued at the last instant.
+        """Tell whether devices have done what the training thread had queued at the last instant.
 
         Raises:
             DeviceError: one has failed.
@@ -91,7 +95,11 @@ class Offload:
         return all(each.mark.passed() for each in self.standing)
 
     def prepare(self, arrangement: Arrangement, step: int) -> None:
-        """Find the way now, where a step has ended, which may take a second; said beforehand.
+        """Choose each device's transfer mode at the end of a step; may take a second.
+
+        Loading, pinning and registering are all done here, because later they might wait for a
+        device that hangs. Spare memory is asked for during training, once the peak of another step
+        is known. An error is raised when a snapshot is made.
 
         Nothing is loaded, pinned or registered then where a device may hang: all that waits for it.
         Spare memory is asked for by training, once the peak of another step is known.
@@ -112,17 +120,19 @@ class Offload:
                 self.noted(error)
 
     def check(self) -> None:
-        """Raise what a device has failed with."""
+        """Raise the error that a device has failed with, if any."""
         if self._failure is not None:
             raise self._failure
 
     def noted(self, error: BaseException) -> None:
-        """Keep it, if it is of a device; none is asked for anything again."""
+        """Keep the first error of a device; no device is asked for anything again after it."""
         if self._failure is None and isinstance(error, DeviceError):
             self._failure = error
 
     def stand(self, arrangement: Arrangement, *, begun: bool) -> None:
         """Note that the training thread is at step end or, if `begun`, at forward start.
+
+        A thread that saves just in time starts from there: see `aside`.
 
         For who saves just in time, on another thread: see `aside`.
         """
@@ -143,7 +153,11 @@ class Offload:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, another thread than the training's queues to streams of its own.
+        """Let another thread than the training thread queue to streams of its own, in the body.
+
+        After forward start these streams begin where the training's streams stood then: what those
+        were given since may hang, and changes nothing that a snapshot has. Before forward start
+        they begin after all of the training's work.
 
         From forward start on these begin where the training's streams stood there: what those were
         given since may hang, and changes nothing that a snapshot has. Before, behind all of it.
@@ -159,7 +173,7 @@ class Offload:
 
     @contextmanager
     def back_at(self, standing: Sequence[Standing]) -> Iterator[None]:
-        """Inside, take this earlier forward start for the last instant."""
+        """Take this earlier forward start for the last instant, in the body."""
         before = self.standing, self._begun, self._back
         self.standing, self._begun, self._back = tuple(standing), True, True
         try:
@@ -169,16 +183,19 @@ class Offload:
 
     @property
     def _is_aside(self) -> bool:
-        """What the calling thread's stream comes to says nothing of what is copied."""
+        """True if the copies do not depend on what the calling thread's stream has come to."""
         return self._back or get_ident() != self._thread
 
     def enter_thread(self) -> None:
-        """See `Device`; of all of them."""
+        """Make the calling thread ready to use every device; see `Device.enter_thread`."""
         for each in self.standing:
             each.device.enter_thread()
 
     def marked(self, marks: Mapping[tuple[str, Any], Mark]) -> dict[tuple[str, Any], Mark]:
-        """Those, and one in each of the thread's streams that has none: before what comes next."""
+        """Return these events, and a new one in each of the thread's streams that has none.
+
+        It is before whatever is queued next.
+        """
         found = dict(marks)
         for device in (each.device for each in self.standing):
             stream = device.stream()
@@ -187,7 +204,7 @@ class Offload:
         return found
 
     def recording(self, arrangement: Arrangement) -> bool:
-        """What is queued now goes into a graph."""
+        """Tell whether what is queued now is recorded into a graph."""
         return any(device.recording() for device, _ in _sizes(arrangement).values())
 
     def queue(
@@ -198,7 +215,7 @@ class Offload:
         staged: npt.NDArray[np.bool_],
         arrangement: Arrangement,
     ) -> Group:
-        """Add a part's copies to a flight; nothing is copied before `depart`."""
+        """Add one group's copies to a snapshot; nothing is copied before `depart`."""
         device = part.device
         assert device is not None
         if self._flight is not flight:
@@ -228,7 +245,7 @@ class Offload:
         return group
 
     def depart(self, flight: Flight) -> None:
-        """Start everything from what the calling thread's streams have now, at forward start."""
+        """Start all copies, from where the calling thread's streams are now, at forward start."""
         self._flight, self._rooms, marks = None, {}, {}
         for transfer in flight.transfers:
             device = transfer.device
@@ -241,7 +258,9 @@ class Offload:
             self.transfers.depart(flight.transfers)
 
     def fence(self, group: Group, *, wait: bool) -> None:
-        """What the calling thread's stream does from now on comes after the group's copies.
+        """Make the calling thread's stream wait for the group's copies before anything more.
+
+        With `wait`, return only when they are done, so that every thread's stream may go on.
 
         With `wait`, that of every thread.
 
@@ -262,7 +281,7 @@ class Offload:
         self.transfers.fence(transfer, wait=wait)
 
     def arrived(self, flight: Flight, timeout_s: float | None) -> bool:
-        """Whether the pool has read everything, after waiting.
+        """Tell, after waiting, whether the pool has read everything.
 
         Raises:
             LightckError: a transfer has failed.
@@ -273,7 +292,7 @@ class Offload:
         return there
 
     def _learn(self, flight: Flight) -> None:
-        """What the way of each device has cost, if enough of its bytes were seen arriving."""
+        """Learn what each device's transfers cost, if enough of their bytes were seen arriving."""
         ran: dict[str, list[list[Transfer]]] = {}
         for name, run in groupby(flight.transfers, lambda each: each.device.name):
             ran.setdefault(name, []).append(list(run))
@@ -285,17 +304,20 @@ class Offload:
                 self.ways.paid(of_it[0].device, sum(seconds) / sum(sizes), in_place=in_place)
 
     def give_up(self, flight: Flight) -> None:
-        """Let no copy be under way any more. Blocks; any thread. Then free, then `forget`."""
+        """Return when no copy of a snapshot is under way any more. Blocks; any thread.
+
+        Free the snapshot after that, then call `forget`.
+        """
         for transfer in flight.transfers:
             self.transfers.give_up(transfer)
 
     def forget(self, flight: Flight) -> None:
-        """The pool reads nothing of it any more. Any thread."""
+        """Let go of a snapshot's transfers: the pool reads nothing of it any more. Any thread."""
         for transfer in flight.transfers:
             self.transfers.forget(transfer)
 
     def differs(self, group: Group) -> int | None:
-        """Which copy of the group is not of the live bytes; everything is waited for and compared.
+        """Wait, compare all bytes, and return the first copy that differs from live memory.
 
         Raises:
             LightckError: the transfer has failed.
@@ -318,7 +340,7 @@ class Offload:
         return None
 
     def close(self) -> None:
-        """Every flight has been forgotten. Idempotent."""
+        """Let go of what the devices were given; every snapshot has been forgotten. Idempotent."""
         try:
             for device in self._warm.values():
                 device.mark()  # does it still answer?
@@ -330,7 +352,7 @@ class Offload:
 
 
 def _reserved(arrangement: Arrangement) -> list[torch.Tensor]:
-    """Memory for the private copies of one snapshot, on their devices."""
+    """Allocate memory for one snapshot's private copies, on their devices."""
     found: list[torch.Tensor] = []
     for part in arrangement.parts:
         if part.owned and part.device is not None:
@@ -340,7 +362,7 @@ def _reserved(arrangement: Arrangement) -> list[torch.Tensor]:
 
 
 def _live(arrangement: Arrangement, device: Device) -> list[torch.Tensor]:
-    """Bytes of tensors on a device, to be looked at at once."""
+    """Return the bytes of the tensors on a device, to be used at once."""
     found: list[torch.Tensor] = []
     for part in arrangement.parts:
         if part.device is device and not part.owned:
@@ -351,7 +373,7 @@ def _live(arrangement: Arrangement, device: Device) -> list[torch.Tensor]:
 
 
 def _sizes(arrangement: Arrangement) -> dict[str, tuple[Device, int]]:
-    """By name, every device and the bytes that it holds."""
+    """Return every device and the bytes that it holds, by name."""
     found: dict[str, tuple[Device, int]] = {}
     for part in arrangement.parts:
         if part.device is not None:

@@ -1,4 +1,4 @@
-"""Put captured optimizer state back: matched by parameter names, filled in place or made anew.
+"""Restore captured optimizer state: matched by parameter names, filled in place or made anew.
 
 torch's `load_state_dict` is not used: it casts state to the parameter's dtype and replaces tensors.
 """
@@ -26,23 +26,23 @@ class Saved:
     tree: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     devices: dict[str, str]
-    """Kind of device that each tensor lived on."""
+    """The kind of device that each tensor lived on, by name."""
 
     @property
     def order(self) -> dict[str, Any]:
-        """Of the keys of its state; empty: not known."""
+        """The saved order of its state's keys; empty if it is not known."""
         found: dict[str, Any] = self.tree.get("order", {})
         return found
 
     def tensor(self, name: str, near: torch.Tensor | None) -> torch.Tensor:
-        """A saved tensor, moved beside `near` when it lived on such a device."""
+        """Return a saved tensor, on the device of `near` if it lived on that kind of device."""
         found = self.tensors[name]
         if near is not None and self.devices[name] == near.device.type != found.device.type:
             return found.to(near.device)
         return found
 
     def children(self) -> dict[str, dict[str, str]]:
-        """Per parent path: key to full name."""
+        """Return, for each parent path, the full name of each key."""
         found: dict[str, dict[str, str]] = {}
         for name in self.tensors:
             parent, _, key = name.rpartition("/")
@@ -54,7 +54,7 @@ class Saved:
 def match(
     saved: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer], names: dict[int, str]
 ) -> dict[int, int]:
-    """Which live optimizer continues each saved one: same class, same parameters, by group.
+    """Find the live optimizer that continues each saved one: same class and parameters by group.
 
     Returns:
         Index of the saved one to index of the live one; those without a partner are left out.
@@ -71,7 +71,7 @@ def match(
 
 
 def fits(tree: dict[str, Any], optimizer: Optimizer, j: int, names: dict[int, str]) -> bool:
-    """Whether a live optimizer has the class and the parameters of a saved one."""
+    """Tell whether a live optimizer has the class and the parameters of a saved one."""
     known = parameter_names(j, optimizer, names)
     live = [[known[p] for p in group["params"]] for group in optimizer.param_groups]
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -110,7 +110,7 @@ def install(saved: Saved, j: int, optimizer: Optimizer, names: dict[int, str]) -
 def install_pending(
     pending: list[Saved], j: int, optimizer: Optimizer, names: dict[int, str]
 ) -> None:
-    """Give an optimizer the state that restore kept for it, if there is any."""
+    """Give an optimizer the state that restore has kept for it, if there is any."""
     for saved in pending:
         if fits(saved.tree, optimizer, j, names):
             install(saved, j, optimizer, names)
@@ -119,7 +119,10 @@ def install_pending(
 
 
 def tell_unfilled(pending: Sequence[Saved]) -> None:
-    """Warn of parameters that only an optimizer not known yet holds: a forward may need them."""
+    """Warn of restored parameters that only an optimizer not known yet holds.
+
+    They are not filled yet, and a forward may need them.
+    """
     for saved in pending:
         names = [n for g in saved.tree["groups"] for n in g["params"] if n.startswith("@")]
         if names:
@@ -136,7 +139,7 @@ def _path(saved: Saved, name: str) -> str:
 
 
 def _state_keys(saved: Saved, by_name: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Key in `optimizer.state` for each name: the parameter, or the string behind an @."""
+    """Return each name's key in `optimizer.state`: the parameter, or the key behind an @."""
     keys: dict[str, Any] = dict(by_name)
     for name in saved.tree["state"]:
         if name not in keys and name.startswith("@"):
@@ -147,7 +150,7 @@ def _state_keys(saved: Saved, by_name: dict[str, torch.Tensor]) -> dict[str, Any
 def _install_one(
     saved: Saved, found: dict[str, str], name: str, key: Any, optimizer: Optimizer
 ) -> None:
-    """State of one parameter: tensors directly under its path, and the rest of the tree."""
+    """Install one parameter's state: tensors directly under its path, and the rest of the tree."""
     near = key if isinstance(key, torch.Tensor) else None
     state = rebuild(saved.tree["state"].get(name, {}), lambda n: saved.tensor(n, near))
     nested = {full for full in _references(saved.tree["state"].get(name, {}))}
@@ -166,7 +169,7 @@ def _install_one(
 
 
 def _arrange(saved: Saved, keys: dict[str, Any], optimizer: Optimizer) -> None:
-    """Put `optimizer.state` into the order that it had."""
+    """Put the keys of `optimizer.state` into the order that they had."""
     labels = orders.outer(saved.order, keys)
     ordered = [keys[name] for name in labels if keys.get(name) in optimizer.state]
     if list(map(id, ordered)) != list(map(id, optimizer.state)):
@@ -185,7 +188,7 @@ def _references(tree: Any) -> list[str]:
 
 
 def _placed(live: Any, value: Any) -> Any:
-    """The live tensor, filled, where it has the saved one's geometry; else the saved value."""
+    """Fill and return the live tensor if its geometry is the saved one's, else the saved value."""
     if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor):
         return value
     if live is value or live.shape != value.shape or live.dtype != value.dtype:

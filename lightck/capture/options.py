@@ -1,7 +1,7 @@
-"""What an optimizer holds besides parameters and their state: groups' options, and attributes.
+"""An optimizer's values besides parameters and their state: groups' options, and attributes.
 
-Taken at every instant of every step: what is immutable and still the same object is not looked at
-again, and of what is unchanged the last answer is given, the same object.
+They are taken at every instant of every step. A value that is immutable and still the same object
+is not looked at again, and of what is unchanged the same object is returned as last time.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.dtype, tor
 
 @dataclass(eq=False)
 class _Entries:
-    """Keys and values as they were, the very objects."""
+    """The keys and values of a dict when they were taken (the very objects), and the result."""
 
     keys: list[str]
     values: list[Any]
     taken: Any
-    """What was made of them."""
+    """The result that was made of them."""
     constant: bool
-    """Nothing in them can change, except that one of `empty` ceases to be so."""
+    """True if nothing in them can change, except that one of `empty` may get content."""
     empty: list[Any] = field(default_factory=list)
 
     def serve(self, entries: Mapping[str, Any]) -> bool:
-        """Whether these give the same again."""
+        """Tell whether these entries still give the same result."""
         return (
             self.constant
             and self.keys == list(entries)
@@ -47,12 +47,12 @@ class _Entries:
 
 @dataclass(eq=False)
 class Options:
-    """Of one optimizer."""
+    """Takes the options and attributes of one optimizer, and remembers the last result."""
 
     index: int
     optimizer: Optimizer
     sync: set[str]
-    """Tensors that are always copied at forward start."""
+    """Names of tensors that are always copied at forward start."""
     _groups: list[_Entries] = field(default_factory=list)
     _attributes: _Entries | None = None
     _lives: dict[str, Live] = field(default_factory=dict)
@@ -65,13 +65,13 @@ class Options:
         order: dict[str, Any],
         lives: list[Live],
     ) -> dict[str, Any]:
-        """Everything of it that is no tensor; adds the tensors that are found to `lives`.
+        """Return everything of the optimizer that is no tensor; add the tensors found to `lives`.
 
         Args:
-            held: per group the names of its parameters.
+            held: the names of each group's parameters.
             state: what its state holds besides tensors.
-            order: of the keys of all of it, found together with `state`.
-            lives: tensors of options and attributes.
+            order: the order of all of the state's keys, found together with `state`.
+            lives: receives the tensors of options and attributes.
         """
         groups = self._take_groups(held, lives)
         known = self._attributes
@@ -112,7 +112,7 @@ class Options:
         return [known.taken for known in self._groups]
 
     def _take_attributes(self, lives: list[Live]) -> _Entries:
-        """State that custom optimizers keep as attributes: public plain values, and any tensor."""
+        """Take what custom optimizers keep as attributes: public plain values, and any tensor."""
         i, optimizer = self.index, self.optimizer
         kept: dict[str, Any] = {}
         empty, constant = [], True
@@ -146,7 +146,7 @@ class Options:
         return _Entries(list(held), list(held.values()), kept, constant, empty)
 
     def _must_hold_no_tensors(self, name: str, value: Any, why: StateError) -> None:
-        """Refuse to leave out what a step may have computed.
+        """Refuse to leave out an attribute that a step may have computed.
 
         Raises:
             StateError: containers hold tensors that are neither parameters nor in the state.
@@ -168,7 +168,7 @@ class Options:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Those in containers, as keys too; each container once."""
+    """Yield the tensors in containers, also among their keys; each container once."""
     waiting, seen = [value], set()
     while waiting:
         each = waiting.pop()
@@ -182,5 +182,5 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_constant(value: Any) -> bool:
-    """Nothing that is done to it later can change it."""
+    """Tell whether nothing that is done to a value later can change it."""
     return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))

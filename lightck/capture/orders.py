@@ -1,7 +1,7 @@
-"""The order in which an optimizer's state dicts have their keys: noted, checked, and given back.
+"""The order of the keys in an optimizer's state dicts: noted, checked, and restored.
 
 Tensors and other values of a state are saved apart, and tensors of one state by several ranks. So
-what order they had is said beside them: most parameters of an optimizer have the same one.
+their order is saved beside them, in short: most parameters of an optimizer have the same one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lightck.errors import CorruptSnapshotError
 
 
 def noted(states: Mapping[str, Sequence[Any]], usual: Iterable[str]) -> dict[str, Any]:
-    """Say the order of an optimizer's state, in few words.
+    """Describe the order of an optimizer's state, in few words.
 
     Args:
         states: per label, in the order of `optimizer.state`, its keys in their order.
@@ -36,7 +36,7 @@ def noted(states: Mapping[str, Sequence[Any]], usual: Iterable[str]) -> dict[str
 
 
 def check(said: Any, label: str) -> None:
-    """Believe none that `noted` could not have made.
+    """Refuse an order that `noted` could not have made.
 
     Raises:
         CorruptSnapshotError: it has not that form.
@@ -54,12 +54,12 @@ def check(said: Any, label: str) -> None:
 
 
 def arranged(said: Mapping[str, Any], label: str, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """One parameter's state in the order that it had; nothing said: as it is."""
+    """Return one parameter's state in its saved order; as it is if none was saved."""
     keys = said.get("keys") or [[]]
     order = keys[said["others"].get(label, 0)] if "others" in said else []
     return {key: state[key] for key in order if key in state} | dict(state)
 
 
 def outer(said: Mapping[str, Any], usual: Iterable[str]) -> list[str]:
-    """All labels in the order of `optimizer.state`."""
+    """Return all labels in the order of `optimizer.state`."""
     return list(said.get("labels") or usual)

@@ -1,4 +1,4 @@
-"""What became of the snapshots, and who hears of it: futures, the user's `on_error`, the log."""
+"""The outcome of each snapshot, told to futures, the user's `on_error`, and the log."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from lightck.events import event
 
 @dataclass(eq=False)
 class Outcomes:
-    """Used by the training thread; `poll` also by threads that wait for a future.
+    """Tells what became of the snapshots.
 
-    One lock guards what these share: the pipeline's lists of flights, the slots, what is wanted.
+    Used by the training thread; `poll` also by threads that wait for a future. One lock guards what
+    these share: the pipeline's lists of snapshots, the slots, the futures in `wanted`.
     """
 
     pipeline: Pipeline
@@ -39,29 +40,29 @@ class Outcomes:
     report: Callable[[LightckError], None]
     """Gives a background error to the user, as `on_error` says."""
     surface: Callable[[], None] = lambda: None
-    """Raise an error that a waiter's thread came across, if the user wants errors raised."""
+    """Raises an error that another thread came across, if the user wants errors raised."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     wanted: list[Future[int]] = field(default_factory=list)
-    """`snapshot()` calls that wait for the next boundary."""
+    """Futures of `snapshot()` calls that wait for the next boundary."""
     latched: bool = False
-    """The region takes no more snapshots, and the user knows."""
+    """True if the region takes no more snapshots, and the user knows."""
     removed: bool = False
-    """The region's file is not where it was, and the user knows."""
+    """True if the region's file is no longer where it was, and the user knows."""
     synchronous: bool = False
-    """The last snapshot was torn: the next one is copied at once."""
+    """True if the last snapshot was torn, so that the next one is copied at once."""
     slip: str | None = None
-    """Why the last snapshot that slipped did."""
+    """The reason why the last snapshot that was skipped slipped."""
     slipped_step: int = -1
-    """Its step."""
+    """The step of the last snapshot that slipped."""
     why_not_last: str = "its snapshot was lost"
-    """Why the last step of all has none."""
+    """The reason why the last step of all has no snapshot."""
     counted: Counters = field(default_factory=Counters)
     """A copy of the pipeline's counters from the last `poll`, never changed: for any thread."""
     slips: SlipWatch = field(default_factory=SlipWatch)
     _torn_once: set[str] = field(default_factory=set)
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
-        """Take note of commits and fates; errors go to `report`."""
+        """Take note of commits and aborts; errors go to `report`."""
         with self.lock:
             try:
                 with self.reported():
@@ -70,7 +71,7 @@ class Outcomes:
                 self.count()
 
     def count(self) -> None:
-        """Let any thread know the counters, which belong together now."""
+        """Publish a copy of the counters, which are consistent now, for any thread."""
         self.counted = Counters(**vars(self.pipeline.counters))
 
     def _take_note(self, timeout_s: float | None) -> None:
@@ -85,7 +86,7 @@ class Outcomes:
             self._tell_removed()
 
     def _tell_removed(self) -> None:
-        """Tell once that the path no longer leads to the file that is written."""
+        """Report, once, that the path no longer leads to the file that is written."""
         region = self.pipeline.region
         if self.removed or region.is_in_place:
             return
@@ -99,7 +100,10 @@ class Outcomes:
         )
 
     def seal_arrived(self) -> bool:
-        """As `Landing.seal_arrived`, unless somebody is at it; never waits. Any thread."""
+        """Seal what has arrived (`Landing.seal_arrived`), unless another thread has the lock.
+
+        Returns False in that case. Never waits. Any thread.
+        """
         if not self.lock.acquire(blocking=False):
             return False
         try:
@@ -113,7 +117,7 @@ class Outcomes:
             self.report(trouble)
 
     def slipped(self, step: int, why: str) -> None:
-        """A due snapshot could not be opened; with several ranks nothing makes up for it."""
+        """Note that a due snapshot slipped: it was not opened; several ranks skip it for good."""
         self.slip, self.slipped_step = why, step
         self.why_not_last = why
         self.pipeline.counters.slipped += 1
@@ -125,7 +129,7 @@ class Outcomes:
             self.fail_wanted(RegionBusyError(f"step {step} has no snapshot: {why}"))
 
     def torn(self, flight: Flight, names: Sequence[str]) -> None:
-        """Count a torn snapshot, which the pipeline dropped; the next due one is copied at once."""
+        """Count a torn snapshot that the pipeline has dropped; the next one is copied at once."""
         step = flight.step
         self.pipeline.counters.torn += 1
         self.synchronous = True
@@ -139,7 +143,7 @@ class Outcomes:
             self.report(torn_error(new, step))
 
     def overtaken(self, *, due: bool) -> None:
-        """An update has begun unseen: the last step has no snapshot that is not captured by now."""
+        """Drop the last step's open or due snapshot: an update has begun before it was known."""
         pipeline, step = self.pipeline, self.steps.step
         why = "torn: an update had begun before it was known"
         with self.lock:
@@ -154,7 +158,7 @@ class Outcomes:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Report errors; what follows from a latched region is counted, not told again."""
+        """Report errors from the body; what follows from a latched region is only counted."""
         try:
             yield
         except TornSnapshotError:
@@ -172,7 +176,10 @@ class Outcomes:
             self.report(error)
 
     def region_lost(self, error: LightckError) -> None:
-        """The region's memory is gone: told once, by a snapshot in hand if that meets it too."""
+        """Report, once, that the region's memory is gone.
+
+        If a snapshot under way meets that error, too, its error is the one that is told.
+        """
         if not self.latched:
             self.poll(1.0)
         if not self.latched:
@@ -180,13 +187,13 @@ class Outcomes:
             self.report(error)
 
     def fail_wanted(self, error: LightckError) -> None:
-        """No snapshot will come for those who wait for one that is not open yet."""
+        """Fail the futures that wait for a snapshot that is not open yet: none will come."""
         for future in self.wanted:
             future.set_exception(error)
         self.wanted = []
 
     def stop(self) -> None:
-        """End the pipeline; whoever waits for a snapshot is told."""
+        """End the pipeline; whoever waits for a snapshot gets an error."""
         pipeline, closed = self.pipeline, WaitTimeoutError("the handle was closed")
         with self.lock:  # the thread of a future may be polling
             flights = [*pipeline.in_flight, *filter(None, [pipeline.window])]

@@ -1,4 +1,4 @@
-"""Boundary state as bytes, for the manifest and for the journal: written in microseconds.
+"""Boundary state as bytes, for the manifest and for the journal; written in microseconds.
 
 `torch.save` takes as long for a tree as a step may cost in all. Here the tree is a bare pickle
 beside its tensors' bytes; it becomes an archive for the restricted loader when it is read.
@@ -6,8 +6,8 @@ beside its tensors' bytes; it becomes an archive for the restricted loader when 
     number of pickles, length of each (8 bytes, little-endian) | pickles | bytes of the tensors
 
 The last pickle is the tree. The others are parts of it that have been the same for some time, and
-were pickled only once (`Kept`). Among the tensors lie the bytes of large arrays and, as parcels of
-their own, large containers, which are made once, too: pickling is for what is small.
+were pickled only once (`Kept`). Among the tensors lie the bytes of large arrays and, as blobs of
+this same form (parcels), large containers, which are made once, too: pickling is for what is small.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _BYTES = "bytes beside"
 _PARCEL = "parcel"
 _LARGE_BYTES = 1 << 10
 _MANY = 256
-"""Values in a container from which on it is a parcel of its own."""
+"""The number of values from which on a container is a parcel of its own."""
 _PROTOCOL = 2  # the newest that the restricted loader takes
 _MOST_PARTS = 1000
 _MOST_DIMENSIONS = 64  # torch's
 _MOST = 1 << 62
 _ARCHIVE = b"PK\3\4"
-"""How what `torch.save` makes begins, which lightck wrote into manifests at first."""
+"""The first bytes of a `torch.save` archive, which lightck wrote into manifests at first."""
 _CONTAINERS = (dict, collections.OrderedDict, list, tuple)
 _BESIDE = {TAG: str, "at": int, "length": int}
 _FORM = {TAG: str, "dtype": str, "shape": list, "strides": list, "at": int, "length": int}
@@ -49,17 +49,17 @@ _FORM = {TAG: str, "dtype": str, "shape": list, "strides": list, "at": int, "len
 
 @dataclass(eq=False)
 class Kept:
-    """Pickles of parts, by where they are: each serves while its tree is the same object.
+    """Keeps the pickles of parts, by path: each serves while its tree is the same object.
 
     Nobody changes a tree that is in here: what differs is another one.
     """
 
     parcels: dict[int, tuple[Any, bytes]] = field(default_factory=dict)
-    """Containers that are parcels of their own, with the bytes, by identity."""
+    """Containers that are parcels of their own, with their bytes, by identity."""
     _known: dict[str, tuple[Any, bytes | None]] = field(default_factory=dict)
 
     def pickled(self, where: str, tree: Any) -> bytes | None:
-        """None if it is new there: it may be another one every time."""
+        """Return a tree's pickle; None if it is new at this path, for the next may differ, too."""
         known = self._known.get(where)
         if known is None or known[0] is not tree:
             self._known[where] = tree, None
@@ -71,31 +71,32 @@ class Kept:
 
 @dataclass(eq=False)
 class Parcel:
-    """A tree whose tensors lie beside it."""
+    """Writes a tree and, beside it, the bytes of its tensors."""
 
     kept: Kept = field(default_factory=Kept)
     parts: list[memoryview | bytes] = field(default_factory=list)
     size: int = 0
-    """Of the parts."""
+    """The number of bytes in `parts`."""
     pickles: list[bytes] = field(default_factory=list)
     parcels: dict[int, tuple[Any, bytes]] | None = field(default_factory=dict)
-    """As `Kept` has them, those that are in this one; None: it is one of them, and has none."""
+    """Those of `Kept.parcels` that are in this parcel; None: this one is such a parcel, and has
+    none."""
     _numbers: dict[int, int] = field(default_factory=dict)
-    """Of the pickles, by the identity of the tree."""
+    """The number of each part's pickle, by the identity of its tree."""
 
     def put(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Add a dense CPU tensor's bytes; returns what stands for it in the tree."""
+        """Add a dense CPU tensor's bytes; return what stands for it in the tree."""
         said = form(tensor, self.size)
         self.add(raw(tensor))
         return said
 
     def add(self, data: memoryview | bytes) -> None:
-        """Add bytes; what stands for them is for the caller to say, see `form`."""
+        """Add bytes; the caller puts something into the tree that refers to them, see `form`."""
         self.parts.append(data)
         self.size += len(data)
 
     def packed(self, tree: Any) -> Any:
-        """A plain tree with what stands for its tensors, and for all that is large."""
+        """Return a plain tree with references in place of its tensors and of all that is large."""
         kind = type(tree)
         if isinstance(tree, torch.Tensor):
             return self.put(tree)
@@ -126,7 +127,9 @@ class Parcel:
         return {TAG: kind, "at": at, "length": len(data)}
 
     def part(self, where: str, tree: Any) -> Any:
-        """What stands for a tree without tensors; the tree itself, where it is new.
+        """Return a reference to a tree without tensors; the tree itself if it is new at this path.
+
+        The caller keeps the tree alive at least as long as this object.
 
         It stays the same object at least as long as this.
         """
@@ -139,22 +142,22 @@ class Parcel:
         return part(self._numbers[id(tree)])
 
     def pickled(self, tree: Any) -> bytes:
-        """A tree, whose tensors come beside it, as one more pickle, which is returned, too."""
+        """Add a tree as one more pickle, with its tensors beside it, and return the pickle."""
         return self.bare(self.packed(tree))
 
     def bare(self, tree: Any) -> bytes:
-        """Likewise a tree of which nothing is to come beside it."""
+        """Add a tree without anything beside it as one more pickle, and return the pickle."""
         self.pickles.append(pickle.dumps(tree, _PROTOCOL))
         return self.pickles[-1]
 
     def sealed(self, pickles: Sequence[bytes]) -> bytes:
-        """All of it: the last one is the tree, the others are its parts."""
+        """Return the parcel as bytes; the last of the pickles is the tree, the others its parts."""
         head = struct.pack(f"<{1 + len(pickles)}Q", len(pickles), *map(len, pickles))
         return b"".join((head, *pickles, *self.parts))
 
 
 def closed(tree: Any) -> bytes:
-    """The bytes of a tree that `boundary.plain` made.
+    """Encode a tree that `boundary.plain` made.
 
     Raises:
         StateError: a tensor in it has no plain bytes.
@@ -168,7 +171,7 @@ def closed(tree: Any) -> bytes:
 
 
 def prove(tree: Any, path: str) -> None:
-    """Show that a plain tree comes back, before anything relies on it.
+    """Show that a plain tree can be restored, before anything relies on it.
 
     Raises:
         StateError: the restricted loader refuses it.
@@ -180,18 +183,18 @@ def prove(tree: Any, path: str) -> None:
 
 
 def weight(tree: Any) -> int:
-    """Bytes that a tree takes here."""
+    """Return the number of bytes that a tree takes here."""
     held = Parcel()
     return len(held.pickled(tree)) + held.size
 
 
 def part(number: int) -> dict[str, Any]:
-    """What stands for another pickle of the parcel in the tree."""
+    """Return the reference that stands for another pickle of the parcel in the tree."""
     return {TAG: _PART, "number": number}
 
 
 def form(tensor: torch.Tensor, at: int) -> dict[str, Any]:
-    """What stands for a tensor whose bytes begin at `at`."""
+    """Return the reference that stands for a tensor whose bytes begin at `at`."""
     return {
         TAG: "bytes of a tensor",
         "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -203,7 +206,7 @@ def form(tensor: torch.Tensor, at: int) -> dict[str, Any]:
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a dense CPU tensor, in the order of its memory."""
+    """Return the bytes of a dense CPU tensor, in the order of its memory."""
     if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
         return tensor.numpy().data  # generators: at every instant
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -211,7 +214,7 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 
 def opened(data: bytes, *, context: str) -> Any:
-    """The tree again, with tensors that own their bytes; runs no code.
+    """Decode a tree, with tensors that own their bytes; runs no code.
 
     Raises:
         CorruptSnapshotError: it is not what `sealed` makes.
@@ -238,7 +241,7 @@ def _tree(data: bytes, context: str, *, inner: bool) -> Any:
 
 
 def _opened(data: bytes, most: int) -> tuple[list[bytes], bytes]:
-    """Pickles, and the rest."""
+    """Return the pickles, and the bytes after them."""
     count = int.from_bytes(data[:_WORD], "little")
     at = _WORD * (1 + count)
     if not 0 < count <= most or at > len(data):
@@ -253,7 +256,7 @@ def _opened(data: bytes, most: int) -> tuple[list[bytes], bytes]:
 
 
 def _archive(pickled: bytes) -> bytes:
-    """As `torch.save` makes it, around a pickle without tensors."""
+    """Return an archive as `torch.save` makes it, around a pickle without tensors."""
     sink = io.BytesIO()
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", pickled)
@@ -263,17 +266,17 @@ def _archive(pickled: bytes) -> bytes:
 
 @dataclass(eq=False)
 class _Held:
-    """The bytes of a parcel's tensors, each of which takes its own."""
+    """The bytes beside a parcel's tree, of which each reference may claim its own only."""
 
     data: bytes
     context: str
     inner: bool
-    """It is in another parcel, and has none itself."""
+    """True if the parcel is inside another one, and so may have none itself."""
     left: int = field(init=False)
-    """Bytes that may yet be taken: forms that mean the same ones could ask for any amount."""
+    """Bytes that may yet be claimed: overlapping references could otherwise ask for any amount."""
 
     def __post_init__(self) -> None:
-        """Nothing is taken."""
+        """Begin with all bytes unclaimed."""
         self.left = len(self.data)
 
     def take(self, at: int, length: int) -> bytearray:
@@ -286,7 +289,7 @@ class _Held:
 
 
 def _unpacked(tree: Any, data: _Held, parts: Sequence[Any]) -> Any:
-    """With tensors, and with parts, of which each is there once however often it is meant."""
+    """Replace references by tensors and parts; a part is one object for all references to it."""
     if isinstance(tree, dict):
         kind = tree.get(TAG)
         if kind == "bytes of a tensor":

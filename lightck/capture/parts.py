@@ -1,4 +1,4 @@
-"""What a snapshot says beside its tensors: read, and checked before anything relies on it.
+"""A snapshot's boundary state: read, and checked before anything relies on it.
 
 Checksums show that the bytes are those that were written, not that lightck wrote them. What does
 not have the form that `instants`, `state` and `rng` give it is damage, found before a live object
@@ -48,7 +48,7 @@ def read(
 
 
 def peers(candidate: Candidate, *, context: str) -> list[int]:
-    """The ranks that shared the state when this one wrote its snapshot, itself among them.
+    """Return the ranks that shared the state when this one wrote its snapshot, itself included.
 
     Raises:
         CorruptSnapshotError: it does not say.
@@ -57,7 +57,9 @@ def peers(candidate: Candidate, *, context: str) -> list[int]:
 
 
 def share(candidate: Candidate, *, context: str) -> tuple[list[int], bool]:
-    """As `peers`; and whether, by its word, all ranks held parameters and optimizers alike.
+    """Return `peers`, and whether the snapshot says that all ranks held the state alike.
+
+    State here means parameters and optimizers.
 
     Raises:
         CorruptSnapshotError: it does not say.
@@ -137,7 +139,7 @@ def _keys(tree: dict[Any, Any], label: str) -> dict[str, Any]:
 
 
 def _finder(tensors: set[str], prefix: str) -> Callable[[str], torch.Tensor]:
-    """Stands for the tensors while a tree is tried: only what belongs to it may be referred to."""
+    """Make a lookup that stands in for the tensors; it refuses names of other parts."""
     nothing = torch.empty(0)
 
     def find(name: str) -> torch.Tensor:
