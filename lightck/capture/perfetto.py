@@ -1,10 +1,10 @@
-"""A trace as a Chrome/Perfetto document: https://ui.perfetto.dev opens it, `lightck timeline` too.
+"""Writes a trace as a Chrome/Perfetto document, for https://ui.perfetto.dev or `lightck timeline`.
 
-One process per rank; a track per thread: the training thread with step > forward, backward, wait
-(for other ranks' gradients), fence, update, and inside them what lightck did there; autograd's, if
-it is another one; the reduction of gradients; workers; the keeper. Commits that need no sync are on
-the training thread. Times are microseconds of CLOCK_MONOTONIC: files of several ranks of a host fit
-together.
+There is one process per rank and a track per thread: the training thread with step > forward,
+backward, wait (for other ranks' gradients), fence, update, and inside them what lightck did there;
+autograd's thread, if it is another one; the reduction of gradients; workers; the keeper (the pool's
+thread that syncs). Commits that need no sync are on the training thread. Times are microseconds of
+CLOCK_MONOTONIC: files of several ranks of a host fit together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightck.region.pool import (
 )
 
 TRAINING, AUTOGRAD, REDUCTION, WORKER, KEEPER = 1, 2, 3, 10, 90
-"""Track numbers; worker k is WORKER + k."""
+"""Track numbers; that of worker k is WORKER + k."""
 _NAMES = {
     TRAINING: "training thread",
     AUTOGRAD: "autograd thread",
@@ -46,7 +46,7 @@ _STAGES = {
     DID_RECORD: "record",
 }
 _COUNTED_PARTS = 200
-"""Values of a counter per snapshot, at most: chunks are many."""
+"""The most values that a counter has per snapshot: there may be many more chunks."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Slice:
 
 
 def write(recorded: Recorded, path: Path) -> None:
-    """Put the document at `path`, whole or not at all."""
+    """Write the document to `path`, whole or not at all."""
     fd, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(fd, "w", encoding="ascii") as file:
@@ -75,7 +75,7 @@ def write(recorded: Recorded, path: Path) -> None:
 
 
 def document(recorded: Recorded) -> dict[str, Any]:
-    """The trace-event document."""
+    """Return the trace-event document."""
     found = _Snapshots(recorded.openings)
     slices = _nested([*_training(recorded), *_reduced(recorded), *_native(recorded, found)])
     process = int(recorded.about.get("rank", 0))
@@ -112,9 +112,10 @@ def _training(recorded: Recorded) -> Iterator[_Slice]:
 
 
 def _backward(recorded: Recorded) -> Iterator[_Slice]:
-    """From a forward's end to the last gradient before the next phase; in it, layer by layer.
+    """Yield each backward as a slice, and in it one slice per layer.
 
-    The loss belongs to it: nothing tells where one ends and the other begins.
+    A backward lasts from a forward's end to the last gradient before the next phase. The loss
+    belongs to it: nothing tells where one ends and the other begins.
     """
     phases = sorted(
         (e for e in recorded.events if e.kind in ("forward", "tick", "step")),
@@ -142,7 +143,7 @@ def _layers(recorded: Recorded, begin: int, ticks: list[Event]) -> Iterator[_Sli
 
 
 def _reduced(recorded: Recorded) -> Iterator[_Slice]:
-    """Buckets of gradients, one after the other: each from when the one before was reduced."""
+    """Yield the reductions of gradient buckets, each from when the one before was reduced."""
     done = 0
     for event in sorted(_of(recorded, "allreduce"), key=lambda e: e.end_ns):
         begin, done = max(event.begin_ns, done), event.end_ns
@@ -166,7 +167,7 @@ def _reduction(event: Event, begin: int, end: int, known: str) -> _Slice:
 
 
 def _evenly(launched: Sequence[Event], end_ns: int) -> list[tuple[Event, int, int]]:
-    """One after the other at the rate at which the last one ends with the wait."""
+    """Return begin and end of each reduction, at the rate that ends the last with the wait."""
 
     def at(ns_per_byte: float) -> list[tuple[Event, int, int]]:
         spans: list[tuple[Event, int, int]] = []
@@ -222,7 +223,7 @@ def _track(thread: int) -> int:
 
 
 def _copied(opening: Opening | None, moment: Any) -> tuple[str, str]:
-    """Layer of a chunk, and its tensors; a chunk never crosses layers."""
+    """Return the layer of a chunk, and its tensors' names; a chunk never crosses layers."""
     batch = int(moment["batch"])
     if opening is None or batch >= len(opening.batches):
         return "?", "?"
@@ -234,7 +235,7 @@ def _copied(opening: Opening | None, moment: Any) -> tuple[str, str]:
 
 
 class _Snapshots:
-    """Knows which snapshot a slot held when: from its forward start to the next one's there."""
+    """Knows which snapshot a slot held at a time: from its forward start to the next one's."""
 
     def __init__(self, openings: Sequence[Opening]) -> None:
         self._in_slot: dict[int, list[Opening]] = {}
@@ -242,14 +243,14 @@ class _Snapshots:
             self._in_slot.setdefault(opening.slot, []).append(opening)
 
     def of(self, slot: int, at_ns: int) -> Opening | None:
-        """Return the snapshot whose forward start was last before."""
+        """Return the snapshot that a slot held: the last one with forward start before `at_ns`."""
         there = self._in_slot.get(slot, [])
         index = bisect.bisect_right(there, at_ns, key=lambda opening: opening.begin_ns)
         return there[index - 1] if index else None
 
 
 def _nested(slices: list[_Slice]) -> list[_Slice]:
-    """Each within the one that it began in: viewers cannot show slices that overlap otherwise."""
+    """Cut slices so that each lies within the one it began in: viewers cannot show overlaps."""
     kept: list[_Slice] = []
     open_until: dict[int, list[int]] = {}
     for each in sorted(slices, key=lambda s: (s.begin_ns, -s.end_ns)):
@@ -313,7 +314,7 @@ def _marks(recorded: Recorded, found: _Snapshots, slices: list[_Slice]) -> Itera
 
 
 def _counters(recorded: Recorded, found: _Snapshots) -> Iterator[dict[str, Any]]:
-    """Bytes of the snapshot in hand that were released, and that have left their sources."""
+    """Count the current snapshot's bytes that were released, and those that were copied."""
     for event in recorded.events:
         if event.kind == "released":
             yield _count("released", event.end_ns, event.amount)

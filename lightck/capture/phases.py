@@ -1,6 +1,6 @@
-"""What only a trace wants to know of the loop: when forwards and updates run, which layer is done.
+"""Notes, for a trace only, when forwards and updates run and which layer's gradient is ready.
 
-Stands between the hooks and the recorder, with hooks of its own; without a trace it is not there.
+It stands between the hooks and the recorder, with hooks of its own; without a trace there is none.
 """
 
 from __future__ import annotations
@@ -23,69 +23,69 @@ from lightck.capture.trace import Trace, now_ns
 
 @dataclass(eq=False)
 class Phases:
-    """A `Listener` that passes everything on to the recorder and notes when it was."""
+    """Passes everything that the hooks tell on to the recorder, and notes when it was."""
 
     recorder: Recorder
     trace: Trace
     watched: Watched
     _updates: list[int] = field(default_factory=list)
-    """When the updates that are running began, outermost first."""
+    """The times, in ns, when the updates that are running began, outermost first."""
     _hooks: tuple[Any, ...] = ()
-    """Before a module's forward, and after it."""
+    """The hook before a module's forward, and the one after it."""
     _forward: RemovableHandle | None = None
-    """Waits for the next forward; None while one runs."""
+    """The handle of the hook that waits for the next forward; None while a forward runs."""
     _ends: RemovableHandle | None = None
     _began_ns: int = 0
-    """Of the forward that runs."""
+    """The time, in ns, when the forward that runs began."""
 
     # ---- the listener ----------------------------------------------------------------------
 
     def update_begins(
         self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
     ) -> None:
-        """The update itself begins behind the fence."""
+        """Pass on that an update begins, and note it: the update itself begins after the fence."""
         self.recorder.update_begins(optimizer, frame, unseen=unseen)
         if self._ours(optimizer):
             self._updates.append(now_ns())
 
     def update_ends(self, optimizer: Optimizer) -> None:
-        """The update has ended, and perhaps the step."""
+        """Note that an update has ended, and pass it on; the step may have ended, too."""
         if self._ours(optimizer):
             self._updated()
         self._passed_on(lambda: self.recorder.update_ends(optimizer))
 
     def update_skipped(self, optimizer: Optimizer) -> None:
-        """The gradient scaler left it out."""
+        """Pass on that the gradient scaler left an update out."""
         self._passed_on(lambda: self.recorder.update_skipped(optimizer))
 
     def forward(self, training: bool) -> None:
-        """Passed on."""
+        """Pass on that a forward begins."""
         self.recorder.forward(training)
 
     def gradient(self, layer: str) -> None:
-        """Noted, and passed on."""
+        """Note that a layer's gradient is ready, and pass it on."""
         self.trace.note("tick", layer, now_ns())
         self.recorder.gradient(layer)
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
-        """Passed on."""
+        """Pass on that a loader is iterated, or draws."""
         self.recorder.iterating(loader, drawing)
 
     def drawn(self) -> None:
-        """Passed on."""
+        """Pass on that a batch has been drawn."""
         self.recorder.drawn()
 
     def drawing_ahead(self, iterator: Lookahead) -> None:
-        """Passed on."""
+        """Pass on that a loader draws a batch ahead of its step."""
         self.recorder.drawing_ahead(iterator)
 
     def mark_begin(self) -> None:
-        """`handle.before_update()`."""
+        """Pass on `handle.before_update()`, and note when the update begins."""
         self.recorder.mark_begin()
         self._updates = [now_ns()]
 
     def mark_end(self) -> None:
-        """`handle.after_update()`."""
+        """Note that the update has ended, and pass on `handle.after_update()`."""
         self._updated()
         self._passed_on(self.recorder.mark_end)
 
@@ -106,7 +106,10 @@ class Phases:
     # ---- hooks of its own ------------------------------------------------------------------
 
     def install(self) -> None:
-        """Watch forwards. Hooks are made once: keeping dynamo out of one costs more than it."""
+        """Watch forwards.
+
+        The hooks are made once: keeping dynamo out of a hook costs more than the hook.
+        """
         self._hooks = untraced(self._module_begins), untraced(self._module_ends)
         self._await_forward()
 
@@ -114,7 +117,10 @@ class Phases:
         self._forward = register_module_forward_pre_hook(self._hooks[0])
 
     def _module_begins(self, module: nn.Module, args: Any) -> None:
-        """The outermost module is the first to be called; its parts are left alone."""
+        """Note when a forward begins.
+
+        The outermost module is the first to be called; the modules inside it are left alone.
+        """
         if not (torch.is_grad_enabled() and module.training and self.watched.holds(module)):
             return
         if is_weight(module) or self._forward is None or module._compiled_call_impl is not None:
@@ -132,7 +138,7 @@ class Phases:
             self._await_forward()
 
     def remove(self) -> None:
-        """Stop watching; idempotent."""
+        """Stop watching. Idempotent."""
         for handle in (self._forward, self._ends):
             if handle is not None:
                 handle.remove()

@@ -1,4 +1,4 @@
-"""Put shares together: where the bytes of every tensor lie in the regions of several ranks.
+"""Puts shares together: where the bytes of every tensor lie in the regions of several ranks.
 
 Ranks that hold the same state write it once among them: each its *share*, whole tensors and ranges
 of their bytes. An entry of a share has `begin`, also where it holds the whole tensor; everything
@@ -27,36 +27,38 @@ from lightck.region.region import Candidate
 
 _NAMED = 8
 Placed = tuple[int, Entry, int | None, int]
-"""Rank that holds bytes of a tensor, the tensor's entry, first byte and number of the bytes."""
+"""The rank that holds bytes of a tensor, the tensor's entry, and first byte and number of the
+bytes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """Bytes of a tensor in one rank's region."""
+    """A range of a tensor's bytes, in one rank's region."""
 
     begin: int
-    """First byte of the tensor."""
+    """The first byte's position in the tensor."""
     length: int
     source: int
-    """Which of the candidates."""
+    """The index of the candidate that holds the bytes."""
     position: int
-    """Entry in that candidate's layout: its extent holds these bytes, its CRC is over them."""
+    """The entry in that candidate's layout: its extent holds these bytes, its CRC is over them."""
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """One rank's whole state: its own, and what it shares."""
+    """One rank's whole state: the tensors of its own, and those that it shares."""
 
     entries: dict[str, Entry]
-    """Every tensor by name, as if one region held all of it."""
+    """Every tensor's entry by name, as if one region held all of it."""
     pieces: dict[str, tuple[Piece, ...]]
-    """Of each tensor, in the order of its bytes; none for an alias and for an empty tensor."""
+    """The pieces of each tensor, in the order of its bytes; none for an alias and an empty
+    tensor."""
     missing: tuple[str, ...]
-    """In words, what is not there; with none the state is whole."""
+    """Descriptions of what is missing; with none the state is complete."""
 
 
 def peers_of(own: Candidate, others: Iterable[Candidate]) -> list[Candidate]:
-    """Of several snapshots those that `own` is put together with: the other shares of its map.
+    """Return the snapshots among `others` that hold the other shares of `own`'s share map.
 
     None for a rank that holds all. What another timeline, step, world or share map wrote is never
     among them.
@@ -106,7 +108,7 @@ def assemble(candidates: Sequence[Candidate]) -> Assembly:
 
 
 def digest(world: int, placed: Iterable[Placed]) -> bytes:
-    """16 bytes that stand for a share map; the order of its rows does not matter.
+    """Return 16 bytes that identify a share map; the order of its rows does not matter.
 
     Args:
         world: number of ranks.
@@ -123,14 +125,14 @@ def digest(world: int, placed: Iterable[Placed]) -> bytes:
 
 @dataclass(eq=False)
 class _Found:
-    """What the candidates hold, while they are gone through, the rank's own first."""
+    """Collects what the candidates hold; the rank's own is taken first."""
 
     forms: dict[str, Entry] = field(default_factory=dict)
-    """The first entry of each name."""
+    """The first entry found of each name."""
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
 
     def take(self, source: int, candidate: Candidate) -> None:
-        """Take the first candidate's entries, and of the others only those of their shares."""
+        """Take all entries of the first candidate, and of the others only those of their shares."""
         for position, entry in enumerate(candidate.layout.entries):
             if source and not _is_shared(candidate, entry):
                 continue
@@ -152,7 +154,7 @@ def _is_shared(candidate: Candidate, entry: Entry) -> bool:
 
 
 def _form(entry: Entry) -> tuple[object, ...]:
-    """What all who hold a part of a tensor must say of it."""
+    """Return what all ranks that hold a part of a tensor must say alike of it."""
     shared = entry.alias_of is not None or entry.begin is not None
     return entry.role, entry.dtype, entry.shape, entry.strides, entry.alias_of, shared
 
@@ -163,7 +165,7 @@ def _whole(entry: Entry) -> Entry:
 
 
 def _gaps(name: str, size: int, held: Sequence[Piece]) -> list[str]:
-    """What lies between the pieces.
+    """Describe the ranges of bytes that no piece holds.
 
     Raises:
         CorruptSnapshotError: two pieces hold the same byte.
@@ -202,7 +204,7 @@ def _identity(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _must_belong_together(candidates: Sequence[Candidate]) -> None:
-    """Refuse a mixture.
+    """Refuse candidates that are not of one snapshot.
 
     Raises:
         CorruptSnapshotError: two of them differ in what one snapshot has in common; both are named.

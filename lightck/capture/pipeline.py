@@ -1,8 +1,9 @@
-"""From live tensors through the pool, one snapshot at a time, fenced before the update.
+"""Copies live tensors through the pool, one snapshot at a time, fenced before the update.
 
-A flight (`flight.py`) is opened at forward start, captured by the fence and sealed, made durable by
-the pool, and counts once the barrier knows it whole (`landing.py`). The barrier hears of every step
-that a flight was due for: of its opening and its loss here, of its commit there.
+A snapshot under way (`flight.py`) is opened at forward start, captured by the fence and sealed,
+made durable by the pool, and counts once the barrier knows that every rank has it (`landing.py`).
+The barrier is told of every step that a snapshot was due for: of its opening and its loss here, of
+its commit there.
 """
 
 from __future__ import annotations
@@ -37,43 +38,50 @@ from lightck.region.writer import SlotWriter
 from lightck.types import ReleaseSchedule
 
 _RELEASES = 16
-"""Into so many parts at most a window's bytes are divided: waking workers takes longer than many
+"""The most parts in which a window's bytes are released: waking workers takes longer than many
 copies do."""
 BEHIND_S = 1.0
-"""A loop that never waits for its device waits so long at most: then a snapshot slips."""
+"""The most seconds that a loop which never waits for its device waits for it here; after that, a
+snapshot is skipped."""
 
 
 @dataclass(eq=False)
 class Pipeline(Landing):
-    """Owns the flights into one region. Used by the training thread; `pace` by autograd's."""
+    """Owns the snapshots under way into one region.
+
+    The training thread uses it; autograd's thread calls `pace`.
+    """
 
     pool: NativePool
     schedule: ReleaseSchedule
     placement: Placement = field(default_factory=Placement)
     proof: bool = False
     window: Flight | None = None
-    """The flight whose sources must not change: opened, not yet captured."""
+    """The snapshot whose sources must not change: it is opened, and not yet captured."""
     on_torn: Callable[[Flight, Sequence[str]], None] = lambda flight, names: None
     pacing: RLock = field(default_factory=RLock)
-    """Held while a snapshot opens or ends: one made just in time does so beside a backward."""
+    """Held while a snapshot opens or ends: one made just in time does so while a backward may
+    run."""
     _abandoning: list[tuple[Thread, Flight]] = field(default_factory=list)
-    """Dropped on page media; the memory they read is held."""
+    """Snapshots that were dropped on page media or with copies from devices under way, and the
+    threads that end them; the memory they read is kept."""
     _mapping: Future[None] | None = None
-    """Of DRAM, in the pool."""
+    """The mapping of DRAM, in the pool, that was begun last."""
     _last_stats: dict[str, int] | None = None
     _counting: Lock = field(default_factory=Lock)
-    """While somebody asks the pool for its counters: it does not go meanwhile."""
+    """Held while a thread asks the pool for its counters, so that the pool is not closed
+    meanwhile."""
     _dice: random.Random = field(default_factory=random.Random)
-    """For audits only; the global generators belong to the user."""
+    """Random numbers for audits only; the global generators belong to the user."""
 
     def __post_init__(self) -> None:
-        """Nothing is arranged yet."""
+        """Begin with nothing planned."""
         self.arrangement = Arrangement(self.region)
         self.offload = Offload(Ways(self.region), Transfers(self.pool.chunk_bytes))
 
     @classmethod
     def start(cls, region: Region, schedule: ReleaseSchedule, config: Config) -> Pipeline:
-        """Start the workers."""
+        """Make the pool, which starts the workers, and a pipeline with the config's settings."""
         idle, moments = config.priority == "idle", moments_of(config)
         pool = NativePool(config.threads, config.chunk_bytes, idle=idle, moments=moments)
         pool.limit(config.write_limit)
@@ -96,16 +104,20 @@ class Pipeline(Landing):
         self.offload.prepare(self.arrangement, step)
 
     def stand(self, begun: bool) -> None:
-        """Note an instant, forward start if `begun`: who saves on another thread starts there."""
+        """Note that training is at an instant: forward start if `begun`, else step end.
+
+        A thread that saves just in time starts from there.
+        """
         self.offload.stand(self.arrangement, begun=begun)
 
     def open(
         self, step: int, state: Collected, at_step: bytes, at_forward: bytes, *, flags: int = 0
     ) -> Flight | str:
-        """Begin snapshot `step`: from now to the fence the sources must not change.
+        """Open the snapshot of `step`: from now to the fence the sources must not change.
 
-        Buffers and other sources that cannot wait are copied before this returns. A text says why
-        it slips: nothing was done, and the barrier knows, which of RECORD_JIT ones never hears.
+        Buffers and other sources that cannot wait are copied before this returns. If a text is
+        returned, it says why the snapshot is skipped: nothing was done, and the barrier was told,
+        unless the snapshot is a RECORD_JIT one of several ranks, of which it never hears.
 
         Raises:
             RegionFullError: the state has outgrown the medium.
@@ -148,12 +160,12 @@ class Pipeline(Landing):
         return flight
 
     def _taken(self, writer: SlotWriter) -> None:
-        """The slot of a dead step may be taken: what it held is there no more."""
+        """Forget the newest durable snapshot if this writer has taken its slot (it was aborted)."""
         if self.newest is not None and self.newest.writer.slot is writer.slot:
             self.newest = None
 
     def pace(self, says: Callable[[], int]) -> None:
-        """Let as many copies run as the schedule says, in a few steps: each wakes workers.
+        """Let as many copies run as the schedule says, in a few parts: each wakes workers.
 
         Any thread.
         """
@@ -208,26 +220,27 @@ class Pipeline(Landing):
         return True
 
     def pool_stats(self) -> dict[str, int]:
-        """The pool's counters, the last ones once it is closed. Any thread."""
+        """Return the pool's counters, or the last ones once it is closed. Any thread."""
         with self._counting:
             return self.pool.stats() if self._last_stats is None else self._last_stats
 
     @property
     def busy(self) -> bool:
-        """A due snapshot can only be opened once one that persists is committed."""
+        """Tell whether a due snapshot must wait until one that persists is committed."""
         return self.taken_up is not None or not self.region.has_room(due=True)
 
     def behind_s(self) -> float:
-        """For how long to wait that the next snapshot need not slip: the CPU has run ahead.
+        """Return the seconds to wait for a device, so that the next snapshot need not be skipped.
 
-        What it waits for is a device that has not come to the last one's copies, and has work.
+        They are 0 unless the CPU has run ahead of a device that has not yet done the last
+        snapshot's copies.
         """
         under_way = any(not flight.sealed for flight in self.persisting)
         return BEHIND_S if under_way and self.busy else 0.0
 
     @property
     def taken_up(self) -> Slip | None:
-        """What the last snapshot has not left yet, where there is room for one."""
+        """The reason why no snapshot can be opened, lack of slots apart; None if there is none."""
         if self.placement.staging and self.persisting:
             return Slip.DRAM
         if self.offload.recording(self.arrangement):
@@ -245,7 +258,7 @@ class Pipeline(Landing):
         self._abandon(flight)
 
     def forget(self, why: str) -> None:
-        """The state is another's now: give up what is open."""
+        """Give up what is open: the state was replaced."""
         flight = self.window
         self.drop(why)
         if flight is not None:
@@ -265,7 +278,7 @@ class Pipeline(Landing):
         thread.start()
 
     def _end(self, flight: Flight) -> None:
-        """On a thread of its own."""
+        """End a dropped snapshot, on a thread of its own."""
         for transfer in flight.transfers:
             transfer.device.enter_thread()
         self.offload.give_up(flight)
@@ -273,9 +286,9 @@ class Pipeline(Landing):
         self.offload.forget(flight)
 
     def await_abandoned(self, deadline: float | None = None) -> bool:
-        """Wait until what was given up has let go of its slot, and of a device's own copy.
+        """Wait until dropped snapshots have let go of their slots and of devices' spare memory.
 
-        False: it had not by the `deadline`, of `time.monotonic`.
+        False if they had not by the `deadline`, in seconds of `time.monotonic`.
         """
         for thread, _ in self._abandoning:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -288,7 +301,7 @@ class Pipeline(Landing):
         return self._mapping
 
     def _reap(self) -> None:
-        """Free snapshots that an interrupt (Ctrl-C) left without a flight."""
+        """Free snapshots in slots that an interrupt (Ctrl-C) left without a `Flight`."""
         flights = [*self.persisting, *(flight for _, flight in self._abandoning)]
         known = {id(flight.writer.slot) for flight in flights}
         for slot in self.region.slots:
@@ -322,7 +335,10 @@ class Pipeline(Landing):
             self.pool.close()
 
     def _queue(self, flight: Flight, part: Part, staged: npt.NDArray[np.bool_]) -> Group:
-        """Those from private copies may run at once; what must not wait has left its source."""
+        """Queue one group's copies.
+
+        Those from private copies may run at once; those that must not wait are done on return.
+        """
         chosen, at = sources(part, self.arrangement), part.positions
         if part.device is not None:
             return self.offload.queue(flight, part, chosen, staged, self.arrangement)
@@ -341,7 +357,10 @@ class Pipeline(Landing):
         return group
 
     def _placed(self, flight: Flight, arrangement: Arrangement) -> npt.NDArray[np.bool_]:
-        """Per entry, whether its copy goes through DRAM; in copy order, should DRAM be short."""
+        """Return, for each entry, whether its copy goes through DRAM.
+
+        Should DRAM be short, the first ones in copy order do.
+        """
         staged = np.zeros(len(arrangement.entries), np.bool_)
         if arrangement.parts:
             order = np.concatenate([part.positions for part in arrangement.parts])
@@ -363,7 +382,7 @@ class Pipeline(Landing):
             total_bytes -= group.batch.total_bytes
 
     def _concerns(self, group: Group, optimizer: int | None) -> bool:
-        """Whether what `optimizer` (None: anyone) is about to change is copied in this group."""
+        """Tell whether a group has a tensor that `optimizer` (None: any) is about to change."""
         return optimizer is None or optimizer in group.holders or not group.holders
 
     def _torn(self, flight: Flight, group: Group) -> list[str]:
@@ -382,7 +401,10 @@ class Pipeline(Landing):
         return [*filter(None, [differs or flight.moved()])]
 
     def _leave_window(self, flight: Flight) -> None:
-        """Seal it; what is on its way from a device is sealed when it has arrived."""
+        """Take the captured snapshot out of the window, and seal it.
+
+        With copies on their way from a device it is sealed later, when they have arrived.
+        """
         if not flight.transfers:
             self._seal(flight)
         with self.pacing:

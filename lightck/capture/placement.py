@@ -1,9 +1,9 @@
-"""Where copies go first: straight to the region, or to DRAM and from there behind the training.
+"""Chooses where copies go first: straight to the region, or to DRAM and later to the region.
 
 `direct` needs a medium that takes a snapshot inside one window. Where it cannot, the fence would
-wait for it; `staged` leaves the sources at the speed of memory instead, and due snapshots slip
-until the medium has caught up. `auto` finds out by trying (`contest.py`): the fence's wait is what
-counts.
+wait for it; `staged` copies leave the sources at the speed of memory instead, and due snapshots are
+skipped until the medium has caught up. `auto` finds out by trying (`contest.py`): the fence's wait
+is what counts.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from lightck.region.library import free_dram_bytes
 TOO_SLOW = 2.0
 """A fence that waits longer than this many plain copies of the payload to DRAM is worth a trial."""
 SPARE = 0.75
-"""Part of the free DRAM that staging may take."""
+"""The fraction of the free DRAM that staging may take."""
 
 Mode = Literal["auto", "direct", "staged"]
 
 
 def in_dram(placement: str) -> Mode:
-    """What the setting says of tensors in DRAM; of those on a device see `ways`."""
+    """Return the mode that the setting gives tensors in DRAM; for those on a device see `ways`."""
     return "direct" if placement == "direct" else "staged" if placement == "staged" else "auto"
 
 
 def dram_rate(sample_bytes: int = 16 << 20) -> float:
-    """Bytes per second of one thread's plain copy, the best of three; takes some milliseconds."""
+    """Measure bytes per second of one thread's plain copy, the best of three; some milliseconds."""
     source, target = np.zeros(sample_bytes, np.uint8), np.ones(sample_bytes, np.uint8)
     best = 0.0
     for _ in range(3):
@@ -47,7 +47,7 @@ def dram_rate(sample_bytes: int = 16 << 20) -> float:
 
 
 def behind(map_dram: Callable[[int], None], size: int) -> Future[None]:
-    """Map DRAM on a thread of its own; whatever goes wrong there is the future's.
+    """Map DRAM on a thread of its own; an error of the mapping is the future's.
 
     No executor: it takes no work any more when the interpreter ends, and a handle that is closed
     only then still makes its last snapshot.
@@ -71,27 +71,30 @@ def behind(map_dram: Callable[[int], None], size: int) -> Future[None]:
 
 @dataclass(eq=False)
 class Placement:
-    """Chooses, snapshot by snapshot, and learns from the fence. Used by the training thread."""
+    """Chooses where copies go, snapshot by snapshot, and learns from the fence's wait.
+
+    Used by the training thread.
+    """
 
     mode: Mode = "auto"
     paged: bool = False
-    """The native side stages everything, whatever is chosen here."""
+    """True if the native side stages everything, whatever is chosen here."""
     reserve: Callable[[int], Future[None]] = lambda size: _done()
     """Maps DRAM in the background."""
     free: Callable[[], int] = free_dram_bytes
     rate: Callable[[], float] = dram_rate
     staging: bool = False
-    """Snapshots go through DRAM."""
+    """True if snapshots go through DRAM."""
     room_bytes: int = 0
-    """DRAM that staging may take."""
+    """The bytes of DRAM that staging may take."""
     _mapping: Future[None] | None = None
-    """DRAM for a trial that is being mapped."""
+    """The mapping of DRAM for a trial, while it is under way."""
     _contest: Contest = field(default_factory=Contest)
-    """Of what the fence waits, in seconds."""
+    """The trial of `staged` against `direct`, in seconds that the fence waits."""
     _rate: float = 0.0
 
     def prepare(self, payload_bytes: int) -> None:
-        """Map the DRAM that staging is certain to use; said beforehand. May take a second.
+        """Map the DRAM that staging is certain to use, announced beforehand. May take a second.
 
         Raises:
             LightckError: there is none. Whatever else the mapping met is raised as it is.
@@ -101,7 +104,7 @@ class Placement:
             self.staging = True
 
     def choose(self, lengths: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """Which of these copies go through DRAM.
+        """Choose which of these copies go through DRAM.
 
         Args:
             lengths: bytes of each copy of one snapshot.
@@ -137,7 +140,7 @@ class Placement:
         return self._rate
 
     def _make_room(self, payload_bytes: int) -> Future[None]:
-        """Say what DRAM will be used before it is."""
+        """Announce the DRAM that will be used, and begin to map it."""
         self.room_bytes = min(payload_bytes, int(SPARE * self.free()))
         event("staging", bytes=self.room_bytes, payload_bytes=payload_bytes)
         return self.reserve(self.room_bytes)
@@ -159,7 +162,7 @@ class Placement:
 
 
 def _done() -> Future[None]:
-    """Nothing to map."""
+    """Return a finished mapping of nothing."""
     future: Future[None] = Future()
     future.set_result(None)
     return future

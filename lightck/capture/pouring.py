@@ -1,4 +1,4 @@
-"""From a region into a device's memory, through pinned DRAM, and checked on the way."""
+"""Copies from a region into a device's memory, through pinned DRAM, with checksums verified."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from lightck.region.pool import usual_threads
 
 PIECE_BYTES = 4 << 20
 _PLACES = 4
-"""Of PIECE_BYTES, for each thread: while one is filled, the device reads others."""
+"""The number of places of PIECE_BYTES for each thread: while one is filled, the device reads
+others."""
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """What one extent gives to one tensor."""
+    """One extent and the tensor, or the part of one, that it fills."""
 
     part: Part
     name: str
     offset: int
     crc: int
     target: torch.Tensor
-    """Bytes, on the device."""
+    """The bytes to fill, on the device."""
     device: Device
 
 
 @dataclass(eq=False)
 class _Places:
-    """Pinned DRAM of one thread, written again when the device has read it."""
+    """Pinned DRAM of one thread; a place is written again when the device has read it."""
 
     free: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """By device."""
+    """The places that nobody reads, by the device's name."""
     busy: deque[tuple[str, torch.Tensor, Mark]] = field(default_factory=deque)
 
     def next(self, device: Device) -> torch.Tensor:
-        """A place that nobody reads."""
+        """Return a place that nobody reads, waiting for one if need be."""
         mine = [each for each in self.busy if each[0] == device.name]
         if not self.free.get(device.name) and len(mine) < _PLACES:
             return device.pinned(PIECE_BYTES)
@@ -52,7 +53,7 @@ class _Places:
         return self.free[device.name].pop()
 
     def take_back(self) -> None:
-        """The oldest, when the device has read it."""
+        """Wait until the device has read the oldest place, and free it."""
         name, place, mark = self.busy.popleft()
         mark.wait()
         self.free.setdefault(name, []).append(place)
@@ -61,7 +62,8 @@ class _Places:
 def pour(parts: Sequence[Part], targets: Mapping[int, torch.Tensor], names: Sequence[str]) -> None:
     """Fill tensors on devices with what a snapshot has of them; all of it is there on return.
 
-    It comes after what the calling thread's streams have to do, and before what they get to do.
+    The copies come after what the calling thread's streams had to do before, and before what they
+    are given later.
 
     Args:
         parts: of the snapshot, held.

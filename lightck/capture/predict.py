@@ -1,4 +1,4 @@
-"""Predict optimizer state that does not exist yet: a tiny clone of the optimizer is stepped.
+"""Predicts optimizer state that does not exist yet: a tiny clone of the optimizer is stepped.
 
 Only sizes are wanted, to make room at attach. The clone's parameters have small, pairwise different
 dimensions, so that a state tensor's shape tells which of the parameter's dimensions it follows.
@@ -26,11 +26,11 @@ _SMALL = (2, 3, 5, 7, 11, 13)
 _Made = tuple[str, torch.dtype, tuple[int, ...]]
 """Key, dtype and shape of a tensor in a state."""
 BOUNDARY_RESERVE_BYTES = 64 << 10
-"""For random generators (about 20 KiB) and small extras, which attach does not weigh."""
+"""Bytes for random generators (about 20 KiB) and small extras, which attach does not measure."""
 
 
 def expected(inventory: Inventory) -> tuple[tuple[Entry, ...], int]:
-    """Entries of the first snapshot as far as they can be known, and room for its manifest."""
+    """Return the first snapshot's entries, as far as known, and the bytes its manifest needs."""
     collected = inventory.collect()
     everything = inventory.everything()
     names = inventory.names()
@@ -48,7 +48,7 @@ def expected(inventory: Inventory) -> tuple[tuple[Entry, ...], int]:
 
 
 def journal_bytes(inventory: Inventory) -> int:
-    """Room for the boundary journal: three entries, each twice what one would be now."""
+    """Return the bytes of the boundary journal: three entries, each twice what one would be now."""
     collected = inventory.collect()
     rest = {**collected.tree, "extras": {}}
     size = parcel.weight(rest) + BOUNDARY_RESERVE_BYTES
@@ -60,7 +60,7 @@ def journal_bytes(inventory: Inventory) -> int:
 
 
 def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[Live, ...] | None:
-    """Tensors without bytes for the state that `optimizer` will create in its first step.
+    """Make tensors without bytes for the state that `optimizer` will create in its first step.
 
     Returns:
         The tensors, or None when the clone cannot be made or stepped, or makes state that cannot be
@@ -101,7 +101,7 @@ def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[
 
 
 def _step_clone(optimizer: Optimizer, group: int, parameter: torch.Tensor) -> list[_Made] | None:
-    """State that one step makes for a tiny parameter like this one; None if that fails."""
+    """Return the state that one step makes for a tiny parameter like this one; None on failure."""
     options = {k: v for k, v in optimizer.param_groups[group].items() if k != "params"}
     tiny = torch.zeros(_SMALL[: parameter.dim()], dtype=parameter.dtype, requires_grad=True)
     tiny.grad = torch.zeros_like(tiny)

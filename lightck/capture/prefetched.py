@@ -1,4 +1,4 @@
-"""`Prefetched`: the batch that a loop takes by hand before the step that it is for."""
+"""`Prefetched`: gives the batch that a loop takes by hand before the step that it is for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightck.errors import RestoreMismatchError, StateError
 
 
 class Prefetched(loading.Telling):
-    """Give a loop its batches from `fn()`, and the one that it had in hand again after a resume.
+    """Give a loop its batches from `fn()`, and after a resume the one that it had in hand.
 
         batches = lightck.Prefetched(lambda: get_batch("train"))
         extras = {"data": batches}
@@ -45,17 +45,18 @@ class Prefetched(loading.Telling):
         """
         self.fn = fn
         self._last: dict[str, Any] | None = None
-        """How the generators stood before the batch that was given last."""
+        """The states of the generators from before the batch that was given last."""
         self._again: dict[str, Any] | None = None
-        """Likewise, of the batch that the interrupted run had in hand, until that is given."""
+        """The states of the generators from before the batch that the interrupted run had in hand,
+        until that batch is given again."""
         self._is_outside = False
 
     def __iter__(self) -> Iterator[Any]:
-        """It is one."""
+        """Return itself."""
         return self
 
     def __next__(self) -> Any:
-        """The next batch.
+        """Make the next batch and return it.
 
         Raises:
             StateError: it is not the batch of the next step that the loop takes here.
@@ -85,7 +86,7 @@ class Prefetched(loading.Telling):
             loading.tell_drawn(self)
 
     def outside(self, *, first: bool) -> None:
-        """A batch is asked for before the forward of an iteration; `first`: of the first one.
+        """Take note that a batch is asked for outside an iteration; `first`: before the first one.
 
         Raises:
             StateError: the loop holds no batch while a step ends.
@@ -100,7 +101,7 @@ class Prefetched(loading.Telling):
             )
 
     def step_ended(self) -> None:
-        """A step of this process has ended.
+        """Take note that a step of this process has ended.
 
         Raises:
             StateError: the loop did not learn from the batch that is to come.
@@ -112,11 +113,11 @@ class Prefetched(loading.Telling):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """How the generators stood before the batch in hand; None: there is none."""
+        """Return the generators' states from before the batch in hand; None: there is none."""
         return {"before": self._again or self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next batch is the one that was in hand.
+        """Make the next batch the one that was in hand.
 
         Raises:
             RestoreMismatchError: that is no state of a `Prefetched`.

@@ -1,4 +1,4 @@
-"""The training loop as lightck sees it: steps end, forwards begin, updates come; snapshots follow.
+"""Follows the training loop: steps end, forwards begin, updates come; snapshots follow them.
 
 Decides when the pipeline does what keeps these: I1 (when a step is complete), I2 (the two
 instants), I3 (window and fence), I4 (captured before the forward) and I5 (never commit a torn
@@ -41,7 +41,7 @@ from lightck.events import event
 
 @dataclass(eq=False)
 class Recorder:
-    """Listens to one training loop and keeps its snapshots coming."""
+    """Listens to one training loop and opens, fences and seals its snapshots."""
 
     inventory: Inventory
     instants: Instants
@@ -51,49 +51,52 @@ class Recorder:
     watched: Watched
     outcomes: Outcomes
     settled: bool
-    """All optimizers of the job are known."""
+    """True once all optimizers of the job are known."""
     on_found: Callable[[int, Optimizer], None]
     """Called before the first step of an optimizer that was found by itself."""
     arm: Callable[[bool], None] = lambda on: None
-    """Report the next forwards, or stop."""
+    """Reports the next forwards (True), or stops that (False)."""
     on_step: Callable[[], None] = lambda: None
     """Called when a step has ended and its due snapshot is decided."""
     journaled: Journaled | None = None
-    """While the failure path is armed: the boundary state of every step is kept."""
+    """The boundary state of every step, kept while the failure path is armed; else None."""
     behind: Behind | None = None
-    """Then, too: what devices still have."""
+    """The states that devices still have, while the failure path is armed; else None."""
     hold: Hold = field(default_factory=Hold)
-    """While what ends the process is saving."""
+    """Pauses training while a thread that will end the process saves."""
     ticks: int = 0
-    """Moves with every hook: training makes progress."""
+    """A counter that moves with every hook, which shows that training makes progress."""
     thread: int = field(default_factory=threading.get_ident)
     """The training thread, as far as the hooks have seen it."""
     stalls: Stalls = field(default_factory=Stalls)
     enabled: bool = True
-    """False in forked children and after detach."""
+    """True but in forked children and after detach."""
     due: bool = False
-    """The last complete step gets a snapshot, not opened yet."""
+    """True if the last complete step gets a snapshot that is not opened yet."""
     _gradients: int = 0
-    """Gradient hooks since the last step ended: inside an iteration when > 0."""
+    """The number of gradient hooks since the last step ended; > 0 inside an iteration."""
     _ended_in: int = -1
-    """The backward inside which the last step ended, with optimizers that step there."""
+    """The id of the backward inside which the last step ended, if optimizers step in it; else
+    -1."""
     _room_made: bool = False
     forward_unseen: bool = True
-    """The last forward ran where no hook can see it (a compiled loop, a CUDA graph), or none has
-    run yet: buffers are taken at the step's end, in case the next one goes unseen, too."""
+    """True if the last forward ran where no hook can see it (a compiled loop, a CUDA graph), or if
+    none has run yet: buffers are then taken at the step's end, in case the next one goes unseen,
+    too."""
     _warned: bool = False
     buffers: list[int] | None = None
-    """Their version counters when this forward began, unless they are kept; None before it."""
+    """The buffers' version counters when this forward began, empty if their values are kept; None
+    before the forward."""
     movement: Movement = field(init=False)
-    """Of extras, from a step's end to the next forward."""
+    """The check for extras that change from a step's end to the next forward."""
 
     def __post_init__(self) -> None:
-        """Look at all extras."""
+        """Make the check for all extras."""
         self.movement = Movement(self.inventory.extras)
 
     @property
     def lock(self) -> threading.RLock:
-        """Guards what a waiter's thread touches, too."""
+        """The lock that guards what a waiter's thread uses, too."""
         return self.outcomes.lock
 
     # ---- hooks -----------------------------------------------------------------------------
@@ -101,7 +104,7 @@ class Recorder:
     def update_begins(
         self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
     ) -> None:
-        """The fence: copies of what this optimizer changes leave before it goes on."""
+        """Fence an update: wait until what this optimizer changes has been copied."""
         index = self._index(optimizer)
         if index is None:
             return
@@ -127,7 +130,7 @@ class Recorder:
                 self.behind.update_begins(self.steps.step, first=first, seen=seen)
 
     def update_ends(self, optimizer: Optimizer) -> None:
-        """A step may be complete."""
+        """Take note that an update has ended; a step may be complete."""
         index = self._index(optimizer)
         self._tick()
         if index is not None:
@@ -136,7 +139,7 @@ class Recorder:
                     self._step_ended()
 
     def update_skipped(self, optimizer: Optimizer) -> None:
-        """The gradient scaler left the update out: the step counts all the same."""
+        """Take note that the gradient scaler left an update out: the step counts all the same."""
         index = self._index(optimizer)
         if index is not None:
             with self.lock:
@@ -144,7 +147,7 @@ class Recorder:
                     self._step_ended()
 
     def forward(self, training: bool) -> None:
-        """Take forward start if gradients are on; if not, a forward gives RNG and buffers, once."""
+        """Take forward start if gradients are on; else RNG states and buffers, once."""
         if not self.enabled or self.steps.updating:
             return
         self._tick()
@@ -173,7 +176,7 @@ class Recorder:
             self.open(kept, seen=seen)
 
     def gradient(self, layer: str) -> None:
-        """A layer's gradient is ready."""
+        """Take note that a layer's gradient is ready, and let more copies run."""
         if self._ended_in >= 0 and torch._C._current_graph_task_id() == self._ended_in:
             return  # the rest of the backward whose last update ended the step
         self._gradients += 1
@@ -186,7 +189,7 @@ class Recorder:
         self.pipeline.pace(self.pipeline.schedule.tick)
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
-        """Take RNG where a loader starts anew, or draws, between step end and forward start."""
+        """Take RNG states where a loader starts anew, or draws, from step end to forward start."""
         self._look(loader, drawing)
         if isinstance(loader, Prefetched) and self.forward_unseen and self.instants.ended:
             return  # whether the forward has begun cannot be told
@@ -199,7 +202,7 @@ class Recorder:
                     self.journaled.step_ended(self.steps.step)
 
     def _look(self, loader: Any, drawing: bool) -> None:
-        """Note the extras before a draw that is seen."""
+        """Note the extras before a draw, or that there is none."""
         ahead = isinstance(loader, Prefetched) or loading.running() is not None
         within = isinstance(loader, Prefetched) and self.inside
         if self.enabled and (within or not (self.inside or self.steps.updating)):
@@ -210,7 +213,7 @@ class Recorder:
                     self.movement.drawing_none()
 
     def drawn(self) -> None:
-        """A batch has been drawn, with or without an error."""
+        """Take note that a batch has been drawn, with or without an error."""
         if self.enabled:
             try:
                 with self.stalls.of("boundary"), self.lock:
@@ -220,7 +223,7 @@ class Recorder:
                 raise
 
     def drawing_ahead(self, iterator: Lookahead) -> None:
-        """A loader draws a batch ahead of the one that it gives."""
+        """Take note that a loader draws a batch ahead of the one that it gives."""
         if self.enabled:
             if self.instants.goes_on(iterator):
                 self.iterating(iterator, drawing=True)
@@ -230,19 +233,19 @@ class Recorder:
     # ---- the instants ----------------------------------------------------------------------
 
     def mark_begin(self) -> None:
-        """`handle.before_update()`: the loop marks its updates itself."""
+        """Begin an update that the loop marks itself: `handle.before_update()`."""
         self.steps.marked = self.settled = True
         self._stand_at_fence()
         self._begin(Steps.MARK)
 
     def mark_end(self) -> None:
-        """`handle.after_update()`."""
+        """End an update that the loop marks itself: `handle.after_update()`."""
         with self.lock:
             if self.steps.end(Steps.MARK):
                 self._step_ended()
 
     def start(self) -> None:
-        """Take the state as it is at attach for a step end."""
+        """Take the state at attach as that of a step end."""
         with self.lock:
             self._take_step_end()
         self.arm(True)
@@ -255,7 +258,7 @@ class Recorder:
             self.journaled.step_ended(self.steps.step)
 
     def forget(self) -> None:
-        """Nothing of the last step can be saved any more. Under the lock."""
+        """Forget the last step: nothing of it can be saved any more. Call it under the lock."""
         self.due = False
         self.outcomes.why_not_last = "the state was replaced"
         self.instants.forget()
@@ -266,9 +269,10 @@ class Recorder:
             self.behind.forget()
 
     def go_on_from(self, step: int) -> None:
-        """The state has been replaced by that of `step`. Under the lock.
+        """Go on from `step`, by whose state the live one has been replaced. Call it under the lock.
 
-        Inside an iteration its boundary state is not known: the next step is the first to be saved.
+        Inside an iteration the boundary state of `step` is not known: the next step is the first to
+        be saved.
         """
         self.steps.go_on_from(step)
         self.cadence.go_on_from(step)
@@ -281,7 +285,7 @@ class Recorder:
             self.due = bool(self.outcomes.wanted) and self.pipeline.barrier.request(step)
 
     def check_state(self, collected: Collected) -> None:
-        """Show that the boundary state comes back, before training relies on it.
+        """Show that the boundary state can be restored, before training relies on it.
 
         Raises:
             StateError: its path is named.
@@ -289,7 +293,7 @@ class Recorder:
         self.instants.encode(collected, self.steps.step, seen=True)
 
     def fence(self, optimizer: int | None) -> None:
-        """Wait, helping, until the copies have left what `optimizer` (None: anyone) changes."""
+        """Wait, and help, until what `optimizer` (None: any) will change has been copied."""
         if not self.enabled:
             return
         with self.stalls.of("fence"), self.lock, self.outcomes.reported():
@@ -298,21 +302,21 @@ class Recorder:
             self.pipeline.fence(optimizer)
 
     def _stand_at_fence(self) -> None:
-        """If the process is to end here, the update that comes would be lost."""
+        """Pause here while a save is to end the process: the update that comes would be lost."""
         kept = self.journaled
         # A save waits for the end of what has begun, and for a boundary that is kept.
         if kept is not None and not self.mixed and kept.step == self.steps.step:
             self.hold.here(fence=True)
 
     def fenced(self) -> None:
-        """The first update of the iteration is about to change something."""
+        """Record, with other ranks, that the iteration's first update is about to begin."""
         kept = self.journaled
         if self.enabled and self.settled and kept is not None and kept.peers:
             with self.stalls.of("fence"), self.lock:
                 kept.fenced(self.steps.step + 1)
 
     def _step_ended(self) -> None:
-        """Under the lock."""
+        """Take step end, and ask whether it gets a snapshot. Called under the lock."""
         if not self.enabled:
             return
         with self.stalls.of("step"):
@@ -340,7 +344,7 @@ class Recorder:
                 self.on_step()
 
     def _make_room(self) -> None:
-        """At the end of the first step all optimizer state exists: too little space is known now.
+        """Plan room for snapshots at the end of the first step: all optimizer state exists then.
 
         Raises:
             RegionFullError: whatever `on_error` says: attach would have raised it.
@@ -358,7 +362,7 @@ class Recorder:
         seen: bool = True,
         synchronous: bool = False,
     ) -> None:
-        """Open the due snapshot; without a slot or the DRAM for it, it slips to a later step.
+        """Open the due snapshot; without a slot or DRAM for it, it is skipped (slips).
 
         Args:
             kept: the forward start, where it has just been taken already.
@@ -397,7 +401,7 @@ class Recorder:
                 raise
 
     def _missed_forward(self, where: str) -> None:
-        """No forward was seen: open here, with what is still exact."""
+        """Open the due snapshot here, with what is still exact: no forward was seen."""
         self.forward_unseen = True
         if not self._warned:
             self._warned = True
@@ -414,7 +418,7 @@ class Recorder:
     # ---- optimizers ------------------------------------------------------------------------
 
     def _index(self, optimizer: Optimizer) -> int | None:
-        """Index of one of the job's optimizers; one that is new is taken in."""
+        """Return the index of one of the job's optimizers, adding it if it is new; else None."""
         if not self.enabled:
             return None
         for i, known in enumerate(self.inventory.optimizers):
@@ -426,7 +430,7 @@ class Recorder:
         return self.add_optimizer(optimizer)
 
     def add_optimizer(self, optimizer: Optimizer) -> int:
-        """Take in an optimizer found at its first step."""
+        """Add an optimizer that was found at its first step."""
         self.inventory.optimizers.append(optimizer)
         self.inventory.invalidate()
         index = self.steps.add(late=not self._gradients)
@@ -436,14 +440,17 @@ class Recorder:
         return index
 
     def _settle(self) -> None:
-        """An optimizer steps for the second time: whatever steps in this job has stepped."""
+        """Take note that all optimizers are known: one steps for the second time.
+
+        The step in which they were found has no snapshot.
+        """
         self.settled = self.steps.settled = True
         self.steps.step += 1
         event("skipped", step=self.steps.step, why="the optimizers were found during it")
         self._make_room()
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
-        """Take note of commits and fates. Any thread."""
+        """Take note of commits and aborts. Any thread."""
         self.outcomes.poll(timeout_s)
 
     def _tick(self) -> None:
@@ -453,21 +460,21 @@ class Recorder:
     # ---- on request, see `asked` -----------------------------------------------------------
 
     def can_open_now(self) -> bool:
-        """The state is that of the last complete step, and no micro-batch has been seen since."""
+        """Tell whether the live state is that of the last complete step, with no forward since."""
         return not self.mixed and not self.inside and self.instants.step == self.steps.step
 
     @property
     def mixed(self) -> bool:
-        """The parameters are of no step."""
+        """True if some parameters are updated and others not, so that the state is of no step."""
         return self.steps.updating or self.steps.between_updates
 
     @property
     def inside(self) -> bool:
-        """The next iteration's forward has begun: generators and buffers may be its own."""
+        """True if the next iteration's forward has begun: generators and buffers may be its own."""
         return self._gradients > 0 or self.buffers is not None
 
     def finish_window(self) -> None:
-        """Capture what is open; outside an update only."""
+        """Capture what is open; inside an update, drop it."""
         with self.stalls.of("request"), self.lock, self.outcomes.reported():
             if self.steps.updating:
                 self.pipeline.drop()

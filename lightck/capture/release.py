@@ -1,4 +1,4 @@
-"""When copies may run: release schedules decide how many bytes are free to go, never which."""
+"""Release schedules: they decide when, and how many bytes, may be copied, never which."""
 
 from __future__ import annotations
 
@@ -12,57 +12,59 @@ from lightck.events import event
 from lightck.types import ReleaseSchedule
 
 FORWARD_SHARE = 1 / 3
-"""Part released when the snapshot opens: a forward takes about a third of forward + backward."""
+"""The part released when the snapshot opens: a forward takes about a third of forward +
+backward."""
 LAST_TICK = 0.8
-"""All is released when this part of the expected ticks has come, so that the last copies end before
+"""The part of the expected ticks after which all is released, so that the last copies end before
 the fence."""
 ROUNDS = 5
-"""Windows per candidate in a comparison, and unusual ones in a row that begin another."""
+"""The number of windows per candidate in a comparison, and of unusual ones in a row that begin
+another."""
 CHANGED = 1.4
 """A window is unusual when it is this many times longer or shorter."""
 
 
 @dataclass
 class Eager:
-    """Everything at once, when the snapshot opens."""
+    """Releases everything at once, when the snapshot opens."""
 
     total_bytes: int = 0
 
     def open(self, total_bytes: int) -> int:
-        """Release all."""
+        """Release all bytes."""
         self.total_bytes = total_bytes
         return total_bytes
 
     def tick(self) -> int:
-        """Nothing is held back."""
+        """Return all bytes: nothing is held back."""
         return self.total_bytes
 
     def flies(self, share: float) -> int:
-        """Nothing is held back."""
+        """Return all bytes: nothing is held back."""
         return self.total_bytes
 
     def waits(self) -> int:
-        """Nothing is held back."""
+        """Return all bytes: nothing is held back."""
         return self.total_bytes
 
     def close(self) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
 
 @dataclass
 class Backward:
-    """A first part for the forward, the rest in equal steps as layers finish their backward.
+    """Releases a first part for the forward, the rest in equal steps as layers end their backward.
 
     The number of ticks in a window (layers times micro-batches) is learned from the last window.
     """
 
     layers: int
-    """Expected ticks before a window has been seen."""
+    """The number of ticks expected before a window has been seen."""
     total_bytes: int = field(default=0, init=False)
     ticks: int = field(default=0, init=False)
     expected: int = field(default=0, init=False)
     waited: bool = field(default=False, init=False)
-    """In this window: all is released."""
+    """True once all is released in this window."""
 
     def open(self, total_bytes: int) -> int:
         """Release the forward's part."""
@@ -71,7 +73,7 @@ class Backward:
         return int(total_bytes * FORWARD_SHARE)
 
     def tick(self) -> int:
-        """One more share."""
+        """Release one more part, for a layer whose gradient is ready."""
         self.ticks += 1
         return self._due()
 
@@ -82,11 +84,11 @@ class Backward:
         return int(self.total_bytes * (FORWARD_SHARE + (1 - FORWARD_SHARE) * done))
 
     def flies(self, share: float) -> int:
-        """Communication is nothing to it."""
+        """Return what is released so far: communication changes nothing."""
         return self._due()
 
     def waits(self) -> int:
-        """The backward is over: there is nothing to pace by."""
+        """Release all bytes: the backward is over, so that there is nothing to pace by."""
         self.waited = True
         return self.total_bytes
 
@@ -98,41 +100,41 @@ class Backward:
 
 @dataclass
 class Comm:
-    """Nothing while the training thread computes alone; all that is left while it only waits.
+    """Releases nothing while the training thread computes alone, and all while it only waits.
 
-    In between, while buckets of gradients are under way and the backward goes on, as large a part
-    as that of the gradients under way. A window in which nothing was communicated makes the next
-    one like `Backward`, so that it serves where no communication is seen, too.
+    In between, while buckets of gradients are under way and the backward goes on, it releases as
+    large a part as that of the gradients under way. A window in which nothing was communicated
+    makes the next one like `Backward`, so that it serves where no communication is seen, too.
     """
 
     layers: int
-    """As for `Backward`."""
+    """The number of ticks expected before a window has been seen, as for `Backward`."""
     total_bytes: int = field(default=0, init=False)
     seen: bool = field(default=False, init=False)
-    """The last window had communication."""
+    """True if the last window had communication."""
 
     def __post_init__(self) -> None:
-        """Paced by layers until communication has been seen."""
+        """Pace by layers until communication has been seen."""
         self._plain = Backward(self.layers)
         self._released = 0
         self._heard = False
 
     def open(self, total_bytes: int) -> int:
-        """Hold everything back if communication is to come."""
+        """Hold everything back if communication is to come, else begin as `Backward` does."""
         self.total_bytes, self._released, self._heard = total_bytes, 0, False
         return self._rise(self._plain.open(total_bytes), paced=True)
 
     def tick(self) -> int:
-        """A layer alone releases nothing."""
+        """Release nothing for a layer alone, if communication is to come."""
         return self._rise(self._plain.tick(), paced=True)
 
     def flies(self, share: float) -> int:
-        """As large a part."""
+        """Release as large a part as `share`, that of the gradients under way."""
         self._heard = True
         return self._rise(int(self.total_bytes * min(1.0, share)))
 
     def waits(self) -> int:
-        """All."""
+        """Release all bytes: the training thread only waits."""
         self._heard = True
         return self._rise(self.total_bytes)
 
@@ -142,14 +144,14 @@ class Comm:
         return self._released
 
     def close(self) -> None:
-        """Learn whether there was communication."""
+        """Learn whether there was communication, and the window's number of ticks."""
         self._plain.close()
         self.seen = self._heard
 
 
 @dataclass
 class Auto:
-    """Tries schedules in turn, keeps the one with the shorter window, looks again on a change.
+    """Tries schedules in turn, keeps the one with the shorter window, compares again on a change.
 
     A window, from the snapshot's opening to the end of its fence, is all that a schedule can
     lengthen: forward and backward beside the copies, and the wait for what is left.
@@ -158,37 +160,37 @@ class Auto:
     candidates: tuple[ReleaseSchedule, ...]
     clock: Callable[[], float] = time.monotonic
     trials: list[list[float]] = field(init=False)
-    """Seconds of the windows that each candidate has had in this comparison."""
+    """The seconds of each candidate's windows in this comparison."""
     chosen: int = field(default=0, init=False)
     usual_s: float = field(default=0.0, init=False)
-    """A window with the chosen one; 0 while comparing."""
+    """The seconds of a window with the chosen candidate; 0 while comparing."""
     _began_s: float = field(default=0.0, init=False)
     _odd: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        """The first window is thrown away: caches and allocators are cold."""
+        """Plan to ignore the first window: caches and allocators are cold."""
         self.trials = [[] for _ in self.candidates]
         self._cold = True
 
     def open(self, total_bytes: int) -> int:
-        """As the candidate whose turn it is."""
+        """Open a window with the candidate whose turn it is."""
         self._began_s = self.clock()
         return self.candidates[self.chosen].open(total_bytes)
 
     def tick(self) -> int:
-        """As the candidate whose turn it is."""
+        """Tick the candidate whose turn it is."""
         return self.candidates[self.chosen].tick()
 
     def flies(self, share: float) -> int:
-        """As the candidate whose turn it is."""
+        """Tell communication to the candidate whose turn it is."""
         return self.candidates[self.chosen].flies(share)
 
     def waits(self) -> int:
-        """As the candidate whose turn it is."""
+        """Tell the wait to the candidate whose turn it is."""
         return self.candidates[self.chosen].waits()
 
     def close(self) -> None:
-        """Learn the window's length; it may decide, or begin a new comparison."""
+        """Learn the window's length; it may decide a comparison, or begin a new one."""
         self.candidates[self.chosen].close()
         spent_s = self.clock() - self._began_s
         if self._cold:
@@ -218,7 +220,7 @@ class Auto:
 
 
 def schedule(name: str, layers: int, *, communicates: bool = False) -> ReleaseSchedule:
-    """The schedule that a setting names.
+    """Make the schedule that a setting names.
 
     Args:
         name: of the setting.

@@ -1,4 +1,4 @@
-"""The state was replaced from outside: it is another step's now, and no half of two is captured."""
+"""Follows a state that was replaced from outside: no half of two states is ever captured."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightck.events import event
 def replaced(recorder: Recorder, step: int) -> None:
     """Go on from `step`: what is open is given up, what is sealed is committed.
 
-    Where a snapshot of `step` or newer has been opened since attach, a new timeline begins, so that
-    none of both are ever taken for one another; it may block on the medium. The snapshot that was
+    If a snapshot of `step` or newer has been opened since attach, a new timeline begins, so that
+    snapshots of the two are never confused; this may block on the medium. The snapshot that was
     committed last is kept until a newer one is.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What becomes of an error in the background: warn, raise or call, as `on_error` says."""
+"""Gives errors in the background to the user: warns, raises or calls, as `on_error` says."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightck.events import event
 
 @dataclass(eq=False)
 class Reporter:
-    """Hands background errors to the user; never silent, and remembers the first for `close`."""
+    """Gives background errors to the user, never silently, and keeps the first one for `close`."""
 
     on_error: str | Callable[[BaseException], object]
     first: LightckError | None = None
     latest: LightckError | None = None
     count: int = 0
-    """Of errors so far."""
+    """The number of errors so far."""
     closing: bool = False
-    """The handle is being closed: what there is to do for that comes before raising."""
+    """True while the handle is closed: the error is then raised at the end of that."""
     _thread: int = field(default_factory=threading.get_ident)
-    """The training thread: only there can an error be raised at once."""
+    """The id of the training thread: only there can an error be raised at once."""
     _pending: LightckError | None = None
 
     def __call__(self, error: LightckError) -> None:
@@ -41,7 +41,7 @@ class Reporter:
             self._pending = error
 
     def not_told(self, error: BaseException, name: str) -> None:
-        """Report that `on_event` has raised: nothing else is lost, so that nobody else is told."""
+        """Report that `on_event` has raised, to the user alone: nothing else is lost."""
         ours = LightckError(
             f"on_event failed at the event {name!r}: {error!r}; training goes on, further failures"
             " of it are not told"
@@ -60,12 +60,12 @@ class Reporter:
             self.first = error
 
     def take(self) -> LightckError | None:
-        """The first error, for `close` to raise; there is nothing to raise after that."""
+        """Return the first error, for `close` to raise, and forget it."""
         error, self.first, self._pending = self.first, None, None
         return error
 
     def surface(self) -> None:
-        """Raise what another thread came across, if the user wants errors raised."""
+        """Raise the error that another thread came across, if the user wants errors raised."""
         error, self._pending = self._pending, None
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""Random number states: torch's, CUDA's, NumPy's and Python's global generators."""
+"""Random number states: those of torch's, CUDA's, NumPy's and Python's global generators."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _numpy: tuple[Any, dict[str, Any]] | None = None
 
 
 def capture() -> dict[str, Any]:
-    """All global generators now, plain. Draws nothing; the values are private copies.
+    """Return the states of all global generators, plain. Draws nothing; values are private copies.
 
-    Called at each instant: of generators that nobody has drawn from, the last answer is given, the
-    same object.
+    It is called at each instant: for generators that nobody has drawn from, it returns the same
+    object as last time.
 
     Raises:
-        StateError: NumPy's is of a kind that could not come back.
+        StateError: NumPy's is of a kind that could not be restored.
         DeviceError: a CUDA device has failed.
     """
     states: dict[str, Any] = {
@@ -43,7 +43,10 @@ def capture() -> dict[str, Any]:
 
 
 def _of_python() -> dict[str, Any]:
-    """625 integers take a while: asked for when their memory has changed."""
+    """Return the state of Python's generator; asked for only when its memory has changed.
+
+    Its 625 integers take a while to read.
+    """
     global _python
     seen = peek.python()
     if _python is None or seen is None or _python[0] != seen:
@@ -53,7 +56,10 @@ def _of_python() -> dict[str, Any]:
 
 
 def _of_numpy() -> dict[str, Any]:
-    """NumPy takes 60 us for an answer: asked for when its memory has changed."""
+    """Return the state of NumPy's generator; asked for only when its memory has changed.
+
+    NumPy takes 60 us for an answer.
+    """
     global _numpy
     seen = peek.numpy()
     if _numpy is None or seen is None or _numpy[0] != seen:
@@ -69,7 +75,7 @@ def _of_numpy() -> dict[str, Any]:
 
 
 def _set_numpy(state: Any) -> None:
-    """The state says of which kind the generator was; one of another kind is replaced."""
+    """Set NumPy's generator; one of another kind than the state's is replaced."""
     source: Any = np.random  # what is called here has no types
     kind = _KINDS[state["bit_generator"]]
     if type(source.get_bit_generator()) is not kind:
@@ -78,20 +84,20 @@ def _set_numpy(state: Any) -> None:
 
 
 def packed(state: tuple[Any, ...]) -> dict[str, Any]:
-    """A `random.Random` state with its 625 integers as bytes: one value to encode, not 625."""
+    """Pack a `random.Random` state, its 625 integers as bytes: one value to encode, not 625."""
     version, internal, gauss = state
     return {"version": version, "internal": array("I", internal).tobytes(), "gauss": gauss}
 
 
 def unpacked(state: dict[str, Any]) -> tuple[Any, ...]:
-    """The inverse of `packed`."""
+    """Undo `packed`."""
     internal = array("I")
     internal.frombytes(state["internal"])
     return state["version"], tuple(internal), state["gauss"]
 
 
 def check(states: dict[str, Any]) -> None:
-    """Show that generators take `states`, on some that nobody draws from.
+    """Show that generators accept `states`, on some that nobody draws from.
 
     Raises:
         CorruptSnapshotError: they do not.
@@ -110,9 +116,10 @@ def check(states: dict[str, Any]) -> None:
 
 
 def restore(states: dict[str, Any]) -> str:
-    """Set the generators that `states` holds; why CUDA's are not, where as many are not there.
+    """Set the generators that `states` holds; return why CUDA's are not set, else "".
 
-    NumPy's is made anew where it is of another kind now.
+    They are not where the number of devices differs. NumPy's is made anew where it is of another
+    kind now.
     """
     torch.set_rng_state(states["torch"])
     _set_numpy(states["numpy"])

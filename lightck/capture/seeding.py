@@ -1,7 +1,7 @@
-"""What workers of a loader draw at random, as a function of the batch.
+"""Makes the random numbers of a loader's workers a function of the batch.
 
 A worker takes a batch's indices from its queue just before it makes the batch, and one batch at a
-time: what indices do as they arrive there happens between two batches.
+time: so what unpickling the indices does there happens between two batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SeedingIndex(int):
     seed: str
 
     def __new__(cls, index: int, seed: str) -> SeedingIndex:
-        """Make one of an index and a text."""
+        """Make one from an index and a seed text."""
         made = super().__new__(cls, index)
         made.seed = seed
         return made
@@ -42,7 +42,7 @@ class SeedingBatch:
 
 
 def arrive(indices: Any, seed: str) -> Any:
-    """Seed the global generators of this worker; returns the indices."""
+    """Seed the global generators of this worker, and return the indices."""
     held = hashlib.blake2b(seed.encode(), digest_size=8).digest()
     torch.default_generator.manual_seed(int.from_bytes(held, "little"))
     np.random.seed(np.frombuffer(held, np.uint32))
