@@ -81,8 +81,6 @@ class Landing:
         """Seal the snapshots that have arrived from devices; False if more is about to arrive.
 
         Call it under the lock. An error is raised by the next `poll`, not here.
-
-        What goes wrong is told where it is polled for.
         """
         for flight in self.persisting:
             if not flight.sealed:

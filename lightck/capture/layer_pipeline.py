@@ -60,8 +60,6 @@ class LayerPipeline(Pipeline):
         """Queue the copies of one layer, which is at `step` now; the first one opens the snapshot.
 
         Does nothing when that is not possible: what is not queued here is queued at forward start.
-
-        Does nothing when that is not possible: what is not queued here is queued at forward start.
         """
         assert self.content.get(unit) == step, (unit, self.content.get(unit), step)
         if unit in self.late or (self.begun is None and not self._begin(step)):

@@ -5,12 +5,6 @@ method of the iterators' classes is wrapped, once per process and only when some
 workers run ahead, so that neither sampler nor dataset can tell what was consumed. Iterators of
 other kinds (generators) are replaced by a `Given`, which is followed. Loaders that draw ahead of
 the loop are for `lookahead.py`.
-
-Knows torch's `DataLoader` and torchdata's `StatefulDataLoader`, without importing the latter. One
-method of the iterators' classes is wrapped, once per process and only when somebody wants to know:
-workers run ahead, so that neither sampler nor dataset can tell what was consumed. Iterators of
-other kinds (generators) are followed by a `Given` in their place. What draws ahead of the loop is
-for `lookahead.py`.
 """
 
 from __future__ import annotations
@@ -184,8 +178,6 @@ def settle(loader: Any) -> None:
 
     Taking it draws random numbers, and the interrupted run did not draw there.
 
-    It draws while it does, and the interrupted run did not draw there.
-
     Raises:
         RestoreMismatchError: the loader was built otherwise when the position was saved.
     """
@@ -283,7 +275,7 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nobody() -> None:
-    """Stand for the pass of an iterator that none follows."""
+    """Return None, as the pass of an iterator that no pass follows."""
 
 
 def _told(passes: list[Any], draw: Callable[[], Any]) -> Any:
@@ -317,7 +309,7 @@ def _followed(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         made = _Stateful(weakref.ref(loader), begins=isinstance(iterator, Ahead))
         if not made.begins:
-            # After it was made: a pass that the loop has left is still there before.
+            # Told after the iterator is made: before, a pass that the loop has left is still there.
             tell(loader, drawing=False)
         return follow(loader, iterator, made)
 
@@ -335,7 +327,7 @@ class _Stateful:
     def drawing(self) -> None:
         """Tell the listeners that a batch is drawn now.
 
-        The generators stand where the interrupted run's did when it drew here.
+        The generators are as the interrupted run's were when it drew here.
         """
         loader = self.loader()
         if self.begins:

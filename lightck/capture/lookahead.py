@@ -170,7 +170,7 @@ class Lookahead(loading.Ahead):
                 made.ended()
             raise
         except BaseException:
-            self.holds, self.redraw = False, None  # the generator is over
+            self.holds, self.redraw = False, None  # a generator that raised is at its end
             raise
         self.given += 1
         self.redraw = None
@@ -303,7 +303,7 @@ def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
         outer, indices = loading.running(), original(batches)
         if outer is None or not outer.seeds or outer.base.batch_sampler is not batches:
             return indices
-        seed = outer.draw_seed() if outer.seed is None else outer.seed  # torch begins it twice
+        seed = outer.draw_seed() if outer.seed is None else outer.seed  # torch iterates it twice
         return _seeding(indices, seed, getattr(batches, "skip_batches", 0))
 
     return __iter__

@@ -29,7 +29,7 @@ known."""
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """An event that shows where the training thread's stream on a device stood at an instant."""
+    """The position of the training thread's stream on a device at an instant, as an event."""
 
     device: Device
     stream: Any
@@ -100,9 +100,6 @@ class Offload:
         Loading, pinning and registering are all done here, because later they might wait for a
         device that hangs. Spare memory is asked for during training, once the peak of another step
         is known. An error is raised when a snapshot is made.
-
-        Nothing is loaded, pinned or registered then where a device may hang: all that waits for it.
-        Spare memory is asked for by training, once the peak of another step is known.
         """
         self._lent, self._prepared = True, step
         for device, size in _sizes(arrangement).values():
@@ -133,8 +130,6 @@ class Offload:
         """Note that the training thread is at step end or, if `begun`, at forward start.
 
         A thread that saves just in time starts from there: see `aside`.
-
-        For who saves just in time, on another thread: see `aside`.
         """
         self._thread = get_ident()
         try:
@@ -158,9 +153,6 @@ class Offload:
         After forward start these streams begin where the training's streams stood then: what those
         were given since may hang, and changes nothing that a snapshot has. Before forward start
         they begin after all of the training's work.
-
-        From forward start on these begin where the training's streams stood there: what those were
-        given since may hang, and changes nothing that a snapshot has. Before, behind all of it.
         """
         with ExitStack() as apart:
             if self._is_aside:
@@ -194,7 +186,7 @@ class Offload:
     def marked(self, marks: Mapping[tuple[str, Any], Mark]) -> dict[tuple[str, Any], Mark]:
         """Return these events, and a new one in each of the thread's streams that has none.
 
-        It is before whatever is queued next.
+        The new one comes before whatever is queued next; a stream that records a graph gets none.
         """
         found = dict(marks)
         for device in (each.device for each in self.standing):
@@ -262,8 +254,6 @@ class Offload:
 
         With `wait`, return only when they are done, so that every thread's stream may go on.
 
-        With `wait`, that of every thread.
-
         Raises:
             LightckError: the transfer has failed, or that cannot be.
         """
@@ -317,7 +307,9 @@ class Offload:
             self.transfers.forget(transfer)
 
     def differs(self, group: Group) -> int | None:
-        """Wait, compare all bytes, and return the first copy that differs from live memory.
+        """Return the index of the group's first copy that is not of the live bytes, or None.
+
+        Waits for everything, and compares all bytes.
 
         Raises:
             LightckError: the transfer has failed.

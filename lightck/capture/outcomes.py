@@ -165,7 +165,7 @@ class Outcomes:
             raise  # reported where it was found
         except LightckError as error:
             if isinstance(error, PreviousPersistError) and not self.latched:
-                self.poll(1.0)  # what latched the region is about to be known: told first
+                self.poll(1.0)  # the error that latched the region is told first
             self.pipeline.counters.failed += 1
             self.why_not_last = str(error)
             self.fail_wanted(error)

@@ -130,8 +130,6 @@ class Parcel:
         """Return a reference to a tree without tensors; the tree itself if it is new at this path.
 
         The caller keeps the tree alive at least as long as this object.
-
-        It stays the same object at least as long as this.
         """
         pickled = self.kept.pickled(where, tree)
         if pickled is None:
@@ -208,7 +206,7 @@ def form(tensor: torch.Tensor, at: int) -> dict[str, Any]:
 def raw(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a dense CPU tensor, in the order of its memory."""
     if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
-        return tensor.numpy().data  # generators: at every instant
+        return tensor.numpy().data  # random generators' states, at every instant
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
@@ -223,7 +221,7 @@ def opened(data: bytes, *, context: str) -> Any:
         return boundary.decode(data, context=context)
     try:
         tree = _tree(data, context, inner=False)
-        boundary.check_tree(tree, len(data))  # each pickle is, but parts may be meant many times
+        boundary.check_tree(tree, len(data))  # one part may be used many times
         return tree
     # As in `decode`: torch's errors are of every kind.
     except CorruptSnapshotError:

@@ -124,7 +124,7 @@ class Phases:
         if not (torch.is_grad_enabled() and module.training and self.watched.holds(module)):
             return
         if is_weight(module) or self._forward is None or module._compiled_call_impl is not None:
-            return  # of a compiled one, a hook that comes and goes would make dynamo compile anew
+            return  # on a compiled module, adding a hook would make dynamo recompile
         self._forward.remove()
         self._forward = None
         self._began_ns = now_ns()

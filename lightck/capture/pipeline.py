@@ -327,7 +327,7 @@ class Pipeline(Landing):
             wait([self._mapping])
         if self._last_stats is None:
             self._reap()
-            with self._counting:  # from here on nobody asks the pool, which is about to go
+            with self._counting:  # from here on nobody asks the pool, which is closed below
                 self._last_stats = self.pool.stats()
             self.offload.close()
             if self.trace is not None:

@@ -52,7 +52,7 @@ def journal_bytes(inventory: Inventory) -> int:
     collected = inventory.collect()
     rest = {**collected.tree, "extras": {}}
     size = parcel.weight(rest) + BOUNDARY_RESERVE_BYTES
-    # Extras with more are not written.
+    # Larger extras are not written to the journal.
     extras = Instants(inventory).standing()["extras"], collected.tree["extras"]
     size += min(parcel.weight(extras), MOST_EXTRA_BYTES)
     size += sum(live.local.nbytes for live in collected.lives if journaled.is_own(live))
@@ -86,7 +86,7 @@ def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[
         base = f"optim/{i}/{join('', known[parameter])}"
         sharded = dtensor.is_dtensor(parameter)
         if sharded and any(len(shape) not in (0, parameter.dim()) for *_, shape in kinds[kind]):
-            return None  # what follows some dimensions only need not be sharded as they are
+            return None  # state of fewer dimensions need not be sharded like the parameter
         held = dtensor.local(parameter)
         for key, dtype, shape in kinds[kind]:
             # Small dimensions become the real ones.

@@ -104,7 +104,7 @@ class Prefetched(loading.Telling):
         """Take note that a step of this process has ended.
 
         Raises:
-            StateError: the loop did not learn from the batch that is to come.
+            StateError: the step was made from another batch than the restored one.
         """
         if self._again is not None:
             raise StateError(

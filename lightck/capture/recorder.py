@@ -67,7 +67,7 @@ class Recorder:
     ticks: int = 0
     """A counter that moves with every hook, which shows that training makes progress."""
     thread: int = field(default_factory=threading.get_ident)
-    """The training thread, as far as the hooks have seen it."""
+    """The id of the training thread, as far as the hooks have seen it."""
     stalls: Stalls = field(default_factory=Stalls)
     enabled: bool = True
     """True but in forked children and after detach."""
@@ -110,7 +110,7 @@ class Recorder:
             return
         self._tick()
         if not self.settled and self.steps.counts[index] > self.steps.step:
-            with self.lock:  # a save arranges the state, too
+            with self.lock:  # a save changes the copy plan, too
                 self._settle()
         if unseen:
             self.outcomes.overtaken(due=self.due)
@@ -304,7 +304,7 @@ class Recorder:
     def _stand_at_fence(self) -> None:
         """Pause here while a save is to end the process: the update that comes would be lost."""
         kept = self.journaled
-        # A save waits for the end of what has begun, and for a boundary that is kept.
+        # A save waits for the end of an update that has begun, and for a kept boundary state.
         if kept is not None and not self.mixed and kept.step == self.steps.step:
             self.hold.here(fence=True)
 
@@ -320,7 +320,7 @@ class Recorder:
         if not self.enabled:
             return
         with self.stalls.of("step"):
-            # Step end first: whatever is raised below, a later snapshot must not find the last one.
+            # Step end first: whatever is raised below, a later snapshot must not find the old one.
             self._gradients, self.buffers = 0, None
             self._ended_in = torch._C._current_graph_task_id()
             with self.outcomes.reported():

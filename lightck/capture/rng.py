@@ -15,7 +15,7 @@ from lightck.errors import CorruptSnapshotError, DeviceError, StateError
 _NAMES = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _KINDS: dict[str, Any] = {name: getattr(np.random, name) for name in _NAMES}
 
-_python: tuple[Any, dict[str, Any]] | None = None  # what was seen of it, and the state, packed
+_python: tuple[Any, dict[str, Any]] | None = None  # its memory as seen, and its packed state
 _numpy: tuple[Any, dict[str, Any]] | None = None
 
 
@@ -37,7 +37,7 @@ def capture() -> dict[str, Any]:
     if torch.cuda.is_initialized() and torch.cuda.is_available():
         try:
             states["cuda"] = torch.cuda.get_rng_state_all()
-        except RuntimeError as error:  # no work on a device: only one that is lost says no
+        except RuntimeError as error:  # queues no work: only a lost device refuses
             raise DeviceError(f"CUDA's random generators cannot be read: {error}") from error
     return states
 
@@ -76,7 +76,7 @@ def _of_numpy() -> dict[str, Any]:
 
 def _set_numpy(state: Any) -> None:
     """Set NumPy's generator; one of another kind than the state's is replaced."""
-    source: Any = np.random  # what is called here has no types
+    source: Any = np.random  # these functions have no type hints
     kind = _KINDS[state["bit_generator"]]
     if type(source.get_bit_generator()) is not kind:
         source.set_bit_generator(kind())

@@ -1,4 +1,4 @@
-"""`ResumableSampler`: the position in the data, for a plain `DataLoader` and any number of workers.
+"""`ResumableSampler`: keeps the position in the data, with a plain `DataLoader` and any workers.
 
 The order is a pure function of seed and epoch; the position is what the training thread was given,
 not what workers have asked for. Random numbers drawn in workers are a function of the position.
@@ -92,15 +92,15 @@ class ResumableSampler(Sampler[int], loading.Telling):
         self.length = len(data)
         self.seed, self.shuffle, self.drop_last = int(seed), bool(shuffle), bool(drop_last)
         self._place = _checked(rank, world)
-        """Rank and number of ranks, once they are known for good."""
+        """Rank and number of ranks, once they are known for good; else None."""
         self._find_place()
         self._epoch = 0
         self._consumed = 0
-        """Samples of this epoch that all ranks together have consumed."""
+        """The number of samples of this epoch that all ranks together have consumed."""
         self._pass: _Pass | None = None
         """The pass that the loop is in; None between passes."""
         self._restored = False
-        """The next pass goes on from a position that was loaded."""
+        """True if the next pass goes on from a position that was loaded."""
         loading.wrap(DataLoader, "__iter__", _begun)
         lookahead.watch()
 
@@ -108,12 +108,12 @@ class ResumableSampler(Sampler[int], loading.Telling):
 
     @property
     def rank(self) -> int:
-        """This process among those that share the data."""
+        """The rank of this process among those that share the data."""
         return self._known_place()[0]
 
     @property
     def world(self) -> int:
-        """How many processes share the data."""
+        """The number of processes that share the data."""
         return self._known_place()[1]
 
     @property
@@ -123,7 +123,7 @@ class ResumableSampler(Sampler[int], loading.Telling):
 
     @property
     def consumed(self) -> int:
-        """Samples of this epoch that all ranks together have consumed."""
+        """The number of samples of this epoch that all ranks together have consumed."""
         return self._consumed
 
     def set_epoch(self, epoch: int) -> None:
@@ -143,11 +143,11 @@ class ResumableSampler(Sampler[int], loading.Telling):
             loading.tell(self, drawing=False)
 
     def __len__(self) -> int:
-        """Samples of a whole epoch on this rank, also while a restored one has fewer to come."""
+        """Return the number of samples of a whole epoch on this rank, even in a restored one."""
         return self._share(0)
 
     def indices(self, epoch: int, start: int = 0) -> list[int]:
-        """This rank's samples of an epoch, behind the first `start` samples of all ranks."""
+        """Return this rank's samples of an epoch, after the first `start` samples of all ranks."""
         if self._share(start) == 0:
             return []
         last = start + self._share(start) * self.world
@@ -158,7 +158,7 @@ class ResumableSampler(Sampler[int], loading.Telling):
         return torch.randperm(self.length, generator=source)[places].tolist()
 
     def __iter__(self) -> Iterator[int]:
-        """For a `DataLoader` only: a pass is begun by iterating the loader.
+        """Yield the pass's indices, for a `DataLoader` only: iterating the loader begins a pass.
 
         Raises:
             ConfigError: something else iterates the sampler, so that nobody counts.
@@ -178,7 +178,7 @@ class ResumableSampler(Sampler[int], loading.Telling):
     # ---- for extras ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the same on all ranks that have taken as many steps."""
+        """Return the position: the same on all ranks that have taken as many steps."""
         return {
             "epoch": self._epoch,
             "consumed": self._consumed,
@@ -188,7 +188,7 @@ class ResumableSampler(Sampler[int], loading.Telling):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position; the saved seed counts.
+        """Go on from a saved position, with the saved seed.
 
         Raises:
             RestoreMismatchError: it is a position in other data or in another order; the sampler
@@ -215,7 +215,7 @@ class ResumableSampler(Sampler[int], loading.Telling):
             self._place = dist.get_rank(), dist.get_world_size()
 
     def _known_place(self) -> tuple[int, int]:
-        """Rank and number of ranks; without a process group those of now, for one may come.
+        """Return rank and number of ranks: 0 and 1 for now, if there is no process group yet.
 
         Raises:
             ConfigError: several ranks were launched that do not know each other yet.
@@ -233,7 +233,7 @@ class ResumableSampler(Sampler[int], loading.Telling):
         return 0, 1
 
     def _share(self, start: int) -> int:
-        """Samples for each rank, of those behind the first `start`."""
+        """Return the number of samples for each rank, of those after the first `start`."""
         rest = max(0, self.length - start)
         return rest // self.world if self.drop_last else -(-rest // self.world)
 
@@ -249,19 +249,19 @@ class ResumableSampler(Sampler[int], loading.Telling):
 
 @dataclass(eq=False)
 class _Pass:
-    """One way through an epoch or the rest of it, by one iterator of the loader."""
+    """One pass through an epoch or the rest of it, by one iterator of the loader."""
 
     sampler: ResumableSampler
     epoch: int
     start: int
     batch: int
-    """Samples in a batch, the last one apart."""
+    """The number of samples in a batch, the last one apart."""
     workers: bool
     given: int = 0
-    """Batches that the loop has got."""
+    """The number of batches that the loop has got."""
 
     def indices(self) -> Iterator[int]:
-        """What is left of the epoch; for workers, the first of each batch seeds its generators."""
+        """Yield the rest of the epoch; for workers, the first index of a batch seeds generators."""
         sampler = self.sampler
         for i, index in enumerate(sampler.indices(self.epoch, self.start)):
             if self.workers and i % self.batch == 0:
@@ -271,7 +271,7 @@ class _Pass:
                 yield index
 
     def drawing(self) -> None:
-        """The position stands, the generators are those that the batch is made with."""
+        """Tell that a batch is drawn: the position is before it, and so are the generators."""
         if self.sampler._pass is not self:
             raise ConfigError(
                 f"an iterator of epoch {self.epoch} is used after the sampler went on to epoch"
@@ -280,7 +280,7 @@ class _Pass:
         loading.tell(self.sampler, drawing=True)
 
     def drawn(self) -> None:
-        """One batch more is consumed."""
+        """Count one batch more as consumed."""
         self.given += 1
         most = self.sampler._share(self.start)
         self.sampler._consumed = (
@@ -289,7 +289,7 @@ class _Pass:
         loading.tell_drawn(self.sampler)
 
     def ended(self) -> None:
-        """What the loop does from here on belongs to the end of the epoch."""
+        """End the epoch: what the loop does from here on belongs to its end."""
         sampler = self.sampler
         if sampler._pass is self:
             sampler._epoch, sampler._consumed, sampler._pass = self.epoch + 1, 0, None
@@ -319,7 +319,7 @@ def _begun(original: Any) -> Any:
 
 
 def _behind(loader: Any) -> tuple[ResumableSampler, int] | None:
-    """The sampler that a loader draws from, and the size of its batches."""
+    """Return the `ResumableSampler` that a loader draws from, and its batch size; else None."""
     batches = loader.batch_sampler
     if batches is None:
         return (loader.sampler, 1) if isinstance(loader.sampler, ResumableSampler) else None

@@ -32,7 +32,7 @@ class SeedingIndex(int):
 
 @dataclass(eq=False)
 class SeedingBatch:
-    """The indices of a batch that arrive in a worker as they are, and seed its generators there."""
+    """A batch's indices, which arrive in a worker as they are and seed its generators there."""
 
     indices: Any
     seed: str

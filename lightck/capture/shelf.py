@@ -15,36 +15,38 @@ from lightck.capture.live import Live
 from lightck.capture.parcel import Parcel, form, raw
 
 _ALIGNED_BYTES = 16
-"""As the widest dtype wants it."""
+"""The alignment of each tensor's copy, which suits the widest dtype."""
 _ASIDE = 2
 
 
 @dataclass(eq=False)
 class Shelf:
-    """Keeps two places, filled in turn: step end's copies stay while forward start's are made.
+    """Copies small tensors into two buffers in turn: step end's copies outlive forward start's.
 
-    A third one, aside, is for what is only written. Dense tensors in CPU memory go together, by
-    one call; others are cloned one by one: those that a device holds on it, which nobody waits for.
+    A third buffer, aside, is for copies that are only written to the journal. Dense tensors in CPU
+    memory are copied together, by one call; others are cloned one by one: those that a device holds
+    are cloned on it, and nobody waits for that.
     """
 
     lives: Sequence[Live]
     _together: list[int] = field(default_factory=list)
     _alone: list[int] = field(default_factory=list)
     _sources: list[torch.Tensor] = field(default_factory=list)
-    """What goes together."""
+    """The tensors that are copied together."""
     _flats: list[torch.Tensor] = field(default_factory=list)
-    """The memory of each place, and views into it: in order, by name, of what changes by name."""
+    """The memory of each buffer. Below: each buffer's views into it, in order and by name, and the
+    views by name of the tensors that change inside the window."""
     _places: list[list[torch.Tensor]] = field(default_factory=list)
     _named: list[dict[str, torch.Tensor]] = field(default_factory=list)
     _changing: list[dict[str, torch.Tensor]] = field(default_factory=list)
     _filled: int = 1
-    """In turn."""
+    """The number of the buffer filled last, of the two that are filled in turn."""
     _last: int = 0
     _said: dict[str, Any] = field(default_factory=dict)
-    """What a parcel says of those that go together."""
+    """The description, for a parcel, of each tensor that is copied together."""
 
     def __post_init__(self) -> None:
-        """Make the places."""
+        """Make the buffers."""
         tensors = [live.tensor for live in self.lives]
         for i, tensor in enumerate(tensors):
             (self._together if _is_plain(tensor) else self._alone).append(i)
@@ -69,7 +71,7 @@ class Shelf:
         }
 
     def fits(self, lives: Sequence[Live]) -> bool:
-        """Whether the places are for tensors of these names and forms; they serve these then."""
+        """Tell whether the buffers have the names and forms of these tensors; then serve these."""
         if len(lives) != len(self.lives):
             return False
         if not lives:
@@ -85,10 +87,10 @@ class Shelf:
         return True
 
     def fill(self, *, aside: bool = False) -> dict[str, torch.Tensor]:
-        """Copy everything now; by name, as `changing` picks from it.
+        """Copy everything now; return the copies by name, for `changing` to pick from.
 
-        The copies stay until the second time after this; those aside, which lack what a device
-        holds, until the next time there.
+        They stay until the next but one call; those aside, without what a device holds, until the
+        next call aside.
         """
         if not self.lives:
             return {}
@@ -106,7 +108,7 @@ class Shelf:
         return {**self._named[turn], **alone}
 
     def changing(self, copies: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of what `fill` has just copied, what changes in the window."""
+        """Return those of the copies that `fill` has just made which change inside the window."""
         if not self.lives:
             return {}
         if not self._alone:
@@ -114,10 +116,10 @@ class Shelf:
         return {live.name: copies[live.name] for live in self.lives if live.sync}
 
     def packed(self, parcel: Parcel, copies: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Put what `fill` has just copied into an empty parcel; returns what is said of it there.
+        """Put the copies that `fill` has just made into an empty parcel; return their descriptions.
 
-        Neither shares, which others hold, too, nor shards, which are nothing without their mesh,
-        nor what a device holds: it would be waited for at every instant.
+        Left out are shares, which others hold, too, shards, which are nothing without their mesh,
+        and what a device holds: it would be waited for at every instant.
         """
         if not self.lives:
             return self._said
@@ -153,7 +155,7 @@ def _place(flat: torch.Tensor, begin: int, tensor: torch.Tensor) -> torch.Tensor
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether the calling thread can read it where it is. No DTensor."""
+    """Tell whether the calling thread can read a tensor where it is. Not for a DTensor."""
     return tensor.is_cpu and holder(tensor) is None
 
 

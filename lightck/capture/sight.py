@@ -1,4 +1,4 @@
-"""What others may see of a handle: statistics after every step, and a trace if one is wanted."""
+"""Publishes a handle's statistics after every step, and keeps a trace if one is wanted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightck.region.statistics import NO_STEP, Page
 
 @dataclass(eq=False)
 class Sight:
-    """Publishes and traces. Used by the training thread."""
+    """Publishes statistics and traces. Used by the training thread."""
 
     config: Config
     recorder: Recorder
@@ -32,10 +32,10 @@ class Sight:
     watched: Watched
     trace: Trace | None = field(default=None, init=False)
     listener: Recorder | Phases = field(init=False)
-    """What the hooks and the loop's own marks speak to."""
+    """The listener that the hooks and the loop's own marks call."""
 
     def __post_init__(self) -> None:
-        """Stand where there is something to see."""
+        """Open the statistics page, and insert the trace's listener if a trace is wanted."""
         recorder, pipeline = self.recorder, self.recorder.pipeline
         self.listener = recorder
         self._page = Page(pipeline.pool, pipeline.region.native)
@@ -64,7 +64,7 @@ class Sight:
         }
 
     def install(self) -> None:
-        """Begin."""
+        """Publish for the first time, and install the trace's hooks."""
         self.publish()
         if isinstance(self.listener, Phases):
             self.listener.install()
@@ -79,7 +79,7 @@ class Sight:
         self._summary.step_ended()
 
     def publish(self, *, ended: bool = False) -> None:
-        """Say how things stand, for `lightck top`; a few microseconds."""
+        """Publish the statistics for `lightck top`; takes a few microseconds."""
         recorder, page = self.recorder, self._page
         counters, said = recorder.pipeline.counters, page.said
         record = recorder.pipeline.region.continued
@@ -102,9 +102,10 @@ class Sight:
             self.recorder.outcomes.region_lost(error)
 
     def torn(self, flight: Flight, names: Sequence[str]) -> None:
-        """The pipeline dropped a snapshot. Of one made just in time only its maker hears.
+        """Count a torn snapshot that the pipeline has dropped.
 
-        A loop need not stand still for that: it is no fault of its.
+        One made just in time is not counted, and only its maker is told: the loop went on
+        meanwhile, which is no fault of the loop.
         """
         if flight.flags & RECORD_JIT:
             return
@@ -113,7 +114,7 @@ class Sight:
         self.recorder.outcomes.torn(flight, names)
 
     def ended(self) -> None:
-        """The last word, while the pool is still there."""
+        """Publish the last statistics and log the last summary, while the pool is still there."""
         self.publish(ended=True)
         self._summary.tell()
 

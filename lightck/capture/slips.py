@@ -10,11 +10,11 @@ from lightck.capture.flight import Slip
 from lightck.events import event
 
 STEPS = 100
-"""How far back slips count."""
+"""The number of steps during which a slip counts."""
 SHARE = 0.1
-"""Of the due snapshots in that time: more than that many slips are told."""
+"""The fraction of the due snapshots in that time above which slips are told."""
 LEAST_DUE = 10
-"""Of fewer due snapshots nothing can be said."""
+"""The number of due snapshots below which nothing can be said."""
 
 _REMEDIES: dict[str, str] = {
     Slip.SLOTS: "the medium does not finish one before the next is due: take a rarer policy"
@@ -32,12 +32,15 @@ _ELSE = "take a rarer policy (policy=10); the event `slipped` of each has its re
 
 @dataclass(eq=False)
 class SlipWatch:
-    """Counts the due snapshots of the last steps and those that slipped. Training thread."""
+    """Counts the due snapshots of the last steps, and those that slipped (were skipped).
+
+    Used by the training thread.
+    """
 
     told: bool = False
-    """A warning was given; there is one in a handle's life."""
+    """True once a warning was given; there is one in a handle's life."""
     _due: deque[tuple[int, str | None]] = field(default_factory=deque)
-    """Step, and why its snapshot slipped (None: it was opened)."""
+    """The due snapshots' steps, and why each slipped (None: it was opened)."""
 
     def note(self, step: int, slip: str | None) -> None:
         """Note what became of the snapshot that was due at `step`; warn if too many slipped."""

@@ -1,4 +1,4 @@
-"""Where a copy starts from: the live tensor's own memory, or memory that the copy owns."""
+"""Layout entries and private copies: what a copy starts from, live memory or its own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightck.region.layout import Entry
 
 
 def describe(live: Live) -> Entry:
-    """The layout entry of a live tensor.
+    """Return the layout entry of a live tensor.
 
-    A dense tensor is stored byte for byte with its strides; any other (expanded, overlapping,
-    with gaps, conjugated lazily) row-major. Of a DTensor it is this rank's part.
+    A dense tensor is stored byte for byte with its strides; any other (expanded, overlapping, with
+    gaps, conjugated lazily) row-major. Of a DTensor it is this rank's part.
     """
     tensor = live.local
     strides = tuple(tensor.stride()) if is_dense(tensor) else row_major(tuple(tensor.shape))
@@ -42,7 +42,7 @@ def describe(live: Live) -> Entry:
 
 
 def check(entries: Iterable[Entry], *, context: str) -> None:
-    """Show that the bytes of entries that were read are those of dense tensors.
+    """Show that entries which were read hold the bytes of dense tensors.
 
     Raises:
         CorruptSnapshotError: a dtype that torch does not have, or bytes that its shape does not.
@@ -61,7 +61,7 @@ def check(entries: Iterable[Entry], *, context: str) -> None:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Every element of its memory range belongs to it exactly once, and is stored as it reads."""
+    """Tell whether a tensor fills its memory range, each element once, stored as it reads."""
     if tensor.is_conj() or tensor.is_neg():
         return False
     return _fill(tensor.shape, tensor.stride())
@@ -105,7 +105,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -114,10 +114,10 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def must_own(live: Live, device: Device | None = None) -> bool:
-    """Whether the copy cannot start from live memory.
+    """Tell whether the copy cannot start from live memory, and needs a private copy.
 
-    The tensor changes inside the window, is not dense, or is in memory that neither the workers
-    nor `device`, its holder, can read.
+    The tensor changes inside the window, is not dense, or is in memory that neither the workers nor
+    `device`, its holder, can read.
     """
     tensor = live.local
     return (
@@ -129,12 +129,12 @@ def must_own(live: Live, device: Device | None = None) -> bool:
 
 
 def lies_as_stored(tensor: torch.Tensor) -> bool:
-    """Whether the workers can copy its bytes from where they are."""
+    """Tell whether the workers can copy a tensor's bytes from where they are."""
     return tensor.device.type == "cpu" and is_dense(tensor)
 
 
 MUCH_BYTES = 64 << 20
-"""Copied synchronously at the boundary: the user is told."""
+"""The bytes copied synchronously at the boundary from which on the user is told."""
 
 
 def tell_synchronous(lives: Iterable[Live]) -> None:
@@ -150,7 +150,7 @@ def tell_synchronous(lives: Iterable[Live]) -> None:
 
 
 def private(tensor: torch.Tensor) -> torch.Tensor:
-    """A clone, where the tensor is; a device makes it in the order of what this thread computes."""
+    """Clone a tensor where it is; a device does so in the order of what this thread computes."""
     device, held = holder(tensor), tensor.detach()
     if device is None or dtensor.local(held) is not held or not is_dense(held):
         return held.clone()
@@ -158,10 +158,10 @@ def private(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def owned(live: Live, entry: Entry, device: Device | None = None) -> torch.Tensor:
-    """A private copy of what the entry holds, as it is now.
+    """Make a private copy of what the entry holds, as it is now.
 
-    In CPU memory, made by this thread; of a tensor that a device holds on that device, queued to
-    what this thread computes on.
+    It is in CPU memory, made by this thread. Of a tensor that a device holds it is on that device,
+    queued behind what this thread computes there.
     """
     held = live.local.detach()
     if live.span is not None and is_dense(held):

@@ -1,4 +1,4 @@
-"""Training-thread time spent in lightck, by cause."""
+"""Time that the training thread spends in lightck, by cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAST = 9  # snapshots whose cost counts
 
 @dataclass(eq=False)
 class Stalls:
-    """Sums seconds per cause; of nested causes the outermost counts."""
+    """Sums seconds per cause; where causes are nested, the outermost one counts."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     tell: Callable[[str, int, int], None] | None = None
@@ -26,7 +26,7 @@ class Stalls:
 
     @contextmanager
     def of(self, cause: str) -> Iterator[None]:
-        """Count the time of the body."""
+        """Count the time of the body under a cause."""
         if self._running:
             yield
             return
@@ -42,11 +42,11 @@ class Stalls:
                 self.tell(cause, begin, end)
 
     def total(self) -> float:
-        """Seconds over all causes."""
+        """Return the seconds over all causes."""
         return sum(self.seconds.values())
 
     def cost(self, step: int, captured: int) -> float | None:
-        """Seconds that a snapshot adds to its iteration, lately; None before the first.
+        """Return the seconds that a snapshot adds to its iteration, lately; None before the first.
 
         Asked at every step with the snapshots captured so far; of a step the first call counts.
         What iterations without a snapshot cost is left out: were they rare it would be most of the

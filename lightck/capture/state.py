@@ -1,4 +1,4 @@
-"""What there is to capture: every tensor by name, and the values around them, at this instant.
+"""Collects what a snapshot captures: every tensor by name, and the values around them.
 
 Names are paths: `model/<parameter>`, `optim/<i>/<parameter>/<key>`, `extras/<name>/<path>`. A
 tensor in an optimizer but in no module is `optim/<i>/@<group>.<position>`.
@@ -38,61 +38,62 @@ from lightck.errors import StateError
 from lightck.region.native import HOLDS_ALL
 
 _TOLD_BY_IDENTITY = (torch.Tensor, int, float, str, type(None))
-"""While an optimizer's state holds the same object, what is captured of it is the same."""
+"""Types of which this is known: while an optimizer's state holds the same object, what is captured
+of it is the same."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What this rank captures, where others capture the rest."""
+    """The tensors that this rank captures, where other ranks capture the rest."""
 
     lives: tuple[Live, ...]
     digest: bytes = HOLDS_ALL
-    """Of the share map, for the commit record."""
+    """The digest of the share map, for the commit record."""
     form: bytes = b""
-    """What every rank of the job must say alike of the state that all hold alike."""
+    """A fingerprint of the state that all ranks hold alike; every rank must have the same one."""
     told: dict[str, Any] | None = None
-    """Who shares, and whether all that could be held alike is, for the boundary state."""
+    """The ranks that share, and whether all that could be held alike is, for the boundary state."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The state at one instant."""
+    """The tensors and other values of the state at one instant."""
 
     lives: tuple[Live, ...]
     tree: dict[str, Any]
-    """Everything else, in types the restricted loader takes."""
+    """Everything but the tensors, in types that the restricted loader takes."""
     share_digest: bytes = HOLDS_ALL
     form: bytes = b""
-    """See `Shared`."""
+    """A fingerprint of the state that all ranks hold alike, see `Shared`."""
     base: tuple[Live, ...] = ()
-    """What `lives` begins with, of model and optimizers: the same object while they are the same.
+    """The first part of `lives`, of model and optimizers: the same object while they are the same.
     Empty: not known."""
 
 
 @dataclass(eq=False)
 class _Cache:
-    """What was found, for as long as `objects` are the same ones."""
+    """The tensors and names found before; they serve while `objects` are the same ones."""
 
     modules: list[nn.Module]
     objects: list[Any]
     everything: tuple[Live, ...]
     shared: Shared
-    """Of everything."""
+    """This rank's share of `everything`."""
     states: list[dict[str, Any]]
     orders: list[dict[str, Any]]
-    """Of the keys of these states."""
+    """The order of the keys of each of these states."""
     held: list[list[list[str]]]
-    """Per optimizer and group the names of its parameters."""
+    """The names of the parameters, per optimizer and group."""
     bare: list[dict[str, Any]]
-    """Where modules keep their buffers, of those that had none."""
+    """The buffer dicts of the modules that had no buffer."""
     holding: list[dict[str, Any]]
-    """Likewise of the others."""
+    """The buffer dicts of the modules that had buffers."""
     buffers: list[Any]
-    """What was in there."""
+    """The buffers in `holding`, persistent or not."""
     persistent: list[torch.Tensor]
-    """Those of them that a snapshot holds."""
+    """The buffers that a snapshot holds."""
     sizes: list[int]
-    """Of the optimizers' groups and states."""
+    """The sizes of the optimizers' groups and states."""
 
 
 @dataclass(eq=False)
@@ -103,30 +104,31 @@ class Inventory:
     optimizers: list[Optimizer] = field(default_factory=list)
     extras: tuple[Extra, ...] = ()
     always_sync: set[str] = field(default_factory=set)
-    """Tensors found torn twice: from then on they are copied before the forward goes on."""
+    """Names of tensors that were found torn twice: they are copied before the forward goes on."""
     assign: Callable[[list[Live]], list[Live]] = lambda lives: lives
-    """Says whose update changes each tensor, where that is not the whole optimizer's; asked again
-    after `invalidate`."""
+    """Says which unit's update changes each tensor, where that is not the whole optimizer's; called
+    again after `invalidate`."""
     share: Callable[[Sequence[Live]], Shared] = lambda lives: Shared(tuple(lives))
-    """Chooses what this rank captures of what several hold alike; asked again likewise."""
+    """Chooses what this rank captures of what several ranks hold alike; called again after
+    `invalidate`."""
     depends: Callable[[], Sequence[Any]] = lambda: ()
-    """Other objects that `share` looks at."""
+    """Returns other objects that `share` depends on."""
     taken: dict[str, Any] = field(default_factory=dict, init=False)
-    """By extra, its state as it was last taken for forward start."""
+    """The state of each extra, by name, as it was last taken for forward start."""
     burden: Burden = field(default_factory=Burden, init=False)
     _cache: _Cache | None = field(default=None, init=False)
     _options: list[Options] = field(default_factory=list, init=False)
     _trees: list[dict[str, Any]] = field(default_factory=list, init=False)
     _placed: dict[str, dict[str, Live]] = field(default_factory=dict, init=False)
-    """Tensors of extras, by extra and path."""
+    """The tensors of each extra, by the extra's name and the tensor's path."""
     _last_joined: tuple[tuple[Live, ...], tuple[Live, ...]] = field(default=((), ()), init=False)
 
     def __post_init__(self) -> None:
-        """Learn what is sharded before a forward gathers it."""
+        """Note what is sharded, before a forward gathers it."""
         fsdp.remember(self.model)
 
     def collect(self) -> Collected:
-        """Every tensor and value now.
+        """Return every tensor and value, as of now.
 
         Raises:
             StateError: something could not be restored; its path is named.
@@ -134,9 +136,9 @@ class Inventory:
         return self._collected(self._known())
 
     def glance(self) -> Collected:
-        """As `collect`, for values and buffers only, where a cheap look tells them.
+        """Collect as `collect` does, but look only at values and buffers, where that is enough.
 
-        Of other tensors it gives those that were found last, if there are as many.
+        Other tensors are returned as they were found last, if there are as many.
         """
         cache = self._cache
         if cache is None or any(cache.states) or _sizes(self.optimizers) != cache.sizes:
@@ -157,7 +159,7 @@ class Inventory:
         return Collected(lives, tree, shared.digest, shared.form, shared.lives)
 
     def _optimizer_trees(self, cache: _Cache, more: list[Live]) -> list[dict[str, Any]]:
-        """The same object as last time, while everything in it is."""
+        """Return the optimizers' values; the same list as last time, while its items are."""
         if [options.optimizer for options in self._options] != self.optimizers:
             each = enumerate(self.optimizers)
             self._options = [Options(i, optimizer, self.always_sync) for i, optimizer in each]
@@ -168,7 +170,7 @@ class Inventory:
         return self._trees
 
     def _joined(self, base: tuple[Live, ...], more: list[Live]) -> tuple[Live, ...]:
-        """One tuple; the last one, if it is of the same."""
+        """Join two sequences into one tuple; the last one made, if it is of the same tensors."""
         if not more:
             return base
         last, begun = self._last_joined, len(base)
@@ -177,15 +179,15 @@ class Inventory:
         return last[1]
 
     def everything(self) -> tuple[Live, ...]:
-        """Every tensor of model and optimizers, also those that other ranks capture."""
+        """Return every tensor of model and optimizers, also those that other ranks capture."""
         return self._known().everything
 
     def shared(self) -> tuple[Live, ...]:
-        """What this rank captures of model and optimizers."""
+        """Return the tensors of model and optimizers that this rank captures."""
         return self._known().shared.lives
 
     def found(self) -> tuple[Live, ...]:
-        """What `everything` was at the last `collect`, which has just been."""
+        """Return what `everything` was at the last `collect`, which must have been just now."""
         return self._cache.everything if self._cache is not None else self.everything()
 
     def invalidate(self) -> None:
@@ -193,14 +195,14 @@ class Inventory:
         self._cache = None
 
     def covered(self) -> bool:
-        """Every trainable parameter is held by a known optimizer: no other is to be expected."""
+        """Tell whether known optimizers hold every trainable parameter: no other is expected."""
         held = {id(p) for optimizer in self.optimizers for p in held_parameters(optimizer)}
         return all(id(p) in held for _, p in named_parameters(self.model) if p.requires_grad)
 
     def buffers(self, *, anew: bool = False) -> list[torch.Tensor]:
-        """The model's persistent buffers.
+        """Return the model's persistent buffers.
 
-        Unless `anew`, of a module that has come since the last look there may be none.
+        Unless `anew`, those of a module added since the last look may be missing.
         """
         cache = self._cache
         if anew or cache is None or not _same_buffers(cache):
@@ -208,14 +210,14 @@ class Inventory:
         return cache.persistent
 
     def names(self) -> dict[int, str]:
-        """Name of each of the model's parameters, by identity; the first name counts."""
+        """Return the name of each of the model's parameters, by identity; the first name counts."""
         found: dict[int, str] = {}
         for name, parameter in named_parameters(self.model):
             found.setdefault(id(parameter), name)
         return found
 
     def _objects(self, modules: list[nn.Module]) -> tuple[list[Any], bool]:
-        """Every object that the cached part depends on, and whether identity proves it the same.
+        """Return every object that the cache depends on, and whether identity proves each the same.
 
         While the children of all modules are the same, `modules` are still all there are.
         """
@@ -236,7 +238,7 @@ class Inventory:
         return objects, all(issubclass(kind, _TOLD_BY_IDENTITY) for kind in kinds)
 
     def _known(self) -> _Cache:
-        """What was found before, where nothing has changed since."""
+        """Return what was found before if nothing has changed since, else look it up anew."""
         cache = self._cache
         if cache is not None:
             objects, reusable = self._objects(cache.modules)
@@ -250,7 +252,7 @@ class Inventory:
         return cache
 
     def _find(self, modules: list[nn.Module], objects: list[Any]) -> _Cache:
-        """Look everything up anew."""
+        """Find all tensors, values and names anew."""
         lives = list(self._model_lives())
         found = [self._optimizer_state(i, o, lives) for i, o in enumerate(self.optimizers)]
         states, orders = [state for state, _ in found], [order for _, order in found]
@@ -293,9 +295,9 @@ class Inventory:
     def _optimizer_state(
         self, i: int, optimizer: Optimizer, lives: list[Live]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Add the state's tensors to `lives`; returns what else it holds, and the order of it all.
+        """Add the state's tensors to `lives`; return its other values, and the order of its keys.
 
-        By parameter name; see `orders.noted`.
+        Both are by parameter name; for the order see `orders.noted`.
         """
         names = self.names()
         known = parameter_names(i, optimizer, names)
@@ -343,7 +345,7 @@ class Inventory:
 
 
 def key_label(i: int, key: Any) -> str:
-    """Name of state that is kept under something else than a parameter.
+    """Return the name of state that is kept under something else than a parameter.
 
     Raises:
         StateError: a key that could not come back.
@@ -356,18 +358,18 @@ def key_label(i: int, key: Any) -> str:
 
 
 def labelled_key(label: str) -> str | int:
-    """The key whose name `key_label` made."""
+    """Return the key whose name `key_label` made."""
     return int(label[2:]) if label.startswith("@#") else label.removeprefix("@")
 
 
 def held_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Every tensor that the optimizer's groups hold."""
+    """Yield every tensor that the optimizer's groups hold."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def parameter_names(i: int, optimizer: Optimizer, names: dict[int, str]) -> dict[torch.Tensor, str]:
-    """Name of each held parameter: the model's, or `@<group>.<position>`."""
+    """Return the name of each held parameter: the model's, or `@<group>.<position>`."""
     found = {}
     for g, group in enumerate(optimizer.param_groups):
         for k, parameter in enumerate(group["params"]):
@@ -384,7 +386,7 @@ def _sizes(optimizers: Sequence[Optimizer]) -> list[int]:
 
 
 def _same_buffers(cache: _Cache) -> bool:
-    """Modules hold the buffers that they held."""
+    """Tell whether modules hold the same buffers as before."""
     return not any(cache.bare) and _identical(held_buffers(cache.holding), cache.buffers)
 
 

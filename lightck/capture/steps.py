@@ -1,4 +1,4 @@
-"""Steps are counted here: one is complete when every optimizer has stepped once more.
+"""Counts steps: one is complete when every optimizer has stepped once more.
 
 That is I1 (when a step is complete), and every optimizer of the job counts.
 """
@@ -14,28 +14,29 @@ from lightck.errors import ConfigError
 
 @dataclass(eq=False)
 class Steps:
-    """Step counter over any number of optimizers, known by their index."""
+    """Counts the steps of any number of optimizers, known by their index."""
 
     step: int = 0
-    """The last complete step."""
+    """The number of the last complete step."""
     boundary: int | None = None
-    """Index of the optimizer that ends a step, when cadences differ."""
+    """The index of the optimizer that ends a step, when optimizers step at different rates."""
     marked: bool = False
-    """The loop marks its updates itself: only its marks end a step."""
+    """True if the loop marks its updates itself: only its marks end a step."""
     settled: bool = True
-    """All optimizers of the job are known; before that no step is complete."""
+    """True once all optimizers of the job are known; before that no step is complete."""
     counts: list[int] = field(default_factory=list)
     nested: set[int] = field(default_factory=set)
-    """Optimizers that step inside another one: they count with it."""
+    """Optimizers that step inside another one's update: they count with it."""
     partial: bool = False
-    """Some layers are updated, and their optimizers have not stepped yet (layer-wise update)."""
+    """True if some layers are updated, and their optimizers have not stepped (layer-wise
+    update)."""
     _inside: list[tuple[int, FrameType | None]] = field(default_factory=list)
     """Updates that have begun: (optimizer or MARK, the frame that runs the step)."""
 
     MARK = -1
 
     def add(self, *, late: bool = False) -> int:
-        """A new optimizer, as far as the others; returns its index.
+        """Add an optimizer that has stepped as often as the others; return its index.
 
         `late`: it joins at the end of an iteration whose step the others have completed already.
         """
@@ -45,16 +46,16 @@ class Steps:
 
     @property
     def updating(self) -> bool:
-        """Inside an update: the state is mixed."""
+        """Tell whether an update is running: the state is mixed."""
         return bool(self._inside)
 
     @property
     def between_updates(self) -> bool:
-        """Some optimizers, or layers, have stepped since the last complete step, others not."""
+        """Tell whether some optimizers, or layers, have stepped since the last complete step."""
         return self.partial or any(count > self.step for count in self.counts)
 
     def gave_up(self, thread: int) -> bool:
-        """The update that has begun on this thread has raised: it will never end. Any thread."""
+        """Tell whether the update that `thread` has begun has raised: it never ends. Any thread."""
         begun = [*self._inside]
         if not begun or begun[-1][0] == self.MARK:
             return False
@@ -64,7 +65,7 @@ class Steps:
         return frame is None
 
     def begin(self, who: int, frame: FrameType | None = None) -> bool:
-        """An update begins; True unless it runs inside another one.
+        """Begin an update; True unless it runs inside another one.
 
         An update that raised never ended: it is recognised by its frame having left the stack.
 
@@ -89,7 +90,7 @@ class Steps:
         return outermost
 
     def end(self, who: int) -> bool:
-        """An update ended; True when it completes a step."""
+        """End an update; True if that completes a step."""
         while self._inside and self._inside.pop()[0] != who:
             pass
         if self._inside:
@@ -101,11 +102,11 @@ class Steps:
         return self._complete(who)
 
     def go_on_from(self, step: int) -> None:
-        """The state is that of another step now, between two updates."""
+        """Go on from another step, whose state the live one is now, between two updates."""
         self.step, self.counts = step, [step] * len(self.counts)
 
     def skipped(self, who: int) -> bool:
-        """A step that the gradient scaler left out counts; True when it completes a step."""
+        """Count an update that the gradient scaler left out; True if that completes a step."""
         self.counts[who] += 1
         return self._complete(who)
 
@@ -137,7 +138,7 @@ class Steps:
 
 
 def stack() -> list[FrameType | None]:
-    """Frames of the caller, innermost first, from the one that runs the optimizer's step on."""
+    """Return the caller's frames, innermost first, from the one that runs the optimizer's step."""
     frames: list[FrameType | None] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""One log event a minute that sums up what the single steps say at DEBUG only."""
+"""One log event a minute that sums up what each step says at DEBUG only."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _COUNTS = ("captured", "committed", "slipped", "torn", "failed", "dead")
 
 @dataclass(eq=False)
 class Summary:
-    """Counts from one `tell` to the next. Used by the training thread."""
+    """Sums up the counts from one `tell` to the next. Used by the training thread."""
 
     recorder: Recorder
     _since: tuple[float, int, dict[str, int], float] = field(init=False)
-    """Time, step, counts and stall at the last one."""
+    """Time, step, counts and stall at the last `tell`."""
 
     def __post_init__(self) -> None:
         """Begin to count."""
         self._since = self._now()
 
     def step_ended(self) -> None:
-        """Tell if a minute has passed."""
+        """Log the summary if a minute has passed since the last one."""
         if time.monotonic() - self._since[0] >= EVERY_S:
             self.tell()
 
     def tell(self) -> None:
-        """Log what has come since the last one; nothing if no step has ended."""
+        """Log what was counted since the last `tell`; nothing if no step has ended."""
         before, self._since = self._since, self._now()
         (began_s, began, counted, stalled), (now_s, step, counts, stall_s) = before, self._since
         steps = step - began

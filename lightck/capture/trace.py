@@ -1,7 +1,8 @@
-"""A record of what every thread did in the last steps; kept in memory, bounded, written on request.
+"""Records what every thread did in the last steps: in memory, bounded, written on request.
 
-Python notes the training thread's phases, the pool its own moments. Both read CLOCK_MONOTONIC, so
-that they lie on one axis. Without a trace nobody keeps anything: one branch per place.
+Python notes the training thread's phases, the native pool its own moments (what a worker did, and
+when). Both read CLOCK_MONOTONIC, so that they lie on one axis. Without a trace nothing is kept:
+that costs one branch per place.
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ from lightck.region.pool import MOMENT_DTYPE, NativePool
 from lightck.region.writer import Batch, SlotWriter
 
 MOMENTS = 1 << 17
-"""Kept per native thread, 64 bytes each: 23 steps of GPT-2 small, in chunks of 256 KiB."""
+"""The number of moments kept per native thread, 64 bytes each: 23 steps of GPT-2 small, in chunks
+of 256 KiB."""
 EVENTS = 1 << 15
-"""Kept of Python's: some 250 steps of GPT-2 small."""
+"""The number of events kept in Python: some 250 steps of GPT-2 small."""
 OPENINGS = 4096
-"""Snapshots whose tensors' names are kept."""
+"""The number of snapshots whose tensors' names are kept."""
 
 _ROW = struct.Struct("=7q")
 """An event as it is kept: number from 1 on (0: none), code, begin, end, thread, step, amount."""
 
 now_ns = time.perf_counter_ns
-"""CLOCK_MONOTONIC on Linux, like the pool's."""
+"""The clock of a trace, in ns: CLOCK_MONOTONIC on Linux, like the pool's."""
 
 
 def moments_of(config: Config) -> int:
-    """How many moments a handle's pool keeps per thread.
+    """Return the number of moments that a handle's pool keeps per thread.
 
     Raises:
         ConfigError: the trace could not be written where it is wanted.
@@ -56,17 +58,18 @@ class Event(NamedTuple):
     """A phase of a thread, or (with `end_ns` = `begin_ns`) an instant."""
 
     kind: str
-    """`step`, `forward`, `wait` (for gradients), `update`, `stall`, `part` (of a stall), `tick`,
-    `launched` and `allreduce` (a bucket whose end is not seen, or is), `released`, `slipped`,
-    `torn`."""
+    """The kind of event: `step`, `forward`, `wait` (for gradients), `update`, `stall`, `part` (of a
+    stall), `tick`, `launched` and `allreduce` (a bucket whose end is not seen, or is), `released`,
+    `slipped`, `torn`."""
     name: str
     begin_ns: int
     end_ns: int
     thread: int
     step: int
-    """The step that is being computed; of `released`, `slipped` and `torn` that of the snapshot."""
+    """The step that is being computed; for `released`, `slipped` and `torn` that of the
+    snapshot."""
     amount: int = 0
-    """Bytes released in all; or of the bucket."""
+    """Bytes: those released in all, or those of the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +91,12 @@ class Recorded:
     events: list[Event]
     openings: list[Opening]
     moments: npt.NDArray[Any]
-    """MOMENT_DTYPE rows."""
+    """Rows of MOMENT_DTYPE."""
     lost: int
-    """Events and moments that newer ones displaced."""
+    """The number of events and moments that newer ones have displaced."""
     training_thread: int
     about: dict[str, Any]
-    """Rank, world, process, path, ...: for the file."""
+    """Rank, world, process, path and more, for the file."""
 
 
 @dataclass(eq=False)
@@ -112,14 +115,15 @@ class Trace:
     openings: deque[Opening] = field(default_factory=lambda: deque(maxlen=OPENINGS))
     _rows: bytearray = field(default_factory=lambda: bytearray(EVENTS * _ROW.size))
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """Of the rows; taking one is a single step for the interpreter, whatever other threads do."""
+    """The numbers of the rows; taking one is a single step for the interpreter, whatever other
+    threads do."""
     _codes: dict[tuple[str, str], int] = field(default_factory=dict)
-    """What stands for kind and name."""
+    """The code that stands for a kind and a name."""
     _next_code: Iterator[int] = field(default_factory=itertools.count)
     _began_ns: int = field(default_factory=now_ns)
-    """Of the step that is being computed."""
+    """The time when the step that is being computed began."""
     _last: tuple[npt.NDArray[Any], int] | None = None
-    """The pool's moments, once it is closed."""
+    """The pool's moments and how many were lost, as they were last read."""
 
     def note(self, kind: str, name: str, begin_ns: int, end_ns: int | None = None) -> None:
         """Add a phase that has just ended, or an instant, of the step that is being computed."""
@@ -136,23 +140,23 @@ class Trace:
         _ROW.pack_into(self._rows, at, number, code, begin_ns, end_ns, get_ident(), step, amount)
 
     def stall(self, cause: str, begin_ns: int, end_ns: int) -> None:
-        """The training thread was held up."""
+        """Note that the training thread was held up."""
         self.note("stall", cause, begin_ns, end_ns)
 
     def fenced(self, begin_ns: int, captured_ns: int) -> None:
-        """The fence has waited, then compared."""
+        """Note that the fence has waited until `captured_ns`, and has compared since."""
         self.note("part", "copies", begin_ns, captured_ns)
         self.note("part", "audit", captured_ns, now_ns())
 
     def step_ended(self, step: int) -> None:
-        """A step is complete; the next one begins."""
+        """Note that a step is complete; the next one begins."""
         now = now_ns()
         self.step = step
         self.note("step", "step", self._began_ns, now)
         self.step, self._began_ns = step + 1, now
 
     def opened(self, step: int, writer: SlotWriter, begin_ns: int) -> None:
-        """A snapshot has its slot; its batches are yet to come."""
+        """Note that a snapshot has its slot; its batches are yet to come."""
         layout = writer.layout
         self.openings.append(
             Opening(
@@ -166,28 +170,28 @@ class Trace:
         )
 
     def released(self, step: int, total_bytes: int) -> None:
-        """So many bytes of the snapshot may be copied by now. Any thread."""
+        """Note that so many bytes of the snapshot may be copied by now. Any thread."""
         now = now_ns()
         self._put("released", "released", now, now, step, total_bytes)
 
     def bucket(self, number: int, size: int, begin_ns: int, end_ns: int | None = None) -> None:
-        """A bucket of gradients was launched, and reduced if that was seen. Any thread."""
+        """Note that a gradient bucket was launched, and reduced if that was seen. Any thread."""
         kind = "launched" if end_ns is None else "allreduce"
         end_ns = begin_ns if end_ns is None else end_ns
         self._put(kind, f"bucket {number}", begin_ns, end_ns, self.step, size)
 
     def lost_snapshot(self, kind: str, step: int, why: str) -> None:
-        """A due snapshot `slipped`, or was `torn`."""
+        """Note that a due snapshot has slipped, or was torn, as `kind` says."""
         now = now_ns()
         self._put(kind, why, now, now, step)
 
     @property
     def events(self) -> list[Event]:
-        """Those that newer ones have not displaced, in the order in which they were noted."""
+        """The events that newer ones have not displaced, in the order in which they were noted."""
         return self._kept()[0]
 
     def _kept(self) -> tuple[list[Event], int]:
-        """`events`, and how many were displaced."""
+        """Return `events`, and how many were displaced."""
         rows = sorted(row for row in _ROW.iter_unpack(bytes(self._rows)) if row[0])
         names = {code: each for each, code in self._codes.items()}  # later: a code precedes its row
         found = []
@@ -198,12 +202,12 @@ class Trace:
         return found, rows[-1][0] - len(rows) if rows else 0
 
     def finish(self) -> None:
-        """The pool is about to end: keep what it has."""
+        """Keep what the pool has recorded: it is about to be closed."""
         if self.pool is not None:
             self._last, self.pool = self.pool.timeline(), None
 
     def recorded(self) -> Recorded:
-        """Everything up to now."""
+        """Return everything recorded up to now."""
         if self.pool is not None:
             self._last = self.pool.timeline()
         moments, lost = self._last or (np.zeros(0, MOMENT_DTYPE), 0)

@@ -1,6 +1,7 @@
-"""What is heard of a job's gradients on their way to other ranks: copies are paced by it.
+"""Paces copies by a job's gradients on their way to other ranks.
 
-Who hears it (`distributed/communication.py`) lives a floor above; with a trace it is noted, too.
+The observer (`distributed/communication.py`) is in a higher layer; with a trace, what it sees is
+noted, too.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from lightck.capture.trace import Trace, now_ns
 
 @dataclass(eq=False)
 class Traffic:
-    """Told by the thread that runs the backward, except `landed`: any thread. Never raises."""
+    """Is told of gradient communication, paces copies by it, and notes it for the trace.
+
+    Called by the thread that runs the backward, except `landed`: any thread. Never raises.
+    """
 
     recorder: Recorder
 
     @property
     def trace(self) -> Trace | None:
-        """Where it is noted; None while nobody wants to know."""
+        """The trace that communication is noted in; None while nobody wants it."""
         return self.recorder.pipeline.trace if self.recorder.enabled else None
 
     def launched(self, bucket: int, size: int, share: float, *, seen: bool) -> None:
-        """A bucket's gradients are on their way.
+        """Take note that a bucket's gradients are on their way, and let copies run.
 
         Args:
             bucket: its number.
@@ -39,18 +43,18 @@ class Traffic:
         pipeline.pace(lambda: pipeline.schedule.flies(share))
 
     def landed(self, bucket: int, size: int, begin_ns: int) -> None:
-        """A bucket that was launched at `begin_ns` is reduced."""
+        """Note that a bucket that was launched at `begin_ns` is reduced."""
         trace = self.trace
         if trace is not None:
             trace.bucket(bucket, size, begin_ns, now_ns())
 
     def waits(self) -> None:
-        """The backward is over but for what other ranks have to add."""
+        """Let copies run as the schedule says when the backward only waits for other ranks."""
         if self.recorder.enabled:
             self.recorder.pipeline.pace(self.recorder.pipeline.schedule.waits)
 
     def waited(self, begin_ns: int) -> None:
-        """It has waited since `begin_ns`."""
+        """Note that the backward has waited for other ranks since `begin_ns`."""
         trace = self.trace
         if trace is not None:
             trace.note("wait", "wait", begin_ns, now_ns())

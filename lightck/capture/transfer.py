@@ -1,7 +1,9 @@
-"""From a device's memory to the pool: cut into loads, through a ring of pinned DRAM or in place.
+"""Copies of one group from a device's memory to the pool, cut into loads, by a ring or in place.
 
-One thread per pipeline queues the copies of one group after the other, a load at a time; another
-feeds what has arrived. A load ends where the pool's chunks do. What orders it all:
+One thread per pipeline queues the copies of one group after the other, a load (the bytes copied at
+once) at a time, to the extents or to a ring of pinned DRAM; another feeds to the pool what has
+arrived. A load ends where the pool's chunks do. A mark is a place in a stream's order, as a CUDA
+event. The order is:
 
     start    at forward start a mark in the stream that computes; the copying stream follows it
     fence    that stream waits for a mark behind the group's last copy from live memory, which is
@@ -29,11 +31,12 @@ from lightck.region.pool import NativeSnapshot
 from lightck.region.writer import Batch
 
 MOST_BYTES = 1 << 30
-"""Of one tensor in one call: of 2 GiB and more, torch before 2.9 counts elements in 32 bits."""
+"""The most bytes of one tensor in one call: of 2 GiB and more, torch before 2.9 counts elements in
+32 bits."""
 
 
 class Way(StrEnum):
-    """How tensors on a device reach the region."""
+    """The transfer modes: how tensors on a device reach the region."""
 
     DIRECT = "direct"
     HOST = "host"
@@ -42,54 +45,59 @@ class Way(StrEnum):
 
 @dataclass(eq=False)
 class Load:
-    """What is copied at once."""
+    """The bytes of a transfer that are copied at once."""
 
     end: int
-    """Of its bytes in the batch."""
+    """The end of its bytes in the batch."""
     mark: Mark
-    """Behind its copy."""
+    """The mark (event) after its copy."""
     place: torch.Tensor | None
-    """Of the ring; None: the bytes are in their extents."""
+    """The place of the ring that it is in; None: the bytes are in their extents."""
 
 
 @dataclass(eq=False)
 class Transfer:
-    """The copies of one group. Made by the training thread, moved by `Transfers`' own."""
+    """The copies of one group from a device.
+
+    Made by the training thread, moved by the threads of `Transfers`.
+    """
 
     device: Device
     snapshot: NativeSnapshot
     batch: Batch
     sources: list[torch.Tensor]
-    """Bytes of each copy, on the device. They keep the memory alive."""
+    """The bytes of each copy, on the device; they keep the memory alive."""
     extents: list[torch.Tensor] | None
-    """Where the device stores each copy itself; None: through the ring."""
+    """The extents in which the device stores each copy itself; None: it goes through the ring."""
     pieces: Sequence[int] = ()
-    """In ascending order, addresses that no copy to an extent may lie on both sides of."""
+    """Addresses, in ascending order, that no copy to an extent may cross."""
     copy: torch.Tensor | None = None
-    """Room for all of it in the device's spare memory, to be copied to first."""
+    """Room in the device's spare memory for all of it, to be copied to first; None: there is
+    none."""
     begun: Mark | None = None
     """The mark of forward start: nothing is copied before."""
     left: Mark | None = None
-    """Behind the last copy from live memory; set once that is queued."""
+    """The mark after the last copy from live memory; set once that copy is queued."""
     queued: Event = field(default_factory=Event)
-    """`left` is set, or `error`."""
+    """Set once `left` is set, or `error`."""
     fed: Event = field(default_factory=Event)
-    """There is nothing more to do for it: all is fed, or `error` is set, or it is given up;
-    no copy of the device's is under way."""
+    """Set once there is nothing more to do for it: all is fed, or `error` is set, or it is given
+    up; no copy of the device's is under way."""
     departed: bool = False
     error: BaseException | None = None
     given_up: bool = False
     held: deque[tuple[int, torch.Tensor]] = field(default_factory=deque)
-    """Places of the ring that the pool has not been seen to have read, with their ends."""
+    """Places of the ring that the pool is not known to have read, with the ends of their bytes."""
     touching: RLock = field(default_factory=RLock)
-    """Held while the thread asks the pool: the snapshot must not be freed meanwhile."""
+    """Held while a thread asks the pool: the snapshot must not be freed meanwhile."""
     arrivals: list[tuple[int, float]] = field(default_factory=list)
-    """Of the first load that arrived, and of the last one: where it ends, and when it was there."""
+    """The end and the arrival time, in seconds, of the first load that arrived and of the last
+    one."""
     _live: list[torch.Tensor] = field(default_factory=list)
     """Live memory that is being copied within the device."""
 
     def __post_init__(self) -> None:
-        """Where each copy begins in the batch."""
+        """Compute where each copy begins in the batch."""
         self.lengths = [source.numel() for source in self.sources]
         self.starts = [0, *accumulate(self.lengths)]
         self.in_place = self.extents is not None
@@ -97,20 +105,20 @@ class Transfer:
 
     @property
     def over(self) -> bool:
-        """Nothing more of it is to be queued or fed."""
+        """True if nothing more of it is to be queued or fed."""
         return self.given_up or self.error is not None
 
     def fail(self, error: BaseException) -> None:
-        """It cannot be brought to its end; nobody waits for it any more."""
+        """Note that it has failed; whoever waits for its queueing goes on."""
         self.error = self.error or error
         self.queued.set()
 
     def came(self, load: Load) -> None:
-        """It has arrived. The feeding thread's."""
+        """Note that a load has arrived. Called by the feeding thread."""
         self.arrivals[1:] = [(load.end, time.perf_counter())]
 
     def loads(self, most: int) -> Iterator[tuple[int, int]]:
-        """First and end byte of each load, of `most` bytes or of one chunk."""
+        """Yield first and end byte of each load, of `most` bytes or of one chunk."""
         cuts = [*map(int, self.snapshot.cuts(self.batch.number)), self.starts[-1]]
         begin = 0
         for cut, following in pairwise(cuts):
@@ -121,7 +129,7 @@ class Transfer:
             yield begin, self.starts[-1]
 
     def leave_live_memory(self) -> None:
-        """Into the device's own copy, all at once."""
+        """Copy everything, at once, into the device's spare memory."""
         assert self.copy is not None
         targets, sources = list(self.copy.split(self.lengths)), list(self.sources)
         if max(self.lengths) > MOST_BYTES:
@@ -132,7 +140,7 @@ class Transfer:
         self._live, self.sources = self.sources, list(self.copy.split(self.lengths))
 
     def views(self, tensors: Sequence[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
-        """Of one tensor for each copy, what lies in these bytes of the batch."""
+        """Return the parts of the copies' tensors that lie in these bytes of the batch."""
         i = bisect_right(self.starts, begin) - 1
         found = []
         while begin < end:
@@ -147,7 +155,7 @@ class Transfer:
     def within_pieces(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The same copies, none of them over the edge of a piece."""
+        """Cut the copies so that none crosses the edge of a piece."""
         cut: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for target, source in zip(targets, sources, strict=True):
             begin, size = target.data_ptr(), target.numel()
@@ -159,14 +167,14 @@ class Transfer:
         return cut
 
     def let_go(self) -> None:
-        """Nothing is read from the device any more."""
+        """Let go of the memory: nothing is read from the device any more."""
         self.sources, self._live, self.copy, self.extents = [], [], None, None
 
 
 def took(run: Sequence[Transfer]) -> tuple[int, float]:
-    """Bytes of transfers that were moved one behind the other, and the seconds they took.
+    """Return bytes and seconds of transfers that were moved in turn, without the first load.
 
-    Not those of the first load, which waited for its turn. All are fed.
+    That one waited for its turn. All transfers must be fed.
     """
     seen = [each.arrivals for each in run if each.arrivals]
     if not seen:

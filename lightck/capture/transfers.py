@@ -1,7 +1,7 @@
 """The threads that move transfers, and the ring of pinned DRAM that they move them through.
 
-One queues copies to the devices, the other waits for them and feeds the pool: what is to be queued
-never waits for a device, but where the ring is full.
+One queues copies to the devices, the other waits for them and feeds the pool: queueing never waits
+for a device, unless the ring is full.
 """
 
 from __future__ import annotations
@@ -21,56 +21,63 @@ from lightck.capture.transfer import Load, Transfer
 from lightck.errors import DeviceError, LightckError
 
 LOAD_BYTES = 4 << 20
-"""Copied at once: what waits for the same engine of the device (input, a loss) waits no longer."""
+"""The least bytes copied at once; other uses of the device's copy engine (input, a loss) wait no
+longer than for these."""
 RING_BYTES = 64 << 20
 _SOON_S = 0.002
 _LOOK_S = 0.05
-"""How often a wait for the pool looks whether it is still wanted."""
+"""Seconds between two looks, during a wait for the pool, whether the wait is still wanted."""
 
 
 class Transfers:
-    """Owns the threads and the ring. Methods above the line are for other threads."""
+    """Owns the threads and the ring.
+
+    Methods above the line are for other threads.
+    """
 
     def __init__(self, chunk_bytes: int) -> None:
-        """Nothing is started or pinned before the first transfer."""
+        """Start and pin nothing before the first transfer."""
         self.load_bytes = max(LOAD_BYTES, chunk_bytes)
         self.places = max(2, RING_BYTES // self.load_bytes)
         self.moved_bytes = 0
         self.made = 0
-        """Places of the ring so far."""
+        """The number of places of the ring that were made so far."""
         self._changed = Condition()
-        """Guards what follows, and tells the thread of it."""
+        """Guards the attributes that follow, and wakes the threads when they change."""
         self._jobs: deque[Transfer] = deque()
-        """To be queued; the first one is being."""
+        """The transfers to be queued; the first one is being queued."""
         self._free: list[torch.Tensor] = []
         self._closing = False
         self.sealed: Callable[[], bool] = lambda: True
-        """Called on the feeding thread when a transfer may be over; False: once more, soon."""
+        """Called on the feeding thread when a transfer may be over; if it returns False, it is
+        called once more, soon."""
         self._again = False
         self._hurry = 0
-        """Fences that wait for the queueing."""
+        """The number of fences that wait for the queueing."""
         self._out: deque[tuple[Transfer, Load]] = deque()
-        """Queued, not fed yet."""
+        """The loads that are queued and not fed yet, with their transfers."""
         self._wanting = False
-        """The ring is full, and a copy waits for a place."""
+        """True if the ring is full, and a copy waits for a place."""
         self._threads: list[Thread] = []
         self._followed: list[Mark] = []
-        """What the copying streams wait for, as far as it is not seen to be passed."""
+        """The marks that the copying streams wait for, as far as they are not known to be
+        passed."""
         self._holding: deque[Transfer] = deque()
-        """Whose place of the ring is the next to be read: the feeding thread's own."""
+        """The transfers whose places of the ring are read next, in order; used by the feeding
+        thread only."""
 
     @property
     def ring_bytes(self) -> int:
-        """Pinned now."""
+        """The bytes that are pinned now."""
         return self.made * self.load_bytes
 
     def reserve(self, device: Device) -> None:
-        """Pin all of the ring now: a driver may wait for what hangs when it is asked for more."""
+        """Pin all of the ring now: a driver asked for memory later may wait for what hangs."""
         while (place := self._new_place(device)) is not None:
             self._give_back(place)
 
     def depart(self, transfers: Sequence[Transfer]) -> None:
-        """Begin them, in this order; where they begin is marked.
+        """Begin the transfers, in this order, each from its mark.
 
         Raises:
             LightckError: there are no more threads; none of them has begun.
@@ -82,7 +89,7 @@ class Transfers:
                 thread = Thread(target=work, name=name, daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # nobody waits then for what nobody does
+                except RuntimeError as error:  # raised, so that nobody waits for it
                     raise LightckError(f"the thread {name} does not start: {error}") from error
                 self._threads.append(thread)
             for transfer in transfers:
@@ -91,9 +98,9 @@ class Transfers:
             self._changed.notify_all()
 
     def fence(self, transfer: Transfer, *, wait: bool) -> None:
-        """The calling thread's stream goes on when every copy has left live memory.
+        """Make the calling thread's stream wait until every copy has left live memory.
 
-        Waits until all of them are queued; to `wait` is until they are done, so that every thread's
+        Returns when all of them are queued; with `wait`, when they are done, so that every thread's
         stream may go on.
 
         Raises:
@@ -110,7 +117,7 @@ class Transfers:
 
     @property
     def waits(self) -> bool:
-        """Something is to be copied that a device has not come to: all that follows waits for it.
+        """True if a device has not come to a copy that is wanted: all later copies wait for it.
 
         Raises:
             DeviceError: one has failed.
@@ -120,13 +127,13 @@ class Transfers:
             return not all(mark.passed() for mark in (*self._followed, *begun))
 
     def look(self) -> None:
-        """Whoever seals may find something."""
+        """Let the feeding thread look for something to seal."""
         with self._changed:
             self._again = True
             self._changed.notify_all()
 
     def arrived(self, transfer: Transfer, timeout_s: float | None) -> bool:
-        """Whether all of it is in the region, or on its way from DRAM, after waiting.
+        """Tell, after waiting, whether all of it is in the region, or on its way from DRAM.
 
         Raises:
             LightckError: the transfer has failed.
@@ -144,7 +151,7 @@ class Transfers:
                 return False
 
     def give_up(self, transfer: Transfer) -> None:
-        """On return nothing of it is queued or fed any more, and no copy is under way.
+        """Give up a transfer; on return nothing of it is queued or fed, and no copy is under way.
 
         What was fed is the pool's until the snapshot is freed: see `forget`.
         """
@@ -162,7 +169,7 @@ class Transfers:
             pass  # whoever asked the pool for a place of it has its answer, and asks no more
 
     def forget(self, transfer: Transfer) -> None:
-        """The pool has read all of it, or its snapshot is freed: the ring's places are free."""
+        """Free a transfer's places of the ring: the pool has read all, or its snapshot is freed."""
         with transfer.touching:
             transfer.given_up = True
             places = [place for _, place in transfer.held]
@@ -173,10 +180,10 @@ class Transfers:
             self._changed.notify_all()
 
     def close(self, *, lost: bool = False) -> None:
-        """End the threads; every transfer has been forgotten. Idempotent.
+        """End the threads; every transfer must have been forgotten. Idempotent.
 
-        `lost`: a device has failed. To free pinned memory that it has used ends the process then:
-        torch asks for an event behind its streams, where errors have no way out.
+        `lost`: a device has failed. Pinned memory that it has used is then never freed, for that
+        ends the process: torch asks for an event behind its streams, where errors have no way out.
         """
         with self._changed:
             self._closing = True
@@ -217,7 +224,7 @@ class Transfers:
                 self._settle(job)
 
     def _queue(self, job: Transfer) -> None:
-        """All of its loads, as places become free."""
+        """Queue all loads of a transfer, as places of the ring become free."""
         assert job.begun is not None
         job.device.enter_thread()
         if job.over:
@@ -251,7 +258,7 @@ class Transfers:
             job.left = mark
 
     def _place(self, job: Transfer) -> torch.Tensor | None:
-        """A free place of the ring; None when the transfer is not wanted any more."""
+        """Return a free place of the ring, after waiting; None if the transfer is given up."""
         with self._changed:
             if not self._free and self.made == self.places:
                 self._wanting = True
@@ -266,7 +273,7 @@ class Transfers:
         return self._new_place(job.device)
 
     def _new_place(self, device: Device) -> torch.Tensor | None:
-        """One more; None: there are as many as there may be."""
+        """Make one more place of the ring; None if there are as many as there may be."""
         with self._changed:
             if self.made == self.places:
                 return None
@@ -327,12 +334,12 @@ class Transfers:
             self._changed.notify_all()
 
     def _settle(self, job: Transfer) -> None:
-        """Say so when there is nothing more to do for it. Under the lock."""
+        """Set `fed` if there is nothing more to do for a transfer. Called under the lock."""
         if job not in self._jobs and not any(job is other for other, _ in self._out):
             job.fed.set()
 
     def _retire(self, wait_s: float) -> bool:
-        """Free the oldest place that the pool has read, after waiting."""
+        """Free the oldest place of the ring if the pool has read it, after waiting; else False."""
         while self._holding:
             oldest = self._holding[0]
             with oldest.touching:
@@ -357,7 +364,7 @@ class Transfers:
 
 
 def raise_error(transfer: Transfer) -> None:
-    """Raise what has failed it.
+    """Raise the error that a transfer has failed with, if any.
 
     Raises:
         LightckError: whatever it was.

@@ -1,7 +1,7 @@
-"""Layers as units of update: which parameters step together, and how a part of an optimizer steps.
+"""Units of layer-wise update: which parameters step together, and how they step alone.
 
-A unit is what one optimizer holds of one module. Its number stands where an optimizer's index
-stands otherwise, as the holder of its tensors: so copies are grouped and fenced by unit.
+A unit is what one optimizer holds of one module. Its number takes the place of an optimizer's
+index, as the holder of its tensors: so copies are grouped and fenced by unit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Unit:
     """Parameters of one layer that one optimizer updates."""
 
     number: int
-    """From the number of optimizers up: never an optimizer's index."""
+    """The unit's number, from the number of optimizers up: never an optimizer's index."""
     optimizer: int
     layer: str
     parameters: tuple[torch.Tensor, ...]
@@ -37,12 +37,12 @@ class Units:
     inventory: Inventory
     all: tuple[Unit, ...] = ()
     names: dict[int, str] = field(default_factory=dict)
-    """Of the parameters, by identity."""
+    """The names of the parameters, by identity."""
     _found_in: list[Any] = field(default_factory=list)
-    """Parameters and whether they are trained: while these are the same, so are the units."""
+    """The parameters and whether they are trained: while these are the same, so are the units."""
     _of_parameter: dict[int, Unit] = field(default_factory=dict)
     _of_path: dict[str, Unit] = field(default_factory=dict)
-    """By the path of a parameter's state."""
+    """The units by the path of a parameter's state."""
 
     def find(self) -> bool:
         """Find the units anew, if the optimizers' parameters changed; returns whether they did.
@@ -76,11 +76,11 @@ class Units:
         return True
 
     def of(self, parameter: torch.Tensor) -> Unit | None:
-        """The unit of a parameter."""
+        """Return the unit of a parameter, or None."""
         return self._of_parameter.get(id(parameter))
 
     def assign(self, lives: Iterable[Live]) -> list[Live]:
-        """The same tensors, each held by the unit whose update changes it."""
+        """Return the same tensors, each held by the unit whose update changes it."""
         return [self._assign(live) for live in lives]
 
     def _assign(self, live: Live) -> Live:
@@ -93,7 +93,7 @@ class Units:
 
 
 def step_only(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """The optimizer's own step, for these of its parameters; no hook runs.
+    """Run the optimizer's own step for these of its parameters; no hook runs.
 
     Every optimizer that is let in here treats each parameter by itself, with a state and a step
     counter of its own: parts in any order give the bits of the whole.
@@ -120,13 +120,13 @@ def step_only(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
 
 @dataclass(eq=False)
 class OwnSteps:
-    """Comes between an optimizer's own `step()` and the user's hooks on it."""
+    """Inserts layer-wise update between an optimizer's own `step()` and the user's hooks on it."""
 
     _hooks: list[RemovableHandle] = field(default_factory=list)
     _taken: list[tuple[Optimizer, list[dict[str, Any]]]] = field(default_factory=list)
 
     def behind_hooks(self, optimizer: Optimizer, action: Callable[[], None]) -> None:
-        """Run `action` behind every other pre-hook of the step that begins now."""
+        """Run `action` after every other pre-hook of the step that begins now."""
 
         def last(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             action()
@@ -134,7 +134,7 @@ class OwnSteps:
         self._hooks.append(optimizer.register_step_pre_hook(last))
 
     def take(self, optimizer: Optimizer) -> None:
-        """Leave its step nothing to do; the user's post-hooks find everything as it was."""
+        """Leave the optimizer's step nothing to do; the user's post-hooks find all as it was."""
         groups = optimizer.param_groups
 
         def first(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -148,7 +148,7 @@ class OwnSteps:
         optimizer.param_groups = []
 
     def put_back(self) -> None:
-        """Leave no trace; also of what an interrupt inside a step (Ctrl-C) left behind."""
+        """Restore optimizers and hooks, also after an interrupt inside a step (Ctrl-C)."""
         while self._taken:
             optimizer, groups = self._taken.pop()
             optimizer.param_groups = groups

@@ -1,7 +1,7 @@
-"""Values around the tensors, as a private copy in types that torch's restricted loader takes.
+"""Takes private copies of the values around tensors, in types the restricted loader accepts.
 
-Taken at several instants of every step: of what has not changed the last answer is given, the very
-object, so that whoever writes it knows without looking.
+They are taken at several instants of every step. For what has not changed the same object is
+returned as last time, so that whoever writes it knows without looking.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lightck.errors import StateError
 TAG = "__lightck__"
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 FLAT = frozenset(PLAIN) - {bytes}
-"""What is taken as it is, wherever it stands: a list of those is copied at once."""
+"""Types that are taken as they are: a list or dict of nothing else is copied at once."""
 _KEYS = frozenset((str, int, bool, float, type(None)))
 _WORTH_LOOKING_BYTES = range(64 << 10, 1 << 20)
-"""Arrays of so many are compared with what they were: a copy of a smaller one is made sooner, and a
+"""The sizes of arrays that are compared with the last copy: a smaller one is copied sooner, and a
 larger one is written nowhere at every step."""
 
 _Where = str | tuple[Any, object]
-"""A path; or that of the parent, of this kind, and a key: joined when somebody wants to read it."""
+"""A path, or the parent's path (of this kind) and a key: they are joined when somebody reads it."""
 Place = Callable[[str, torch.Tensor], Any]
 """Called for each tensor with its path; returns what stands in its place."""
 
@@ -55,25 +55,25 @@ def keep(path: str, tensor: torch.Tensor) -> Any:
 
 
 def reference(name: str) -> dict[str, str]:
-    """What stands for a tensor that goes to the region under `name`."""
+    """Return what stands for a tensor that goes to the region under `name`."""
     return {TAG: "tensor", "name": name}
 
 
 def join(path: str, key: object) -> str:
-    """Path of a child; slashes inside a key are escaped, so that paths split again."""
+    """Return the path of a child; slashes inside a key are escaped, so that paths split again."""
     part = str(key).replace("%", "%25").replace("/", "%2F")
     return f"{path}/{part}" if path else part
 
 
 def plain(tree: Any, path: _Where, place: Place = keep, last: Any = None) -> Any:
-    """A deep copy of `tree` in types that the restricted loader takes.
+    """Return a deep copy of `tree` in types that the restricted loader takes.
 
     Args:
         tree: nested containers, scalars, NumPy values, tensors.
         path: where it sits, for messages and for `place`.
         place: decides what stands for each tensor.
-        last: what this gave for the same path before. Of what has not changed since, bit by bit,
-            the very objects are given again; so nobody may change what this gives.
+        last: what this returned for the same path before. Where nothing has changed since, bit by
+            bit, the same objects are returned again; so nobody may change what this returns.
 
     Raises:
         StateError: a value that could not be restored, with its path and type.
@@ -113,7 +113,7 @@ def _named(path: _Where) -> str:
 
 def _sequence(tree: Any, path: _Where, place: Place, last: Any) -> Any:
     kind, known = type(tree), last is not None and len(last) == len(tree)
-    # What is in both is constant: everything else in `last` is nobody else's.
+    # An object in both is constant: everything else in `last` is a private copy.
     if known and all(map(operator.is_, last, tree)):
         return last
     if FLAT.issuperset(map(type, tree)):
@@ -161,7 +161,10 @@ def _tensor(tensor: torch.Tensor, path: _Where, place: Place, last: Any) -> Any:
 
 
 def _is_still(last: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Bit by bit. Of small tensors a copy is made sooner than this is found out."""
+    """Tell whether a tensor equals its last copy, bit by bit.
+
+    False for sizes where it does not pay to look: a small one is copied sooner.
+    """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return False  # `place` says what is wrong with it
     return (
@@ -177,7 +180,7 @@ def _is_still(last: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """All bits of it; eight bytes at a time are compared eight times as fast."""
+    """Return a tensor's bits as 8-byte words, if possible: they compare eight times as fast."""
     flat = tensor.detach().reshape(-1)
     wide = flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0
     return flat.view(torch.uint8).view(torch.int64) if wide else flat.view(torch.uint8)

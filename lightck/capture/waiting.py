@@ -1,4 +1,4 @@
-"""Waiting for commits and fates, on the training thread."""
+"""Waits on the training thread until snapshots are committed or their fates are known."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from lightck.events import event
 
 POLL_S = 0.002
 LEAST_S = 2.0
-"""How long ranks wait for each other at their close, however little time the medium has left."""
+"""Seconds that ranks wait for each other at their close, however little time the medium has
+left."""
 FATES_S = 600.0
-"""Twice as long as a rank waits for the others before it claims a step dead."""
+"""Seconds: twice as long as a rank waits for the others before it claims a step dead (aborted)."""
 
 
 def drain(recorder: Recorder, step: int | None, deadline: float | None) -> bool:
     """Poll until nothing is open, or one of `step` or newer is committed; False at the deadline.
 
-    The medium is waited for without one, other ranks are not: their store may be gone for good.
+    Without a deadline the medium is waited for as long as it takes, other ranks for `FATES_S` at
+    most: their store may be gone for good.
     """
     recorder.poll()
     pipeline, fates_due = recorder.pipeline, time.monotonic() + FATES_S
@@ -44,7 +46,7 @@ def drain(recorder: Recorder, step: int | None, deadline: float | None) -> bool:
 
 
 def drain_for_close(recorder: Recorder, deadline: float) -> None:
-    """Wait for whatever is sealed: it cannot be given up, so the deadline is for a word only."""
+    """Wait for whatever is sealed, as it cannot be given up: after the deadline only warn."""
     recorder.poll()
     pipeline, told = recorder.pipeline, False
     while pipeline.persisting:
@@ -55,13 +57,13 @@ def drain_for_close(recorder: Recorder, deadline: float) -> None:
 
 
 def settle_for_close(recorder: Recorder, deadline: float, *, last_step: bool) -> None:
-    """Part from the other ranks: agree on the last step, or say that there is none; bounded."""
+    """Leave the other ranks: agree on the last step, or say that there is none; bounded."""
     pipeline, outcomes = recorder.pipeline, recorder.outcomes
     seconds = max(deadline - time.monotonic(), LEAST_S)
     if not last_step:
         pipeline.barrier.leave("detached", seconds)
         recorder.poll()
-        for trouble in pipeline.barrier.troubles():  # that others have left, too, is none now
+        for trouble in pipeline.barrier.troubles():  # that others leave, too, is none now
             if isinstance(trouble, DivergenceError):
                 outcomes.report(trouble)
         return
@@ -79,7 +81,7 @@ def settle_for_close(recorder: Recorder, deadline: float, *, last_step: bool) ->
 
 
 def wait(recorder: Recorder, reporter: Reporter, step: int | None, timeout: float | None) -> None:
-    """What `handle.wait` does."""
+    """Wait for a commit as `handle.wait` promises."""
     pipeline, counters = recorder.pipeline, recorder.pipeline.counters
     lost = counters.failed + counters.torn + counters.dead
     deadline = None if timeout is None else time.monotonic() + timeout

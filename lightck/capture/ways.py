@@ -1,7 +1,8 @@
-"""Which way tensors on a device go: as asked for, as possible, as it has proved itself; and why.
+"""Chooses how each device's tensors reach the region: as asked for, as possible, as measured.
 
-Where a device can store into the region itself and may not have to, both are measured: what counts
-is how long live memory, or its copy, waits to be let go of. See `contest.py`.
+Where a device can store into the region itself and may not have to, both ways are measured: what
+counts is how long live memory, or its copy in spare memory, waits to be let go of. See
+`contest.py`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from lightck.events import event
 from lightck.region.region import Region
 
 PIECE_BYTES = 1 << 30
-"""Registered at once; no copy may lie in two pieces."""
+"""The bytes that are registered with the driver at once; no copy may lie in two such pieces."""
 TOO_SLOW = 2.0
-"""Stores into the region that take as many times as long as copies to pinned DRAM are doubted."""
+"""Stores into the region that take this many times as long as copies to pinned DRAM are worth a
+trial."""
 SAMPLE_BYTES = 32 << 20
-"""Copied to pinned DRAM, three times, to know how long that takes."""
+"""The bytes that are copied to pinned DRAM, three times, to know how long that takes."""
 _NO_PINS = {
     "fsdax": "its pages must not be pinned for long",
     "file": "it is an ordinary file",
@@ -33,46 +35,50 @@ _NO_PINS = {
 
 @dataclass(eq=False)
 class Ways:
-    """Chooses, and owns what the choice needs. Used by the training thread."""
+    """Chooses each device's transfer mode, and owns what the choice needs.
+
+    Used by the training thread.
+    """
 
     region: Region
     wanted: str = "auto"
-    limited: bool = False
-    """Writes to the region are limited: devices do not store there themselves."""
     """The setting `placement`."""
+    limited: bool = False
+    """True if writes to the region are limited: devices do not store there themselves."""
     chosen: tuple[str, str] = ("", "")
-    """How tensors leave a device, and why; both change at once."""
+    """The transfer mode of a device's tensors, and why; both change at once."""
     _said: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """By device: what was said last."""
+    """The mode and reason that were told last, by device."""
     _denied: dict[str, int] = field(default_factory=dict)
-    """By device: bytes that it did not have to spare. Asking takes as long as a small copy."""
+    """The bytes that each device did not have to spare. Asking takes as long as a small copy."""
     _registered: dict[str, tuple[Device, list[int]]] = field(default_factory=dict)
-    """By kind of device: one of it, and the addresses of pieces, one behind the other."""
+    """By kind of device: one device of it, and the addresses of registered pieces, in a row."""
     _ends: dict[str, int] = field(default_factory=dict)
-    """By kind of device: where the last piece ends."""
+    """The end of the last registered piece, by kind of device."""
     _refused: dict[str, str] = field(default_factory=dict)
-    """By kind of device: why its driver did not register the region."""
+    """The reason why a driver did not register the region, by kind of device."""
     _copies: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By device: its spare memory."""
+    """The spare memory of each device."""
     _mapped: torch.Tensor | None = None
     _plain: dict[str, float] = field(default_factory=dict)
-    """By device: seconds a byte of a copy to pinned DRAM. A device without is not judged."""
+    """The seconds a byte of a copy to pinned DRAM, by device. A device without is not judged."""
     _contests: dict[str, Contest] = field(default_factory=dict)
-    """By device: the ring against its own stores into the region, in seconds a byte."""
+    """The trial, by device, of the ring against stores into the region, in seconds a byte."""
 
     @property
     def copy_bytes(self) -> int:
-        """Of devices' spare memory."""
+        """The bytes of all devices' spare memory."""
         return sum(copy.numel() for copy in list(self._copies.values()))
 
     def choose(self, device: Device, size: int, *, ask: bool) -> tuple[Way, torch.Tensor | None]:
-        """How `size` bytes of one snapshot leave this device, and room for their copy there.
+        """Return the transfer mode of a device's bytes, and room for their copy, if any.
 
-        May register the region, which blocks, when it is asked for the first time.
+        May register the region, which blocks, when it is asked for the first time. The room is in
+        the device's spare memory.
 
         Args:
-            device: that holds them.
-            size: of them.
+            device: that holds the bytes.
+            size: number of the bytes.
             ask: the device may be asked for memory: its peak is known, and it is not to hang.
         """
         copy, why_not = None, ""
@@ -92,17 +98,17 @@ class Ways:
         return way, copy
 
     def in_place(self, device: Device, way: Way) -> bool:
-        """Whether the device stores into the region itself."""
+        """Tell whether the device stores into the region itself."""
         if way is Way.DEVICE:
             return not (self._refuses(device) or self._beaten(device))
         return way is Way.DIRECT
 
     def judged(self, device: Device) -> bool:
-        """Whether the ring may be tried instead of stores into the region."""
+        """Tell whether the ring may be tried instead of stores into the region."""
         return self.wanted in ("auto", "device") and not self._refuses(device)
 
     def measure(self, device: Device, sources: Sequence[torch.Tensor], load_bytes: int) -> None:
-        """How fast the device copies these bytes to pinned DRAM. Blocks, for milliseconds."""
+        """Measure how fast the device copies these bytes to pinned DRAM. Blocks some ms."""
         if device.name in self._plain:
             return
         place, loads, size = device.pinned(load_bytes), [], 0
@@ -112,7 +118,7 @@ class Ways:
             if size >= SAMPLE_BYTES:
                 break
         if size < load_bytes:
-            return  # what calls take would be measured
+            return  # so few would measure the calls' own time
         places, best = [place[: load.numel()] for load in loads], float("inf")
         for _ in range(3):
             begin = time.perf_counter()
@@ -122,15 +128,15 @@ class Ways:
         self._contests[device.name] = Contest()
 
     def paid(self, device: Device, cost: float, *, in_place: bool) -> None:
-        """Learn what a snapshot's transfers cost.
+        """Learn what a snapshot's transfers from a device have cost.
 
         Args:
-            device: that they were of.
+            device: the device.
             cost: seconds a byte, from the first load that arrived to the last one.
-            in_place: in the region; else in the ring.
+            in_place: True if it stored into the region itself, False if through the ring.
         """
         contest = self._contests.get(device.name)
-        if contest is None or in_place is contest.other:  # of before the last turn
+        if contest is None or in_place is contest.other:  # from before the trial's last turn
             return
         turn = contest.saw(cost, lambda: TOO_SLOW * self._plain[device.name])
         if turn is Turn.DOUBT:
@@ -141,7 +147,7 @@ class Ways:
             )
 
     def _beaten(self, device: Device) -> str:
-        """Why the device does not store into the region itself, though it could."""
+        """Return why the device does not store into the region itself, though it could; else ""."""
         contest = self._contests.get(device.name)
         if contest is None or not contest.other:
             return ""
@@ -154,12 +160,12 @@ class Ways:
         return f"{own}; through the ring {ring}; plain copies to pinned DRAM {plain}"
 
     def pieces(self, device: Device) -> list[int]:
-        """Addresses that no copy of the device's may lie on both sides of."""
+        """Return the addresses that no copy of this device may cross."""
         kind = type(device).__name__
         return self._registered[kind][1] if kind in self._registered else []
 
     def extents(self, offsets: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The region's memory at these places, for a device to store to."""
+        """Return the region's memory at these places, for a device to store to."""
         if self._mapped is None or self._mapped.numel() != self.region.info.size:
             base, size = self.region.info.device, self.region.info.size
             memory = (ctypes.c_char * size).from_address(base)
@@ -168,7 +174,10 @@ class Ways:
         return [self._mapped[offset : offset + length] for offset, length in rows]
 
     def close(self) -> None:
-        """Nothing is copied any more. The region is mapped until it is closed."""
+        """Let go of spare memory and registrations: nothing is copied any more.
+
+        It comes before the region is closed, while the memory is still mapped.
+        """
         self._copies.clear()
         self._mapped = None
         for device, pieces in self._registered.values():
@@ -201,7 +210,10 @@ class Ways:
         return held
 
     def _refuses(self, device: Device) -> str:
-        """Why the device cannot store into the region itself; registers what is not registered."""
+        """Return why the device cannot store into the region itself; "" if it can.
+
+        Registers what is not registered yet.
+        """
         kind = type(device).__name__
         if kind in self._refused:
             return self._refused[kind]

@@ -1,8 +1,8 @@
-"""The weights as an instant had them, told by counters, addresses and a few bytes of some.
+"""Detects weights that were swapped for others, by counters, addresses and some of the bytes.
 
-Between a step's end and the next forward a loop may let others stand in for them: an average, for
-validation. Counters prove a change, never its absence: what is written through `p.data`, as
-averages often are, moves none. Weights that stand in differ nearly everywhere, so a few bytes tell.
+Between a step's end and the next forward a loop may put other weights in their place: an average,
+for validation. Counters prove a change, never its absence: what is written through `p.data`, as
+averages often are, moves none. Other weights differ nearly everywhere, so a few bytes tell.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightck.capture.live import Live
 MOST_SPOTS = 32
 SPOT_BYTES = 64
 _GOLDEN = 0.6180339887
-_kinds: dict[int, Any] = {}  # of arrays, by length
+_kinds: dict[int, Any] = {}  # ctypes array types, by length
 
 
 _IN_MEMORY: tuple[Callable[[torch.UntypedStorage], int], ...] = (
@@ -34,19 +34,19 @@ _IN_MEMORY: tuple[Callable[[torch.UntypedStorage], int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """Some bytes of one of the weights."""
+    """Some bytes of one weight, which are compared."""
 
     index: int
     offset: int
     kind: Any
-    """Of the array that they are."""
+    """The ctypes type of the array of these bytes."""
     form: tuple[Any, ...]
-    """Of a tensor that has that memory."""
+    """Device kind, dtype, shape and strides that the tensor must have for its bytes to be read."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where the spots' tensors are, all of them in memory that can be read, and the bytes there.
+    """The memory of the tensors whose bytes are compared, all of it readable, and the bytes there.
 
     Memory of a storage that is held here is given to nobody else. So while none was resized, what
     was at an address is there yet, and need not be looked for tensor by tensor. A weight that is
@@ -56,11 +56,11 @@ class _Place:
     pointers: list[int]
     storages: list[torch.UntypedStorage]
     stored: list[list[int]]
-    """Address and size of each."""
+    """The addresses and the sizes of the storages."""
     views: list[memoryview]
 
     def serves(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether they are where they were; no Python code runs per tensor."""
+        """Tell whether tensors are where they were; no Python code runs per tensor."""
         return (
             list(map(torch.Tensor.data_ptr, tensors)) == self.pointers
             and [list(map(said, self.storages)) for said in _IN_MEMORY] == self.stored
@@ -69,21 +69,21 @@ class _Place:
 
 @dataclass(eq=False)
 class Held:
-    """Which tensors are weights that an optimizer changes, and where their bytes are looked at."""
+    """Picks the weights that an optimizer changes, and the bytes of them that are compared."""
 
     lives: Sequence[Live]
-    """Of model and optimizers."""
+    """The tensors of model and optimizers."""
     names: list[str] = field(init=False)
     tensors: list[torch.Tensor] = field(init=False)
     _spots: list[_Spot] = field(init=False)
     _looked_at: list[torch.Tensor] = field(init=False)
-    """The tensors of the spots."""
+    """The tensors that have the bytes in `_spots`."""
     ahead: Ahead = field(init=False)
     _place: _Place | None = field(default=None, init=False)
-    """None: some of the bytes cannot be read, or nobody has looked yet."""
+    """The memory of those bytes; None: some cannot be read, or nobody has looked yet."""
 
     def __post_init__(self) -> None:
-        """Sort them out."""
+        """Pick the weights and the bytes."""
         held = [live for live in self.lives if _is_held(live)]
         self.names = [live.name for live in held]
         self.tensors = [live.tensor for live in held]
@@ -96,11 +96,11 @@ class Held:
         self.ahead = Ahead(self.tensors, [t.data_ptr() + spot.offset for spot, t in at])
 
     def by_name(self) -> dict[str, torch.Tensor]:
-        """All of them."""
+        """Return all weights by name."""
         return dict(zip(self.names, self.tensors, strict=True))
 
     def seen(self) -> list[bytes]:
-        """The bytes that are looked at, as they are now. Of memory of the CPU only."""
+        """Return the bytes that are compared, as they are now; empty where they cannot be read."""
         at = dtensor.locals_of(self._looked_at)
         if self._place is not None and self._place.serves(at):
             return list(map(memoryview.tobytes, self._place.views))
@@ -112,7 +112,7 @@ class Held:
         return [b"" if view is None else view.tobytes() for view in found]
 
     def changed(self, seen: list[bytes]) -> str:
-        """Name of one whose bytes are others than they were seen; empty: none is."""
+        """Return the name of a weight whose bytes differ from those seen; empty: none does."""
         for spot, then, now in zip(self._spots, seen, self.seen(), strict=True):
             if then != now:
                 return self.names[spot.index]
@@ -121,27 +121,27 @@ class Held:
 
 @dataclass(eq=False)
 class Weights:
-    """What they were when the last step ended, and when the forward after it began."""
+    """Remembers the weights as the last step ended, and as the forward after it began."""
 
     _held: Held = field(default_factory=lambda: Held(()))
     _ended: tuple[Sources, list[bytes]] | None = None
     _begun: list[bytes] | None = None
-    """Counters and addresses of that instant are kept with everything else of it."""
+    """The bytes as the forward began; counters and addresses of then are kept elsewhere."""
 
     @property
     def at_end(self) -> Sources | None:
-        """What is known of them where the last step ended."""
+        """The counters and addresses of the weights as the last step ended; None: not taken yet."""
         return None if self._ended is None else self._ended[0]
 
     def forget(self) -> None:
-        """A step has ended: what is known is of an older one."""
+        """Forget both instants: a step has ended, and what is known is of an older one."""
         self._ended = self._begun = None
 
     def step_ended(self, lives: Sequence[Live]) -> bool:
-        """Take them, once for each step; False: others stand in for them by now.
+        """Take the weights, once for each step; False: they have been swapped since.
 
         Args:
-            lives: of model and optimizers; likewise below.
+            lives: the tensors of model and optimizers; the same below.
         """
         if self._ended is not None:
             return not self.moved(lives, early=True)
@@ -152,11 +152,11 @@ class Weights:
         return True
 
     def forward(self) -> None:
-        """Take them, where the forward begins."""
+        """Take the weights' bytes, where the forward begins."""
         self._begun = self._held.seen()
 
     def moved(self, lives: Sequence[Live], *, early: bool) -> str:
-        """Name of one that is not what it was, as far as can be seen; empty: all are.
+        """Return the name of a weight that has visibly changed; empty: none has.
 
         Args:
             lives: just looked up.
@@ -170,7 +170,7 @@ class Weights:
         return "a weight, for all that is known,"
 
     def _replaced(self, lives: Sequence[Live]) -> str:
-        """Name of one that is another object now, or of one that is new or gone."""
+        """Return the name of a weight that is another object, new or gone; empty: none is."""
         if lives is self._held.lives:
             return ""
         now, then = Held(lives).by_name(), self._held.by_name()
@@ -187,7 +187,7 @@ def _is_held(live: Live) -> bool:
 
 
 def _spot(index: int, tensor: torch.Tensor) -> _Spot | None:
-    """Somewhere in it, elsewhere in each; None where it cannot be looked at."""
+    """Pick bytes in a weight, at another place in each; None if they cannot be read."""
     length = min(SPOT_BYTES, tensor.nbytes)
     readable = tensor.is_cpu and holder(tensor) is None
     if not (length and readable and staging.is_dense(tensor) and _is_there(tensor)):
@@ -198,7 +198,10 @@ def _spot(index: int, tensor: torch.Tensor) -> _Spot | None:
 
 
 def _view(spot: _Spot, tensor: torch.Tensor) -> memoryview | None:
-    """`p.data = ...` may have made it anything: what is elsewhere, or smaller, is not read."""
+    """Return the bytes' memory; None if the tensor has another form now, or no storage.
+
+    `p.data = ...` may have made it anything: what is elsewhere, or smaller, is not read.
+    """
     if _form(tensor) != spot.form or not _is_there(tensor):
         return None
     return memoryview(spot.kind.from_address(tensor.data_ptr() + spot.offset))
@@ -215,7 +218,7 @@ def _place(tensors: list[torch.Tensor], views: list[memoryview]) -> _Place:
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
-    """Its storage has its bytes: offloading loops take them away for a while."""
+    """Tell whether its storage has its bytes: offloading loops take them away for a while."""
     begin = tensor.storage_offset() * tensor.element_size()
     return begin + tensor.nbytes <= tensor.untyped_storage().nbytes()
 
