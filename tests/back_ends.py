@@ -38,7 +38,7 @@ class Kind:
 
     @property
     def grows(self) -> bool:
-        """Beyond what was set aside when it was made."""
+        """Say whether it grows beyond what was set aside when it was made."""
         return self.backend == "auto"
 
     @property

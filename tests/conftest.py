@@ -49,7 +49,7 @@ def testing_library() -> Path:
 
 
 def pytest_configure() -> None:
-    """Who runs the tests in the background of a shell passes SIGINT on as ignored."""
+    """Undo an ignored SIGINT, which a shell passes on to what it runs in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

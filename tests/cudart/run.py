@@ -33,7 +33,7 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
 
 
 def asked(library: Path, prefix: str) -> set[str]:
-    """What a library asks of others, with its version."""
+    """Return the symbols that a library asks of others, with their versions."""
     said = subprocess.check_output(["nm", "-D", "--undefined-only", library], text=True)
     return set(re.findall(rf" U ((?:__)?{prefix}[A-Z]\S*)", said))
 

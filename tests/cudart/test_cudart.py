@@ -60,7 +60,7 @@ def put(
 
 
 def got(tensor: torch.Tensor) -> torch.Tensor:
-    """What it holds, by way of pinned memory."""
+    """Return what a tensor holds, copied by way of pinned memory."""
     there = torch.empty(tensor.shape, pin_memory=True).copy_(tensor.detach(), non_blocking=True)
     torch.cuda.synchronize(tensor.device)
     return there

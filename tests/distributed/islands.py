@@ -55,12 +55,12 @@ class Islands:
             crew.file(rank).replace(self.file(rank))
 
     def enter(self, rank: int, world: int | None = None) -> str:
-        """In a rank's process: the path that it gives."""
+        """Enter a rank's node, in the rank's process; return the path that the rank gives."""
         os.chdir(self.node(self.node_of(rank, world)))
         return PATH
 
     def lose(self, node: int) -> None:
-        """All that a node had."""
+        """Lose all that a node had."""
         shutil.rmtree(self.node(node) / "run")
 
     def restored(

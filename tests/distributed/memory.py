@@ -15,7 +15,7 @@ Fault = Callable[[str, str], str | None]
 
 @dataclass
 class Server:
-    """What all clients share."""
+    """All clients share one server, which holds what the store has."""
 
     values: dict[str, bytes] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)

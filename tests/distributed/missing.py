@@ -17,7 +17,7 @@ from lightck.distributed.exchange import Rounds
 def never_come(
     dead: Sequence[int], seconds: float = 0.5, put: Callable[..., object] = setattr
 ) -> list[float]:
-    """To be called in the process of every rank that lives.
+    """Wait only shortly for ranks that never come; call this in the process of every living rank.
 
     Args:
         dead: ranks that will never come.

@@ -31,14 +31,14 @@ from processes import fork
 LONG_S = 100.0
 """Far beyond what any test needs; a test that runs into it has failed."""
 PATIENCE_S = 45.0
-"""How long ranks wait for each other: also where some never come, and a test waits for that."""
+"""Ranks wait for each other this long: also where some never come, and a test waits for that."""
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LAST_WORDS_S = 0.3
 
 
 @dataclass(frozen=True)
 class Me:
-    """What a rank's code is given."""
+    """Each rank's code is given one of these."""
 
     rank: int
     world: int
@@ -105,7 +105,7 @@ class Job:
     _agent: _Process | None = None
 
     def results(self) -> list[Any]:
-        """What each rank's code returned; the first exception of a rank is raised here."""
+        """Return what each rank's code returned; the first exception of a rank is raised here."""
         outcomes = self.outcomes()
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, BaseException):
@@ -114,7 +114,7 @@ class Job:
         return outcomes
 
     def outcomes(self, which: Sequence[int] | None = None) -> list[Any]:
-        """What each rank's code, or that of some, returned or raised; `Gone` for a killed one."""
+        """Return what all ranks, or some, returned or raised; `Gone` for one that was killed."""
         return [self._outcome(r) for r in (range(len(self._ranks)) if which is None else which)]
 
     def receive(self, rank: int) -> Any:

@@ -64,9 +64,9 @@ class Case:
     """One way to train."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Of DDP."""
+    """DDP is given these options."""
     hook: str = ""
-    """A user's: `allreduce`, `fp16` or `power`; none."""
+    """The user's hook is `allreduce`, `fp16` or `power`; empty: there is none."""
     optimizer: str = "momentum"
     accumulation: int = 1
     to_none: bool = True
@@ -85,7 +85,7 @@ class Case:
         return ", ".join([self.optimizer, *filter(None, [self.hook]), *options, *more])
 
     def taken(self, rank: int, step: int, micro: int) -> list[int]:
-        """The branches of a micro-batch."""
+        """Return the branches that a micro-batch takes."""
         if self.branches == "own":
             return [i for i in range(3) if i != (rank + step + micro) % 4]
         return [0, 2] if self.branches == "same" else [0, 1, 2]
@@ -155,11 +155,11 @@ def train(
 
 
 def same_bits(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Whether two trainings are one."""
+    """Say whether two trainings gave the same tensors, bit for bit."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def compared(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """How many tensors two trainings have given, and how many of them differ."""
+    """Count the tensors that two trainings have given, and those of them that differ."""
     assert len(one) == len(other)
     return len(one), sum(not torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -104,7 +104,7 @@ def held(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a DTensor the whole; every rank calls this."""
+    """Return the whole of a DTensor, and any other tensor as it is; every rank calls this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

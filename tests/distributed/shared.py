@@ -39,7 +39,7 @@ def sharing(rank: int, world: int, own: Sequence[str] = ()) -> Sharing:
 
 
 class Writer:
-    """One rank."""
+    """A writer is one rank."""
 
     def __init__(
         self, folder: Path, rank: int, world: int, mode: Mode = "direct", *, proof: bool = True
@@ -64,16 +64,16 @@ class Writer:
         assert not isinstance(flight, str), flight
 
     def commit(self) -> bool:
-        """Whether what was open is committed; it was torn else."""
+        """Say whether what was open is committed; otherwise it was torn."""
         return self.pipeline.fence() and bool(list(self.pipeline.poll(None)))
 
     def write(self, step: int, lives: Sequence[Live]) -> None:
-        """A whole snapshot."""
+        """Write and commit a whole snapshot."""
         self.open(step, lives)
         assert self.commit()
 
     def close(self) -> None:
-        """The region stays."""
+        """Close the region, which stays."""
         self.pipeline.close()
         self.region.close()
 
@@ -111,7 +111,7 @@ class Readers:
         return [*own, *(peers_of(own[0], others) if own else [])]
 
     def assembled(self, rank: int, step: int) -> Assembly:
-        """What `rank` would restore."""
+        """Return what `rank` would restore."""
         return assemble(self.found(rank, step))
 
     def contents(self, rank: int, step: int) -> dict[str, bytes]:

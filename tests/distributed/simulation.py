@@ -41,7 +41,7 @@ class Result:
     bytes_per_rank: float
     busiest_rank_messages: int
     know_ms: float
-    """From the last rank's commit (or loss) to the last rank's knowing."""
+    """This is the time from the last rank's commit (or loss) to the last rank's knowing."""
     server_ms: float
     """The store's own work."""
 

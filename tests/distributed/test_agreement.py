@@ -1,4 +1,4 @@
-"""What ranks decide together at attach: run, nodes, timeline."""
+"""Ranks decide together at attach on run, nodes and timeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What one rank cannot do, or says differently, is an error on all that names it; no hang."""
+"""Anything that one rank cannot do, or says differently, is an error on all; no hang.
+
+The error names it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ Outcomes = list[Any]
 
 
 def attached(world: int, attach: Callable[[ranks.Me, Training], Any], **how: Any) -> Outcomes:
-    """What attach raised on each rank, or how the handle stands."""
+    """Return what attach raised on each rank, or 0 where it attached."""
 
     def train(me: ranks.Me) -> int:
         handle = attach(me, Training(me.rank))

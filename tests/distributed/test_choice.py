@@ -1,4 +1,4 @@
-"""Which snapshot ranks restore: a pure function of what each of them can put together."""
+"""Ranks choose what they restore by a pure function of what each of them can put together."""
 
 from __future__ import annotations
 

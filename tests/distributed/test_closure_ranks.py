@@ -1,6 +1,7 @@
 """Ranks whose iterations run inside of `optimizer.step(closure)`: one is killed there, or fails.
 
-With no snapshot due, ever, and golden from the last complete step, as in `test_peer_death.py`.
+No snapshot is ever due, and the job goes on golden from the last complete step, as in
+`test_peer_death.py`.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ def test_the_last_complete_step_is_there_on_every_rank(
 
 
 def nothing() -> None:
-    """Behind the backward."""
+    """Do nothing after the backward."""
 
 
 def losses_of(
     training: Training, count: int, behind: Callable[[], object] = nothing
 ) -> list[float]:
-    """As `test_resume.losses_of`; `behind` the backward, the closure has not returned."""
+    """Train as `test_resume.losses_of` does; call `behind` after the backward, in the closure."""
     found = []
     for _ in range(count):
         batch = torch.randn(4, 8, generator=training.data) + torch.rand(())
@@ -109,7 +110,10 @@ def test_ranks_that_fail_inside_of_their_closures_go_on_bit_for_bit(
 def test_a_rank_that_fails_between_its_gradients_and_the_end_of_its_closure_is_finished(
     region_dir: Path,
 ) -> None:
-    """As where it clips them: the other ends the update, and writes what this one leaves."""
+    """The other rank ends the update, and writes what this one leaves.
+
+    A rank that clips its gradients may fail there.
+    """
 
     def train(me: ranks.Me) -> Any:
         def behind() -> None:  # until the other is behind the update

@@ -1,4 +1,4 @@
-"""Which live models the ranks of a job may go on with: those that were restored, wrapped or not."""
+"""The ranks of a job may go on with live models that were restored, wrapped or not."""
 
 from __future__ import annotations
 

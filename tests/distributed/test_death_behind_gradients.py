@@ -104,7 +104,7 @@ class Scaled(Behind):
 
 
 class Skipped(Scaled):
-    """That is the one before."""
+    """Its gradients are infinite in the iteration before, which has no update."""
 
     at = AT - 1
 
@@ -119,7 +119,7 @@ def test_the_step_that_its_peers_go_on_to_is_there_on_every_rank(
 
 
 def lives_on(path: Path, kind: type[Mortal], of: list[int]) -> list[Any]:
-    """What comes of these ranks when rank 1 is gone, whose peer has gone on to the step."""
+    """Return what comes of these ranks when rank 1 is gone and its peer has gone on to the step."""
 
     def prepare(me: ranks.Me, job: Mortal) -> None:
         passed(me, job, 1, PHASE)

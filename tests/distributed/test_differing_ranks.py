@@ -21,7 +21,7 @@ from lightck.errors import DivergenceError, LightckError
 FIRST, LAST = 4, 9
 """The step after which the bit is flipped, and the last one."""
 TURNS = 4
-"""Of a whole round, as set for these tests."""
+"""A whole round takes so many turns in these tests."""
 
 
 Momentum = partial(torch.optim.SGD, momentum=0.9)
@@ -35,7 +35,10 @@ def _short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flip(training: Training, name: str) -> None:
-    """The lowest bit of a parameter's first number; a high one of its momentum's, which fades."""
+    """Flip the lowest bit of a parameter's first number.
+
+    Of its momentum, which fades, a high bit is flipped.
+    """
     parameters = dict(training.module.named_parameters())
     tensor: torch.Tensor = parameters[name.partition(":")[0]]
     if ":" in name:
@@ -44,10 +47,10 @@ def flip(training: Training, name: str) -> None:
 
 
 def train(path: Path, odd: int | None, name: str, named: int = 1, **settings: Any) -> Any:
-    """What each rank runs: it says what it was told, and what its region holds afterwards.
+    """Return what each rank runs: it returns what it was told and what its region holds afterwards.
 
     Ranks ask each other what differs beside the training, and a close waits for it no longer than
-    it must: before, every rank waits for `named` tensors, if there is an odd one.
+    it must: before that, every rank waits until `named` tensors are named, if there is an odd one.
     """
 
     def run(me: ranks.Me) -> tuple[list[LightckError], dict[int, bool], tuple[int, int]]:

@@ -193,7 +193,7 @@ def test_a_wait_that_ends_with_nothing_there_is_no_verdict() -> None:
 
 
 def calls_of(world: int, digests: Callable[[int, int], bytes], steps: int = 3) -> list[list[Call]]:
-    """What each rank asks of the store until every step has its fate everywhere."""
+    """Collect what each rank asks of the store until every step has its fate everywhere."""
     store: dict[str, bytes] = {}
     made: list[list[Call]] = [[] for _ in range(world)]
     ledgers = [Ledger(rank, world, compares=True) for rank in range(world)]

@@ -39,7 +39,7 @@ class Medium:
     """Stands for a region that has room for anything."""
 
     def fit(self, entries: Sequence[Entry], manifest_bytes: int) -> allocator.Plan | None:
-        """As `Region.fit`."""
+        """Plan as `Region.fit` does."""
         return allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, 4096)
 
 

@@ -1,4 +1,4 @@
-"""How a job of several ranks ends: together, one by one, or with some of it gone. Never a hang."""
+"""A job of several ranks ends together, one by one, or with some of it gone; it never hangs."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_detach_with_an_open_window_on_one_rank(region_dir: Path) -> None:
 
 
 def bounds() -> list[float]:
-    """How long this thread would wait, at most, each time from here on; it soon gives up instead.
+    """Note how long, at most, this thread would wait each time from here on; it soon gives up.
 
     It must not ask the store itself: nothing bounds how long that takes.
     """
@@ -346,7 +346,7 @@ def read_late() -> None:
 
 
 def test_rank_0_may_serve_the_store_and_end_first(region_dir: Path) -> None:
-    """As with `init_method="env://"` and no agent: the store ends with rank 0's process."""
+    """The store ends with rank 0's process, as with `init_method="env://"` and no agent."""
     told = region_dir / "port"
 
     def train(me: ranks.Me) -> Any:

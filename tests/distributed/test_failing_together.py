@@ -1,4 +1,4 @@
-"""What fails on one rank is saved on all, though the others hang in a collective by then."""
+"""A failure on one rank is saved on all, though the others hang in a collective by then."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def watch_slots(found: list[str]) -> None:
     """Note every slot that is taken while its content may be needed."""
     begin, committed = Region.begin, Region.committed
     held: dict[int, tuple[int, int]] = {}
-    """By slot: what it holds."""
+    """Each slot, by its index, holds this timeline and step."""
 
     def noted(region: Region, slot: Any, record: Any) -> None:
         held[slot.index] = (record.timeline, record.step)

@@ -71,7 +71,7 @@ class Job(Training):
         return loss.item()
 
     def restore(self, path: Path) -> lightck.types.RestoreInfo | None:
-        """Of an early snapshot, what the loop has still to do behind the update is done, too."""
+        """Restore; if it is early, also do what the loop has still to do behind the update."""
         info = lightck.restore(self.model, self.optimizer, path, extras=self.extras)
         if info is not None and info.early and self.schedule.last_epoch < info.step:
             with warnings.catch_warnings():  # torch has not seen the update, of another process
@@ -133,7 +133,7 @@ def compare(said: list[tuple[Any, Any]], wanted: list[float], context: str) -> i
 
 
 def drain(job: ranks.Job, rank: int) -> list[tuple[Any, Any]]:
-    """What a rank has still said before it ended."""
+    """Collect what a rank has still said before it ended."""
     found = []
     while True:
         try:
@@ -191,9 +191,9 @@ def killed_again_and_again(
 def test_ranks_that_are_killed_at_any_instant_go_on_as_if_nothing_had_happened(
     world: int, kind: str, region_dir: Path, dice: random.Random
 ) -> None:
-    """Of three ranks and more the order of summation must not change: `find_unused_parameters`
+    """The order of summation must not change where there are three ranks and more.
 
-    keeps DDP from making its buckets anew after the first iteration.
+    `find_unused_parameters` keeps DDP from making its buckets anew after the first iteration.
     """
     killed_again_and_again(world, kind, region_dir, dice, 3 if world == 2 else 1)
 

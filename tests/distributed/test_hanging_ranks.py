@@ -58,7 +58,7 @@ class Standing(Mortal):
 
 
 def watched(handle: Any, **settings: float) -> None:
-    """From now on a rank that stands is taken to hang."""
+    """Let a rank that stands be taken to hang from now on."""
     guard = handle._guard
     guard.hang.failure = replace(guard.hang.failure, **{"hang_s": 0.2, "hang_steps": 1, **settings})
 
@@ -109,7 +109,7 @@ def life(
 
 
 def hangs(me: Me, handle: Any) -> None:
-    """Once it is let go."""
+    """Hang once the rank is let go."""
     me.pause()
     watched(handle)
     rests()
@@ -123,14 +123,17 @@ def held(path: Path, rank: int) -> set[tuple[int, bool]]:
 
 
 def ended(outcomes: list[Any], status: int = HANG_STATUS) -> None:
-    """With this status; or, once the first one has broken it, by an error of the collective."""
+    """Check that each ended with this status, or by an error of the collective.
+
+    The first one that ends breaks the collective for the others.
+    """
     for each in outcomes:
         broken = isinstance(each, RuntimeError)
         assert broken or (isinstance(each, Gone) and f"status {status}" in str(each)), each
 
 
 def own(job: ranks.Job, rank: int, word: str) -> Any:
-    """What a rank tells of this reason; what it has told before is passed over."""
+    """Wait for what a rank tells of this reason, and pass over what it has told before."""
     while True:
         said = job.receive(rank)
         if said[0] == word:
@@ -171,7 +174,7 @@ def test_who_waits_for_a_rank_that_hangs_behind_it_ends_after_it_with_its_share_
 def test_what_hangs_in_a_forward_behind_its_gradients_is_not_taken_for_its_fence(
     region_dir: Path,
 ) -> None:
-    """Which it did in no iteration before: nobody knows what that would have drawn."""
+    """The rank ran this forward in no iteration before: nobody knows what it would have drawn."""
 
     class Evaluation(nn.Module):
         def forward(self) -> None:
@@ -196,7 +199,7 @@ def test_what_hangs_in_a_forward_behind_its_gradients_is_not_taken_for_its_fence
 def test_a_rank_that_hangs_there_ends_at_sigterm_at_once_and_is_finished(
     region_dir: Path, phase: str, noticed: bool
 ) -> None:
-    """Also if it is not known to hang yet: it stands, and a rank of its node is ahead."""
+    """The rank may not be known to hang yet: it stands, and a rank of its node is ahead."""
 
     def stands(me: Me, handle: Any) -> None:
         me.pause()
@@ -247,7 +250,7 @@ def test_a_rank_that_is_only_slow_behind_the_others_is_waited_for_and_nobody_end
 
 
 def test_a_rank_that_evaluates_for_long_is_saved_and_goes_on(region_dir: Path) -> None:
-    """So is the one that waits for it in a collective."""
+    """The rank that waits for it in a collective is saved, too, and goes on."""
 
     def evaluates(me: Me, handle: Any) -> None:
         watched(handle)

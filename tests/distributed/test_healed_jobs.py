@@ -80,7 +80,7 @@ def go_on(islands: Islands) -> list[Any]:
 def test_a_killed_node_costs_one_minibatch_and_goes_on_exactly(
     tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without periodic snapshots: the survivor saves, the journal has what was the dead rank's."""
+    """No snapshot is periodic: the survivor saves, the journal has what was the dead rank's."""
     golden()
     if tied:  # a buffer of two names, as of a module that is used twice; journals have one of them
         make = Training.__init__

@@ -1,4 +1,4 @@
-"""What goes wrong while a snapshot is given: an error on every rank, nothing is half filled."""
+"""A fault while a snapshot is given is an error on every rank; nothing is half filled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAME = "model/second.weight"
 
 
 def lacking(folder: Path, world: int = 2, *steps: int) -> tuple[Islands, Crew]:
-    """As many nodes as ranks; the last one has lost its region."""
+    """Train on as many nodes as ranks, and take the last one's region away."""
     islands = Islands(folder, world, world)
     with islands.crew() as crew:
         for step in steps or (3,):
@@ -39,7 +39,7 @@ def lacking(folder: Path, world: int = 2, *steps: int) -> tuple[Islands, Crew]:
 
 
 def on(rank: int, change: Any) -> Any:
-    """For `Islands.restored`: do it in one rank's process."""
+    """Make a `before` for `Islands.restored` that does this in one rank's process."""
 
     def before(me: ranks.Me) -> None:
         if me.rank == rank:
@@ -50,12 +50,12 @@ def on(rank: int, change: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many messages, though the state is small; ranks are forked from here."""
+    """Send many messages, though the state is small; ranks are forked from here."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 10_000)
 
 
 def damage_when_sending(islands: Islands, rank: int) -> Any:
-    """After the source was found good, and after some of it has gone."""
+    """Damage the source after it was found good, and after some of it has gone."""
     send = transfer.Giving.send
 
     def sending(giving: transfer.Giving) -> int:
@@ -129,7 +129,7 @@ def test_a_rank_that_gives_nothing_in_time_is_named_with_the_one_that_waits(
             return 0
 
         def hasty(channel: Channel) -> torch.Tensor:
-            """What comes after the two parts of the table is soon waited for in vain."""
+            """Wait only a second, in vain, for what comes after the two parts of the table."""
             found = table(channel)
             if next(tables) % 2 == 0:
                 channel.seconds = 1.0
@@ -206,7 +206,10 @@ class Clock:
 
 @pytest.mark.parametrize("donor", [0, 1])
 def test_ranks_that_cannot_connect_take_an_older_step_together(tmp_path: Path, donor: int) -> None:
-    """Not before their patience ends, as gloo does; rank 0, where it is given it, at once."""
+    """Connecting fails when patience ends, as gloo's does.
+
+    It fails at once on rank 0 where that is given the snapshot.
+    """
     islands = Islands(tmp_path, 4, 4)
     with islands.crew() as crew:
         crew.train(1)

@@ -1,4 +1,4 @@
-"""Who gives a snapshot to whom, and when nobody may; and what a transfer refuses."""
+"""Rules say who gives a snapshot to whom, when nobody may, and what a transfer refuses."""
 
 from __future__ import annotations
 

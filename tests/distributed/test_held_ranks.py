@@ -58,7 +58,7 @@ def second_life(path: Path) -> Any:
 
 @pytest.fixture
 def disk_dir() -> Iterator[Path]:
-    """On an ordinary file system, where commits sync."""
+    """Make a folder on an ordinary file system, where commits sync."""
     folder = Path(tempfile.mkdtemp(prefix="lightck-test-", dir="/var/tmp"))
     yield folder / "run"
     shutil.rmtree(folder, ignore_errors=True)
@@ -84,7 +84,7 @@ def test_ranks_that_are_ended_have_saved_the_last_step_that_both_have_trained(
 
 
 def test_a_rank_is_not_held_before_an_update_that_another_has_made(disk_dir: Path) -> None:
-    """What that one saves, this one must come to: each has only its own last step."""
+    """The rank before its update must come to what the other saves: each has only its last step."""
 
     class Apart(Job):
         iteration = 0

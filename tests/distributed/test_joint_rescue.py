@@ -79,7 +79,7 @@ def test_another_rank_s_failure_is_a_reason_to_save_here_once(node: Node) -> Non
 
 
 def test_a_save_for_another_rank_s_reason_is_no_reason_for_anybody(node: Node) -> None:
-    """Else ranks would answer each other for ever."""
+    """Ranks would answer each other for ever otherwise."""
     node.save(1, "SIGTERM")
     for rank in (0, 2):
         node.hear(rank, 1)
@@ -150,7 +150,7 @@ def test_what_a_rank_could_not_save_long_ago_says_nothing_of_a_later_failure(nod
 
 
 def test_a_dead_peer_is_settled_once_its_share_has_been_looked_after(node: Node) -> None:
-    """Though it has said all that it could: only if this rank has what its share goes with."""
+    """The dead peer has said all that it could: this rank must have what its share goes with."""
     own = node.ranks[0]
     node.save(1, "hang")
     node.hear(0, 1)
@@ -176,7 +176,7 @@ def test_a_dead_peer_is_settled_once_its_share_has_been_looked_after(node: Node)
 def test_a_rank_that_stands_is_not_waited_for_if_it_hangs_or_another_of_its_node_is_ahead(
     node: Node, stood: bool, ahead: bool, hangs: bool, alone: bool, stuck: bool
 ) -> None:
-    """Who is alone on its node waits: nobody else could write its share."""
+    """A rank that is alone on its node waits: nobody else could write its share."""
     own: Any = node.ranks[0]
     own.hang = SimpleNamespace(has_stood=lambda at: stood, is_stuck=lambda at: hangs)
     own.progress = lambda: SimpleNamespace(step=6 if ahead else 7)
@@ -194,7 +194,7 @@ def test_a_killed_peer_is_a_reason_once(node: Node, tmp_path: Path) -> None:
 
 
 def test_a_dead_peer_s_early_instant_is_told_to_the_other_nodes(node: Node) -> None:
-    """Of this rank's step they hold the exact one, which a dead rank's share never goes with."""
+    """Other nodes hold the exact instant of that step, which no dead rank's share goes with."""
     own = node.ranks[0]
     slots = own.recorder.pipeline.region.slots
 

@@ -29,7 +29,7 @@ AT = 4
 
 
 class Broken(Exception):
-    """What fails."""
+    """A training fails with this exception."""
 
 
 class Never:
@@ -255,7 +255,7 @@ def test_a_rank_that_another_ones_exception_reaches_saves_the_same_step(region_d
 def test_an_update_that_fails_on_one_rank_ends_as_on_the_other_or_leaves_the_step_that_all_have(
     region_dir: Path, draws: bool
 ) -> None:
-    """What it draws from a generator of each rank's own cannot be told from the other's."""
+    """A draw from a generator of each rank's own cannot be told from the other rank's."""
 
     def train(me: ranks.Me) -> Any:
         training = begin(me)
@@ -307,7 +307,7 @@ def _left_off(me: ranks.Me, path: Path, before: Callable[[], Any]) -> Any:
 
 
 def _nothing() -> None:
-    """Between gradients and update."""
+    """Do nothing between gradients and update."""
 
 
 @pytest.mark.parametrize("between", ["nothing", "a draw"])

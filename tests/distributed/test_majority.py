@@ -21,7 +21,7 @@ NAME = "model/second.weight"
 
 
 def perturbed(islands: Islands, odd: int, *steps: int, at: int) -> Crew:
-    """From step `at` on the ranks of one node hold another weight; every checksum is right."""
+    """Give the ranks of one node another weight from step `at` on; every checksum is right."""
     with islands.crew() as crew:
         for step in steps:
             if step == at:

@@ -36,7 +36,7 @@ KIND = "unused"
 """With three ranks the order of summation must not change: see `test_golden.py`."""
 BEFORE = ["forward", "backward"]
 PHASES = [*BEFORE, "fence", "half", "updated", "step end", "loop"]
-"""Where the rank dies, in iteration AT: before its update, inside, at its end or behind it."""
+"""The rank dies here in iteration AT: before its update, inside, at its end or behind it."""
 
 
 class Mortal(Job):
@@ -120,13 +120,13 @@ class Epochs(Mortal):
 
 
 class Events(logging.Handler):
-    """What lightck logs in a rank's process."""
+    """This handler collects what lightck logs in a rank's process."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, dict[str, Any]]] = []
         self.settled_at = 0.0
-        """When what was saved was logged, by the clock that all processes share."""
+        """The save was logged at this time, by the clock that all processes share."""
         logging.getLogger("lightck").setLevel(logging.INFO)
         logging.getLogger("lightck").addHandler(self)
 
@@ -209,7 +209,7 @@ def stand(me: ranks.Me, job: Mortal, dead: int, where: str, tell: Callable[[], A
 
 
 def exact_steps(path: Path, rank: int) -> set[int]:
-    """Of a rank's snapshots that are committed there."""
+    """Return the steps of the exact snapshots that are committed in a rank's region."""
     region, recovery = survey(place.locate(path, rank, create=False))
     region.close()
     return {each.record.step for each in recovery.candidates if not each.record.early}
@@ -363,7 +363,7 @@ def test_a_survivor_that_hears_of_it_before_its_own_update_finishes_both_steps(
 
 
 def test_a_survivor_that_dies_while_it_takes_over_is_followed_by_the_next(region_dir: Path) -> None:
-    """What it had begun is begun anew."""
+    """The next survivor begins anew what the dead one had begun."""
 
     def prepare(me: ranks.Me, job: Mortal) -> None:
         passed(me, job, 1, "backward")
@@ -427,7 +427,7 @@ def test_a_rank_that_dies_while_it_saves_just_in_time_is_completed_by_another(
 def test_a_rank_that_dies_inside_its_update_is_finished_though_an_exact_step_is_whole(
     region_dir: Path,
 ) -> None:
-    """Which restore prefers, being only a step older."""
+    """Restore prefers the exact step, which is only one older."""
 
     def prepare(me: ranks.Me, job: Mortal) -> None:
         passed(me, job, 1, "half")
@@ -457,7 +457,7 @@ def test_a_rank_that_dies_inside_its_update_is_finished_though_an_exact_step_is_
 def test_with_every_step_due_an_exact_snapshot_outlives_a_death_before_the_next_forward(
     region_dir: Path, dead: int, phase: str, where: str
 ) -> None:
-    """What is whole then is early: a loop that does not look at that is resumed exactly, too.
+    """The snapshot that is whole then is early; a loop that ignores that is resumed exactly, too.
 
     The exact one is of the step before: its slot is not taken for the early one. Where it was not
     whole yet, the early one counts, which the loop makes up for.

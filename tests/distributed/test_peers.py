@@ -1,4 +1,4 @@
-"""What ranks hear of each other's failures: words over the store, and locks that are free."""
+"""Ranks hear of each other's failures by words over the store, and by locks that are free."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def until(look: Callable[[], Heard], what: Callable[[Heard], object]) -> Heard:
 
 
 def looked(peers: Peers) -> Heard:
-    """What is known when the locks have been looked at, from the beginning, once more."""
+    """Return what is known when the locks have been looked at once more, from the beginning."""
     enough = peers._looks + 2
     return until(peers.look, lambda heard: peers._looks >= enough)
 
@@ -179,7 +179,7 @@ def test_a_store_that_hangs_holds_nobody_up() -> None:
 
 
 def test_a_file_system_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the others say is heard meanwhile, and at once."""
+    """A rank hears what the others say meanwhile, and at once."""
     asked, done = threading.Event(), threading.Event()
 
     def hangs() -> bool:

@@ -1,4 +1,4 @@
-"""Which state ranks hold alike: under real DistributedDataParallel, ranks forked, over gloo."""
+"""lightck knows which state ranks hold alike: under real DDP, ranks forked, over gloo."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ with warnings.catch_warnings():
 
 @dataclass(frozen=True)
 class View:
-    """What one rank makes of its state at one instant."""
+    """A view says what one rank makes of its state at one instant."""
 
     digest: bytes
     form: bytes
     spans: dict[str, tuple[int, int] | None]
-    """Of every tensor that it captures; aliases left out."""
+    """Every tensor that the rank captures is here; aliases are left out."""
     sizes: dict[str, int]
-    """Of every tensor that there is."""
+    """Every tensor that there is has its size here."""
 
     @property
     def own(self) -> set[str]:
@@ -73,7 +73,7 @@ def scene(code: Callable[[Me], Any]) -> Callable[[Me], Any]:
 
 @cache
 def played(world: int) -> dict[str, list[Any]]:
-    """What each rank returned from each scene."""
+    """Play each scene on every rank; return what each rank returned from each scene."""
     with ranks.started(world, lambda me: {n: c(me) for n, c in SCENES.items()}) as job:
         found = job.results()
     return {name: [each[name] for each in found] for name in SCENES}

@@ -23,7 +23,7 @@ from lightck.region.region import Region
 from lightck.types import RestoreInfo
 
 OWN = ("model/seen", "position", "noise", "rng")
-"""Of each rank's own; `rng` is this process's, which the ranks of these tests share."""
+"""Each rank has its own of these, but `rng` is this process's, which the ranks here share."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def restore(world: int, folder: Path, **options: Any) -> list[Any]:
-    """(info, rank) of each rank, or what it raised."""
+    """Restore on every rank; return its (info, rank), or what it raised."""
 
     def code(rank: int) -> tuple[RestoreInfo | None, Rank]:
         torch.manual_seed(77)
@@ -44,7 +44,7 @@ def restore(world: int, folder: Path, **options: Any) -> list[Any]:
 
 
 def check(results: list[Any], crew: Crew, step: int, *, own: bool = True) -> list[RestoreInfo]:
-    """Every rank holds that step, bit for bit; returns what they were told."""
+    """Check that every rank holds that step, bit for bit; return what they were told."""
     infos = []
     for rank, result in enumerate(results):
         assert isinstance(result, tuple), result

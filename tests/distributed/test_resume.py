@@ -63,7 +63,7 @@ def attach(training: Training, path: Path, **settings: Any) -> lightck.Handle:
 
 @cache
 def golden(world: int) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
-    """What each rank has after `LAST` steps that nothing interrupted."""
+    """Return what each rank has after `LAST` steps that nothing interrupted."""
 
     def train(me: ranks.Me) -> tuple[list[float], dict[str, torch.Tensor]]:
         training = begin(me)
@@ -151,7 +151,7 @@ def test_a_job_that_lost_a_rank_does_what_an_uninterrupted_one_does(
 
 @pytest.mark.parametrize("world", [3])
 def test_every_tensor_of_every_rank_comes_back(world: int, region_dir: Path) -> None:
-    """Of three ranks and more gloo's sums depend on DDP's buckets, which it makes anew."""
+    """DDP makes its buckets anew, and gloo's sums of three ranks and more depend on them."""
     before = run(region_dir, world, 3)
     for rank, (info, restored, _, _) in enumerate(go_on(region_dir, world, until=4)):
         assert (info.step, info.rank, info.world) == (3, rank, world)

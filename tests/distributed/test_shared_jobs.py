@@ -70,7 +70,7 @@ class Wide:
         self.optimizer.step()
 
     def note(self) -> Digests:
-        """What a snapshot of now holds of model and optimizer."""
+        """Digest what a snapshot of now holds of model and optimizer."""
         lives = Inventory(self.model, [self.optimizer]).everything()
         return digests({live.name: stored(live.tensor) for live in lives})
 
@@ -88,7 +88,7 @@ def layout(path: Path, rank: int) -> tuple[tuple[Entry, ...], int, int]:
 
 
 def steps(path: Path, rank: int) -> set[int]:
-    """What a rank's region holds."""
+    """Return the steps that a rank's region holds."""
     region, recovery = survey(locate(path, rank, create=False))
     region.close()
     return {c.record.step for c in recovery.candidates}

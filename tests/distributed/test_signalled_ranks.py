@@ -151,7 +151,7 @@ def test_a_rank_that_hears_of_another_s_signal_saves_as_well(region_dir: Path, w
 def test_an_exception_waits_for_a_rank_that_can_only_save_the_instant_before(
     region_dir: Path, wanted: Any
 ) -> None:
-    """That one has not begun its forward; the rank that fails has, and goes back with it."""
+    """The rank waited for has not begun its forward; the failing one has, and goes back with it."""
 
     def fail(me: Me) -> None:
         if me.rank == 0:

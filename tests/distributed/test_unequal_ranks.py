@@ -52,7 +52,7 @@ def mixture(rank: int) -> tuple[Mixture, torch.optim.Optimizer]:
 
 
 def reduced(model: nn.Module) -> None:
-    """Data parallelism by hand."""
+    """Sum all gradients over the ranks: data parallelism by hand."""
     for p in model.parameters():
         assert p.grad is not None
         dist.all_reduce(p.grad)
@@ -63,7 +63,7 @@ def record(
     make: Callable[[int], tuple[nn.Module, torch.optim.Optimizer]],
     between: Callable[[nn.Module], None] = lambda model: None,
 ) -> Callable[[ranks.Me], dict[str, torch.Tensor]]:
-    """What each rank runs: three steps; it says what it held."""
+    """Return what each rank runs: three steps; it returns what it held."""
 
     def run(me: ranks.Me) -> dict[str, torch.Tensor]:
         model, optimizer = make(me.rank)
@@ -81,7 +81,7 @@ def record(
 
 @pytest.fixture
 def written(region_dir: Path) -> tuple[Path, list[dict[str, torch.Tensor]]]:
-    """Of two ranks with an expert each."""
+    """Train two ranks with an expert each; give the path, and what each rank held."""
     with ranks.started(2, record(region_dir, mixture)) as job:
         return region_dir, job.results()
 

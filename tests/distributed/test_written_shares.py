@@ -42,7 +42,7 @@ def filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Dense ones in several orders of dimensions, others, empty ones, single elements."""
+    """Draw dense tensors in several orders of dimensions, others, empty ones, single elements."""
     shape = draw(
         st.sampled_from([(), (0,), (1,), (3, 0), (7,), (1024,), (33, 65), (3000, 5), (20000,)])
     )
@@ -72,7 +72,7 @@ def replicas(draw: st.DrawFn) -> list[Live]:
 
 
 def own_of(rank: int) -> list[Live]:
-    """What differs by rank, under the same names."""
+    """Make what differs by rank, under the same names."""
     return [
         Live("model/bn", "buffer", "", torch.full((5,), float(rank)), frozenset(), True),
         Live("optim/0/@group/0/lr", "extra", "", torch.tensor(rank)),

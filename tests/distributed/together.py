@@ -26,7 +26,7 @@ def together(
     timeout_s: float = PATIENCE_S,
     server: Server | None = None,
 ) -> list[Any]:
-    """What `code(rank)` returned or raised on every rank; it may call `lightck.restore`."""
+    """Return what `code(rank)` returned or raised on every rank; it may call `lightck.restore`."""
     server = server or Server()
     results: list[Any] = [None] * world
 
@@ -50,7 +50,7 @@ def together(
 
 @contextmanager
 def _patched() -> Iterator[None]:
-    """`meeting` asks these, in place of torch.distributed."""
+    """Let `meeting` ask these, in place of torch.distributed."""
     module = sys.modules[meeting.__name__]
     seat = mock.patch.object(module, "here", lambda: getattr(_here, "seat", (0, 1)))
     rounds = mock.patch.object(module, "_over_default_store", lambda rank, world: _here.rounds)

@@ -1,4 +1,4 @@
-"""What torchrun starts in a test: trains to the end, says every loss in a file per rank.
+"""torchrun starts this in a test: it trains to the end, and says every loss in a file per rank.
 
 Arguments: folder for files, path of the regions, steps in all; then, one for each life of the job,
 `RANK:STEP` at which a rank kills itself, `RANK:STEP:agent` at which it kills torchrun, or

@@ -116,7 +116,7 @@ class Crew:
         self.folder, self.world, self.run = folder, world, run
         self.ranks = [Rank(r) for r in range(world)]
         self.states: dict[tuple[int, int], dict[str, Any]] = {}
-        """By (rank, step)."""
+        """States are held by (rank, step)."""
         self.records: dict[tuple[int, int], Record] = {}
         self.pool = NativePool(threads=1, chunk_bytes=4096, idle=False)
         self.regions: list[Region] = []
