@@ -96,7 +96,7 @@ class Stream:
 
 
 class _Block(ctypes.Structure):
-    """What a tensor's storage holds on to."""
+    """A tensor's storage holds on to this."""
 
     owner: EmulatedDevice
     place: tuple[int, int]
@@ -123,20 +123,20 @@ class EmulatedDevice:
         self.name = name
         self.compute, self.copying = Stream(f"{name}-compute"), Stream(f"{name}-copy")
         self.copy_s = 0.0
-        """How long each copy takes at least."""
+        """Each copy takes this long at least."""
         self.spare_bytes = 0
         self.short = False
         """The training has grown into its copy."""
         self.refuses = ""
-        """Why memory cannot be registered."""
+        """Memory cannot be registered for this reason; empty: it can."""
         self.most_pieces = 1 << 30
         self.most_bytes = 1 << 31
-        """Of one tensor in one call."""
+        """A call takes fewer bytes than this of one tensor."""
         self.registered = _registered
         self.said: list[str] = []
         self.in_graph = False
         self.broken = ""
-        """Why every call fails."""
+        """Every call fails for this reason; empty: none does."""
         self.hangs = False
         """Whoever asks a driver for something would not come back."""
         self._memory = mmap.mmap(-1, memory_bytes)
@@ -155,7 +155,7 @@ class EmulatedDevice:
 
     @contextmanager
     def touching(self) -> Iterator[None]:
-        """For work of streams alone."""
+        """Open the memory, for work of streams alone."""
         with self._touching:
             self._depth += 1
             if self._depth == 1:
@@ -200,7 +200,7 @@ class EmulatedDevice:
         assert not self.hangs, "a driver is asked for something, and the device hangs"
 
     def give_back(self, at: int, room: int) -> None:
-        """Who comes next gets it, and writes there in the order of the stream that computes."""
+        """Give memory to the next that asks, which writes there in the computing stream's order."""
 
         def garbage() -> None:
             with self.touching():
@@ -241,7 +241,7 @@ class EmulatedDevice:
         self.run(lambda: ctypes.memmove(there, content.data_ptr(), size) and None, seconds)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a tensor holds once everything queued here has run."""
+        """Return what a tensor holds once everything queued here has run."""
         found: list[torch.Tensor] = []
         self.run(lambda: found.append(tensor.detach().clone()))
         self.current.finish()

@@ -16,7 +16,10 @@ FORWARD_S, UPDATE_S = 0.004, 0.002
 
 
 def value(name: str, step: int, shape: Sequence[int]) -> torch.Tensor:
-    """Of a tensor after so many steps (of a buffer: forwards); every element tells the step."""
+    """Return a tensor's value after so many steps (a buffer's: forwards); it tells the step.
+
+    Every element does.
+    """
     first = 1000 * (sum(name.encode()) % 97) + step
     return (torch.arange(torch.Size(shape).numel()) % 611 * 0.25 + first).reshape(tuple(shape))
 
@@ -75,7 +78,7 @@ class Update(torch.optim.Optimizer):
                 write(layer.device, tensor, content, UPDATE_S)
 
     def replay(self) -> None:
-        """As `step`, but neither Python's hooks nor counters see it: a graph that was recorded."""
+        """Update as `step` does, unseen by Python's hooks and counters: a recorded graph."""
         self.count += 1
         for layer in self.layers:
             state = self.state[layer.weight]

@@ -20,7 +20,9 @@ from lightck.region.library import library_path
     ALLOCATE, SYNC, COPY, INVALIDATE, COMMIT, RECORD,
     TRUNCATE, MAP, ADVISE, WRITE, READ, STAT, LIMIT, LOCK, POISON,
 ) = POINTS = tuple(range(15))  # fmt: skip
-"""As in native/src/fault.h: steps of a snapshot, system calls, and SIGBUS at an access."""
+"""These are the points of native/src/fault.h: steps of a snapshot, system calls, and SIGBUS at
+an access.
+"""
 
 _ffi: Any = FFI()
 _ffi.cdef(

@@ -40,7 +40,7 @@ class Image:
     raw: bytearray
 
     def start(self, name: str) -> int:
-        """Where `super0`, `super1`, `record0` or `record1` begins."""
+        """Return where `super0`, `super1`, `record0` or `record1` begins."""
         return (int(name[-1]) + (2 if name.startswith("record") else 0)) * PAGE
 
     def get(self, name: str, field: str) -> int:

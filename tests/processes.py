@@ -74,7 +74,7 @@ class Child:
 
 @dataclass
 class Parent:
-    """What the child's code talks to."""
+    """The child's code talks to its parent through this."""
 
     _write: int
     _read: int

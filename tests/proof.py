@@ -1,4 +1,4 @@
-"""What a test run showed, in numbers: one JSON file per subject, for docs/proof.md."""
+"""A test run says in numbers what it showed: one JSON file per subject, for docs/proof.md."""
 
 from __future__ import annotations
 

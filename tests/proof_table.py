@@ -65,7 +65,7 @@ def crash(proof: Numbers, soak: Numbers) -> list[str]:
 
 
 def order(proof: Numbers) -> list[str]:
-    """What the release build's instructions did, per copy kernel."""
+    """Render what the release build's instructions did, per copy kernel."""
     columns = ["instructions", "stores", "nt_stores", "flushes", "fences", "undecoded"]
     rows = [
         [
@@ -141,7 +141,7 @@ def media(proof: Numbers) -> list[str]:
 
 
 def guest(proof: Numbers) -> list[str]:
-    """What a machine with emulated persistent memory showed."""
+    """Render what a machine with emulated persistent memory showed."""
     columns = ["job", "medium", "granularity", "says_survives", "killed", "expected"]
     rows = [
         [
@@ -168,7 +168,10 @@ ENDING, WHOM = ("kill", "exception", "term", "hang"), ("one", "next", "all")
 
 
 def faults(proofs: Mapping[str, Numbers]) -> list[str]:
-    """What each kind of fault cost in each place, in steps; runs are `faults KIND POLICY PART`."""
+    """Render what each kind of fault cost in each place, in steps.
+
+    Runs are `faults KIND POLICY PART`.
+    """
     lost: dict[tuple[str, ...], dict[str, int]] = {}
     runs = [(name.split(), seen) for name, seen in proofs.items() if name.startswith("faults ")]
     for (_, kind, policy, _), seen in runs:
@@ -208,7 +211,7 @@ RENDERERS: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
     "media": (media, ("media",)),
     "guest": (guest, ("guest",)),
 }
-"""What draws each part, and the subjects it draws from."""
+"""These functions draw the parts, each from these subjects."""
 
 
 def render(proofs: Mapping[str, Numbers]) -> dict[str, str]:

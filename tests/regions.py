@@ -71,7 +71,7 @@ class Book:
         self.region.close()
 
     def open(self, contents: Contents, *, may_skip: bool = False) -> SlotWriter | None:
-        """A snapshot of which everything is captured and nothing committed; None without a slot."""
+        """Open a snapshot of which all is captured and nothing committed; None without a slot."""
         entries = entries_of(contents)
         capacity = allocator.manifest_capacity(len(entries), 2 * BLOB_BYTES)
         writer = SlotWriter.open(self.region, self.pool, self.region.fit(entries, capacity))
@@ -90,7 +90,7 @@ class Book:
         writer.seal(step, b"at step %d" % step, b"at forward %d" % step)
 
     def commit(self, step: int, contents: Contents) -> bool:
-        """Whether there was a slot; on return the snapshot is committed."""
+        """Return whether there was a slot; on return the snapshot is committed."""
         writer = self.open(contents)
         if writer is None:
             return False
@@ -117,7 +117,10 @@ def contents_of(region: Region, candidate: Candidate) -> dict[str, Bytes]:
 
 
 def newest(region: Region) -> tuple[int | None, dict[str, Bytes], list[str]]:
-    """What recovery gives: step (None: nothing), its verified bytes, and what it fell back from."""
+    """Return what recovery gives: its step (None: nothing), its verified bytes, and the problems.
+
+    The problems say what it fell back from.
+    """
     recovery = region.recover()
     problems = list(recovery.problems)
     for candidate in recovery.candidates:
@@ -144,5 +147,5 @@ def stored(folder: Path) -> dict[int, dict[str, Bytes]]:
 
 
 def same(a: Contents, b: Contents) -> bool:
-    """Whether two contents are equal, byte for byte."""
+    """Say whether two contents are equal, byte for byte."""
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)

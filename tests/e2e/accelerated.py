@@ -17,7 +17,7 @@ import lightck
 
 
 class Counted:
-    """What `register_for_checkpointing` takes."""
+    """`register_for_checkpointing` takes objects like this."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -30,7 +30,10 @@ class Counted:
 
 
 class Accelerated(Job):
-    """prepare, accumulate, clip, scheduler; `where` says what knows the position in the data."""
+    """The loop prepares, accumulates, clips and schedules.
+
+    `where` says what knows the position in the data.
+    """
 
     steps = 17
     expected_warnings = ("'set_vital' is deprecated",)

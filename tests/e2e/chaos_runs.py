@@ -16,7 +16,10 @@ NEVER = 1_000_000
 
 
 def chaos(*words: str, status: int = 0, **environment: str) -> dict[str, Any]:
-    """What it reports; just-in-time snapshots are off unless LIGHTCK_FAILURE is given."""
+    """Run `lightck chaos` and return what it reports.
+
+    Just-in-time snapshots are off unless LIGHTCK_FAILURE is given.
+    """
     command = [sys.executable, "-m", "lightck.cli", "chaos", "--json", *words]
     where = os.environ | {"LIGHTCK_FAILURE": "off"} | environment
     done = subprocess.run(command, capture_output=True, text=True, env=where)
@@ -26,5 +29,5 @@ def chaos(*words: str, status: int = 0, **environment: str) -> dict[str, Any]:
 
 
 def faults(*texts: str) -> list[str]:
-    """As arguments."""
+    """Spell faults as arguments of the command."""
     return [word for text in texts for word in ("--fault", text)]

@@ -44,7 +44,7 @@ def main() -> None:
         settings["failure"] = Failure(hang_s=options.hang_s, hang_exit_s=options.hang_exit_s)
 
     def pending(step: int) -> None:
-        """What the loop has to do behind a step; again, after a restore, changes nothing."""
+        """Do what the loop has to do behind a step; again, after a restore, it changes nothing."""
         optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
         model.eval()
         with torch.no_grad():

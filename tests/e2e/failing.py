@@ -26,7 +26,7 @@ PHASES = (
 
 
 class Broken(Exception):
-    """What fails."""
+    """The training fails with this exception."""
 
 
 class Never:
@@ -81,7 +81,7 @@ class Failing(Job):
         run.finish()
 
     def fail(self, phase: str) -> None:
-        """Here, if this is the place."""
+        """Fail here, if this is the place."""
         if self.run.mode == "attach" and self.params.get("at") == [self.run.now, phase]:
             raise Broken(phase)
 

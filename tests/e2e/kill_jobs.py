@@ -53,7 +53,7 @@ def die() -> None:
 
 
 def die_in_delay(point: int) -> None:
-    """From now on: the first thread that comes to the point is killed there, and all with it."""
+    """Let the first thread that comes to the point from now on be killed there, and all with it."""
     faults.delay(point, _DELAY_S)
     threading.Thread(target=_watch, daemon=True).start()
 
@@ -172,7 +172,7 @@ class Racing(Trained):
 
     steps = 40
     leave: Callable[[], None] = staticmethod(die)
-    """What to do when `lead` steps are done."""
+    """The trainer does this when `lead` steps are done."""
 
     def train(self, run: Run) -> None:
         if run.mode == "plain":
@@ -209,7 +209,7 @@ class Racing(Trained):
         print(text, file=self.says)
 
     def hear(self, expected: str) -> str:
-        """What follows `expected` in the other's next line."""
+        """Return what follows `expected` in the other's next line."""
         line = self.hears.readline()
         assert line.startswith(expected), f"heard {line!r} instead of {expected!r}"
         return line.removeprefix(expected).strip()

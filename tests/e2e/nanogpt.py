@@ -18,7 +18,7 @@ DATA = np.random.default_rng(0).integers(0, VOCAB, 1_000, dtype=np.uint16)
 
 
 def get_batch(split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """At random places, drawn from the global generator."""
+    """Take a batch at random places, drawn from the global generator."""
     at = torch.randint(len(DATA) - BLOCK, (BATCH,))
     rows = [torch.from_numpy(DATA[i : i + BLOCK + 1].astype(np.int64)) for i in at]
     both = torch.stack(rows)

@@ -23,7 +23,7 @@ TIMEOUT_S = 200.0
 
 @dataclass
 class Outcome:
-    """What one trainer process left behind."""
+    """An outcome is all that one trainer process left behind."""
 
     name: str
     status: int | None
@@ -41,11 +41,11 @@ class Outcome:
 
     @property
     def steps(self) -> dict[int, tuple[str, str]]:
-        """Loss and state digest by step."""
+        """Return loss and state digest by step."""
         return {line["t"]: (line["loss"], line["state"]) for line in self.lines if "t" in line}
 
     def value(self, key: str) -> Any:
-        """What the run wrote under a key, the last time."""
+        """Return what the run wrote under a key, the last time."""
         found = [line[key] for line in self.lines if key in line]
         assert found, f"{self.name} wrote no {key!r}:\n{self.log}"
         return found[-1]
@@ -187,8 +187,11 @@ class Bed:
 
 
 def expected_steps(k: int) -> dict[str, set[int]]:
-    """Which step may come back after death in step k: snapshot k-1 opens at the forward of k, and
-    is complete only once the fence before the update has passed."""
+    """Return which step may come back after death in each phase of step k.
+
+    Snapshot k-1 opens at the forward of k, and is complete only once the fence before the update
+    has passed.
+    """
     return {
         "forward": {k - 2},
         "backward": {k - 2},
@@ -216,7 +219,7 @@ def same_end(run: Outcome, plain: Outcome) -> None:
 
 
 def _first(run: Outcome, plain: Outcome) -> str:
-    """What differs at the end, in words."""
+    """Say in words what differs at the end."""
     ours: dict[str, str] = run.value("final")
     theirs: dict[str, str] = plain.value("final")
     names = [n for n in {**theirs, **ours} if ours.get(n) != theirs.get(n)]

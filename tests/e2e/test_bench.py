@@ -60,7 +60,7 @@ def loaded() -> None:
 
 
 def forked(job: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    """What `launch.in_processes_of_their_own` does over loopback, without loading torch again."""
+    """Do what `launch.in_processes_of_their_own` does over loopback; torch is loaded already."""
     world = job["work"]["world"]
     with tempfile.TemporaryDirectory() as folder:
 

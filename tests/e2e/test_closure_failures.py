@@ -64,5 +64,5 @@ def test_what_is_killed_anywhere_goes_on_bit_for_bit_from_what_was_committed(bed
 
 
 def test_what_a_strangers_hook_kills_before_its_closure_goes_on_bit_for_bit_too(bed: Bed) -> None:
-    """There the state is mixed from `step` on, and what is copied is of the step before."""
+    """The hook mixes the state from `step` on; what is copied is of the step before."""
     bed.check(Hooked, kills=("update",))

@@ -18,7 +18,7 @@ import lightck
 
 TORCHDATA = "torchdata.stateful_dataloader"
 BATCHES = 5
-"""Of 12 samples, the last one of 2."""
+"""An epoch has this many batches of 12 samples, the last one of 2."""
 EPOCH_ENDS, EPOCH_BEGINS, MIDDLE = BATCHES, BATCHES + 1, BATCHES + 3
 """Steps to be killed in: the last of an epoch, the first and the third of the next."""
 

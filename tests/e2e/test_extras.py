@@ -313,7 +313,7 @@ class Lite:
 
 
 class Average:
-    """Of the weights, as users write it."""
+    """Users write an average of the weights like this."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -24,7 +24,7 @@ PARTS = {
 ENDING = ["kill", "exception", "term", "hang"]
 PASSING = ["stop", "gil", "slow", "full", "network"]
 OFF, EVERY = "off", "every"
-"""Periodic snapshots."""
+"""Periodic snapshots are off, or every step has one."""
 
 OLDER = {
     # no rank has a step that is whole
@@ -32,16 +32,17 @@ OLDER = {
     # the thread that saves hangs with the lock of what is saved, and the other rank has ended
     "hang save one", "hang save all",
 }  # fmt: skip
-"""Where the newest snapshot is what counts if no step is due; also where all ranks are killed."""
+"""The newest snapshot counts here if no step is due; also where all ranks are killed."""
 
 Plan = list[tuple[str, str]]
 """Faults in their order: the cell of the table that each belongs to, and how it is spelled."""
 
 
 def phases(kind: str, policy: str, names: list[str]) -> Plan:
-    """On one rank, on the other in the second step of the life that follows, and on both.
+    """Plan a fault on one rank, on the other two steps later, and on both.
 
-    A life has trained two steps when the first one comes. With every step due there is no other.
+    A life has trained two steps when the first one comes, and the other rank's comes in the second
+    step of the life that follows. With every step due there is no other.
     """
     found = []
     for i, name in enumerate(names):
@@ -54,7 +55,7 @@ def phases(kind: str, policy: str, names: list[str]) -> Plan:
 
 
 def edges(kind: str, at: int = 0) -> Plan:
-    """The first step, the last one, twice in a row, and where nothing is trained.
+    """Plan faults in the first step, the last one, twice in a row, and where nothing is trained.
 
     All but the first are behind step `at`; before each that needs one comes what ends a life.
     """
@@ -112,7 +113,7 @@ def passing(kinds: list[str], policy: str) -> Plan:
 
 
 def run(kind: str, policy: str, part: str, plan: Plan) -> dict[str, int]:
-    """What each cell has cost; everything is golden."""
+    """Run a plan, golden throughout, and return what each cell has cost."""
     last = max(chaos_plan.parse(text).step for _, text in plan) + 1
     # A hang ends the job by itself, the rank that hangs first.
     hangs = kind == "hang"

@@ -103,7 +103,7 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, testing_library:
 
 
 def _commands() -> Iterator[list[str]]:
-    """Of all processes."""
+    """Yield the words of every process's command line."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             yield (process / "cmdline").read_bytes().decode(errors="replace").split("\0")

@@ -22,7 +22,7 @@ from resume import Outcome, Server, request, same_end, same_steps
 
 MEDIA = ("tmpfs", "ext4 sync", "ext4 process", "hugetlbfs")
 LONGEST_S = 0.9
-"""Of a life that is cut at random: start, restore, attach and some steps."""
+"""A life that is cut at random lasts this long: start, restore, attach and some steps."""
 HUGE_PAGES = 48
 PAGES = Path("/proc/sys/vm/nr_hugepages")
 counts: dict[str, Any] = {"cycles": {}, "phases": 0, "races": 0, "losses": 0}
@@ -94,7 +94,7 @@ class Life:
         return "resume" if self.acknowledged else "attach"
 
     def judge(self, outcome: Outcome) -> None:
-        """What a life did must be what the uninterrupted run did."""
+        """Check that a life did what the uninterrupted run did."""
         restored = [line["restored"] for line in outcome.lines if "restored" in line]
         if restored:
             step = restored[0] or 0

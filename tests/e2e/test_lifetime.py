@@ -107,7 +107,7 @@ def test_two_engines_on_two_models_do_not_disturb_each_other(bed: Bed) -> None:
 
 
 class Forking(Plain):
-    """In step 3 a child is forked that trains, asks the engine for things, and exits."""
+    """A child is forked in step 3 that trains, asks the engine for things, and exits."""
 
     def step(self, t: int, run: Run) -> Any:
         x, y = batch()
@@ -131,7 +131,7 @@ class Forking(Plain):
         assert status == 0, f"the child failed: {status}"
 
     def _child(self, run: Run, loss: torch.Tensor) -> None:
-        """With a snapshot's copies under way if forked inside the step."""
+        """Run the child, with a snapshot's copies under way if it is forked inside the step."""
         code = 1
         try:
             assert run.handle is not None

@@ -112,7 +112,7 @@ class Lit(Job):
         self.model.net[0].weight.register_hook(lambda _: self.end("backward"))
 
     def end(self, phase: str) -> None:
-        """Here, if this is the place."""
+        """End here, if this is the place."""
         if self.run.mode == "attach" and self.params.get("at") == [self.run.now + 1, phase]:
             if self.params.get("how") == "signal":
                 os.kill(os.getpid(), signal.SIGTERM)

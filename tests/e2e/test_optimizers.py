@@ -39,7 +39,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}],
     "SparseAdam": [{}],
 }  # fmt: skip
-"""What each class is tried with."""
+"""Each class is tried with these options."""
 FUSED = {"Adagrad", "Adam", "AdamW", "SGD"}
 """Those whose fused implementation runs on a CPU."""
 

@@ -35,7 +35,7 @@ def _environment() -> dict[str, str]:
 
 
 def _whole(folder: Path) -> list[str]:
-    """What it prints, from its start to its end."""
+    """Run the example from its start to its end, and return the lines that it prints."""
     done = subprocess.run(
         [sys.executable, "train.py"],
         cwd=folder,

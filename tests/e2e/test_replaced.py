@@ -18,7 +18,7 @@ NOW_AT = 4
 
 
 class Replaced(Plain):
-    """By its own of step 2, which is called another step from then on.
+    """The state is replaced by its own of step 2, which is called another step from then on.
 
     params: `to`, that number; `inside` the iteration (as a peer heals it) or not. It dies in a step
     of the second part.

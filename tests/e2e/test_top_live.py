@@ -32,16 +32,16 @@ _PATIENCE_S = 100.0
 
 @dataclass
 class Screen:
-    """As much of a terminal as `top` uses: wrapping, scrolling, cursor up, erase."""
+    """The screen is as much of a terminal as `top` uses: wrapping, scrolling, cursor up, erase."""
 
     width: int
     height: int
     lines: list[str] = field(default_factory=lambda: [""])
-    """On the screen and scrolled out above it; the cursor is at the end of `row`."""
+    """These lines are on the screen or above it; the cursor is at the end of `row`."""
     row: int = 0
 
     def feed(self, text: str) -> None:
-        """Show it."""
+        """Show this text."""
         for control, plain in re.findall(r"(\x1b\[\d*[A-Z]|\r\n)|([^\x1b\r\n]+)", text):
             if control == "\r\n":
                 self._next()
@@ -92,7 +92,7 @@ class Terminal:
         return self.screen.text
 
     def press(self, key: bytes) -> None:
-        """As a user does."""
+        """Press a key, as a user does."""
         os.write(self.master, key)
 
 

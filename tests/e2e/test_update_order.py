@@ -126,7 +126,7 @@ def test_uneven_cadence_without_a_boundary_is_refused_with_what_to_do(bed: Bed) 
 
 
 class Groups(Plain):
-    """From step 4 on another layer is trained too: `add_param_group`."""
+    """Another layer is trained, too, from step 4 on: `add_param_group`."""
 
     def setup(self) -> None:
         self.models = [small_model()]

@@ -33,7 +33,7 @@ class Job:
     expected_warnings: tuple[str, ...] = ()
     """Starts of warnings that lightck is right to give for this job."""
     settings: dict[str, Any] = {}
-    """For `attach`."""
+    """`attach` is given these settings."""
 
     def __init__(self, **params: Any) -> None:
         self.params = params
@@ -211,7 +211,7 @@ def digest(data: bytes | str) -> str:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Of dtype, shape and bytes as they read."""
+    """Digest dtype, shape and bytes as they read."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     raw = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return f"{tensor.dtype}{list(tensor.shape)}:{digest(raw)}"

@@ -1,7 +1,7 @@
-"""What the tests on a GPU share. Each has a twin on the CPU, so that its own code has been run.
+"""The tests on a GPU share these fixtures.
 
-A GPU test that hangs cannot be interrupted: `make gpu-check` runs each file in a process of its own
-and ends it.
+Each test has a twin on the CPU, so that its own code has been run. A GPU test that hangs cannot be
+interrupted: `make gpu-check` runs each file in a process of its own and ends it.
 """
 
 from __future__ import annotations

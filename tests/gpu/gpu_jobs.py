@@ -28,7 +28,7 @@ class Mode:
 
     @property
     def gpu(self) -> bool:
-        """Not a CPU."""
+        """Say whether the device is a GPU, not a CPU."""
         return self.device != "cpu"
 
     def attach(self, models: Any, optimizers: Any, path: Path, **settings: Any) -> lightck.Handle:
@@ -70,31 +70,31 @@ class Job:
         self.prepare()
 
     def make_model(self) -> nn.Module:
-        """With dropout, so that the device's random numbers count."""
+        """Make a model with dropout, so that the device's random numbers count."""
         return nn.Sequential(
             *(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.2)),
             *(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, CLASSES)),
         )
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Of one model."""
+        """Make the optimizer of one model."""
         return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def prepare(self) -> None:
-        """Whatever else there is."""
+        """Make whatever else there is."""
 
     def batch(self, t: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of step t, whoever asks."""
+        """Return the batch of step t, the same whoever asks."""
         source = torch.Generator().manual_seed(1000 + t)
         x = torch.randn(12, WIDTH, generator=source).to(self.device)
         return x, (torch.arange(12) % CLASSES).to(self.device)
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Forward."""
+        """Run the forward; return its loss."""
         return functional.cross_entropy(self.model(x), y)
 
     def step(self, t: int, handle: lightck.Handle | None) -> torch.Tensor:
-        """One step; its loss."""
+        """Make one step; return its loss."""
         loss = self.loss(*self.batch(t))
         loss.backward()
         self.optimizers[0].step()
@@ -102,7 +102,7 @@ class Job:
         return loss.detach()
 
     def around(self) -> AbstractContextManager[Any]:
-        """What the whole loop runs inside of."""
+        """Return the context that the whole loop runs inside of."""
         return nullcontext()
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a device can refuse, lose or leave hanging."""
+"""A device can refuse memory, lose what it has, or hang."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class _Hung:
             self._event.record()
 
     def note(self) -> None:
-        """Whether it still hangs, as the saving thread finds."""
+        """Note whether it still hangs, as the saving thread finds."""
         self.still = not self._event.query() if self.mode.gpu else not self._over.is_set()
         self._over.set()
 

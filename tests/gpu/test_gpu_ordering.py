@@ -75,13 +75,13 @@ class Attack:
         self.optimizer = Counting(self.model.parameters(), renewed=self.renewed)
 
     def before_update(self) -> None:
-        """After the backward."""
+        """Do something after the backward."""
 
     def after_update(self) -> None:
-        """Before the next forward."""
+        """Do something before the next forward."""
 
     def meanwhile(self) -> Any:
-        """A context around everything."""
+        """Return a context around everything."""
         return nullcontext()
 
     def run(self) -> None:

@@ -33,7 +33,7 @@ _UPDATES: dict[str, dict[str, bool]] = {
 
 
 def apart(mode: Mode, work: Callable[[], None]) -> None:
-    """In a process of its own: what leaves threads behind, which tests that fork would die of.
+    """Work in a process of its own: some leaves threads behind, which tests that fork would die of.
 
     Not on a GPU, which a forked process cannot use; the tests of one are run by themselves.
     """

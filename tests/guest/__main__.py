@@ -25,7 +25,7 @@ from tests.guest.verdict import Verdict
 from tests.proof import record
 
 ROOM_BYTES = 3 << 30
-"""What two machines' memory and an image may take at most."""
+"""The memory of two machines and an image may take this much."""
 
 
 def main() -> int:

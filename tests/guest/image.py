@@ -26,7 +26,7 @@ _PATH = os.environ.get("PATH", "") + ":/sbin:/usr/sbin"
 
 @dataclass(frozen=True)
 class Image:
-    """What QEMU boots."""
+    """QEMU boots this image."""
 
     kernel: Path
     initramfs: Path

@@ -35,7 +35,7 @@ class Job:
     name: str
     run: Callable[[Bench, argparse.Namespace], Iterator[Verdict]]
     unusable: Callable[[argparse.Namespace], str] = _always
-    """Why this machine cannot run it; empty: it can."""
+    """This returns why the machine cannot run the job; empty: it can."""
 
 
 def _job(how: Callable[[Case, Bench], Iterator[Verdict]], case: Case) -> Job:

@@ -28,23 +28,23 @@ LIMIT_S = 240.0
 
 @dataclass(frozen=True)
 class Bench:
-    """What every job is given."""
+    """Every job is given a bench."""
 
     image: Image
     folder: Path
-    """Of this job alone; backing files stay in it over boots."""
+    """The folder is this job's alone; backing files stay in it over boots."""
     random: random.Random
     kills: int
-    """How often persistent media are killed."""
+    """Persistent media are killed this many times."""
     images: int
-    """How many are taken of a running machine."""
+    """This many images are taken of a running machine."""
 
     def within(self, folder: Path) -> Bench:
-        """The same for other memory."""
+        """Return the same bench for other memory, whose files are in this folder."""
         return replace(self, folder=folder)
 
     def boot(self, hardware: Hardware, *words: str) -> Machine:
-        """A machine that does this."""
+        """Return a machine that does this."""
         return Machine(self.image, hardware, self.folder, list(words), LIMIT_S)
 
 
@@ -62,10 +62,10 @@ class Case:
     lies: bool = False
     """A control: the region code says what is not so, and the job must notice."""
     kills_most: int = 1000
-    """Fewer where another job on the same medium is killed often."""
+    """The limit is lower where another job on the same medium is killed often."""
 
     def step(self, command: str) -> str:
-        """For the guest's init."""
+        """Spell a step for the guest's init."""
         return f"{self.program}:{command}{self.options}"
 
 
@@ -88,7 +88,7 @@ def _any_instant(machine: Machine, rng: random.Random) -> str:
 
 
 def instants(count: int) -> list[Callable[[Machine, random.Random], str]]:
-    """How to choose the moment, per kill."""
+    """Return, per kill, how to choose the moment."""
     kinds = [_any_instant, _acknowledged, _creation]
     return [kinds[i % 3] if i < 3 else kinds[i % 2] for i in range(count)]
 
@@ -120,7 +120,7 @@ def persistent(case: Case, bench: Bench) -> Iterator[Verdict]:
 
 
 def _after(machine: Machine, case: Case, before: Seen | None, killed: str, started: float) -> Seen:
-    """What must be there; killed before it committed anything, what was there before."""
+    """Return what must be there; killed before anything was begun, what was there before."""
     if machine.all("BEGUN"):
         return see(machine, killed, started)
     if before is not None:

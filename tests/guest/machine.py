@@ -28,17 +28,17 @@ class GuestError(Exception):
 
 @dataclass(frozen=True)
 class Hardware:
-    """Which memory a machine has; its contents live in files of a folder."""
+    """The hardware says which memory a machine has; its contents live in files of a folder."""
 
     kind: str
     """`nvdimm`, `cxl` or `virtio`."""
     persistence: str = ""
-    """What the NVDIMM says of the platform: `mem-ctrl` (ADR), `cpu` (eADR) or nothing."""
+    """The NVDIMM says this of the platform: `mem-ctrl` (ADR), `cpu` (eADR) or nothing."""
     hosted: bool = False
     """The guest can mount the host's root, read-only."""
 
     def arguments(self, folder: Path) -> list[str]:
-        """QEMU's, with backing files made where there are none."""
+        """Return QEMU's arguments; backing files are made where there are none."""
         arguments = ["-m", f"{'2G' if self.hosted else '1G'},slots=4,maxmem=8G"]
         if self.hosted:
             share = "local,path=/,security_model=none,readonly=on,mount_tag=host,multidevs=remap"
@@ -94,9 +94,9 @@ class Machine:
     hardware: Hardware
     folder: Path
     words: list[str]
-    """For the guest's init: medium, age, steps."""
+    """The guest's init is given these words: medium, age, steps."""
     limit_s: float = 120.0
-    """From its start on; then whoever waits gets an error."""
+    """The limit counts from its start on; then whoever waits gets an error."""
     lines: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Machine:
@@ -185,7 +185,7 @@ class Machine:
         return int(matches[-1][1]) if matches else 0
 
     def console(self) -> str:
-        """What it said last."""
+        """Return what the machine said last."""
         return "\n".join(f"    {line}" for line in self.lines[-40:])
 
     def wait_off(self) -> None:

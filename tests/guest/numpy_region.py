@@ -27,7 +27,7 @@ SIZES = {"weight": 300_000, "bias": 77, "moment": 65_536, "step": 8}
 
 
 def contents(step: int) -> Contents:
-    """What a step's snapshot holds."""
+    """Make what a step's snapshot holds."""
     rng = np.random.default_rng(step)
     return {name: rng.integers(0, 256, size, np.uint8) for name, size in SIZES.items()}
 
@@ -40,7 +40,7 @@ def say(line: str) -> None:
 
 
 def describe(region: Region) -> None:
-    """What the package says, with the words of `handle.survives`."""
+    """Say what the package says of a region, with the words of `handle.survives`."""
     info = region.info
     unit = UNITS[info.granularity]
     say(f"IS {info.medium} {unit} granularity={info.granularity} survives {region.survives}")

@@ -18,7 +18,7 @@ INSTALL_S = 300
 
 
 def unusable(options: argparse.Namespace) -> str:
-    """Why it cannot run here; empty: it can. Fetches the kernel that knows 9p."""
+    """Return why it cannot run here; empty: it can. Fetches the kernel that knows 9p."""
     python = Path(options.python)
     if not python.exists():
         return f"no {python} with numpy, pyarrow and cffi: run `make venv` first"
@@ -31,7 +31,7 @@ def unusable(options: argparse.Namespace) -> str:
 
 
 def killed(case: Case, bench: Bench, options: argparse.Namespace) -> Iterator[Verdict]:
-    """As `kills.persistent`, with the package for the region code."""
+    """Kill as `kills.persistent` does, with the package for the region code."""
     built = image.build(options.folder / "kernel-full", "full", [], options.folder)
     # Not resolved: a virtual environment's python knows its packages by the path it is called by.
     python, library = Path(options.python).absolute(), options.library.resolve()

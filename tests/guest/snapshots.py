@@ -15,11 +15,11 @@ from tests.guest.machine import GuestError
 from tests.guest.verdict import Verdict, disagreement, judge, kept, misread, see
 
 FILESYSTEM_AT = 2 << 20
-"""Where ndctl puts the data of an fsdax namespace with its page structures in memory."""
+"""ndctl puts the data of an fsdax namespace with its page structures in memory here."""
 
 
 def usable() -> str:
-    """Why images cannot be mounted here; empty: they can."""
+    """Return why images cannot be mounted here; empty: they can."""
     if os.geteuid():
         return "not root: images of the running machine cannot be mounted"
     if not list(Path("/dev").glob("loop*")):

@@ -1,4 +1,4 @@
-"""What a job showed, and whether that is what lightck promises."""
+"""A verdict says what a job showed, and whether that is what lightck promises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.guest.machine import GuestError, Machine
 
 
 def _load(path: Path) -> ModuleType:
-    """One module of lightck without the package around it, which needs torch."""
+    """Load one module of lightck without the package around it, which needs torch."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -26,7 +26,7 @@ survival = _load(Path(__file__).parents[2] / "lightck/region/survival.py")
 
 @dataclass(frozen=True)
 class Medium:
-    """What lightck says that a region lies on."""
+    """lightck says that a region lies on this medium."""
 
     name: str
     unit: str
@@ -34,26 +34,26 @@ class Medium:
 
     @property
     def survives(self) -> str:
-        """As `handle.survives` says it."""
+        """Return the word that `handle.survives` has for this medium."""
         words: str = survival.survives(self.granularity)
         return words
 
     def __str__(self) -> str:
-        """For messages."""
+        """Name the medium for messages."""
         return f"{self.name}/{self.unit}"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a writer had said when it was stopped."""
+    """A writer had said this when it was stopped."""
 
     said: Medium
     acknowledged: int
     begun: int
     killed: str
-    """What was stopped, how and when."""
+    """This says what was stopped, how and when."""
     started: float
-    """Of the clock, for the verdict's seconds."""
+    """The clock showed this at the start; the verdict's seconds count from it."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class Verdict:
     recovered: int | None
     expected: str
     wrong: str
-    """Why it failed; empty: it passed."""
+    """The job failed for this reason; empty: it passed."""
     seconds: float
     images: int = 0
-    """Of a running machine; the other numbers are then those of the last one."""
+    """This many images were taken of a running machine; the other numbers are the last one's."""
     bad_images: int = 0
 
     @property
@@ -82,12 +82,12 @@ class Verdict:
         return not self.wrong
 
     def row(self) -> dict[str, object]:
-        """For build/proof/guest.json."""
+        """Return the row for build/proof/guest.json."""
         return {**asdict(self), "passed": self.passed}
 
 
 def judge(job: str, seen: Seen, number: int | None, expected: str, *reasons: str) -> Verdict:
-    """A verdict; those of `reasons` that are not empty say why the job failed."""
+    """Make a verdict; those of `reasons` that are not empty say why the job failed."""
     said = seen.said
     return Verdict(
         job,
@@ -111,12 +111,12 @@ def see(machine: Machine, killed: str, started: float) -> Seen:
 
 
 def misread(said: Medium, expected: Medium) -> str:
-    """Whether the region code takes a medium for another one; empty: it does not."""
+    """Say that the region code takes a medium for another one; empty: it does not."""
     return "" if said == expected else f"taken for {said}, expected {expected}"
 
 
 def medium(machine: Machine) -> Medium:
-    """What the region code said last."""
+    """Return the medium that the region code said last."""
     said = machine.all(r"IS (\w+) (\w+) granularity=(\d)")
     if not said:
         raise GuestError("the region code never said what it is on:\n" + machine.console())
@@ -124,7 +124,7 @@ def medium(machine: Machine) -> Medium:
 
 
 def recovered(machine: Machine) -> int | None:
-    """What recovery found; None: nothing.
+    """Return what recovery found; None: nothing.
 
     Raises:
         GuestError: it took something for whole that was never written, or did not say.
@@ -137,7 +137,7 @@ def recovered(machine: Machine) -> int | None:
 
 
 def kept(acknowledged: int, begun: int, number: int | None) -> str:
-    """Why a recovery breaks the promise; empty: it keeps it."""
+    """Say why a recovery breaks the promise; empty: it keeps it."""
     if number is None:
         return f"{acknowledged} acknowledged, nothing recovered" if acknowledged else ""
     if number < acknowledged:
@@ -146,7 +146,7 @@ def kept(acknowledged: int, begun: int, number: int | None) -> str:
 
 
 def disagreement(said: Medium, power_failed: bool, lost: str) -> str:
-    """Whether what lightck says it survives differs from what was seen; empty: it agrees."""
+    """Say how what lightck says it survives differs from what was seen; empty: it agrees."""
     durable = said.survives == survival.POWER_LOSS or not power_failed
     if durable and lost:
         return f"{said} is said to survive {said.survives}, but {lost}"
