@@ -22,9 +22,9 @@ from lightck import examine
 from lightck.cli.main import main as command
 
 MEMORY_BYTES = 768 << 20
-"""What a reader may take beyond what the process has: a region here has 4 MiB."""
+"""A reader may take this beyond what the process has: a region here has 4 MiB."""
 LIMIT_S = 60
-"""Of one verdict; milliseconds are usual."""
+"""One verdict may take this long; milliseconds are usual."""
 
 
 def job() -> tuple[Loop, dict[str, Any]]:
@@ -39,7 +39,7 @@ def job() -> tuple[Loop, dict[str, Any]]:
 
 
 def train(path: Path, steps: int = 3) -> dict[int, Digests]:
-    """Make a region with snapshots of the last two steps; what each step's holds."""
+    """Make a region with snapshots of the last two steps; return what each step's holds."""
     loop, extras = job()
     with lightck.attach(loop.model, list(loop.optimizers), path, extras=extras) as handle:
         for _ in range(steps):
@@ -57,7 +57,7 @@ class Judge:
         self.child = processes.start(lambda parent: _serve(parent, path))
 
     def verdicts(self) -> dict[str, dict[str, Any]]:
-        """What each reader made of the region; fails when one crashed or took too long."""
+        """Return what each reader made of the region; fail when one crashed or took too long."""
         self.child.let_go()
         try:
             found: dict[str, dict[str, Any]] = self.child.receive()

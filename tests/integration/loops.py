@@ -17,7 +17,7 @@ Digests = dict[str, str]
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of dtype, shape and bytes."""
+    """Digest dtype, shape and bytes."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     data = plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     label = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
@@ -25,7 +25,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def of_live(model: nn.Module, optimizers: Sequence[Optimizer]) -> Digests:
-    """Every tensor of a snapshot of these objects, by path, taken from the live objects."""
+    """Digest every tensor of a snapshot of these live objects, by path."""
     found = {f"model/{name}": digest(value) for name, value in model.state_dict().items()}
     for i, optimizer in enumerate(optimizers):
         found |= _of_optimizer(i, optimizer.state_dict())
@@ -33,7 +33,7 @@ def of_live(model: nn.Module, optimizers: Sequence[Optimizer]) -> Digests:
 
 
 def of_stored(path: Path, step: int) -> Digests:
-    """The same, from a committed snapshot."""
+    """Digest every tensor of a committed snapshot, by path."""
     stored = lightck.load(path, step)
     assert stored["step"] == step
     found = {f"model/{name}": digest(value) for name, value in stored["model"].items()}
@@ -161,7 +161,7 @@ def train(path: Path, loop: Loop, steps: int, **settings: Any) -> None:
 
 
 def restored(path: Path) -> tuple[lightck.RestoreInfo | None, Loop]:
-    """What `lightck.restore` says of a fresh loop, and that loop."""
+    """Restore a fresh loop; return what `lightck.restore` says, and that loop."""
     loop = adam_loop()
     info = lightck.restore(loop.model, list(loop.optimizers), path)
     if info is not None:

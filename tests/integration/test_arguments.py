@@ -25,7 +25,7 @@ class Net(nn.Linear):
 
 
 class Wrapper:
-    """What some frameworks make of an optimizer."""
+    """Some frameworks make this of an optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -37,7 +37,7 @@ SCHEDULE = torch.optim.lr_scheduler.StepLR(SGD, 1)
 
 
 def _refused(call: Call, run_dir: Path, *arguments: Any, **named: Any) -> str:
-    """The message; nothing was made."""
+    """Check that the call is refused and nothing was made; return the message."""
     with pytest.raises(lightck.ConfigError) as caught:
         call(*arguments, **named)
     assert not run_dir.exists()

@@ -1,4 +1,4 @@
-"""What `attach` arms unless it is told not to is in nobody's way, wherever it is called."""
+"""All that `attach` arms unless it is told not to is in nobody's way, wherever it is called."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 3
 
 
 def state() -> list[object]:
-    """What a process has of signals, and who is told of exceptions."""
+    """Return what a process has of signals, and who is told of exceptions."""
     fd = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(fd)
     return [
@@ -50,7 +50,7 @@ def plainly(path: Path) -> None:
 
 
 def on_another_thread(path: Path) -> None:
-    """Where handlers cannot be set: everything else works."""
+    """Train where handlers cannot be set: everything else works."""
     raised: list[BaseException] = []
 
     def code() -> None:
@@ -66,7 +66,7 @@ def on_another_thread(path: Path) -> None:
 
 
 def inside_an_event_loop(path: Path) -> None:
-    """As in a notebook: asyncio has the wake-up descriptor, and SIGINT."""
+    """Train as in a notebook: asyncio has the wake-up descriptor, and SIGINT."""
     heard: list[str] = []
 
     async def cell() -> None:
@@ -130,7 +130,7 @@ def test_everything_is_as_before_and_every_step_was_taken(
 
 @pytest.mark.parametrize("attaches", ["here", "there"])
 def test_closing_off_the_main_thread_leaves_no_descriptors(run_dir: Path, attaches: str) -> None:
-    """Only the wake-up descriptor of the last one, which the main thread alone may take away."""
+    """Only the last one's wake-up descriptor stays, which the main thread alone may take away."""
 
     def there() -> Any:
         before, counts = state(), []

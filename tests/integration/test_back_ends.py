@@ -267,7 +267,7 @@ def test_it_says_what_a_commit_survives_and_so_does_every_reader(
 
 
 def _start_of_region(file: Path) -> int:
-    """Where the superblock lies in the file: at 0, or somewhere in a pool."""
+    """Return where the superblock lies in the file: at 0, or somewhere in a pool."""
     data = file.read_bytes()
     return next(at for at in range(0, len(data), 4096) if data.startswith(b"LIGHTCK1", at))
 

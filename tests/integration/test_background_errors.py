@@ -29,7 +29,7 @@ PLACES = [
 
 
 class Reports(list[BaseException]):
-    """What `on_error` was called with."""
+    """`on_error` was called with these errors."""
 
     def __call__(self, error: BaseException) -> None:
         self.append(error)

@@ -35,7 +35,7 @@ use_it = pytest.mark.parametrize("use", uses(), ids=lambda f: f.__name__)
 
 
 def set_version(file: Path, version: int) -> None:
-    """In both superblocks, with good checksums: as another release would have written it."""
+    """Write it in both superblocks, with good checksums: as another release would have done."""
     raw = bytearray(file.read_bytes()[:8192])
     for copy in COPY_AT:
         struct.pack_into("<I", raw, copy + VERSION_AT, version)
@@ -118,7 +118,7 @@ def test_nothing_at_all_is_none_and_never_an_error(run_dir: Path) -> None:
 
 
 class Other(nn.Sequential):
-    """As the first model, but one layer is wider, one is gone and one is new."""
+    """The model is as the first one, but one layer is wider, one is gone and one is new."""
 
     def __init__(self) -> None:
         super().__init__()

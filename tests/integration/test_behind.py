@@ -55,7 +55,7 @@ def ahead(job: Job, *, forward: bool = False) -> Event:
 
 
 def save(handle: lightck.handle.Handle, reason: str = "hang") -> Saved:
-    """On another thread than training's."""
+    """Save on another thread than training's."""
     with ThreadPoolExecutor(1) as other:
         return other.submit(handle.snapshot_now, reason).result()
 
@@ -135,7 +135,7 @@ def test_an_update_that_is_half_queued_changes_nothing_yet(
     stuck, goes_on = threading.Event(), threading.Event()
 
     def full_queue() -> Iterator[Any]:
-        """What is queued, and what is done at once, goes as far as the second layer of five."""
+        """Stop after the second layer of five, in what is queued and in what is done at once."""
         yield from job.layers[:2]
         stuck.set()
         assert goes_on.wait(60)

@@ -97,7 +97,7 @@ class Written:
             }
 
     def check(self, region: Region) -> tuple[int | None, list[str]]:
-        """What recovery gives is right, byte for byte, if it gives anything."""
+        """Check that what recovery gives is right, byte for byte, if it gives anything."""
         step, found, problems = newest(region)
         right = step is None or same(found, self.expected[step])
         if self.flipper.active:

@@ -67,7 +67,7 @@ class Historian(torch.optim.SGD):
     """Keeps a list in its state and appends to it in place."""
 
     def step(self, closure: Any = None) -> None:
-        """As SGD's, with a line in the history."""
+        """Step as SGD does, and add a line to the history."""
         super().step()
         for group in self.param_groups:
             held = self.state[group["params"][0]]

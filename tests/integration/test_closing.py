@@ -26,7 +26,7 @@ from lightck.region.pool import NativePool
 
 
 class Broken(Exception):
-    """What a part raises that is broken."""
+    """A broken part raises this."""
 
 
 def broken(owner: type | ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

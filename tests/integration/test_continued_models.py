@@ -1,4 +1,4 @@
-"""Which live model may go on at a path: the one that was restored from there or recorded there."""
+"""A live model may go on at a path if it was restored from there or recorded there."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_model_is_refused_where_another_one_has_gone_on_from_it(run_dir: Path)
 
 
 def test_a_model_restored_from_another_run_does_not_go_on_in_the_first(region_dir: Path) -> None:
-    """What was restored last is what the live state is."""
+    """The live state is what was restored last."""
     one, other = region_dir / "one", region_dir / "other"
     train(one, adam_loop(), 3)
     train(other, adam_loop(), 2)

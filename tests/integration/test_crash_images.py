@@ -28,9 +28,9 @@ NATIVE = ROOT / "build" / "native"
 BYTE, LINE, PAGE, NONE = 1, 2, 3, 0
 MEDIA = {"ADR": (0, LINE), "eADR": (1, BYTE), "file": (2, PAGE), "process": (3, NONE),
          "CXL dirty": (4, LINE)}  # fmt: skip
-"""The number that `crash --only` takes, and what the run took its medium for (LCK_GRAN_*)."""
+"""`crash --only` takes this number, and the run took its medium for this (LCK_GRAN_*)."""
 ALSO_GOES_ON = 6
-"""Of so many images one is also trained on."""
+"""One of so many images is also trained on."""
 
 
 MANIFEST_NOT_FLUSHED = 12
@@ -83,7 +83,7 @@ def _restored(run: Path) -> tuple[int | None, traced.State]:
 
 
 def _wrong(run: Path, expected: dict[str, Any], states: dict[int, traced.State]) -> str | None:
-    """What is wrong about what comes back, or None."""
+    """Return what is wrong about what comes back, or None."""
     lost = expected["lost_lines"] > 0
     try:
         step, state = _restored(run)
@@ -103,7 +103,7 @@ def _wrong(run: Path, expected: dict[str, Any], states: dict[int, traced.State])
 
 
 def _cannot_go_on(run: Path) -> str | None:
-    """What is wrong when the job is started again as after any crash, or None."""
+    """Return what is wrong when the job is started again as after any crash, or None."""
     model, optimizer = traced.build()
     info = None
     with contextlib.suppress(NoSnapshotError):  # the job then starts from the beginning

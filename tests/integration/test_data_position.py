@@ -257,7 +257,7 @@ class Counting(TensorDataset):
 def test_extra_that_moves_where_a_followed_batch_is_made_is_found(
     run_dir: Path, told: Any, where: str
 ) -> None:
-    """Also where the batch is one ahead: there it is at the right instant at no time."""
+    """It is found where the batch is one ahead, too: there no instant is the right one."""
     held = Counting(*data().tensors)
     held.counters = {}
     extras: dict[str, Any] = {"counters": told(held.counters)}
@@ -287,7 +287,7 @@ def test_extra_that_moves_where_a_followed_batch_is_made_is_found(
 def test_counters_of_the_loop_and_of_a_validation_are_no_movement_under_accelerate(
     run_dir: Path,
 ) -> None:
-    """What a validation counts is not drawn again."""
+    """The counts of a validation are not drawn again."""
     held = Counting(*data().tensors)
     held.counters = {}
     loader = prepared(DataLoader(data(), 8), stateful=False)

@@ -175,8 +175,10 @@ def test_who_waits_for_a_snapshot_from_a_device_waits_as_long_as_asked(
 
 @pytest.fixture
 def fast_medium(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has come from a device is committed before the next snapshot opens, however busy the
-    machine is; for the device itself only the product waits."""
+    """Commit what has come from a device before the next snapshot opens, on a busy machine, too.
+
+    Only the product waits for the device itself.
+    """
     behind_s = pipeline.Pipeline.behind_s
 
     def settled(pipe: pipeline.Pipeline) -> float:

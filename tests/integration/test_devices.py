@@ -31,7 +31,7 @@ def slow() -> EmulatedDevice:
 
 @pytest.fixture(autouse=True)
 def peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the first snapshot on."""
+    """Let the peak be known from the first snapshot on."""
     monkeypatch.setattr(offload, "PEAK_STEPS", 0)
 
 

@@ -48,7 +48,7 @@ def at_the_top(model: Any, optimizer: Any, fetch: Callable[[], Any]) -> None:
 def told(
     path: Path, caplog: Any, loop: Any, fetch: Any, *, drop: float = 0.0, **extras: Any
 ) -> str:
-    """What the log says of a loop's batches."""
+    """Return what the log says of a loop's batches."""
     caplog.clear()
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(drop))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,7 +86,7 @@ def test_loop_with_prefetched_is_told_nothing(run_dir: Path, caplog: Any) -> Non
 
 
 def ahead(batches: Any) -> Iterator[Any]:
-    """As wrappers that bring batches to a device draw them."""
+    """Draw batches as wrappers that bring them to a device do: one ahead."""
     held = None
     for batch in batches:
         if held is not None:

@@ -1,4 +1,4 @@
-"""What a run says: plain values, single steps at DEBUG, a summary a minute at INFO."""
+"""A run says plain values: single steps at DEBUG, a summary a minute at INFO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a program ends: what of it is a failure of the training, and what is done at its exit."""
+"""Not every end of a program is a failure of the training; some work is done at its exit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightck.capture.recorder import Recorder
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Of the saves just in time."""
+    """Return the reasons of the saves just in time."""
     texts = [record.getMessage() for record in caplog.records]
     return [text.split()[1] for text in texts if text.startswith("saved reason=")]
 
@@ -72,7 +72,7 @@ def test_what_was_saved_at_an_exception_is_not_waited_for_at_the_exit(
     monkeypatch: pytest.MonkeyPatch,
     goes_on: bool,
 ) -> None:
-    """With the interpreter's hook called by hand; training may go on after that."""
+    """The test calls the interpreter's hook by hand; training may go on after that."""
     left: list[float] = []
     original = handle_module.settle_for_close
 

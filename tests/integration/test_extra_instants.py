@@ -22,7 +22,7 @@ BOTH = r"lightck\.at_step\(it\) takes it .* drawn.*lightck\.at_forward\(it\) tak
 
 
 class Stateful:
-    """What each of the classes below has."""
+    """Each of the classes below has this state."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -121,7 +121,7 @@ class Job:
         before: Callable[[], object] = lambda: None,
         behind: Callable[[], object] = lambda: None,
     ) -> None:
-        """So many steps of an epoch; what is called before each draw, and behind it."""
+        """Train so many steps of an epoch; call `before` before each draw, `behind` after it."""
         batches = iter(self.loader)
         for _ in range(steps):
             before()
@@ -132,7 +132,7 @@ class Job:
 
 
 class Events(logging.Handler):
-    """Of extras that moved."""
+    """This handler collects the events of extras that moved."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -252,7 +252,7 @@ def test_a_dict_that_moves_where_no_draw_is_seen_is_told_once_with_both_words(
 def test_a_dict_that_moves_before_a_draw_that_is_seen_is_the_step_s(
     run_dir: Path, moved: list[dict[str, Any]], where: str
 ) -> None:
-    """Behind the draw, and before the forward, it may be the next one's."""
+    """A dict that moves behind the draw, and before the forward, may be the next step's."""
     counters: dict[str, Any] = {}
     job = Job(lambda: None)
     with attach(run_dir, job.loop, extras={"data": job.sampler, "counters": counters}):

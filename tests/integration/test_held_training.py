@@ -54,7 +54,7 @@ def life(path: Path, phase: str, last: int = 10**9, **failure: Any) -> Callable[
 
 
 def trained(child: Child) -> list[Any]:
-    """What the child tells until it ends."""
+    """Return what the child tells until it ends."""
     told = []
     with pytest.raises(AssertionError, match="without a word"):
         while True:

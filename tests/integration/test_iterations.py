@@ -1,4 +1,4 @@
-"""What is taken belongs to its step, wherever in an iteration it is asked for."""
+"""A snapshot's content belongs to its step, wherever in an iteration it is asked for."""
 
 from __future__ import annotations
 

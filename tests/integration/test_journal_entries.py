@@ -140,7 +140,7 @@ class Job:
 
 
 def with_peers(handle: lightck.Handle) -> Any:
-    """As if other ranks could read what it leaves: then it has an entry at its fence, too."""
+    """Write as if other ranks could read what it leaves: then it has an entry at its fence, too."""
     kept = handle._recorder.journaled
     assert kept is not None and not kept.peers
     kept.peers = True

@@ -1,4 +1,4 @@
-"""What extras hold goes into the journal at every step: exactly, once, and up to a limit."""
+"""All that extras hold goes into the journal at every step: exactly, once, and up to a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From real journals: what a rank killed inside its update would have had at the step's end."""
+"""Real journals tell what a rank killed inside its update would have had at the step's end."""
 
 from __future__ import annotations
 

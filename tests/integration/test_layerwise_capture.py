@@ -20,7 +20,7 @@ WIDTH = 32
 
 
 class Stop(Exception):
-    """What a test raises inside a backward."""
+    """A test raises this inside a backward."""
 
 
 class Queued(list[int]):
@@ -55,7 +55,7 @@ def attach(path: Path, loop: Loop, **settings: Any) -> lightck.Handle:
 
 
 def committed(loop: Loop, path: Path, handle: lightck.Handle, steps: list[int]) -> None:
-    """After the close: these snapshots are whole and right; nothing was torn or lost."""
+    """Check after the close that these snapshots are whole and right; nothing was torn or lost."""
     loop.check(path, steps)
     stats = handle.stats()
     assert (stats.torn, stats.failed, stats.slipped) == (0, 0, 0)

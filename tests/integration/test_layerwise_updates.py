@@ -88,13 +88,13 @@ class Training:
         return [{"params": list(self.model.parameters())}]
 
     def prepare(self) -> None:
-        """More than model and optimizer."""
+        """Make more than model and optimizer."""
 
     def before_step(self) -> None:
-        """Between backward and step."""
+        """Do something between backward and step."""
 
     def after_step(self) -> None:
-        """Between step and the next forward."""
+        """Do something between step and the next forward."""
 
     def backward(self) -> None:
         for _ in range(self.accumulation):
@@ -310,7 +310,7 @@ def weaken(training: Training) -> None:
 
 
 def torn_by_weakening(error: BaseException) -> None:
-    """What `weaken` changes may still be read for the last snapshot; nothing else may go wrong."""
+    """Allow for this alone: what `weaken` changes may still be read for the last snapshot."""
     assert isinstance(error, lightck.TornSnapshotError)
 
 

@@ -1,4 +1,4 @@
-"""Whether a snapshot fits into the grace period is told from what a real handle has measured."""
+"""A real handle's measurements tell whether a snapshot fits into the grace period."""
 
 from __future__ import annotations
 

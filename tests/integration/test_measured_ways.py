@@ -16,12 +16,12 @@ from lightck.capture.contest import LOOKS
 
 SPARE = 16 << 20
 SLOW, FAST = 0.0, 1e9
-"""What stores into the region may cost, in plain copies: less than they do, more than they do."""
+"""Stores into the region may cost this, in plain copies: less than they do, more than they do."""
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
-    """Its transfers have many loads; any trial is won."""
+    """Make a device whose transfers have many loads; any trial is won."""
     monkeypatch.setattr(transfers, "LOAD_BYTES", 4096)
     monkeypatch.setattr(transfers, "RING_BYTES", 65536)
     monkeypatch.setattr(contest, "WORTH", 1e9)
@@ -32,7 +32,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
 
 
 def train(job: Job, path: Path, steps: int, placement: str) -> list[tuple[str, str]]:
-    """How so many snapshots went, and why; all are exact."""
+    """Return how so many snapshots went, and why; all are exact."""
     handle, went = job.attach(path, placement=placement), []
     job.step()
     for _ in range(steps):

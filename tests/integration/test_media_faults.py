@@ -33,7 +33,7 @@ CUTS: dict[str, Callable[[int], int]] = {
 
 
 class Reports(list[BaseException]):
-    """What `on_error` was called with."""
+    """`on_error` was called with these errors."""
 
     def __call__(self, error: BaseException) -> None:
         self.append(error)
@@ -154,7 +154,7 @@ def newest_slot(path: Path) -> int:
 
 
 def first_offset(path: Path, step: int) -> int:
-    """Of a snapshot's payload, down to a page."""
+    """Return where a snapshot's payload begins, down to a page."""
     offset: int = min(examine.contents(path, step).tensors["offset"].to_pylist())
     return offset // 4096 * 4096
 
@@ -316,7 +316,7 @@ def test_a_foreign_fault_still_ends_the_process_with_its_traceback(
 
 
 def test_the_native_programs_fail_every_call_and_access_and_live(testing_library: Path) -> None:
-    """What they count goes to the proof; a death would be their exit status."""
+    """The programs' counts go to the proof; a death would be their exit status."""
     names = ("test_calls", "test_media_faults")
     programs = [testing_library.parent / "plain" / name for name in names]
     runs = [

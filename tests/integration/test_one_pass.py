@@ -24,7 +24,7 @@ from lightck.region.region import Region, survey
 
 
 class Passes:
-    """Where each pass over a region reads to."""
+    """These are the passes over a region, and where each reads to."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.passes: list[tuple[str, list[tuple[int, int]]]] = []

@@ -1,4 +1,4 @@
-"""Who may write a region, and when: after a restore, one at a time, or after a death."""
+"""A region may be written after a restore, by one at a time, or after a death."""
 
 from __future__ import annotations
 

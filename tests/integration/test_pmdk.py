@@ -1,4 +1,4 @@
-"""What is PMDK's own: pools of a site, refusals, forced granularity, media, and no PMDK at all."""
+"""PMDK alone has these: pools of a site, refusals, forced granularity, media; or it is missing."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_a_refusal_for_want_of_a_shutdown_counter_says_what_to_set(
 def test_a_process_that_was_forked_and_exits_leaves_pool_and_mapping_alone(
     with_pmem2: None, with_pmemobj: None, region_dir: Path
 ) -> None:
-    """With Python's and both libraries' own ends, not `os._exit`."""
+    """The process ends with Python's and both libraries' own ends, not `os._exit`."""
     code = f"""
 import os, sys
 sys.path[:0] = {[p for p in sys.path if p]!r}

@@ -20,7 +20,7 @@ def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def draw() -> torch.Tensor:
-    """From all global generators."""
+    """Draw from all global generators."""
     return torch.randn(4) + float(np.random.random()) + random.random()
 
 

@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 def skip(why: str) -> None:
-    """Also where nobody asks pytest for reasons."""
+    """Skip, and say why also where nobody asks pytest for reasons."""
     print(f"SKIPPED: {why}")
     pytest.skip(why)
 

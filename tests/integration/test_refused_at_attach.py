@@ -1,4 +1,7 @@
-"""What could be written and not be brought back is refused at attach, with what to do instead."""
+"""State that could be written and not be brought back is refused at attach.
+
+The error says what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ import lightck
 
 
 class ZeroParamStatus(Enum):
-    """As DeepSpeed's."""
+    """DeepSpeed has such an enumeration."""
 
     NOT_AVAILABLE = 2
 
 
 def partitioned(loop: Loop) -> Loop:
-    """What `deepspeed.initialize` with stage 3 makes of a model: empty tensors that know a number.
+    """Make what `deepspeed.initialize` with stage 3 makes: empty tensors that know a number.
 
     DeepSpeed itself is not installed; its `_convert_to_deepspeed_param` sets these attributes.
     """

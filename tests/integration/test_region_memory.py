@@ -1,5 +1,7 @@
-"""What a region takes is said: at attach, at close where it goes on holding memory, and where a
-container has too little of it."""
+"""lightck says what a region takes: at attach, and at close where it goes on holding memory.
+
+It says so, too, where a container has too little of it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def test_on_a_disk_close_speaks_of_no_memory(
 def test_a_container_with_too_little_shared_memory_is_told_how_it_gets_more(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """At attach, and when the state outgrows it."""
+    """The user is told at attach, and when the state outgrows the memory."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     mark = tmp_path / ".dockerenv"
     monkeypatch.setattr(container, "MARKS", (mark,))

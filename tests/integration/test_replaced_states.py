@@ -17,7 +17,7 @@ FAILURES = ["jit", "off"]
 
 
 def state_of(loop: Loop) -> list[dict[str, Any]]:
-    """As a peer sends it, or a file has it."""
+    """Copy a loop's state, as a peer sends it, or a file has it."""
     return copy.deepcopy([each.state_dict() for each in (loop.model, *loop.optimizers)])
 
 
@@ -45,7 +45,7 @@ def another(steps: int) -> list[dict[str, Any]]:
 
 
 def check_restore(path: Path, loop: Loop, step: int) -> None:
-    """What restore takes is what the loop had at the start of that step's next forward."""
+    """Check that restore takes what the loop had at the start of that step's next forward."""
     again = adam_loop()
     info = lightck.restore(again.model, list(again.optimizers), path)
     assert info is not None and (info.step, info.early) == (step, False)

@@ -29,7 +29,7 @@ class Never:
 
 
 class Broken(Exception):
-    """What fails in these tests."""
+    """Code that fails in these tests raises this."""
 
 
 class Counting(nn.Module):

@@ -75,7 +75,7 @@ def test_a_step_ends_under_the_lock_of_saves(
 def test_the_room_for_what_the_first_steps_make_is_planned_under_the_lock(
     run_dir: Path, given: int
 ) -> None:
-    """Also when an optimizer that was not given steps for the second time."""
+    """It is planned so, too, when an optimizer that was not given steps for the second time."""
     loop, found = counting_loop(), list[bool]()
     spare = torch.nn.Parameter(torch.zeros(3))
     loop.model.register_parameter("spare", spare)  # held by none: more optimizers may come
@@ -95,7 +95,7 @@ def test_the_room_for_what_the_first_steps_make_is_planned_under_the_lock(
 
 
 def test_a_save_from_inside_of_what_the_lock_guards_refuses(run_dir: Path) -> None:
-    """As when a handler, or a function of the user's, runs while a snapshot opens."""
+    """A handler, or a function of the user's, may run while a snapshot opens, and save."""
     model, found = mlp(16, 2), list[Saved]()
     loop = Loop(model, torch.optim.SGD(model.parameters(), 0.1), width=16)
     with attach(run_dir, loop, policy=1) as handle:

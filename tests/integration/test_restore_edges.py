@@ -66,7 +66,7 @@ def _read_while_overtaken(path: Path, reader: str, patch: pytest.MonkeyPatch, mo
 def test_a_reader_that_a_trainer_overtakes_looks_again(
     run_dir: Path, reader: str, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the trainer overwrote every slot that was found, or grew the region as well."""
+    """The trainer overwrites every slot that was found; with `more` it grows the region as well."""
     _read_while_overtaken(run_dir, reader, monkeypatch, more)
 
 

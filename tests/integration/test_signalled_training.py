@@ -202,7 +202,7 @@ def test_sigterm_while_training_goes_on_saves_a_step_that_is_golden(
 
 
 def second_life_beyond(path: Path) -> tuple[int | None, bool]:
-    """As `second_life`, of a training that may have gone on beyond the golden run's end."""
+    """Restore as `second_life` does, a training that may be beyond the golden run's end."""
     found = lightck.snapshots(path)["step"].to_pylist()
     newest = max((step for step in found if step is not None), default=None)
     if newest is not None and newest >= LAST:

@@ -376,7 +376,7 @@ def test_a_save_that_hangs_keeps_sigterm_no_longer_than_the_grace_period() -> No
 
 
 def test_a_log_that_hangs_keeps_sigterm_no_longer_than_the_grace_period() -> None:
-    """As when nobody reads the pipe behind stderr any more."""
+    """A log hangs, for one, when nobody reads the pipe behind stderr any more."""
 
     def code(parent: Parent) -> None:
         handler = logging.Handler()

@@ -1,4 +1,4 @@
-"""Through DRAM on media that could be written directly: what is captured is what is committed."""
+"""Copies go through DRAM on media that could be written directly, and commit what was captured."""
 
 from __future__ import annotations
 

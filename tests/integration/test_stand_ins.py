@@ -47,7 +47,7 @@ def by_pointer(weight: nn.Parameter, average: torch.Tensor) -> None:
 
 
 def to_nothing(weight: nn.Parameter, average: torch.Tensor) -> None:
-    """As where weights are sent elsewhere: there is no memory left to look at."""
+    """Leave no memory to look at, as where weights are sent elsewhere."""
     weight.data = torch.empty(0)
 
 
@@ -109,7 +109,7 @@ def test_one_weight_that_is_another_object_is_named(run_dir: Path) -> None:
 
 
 def test_weights_that_the_loop_has_clipped_wait_for_the_forward(run_dir: Path) -> None:
-    """What a restart would do again is not known: the exact snapshot has it done."""
+    """Nobody knows what a restart would do again: the exact snapshot has it done."""
     loop = counting_loop()
     with attach(run_dir, loop) as handle:
         loop.run(3)

@@ -178,7 +178,7 @@ def clip(model: nn.Module, spare: nn.Module) -> None:
 
 
 def swap(model: nn.Module, spare: nn.Module) -> None:
-    """As an EMA does for its evaluation, but left that way."""
+    """Swap weights as an EMA does for its evaluation, but leave them that way."""
     with torch.no_grad():
         for p, q in zip(model.parameters(), spare.parameters(), strict=True):
             kept = p.clone()
@@ -187,7 +187,7 @@ def swap(model: nn.Module, spare: nn.Module) -> None:
 
 
 def swap_data(model: nn.Module, spare: nn.Module) -> None:
-    """New storage under the same parameters: pointers move, counters do not."""
+    """Give the same parameters new storage: pointers move, counters do not."""
     for p, q in zip(model.parameters(), spare.parameters(), strict=True):
         p.data, q.data = q.data, p.data
 

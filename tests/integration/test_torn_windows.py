@@ -41,7 +41,7 @@ SILENT = [edit_data, edit_through_numpy]
 
 
 class Reports(list[BaseException]):
-    """What `on_error` was called with."""
+    """`on_error` was called with these errors."""
 
     def __call__(self, error: BaseException) -> None:
         self.append(error)

@@ -1,4 +1,4 @@
-"""What is waited for: early ones, those that found no slot, and what a close makes of them."""
+"""Tests wait for early snapshots and for those that found no slot, and close meanwhile."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def attach(path: Path, loop: Loop, **settings: Any) -> lightck.Handle:
 
 
 def clip(loop: Loop) -> None:
-    """What a loop does between a step and its forward."""
+    """Clip the weights, as a loop does between a step and its forward."""
     with torch.no_grad():
         for parameter in loop.model.parameters():
             parameter.clamp_(-0.01, 0.01)
 
 
 def early(path: Path, step: int) -> bool:
-    """Whether the snapshot of the step is."""
+    """Say whether the snapshot of the step is early."""
     rows = lightck.snapshots(path).to_pylist()
     (found,) = [row["early"] for row in rows if row["step"] == step]
     return bool(found)
@@ -83,7 +83,7 @@ def test_an_early_snapshot_that_nothing_exact_can_follow_stays(run_dir: Path) ->
 
 
 def slipping(path: Path, loop: Loop, **settings: Any) -> lightck.Handle:
-    """With a last step whose snapshot found no slot at its forward; the medium answers again."""
+    """Train to a step whose snapshot found no slot at its forward; the medium answers again."""
     handle = attach(path, loop, **settings)
     loop.run(1)
     faults.hold(faults.SYNC)

@@ -61,7 +61,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def same(one: State, other: State) -> bool:
-    """Whether two states hold the same tensors, bit for bit."""
+    """Say whether two states hold the same tensors, bit for bit."""
     return all(
         a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
         for a, b in zip(one, other, strict=True)

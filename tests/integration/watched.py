@@ -38,7 +38,7 @@ class Telling:
     parent: Parent
     seen: Still = field(default_factory=Still)
     during: Callable[[], object] = lambda: None
-    """Happens while it saves."""
+    """This happens while it saves."""
     fresh: bool = True
     says_answered: bool = False
     """Also tell when a signal has been answered: what comes until then shares its save."""
@@ -58,7 +58,7 @@ class Telling:
 
 
 def guard(parent: Parent, rescue: Telling | None = None, **settings: Any) -> Guard:
-    """What is watched over; whatever is reported goes to the parent."""
+    """Make what is watched over; whatever is reported goes to the parent."""
     settings = {"grace_s": 20.0, **settings}
     report = lambda error: parent.send(("error", str(error)))  # noqa: E731
     return Guard(rescue or Telling(parent), Failure(**settings), report)
@@ -138,7 +138,7 @@ def state() -> tuple[Any, ...]:
 
 
 def silent(**settings: Any) -> Guard:
-    """What is watched over, and is never to save anything."""
+    """Make what is watched over and is never to save anything."""
 
     class Nobody(Parent):
         def send(self, value: Any) -> None:
