@@ -51,7 +51,7 @@ def test_everything_that_describes_a_tensor_is_asked_for_with_its_run() -> None:
 
 
 def test_what_is_looked_at_once_is_not_noted() -> None:
-    """As where an optimizer's state is new to lightck at every step."""
+    """An optimizer's state, for one, may be new to lightck at every step."""
     hints = Ahead([torch.zeros(1)])
     hints.ask(0)
     assert not hints.runs

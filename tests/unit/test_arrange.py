@@ -1,4 +1,4 @@
-"""What the arrangement compares between snapshots: whatever moved is arranged, held and copied."""
+"""The arrangement compares tensors between snapshots: any that moved is arranged, held, copied."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Medium:
         self.plans = 0
 
     def fit(self, entries: Sequence[Entry], manifest_bytes: int) -> allocator.Plan | None:
-        """As `Region.fit`."""
+        """Plan as `Region.fit` does."""
         self.plans += 1
         return allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, PAGE)
 

@@ -68,7 +68,7 @@ class _Repository:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def runs(self) -> list[str]:
-        """In which tree each run was, in order."""
+        """Return in which tree each run was, in order."""
         return [line.split()[0] for line in self.log.read_text().splitlines()]
 
     def check_nothing_is_left(self) -> None:

@@ -1,4 +1,4 @@
-"""What is measured on a device: intervals, parts, and that engines for it copy what they should."""
+"""Benchmarks on a device measure intervals and parts; engines for it copy what they should."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ _WAIT_S = 60.0
 
 
 def _restored(engine: Engine, kept: Any) -> str | None:
-    """What differs between what was there and what comes back."""
+    """Return what differs between what was there and what comes back."""
     engine.finish()
     fresh = Training(_NORMED, seed=1)
     assert engine.restore(fresh) == 3

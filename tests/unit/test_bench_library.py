@@ -1,4 +1,4 @@
-"""What the benchmarks declare of the native library is what the package declares."""
+"""The benchmarks declare of the native library what the package declares."""
 
 from __future__ import annotations
 

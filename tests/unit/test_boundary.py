@@ -55,7 +55,7 @@ def there_and_back(tree: Any) -> Any:
 
 
 def archived(tree: Any) -> bytes:
-    """As lightck wrote trees into manifests at first, and as pickles are loaded."""
+    """Write a tree as lightck did into manifests at first, and as pickles are loaded."""
     sink = io.BytesIO()
     torch.save(tree, sink)
     return sink.getvalue()

@@ -1,4 +1,4 @@
-"""Whether a just-in-time snapshot fits into the grace period, and what is said if it does not."""
+"""A just-in-time snapshot that does not fit into the grace period is told of, with advice."""
 
 from __future__ import annotations
 

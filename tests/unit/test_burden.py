@@ -1,4 +1,4 @@
-"""What an extra costs every step is told once, when it is more than a step should bear."""
+"""An extra's cost at every step is told once, when it is more than a step should bear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an update begins whose optimizer is given a closure, and whom that is believed of."""
+"""lightck knows where an update with a closure begins, and of which optimizers it believes that."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Bed:
         return loss
 
     def step(self, optimizer: Optimizer) -> list[str]:
-        """What was heard in one step."""
+        """Make one step; return what was heard in it."""
         self.noting.heard.clear()
         optimizer.step(self.closure)
         return self.noting.heard
@@ -132,7 +132,7 @@ def variants() -> list[Any]:
 
 
 def everything(optimizer: Optimizer) -> Any:
-    """What an update may change, bit by bit."""
+    """Return all that an update may change, bit by bit."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     state = [sorted(optimizer.state.get(p, {}).items()) for p in held]
     return repr([_bits(each) for each in (held, state, optimizer.state_dict())])

@@ -1,4 +1,4 @@
-"""One way against another: who is on after which costs."""
+"""One way stands against another: what they cost decides which is on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightck.capture.contest import LOOKS, PATIENCE, Contest, Turn
 
 
 def run(contest: Contest, count: int, first: float, other: float, limit: float) -> list[bool]:
-    """Whether the other way was on, use by use; it is ready whenever it is wanted."""
+    """Return whether the other way was on, use by use; it is ready whenever it is wanted."""
     on = []
     for _ in range(count):
         on.append(contest.other)

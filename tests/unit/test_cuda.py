@@ -1,4 +1,4 @@
-"""What is asked of CUDA, on a stand-in that records it; tests/cudart runs the rest of it."""
+"""A stand-in records what is asked of CUDA; tests/cudart runs the rest of it."""
 
 from __future__ import annotations
 

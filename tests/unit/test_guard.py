@@ -17,7 +17,7 @@ SIZES = {"a": 5000, "b": 200_000}
 
 
 def permissions(address: int) -> str:
-    """Of the mapping that holds an address, as /proc/self/maps has them."""
+    """Return the permissions of the mapping that holds an address, as /proc/self/maps has them."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, found = line.split()[:2]
         low, high = (int(end, 16) for end in span.split("-"))

@@ -1,4 +1,4 @@
-"""Whether an iteration that an exception leaves has come to its fence, as far as habit tells."""
+"""Habit tells, as far as it can, whether an iteration that raises has come to its fence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GRADIENTS = 4
 
 
 def nothing() -> None:
-    """Between the gradients and the update."""
+    """Do nothing between the gradients and the update."""
 
 
 class Loop:
@@ -61,7 +61,7 @@ class Loop:
 @pytest.mark.parametrize("begin", [0, 1000])
 @pytest.mark.parametrize("steps", [1, 2, 5, 40])
 def test_behind_all_gradients_it_has_come_to_its_fence(steps: int, begin: int) -> None:
-    """Also in a job that has gone on from a snapshot."""
+    """A job that has gone on from a snapshot has come to it, too."""
     loop = Loop(begin)
     loop.run(steps)
     assert not loop.habit.at_fence(ValueError())

@@ -1,4 +1,4 @@
-"""When a loop is taken to hang: a pure decision, asked with a clock of the test's own."""
+"""A loop is taken to hang by a pure decision, asked with a clock of the test's own."""
 
 from __future__ import annotations
 

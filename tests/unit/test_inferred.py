@@ -1,4 +1,4 @@
-"""What is told of a rank that was killed inside its update: what it would have had, or nothing."""
+"""lightck infers what a rank that was killed inside its update would have had, or nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def own(first: Any, second: Any = None, **tensors: torch.Tensor) -> Own:
 
 
 def told(dead: Any, before: Any, after: Any) -> Any:
-    """Of plain trees."""
+    """Tell what an update leaves, of plain trees."""
     found = inferred(own(dead), own(before), own(after))
     return parcel.opened(found.at_step, context="test")
 

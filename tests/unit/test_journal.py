@@ -136,7 +136,7 @@ FORMS = {
 
 
 def test_a_writer_killed_at_any_instant_leaves_the_two_newest_entries(path: Path) -> None:
-    """Also in the midst of the fence's: the step before is still there."""
+    """The step before is still there in the midst of the fence's entry, too."""
     before = {journal.FENCE: journal.FORWARD, journal.STEP_END: journal.FENCE}
     for _ in range(5):
         writer = subprocess.Popen(

@@ -17,7 +17,7 @@ _HEAVY = ("torch", "numpy", "pyarrow")
 
 
 def _run(code: str, *words: str, **variables: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return what a fresh interpreter prints."""
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
         capture_output=True,

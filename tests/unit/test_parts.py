@@ -1,4 +1,4 @@
-"""What a snapshot says beside its tensors: what capture writes is taken, anything else refused."""
+"""Restore takes what capture writes beside a snapshot's tensors, and refuses anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which copies go through DRAM, decided from what the fence waited for."""
+"""The fence's waits decide which copies go through DRAM."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Kernel:
         self._dram = dram
 
     def lck_memory_available(self, swap: int) -> int:
-        """As the native one: all ones where nobody says."""
+        """Answer as the native one does: all ones where nobody says."""
         return 2**64 - 1 if self._dram is None else self._dram + swap * 10 * PAYLOAD
 
 
@@ -49,7 +49,7 @@ def placed(
 
 
 def snapshots(placement: Placement, count: int, fence_s: float) -> list[bool]:
-    """Whether each of some snapshots went through DRAM."""
+    """Return whether each of some snapshots went through DRAM."""
     went = []
     for _ in range(count):
         went.append(bool(placement.choose(LENGTHS).any()))

@@ -207,7 +207,7 @@ def test_impossible_jobs_are_refused(given: dict[str, float]) -> None:
 
 
 def _hybrid_due_steps(policy: Hybrid, steps: int, **measured: float) -> list[int]:
-    """As `_due_steps`; a cost is known from the step after the first due one."""
+    """List steps as `_due_steps` does; a cost is known from the step after the first due one."""
     due: list[int] = []
     last: Moment | None = None
     for step in range(1, steps + 1):

@@ -1,4 +1,4 @@
-"""What docs/proof.md says is what the stored runs showed, and they showed what must be."""
+"""docs/proof.md says of the stored runs what they showed, and they showed what must be."""
 
 from __future__ import annotations
 

@@ -308,7 +308,7 @@ def test_an_early_snapshot_yields_to_exact_ones_a_step_older_at_most(
 def test_the_slot_that_is_protected_is_the_one_that_recovery_would_take(
     run: Path, rng: np.random.Generator, steps: str, kept: str
 ) -> None:
-    """Of two slots the other one is written next, whatever it holds."""
+    """The other one of two slots is written next, whatever it holds."""
     with Book(run) as book:
         book.region.begin_timeline(None)
         for text in steps.split():
@@ -352,7 +352,7 @@ def test_due_snapshots_leave_a_slot_to_a_failure_and_have_the_others_beside_it(r
 
 
 def commit_marked(book: Book, rng: np.random.Generator, text: str) -> None:
-    """Of a step; `e` marks an early one."""
+    """Commit a snapshot of a step; `e` marks an early one."""
     writer = book.open(random_contents(rng, SIZES))
     assert writer is not None
     writer.seal(int(text.rstrip("e")), b"", b"", native.RECORD_EARLY if "e" in text else 0)

@@ -35,7 +35,7 @@ def key_of(candidate: Candidate) -> Key:
 
 @dataclass
 class Model:
-    """What must be true of the region at `folder`."""
+    """The model holds what must be true of the region at `folder`."""
 
     folder: Path
     dice: np.random.Generator
@@ -43,7 +43,7 @@ class Model:
     committed: dict[Key, tuple[int, dict[str, Bytes]]] = field(default_factory=dict)
     """Step and contents of everything that was ever committed."""
     lineage: list[Key] = field(default_factory=list)
-    """What the present timeline continues or made, oldest first."""
+    """The present timeline continues or made these, oldest first."""
     opened: list[tuple[SlotWriter, dict[str, Bytes]]] = field(default_factory=list)
     names: int = 3
     log: list[str] = field(default_factory=list)

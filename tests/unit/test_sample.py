@@ -14,7 +14,7 @@ LENGTHS = st.lists(st.integers(1, 3 * LEAST_BYTES), min_size=1, max_size=40)
 
 
 def covered(rotation: Rotation, lengths: list[int], first: int) -> list[int]:
-    """How often each byte has its turn within one round; as counts of bytes."""
+    """Return how often each byte has its turn within one round; as counts of bytes."""
     seen = [np.zeros(length, np.uint8) for length in lengths]
     for turn in range(first, first + rotation.turns):
         for piece in rotation.pieces(turn):

@@ -33,7 +33,7 @@ def batches(loader: DataLoader[Any]) -> list[list[int]]:
 def resumed(
     old: lightck.ResumableSampler, rank: int, world: int, drop_last: bool
 ) -> lightck.ResumableSampler:
-    """What a new process makes of a saved position."""
+    """Return the sampler that a new process makes of a saved position."""
     new = lightck.ResumableSampler(
         range(old.length), seed=99, drop_last=drop_last, rank=rank, world=world
     )
@@ -357,7 +357,7 @@ def test_rank_and_world_are_those_of_the_process_group() -> None:
 
 
 class Noise(TensorDataset):
-    """What the three global generators give, with the index."""
+    """Each sample is what the three global generators give, with the index."""
 
     def __getitem__(self, i: int) -> Any:
         assert type(i) is int

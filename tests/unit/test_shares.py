@@ -1,4 +1,4 @@
-"""How replicated tensors are divided: every byte once, evenly, the same whoever asks."""
+"""Replicated tensors are divided: every byte once, evenly, the same whoever asks."""
 
 from __future__ import annotations
 

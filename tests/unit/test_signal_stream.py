@@ -1,4 +1,4 @@
-"""What the bytes in the wake-up pipe say: written by hand, in every order that occurs."""
+"""The bytes in the wake-up pipe tell of signals: written by hand, in every order that occurs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def signals() -> Iterator[Signals]:
 
 
 def heard(signals: Signals, *parts: bytes) -> list[int]:
-    """What has come, told after each part."""
+    """Return the signals that have come, asked for after each part is written."""
     found = []
     for part in parts:
         os.write(signals._write, part)

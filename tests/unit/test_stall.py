@@ -1,4 +1,4 @@
-"""What a snapshot costs the training thread, told from what every step costs."""
+"""A snapshot's cost to the training thread is told from what every step costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a snapshot looks up again, and what identity shows to be the same as last time."""
+"""A snapshot looks up again only what identity does not show to be the same as last time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def inventory() -> tuple[nn.Sequential, SGD, Inventory]:
 
 
 def seen(found: Inventory) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
-    """Everything that a snapshot taken now would say, with the very tensors."""
+    """Return everything that a snapshot taken now would say, with the very tensors."""
     collected = found.collect()
     return [(live, id(live.tensor)) for live in collected.lives], collected.tree
 
 
 def anew(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
-    """The same, by one who has never seen these objects."""
+    """Return the same, by one who has never seen these objects."""
     return seen(Inventory(model, list(optimizers)))
 
 

@@ -1,4 +1,4 @@
-"""What a trainer says of itself fits the page, whatever it is."""
+"""Anything that a trainer says of itself fits the page."""
 
 from __future__ import annotations
 

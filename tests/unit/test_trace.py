@@ -1,4 +1,4 @@
-"""What a trace keeps, and the document made of it: bounded, in order, properly nested, complete."""
+"""A trace, and the document made of it, are bounded, in order, properly nested and complete."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def slices(document: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
 
 
 def check_document(document: dict[str, Any]) -> None:
-    """What viewers rely on. In ns again: they round, too."""
+    """Check what viewers rely on, in ns again: they round, too."""
     assert json.loads(json.dumps(document)) == document
     last: dict[int, int] = defaultdict(int)
     ends: dict[int, list[int]] = defaultdict(list)

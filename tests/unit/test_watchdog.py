@@ -1,4 +1,4 @@
-"""What the watchdog costs while nothing happens, and what it says when time will not suffice."""
+"""The watchdog costs little while nothing happens, and says when time will not suffice."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_before_the_end_other_ranks_are_heard_until_they_cannot_change_anything(
 
 
 class Ended(Exception):
-    """Instead of the process."""
+    """The watchdog raises this here instead of ending the process."""
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -1,4 +1,4 @@
-"""What a device's own stores into the region cost, against the ring: sums, and who is on."""
+"""Sums of what a device's own stores into the region cost, against the ring, decide who is on."""
 
 from __future__ import annotations
 
