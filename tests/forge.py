@@ -65,7 +65,7 @@ class Image:
         return begin, min(self.get(record, f"{blob}_length"), len(self.raw) - begin)
 
     def bytes_of(self, name: str) -> bytes:
-        """A part's bytes."""
+        """Return a part's bytes."""
         at, length = self.part(name)
         return bytes(self.raw[at : at + length])
 

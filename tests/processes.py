@@ -52,7 +52,7 @@ class Child:
         os.write(self._write, b".")
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill it by SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
@@ -61,7 +61,7 @@ class Child:
         assert os.WIFSTOPPED(os.waitpid(self.pid, os.WUNTRACED)[1])
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Let it go on, by SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def join(self) -> int:

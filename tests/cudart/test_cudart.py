@@ -110,7 +110,7 @@ class Update(torch.optim.Optimizer):
 
 
 def made(*devices: str) -> tuple[Model, Update]:
-    """Both."""
+    """Make both the model and its update."""
     _kept.clear()
     model = Model(*devices)
     return model, Update(model)

@@ -43,9 +43,9 @@ class World:
     unlike: int = 0
     """Up to this step the last rank's state has another form than the others'."""
     whole: list[int] = field(default_factory=list)
-    """Whole and above suspicion."""
+    """These are whole and above suspicion."""
     suspect: list[int] = field(default_factory=list)
-    """Whole and suspect."""
+    """These are whole and suspect."""
     odd: dict[int, int] = field(default_factory=dict)
     """Per step the rank whose replica differs there."""
 

@@ -41,7 +41,7 @@ class Islands:
         return rank * self.nodes // (world or self.world)
 
     def file(self, rank: int) -> Path:
-        """A rank's region."""
+        """Return where a rank's region is."""
         return self.node(self.node_of(rank)) / "run" / f"region-{rank:05d}.lck"
 
     def crew(self, **options: Any) -> Crew:

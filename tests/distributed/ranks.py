@@ -147,7 +147,7 @@ class Job:
         assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
 
     def go_on(self, rank: int) -> None:
-        """SIGCONT."""
+        """Let a rank go on, by SIGCONT."""
         os.kill(self._ranks[rank].pid, signal.SIGCONT)
 
     def kill_store(self) -> None:
@@ -227,7 +227,7 @@ def started(
 
 
 def _serve(link: tuple[int, int]) -> None:
-    """The store's process."""
+    """Serve the job's store, in a process of its own."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     _write(link[1], ("said", server.port))
     signal.pause()

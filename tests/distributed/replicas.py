@@ -92,7 +92,7 @@ class Case:
 
 
 def register(case: Case, module: DistributedDataParallel) -> None:
-    """The user's hook."""
+    """Register the user's hook."""
     group = dist.group.WORLD
     if case.hook == "allreduce":
         module.register_comm_hook(group, default_hooks.allreduce_hook)
@@ -113,7 +113,7 @@ def made(case: Case) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
 def micro_batch(
     case: Case, module: DistributedDataParallel, rank: int, step: int, micro: int
 ) -> None:
-    """Forward and backward."""
+    """Run forward and backward."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     x = torch.randn(4, 3, 6, 6, generator=generator)
     last = micro == case.accumulation - 1

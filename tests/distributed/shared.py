@@ -80,7 +80,7 @@ class Writer:
 
 @contextmanager
 def writers(folder: Path, world: int, mode: Mode = "direct") -> Iterator[list[Writer]]:
-    """Every rank."""
+    """Give a writer for every rank."""
     made: list[Writer] = []
     try:
         made += [Writer(folder, rank, world, mode) for rank in range(world)]

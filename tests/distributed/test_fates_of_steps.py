@@ -31,7 +31,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def settled(handle: lightck.Handle) -> bool:
-    """No fate is open on this rank."""
+    """Say whether no fate is open on this rank."""
     handle.stats()
     return not handle._recorder.pipeline.in_flight
 

@@ -78,7 +78,7 @@ def test_a_hook_from_before_attach_is_left_alone(tmp_path: Path) -> None:
 
 
 def attached(me: Me, folder: Path, **settings: Any) -> tuple[Any, ...]:
-    """(module, optimizer, handle)."""
+    """Return (module, optimizer, handle)."""
     module, optimizer = made(Case())
     handle = lightck.attach(module, optimizer, folder / "run", overwrite=True, **settings)
     return module, optimizer, handle

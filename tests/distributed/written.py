@@ -156,7 +156,7 @@ class Crew:
                 self.commit(rank.rank, step, flags)
 
     def file(self, rank: int) -> Path:
-        """A rank's region."""
+        """Return where a rank's region is."""
         return self.regions[rank].place.file
 
     def sharing(self, rank: int) -> Sharing:

@@ -33,7 +33,7 @@ class Never:
     """A policy by which no step is ever due."""
 
     def due(self, moment: Any) -> bool:
-        """No."""
+        """Say that no step is due."""
         return False
 
 

@@ -133,7 +133,7 @@ class Bed:
     folder: Path
 
     def run(self, job: type[trainer.Job], mode: str, folder: str = "run", **fields: Any) -> Outcome:
-        """One process."""
+        """Run one process."""
         return self.server.run(request(job, self.folder / folder, mode, **fields))[0]
 
     def plain(self, job: type[trainer.Job], **fields: Any) -> Outcome:

@@ -183,7 +183,7 @@ def test_engine_that_is_attached_again_goes_on_from_its_own_snapshots(bed: Bed) 
 
 
 class Handless(Plain):
-    """Ends without `close()`."""
+    """The job ends without `close()`."""
 
     def train(self, run: Run) -> None:
         self.setup()

@@ -225,7 +225,7 @@ class InBackward(Plain):
 
 
 class FoundInBackward(InBackward):
-    """The same, found."""
+    """The optimizers are the same, and found by lightck itself."""
 
     restore = Found.restore
     attach = Found.attach

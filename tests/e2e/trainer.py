@@ -85,7 +85,7 @@ class Job:
         """Restored to step t, before attach."""
 
     def train(self, run: Run) -> None:
-        """The loop."""
+        """Run the training loop."""
         self.setup()
         run.arm_kill()
         begin = run.begin()
@@ -205,7 +205,7 @@ def _first_layer(model: nn.Module) -> nn.Module:
 
 
 def digest(data: bytes | str) -> str:
-    """Short SHA-256."""
+    """Return a short SHA-256."""
     raw = data.encode() if isinstance(data, str) else data
     return hashlib.sha256(raw).hexdigest()[:16]
 

@@ -23,7 +23,7 @@ ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 def prepared(mode: Mode) -> tuple[Wave, Counting, torch.Tensor]:
-    """Model, optimizer, input."""
+    """Return model, optimizer and input."""
     with torch.device(mode.device):
         model, x = Wave(ELEMENTS[mode.device]), torch.ones(8)
     return model, Counting(model.parameters()), x
@@ -68,7 +68,7 @@ def killed(mode: Mode, folder: Path) -> None:
 
 
 def main(what: str, device: str, placement: str, folder: str) -> None:
-    """One failure."""
+    """Let one failure happen."""
     ways: dict[str, Any] = {"sticky": sticky, "killed": killed}
     ways[what](Mode(device, placement), Path(folder))
 

@@ -55,7 +55,7 @@ class Case:
     job: str
     hardware: Hardware
     setup: str
-    """Function of media.sh."""
+    """This names a function of media.sh."""
     medium: Medium
     program: str = "lckguest"
     options: str = ""

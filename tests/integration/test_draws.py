@@ -30,7 +30,7 @@ def fixed() -> torch.Tensor:
 
 
 def by_hand(model: Any, optimizer: Any, fetch: Callable[[], Any]) -> None:
-    """nanoGPT's loop."""
+    """Train by nanoGPT's loop."""
     x = fetch()
     for _ in range(STEPS):
         loss = model(x).sum()

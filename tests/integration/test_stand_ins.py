@@ -23,7 +23,7 @@ Swap = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 def by_data(weight: nn.Parameter, average: torch.Tensor) -> None:
-    """Around the version counter."""
+    """Copy around the version counter."""
     weight.data.copy_(average)
 
 
