@@ -16,9 +16,9 @@ FORWARD_S, UPDATE_S = 0.004, 0.002
 
 
 def value(name: str, step: int, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor's value after so many steps (a buffer's: forwards); it tells the step.
+    """Return a tensor's value after so many steps; every element tells the step.
 
-    Every element does.
+    A buffer's value is that after so many forwards.
     """
     first = 1000 * (sum(name.encode()) % 97) + step
     return (torch.arange(torch.Size(shape).numel()) % 611 * 0.25 + first).reshape(tuple(shape))

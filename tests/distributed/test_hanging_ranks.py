@@ -250,7 +250,7 @@ def test_a_rank_that_is_only_slow_behind_the_others_is_waited_for_and_nobody_end
 
 
 def test_a_rank_that_evaluates_for_long_is_saved_and_goes_on(region_dir: Path) -> None:
-    """The rank that waits for it in a collective is saved, too, and goes on."""
+    """The rank that waits in a collective for the evaluating one is saved, too, and goes on."""
 
     def evaluates(me: Me, handle: Any) -> None:
         watched(handle)

@@ -104,7 +104,7 @@ def _line_of(code: Callable[[], None]) -> int:
 
 
 def test_a_thread_that_computes_is_in_no_collective() -> None:
-    """It is in none where the model is wrapped, either: DDP's own forward is on the stack then."""
+    """A thread in a wrapped model is in none, either: DDP's own forward is on the stack then."""
 
     class Slow(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def test_an_early_survivor_takes_the_dead_ranks_step_end_though_it_has_the_forwa
 def test_a_rank_dead_inside_its_update_has_the_early_instant_if_its_end_can_be_told(
     folder: Path, alike: bool
 ) -> None:
-    """It cannot be told where an iteration goes on changing things of its own behind the fence."""
+    """No end can be told where an iteration still changes things of its own behind the fence."""
     with Node(folder, 2) as node:
         node.train(1)
         if not alike:
@@ -124,7 +124,7 @@ def test_a_living_rank_that_only_has_the_early_instant_takes_all_to_it(folder: P
 
 
 def test_ranks_that_have_both_instants_restore_the_one_that_all_have(folder: Path) -> None:
-    """All have it where nothing is shared, too: a loop's pending work is the same on every rank."""
+    """All have the early one if nothing is shared, too: pending work is the same on every rank."""
     with Node(folder, 2, shares=False) as node:
         node.crew.train(1, absent=[1])
         node.crew.commit(0, 1, RECORD_EARLY)

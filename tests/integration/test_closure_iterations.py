@@ -250,7 +250,7 @@ def test_micro_batches_that_no_step_takes_belong_to_the_iteration_of_the_one_tha
 
 @pytest.mark.parametrize("asked", [0, 1], ids=["first", "second"])
 def test_several_optimizers_with_a_closure_each_make_one_step(run_dir: Path, asked: int) -> None:
-    """All is of the last step in the first one's closure, and between two in the second one's."""
+    """All is of the last step in the first optimizer's closure, between two in the second one's."""
     model = mlp(16, 2)
     halves = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in model]
     loop, found, places = Closed(model, *halves), list[Saved](), list[str]()

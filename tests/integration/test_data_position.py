@@ -257,7 +257,7 @@ class Counting(TensorDataset):
 def test_extra_that_moves_where_a_followed_batch_is_made_is_found(
     run_dir: Path, told: Any, where: str
 ) -> None:
-    """It is found where the batch is one ahead, too: there no instant is the right one."""
+    """The extra is found where the batch is one ahead, too: there no instant is the right one."""
     held = Counting(*data().tensors)
     held.counters = {}
     extras: dict[str, Any] = {"counters": told(held.counters)}

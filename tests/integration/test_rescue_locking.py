@@ -75,7 +75,7 @@ def test_a_step_ends_under_the_lock_of_saves(
 def test_the_room_for_what_the_first_steps_make_is_planned_under_the_lock(
     run_dir: Path, given: int
 ) -> None:
-    """It is planned so, too, when an optimizer that was not given steps for the second time."""
+    """Room is planned so, too, when an optimizer that was not given steps for the second time."""
     loop, found = counting_loop(), list[bool]()
     spare = torch.nn.Parameter(torch.zeros(3))
     loop.model.register_parameter("spare", spare)  # held by none: more optimizers may come

@@ -57,7 +57,7 @@ def test_a_handler_that_was_installed_since_is_left_alone() -> None:
 
 
 def test_a_handler_that_c_code_has_installed_since_is_left_alone(tmp_path: Path) -> None:
-    """It is left alone at a release and in a forked child: Python still shows lightck's own."""
+    """C's handler stays at a release and in a forked child, though Python still shows lightck's."""
     dump = tmp_path / "dump"
 
     def code() -> list[int]:
@@ -81,7 +81,7 @@ def test_a_handler_that_c_code_has_installed_since_is_left_alone(tmp_path: Path)
 def test_a_handler_that_others_kept_and_put_back_later_does_what_the_earlier_one_did(
     number: int,
 ) -> None:
-    """`asyncio` and context managers do that, which may outlive a handle."""
+    """`asyncio` and context managers keep handlers and may outlive a handle of lightck's."""
 
     def code(parent: Parent) -> None:
         own = silent()

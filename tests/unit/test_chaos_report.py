@@ -288,7 +288,7 @@ def test_generators_that_a_run_does_not_seed_are_found(tmp_path: Path) -> None:
 def test_a_hang_that_is_saved_is_ended_soon_unless_the_job_does_that(
     tmp_path: Path, ends: bool
 ) -> None:
-    """The hanging rank of such a job ends before those that wait for it, which write its share."""
+    """If a job ends hangs, the hanging rank ends before those that wait, which write its share."""
     job = Job(["true"], tmp_path / "job", [Fault("hang", 3)], Limits(patience_s=1000.0))
     job._act({"event": "attaching", "pid": 7, "rank": 0, "ends_hangs": ends})
     job._act({"event": "fault", "number": 0, "pid": 7})

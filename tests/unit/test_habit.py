@@ -61,7 +61,7 @@ class Loop:
 @pytest.mark.parametrize("begin", [0, 1000])
 @pytest.mark.parametrize("steps", [1, 2, 5, 40])
 def test_behind_all_gradients_it_has_come_to_its_fence(steps: int, begin: int) -> None:
-    """A job that has gone on from a snapshot has come to it, too."""
+    """An iteration of a job that has gone on from a snapshot has come to its fence, too."""
     loop = Loop(begin)
     loop.run(steps)
     assert not loop.habit.at_fence(ValueError())

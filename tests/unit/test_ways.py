@@ -1,4 +1,4 @@
-"""Sums of what a device's own stores into the region cost, against the ring, decide who is on."""
+"""Sums of what a device's own stores into the region cost, and the ring, decide which is on."""
 
 from __future__ import annotations
 
