@@ -91,7 +91,14 @@ def test_a_code_name_of_the_glossary_exists(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["RegionOfNothing", "Region.protectde", "Slot.fence", "lck_regoin", "LCK_GRAN_SECTOR", "run_disk"],
+    [
+        "RegionOfNothing",
+        "Region.protectde",
+        "Slot.fence",
+        "lck_regoin",
+        "LCK_GRAN_SECTOR",
+        "run_disk",
+    ],
 )
 def test_a_made_up_code_name_is_found_out(name: str) -> None:
     assert not _exists(name)
