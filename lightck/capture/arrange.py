@@ -1,10 +1,11 @@
-"""How the live tensors are arranged: their extents, and which copies go together.
+"""Plan a snapshot's copies: the tensors' extents in the region, and which copies form a group.
 
-Kept while nothing moves, so that a snapshot reads every tensor's form, version and address, and
-compares them with the last ones: no Python code runs per tensor.
+The plan is kept while nothing changes: a snapshot reads every tensor's form, version and address
+and compares them with the last ones, and no Python code runs per tensor.
 
-Of a DTensor, form and address are those of the local tensor, and the version is the sum of both
-counters, which only grow: operations on the DTensor move its own, those on its part the other.
+For a DTensor, form and address are those of the local tensor, and the version is the sum of two
+counters, which only grow: operations on the DTensor count in its own, those on its local tensor in
+the other.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
     operator.attrgetter("dtype"),
     operator.attrgetter("is_cpu"),
 )
-"""What an entry depends on besides the name; `p.data = ...` changes it in place."""
+"""Attributes that a layout entry depends on besides the name; `p.data = ...` changes them."""
 _RARE_FORM: tuple[tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor], Any]], ...] = (
     (lambda tensor: not tensor.is_cpu, operator.attrgetter("device")),
     (torch.Tensor.is_complex, torch.Tensor.is_conj),
@@ -41,29 +42,30 @@ _RARE_FORM: tuple[tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor],
     # strides tell it from a dense tensor.
     (lambda tensor: tensor.numel() == 1, torch.Tensor.is_neg),
 )
-"""More of it: which tensors it may differ for, whose other form stays, and what it is."""
+"""Further such attributes, each behind a predicate: only for the tensors that this accepts can the
+attribute differ while those in `_FORM` are equal."""
 _version = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Holds what the copies of one part are made from at forward start, and keeps it alive.
+    """Holds the tensors that one group's copies read, as at forward start, and their memory.
 
-    A parameter does not own its memory for good: `p.data = ...` lets go of it while workers read.
+    The memory is held because `p.data = ...` would free it while workers still read it.
     """
 
     tensors: list[torch.Tensor]
     pointers: npt.NDArray[np.uint64]
     versions: npt.NDArray[np.int64]
-    """Of the live tensors."""
+    """Versions of the live tensors, also where private copies are read."""
     storages: list[torch.UntypedStorage]
     flats: list[torch.Tensor] = field(default_factory=list)
-    """On a device: the bytes of each copy, which keep that memory alive, too."""
+    """For tensors on a device, the bytes of each as a view, which keeps that memory alive, too."""
 
     def changed(self) -> list[int]:
-        """Return which of the tensors copied from have been touched since forward start.
+        """Return the indices of tensors whose address or version has changed since this was made.
 
-        Run by run, so that what was read is compared and forgotten while it is in the cache.
+        Compares run by run, so that what was read is compared and dropped while it is in the cache.
         """
         moved: list[int] = []
         for at in range(0, len(self.tensors), RUN):
@@ -76,32 +78,33 @@ class Sources:
 
 @dataclass(eq=False)
 class Part:
-    """Copies whose sources the same optimizers change, in the order of release."""
+    """One planned group: copies of tensors that the same optimizers update, in order of release."""
 
     holders: frozenset[int]
     owned: bool
-    """Sources are private copies made at forward start, or copied before the opening returns."""
+    """True if sources are private copies of forward start, or copied before the opening returns."""
     at_once: bool
-    """The latter: they lie as they are stored, where the workers can read them."""
+    """True if workers can read the sources as stored, and copy them before the opening returns."""
     device: Device | None
-    """Whose memory holds the sources, private ones too; None: the workers can read it."""
+    """Device whose memory holds the sources, private copies too; None: workers can read them."""
     positions: npt.NDArray[np.intp]
     order: tuple[int, ...]
-    """The positions as Python integers."""
+    """Indices into the plan's tensors, those of `positions`, as Python integers."""
     free: npt.NDArray[np.bool_]
-    """Per copy, whether no optimizer holds the tensor."""
+    """For each copy, True if no optimizer updates the tensor."""
     begins: npt.NDArray[np.uint64]
-    """First byte of each source that is copied."""
+    """Offset in bytes of the first byte that is copied from each source."""
     total_bytes: int = 0
     versions: npt.NDArray[np.int64] | None = None
-    """Of the live tensors at the last snapshot."""
+    """Versions of the live tensors at the last snapshot; None before the first."""
     last: Sources | None = None
-    """Of the last snapshot: while no pointer has moved, its storages are the ones to hold."""
+    """Sources of the last snapshot; while no address has changed, its storages serve again."""
 
     def unmoved(self, versions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Tensors that no optimizer holds and whose version is that of the last snapshot.
+        """Mark the tensors that no optimizer updates and whose version is the last snapshot's.
 
-        Only those may be skipped as unchanged, if their digest agrees. Remembers `versions`.
+        Only those may be skipped as unchanged, if their digest agrees. Stores `versions` for the
+        next call.
         """
         before, self.versions = self.versions, versions
         if before is None or not self.free.any():
@@ -112,34 +115,36 @@ class Part:
 
 @dataclass(eq=False)
 class Arrangement:
-    """Plan and parts for the tensors of the last snapshot. Used by the training thread."""
+    """Copy plan for the tensors of the last snapshot. Used by the training thread."""
 
     region: Region
     lives: tuple[Live, ...] = ()
     tensors: list[torch.Tensor] = field(default_factory=list)
-    """Of `lives`."""
+    """Tensors of `lives`, in the same order."""
     entries: tuple[Entry, ...] = ()
     parts: tuple[Part, ...] = ()
     plan: allocator.Plan | None = None
-    """Of the entries; None before the first."""
+    """Allocation of the entries in the region; None before the first snapshot."""
     may_wait: bool = True
-    """Training may wait for the medium at forward start; if not, what cannot wait is cloned."""
+    """True if training may wait for the medium at forward start; else clones are made there."""
     _forms: list[list[Any]] = field(default_factory=list)
     _shards: list[Any] = field(default_factory=list)
-    """Mesh and placements of each DTensor; empty where there is none."""
+    """Mesh and placements of each DTensor, None for others; empty if there is no DTensor."""
     _rare: list[list[int]] = field(default_factory=list)
-    """For each of `_RARE_FORM`, the tensors it concerns."""
+    """For each of `_RARE_FORM`, the indices of the tensors that it concerns."""
     _rare_forms: list[list[Any]] = field(default_factory=list)
 
     def update(self, lives: Sequence[Live], boundary_bytes: int) -> allocator.Plan:
-        """Arrange these tensors; the last arrangement serves when nothing moved.
+        """Plan the copies of these tensors, and return their allocation in the region.
+
+        While nothing has changed, the last plan serves.
 
         Args:
             lives: every tensor, in the order of the layout.
-            boundary_bytes: of the boundary state, for the room of the manifest.
+            boundary_bytes: size of the boundary state, for the room of the manifest.
 
         Raises:
-            RegionFullError: the medium has no room; the last arrangement stays.
+            RegionFullError: the medium has no room; the last plan stays.
         """
         found = tuple(lives)
         tensors = [live.tensor for live in found]
@@ -162,9 +167,9 @@ class Arrangement:
         return plan
 
     def _formed(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether no tensor has another form than last time.
+        """Tell whether every tensor has the form that it had last time.
 
-        Run by run: 200,000 tuples at a time, for 100,000 tensors, would bring on the garbage
+        Compares run by run: 200,000 tuples at a time, for 100,000 tensors, would start the garbage
         collector, which takes longer than everything here.
         """
         return (
@@ -177,7 +182,7 @@ class Arrangement:
         )
 
     def _known(self, found: tuple[Live, ...]) -> bool:
-        """Whether the same is known of the tensors, which may be other objects than last time.
+        """Tell whether what is known of the tensors is as last time, though objects may differ.
 
         Another object may have no version counter (an inference tensor); the same one keeps its
         own, whatever its `data`.
@@ -200,13 +205,16 @@ class Arrangement:
 
 
 def _rare_forms(rare: list[list[int]], tensors: list[torch.Tensor]) -> list[list[Any]]:
-    """Of `_RARE_FORM`, for the tensors that each concerns."""
+    """Return, for each of `_RARE_FORM`, the attribute of every tensor that it concerns."""
     forms = zip(rare, _RARE_FORM, strict=True)
     return [list(map(form, map(tensors.__getitem__, some))) for some, (_, form) in forms]
 
 
 def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...], may_wait: bool) -> tuple[Part, ...]:
-    """The largest first: the copies left for the fence are small, whatever the model's order."""
+    """Group the copies, in each group the largest first.
+
+    The copies left for the fence are then small, whatever the model's order.
+    """
     members: dict[tuple[bool, bool, frozenset[int], str], list[int]] = {}
     devices: dict[str, Device | None] = {"": None}
     for i, live in enumerate(lives):
@@ -222,7 +230,7 @@ def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...], may_wait: bool) 
     for (own, at_once, holders, where), wanted in members.items():
         order = sorted(wanted, key=lambda i: -entries[i].length)
         free = np.array([not lives[i].holders for i in order], np.bool_)
-        # A private copy is made of the part alone.
+        # A private copy has only the bytes that this rank captures of the tensor.
         private = own and not at_once
         begins = np.array([0 if private else entries[i].begin or 0 for i in order], np.uint64)
         positions = np.array(order, np.intp)
@@ -233,7 +241,7 @@ def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...], may_wait: bool) 
 
 
 def sources(part: Part, arrangement: Arrangement) -> Sources:
-    """What the part's copies start from; private copies are made now."""
+    """Return what the group's copies read; private copies are made now."""
     live = [arrangement.tensors[i] for i in part.order]
     if part.owned and not part.at_once:
         lives, entries = arrangement.lives, arrangement.entries
@@ -242,7 +250,7 @@ def sources(part: Part, arrangement: Arrangement) -> Sources:
         versions = _versions(live, dtensor.locals_of(live))
         return Sources(copies, _addresses(copies), versions, [], flats)
     pointers, versions = read(live)
-    # An address cannot be another storage's while the last one at it is still held.
+    # While the last storage at an address is held, no other storage can be there.
     if part.last is not None and np.array_equal(pointers, part.last.pointers):
         storages, flats = part.last.storages, part.last.flats
     else:
@@ -259,13 +267,13 @@ def sources(part: Part, arrangement: Arrangement) -> Sources:
 def read(
     tensors: Sequence[torch.Tensor], ahead: Ahead | None = None
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-    """Addresses of the first elements, and versions, which every write moves that torch counts.
+    """Return addresses of first elements, and versions, which grow with every write torch counts.
 
-    Arrays: numbers as objects would be memory of their own, cold again when they are let go.
+    They are arrays: Python integers would be memory of their own, out of the cache when freed.
 
     Args:
-        tensors: are looked at.
-        ahead: of these tensors, or of most of them.
+        tensors: the tensors to look at.
+        ahead: prefetch hints for these tensors, or for most of them.
     """
     pointers = np.empty(len(tensors), np.uint64)
     versions = np.empty(len(tensors), np.int64)
@@ -280,7 +288,7 @@ def read(
 
 
 def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """As `read` has them."""
+    """Return the tensors' versions, as `read` does."""
     found: list[int] = _versions(tensors, dtensor.locals_of(tensors)).tolist()
     return found
 
@@ -295,7 +303,7 @@ def _addresses(tensors: list[torch.Tensor]) -> npt.NDArray[np.uint64]:
 
 
 def _counters(tensors: list[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """Version counters; those of tensors that have none (inference tensors) read as -1."""
+    """Return version counters, -1 for tensors that have none (inference tensors)."""
     try:
         return np.fromiter(map(_version, tensors), np.int64, len(tensors))
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What the loop, or its end, asks of a recorder: a snapshot now, early, or of the last step."""
+"""Serve what the loop, or its end, asks of a recorder: a snapshot now, early, or the last one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightck.events import event
 from lightck.region.native import RECORD_EARLY
 
 FATE_S = 10.0
-"""How long a snapshot that is asked for waits until other ranks have settled an older one."""
+"""Seconds that a requested snapshot waits at most for other ranks to settle an older one."""
 
 
 def open_now(recorder: Recorder) -> None:
     """Declare forward start reached and copy the state of the last complete step at once.
 
-    The generators are taken as they stand: what is drawn next comes after the snapshot.
-    Waits for a slot if every one is persisting, for other ranks' commits not longer than
-    `FATE_S`: the caller asked for it.
+    The generators are taken as they are: what is drawn next comes after the snapshot.
+    Waits for a slot if every one is persisting, and for other ranks' commits `FATE_S` at most: the
+    caller asked for it.
     """
     with recorder.stalls.of("request"), recorder.lock:
         if recorder.pipeline.window is not None:
@@ -44,7 +44,10 @@ def _await_slot(recorder: Recorder) -> None:
 
 
 def _join(recorder: Recorder, step: int) -> None:
-    """Several ranks take one snapshot of a step at most: wait for the one that there is."""
+    """Let those who wait for a snapshot of the step wait for the one that there is.
+
+    Several ranks take one snapshot of a step at most.
+    """
     pipeline, outcomes = recorder.pipeline, recorder.outcomes
     for flight in [*pipeline.persisting, *pipeline.awaiting]:
         if flight.step == step:
@@ -58,18 +61,19 @@ def _join(recorder: Recorder, step: int) -> None:
 
 
 def has_missed(recorder: Recorder) -> bool:
-    """The last complete step is due, and no snapshot of it is open: it may be taken now.
+    """Tell whether the last complete step is due, but has no open snapshot: one may be taken now.
 
-    Its forward is still to come, or no slot was free there. Of several ranks such a step is dead.
+    Its next forward is still to come, or no slot was free there; the latter counts for a single
+    rank only, since over several ranks such a step is aborted.
     """
     slipped = recorder.outcomes.slipped_step == recorder.steps.step
     return recorder.due or (slipped and recorder.pipeline.barrier.alone)
 
 
 def open_missed(recorder: Recorder) -> str:
-    """Copy the due snapshot of the last step now, marked early if its forward is to come.
+    """Take the due snapshot of the last step now, marked early if its next forward is to come.
 
-    Returns why it cannot be taken; empty if it is.
+    Returns why it cannot be taken; empty if it is taken.
     """
     outcomes, cadence = recorder.outcomes, recorder.cadence
     why = _not_whole(recorder)
@@ -91,7 +95,7 @@ def finish_last_step(recorder: Recorder) -> None:
     """Make sure the last complete step has an exact snapshot, due or not, if it can have one."""
     recorder.finish_window()
     recorder.pipeline.barrier.begin_close()
-    recorder.pipeline.region.spare = 0  # the last step of all: nothing newer can fail
+    recorder.pipeline.region.spare = 0  # the last step of all: no newer one can fail
     counters, step = recorder.pipeline.counters, recorder.steps.step
     if not recorder.cadence.moved or counters.last_exact_step == step:
         return
@@ -102,7 +106,7 @@ def finish_last_step(recorder: Recorder) -> None:
     elif not why:
         try:
             kept, flags = _begun_step(recorder)
-            if not (captured and flags & RECORD_EARLY):  # that is there
+            if not (captured and flags & RECORD_EARLY):  # else the early one is there
                 _await_slot(recorder)
                 recorder.open(kept, flags=flags, seen=False, synchronous=True)
         except TornSnapshotError as error:
@@ -119,7 +123,10 @@ def finish_last_step(recorder: Recorder) -> None:
 
 
 def left_off(recorder: Recorder, error: BaseException) -> None:
-    """An exception leaves the iteration: others may make the update that this rank does not."""
+    """Write or void the pre-fence journal entry when an exception leaves the iteration.
+
+    Other ranks may make the update that this one does not make.
+    """
     kept, here = recorder.journaled, threading.get_ident() == recorder.thread
     if not (here and recorder.inside) or recorder.mixed or kept is None:
         return
@@ -131,10 +138,11 @@ def left_off(recorder: Recorder, error: BaseException) -> None:
 
 
 def gradients_complete(recorder: Recorder, last: bool) -> None:
-    """All gradients of the iteration have come, by habit; not `last`: one more, after all.
+    """Write the pre-fence journal entry: all gradients of the iteration have come, by habit.
 
-    A rank that is killed from here on has its part in the allreduce: its peers make the update. On
-    autograd's thread, under the lock.
+    Not `last`: one more has come after all, and the entry is voided. A rank that is killed from
+    here on has its part in the allreduce, and its peers make the update. On autograd's thread,
+    under the lock.
     """
     kept = recorder.journaled
     if kept is None or not (recorder.enabled and recorder.settled) or recorder.mixed:
@@ -148,9 +156,10 @@ def gradients_complete(recorder: Recorder, last: bool) -> None:
 
 
 def left_standing(recorder: Recorder) -> None:
-    """The training thread stands still, perhaps for good: as `left_off`.
+    """Write or void the pre-fence journal entry when the training thread is stuck, maybe for good.
 
-    Under the lock; any thread. Should it go on after all, its fence writes what has changed.
+    Under the lock; any thread. If the training goes on after all, its fence writes what has
+    changed. See `left_off`.
     """
     kept, frame = recorder.journaled, sys._current_frames().get(recorder.thread)
     if not (recorder.enabled and recorder.settled and recorder.inside) or recorder.mixed:
@@ -164,22 +173,22 @@ def left_standing(recorder: Recorder) -> None:
 
 
 def _not_whole(recorder: Recorder) -> str:
-    """Why the last complete step cannot be copied any more; empty if it can."""
+    """Say why the last complete step cannot be copied any more; empty if it can."""
     if recorder.mixed:
         return "an update is half done"
     if recorder.instants.step != recorder.steps.step:
-        # An interrupt, between one and the other; or it was replaced inside an iteration.
+        # An interrupt came before they were, or the state was replaced inside an iteration.
         return "its position and generators were not taken"
     return ""
 
 
 def _begun_step(recorder: Recorder) -> tuple[Instant | None, int]:
-    """The last step, whose next forward has begun: as that was kept, and flags for the record.
+    """Return what is kept of the last step, whose next forward has begun, and record flags.
 
-    None: as it stands, for a forward has changed nothing of it yet.
+    None: the live state serves, for no forward has changed anything of it yet.
 
     Raises:
-        TornSnapshotError: a forward has, and nothing is kept.
+        TornSnapshotError: a forward has changed it, and nothing is kept.
     """
     kept = recorder.journaled
     if kept is None:

@@ -1,6 +1,6 @@
-"""One rank's whole state as it lies in regions: put together, leased, verified and read.
+"""Assemble one rank's whole state from regions; lease, verify and read it.
 
-The usual case is a region that holds all: its layout table is taken as it is, without a look at
+Usually one region holds all of it: its layout table is then taken as it is, without a look at
 single tensors.
 """
 
@@ -33,48 +33,48 @@ class Snapshot(Protocol):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Every tensor."""
+        """Layout entries of all tensors."""
 
     @property
     def index(self) -> Mapping[str, int]:
-        """Position of each name."""
+        """Position in `entries` of each tensor's name."""
 
     @property
     def record(self) -> Record:
-        """Of the snapshot that the rank's own state is from."""
+        """Commit record of the snapshot that the rank's own state is from."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one region has of the state."""
+    """Extents of the state that one region holds."""
 
     region: Region
     candidate: Candidate
     rows: npt.NDArray[Any]
-    """READ_DTYPE, of extents with bytes; destinations are 0."""
+    """One row of READ_DTYPE for each extent that has bytes; destinations are 0."""
     entries: npt.NDArray[np.intp]
-    """Of each row: which entry of the state its bytes belong to."""
+    """For each row, the index of the state's entry that its bytes belong to."""
     begins: npt.NDArray[np.uint64]
-    """Of each row: its first byte's place in that tensor."""
+    """For each row, the offset in bytes of its first byte in that tensor."""
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """Name of the region's file and the step, for messages."""
         return f"{self.region.place.file} step {self.candidate.record.step}"
 
 
 @dataclass(frozen=True, eq=False)
 class Assembled:
-    """A snapshot of one rank's state. Used by one thread; the regions stay the opener's."""
+    """One rank's state from one or more regions, which their opener closes. For one thread."""
 
     entries: tuple[Entry, ...]
-    """Every tensor, as if one region held all of it."""
+    """Entry of every tensor, as if one region held all of them."""
     parts: tuple[Part, ...]
-    """The rank's own region first."""
+    """Part in each region, the rank's own region first."""
 
     @classmethod
     def of(cls, sources: Sequence[Source]) -> Assembled:
-        """Put the state together.
+        """Assemble the state from snapshots in one or more regions.
 
         Args:
             sources: the rank's own snapshot first, then those that share with it.
@@ -110,12 +110,12 @@ class Assembled:
 
     @property
     def record(self) -> Record:
-        """Of the rank's own snapshot."""
+        """Commit record of the rank's own snapshot."""
         return self.parts[0].candidate.record
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """Name of the rank's own region file and the step, for messages."""
         return self.parts[0].label
 
     @property
@@ -125,21 +125,22 @@ class Assembled:
 
     @property
     def suspect(self) -> bool:
-        """Replicas were found to differ, by the word of any of the regions."""
+        """Tell whether any of the regions says that replicas were found to differ."""
         return any(part.candidate.record.suspect for part in self.parts)
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Position of each name."""
+        """Position in `entries` of each tensor's name."""
         if len(self.parts) == 1 and self.entries is self.parts[0].candidate.layout.entries:
             return self.parts[0].candidate.layout.index
         return {entry.name: i for i, entry in enumerate(self.entries)}
 
     @cached_property
     def replica(self) -> int | None:
-        """Of state that every rank held alike: the first rank of the node whose replica this is.
+        """First rank of the node whose replica this is, if all ranks held the same state.
 
-        None: it does not say so, or is sharded. What one rank wrote alone may be given to any.
+        None: the snapshot does not say so, or is sharded. State that a single rank wrote may be
+        given to any rank, and says 0.
         """
         if any(entry.shard is not None for entry in self.entries):
             return None
@@ -155,17 +156,17 @@ class Assembled:
         """Return the boundary states of step end and of forward start, checked.
 
         Raises:
-            CorruptSnapshotError: they have not the form in which they were written.
+            CorruptSnapshotError: they do not have the form in which they were written.
         """
         return parts.read(self.parts[0].candidate, self.entries, context=self.label)
 
     def is_there(self) -> bool:
-        """No trainer has overwritten any of it since it was found."""
+        """Tell whether no trainer has overwritten any of it since it was found."""
         return all(is_there(part.region, part.candidate) for part in self.parts)
 
     @contextlib.contextmanager
     def leased(self) -> Iterator[contextlib.ExitStack]:
-        """Hold every slot for reading; what the block takes off the stack stays held.
+        """Hold every slot for reading in the block; leases taken off the stack there stay held.
 
         Raises:
             RegionBusyError: a trainer is overwriting one.
@@ -188,13 +189,13 @@ class Assembled:
         """Check every byte against its checksum.
 
         Args:
-            unowned: per entry, memory of nobody's that is filled on the way: it holds what was
-                checked; 0 for none.
+            unowned: per entry, the address of memory that nobody owns yet, which is filled with
+                what is checked; 0: none.
             done: per entry, whether it has been checked already.
 
         Raises:
-            CorruptSnapshotError: names file, slot, step and tensor.
-            RegionIOError: the medium cannot give it.
+            CorruptSnapshotError: a checksum differs; names file, slot, step and tensor.
+            RegionIOError: the medium cannot read the bytes.
         """
         for part in self.parts:
             rows, entries = part.rows, part.entries
@@ -207,14 +208,14 @@ class Assembled:
             self._fetch(part, rows, entries)
 
     def read(self, addresses: npt.NDArray[np.uint64]) -> None:
-        """Read into memory, and check what was read on the way.
+        """Read the bytes into memory, and check them on the way.
 
         Args:
-            addresses: per entry; 0 leaves it out.
+            addresses: per entry, where its bytes go; 0 leaves it out.
 
         Raises:
-            CorruptSnapshotError: as `verify`; what was read is then undefined.
-            RegionIOError: likewise.
+            CorruptSnapshotError: as `verify`; the content of the memory is then undefined.
+            RegionIOError: as `verify`; the content is undefined, too.
         """
         for part in self.parts:
             starts = addresses[part.entries]

@@ -1,9 +1,10 @@
-"""The state that a device still has while the training thread has gone on: that before an update.
+"""Keep what belongs to the state that a device still has when the next update is queued already.
 
-Updates of what a device holds are queued, and count as made. Where the device hangs before one, in
-a collective of its iteration mostly, its memory is that of the step before, for as long as it
-hangs. What belongs to that state and is elsewhere is kept here until the device comes to the
-update: the boundary state, with its private copies, and what the update changes in DRAM at once.
+Updates of device tensors are queued, and to the training thread they count as made. Where the
+device hangs before one, mostly in a collective of that iteration, its memory is that of the step
+before, for as long as it hangs. What belongs to that state but is not in the device's memory is
+kept here until the device reaches the update: the boundary state, with its private copies, and
+what the update changes in DRAM at once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lightck.capture.staging import must_own
 from lightck.errors import LightckError, TornSnapshotError
 
 MOST = 8
-"""Updates that are remembered: who is further ahead of a device replays graphs."""
+"""Number of queued updates that are remembered; who gets further ahead replays graphs."""
 
 
 @dataclass(eq=False)
@@ -39,37 +40,37 @@ class Before:
     """The state before an update that has been queued."""
 
     step: int
-    """That it is of."""
+    """Step that the state is of."""
     ended: Instant | None
     begun: Instant
     at_end: Sources | None
-    """The weights when the step ended."""
+    """Addresses and versions of the weights when the step ended; None: not known."""
     standing: Sequence[Standing]
-    """The marks in the devices' streams stand for forward start."""
+    """Positions of forward start in the devices' streams."""
     counts: Counts
-    """What is in DRAM: an update changes it while it is queued."""
+    """Copies of what is in DRAM, which an update changes as soon as it is queued."""
     updates: dict[tuple[str, Any], Mark] = field(default_factory=dict)
-    """In every stream that updates are queued to, before the first one there."""
+    """Event in every stream that updates are queued to, before the first update there."""
 
     @property
     def stands(self) -> bool:
-        """Tell whether devices have come to forward start, and to none of the updates.
+        """Tell whether devices have reached forward start, and none of the updates.
 
         Raises:
-            DeviceError: one has failed.
+            DeviceError: a device has failed.
         """
         return not self.is_past and all(each.mark.passed() for each in self.standing)
 
     @property
     def is_past(self) -> bool:
-        """A device has come to an update. Raises as `stands`."""
+        """Tell whether a device has reached an update, or none is marked. Raises as `stands`."""
         return not self.updates or any(mark.passed() for mark in self.updates.values())
 
     def instant(self, *, early: bool) -> Instant:
         """Return the state at forward start (`early`: step end), with copies of what has changed.
 
         Raises:
-            TornSnapshotError: it is not known.
+            TornSnapshotError: that state is not known.
         """
         kept = self.ended if early else self.begun
         if kept is None or kept.copies is None:
@@ -81,7 +82,7 @@ class Before:
         return replace(kept, collected=collected)
 
     def must_stand(self, early: bool) -> None:
-        """Show that devices, and what they do not hold, are as they were.
+        """Check that devices, and what they do not hold, are still in this state.
 
         Raises:
             TornSnapshotError: they are not, or it is not known.
@@ -92,7 +93,7 @@ class Before:
             raise self._lost(f"{moved} is not what it was")
 
     def moved(self) -> str:
-        """What is not what it was before the update, as far as can be seen; empty: nothing is."""
+        """Name what is not as it was before the update, as far as can be seen; empty: all is."""
         watched = self.begun.watched
         assert watched is not None
         if not self.stands:
@@ -100,8 +101,8 @@ class Before:
         pointers, versions = read(watched.tensors)
         held = {id(live.tensor) for live in self.begun.collected.lives if live.holders}
         for i, tensor in enumerate(watched.tensors):
-            # What an update changes is not changed yet. Of what else the training thread has
-            # queued nothing is known: it may have been to another stream.
+            # The update has not run: what it changes is unchanged, whatever its version. Any other
+            # write that the training thread has queued may have been to another stream.
             here = is_readable(dtensor.local(tensor))
             same = versions[i] == watched.versions[i] or here or id(tensor) in held
             if not same or (pointers[i] != watched.pointers[i] and not here):
@@ -122,33 +123,36 @@ class Before:
 
 @dataclass(eq=False)
 class Behind:
-    """Of one recorder; under its lock, unless it says otherwise."""
+    """Keeps the states before queued updates, for one recorder.
+
+    Under its lock, unless a method says otherwise.
+    """
 
     kept: Journaled
     offload: Offload
     _befores: tuple[Before, ...] = ()
-    """Oldest first; replaced, never changed: others look at it without the lock."""
+    """Oldest first; replaced and never changed, since other threads read it without the lock."""
     _taken: Before | None = None
     _began: tuple[float, ...] = ()
-    """When the last updates did, to the training thread."""
+    """Times (`time.monotonic`) at which the training thread began the last updates."""
     _counting: _Counting | None = None
     _shelved: tuple[Any, frozenset[str]] = ((), frozenset())
-    """Of names of private copies, those which are filled anew at other instants."""
+    """Names of the private copies, and those of them whose memory later instants fill anew."""
 
     @property
     def has_devices(self) -> bool:
-        """There is anything to do."""
+        """Tell whether a device is in use; without one there is nothing to do."""
         return bool(self.offload.standing)
 
     def update_begins(self, step: int, *, first: bool, seen: bool) -> None:
-        """An update is about to be queued. On its thread.
+        """Keep the state before an update that is about to be queued. On its thread.
 
         Args:
-            step: the last complete one.
-            first: of its iteration.
-            seen: nothing of it has been queued yet.
+            step: the last complete step.
+            first: the update is the first of its iteration.
+            seen: nothing of the update has been queued yet.
         """
-        with self.kept.once:  # nobody has asked for it: it ends no training
+        with self.kept.once:  # its errors are told, and end no training
             self._forget_reached()
             if not seen:
                 self._befores = ()
@@ -165,35 +169,39 @@ class Behind:
 
     @property
     def pace_s(self) -> float:
-        """Seconds of the longest of the last steps: where a device's are long, one waits for it."""
+        """Seconds that the longest of the last steps took.
+
+        Where a device's steps are long, a save waits longer for it.
+        """
         return max(map(operator.sub, self._began[1:], self._began), default=0.0)
 
     @property
     def taken(self) -> Before | None:
-        """What counts as the last complete step, since a save has it, of devices that hang there.
+        """State of hung devices that counts as the last complete step: a save has claimed it.
 
-        None: what the training thread has does, or has begun to again.
+        None: the training thread's state counts, or counts again.
         """
-        with suppress(LightckError):  # of a device that has failed it counts all the more
+        with suppress(LightckError):  # where a device has failed, it counts all the more
             if self._taken is not None and self._taken.is_past:
                 self._taken = None
         return self._taken
 
     def forget(self) -> None:
-        """The state was replaced: what devices had before is nobody's."""
+        """Forget what devices had before: the live state was replaced."""
         self._befores, self._taken = (), None
 
     def take(self, before: Before) -> None:
-        """A save has it."""
+        """Note that a save has claimed this state, see `taken`."""
         self._taken = before
 
     def there(self) -> Before | None:
-        """The state that devices have, where training has queued the update behind it.
+        """Return the state that devices still have, though the update behind it is queued.
 
-        Any thread; takes no lock. They may be about to come to that: see `Before.stands`.
+        None: there is none. Any thread; takes no lock. Devices may be about to reach the update:
+        see `Before.stands`.
 
         Raises:
-            DeviceError: one has failed.
+            DeviceError: a device has failed.
         """
         self.offload.enter_thread()
         for before in self._befores:
@@ -208,14 +216,14 @@ class Behind:
             self._taken = None
 
     def _before(self, step: int) -> Before | None:
-        """None: it is not all known."""
+        """Collect the state before the update; None: not all of it is known."""
         kept, standing = self.kept, self.offload.standing
         begun, ended = kept.begun, kept.ended
         if not standing or begun is None or begun.step != step or begun.copies is None:
             return None
         watched = begun.watched
         if watched is None or versions_of(watched.tensors) != watched.versions.tolist():
-            return None  # what has changed it may have been queued to any stream
+            return None  # the write may have been queued to any stream
         lives = kept.instants.inventory.found(), begun.collected.lives[len(begun.collected.base) :]
         if self._counting is None or not self._counting.serves(*lives):
             self._counting = _Counting(*lives, frozenset(begun.copies))
@@ -226,7 +234,7 @@ class Behind:
         return Before(step, ended, *own, standing, counts)
 
     def _private(self, instant: Instant) -> Instant:
-        """With copies that nobody fills anew."""
+        """Return the instant with private copies that no later instant fills anew."""
         copies = instant.copies
         if copies is None:
             return instant
@@ -239,28 +247,28 @@ class Behind:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Copies of small tensors, those of one form together."""
+    """Copies of small tensors, stacked by dtype and shape."""
 
     lives: Sequence[Sequence[Live]]
     copies: Sequence[torch.Tensor]
 
     def by_name(self) -> dict[str, torch.Tensor]:
-        """Each."""
+        """Return every copy by the name of its tensor."""
         together = zip(self.lives, self.copies, strict=True)
         pairs = (zip(lives, copies.unbind(), strict=True) for lives, copies in together)
         return {live.name: copy for each in pairs for live, copy in each}
 
 
 class _Counting:
-    """What is in DRAM: counts of steps, mostly, a number for each parameter.
+    """Copies tensors in DRAM before each update: mostly counts of steps, one for each parameter.
 
-    Of all that the model and its optimizers have, since a survivor writes dead ranks' shares, too.
+    They are those of all the model and its optimizers: a survivor writes dead ranks' shares, too.
     """
 
     def __init__(
         self, found: tuple[Live, ...], more: tuple[Live, ...], private: frozenset[str]
     ) -> None:
-        """But for what is kept privately anyway."""
+        """Group the tensors by dtype and shape, but for those in `private`, kept anyway."""
         self._found, self._more = found, more
         groups: dict[Any, list[Live]] = {}
         self._plain, size = True, 0
@@ -275,12 +283,12 @@ class _Counting:
         self._plain = self._plain and size <= MOST_BYTES
 
     def serves(self, found: tuple[Live, ...], more: tuple[Live, ...]) -> bool:
-        """They are the same."""
+        """Tell whether these are the tensors that this was made for."""
         same = found is self._found and len(more) == len(self._more)
         return same and all(map(operator.is_, more, self._more))
 
     def now(self) -> Counts | None:
-        """As they are; None: too much for every step."""
+        """Copy the tensors; None: there are DTensors, or too many bytes for every step."""
         if not self._plain:
             return None
         with torch.no_grad():
@@ -288,7 +296,7 @@ class _Counting:
 
 
 def _not_copied(lives: Sequence[Live]) -> str:
-    """What would have to be cloned, which is over at some later time."""
+    """Say which tensor should have been cloned at forward start, and was not; empty: none."""
     for live in lives:
         if not live.sync and must_own(live, holder(live.local)):
             return f"{live.name} is not dense, or out of reach"
@@ -296,6 +304,6 @@ def _not_copied(lives: Sequence[Live]) -> str:
 
 
 def _known(sources: Sources) -> dict[int, tuple[int, int]]:
-    """Address and version by tensor."""
+    """Return address and version of each tensor, by its identity."""
     said = zip(sources.pointers.tolist(), sources.versions.tolist(), strict=True)
     return dict(zip(map(id, sources.tensors), said, strict=True))

@@ -1,9 +1,9 @@
-"""Boundary state: everything that is not a tensor in the region, as bytes that load without code.
+"""Load boundary state (all that is not a tensor in the region) from bytes, without running code.
 
 Trees of plain values are written (`parcel.py`) for torch's `weights_only` loader, the only
-unpickler lightck uses. Types that it refuses but that training loops hold (NumPy values, deques,
-counters) become tagged dicts. What cannot come back is a `StateError` that names its path, at
-attach.
+unpickler that lightck uses. Types that it refuses but that training loops hold (NumPy values,
+deques, counters) become tagged dicts. What could not be restored is a `StateError` at attach that
+names its path.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from lightck.capture.values import reference as reference
 from lightck.errors import CorruptSnapshotError
 
 DEEPEST = 150
-"""Levels of nesting: what recursion bears, with room for the stack of whoever calls."""
+"""Levels of nesting at most: what recursion bears, with room for the caller's stack."""
 _NAMED = re.compile(rb"(?=c([\w.]{1,80})\n([\w.]{1,80})\n)")
-"""What could be a pickle's reference to a function or class; overlapping ones, too."""
+"""Pattern of what may be a pickle's reference to a function or class, overlapping ones, too."""
 _STORAGE = "torch.storage.UntypedStorage"
 _CALLED = {
     *("collections.OrderedDict", "_codecs.encode", "__builtin__.complex", "builtins.complex"),
     *("torch.device", "torch.Size", "torch._utils._rebuild_tensor_v2"),
     "torch._utils._rebuild_tensor_v3",
 }
-"""By the pickle of a tree that `plain` made. None takes more memory than it is given."""
+"""Callables in the pickle of a tree that `plain` made; none takes more memory than it is given."""
 
 _DTYPE = re.compile(r"[<>|=][a-zA-Z][0-9]*(\[[0-9]*[a-zA-Z]+\])?")
 
 
 def rebuild(tree: Any, tensors: Callable[[str], torch.Tensor] | None = None) -> Any:
-    """The inverse of `plain`; `tensors` resolves references by name."""
+    """Rebuild the values from which `plain` made a tree; `tensors` resolves references by name."""
     if isinstance(tree, dict):
         if TAG in tree:
             return _untag(tree, tensors)
@@ -104,7 +104,7 @@ def decode(data: bytes, *, context: str) -> Any:
     """Load an archive as `torch.save` makes it of a plain tree, running no code.
 
     Raises:
-        CorruptSnapshotError: the restricted loader refuses them.
+        CorruptSnapshotError: the restricted loader refuses it.
     """
     try:
         _check_archive(data)
@@ -117,7 +117,7 @@ def decode(data: bytes, *, context: str) -> Any:
 
 
 def _check_archive(data: bytes) -> None:
-    """Nothing in the archive unfolds to more than there is; other formats are not looked at."""
+    """Refuse an archive that unfolds to more bytes than it has, and what is no archive."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
         if any(member.compress_type != zipfile.ZIP_STORED for member in members):
@@ -130,7 +130,10 @@ def _check_archive(data: bytes) -> None:
 
 
 def _check_calls(pickled: bytes) -> None:
-    """It calls what `plain` needs only: `bytearray(n)`, which the loader takes, makes n bytes."""
+    """Refuse a pickle that calls anything that `plain` does not need.
+
+    The loader would take `bytearray(n)`, for one, which makes n bytes.
+    """
     names = {b".".join(named).decode() for named in _NAMED.findall(pickled)}
     if all(map(_is_known, names)):
         return
@@ -164,7 +167,7 @@ def _is_known(name: str) -> bool:
 
 
 def check_tree(tree: Any, limit: int) -> None:
-    """What was loaded is what `plain` makes: a tree that takes at least a byte per node.
+    """Check that what was loaded is what `plain` makes: a tree with at least a byte per node.
 
     A pickle may refer to one list a million times, and so stand for more than any memory holds.
 
@@ -195,7 +198,7 @@ def check_tree(tree: Any, limit: int) -> None:
 
 
 def types_of(tree: Any) -> Any:
-    """The shape of a plain tree in types only; a change means it must be proved again."""
+    """Return the types in a plain tree; where they change, it must be proved again to load."""
     if isinstance(tree, dict):
         return (type(tree), tuple((k, types_of(v)) for k, v in tree.items()))
     if type(tree) in (list, tuple):

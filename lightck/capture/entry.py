@@ -1,8 +1,8 @@
-"""An entry of the boundary journal, sealed: what is in it is said in `journaled.py`.
+"""Encode and decode entries of the boundary journal; `journaled.py` describes their content.
 
-Code and data are cold when a step ends: whatever is done costs ten times what it does in a loop, so
-as little as possible is done. Most of a state is what it was at the instant before; while all of it
-are the same objects, nothing but the bytes of generators and tensors is put in anew.
+When a step ends, code and data are out of the caches: whatever is done costs ten times what it does
+in a loop, so as little as possible is done. Most of a state is what it was at the instant before;
+while all of it are the same objects, only the bytes of generators and tensors are encoded anew.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from lightck.errors import CorruptSnapshotError, RegionFullError
 from lightck.region.journal import JournalEntry
 
 MOST_EXTRA_BYTES = 1 << 20
-"""Of extras in an entry at most: more would cost every step a millisecond."""
+"""Bytes of extras in an entry at most: more would cost every step a millisecond."""
 _AS_BYTES = ("torch", "cuda")
-"""Generators that give tensors; those of others are the same objects until somebody draws."""
+"""Generators with tensors as state; other states are the same objects until somebody draws."""
 
 
 class ExtrasFullError(RegionFullError):
-    """Extras have more bytes than may be written at every step; the largest is named."""
+    """Raised when extras have more bytes than may be written at every step; names the largest."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Last:
-    """The pickles that served last time, and what they were made of, the very objects."""
+    """Pickles of the last entry, and the very objects that they were made of."""
 
     objects: list[Any]
     at: list[int]
-    """Where the bytes of torch's generators begin, and end."""
+    """Offsets where the bytes of torch's generators begin, and where the last one's end."""
     pickles: list[bytes]
 
 
 @dataclass(frozen=True, eq=False)
 class _Extras:
-    """What was said of extras last, and what it was made of, the very objects."""
+    """Encoded extras of the last entry, and the very objects that they were made of."""
 
     objects: list[Any]
     at: int
-    """Where their bytes begin."""
+    """Offset where their bytes begin."""
     pickled: bytes
     parts: list[memoryview | bytes]
 
 
 @dataclass(eq=False)
 class Sealing:
-    """Makes entries. For one thread at a time."""
+    """Encodes entries. For one thread at a time."""
 
     _kept: Kept = field(default_factory=Kept)
     _last: dict[int, _Last] = field(default_factory=dict)
-    """By the number of instants whose generators are in it."""
+    """Pickles of the last entry, by the number of instants whose generators it has."""
     _extras: dict[int, _Extras] = field(default_factory=dict)
-    """Likewise."""
+    """Extras of the last entry, by the number of instants whose generators it has."""
     _names: dict[int, list[list[str]]] = field(default_factory=dict)
-    """Of each optimizer's parameters, by group."""
+    """Names of each optimizer's parameters by group, by the optimizer's index."""
     _states: dict[int, tuple[torch.Tensor, bytes]] = field(default_factory=dict)
-    """Bytes of torch's generators at each of them."""
+    """State of torch's generator, and its bytes, at each instant of an entry."""
 
     def sealed(
         self,
@@ -73,13 +73,13 @@ class Sealing:
         trees: tuple[dict[str, Any], dict[str, Any]],
         share_digest: bytes,
     ) -> bytes:
-        """The bytes of an entry, without the step, which the journal has beside it.
+        """Encode an entry, without the step, which the journal has beside it.
 
         Args:
-            shelf: has just been filled with the rank's own small tensors.
-            copies: what was filled in, by name.
-            trees: values of step end and of forward start, plain.
-            share_digest: of the share map.
+            shelf: the copy buffer, just filled with the rank's own small tensors.
+            copies: the copies in it, by name.
+            trees: plain values of step end and of forward start.
+            share_digest: digest of the share map.
 
         Raises:
             ExtrasFullError: extras have more than `MOST_EXTRA_BYTES`.
@@ -110,7 +110,11 @@ class Sealing:
         second: dict[str, Any],
         drawn: list[dict[str, Any]],
     ) -> bytes:
-        """Extras, and generators that give tensors, pickled."""
+        """Pickle the extras and the states of CUDA generators.
+
+        Raises:
+            ExtrasFullError: extras have more than `MOST_EXTRA_BYTES`.
+        """
         cuda = [states.get("cuda") for states in drawn]
         objects, at = [*first.values(), *second.values(), *cuda], held.size
         known = self._extras.get(len(drawn))
@@ -127,14 +131,14 @@ class Sealing:
         return pickled
 
     def _bytes(self, i: int, state: torch.Tensor) -> bytes:
-        """Return the bytes of a generator; step end and forward start may share the very tensor."""
+        """Return the bytes of a generator's state, which step end and forward start may share."""
         known = self._states.get(i)
         if known is None or known[0] is not state:
             known = self._states[i] = state, peek.bytes_of(state)
         return known[1]
 
     def _pickled(self, fixed: list[Any], drawn: list[dict[str, Any]], at: list[int]) -> list[bytes]:
-        """All but what changes at every instant."""
+        """Pickle all but what changes at every instant."""
         said, optimizers, share, digest = fixed
         held = Parcel(self._kept)
         held.bare(None)  # number 0 is what changes
@@ -152,7 +156,7 @@ class Sealing:
         return held.pickles[1:]
 
     def _optimizers(self, held: Parcel, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """With their parameters' names, which are the most, apart from what a schedule changes."""
+        """Split the parameters' names, which are the most, from what a schedule changes."""
         said = []
         for i, tree in enumerate(trees):
             names = [group["params"] for group in tree["groups"]]
@@ -174,18 +178,19 @@ class Sealing:
 
 @dataclass(frozen=True)
 class Unpacked:
-    """What an entry of the journal holds."""
+    """Content of a journal entry."""
 
     at_step: bytes
-    """As in a manifest; likewise below."""
+    """Encoded values of step end, as in a manifest."""
     at_forward: bytes
+    """Encoded values of forward start, as in a manifest."""
     lives: tuple[Live, ...]
-    """The rank's own small tensors."""
+    """Small tensors of the rank's own."""
     share_digest: bytes
 
 
 def unpacked(found: JournalEntry, *, context: str) -> Unpacked:
-    """Read an entry; runs no code.
+    """Decode an entry, running no code.
 
     Raises:
         CorruptSnapshotError: it is not what `sealed` makes.
@@ -209,7 +214,7 @@ def _live(name: str, said: dict[str, Any]) -> Live:
 
 
 def _arranged(tree: Any, step: int) -> tuple[Any, Any, Any, Any]:
-    """Tensors, both instants, and the share digest, of what `sealed` made.
+    """Return tensors, both instants and the share digest, from a tree that `sealed` made.
 
     Raises:
         KeyError, TypeError, ...: it is not what `sealed` makes.
@@ -234,7 +239,7 @@ def _arranged(tree: Any, step: int) -> tuple[Any, Any, Any, Any]:
 
 
 def _arranged_optimizer(said: dict[str, Any]) -> dict[str, Any]:
-    """As `Options.take` gives it."""
+    """Rebuild an optimizer's values as `Options.take` gives them."""
     rows = zip(said["params"], said["groups"], strict=True)
     groups = [{"params": names, "options": options} for names, options in rows]
     return {**{k: v for k, v in said.items() if k != "params"}, "groups": groups}

@@ -1,8 +1,8 @@
-"""A snapshot on its way: what it copies, who waits for it, and what became of those before it.
+"""Follow snapshots in flight: what each copies, who waits for it, what became of earlier ones.
 
-A *flight* is a snapshot between its opening at forward start and its fate. Its copies form groups,
-one per set of optimizers that change them, so that each optimizer's step waits for its own tensors
-only.
+A *flight* is a snapshot between its opening at forward start and the moment its fate is known. Its
+copies form groups, one per set of optimizers that update the tensors, so that each optimizer's step
+waits for its own tensors only.
 """
 
 from __future__ import annotations
@@ -22,31 +22,34 @@ from lightck.region.writer import Batch, SlotWriter
 
 @dataclass(eq=False)
 class Group:
-    """Copies whose sources the same optimizers change."""
+    """One group of copies, whose sources the same optimizers update."""
 
     holders: frozenset[int]
     batch: Batch
     sources: Sources | None
-    """Keeps the memory that is copied alive; None once it is captured."""
+    """Tensors that are copied, which keeps their memory alive; None once they are captured."""
     owned: bool
-    """Nothing can tear them: private copies, or made before the opening returned."""
+    """True if no copy can be torn: of private copies, or made before the opening returned."""
     transfer: Transfer | None = None
-    """Of what a device holds: how it comes here."""
+    """Transfer from the device that holds the sources; None: none does."""
 
     @property
     def is_held(self) -> bool:
-        """Its copies run when they are released."""
+        """Tell whether its copies run only when they are released."""
         return not self.owned and self.transfer is None
 
     @property
     def captured(self) -> bool:
-        """Every copy has left its source; of a device's, has before what the device does next."""
+        """Tell whether every copy has left its source.
+
+        A device's copies may still run, but before whatever the device does next.
+        """
         return self.sources is None
 
 
 @dataclass(eq=False)
 class Flight:
-    """Follows one snapshot from forward start to its fate."""
+    """One snapshot, from its opening at forward start until its fate is known."""
 
     step: int
     writer: SlotWriter
@@ -55,44 +58,44 @@ class Flight:
     flags: int
     share_digest: bytes = HOLDS_ALL
     form: bytes = b""
-    """See `state.Shared`."""
+    """Fingerprint of state that all ranks hold alike, see `state.Shared`."""
     local: bool = False
-    """No other rank was asked: what all of them hold decides at restore."""
+    """True if no other rank was asked: at restore, what all of them hold decides."""
     groups: list[Group] = field(default_factory=list)
     held_bytes: int = 0
-    """Of copies that run when they are released."""
+    """Bytes of all copies that run only when they are released."""
     released_bytes: int = 0
     opened_s: float = field(default_factory=time.monotonic)
     captured_s: float = 0.0
     durable_s: float = 0.0
     sealed: bool = False
-    """False behind the fence: copies are on their way from a device."""
+    """True once sealed; False behind the fence while copies are on their way from a device."""
     waited_s: float = 0.0
     """Seconds at fences so far."""
     torn: tuple[str, ...] = ()
-    """What changed while it was copied; it was dropped for that."""
+    """Names of what changed while it was copied, for which the snapshot was dropped."""
     moved: Callable[[], str] = lambda: ""
-    """Name of a tensor that is not what it was at an instant before the opening, see `Weights`."""
+    """Names a tensor that is not what it was at an instant before the opening, see `Weights`."""
     futures: list[Future[int]] = field(default_factory=list)
-    """Whoever waits for this very snapshot."""
+    """Futures of those who wait for this very snapshot."""
 
     @property
     def counted_form(self) -> bytes:
-        """What must be the same on every rank: of those that share, the instant, too."""
+        """Fingerprint that must agree on all ranks; if they share, it has the instant, too."""
         return bytes([self.form[0] ^ 1]) + self.form[1:] if self.is_early_share else self.form
 
     @property
     def is_early_share(self) -> bool:
-        """It goes with other ranks' early shares only."""
+        """Tell whether it goes together with other ranks' early shares only."""
         return self.share_digest != HOLDS_ALL and bool(self.flags & RECORD_EARLY)
 
     @property
     def transfers(self) -> list[Transfer]:
-        """Of its groups."""
+        """Transfers of its groups."""
         return [group.transfer for group in self.groups if group.transfer is not None]
 
     def fail(self, error: BaseException) -> None:
-        """Tell those who wait that it will not come."""
+        """Tell those who wait that the snapshot will not come."""
         for future in self.futures:
             if not future.done():
                 future.set_exception(error)
@@ -100,13 +103,13 @@ class Flight:
 
 @dataclass(eq=False)
 class Counters:
-    """What happened, for `handle.stats()`."""
+    """Counts of what happened, for `handle.stats()`."""
 
     captured: int = 0
     durable: int = 0
-    """On this rank."""
+    """Number of snapshots that are durable on this rank."""
     committed: int = 0
-    """On every rank."""
+    """Number of snapshots that are committed on every rank."""
     slipped: int = 0
     torn: int = 0
     failed: int = 0
@@ -114,10 +117,10 @@ class Counters:
     commit_s: float = 0.0
     whole_s: float = 0.0
     persist_s: float | None = None
-    """Opening to commit of the last snapshot."""
+    """Seconds from opening to commit of the last snapshot; None before the first."""
     last_captured_step: int | None = None
     last_exact_step: int | None = None
-    """The last that was captured and is not early."""
+    """Step of the last snapshot that was captured and is not early."""
     last_committed_step: int | None = None
 
 
@@ -131,7 +134,7 @@ class Slip(StrEnum):
 
 
 def torn_error(names: Sequence[str], step: int) -> TornSnapshotError:
-    """The error that reports a torn snapshot."""
+    """Make the error that reports a torn snapshot."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return TornSnapshotError(
         f"snapshot of step {step} was dropped: {names[0]}{more} changed between the forward and the"

@@ -1,10 +1,10 @@
-"""What a rank does of its own between its last gradient and its first update, by habit.
+"""Predict whether a rank changes state of its own between its last gradient and its first update.
 
 An exception may leave an iteration when the rank's part of the allreduce is complete, or the rank
-may hang there, or be killed: its peers go on to the new step, and what it leaves stands for what it
-would have had at its own fence. That is so only if nothing of its own would still have changed: a
-draw, another forward, a counter. Nobody knows what the loop would have done; what it did in the
-iterations before is looked at in a few.
+may hang there, or be killed: its peers go on to the new step, and the journal entry that it has
+written counts as that of its own fence. This is right only if nothing of its own would still have
+changed: a draw, another forward, a counter. Nobody knows what the loop would have done, but a few
+iterations before are examined.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from lightck.capture.arrange import versions_of
 from lightck.capture.instants import Instants, users_code
 
 EVERY = 32
-"""One iteration of so many is looked at: it costs what taking the state of extras twice does."""
+"""One iteration in so many is examined, at the cost of taking the state of extras twice."""
 _FIRST = 3
 _CHANGING = (("nn", "modules", "module.py"), ("utils", "data", "dataloader.py"))
-"""Of torch: inside of these a forward, or a draw, is half done."""
+"""Source files of torch: while a frame is in one, a forward or a draw is half done."""
 
 
 @dataclass(eq=False)
 class Habit:
-    """Of one loop."""
+    """Predictor for one loop, which learns from the iterations that it examines."""
 
     instants: Instants
     lock: Callable[[], AbstractContextManager[Any]]
-    """Held while the state is looked at."""
+    """Returns the lock that is held while the state is examined."""
     layers: int
-    """Gradients of a backward in which every layer gets one: what a first iteration has, once or
-    some times."""
+    """Number of gradients in a backward in which every layer gets one; a first iteration has this
+    number, or a multiple."""
     on_last: Callable[[bool], None] = lambda last: None
-    """Hears under the lock, while `quiet`, of the last gradient of an iteration (True); and, should
-    one come after that, that it was not the last (False)."""
+    """Called under the lock, while `quiet`: with True at an iteration's last gradient; with False
+    should one more come after that."""
     quiet: bool = False
-    """Nothing has changed there, the last time that it was looked at."""
+    """True if nothing changed between last gradient and fence when that was last examined."""
     _count: int = 0
-    """Gradients since the last fence."""
+    """Number of gradients since the last fence."""
     _seen: int = 0
-    """Iterations since attach: a job that goes on has habits of its own to learn."""
+    """Number of iterations since attach; what a job did before it was resumed does not count."""
     _whole: int = 0
-    """Those of the last iteration."""
+    """Number of gradients of the last iteration."""
     _looks: bool = True
     _then: Any = field(default=None, repr=False)
 
     def gradient(self) -> None:
-        """One more has come."""
+        """Count one more gradient; if it seems to be the iteration's last, act on that."""
         self._count += 1
         behind = self._count - self._whole if self._seen else self._count % self.layers
         if behind in (0, 1) and (self._looks or self.quiet):
@@ -63,7 +63,7 @@ class Habit:
                     self.on_last(behind == 0)
 
     def fence(self, step: int) -> None:
-        """The update to `step` begins; under the lock."""
+        """Learn from the iteration: the update to `step` begins. Under the lock."""
         if self._looks:
             self.quiet = self._then is not None and _alike(self._then, self._own())
         elif self._count != self._whole:
@@ -73,14 +73,14 @@ class Habit:
         self._looks = self._seen <= _FIRST or step % EVERY == 0
 
     def no_fence(self) -> None:
-        """The iteration has ended without an update; under the lock."""
+        """Note that the iteration has ended without an update. Under the lock."""
         self._count, self._then = 0, None
 
     def at_fence(self, where: BaseException | FrameType) -> bool:
-        """All that is a rank's own is what it would be at the fence.
+        """Tell whether all that is a rank's own is what it would be at the fence.
 
         Args:
-            where: the error that leaves the iteration, or the frame in which its thread stands.
+            where: the error that leaves the iteration, or the frame that its thread is in.
         """
         if not self.quiet or self._count != self._whole:
             return False
@@ -89,14 +89,14 @@ class Habit:
         return not any(map(_changes, _stack(where)))
 
     def _own(self) -> Any:
-        """What may change there; None: it cannot be told."""
+        """Take what may change before the fence; None: that failed."""
         try:
             with users_code():
                 collected = self.instants.inventory.glance()
             trees = [self.instants.standing(), collected.tree["extras"]]
             changing = [live.tensor for live in collected.lives if live.sync]
             return trees, versions_of(changing)
-        except Exception:  # noqa: BLE001 - the user's; the next instant tells of it
+        except Exception:  # noqa: BLE001 - the user's; the next instant reports it
             return None
 
 
@@ -109,7 +109,7 @@ def _alike(then: Any, now: Any) -> bool:
 
 
 def _is_in_between(error: BaseException | None) -> bool:
-    """It was raised inside a forward or a draw, or because of what was."""
+    """Tell whether the error, or one that led to it, was raised inside a forward or a draw."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

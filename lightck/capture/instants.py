@@ -1,4 +1,4 @@
-"""Each step's two boundary instants, step end and forward start, are taken here.
+"""Take the state at each step's two boundary instants, step end and forward start.
 
 The next forward may begin long after the step has ended: I2 (the two instants).
 """
@@ -23,38 +23,38 @@ from lightck.errors import LightckError, StateError
 
 @dataclass(eq=False)
 class Instants:
-    """Takes what belongs to each instant, and encodes both for the manifest."""
+    """Takes the boundary state of each instant, and encodes both for the manifest."""
 
     inventory: Inventory
     step: int = -1
     """The step whose end was taken last, or could not be."""
     draws: Draws = field(init=False)
     _rng: dict[str, Any] = field(default_factory=dict)
-    """Random generators at step end, plain."""
+    """States of random generators at step end, plain."""
     _extras: dict[str, Any] | None = None
-    """Extras at step end: those whose position the loop advances before the next forward."""
+    """States at step end of extras whose position the loop advances before the next forward."""
     _early: tuple[dict[str, Any] | None, dict[str, Any]] | None = None
     """Generators (None: unknown) and buffers for forward start, taken before that is seen."""
     _drawn: Any = None
-    """What a batch was drawn from first since the step end, and whose pass goes on."""
+    """Loader that gave the first batch since step end, while its pass goes on."""
     ended: int = -1
-    """Steps that have ended since attach, which takes a step end before any has."""
+    """Number of steps that have ended since attach; -1 until attach takes a first step end."""
     _ahead: weakref.WeakKeyDictionary[lookahead.Lookahead, dict[str, Any]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    """What the last batch of each iterator was drawn with."""
+    """States of generators, and workers' seed, with which each iterator drew its last batch."""
     _holding: weakref.WeakSet[lookahead.Lookahead] = field(default_factory=weakref.WeakSet)
-    """Those that held a batch at the step end."""
+    """Iterators that held a batch at step end."""
     _data: Any = None
-    """What the loop learns from, where its batches are drawn ahead: a dataset."""
+    """Dataset that the loop learns from, where its batches are drawn ahead."""
     refused: StateError | None = None
-    """An extra was found to be taken at the wrong instant: nothing is saved any more."""
+    """Error of an extra that is taken at the wrong instant: nothing is saved any more."""
     _types: Any = None
     _taken: dict[str, Any] = field(default_factory=dict)
-    """By extra, its state as it was last taken for step end."""
+    """State of each extra as it was last taken for step end."""
 
     def __post_init__(self) -> None:
-        """Look at what the loop draws, unless it says that it takes batches ahead."""
+        """Watch what the loop draws, unless it says that it takes batches ahead."""
         ahead = any(isinstance(each.subject, Prefetched) for each in self.inventory.extras)
         self.draws = Draws(self.inventory.model, on=not ahead)
 
@@ -76,7 +76,7 @@ class Instants:
         self.inventory.burden.step_ended({**self.inventory.taken, **self._taken})
 
     def forget(self) -> None:
-        """The state was replaced inside an iteration: nothing is known of its boundary."""
+        """Forget the boundary state: the live state was replaced inside an iteration."""
         self.step, self._extras, self._early = -1, None, None
         self.ended = -1  # as at attach: what is drawn next need not follow a step
 
@@ -89,9 +89,9 @@ class Instants:
         return {} if held is None else {lookahead.NAME: held}
 
     def _private(self, extra: Extra) -> Any:
-        """Its state, plain: what the subject does next cannot change it.
+        """Return the extra's state, plain, so that what the object does next cannot change it.
 
-        The same object as last time, if it has not changed.
+        It is the same object as last time, if it has not changed.
         """
         began_s, last = time.perf_counter(), self._taken.get(extra.name)
         path = boundary.join("extras", extra.name)
@@ -100,7 +100,7 @@ class Instants:
         return taken
 
     def standing(self) -> dict[str, Any]:
-        """Return what step end would be if the step ended now; keep nothing."""
+        """Return the state that step end would have if the step ended now, without keeping it."""
         with users_code():
             return {"rng": rng.capture(), "extras": self._positions()}
 
@@ -125,8 +125,8 @@ class Instants:
             loader.outside(first=self.ended == 0)
         ours = [e for e in self.inventory.extras if e.subject is loader and e.instant != "forward"]
         if not drawing and self._is_next(self._drawn) and self._is_learnt(loader):
-            self._drawn = None  # what drew was a look at the same data
-        # Once a loader has drawn, what others do comes behind that, and is done again with it; but
+            self._drawn = None  # that batch was a look at the same data
+        # Once a loader has drawn, what others draw comes after that and is drawn again with it; but
         # a pass that has ended meanwhile is not.
         if self._drawn is not None and (drawing or loader is not self._drawn):
             return False
@@ -143,7 +143,7 @@ class Instants:
         return True
 
     def goes_on(self, iterator: lookahead.Lookahead) -> bool:
-        """What it draws next follows the step end, as what an extra draws does."""
+        """Tell whether the iterator's next draw follows step end, as a draw of an extra does."""
         goes_on = iterator.redraw is not None or iterator in self._holding
         if goes_on:
             self._data = iterator.base.dataset
@@ -153,18 +153,18 @@ class Instants:
         return self._data is not None and getattr(loader, "dataset", None) is self._data
 
     def _is_next(self, iterator: Any) -> bool:
-        """It makes the pass behind the one that was over at the step end, or was left then."""
+        """Tell whether it makes the pass after the one that was over, or was left, at step end."""
         if not isinstance(iterator, lookahead.Lookahead) or iterator in self._holding:
             return False
         over = not any(each.holds for each in self._held_here())
         return over and self._is_learnt(iterator.base)
 
     def _held_here(self) -> list[lookahead.Lookahead]:
-        """Those that have drawn since attach: others may be left over from anything."""
+        """Return those of `_holding` that have drawn since attach: others may be from anything."""
         return [each for each in self._holding if each in self._ahead]
 
     def drawing_ahead(self, iterator: lookahead.Lookahead) -> None:
-        """A batch is drawn that the loop is given later: it may have to be drawn again."""
+        """Note generators before a batch is drawn for later: it may have to be drawn again."""
         with users_code():
             self._ahead[iterator] = {
                 **generators(self.inventory.extras),
@@ -197,14 +197,14 @@ class Instants:
     def collect(self, *, sure: bool = True) -> Collected:
         """Return the state at forward start, with buffers as they were before any training forward.
 
-        Unless `sure`, with such tensors as a glance tells.
+        Unless `sure`, its tensors are those that the cheaper `Inventory.glance` finds.
         """
         with users_code():
             collected = self.inventory.collect() if sure else self.inventory.glance()
         return collected if self._early is None else holding(collected, self._early[1])
 
     def encode(self, collected: Collected, step: int, *, seen: bool) -> tuple[bytes, bytes]:
-        """The blobs of `trees`."""
+        """Return the encoded values of step end and forward start, see `trees`."""
         return self.encoded(*self.trees(collected, step, seen=seen))
 
     def trees(
@@ -231,7 +231,7 @@ class Instants:
         return first, second
 
     def encoded(self, first: dict[str, Any], second: dict[str, Any]) -> tuple[bytes, bytes]:
-        """As a manifest has them; proved to come back whenever their types have changed.
+        """Encode both for a manifest; where types have changed, prove that they come back.
 
         Raises:
             StateError: they do not; its path is named. Or an extra's instant is wrong.
@@ -247,7 +247,7 @@ class Instants:
 
 
 def holding(collected: Collected, kept: Mapping[str, torch.Tensor]) -> Collected:
-    """The same state with private copies of some tensors, by name, in place of the live ones."""
+    """Return the state with private copies of some tensors, by name, in place of the live ones."""
     lives = tuple(
         replace(live, tensor=kept[live.name], sync=True) if live.name in kept else live
         for live in collected.lives
@@ -256,13 +256,13 @@ def holding(collected: Collected, kept: Mapping[str, torch.Tensor]) -> Collected
 
 
 class _UsersCode:
-    """See `users_code`; a class, because it comes at every instant of every step."""
+    """Context of `users_code`; a class, because it is entered at every instant of every step."""
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """End, with the error."""
+        """Raise a `StateError` for an error that is not lightck's own."""
         if isinstance(error, Exception) and not isinstance(error, LightckError):
             raise StateError(f"the state cannot be taken: {error!r}") from error
 
@@ -271,5 +271,5 @@ _users_code = _UsersCode()
 
 
 def users_code() -> _UsersCode:
-    """What calls the user's `state_dict`: its errors become background errors like all others."""
+    """Enclose calls of the user's `state_dict`: its errors become background errors."""
     return _users_code

@@ -1,22 +1,22 @@
-"""The boundary state of every step, due or not, is kept while the failure path is armed.
+"""Keep the boundary state of every step, due or not, while the failure path is armed.
 
 That is I10 (the boundary journal). The state is taken at step end and at forward start, and kept
 twice: in private memory, for a just-in-time snapshot that this process makes (`held`), and in the
 region's journal, for one that a survivor of its node makes when this process has been killed. What
 only an update changes is not in it: that stays live.
 
-An entry of the journal is a parcel (`parcel.py`) of this tree; `entry.unpacked` reads one.
+An entry of the journal is this tree as a blob (`parcel.py`); `entry.unpacked` decodes one.
 
     first         as `Instants.trees` gives it: what `at_step` of a manifest decodes to
-    second        likewise `at_forward`. Of kind STEP_END: values as they are where the step ends,
-                  without generators; of kind FORWARD: as at forward start, with generators if one
-                  was seen; of kind FENCE: as of STEP_END, as if the step ended at the fence
+    second        what `at_forward` decodes to. Of kind STEP_END: values as they are where the step
+                  ends, without generators; of kind FORWARD: as at forward start, with generators
+                  if one was seen; of kind FENCE: as of STEP_END, as if the step ended at the fence
     tensors       name -> {role, layer, holders, tensor}: this rank's own small tensors as they are
                   then: all that a snapshot copies at forward start (buffers, small tensors of
                   extras, what was found torn twice), and small ones of optimizers' options and
                   attributes. Neither ties, which have no bytes, nor shares, shards, large tensors
                   of extras, and what a device holds
-    share_digest  of the share map then
+    share_digest  digest of the share map then
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from lightck.region.native import RECORD_EARLY
 from lightck.region.region import Region
 
 MOST_BYTES = 8 << 20
-"""Copied at each instant at most: more would cost every step a millisecond."""
+"""Bytes copied at each instant at most: more would cost every step a millisecond."""
 
 DOUBT_STEPS = 8
-"""Every so many steps all tensors are looked up; at every one for so long after a change."""
+"""All tensors are looked up once in so many steps, and in each of so many after a change."""
 
 REST_STEPS = 64
-"""For which no entry is written after one that was too large: finding that out costs, too."""
+"""Steps without an entry after one that was too large: finding that out costs, too."""
 
 
 def _torn(step: int, why: str) -> TornSnapshotError:
@@ -68,49 +68,49 @@ def _torn(step: int, why: str) -> TornSnapshotError:
 
 @dataclass(eq=False)
 class _Sorted:
-    """Tensors by what is done with them, for as long as the tuple is the same."""
+    """Tensors sorted by what is done with them, for as long as the tuple is the same."""
 
     lives: tuple[Live, ...]
     own: list[Live] = field(init=False)
     watched: list[torch.Tensor] = field(init=False)
-    """All but what is copied."""
+    """Tensors that are watched for changes: all but those that change in the window."""
     ahead: Ahead = field(init=False)
-    """Of these."""
+    """Prefetch hints for `watched`."""
 
     def __post_init__(self) -> None:
-        """Sort."""
+        """Sort the tensors."""
         self.own = [live for live in self.lives if is_own(live)]
         self.watched = [live.tensor for live in watched(self.lives, private=True)]
         self.ahead = Ahead(self.watched)
 
 
 def is_own(live: Live) -> bool:
-    """Copied at each instant: it changes in the window, or is small and nowhere else."""
+    """Tell whether it is copied at each instant: it changes in the window, or is a small option."""
     option = "/@group/" in live.name or "/@attribute/" in live.name
     small = option and live.local.nbytes <= SMALL_EXTRA_BYTES and is_readable(live.local)
     return live.alias_of is None and (live.sync or small)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """False as well where a device holds them: it may hang, and is not waited for."""
+    """Compare the tensors; False also if a device, which may hang, holds one."""
     readable = all(is_readable(dtensor.local(each)) for each in (one, other))
     return readable and torch.equal(one, other)
 
 
 @dataclass(eq=False)
 class Journaled:
-    """Takes the boundary state of each step. On the training thread, under the recorder's lock."""
+    """Keeps the boundary state of each step. On the training thread, under the recorder's lock."""
 
     instants: Instants
     region: Region
     region_lost: Callable[[LightckError], None]
-    """Hears that the region takes no more."""
+    """Called with the error when the region takes no more."""
     habit: Habit
-    """Of several ranks: whether an iteration that is left off has come to its fence."""
+    """Predicts, for several ranks, whether an iteration that is left off has come to its fence."""
     stood: Callable[[bool], None] = lambda begun: None
-    """Hears of each instant, and whether it is forward start."""
+    """Called at each instant; says whether it is forward start."""
     step: int = -1
-    """What is kept, or could not be, is of this step."""
+    """Step that the kept state is of, or whose state could not be kept."""
     ended: Instant | None = None
     """The step end of the last step that ended; None: taking it failed."""
     begun: Instant | None = None
@@ -118,56 +118,56 @@ class Journaled:
     unwritten: LightckError | None = None
     """The last error that kept an instant, or its entry, from being taken."""
     peers: bool = False
-    """Other ranks may have to finish the update that this one is killed in."""
+    """True if other ranks may have to finish the update that this one is killed in."""
     weights: Weights = field(default_factory=Weights)
     _writes: bool = False
-    """The timeline is durable: entries can be of it."""
+    """True once the timeline is durable: entries can be of it."""
     _doubts: int = 0
-    """Steps for which all tensors are looked up, since they have been others lately."""
+    """Number of steps for which all tensors are still looked up, since some were replaced."""
     _base: _Sorted = field(default_factory=lambda: _Sorted(()))
     """Tensors of model and optimizers."""
     _more: _Sorted = field(default_factory=lambda: _Sorted(()))
     """Tensors of extras, and of optimizers' options and attributes."""
     _shelf: Shelf | None = None
-    """For what changes in the window, and what an entry has besides; None: too much."""
+    """Copy buffer for what changes in the window, and what an entry has besides; None: too much."""
     _sealing: Sealing = field(default_factory=Sealing)
     _told: set[type[LightckError]] = field(default_factory=set)
     once: _Once = field(init=False)
     _rests_until: int = 0
-    """The step from which on entries are written again."""
+    """Step from which on entries are written again."""
     _fenced: int = -1
-    """The step that the last update completes, or is to complete."""
+    """Step that the last update completes, or is to complete."""
     _left: tuple[int, bytes] = (-1, b"")
-    """Step and blob of the last entry that was left before a fence."""
+    """Step and blob of the last entry written before a fence; no blob if it is void."""
     _update: dict[int, tuple[int, bytes]] = field(default_factory=dict)
-    """By kind, step and blob of the last fence entry, and of a step's first step-end entry."""
+    """Step and blob, by kind, of the last fence entry and of a step's first step-end entry."""
 
     def __post_init__(self) -> None:
-        """Tell what goes wrong."""
+        """Make the context that reports errors."""
         self.once = _Once(self._tell)
 
     def entry(self, kind: int) -> JournalEntry | None:
-        """What lies on both sides of the last update: FENCE, and the first STEP_END behind it.
+        """Return the entry before the last update (FENCE), or the first one behind it (STEP_END).
 
-        The journal has them no more where position and generators have been taken again since. Any
-        thread.
+        None: there is none. The journal has these no more where position and generators have been
+        taken again since. Any thread.
         """
         step, blob = self._update.get(kind, (0, b""))
         timeline = self.region.timeline
         return JournalEntry(kind, step, timeline, 0, 0, RECORD_EARLY, blob) if blob else None
 
     def forget(self, step: int) -> None:
-        """A step has ended: what was kept is of an older one."""
+        """Forget what is kept of an older step: `step` has ended."""
         self.step, self.ended, self.begun = step, None, None
         self.weights.forget()
 
     def step_ended(self, step: int) -> None:
         """Take the step end; once more where position and generators have been taken again.
 
-        Not while others stand in for the weights: then the first one serves.
+        Not while others, an average say, stand in for the weights: the first one serves then.
         """
         before, self.ended = self.ended, None
-        if self.peers and self._fenced != step:  # none came: a scaler left it out
+        if self.peers and self._fenced != step:  # no fence came: a scaler left the update out
             self.habit.no_fence()
             if self._left[0] == step:
                 self._update[FENCE] = self._left
@@ -181,7 +181,7 @@ class Journaled:
         """Take the forward start, where it is seen or was missed; None if that failed.
 
         Unless `sure`, which the due snapshot needs, tensors that were the same for some steps are
-        looked up anew at times only. Should one be another by then, `late` finds it.
+        looked up only once in `DOUBT_STEPS`. If one has been replaced by then, `late` finds it.
         """
         self.begun = None
         sure = sure or self._doubts > 0 or step % DOUBT_STEPS == 0
@@ -194,13 +194,13 @@ class Journaled:
         return self.begun
 
     def late(self, *, early: bool = False) -> Instant:
-        """The last step as it was, though its next forward has begun.
+        """Return the last step as it was, though its next forward has begun.
 
         Args:
             early: as of step end, even if forward start is kept, too.
 
         Raises:
-            TornSnapshotError: that is not known any more.
+            TornSnapshotError: that state is not known any more.
         """
         kept = self.ended if early or self.begun is None else self.begun
         if kept is None:
@@ -216,7 +216,7 @@ class Journaled:
     def moved(self, *, early: bool) -> str:
         """Name a weight that is not what it was at forward start, or if `early` at step end.
 
-        At forward start its bytes tell. Empty: none is, as far as can be seen.
+        For forward start only bytes are compared. Empty: none, as far as can be seen.
         """
         return self.weights.moved(self.instants.inventory.shared(), early=early)
 
@@ -230,10 +230,11 @@ class Journaled:
         return all(same)
 
     def fenced(self, step: int) -> None:
-        """An update begins: write what the end of `step`, which it completes, will have as it is.
+        """Write the fence entry: an update begins that completes `step`.
 
-        For survivors of a process that is killed inside it; nothing where there are none. Touches
-        nothing that is kept of the last step.
+        It has what the end of `step` will have, as it is now, for survivors of a process that is
+        killed inside the update; without other ranks nothing is written. What is kept of the last
+        step stays as it is.
         """
         if self.peers:
             self.habit.fence(step)
@@ -241,20 +242,20 @@ class Journaled:
             self._at_fence(step)
 
     def leave(self, step: int) -> None:
-        """Write what a fence writes, where the training is before it, by habit.
+        """Write the fence entry of `step` before its fence: by habit, nothing changes in between.
 
-        Where it goes on, its fence writes only if something has changed after all. `entry` gives
-        that of the last update still: of a rank that waits with all of its own gradients for one
-        which is killed in that update.
+        If training goes on, its fence writes again only if something has changed after all. `entry`
+        still gives that of the last update: a rank that waits here, with all of its own gradients,
+        may wait for one that is killed in that update.
         """
         if self._left[0] != step:
             self._left = step, b""
         self._at_fence(step)
 
     def take_back(self, step: int) -> None:
-        """What was left before the fence of `step` is not what that will have: it tells nothing.
+        """Void the entry written before the fence of `step`: it is not what the fence will have.
 
-        Peers cannot be ahead yet: the gradient that says so is in no allreduce.
+        Peers cannot be ahead yet: the gradient that shows this is in no allreduce.
         """
         if self._left[0] == step and self._left[1]:
             self._left = step, b""
@@ -290,9 +291,9 @@ class Journaled:
         return Instant(kind, step, *trees, collected, copies, sources)
 
     def _sort(self, collected: Collected) -> Shelf | None:
-        """Sort the tensors, as far as they are others now; the shelf that there is may serve.
+        """Sort the tensors, as far as they are others now, and return a copy buffer for them.
 
-        None: what an entry would have is too much.
+        It is the last one if that fits. None: an entry would have too much.
         """
         base, more = collected.base, collected.lives[len(collected.base) :]
         if self._base.lives is not base:
@@ -321,7 +322,7 @@ class Journaled:
         shelf: Shelf,
         copies: Mapping[str, torch.Tensor],
     ) -> None:
-        """Write what has just been put on the shelf, and the rest."""
+        """Write an entry of what has just been copied to the buffer, and the rest."""
         if not self._writes:
             return
         if step < self._rests_until:
@@ -332,17 +333,17 @@ class Journaled:
             if first or (kind == FENCE and step == self._fenced):
                 self._update[kind] = step, blob
             if kind == FENCE and self._left == (step, blob):
-                return  # it lies there
+                return  # the journal has it
             write_entry(self.region.native, kind, step, self.region.timeline, blob)
             if kind == FENCE and self._left[0] == step:
                 self._left = step, blob
         except RegionFullError:
             self._rests_until = step + REST_STEPS
-            if self.peers:  # who else reads it
+            if self.peers:  # without them nobody reads it
                 raise
 
     def begin(self, step: int, *, peers: bool) -> None:
-        """The timeline is durable: write the first entry, and say what cannot be had."""
+        """Write the first entry, as the timeline is durable, and warn of what cannot be kept."""
         self._writes, self.peers = True, peers
         self.step_ended(step)
         if isinstance(self.unwritten, RegionFullError):
@@ -363,10 +364,10 @@ class Journaled:
             )
 
     def _tell(self, raised: Exception) -> None:
-        """Each kind of error is told once: it would come at every step.
+        """Report an error, and warn of each kind once: it would come at every step.
 
-        Told in the log, for nothing is lost yet: a due snapshot will fail by itself, and what is
-        saved just in time says why it is not. A region that takes no more is another matter.
+        It is only logged, for nothing is lost yet: a due snapshot will fail by itself, and a
+        just-in-time save says why it fails. A region that takes no more is reported as well.
         """
         error = raised
         if not isinstance(error, LightckError):
@@ -381,15 +382,15 @@ class Journaled:
 
 @dataclass(frozen=True, eq=False)
 class _Once:
-    """What nobody has asked for ends no training: its errors are told."""
+    """Context that reports errors and does not raise them: nobody asked for this work."""
 
     tell: Callable[[Exception], None]
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """Every error that is no interrupt ends here."""
+        """Report every error that is no interrupt, and suppress it."""
         if isinstance(error, Exception):
             self.tell(error)
             return True

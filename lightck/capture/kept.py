@@ -1,4 +1,4 @@
-"""What is kept of one instant of a step, and whether what stands is still of it."""
+"""Keep the state of one instant of a step, and tell whether the live state is still of it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lightck.region.native import RECORD_EARLY
 
 @dataclass(frozen=True, eq=False)
 class Instant:
-    """What is known of one instant of one step."""
+    """State that is kept of one instant of one step."""
 
     kind: int
-    """STEP_END or FORWARD."""
+    """Kind of the instant: STEP_END or FORWARD."""
     step: int
     first: dict[str, Any]
     second: dict[str, Any]
-    """See `Instants.trees`."""
+    """Values of step end (`first`) and of forward start (`second`), see `Instants.trees`."""
     collected: Collected
-    """Everything at forward start; at step end a new parameter or its state may be missing."""
+    """All state at forward start; at step end a new parameter or its state may be missing."""
     copies: dict[str, torch.Tensor] | None
-    """Private, of what changes in the window, by name; None: too much for every step."""
+    """Private copies, by name, of what changes in the window; None: too much for every step."""
     watched: Sources | None = None
-    """Every other tensor at forward start, with version and address, to see a change by."""
+    """Every other tensor at forward start, with version and address, by which changes are seen."""
 
     @property
     def early(self) -> bool:
@@ -39,14 +39,14 @@ class Instant:
 
     @property
     def flags(self) -> int:
-        """For the record of a snapshot."""
+        """Flags for the commit record of a snapshot of this instant."""
         return RECORD_EARLY if self.early else 0
 
     def changed(self, shared: Sequence[Live]) -> str:
         """Name what is seen to have changed since forward start; empty if nothing is.
 
         Args:
-            shared: model and optimizers, just looked up.
+            shared: tensors of model and optimizers, just looked up.
         """
         private = self.copies is not None
         then = watched(self.collected.lives[: len(shared)], private=private)
@@ -61,5 +61,5 @@ class Instant:
 
 
 def watched(lives: Sequence[Live], *, private: bool) -> list[Live]:
-    """All but what is kept privately."""
+    """Return all tensors; if `private`, without those that are copied privately."""
     return [live for live in lives if not (private and live.sync)]
