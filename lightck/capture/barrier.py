@@ -1,9 +1,9 @@
-"""The commit barrier that capture is given says which steps are due, and which count.
+"""Define the commit barrier, which says which steps are due and which snapshots count.
 
 Capture knows no ranks. It tells the barrier what becomes of every due step on this rank, exactly
-once: opened before the slot's invalidation, then committed here, or lost. What became of the step
-over all ranks is its *fate*; a snapshot counts when that is `whole`. `lightck.distributed.job` has
-the barrier of several ranks; `Alone` is that of one.
+once: opened before the slot's invalidation, then committed here, or lost. The step's outcome over
+all ranks is its *fate*; a snapshot counts when that is `whole`: every rank has committed it.
+`lightck.distributed.job` has the barrier of several ranks; `Alone` is that of one.
 """
 
 from __future__ import annotations
@@ -16,70 +16,74 @@ from lightck.types import Fate, Moment, Policy
 
 
 class Barrier(Protocol):
-    """Thread: any, the caller holds the recorder's lock; nothing here waits, but `wait`."""
+    """Commit barrier of the job, as capture sees it.
+
+    For any thread, with the recorder's lock held. Only `wait`, `close` and `leave` wait.
+    """
 
     alone: bool
-    """No other rank takes part: a step that slips is made up for by the next."""
+    """True if no other rank takes part: the next step then makes up for one that is skipped."""
 
     def due(self, moment: Moment, policy: Policy) -> bool:
-        """Whether the step that ends now is due, on every rank."""
+        """Tell whether the step that ends now is due; every rank gets the same answer."""
         ...
 
     def request(self, step: int) -> bool:
-        """Make the last step due, as every rank does now; False if it has had its turn already."""
+        """Make the last step due, as every rank does now; return False if it had its turn."""
         ...
 
     def opening(self, step: int) -> str | None:
-        """A slot is about to be invalidated for a due step; or why no snapshot may be opened.
+        """Announce that a slot is about to be invalidated for a due step.
 
-        Asked again for the same step it gives the same answer, unless the step was lost meanwhile.
+        Returns why no snapshot of it may be opened; None if one may. Asked again for the same step
+        it gives the same answer, unless the step was lost meanwhile.
         """
         ...
 
     def sample(self, step: int) -> None:
-        """Take note that a due step's snapshot is open, and that this thread is at forward start.
+        """Note that a due step's snapshot is open, and that this thread is at forward start.
 
-        What several ranks hold alike is looked at now: nothing changes it meanwhile.
+        Samples of what several ranks hold alike are taken now: nothing changes it meanwhile.
         """
         ...
 
     def committed(self, step: int, form: bytes) -> None:
-        """This rank's record is durable; `form` must be the same on every rank."""
+        """Note that this rank's record is durable; `form`, a fingerprint, must be alike on all."""
         ...
 
     def lost(self, step: int, why: str, *, for_good: bool = False) -> None:
-        """This rank has no snapshot of the step; of no effect on one that has had its turn.
+        """Note that this rank has no snapshot of the step; ignored if that has had its turn.
 
-        `for_good`: it takes no more snapshots.
+        `for_good`: this rank takes no more snapshots.
         """
         ...
 
     def fate(self, step: int) -> Fate:
-        """What became of a step that this rank has committed, as far as is known here."""
+        """Return the fate of a step that this rank has committed, as far as it is known here."""
         ...
 
     def why_dead(self, step: int) -> str:
-        """Who made it dead, and why."""
+        """Say which rank made the step dead, so that its snapshot counts nowhere, and why."""
         ...
 
     def wait(self, step: int, seconds: float) -> None:
-        """Wait until the fate of a step is known, or `seconds`."""
+        """Wait until the fate of a step is known, `seconds` at most."""
         ...
 
     def compared(self) -> tuple[int, int]:
-        """How many samples of replicas were compared, and how many could not be."""
+        """Return how many samples of replicas were compared, and how many could not be."""
         ...
 
     def troubles(self) -> Iterable[LightckError]:
-        """What went wrong between the ranks since the last call; each is given once."""
+        """Return the errors between the ranks since the last call; each is given once."""
         ...
 
     def begin_close(self) -> None:
-        """The next snapshot is that of the last step, due or not, here as on every rank."""
+        """Note that the next snapshot is the last step's, due or not, here as on every rank."""
         ...
 
     def close(self, last: int | None, why: str, seconds: float) -> int | None:
-        """Agree on the last step, and part; waits, about `seconds` at most.
+        """Agree on the last step with all ranks, and leave; waits about `seconds` at most.
 
         Args:
             last: the last step, if this rank holds a durable snapshot of it.
@@ -90,71 +94,71 @@ class Barrier(Protocol):
             The last step, which every rank holds; None if there was nothing to copy.
 
         Raises:
-            CoordinationError: it is not held by every rank, and by which not.
+            CoordinationError: not every rank holds it; names those that do not.
         """
         ...
 
     def leave(self, why: str, seconds: float) -> None:
-        """Part without a last step, and say so; fates are waited for, `seconds` at most."""
+        """Leave the barrier without a last step, and say so; waits `seconds` at most for fates."""
         ...
 
 
 class Alone:
-    """One rank: the policy decides, and what is committed is whole."""
+    """Barrier of a single rank: the policy decides, and what is committed here counts at once."""
 
     alone = True
 
     def due(self, moment: Moment, policy: Policy) -> bool:
-        """See `Barrier`; the same holds for all below."""
+        """Ask the policy. See `Barrier` for this and the methods below."""
         return policy.due(moment)
 
     def request(self, step: int) -> bool:
-        """Any number of snapshots may be taken of one step."""
+        """Allow it: any number of snapshots may be taken of one step."""
         return True
 
     def opening(self, step: int) -> str | None:
-        """Nobody forbids it."""
+        """Allow it: no other rank can forbid it."""
         return None
 
     def sample(self, step: int) -> None:
-        """There are no replicas."""
+        """Do nothing: there are no replicas."""
 
     def committed(self, step: int, form: bytes) -> None:
-        """Nobody else wants to know."""
+        """Do nothing: there is no other rank to tell."""
 
     def lost(self, step: int, why: str, *, for_good: bool = False) -> None:
-        """Nobody else wants to know."""
+        """Do nothing: there is no other rank to tell."""
 
     def fate(self, step: int) -> Fate:
-        """Whole at once."""
+        """Return `Fate.WHOLE`: what this rank has committed counts."""
         return Fate.WHOLE
 
     def why_dead(self, step: int) -> str:
-        """Never."""
+        """Raise an `AssertionError`: no step of a single rank is dead."""
         raise AssertionError(f"step {step} of one rank is dead")
 
     def wait(self, step: int, seconds: float) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: fates are known at once."""
 
     def compared(self) -> tuple[int, int]:
-        """There are no replicas."""
+        """Return zeros: there are no replicas."""
         return 0, 0
 
     def troubles(self) -> Iterable[LightckError]:
-        """None."""
+        """Return no errors: there is no other rank."""
         return ()
 
     def begin_close(self) -> None:
-        """Nobody else wants to know."""
+        """Do nothing: there is no other rank to tell."""
 
     def close(self, last: int | None, why: str, seconds: float) -> int | None:
-        """Nobody has to agree."""
+        """Return `last` at once: no other rank has to agree."""
         return last
 
     def leave(self, why: str, seconds: float) -> None:
-        """Nobody waits."""
+        """Do nothing: no other rank waits."""
 
 
 def is_final(error: BaseException) -> bool:
-    """The region is latched, or a device has failed: there are no more snapshots."""
+    """Tell whether no snapshot can follow: the region is latched, or a device has failed."""
     return isinstance(error, RegionIOError | PreviousPersistError | DeviceError)

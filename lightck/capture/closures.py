@@ -1,13 +1,13 @@
-"""Updates whose optimizer is given a closure: forward and backward run inside of `step(closure)`.
+"""Follow optimizers that are given a closure: forward and backward run inside `step(closure)`.
 
 An optimizer that calls its closure once, before it changes anything, updates from there on: its
-update begins where the closure returns, and what runs inside is an ordinary iteration. So do
-torch's own, but for LBFGS, and only they are believed to: of all others an update begins with
-`step`, as without a closure, and the state is mixed inside of it. So it is, too, where hooks of
-others come between: they may change parameters, or put another closure in the place of this one.
+update begins where the closure returns, and what runs inside is an ordinary iteration. torch's own
+optimizers but LBFGS do that, and only they are trusted to. For all others an update begins with
+`step`, as without a closure, and inside it the state is mixed. So it is, too, where others' hooks
+come between: they may change parameters, or put another closure in the place of this one.
 
-Who is seen to do otherwise is not believed again. Fused updates move no version counter, so that
-what is seen proves the worse, never the better.
+An optimizer that is seen to do otherwise is not trusted again. Fused updates move no version
+counter: what is seen can prove that an optimizer does otherwise, never that it does not.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ _NAMES = (
     *("RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
 )
 CALL_FIRST = frozenset(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
-"""They call their closure once, before they change anything. They alone, no class made of them."""
+"""Classes, without subclasses, that call their closure once, before they change anything."""
 OURS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-"""Global pre-hooks of handles, which change nothing of an optimizer they do not know."""
+"""Global pre-hooks of lightck's handles, which leave optimizers that they do not know alone."""
 
 
 class Begins(Protocol):
-    """`Listener.update_begins`."""
+    """Signature of `hooks.Listener.update_begins`."""
 
     def __call__(
         self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
     ) -> None:
-        """See there."""
+        """Note that an update begins; see `hooks.Listener.update_begins`."""
 
 
 @dataclass(eq=False)
 class Call:
-    """What an optimizer calls in one step, in place of the closure that it was given."""
+    """Takes the closure's place in one step, to see where it is called and where it returns."""
 
     closures: Closures
     closure: Callable[..., Any]
     optimizer: Optimizer
     frame: FrameType | None
-    """That runs the step; it holds this, so it is let go of where the closure ends."""
+    """Frame that runs the step; it holds this object, so it is dropped when the closure ends."""
     versions: list[int]
-    """Of the parameters, where the step begins."""
+    """Versions of the parameters where the step begins."""
     begun: bool = False
-    """The update has."""
+    """True once the update has begun."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The closure; where it returns the update begins."""
+        """Call the closure; the update begins where it returns."""
         self.closures.before(self)
         try:
             result = self.closure(*args, **kwargs)
@@ -74,35 +74,38 @@ class Call:
 
 @dataclass(eq=False)
 class Closures:
-    """Of one handle. On the training thread; what `Call` calls is kept out of dynamo's tracing."""
+    """Finds where updates with a closure begin, for one handle. On the training thread.
+
+    What `Call` calls is kept out of dynamo's tracing.
+    """
 
     begins: Begins
     owns: Callable[[Optimizer], bool]
-    """Whether an optimizer is one of the job's, or changes one of its parameters."""
+    """Tells whether an optimizer is one of the job's, or changes one of its parameters."""
     untraced: Callable[[Any], Any]
     defers: bool = True
-    """False: every update begins with its `step`."""
+    """True if updates may begin where the closure returns; else each begins with its `step`."""
     _running: list[Call] = field(default_factory=list)
     """Closures that run, and whose updates have not begun; the outermost first."""
     _disbelieved: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     _told: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
-        """What is called around a closure is not compiled; what runs inside of it may be."""
+        """Keep dynamo out of what is called around a closure; what runs inside may be compiled."""
         self.before = self.untraced(self._before)
         self.after = self.untraced(self._after)
         self.left = self.untraced(self._left)
 
     def stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """An optimizer's step is called: its update begins now, or where its closure returns.
+        """Note that `step` is called: the update begins now, or where the closure returns.
 
         Args:
-            optimizer: whose.
-            args: of its `step`, the optimizer first.
-            kwargs: likewise.
+            optimizer: the optimizer whose `step` is called.
+            args: positional arguments of `step`, the optimizer first.
+            kwargs: keyword arguments of `step`.
 
         Returns:
-            What `step` is to be called with instead, as a pre-hook says it; None: just these.
+            Arguments to call `step` with instead, as a pre-hook returns them; None: these.
         """
         closure = _closure_of(args, kwargs)
         if not callable(closure) or not self._is_believed(optimizer):
@@ -115,12 +118,12 @@ class Closures:
         return (args[0], call, *args[2:]), kwargs
 
     def stepped(self, args: Any, kwargs: Any) -> None:
-        """A step that was called with these returns: by then its update has begun."""
+        """Note that `step` returns, which had these arguments: its update has begun by then."""
         closure = _closure_of(args, kwargs)
         while isinstance(closure, Call):
             if closure.closures is self and not closure.begun:
                 self._has_begun(closure, "has not called its closure")
-            closure = closure.closure  # of two handles that know the optimizer each has its own
+            closure = closure.closure  # each handle that knows the optimizer has its own
 
     def _is_believed(self, optimizer: Optimizer) -> bool:
         if not self.defers or optimizer in self._disbelieved or not self.owns(optimizer):
@@ -129,7 +132,7 @@ class Closures:
             self._tell(optimizer, "is not known to call its closure first, and once")
             return False
         hooks = *hooked._global_optimizer_pre_hooks.values(), *_own_hooks(optimizer)
-        if all(any(hook is ours for ours in OURS) for hook in hooks):  # theirs may not hash
+        if all(any(hook is ours for ours in OURS) for hook in hooks):  # others' may not be hashable
             return True
         self._tell(optimizer, "has hooks of others before its step")
         return False
@@ -142,7 +145,7 @@ class Closures:
     def _begin(
         self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
     ) -> None:
-        """An update begins. One inside of another's closure makes that other's begin, too."""
+        """Report that an update begins; inside another's closure that other's begins, too."""
         if self._running and self.owns(optimizer):
             outer, self._running = self._running, []
             for call in outer:
@@ -156,7 +159,7 @@ class Closures:
             self._begin(call.optimizer, frame, unseen=unseen)
 
     def _has_begun(self, call: Call, why: str) -> None:
-        """It has changed something, perhaps, before anybody knew."""
+        """Report an update that may have changed something already; trust its optimizer no more."""
         self._disbelieved.add(call.optimizer)
         self._tell(call.optimizer, why)
         self._begin_of(call, unseen=True)
@@ -178,7 +181,7 @@ class Closures:
         self._begin_of(call)
 
     def _left(self, call: Call) -> None:
-        """By an exception: nothing has begun."""
+        """Forget a closure that was left by an exception: no update has begun."""
         call.frame = None
         if call in self._running:
             self._running.remove(call)

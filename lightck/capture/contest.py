@@ -1,4 +1,4 @@
-"""One way against another, decided by trying: no rate predicts either on a busy machine.
+"""Choose between two ways by trial (A/B): no rate predicts either on a busy machine.
 
 The way in use is watched. When it costs more than it should, the other one is tried, and stays if
 it costs at most a part of what the first did. A lost trial is repeated, ever more rarely.
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 WORTH = 0.5
-"""A trial is won by what costs at most this part of what the first way did."""
+"""A trial is won at a cost of at most this fraction of the first way's."""
 LOOKS = 3
-"""Costs that a decision rests on."""
+"""Number of costs that a decision rests on, by their median."""
 PATIENCE = 64
-"""Costs after a lost trial before the next one; doubles every time."""
+"""Number of costs between a lost trial and the next one; doubles every time."""
 
 
 class Turn(Enum):
-    """What a cost has led to."""
+    """Decision that follows from a cost."""
 
     DOUBT = auto()
     """The first way costs too much: `begin` when the other is ready, or `lose`."""
@@ -31,26 +31,26 @@ class Turn(Enum):
 
 @dataclass(eq=False)
 class Contest:
-    """Knows costs only, in any unit."""
+    """Trial of two ways; it knows only what they cost, in any unit."""
 
     other: bool = False
-    """The other way is in use, on trial or for good."""
+    """True while the other way is in use, on trial or for good."""
     first_cost: float = 0.0
-    """What the first way cost when it was doubted."""
+    """Cost of the first way when it was found too high."""
     other_cost: float = 0.0
-    """What the other did, on its trial."""
+    """Cost of the other way on its trial."""
     _trying: bool = False
     _costs: deque[float] = field(default_factory=lambda: deque(maxlen=LOOKS))
     _quiet: int = 0
-    """Costs until the next trial may begin."""
+    """Number of costs until the next trial may begin."""
     _patience: int = PATIENCE
 
     def saw(self, cost: float, limit: Callable[[], float]) -> Turn | None:
-        """Learn what the way in use has cost once more.
+        """Note what the way in use has cost once more, and return what follows, if anything.
 
         Args:
-            cost: of one use.
-            limit: what the first way may cost; asked when that is to be judged.
+            cost: the cost of one use.
+            limit: returns what the first way may cost; called when that is to be judged.
         """
         self._costs.append(cost)
         self._quiet = max(0, self._quiet - 1)
@@ -69,12 +69,12 @@ class Contest:
         return Turn.DOUBT
 
     def begin(self) -> None:
-        """The other way is in use from now on, on trial."""
+        """Use the other way from now on, on trial."""
         self.other = self._trying = True
         self._costs.clear()
 
     def lose(self) -> None:
-        """Back to the first way, for longer than the last time."""
+        """Return to the first way, for longer than the last time."""
         self.other = self._trying = False
         self._costs.clear()
         self._quiet, self._patience = self._patience, 2 * self._patience

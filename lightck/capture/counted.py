@@ -1,4 +1,4 @@
-"""What `handle.stats()` says, put together from everybody's counters."""
+"""Collect the statistics of `handle.stats()` from all counters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from lightck.types import Stats
 
 
 def stats_of(recorder: Recorder) -> Stats:
-    """As of the last poll. Any thread: it neither waits for the training nor holds it up."""
+    """Return the statistics as of the last poll.
+
+    Any thread: it neither waits for the training nor delays it.
+    """
     counters, pool = recorder.outcomes.counted, recorder.pipeline.pool_stats()
     compared, uncompared = recorder.pipeline.barrier.compared()
     seconds, kept = pool["copy_ns"] / 1e9, recorder.journaled

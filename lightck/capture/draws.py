@@ -1,8 +1,8 @@
-"""Whether a loop takes its batches ahead of the step that they are for, as far as can be told.
+"""Detect loops that take batches ahead of the step that they are for, as far as can be told.
 
 It cannot be told for sure: a batch that a function makes looks like dropout, one from a second
-loader like one for the next step. So nothing is refused here; what the first steps show is said
-once, in the log.
+loader like one for the next step. So nothing is refused here; what the first steps show is logged
+once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightck.capture import rng
 from lightck.events import event
 
 STEPS = 4
-"""Looked at behind the first one, which loops of every kind begin with a batch of their own."""
+"""Number of steps watched after the first, where loops of every kind draw a batch of their own."""
 
 _FETCHED = (
     "NAMES move(s) during each step and at no other time, as where the next step's batch is fetched"
@@ -40,26 +40,26 @@ _MORE = (
 
 @dataclass(eq=False)
 class Draws:
-    """Of the first steps after attach."""
+    """Watches what is drawn in the first steps after attach."""
 
     model: nn.Module
     on: bool = True
-    """Still looking."""
+    """True while steps are still watched."""
     _counts: list[tuple[int, int]] = field(default_factory=list)
-    """By step: batches that were drawn before its forward began, and after."""
+    """For each step, the numbers of batches drawn before its forward began, and after."""
     _before: int = 0
     _after: int = 0
     _loads: bool = False
-    """Some loader was iterated: that data come from it."""
+    """True once a loader was iterated: the data come from it."""
     _end: dict[str, Any] | None = None
     _forward: dict[str, Any] | None = None
     _outside: set[str] = field(default_factory=set)
     """Generators that moved between a step's end and the next forward."""
     _inside: set[str] = field(default_factory=lambda: {"torch", "numpy", "python"})
-    """Those that moved between the forward and the end of every step."""
+    """Generators that moved between the forward and the end of every step."""
 
     def iterating(self, *, drawing: bool, inside: bool) -> None:
-        """A pass begins or ends; or (`drawing`) a batch of a loader that is followed is taken."""
+        """Note that a pass begins or ends, or if `drawing` that a followed loader gives a batch."""
         if not drawing:
             self._loads = True
             self._counts.clear()
@@ -71,14 +71,14 @@ class Draws:
             self._before += 1
 
     def forward_begins(self) -> None:
-        """The forward of a step."""
+        """Take the generators where the forward of a step begins."""
         if self.on:
             self._forward = rng.capture()
             if self._end is not None:
                 self._outside |= _moved(self._end, self._forward)
 
     def step_ended(self, states: dict[str, Any]) -> None:
-        """A step has ended; the generators stand so."""
+        """Note that a step has ended with these generators; after enough steps, log the finding."""
         if not self.on or self._forward is None:  # at attach; or the forward went unseen
             return
         self._inside &= _moved(self._forward, states)
@@ -108,12 +108,12 @@ class Draws:
 
 def _moved(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
     names = {"torch"} if not torch.equal(before["torch"], now["torch"]) else set()
-    # The same object is given of what has not moved; an equal one of what was set back.
+    # `rng.capture` gives the same object if nothing has moved, an equal one if it was set back.
     return names | {n for n in ("numpy", "python") if now[n] is not before[n]}
 
 
 def _drops(model: nn.Module) -> bool:
-    """Some module of it has a rate of dropout, as modules call it."""
+    """Tell whether a module has a rate of dropout, by the names that modules use for it."""
     for module in model.modules():
         named = {k.lower(): v for k, v in vars(module).items() if isinstance(v, int | float)}
         if "drop" in type(module).__name__.lower() and named.get("p", 0) > 0:

@@ -1,4 +1,4 @@
-"""Whether the step that has just ended is due: a policy, asked with what was measured."""
+"""Ask the policy, with what was measured, whether the step that has just ended is due."""
 
 from __future__ import annotations
 
@@ -11,46 +11,49 @@ from lightck.types import Moment, Policy
 
 @dataclass(eq=False)
 class Due:
-    """Asks the policy, through the barrier of all ranks, and remembers its last yes."""
+    """Asks the policy, through the barrier of all ranks, and remembers its last due step."""
 
     policy: Policy
     barrier: Barrier = field(default_factory=Alone)
     epoch: int = 0
-    """Epochs that the loop has marked."""
+    """Number of epochs that the loop has marked."""
     overdue: bool = False
-    """A due snapshot slipped: the next step is due instead."""
+    """True if a due snapshot was skipped: the next step is due instead."""
     step_s: float | None = None
     early: bool = False
-    """At attach the live state was an early snapshot's: what the loop makes up for is in none."""
+    """True if the state at attach was an early snapshot's.
+
+    What the loop has made up for since is in no snapshot then.
+    """
     replaced: bool = False
-    """The state has been replaced since attach."""
+    """True if the state has been replaced since attach."""
     _last: Moment | None = None
     _ended_s: float | None = None
 
     @property
     def began(self) -> bool:
-        """A step has ended since attach, or the state is another's."""
+        """Tell whether a step has ended since attach, or the state was replaced."""
         return self.replaced or self._ended_s is not None
 
     @property
     def moved(self) -> bool:
-        """The last complete step may be other than any snapshot since before attach."""
+        """Tell whether the last complete step may differ from all snapshots since before attach."""
         return self.began or self.early
 
     def go_on_from(self, step: int) -> None:
-        """The state is that of another step now."""
+        """Note that the state has been replaced by that of `step`."""
         self.replaced, self.overdue = True, False
         if self._last is not None and self._last.step >= step:
             self._last = None
 
     def ask(self, step: int, cost_s: float | None, persist_s: float | None, wanted: bool) -> bool:
-        """Whether `step`, which ends now, is due.
+        """Tell whether `step`, which ends now, is due, and remember it if it is.
 
         Args:
-            step: the step.
+            step: the last complete step.
             cost_s: training-thread seconds per snapshot so far.
             persist_s: seconds from opening to commit of the last snapshot.
-            wanted: somebody asked for a snapshot at the next boundary.
+            wanted: somebody has asked for a snapshot at the next boundary.
         """
         now = time.monotonic()
         if self._ended_s is not None:

@@ -1,4 +1,4 @@
-"""When gradients are final, and what an update was made from, so that a later change is seen."""
+"""Tell when gradients are final, and note what an update was made from, to see later changes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from lightck.capture import staging
 from lightck.capture.hooks import untraced
 
 SAMPLES = 64
-"""Elements of a gradient that are compared: what multiplies or zeroes it changes most of them."""
+"""Number of a gradient's elements that are compared: scaling or zeroing changes most of them."""
 _dice = random.Random()
-"""The global generators belong to the user."""
+"""Generator of our own, since the global ones belong to the user."""
 
 
 class Listener(Protocol):
-    """Hears of gradients; on the thread that runs the backward."""
+    """Receiver of gradients; called on the thread that runs the backward."""
 
     def come(self, parameter: torch.Tensor, *, final: bool) -> None:
-        """A gradient was added to the parameter's; `final`: with what other ranks add to it.
+        """Note that a gradient was added to the parameter's.
+
+        `final`: that includes what other ranks add to it.
 
         Raises:
             ConfigError: layer-wise update cannot follow.
         """
 
     def filled(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
-        """`p.grad` should hold, from now on, what `come` has called final.
+        """Check that `p.grad` holds, from now on, what `come` has called final.
 
         Raises:
             ConfigError: it does not.
@@ -40,41 +42,41 @@ class Listener(Protocol):
 
 
 class Finality(Protocol):
-    """Says when a parameter's gradient has come. Data parallel says it after the reduction."""
+    """Reports when a parameter's gradient has come; data parallel does after the reduction."""
 
     def refusal(self) -> str | None:
-        """Why it cannot, in words."""
+        """Say why it cannot report that; None if it can."""
 
     def listen(
         self, parameters: Iterable[torch.Tensor], listener: Listener
     ) -> list[RemovableHandle]:
-        """Tell of each of these parameters, every time that a gradient was added to it."""
+        """Report each of these parameters, every time that a gradient was added to it."""
 
     def in_place(self, parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-        """Inside it `p.grad` is what is final."""
+        """Make `p.grad` what is final, inside the block."""
 
     def step_begins(self) -> None:
-        """Tell of what was added and will not become final in this step.
+        """Report gradients that were added and will not become final in this step.
 
         Raises:
-            ConfigError: the listener's.
+            ConfigError: the listener has raised it.
         """
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
 
 
 class Accumulated:
-    """`Finality` of a single process: autograd has accumulated it."""
+    """`Finality` of a single process: a gradient is final once autograd has accumulated it."""
 
     def refusal(self) -> str | None:
-        """It always can."""
+        """Return None: it can always report that."""
         return None
 
     def listen(
         self, parameters: Iterable[torch.Tensor], listener: Listener
     ) -> list[RemovableHandle]:
-        """A hook each."""
+        """Register a hook on each parameter."""
 
         @untraced
         def hook(parameter: torch.Tensor) -> None:
@@ -83,14 +85,14 @@ class Accumulated:
         return [p.register_post_accumulate_grad_hook(hook) for p in parameters]
 
     def in_place(self, parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-        """It always is."""
+        """Do nothing: `p.grad` always is what is final."""
         return nullcontext()
 
     def step_begins(self) -> None:
-        """Nothing is left."""
+        """Do nothing: every gradient has become final."""
 
     def stop(self) -> None:
-        """Nothing was begun."""
+        """Do nothing: there is nothing to stop but the hooks, which the caller has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Noted:
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> Noted:
-        """Note what is there now."""
+        """Note the parameter and its gradient as they are now."""
         gradient = parameter.grad
         assert gradient is not None, "a gradient has come"
         first = _dice.randrange(_stride(gradient))
@@ -113,7 +115,7 @@ class Noted:
         return cls(parameter._version, gradient, gradient._version, first, sample)
 
     def changed(self, parameter: torch.Tensor) -> str | None:
-        """What has changed since, in words."""
+        """Say what has changed since; None if nothing has."""
         if parameter.grad is None:
             return "its gradient was cleared"
         if parameter.grad is not self.gradient:
@@ -128,13 +130,13 @@ class Noted:
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether elements drawn at random hold the same bytes."""
+    """Tell whether elements drawn at random hold the same bytes in both tensors."""
     first = _dice.randrange(_stride(one))
     return torch.equal(_sample(one, first), _sample(other, first))
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """The elements, one after the other, without copying where that is possible."""
+    """Return the elements, one after the other, without copying where that is possible."""
     held = gradient.detach()
     held = held._values() if held.is_sparse else held
     if staging.is_dense(held):
@@ -148,7 +150,7 @@ def _stride(gradient: torch.Tensor) -> int:
 
 
 def _sample(gradient: torch.Tensor, first: int) -> torch.Tensor:
-    """Bytes of some elements, a copy: NaNs are equal to themselves."""
+    """Copy some elements as bytes, so that NaNs are equal to themselves."""
     some = _values(gradient)[first :: _stride(gradient)][: SAMPLES + 1]
     return some.resolve_conj().clone().view(torch.uint8)
 
@@ -157,7 +159,7 @@ Options = list[dict[str, Any]]
 
 
 def options_of(optimizer: Optimizer) -> Options:
-    """Every group's options now: learning rate, weight decay, ..."""
+    """Return every group's options as they are: learning rate, weight decay, ..."""
     return [
         {
             key: value.tolist() if isinstance(value, torch.Tensor) else value
@@ -169,7 +171,7 @@ def options_of(optimizer: Optimizer) -> Options:
 
 
 def option_changed(then: Options, now: Options) -> str | None:
-    """The first option that differs, in words."""
+    """Describe the first option that differs; None if none does."""
     for g, (before, after) in enumerate(zip(then, now, strict=False)):
         for key in before.keys() | after.keys():
             if before.get(key) != after.get(key):

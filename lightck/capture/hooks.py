@@ -1,4 +1,4 @@
-"""Hooks into a training loop: updates, the next forward, layers' gradients, loaders started anew.
+"""Hook into a training loop: updates, the next forward, layers' gradients, loaders started anew.
 
 Hooks decide *when*, never *what*: they call a `Listener`. Optimizer hooks are torch's global ones,
 which enclose the user's own. All are kept out of dynamo's tracing.
@@ -34,39 +34,39 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Listener(Protocol):
-    """What the hooks call. On the training thread, except `gradient` (autograd's thread)."""
+    """Receiver of the hooks' calls: on the training thread, except `gradient` (autograd's)."""
 
     def update_begins(
         self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
     ) -> None:
-        """An optimizer is about to change its parameters.
+        """Note that an optimizer is about to change its parameters.
 
         Args:
-            optimizer: which.
-            frame: that runs its step; None: the caller's.
-            unseen: it may have changed something already.
+            optimizer: the optimizer.
+            frame: the frame that runs its step; None: the caller's.
+            unseen: the optimizer may have changed something already.
         """
 
     def update_ends(self, optimizer: Optimizer) -> None:
-        """An optimizer has changed its parameters."""
+        """Note that an optimizer has changed its parameters."""
 
     def update_skipped(self, optimizer: Optimizer) -> None:
-        """The gradient scaler left the update out."""
+        """Note that the gradient scaler left the update out."""
 
     def forward(self, training: bool) -> None:
-        """A module that holds watched parameters is about to run; `training`: with gradients."""
+        """Note that a module with watched parameters runs next; `training`: with gradients."""
 
     def gradient(self, layer: str) -> None:
-        """A layer's gradient has been accumulated."""
+        """Note that a layer's gradient has been accumulated."""
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
-        """`iter(loader)` is about to be made; or (`drawing`) an extra's next batch is."""
+        """Note that `iter(loader)`, or (`drawing`) an extra's next batch, is about to be made."""
 
     def drawn(self) -> None:
-        """An extra's batch has been drawn."""
+        """Note that an extra's batch has been drawn."""
 
     def drawing_ahead(self, iterator: lookahead.Lookahead) -> None:
-        """A batch is about to be drawn that the loop is given later."""
+        """Note that a batch is about to be drawn that the loop is given later."""
 
 
 def untraced(function: F) -> F:
@@ -77,7 +77,7 @@ def untraced(function: F) -> F:
 
 @dataclass(eq=False)
 class Watched:
-    """Which modules hold the parameters of the model."""
+    """Knows which modules, and which optimizers, have parameters of the model."""
 
     model: nn.Module
     _ids: set[int] = field(default_factory=set)
@@ -91,7 +91,7 @@ class Watched:
         self._answers.clear()
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether a module, or one inside it, has one of the parameters."""
+        """Tell whether a module, or one inside it, has one of the parameters."""
         answer = self._answers.get(module)
         if answer is None:
             answer = any(id(p) in self._ids for _, p in named_parameters(module))
@@ -99,7 +99,7 @@ class Watched:
         return answer
 
     def owns(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer changes one of the parameters."""
+        """Tell whether an optimizer changes one of the parameters."""
         return any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"])
 
 
@@ -112,14 +112,14 @@ class Hooks:
     loaders: tuple[Any, ...] = ()
     """Extras that the loop iterates over."""
     at_gradient: Sequence[Callable[[], None]] = ()
-    """Called at every gradient that is listened to, too: keeping dynamo out of one more costs."""
+    """Functions to call at each layer's gradient, too: keeping dynamo out of another hook costs."""
     recording: Callable[[], bool] | None = None
-    """The calling thread's device records a graph: what runs now changes nothing, and is no step.
-    None: there is no device."""
+    """Tells whether the calling thread's device records a graph: what runs then changes nothing
+    and is no step. None: there is no device."""
     defers: bool = True
-    """Updates may begin where the closure returns that their optimizer was given."""
+    """True if updates may begin where the closure returns that their optimizer was given."""
     optimizers: Sequence[Optimizer] = ()
-    """The job's, whose parameters need not be the model's; grows as they are found."""
+    """Optimizers of the job, whose parameters need not be the model's; grows as they are found."""
     _handles: list[RemovableHandle] = field(default_factory=list)
     _forward: RemovableHandle | None = None
     _before: Callable[[nn.Module, Any], None] | None = None
@@ -164,7 +164,7 @@ class Hooks:
         return known or self.watched.owns(optimizer)
 
     def _install_gradients(self) -> None:
-        """One hook per layer: on the first parameter that a module owns itself."""
+        """Install one hook per layer, on the first parameter of a module's own that it trains."""
         listener, also, recording = self.listener, self.at_gradient, self.recording
         for name, parameter in layers(self.watched.model):
 
@@ -187,7 +187,7 @@ class Hooks:
         self._forward = register_module_forward_pre_hook(self._before)
 
     def _reporting(self) -> Callable[[nn.Module, Any], None]:
-        """The hook: made once, for keeping dynamo out takes longer than all the rest."""
+        """Make the hook, once: keeping dynamo out of it takes longer than all the rest."""
         listener, watched, recording = self.listener, self.watched, self.recording
 
         @untraced
@@ -221,13 +221,13 @@ class Hooks:
 
 @dataclass(eq=False)
 class _Observed:
-    """A method of a class that no hook of torch covers, with the handles that want to know."""
+    """Listeners to a method of a class that no hook of torch covers."""
 
     listeners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
 _observed: dict[tuple[type, str], _Observed] = {}
-"""Wrapped once per process; without listeners a wrapper only calls through."""
+"""Methods that are wrapped, each once per process; without listeners a wrapper only calls them."""
 
 
 def _observe(
@@ -248,7 +248,7 @@ def _observe(
 def _scaler_step(
     original: Callable[..., Any], listeners: weakref.WeakSet[Any]
 ) -> Callable[..., Any]:
-    """`GradScaler.step` calls the optimizer, or skips it without a trace: tell the listeners."""
+    """Wrap `GradScaler.step`, which may skip the optimizer without a trace, to tell listeners."""
 
     @untraced
     def tell(optimizer: Optimizer) -> None:
@@ -290,7 +290,7 @@ def _iterating(original: Callable[..., Any], listeners: weakref.WeakSet[Any]) ->
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name of each module that owns parameters, and the first that it trains."""
+    """Yield each module that owns parameters: its name, and the first parameter that it trains."""
     seen = set()
     for name, module in named_modules(model):
         if id(module) in seen:
@@ -302,7 +302,10 @@ def layers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_weight(module: nn.Module) -> bool:
-    """A parametrization: reading `layer.weight` runs it, and that is no forward of the model."""
+    """Tell whether the module is a parametrization.
+
+    Reading `layer.weight` runs it, and that is no forward of the model.
+    """
     return isinstance(module, ParametrizationList)
 
 
