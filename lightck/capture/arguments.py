@@ -1,4 +1,4 @@
-"""Check what `attach` and `restore` are given: a mistake is told what to write instead."""
+"""Check the arguments of `attach` and `restore`; an error says what to write instead."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def check(
 
     Args:
         call: `attach` or `restore`, for messages.
-        model: as given.
-        optimizer: as given.
-        path: as given.
-        extras: as given.
-        more: what was given by position beyond the path.
-        on_event: as given.
+        model: as the caller gave it; so are the others.
+        optimizer: an optimizer, several, or None.
+        path: where snapshots are kept.
+        extras: the user's own state, by name.
+        more: arguments given by position beyond the path, which are refused.
+        on_event: the function that hears of events, or None.
         **others: further arguments that are an optimizer or None.
 
     Raises:
-        ConfigError: what was expected, what was found and what to write.
+        ConfigError: an argument is wrong; says what was expected, what was found and what to write.
     """
     module, optimizers = _as_module(call, model, optimizer), _as_optimizers(call, optimizer)
     if more:
@@ -122,7 +122,7 @@ def refuse_unknown(call: str, given: Mapping[str, object], known: Sequence[str])
     """Refuse keywords that `call` does not have.
 
     Raises:
-        ConfigError: the keyword, its value, which one may be meant, and all that there are.
+        ConfigError: there is one; names it, its value, which one may be meant, and all there are.
     """
     for name in sorted(given.keys() - known):
         value = given[name]
@@ -140,7 +140,7 @@ def refuse_unknown(call: str, given: Mapping[str, object], known: Sequence[str])
 
 
 def _by_name(call: str, value: object) -> str:
-    """How a value is given that came in the place of another."""
+    """Show how to pass a value by name that came in the place of another argument."""
     if isinstance(value, Config):
         return "config=config"
     if isinstance(value, int) and call == "attach":
@@ -153,7 +153,7 @@ def _by_name(call: str, value: object) -> str:
 
 
 def _named(value: object) -> str:
-    """An example of extras with what was given."""
+    """Show how to pass the objects as `extras`."""
     subject = value.subject if isinstance(value, At) else value
     if isinstance(subject, Mapping):
         return "extras={...}"
@@ -174,7 +174,7 @@ def _wrong(
 
 
 def _described(value: Any) -> str:
-    """A value in a message: its text where that is short, else what it is."""
+    """Describe a value for a message: by its text where that is short, else by its type."""
     if value is None or isinstance(value, str | int | float | os.PathLike):
         return repr(value)
     if isinstance(value, type):

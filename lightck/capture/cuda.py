@@ -1,4 +1,4 @@
-"""CUDA devices as `device.Device` wants them, through torch alone."""
+"""Implement `device.Device` for CUDA devices, through torch and a few calls of the driver."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lightck.capture import device
 from lightck.errors import DeviceError, LightckError
 
 MARGIN = 16
-"""One part in so many of the device's memory is left free beside the training's peak."""
+"""The device's memory divided by this is left free beside the training's peak."""
 _PORTABLE = 1
-"""cudaHostRegisterPortable: for every device, not for the current one alone."""
+"""cudaHostRegisterPortable: register for every device, not for the current one alone."""
 _WARM_BYTES = 64
 _MORE = 3
-"""Streams for saves while earlier ones wait for what hangs."""
+"""Number of further streams, for saves while earlier ones wait for what hangs."""
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
 _NON_BLOCKING = 1
-"""CU_STREAM_NON_BLOCKING: beside the default stream, not in turns with it."""
+"""CU_STREAM_NON_BLOCKING: the stream runs beside the default stream, not in turns with it."""
 _LOWEST = 0
-"""Priority of a stream; others are negative."""
+"""Lowest priority of a stream; higher ones are negative."""
 _devices: dict[int, Cuda] = {}
 
 
 @contextmanager
 def _told(name: str, doing: str) -> Iterator[None]:
-    """What the device says of itself, as an error of ours: it fails every later call, too."""
+    """Raise the device's error as one of lightck's; a failed device fails every later call, too."""
     try:
         yield
     except RuntimeError as error:  # torch.AcceleratorError is one
@@ -45,10 +45,10 @@ def _told(name: str, doing: str) -> Iterator[None]:
 
 
 class _Mark:
-    """An event. Waiting for it sleeps: it does not take a CPU from the training."""
+    """CUDA event in a stream. Waiting for it sleeps, and takes no CPU from the training."""
 
     def __init__(self, name: str, stream: torch.cuda.Stream) -> None:
-        """Here in the stream."""
+        """Record the event at the end of the stream's queue."""
         self.name, self.stream, self.event = name, stream, torch.cuda.Event(blocking=True)
         self.event.record(stream)
 
@@ -67,7 +67,7 @@ class Cuda:
     """One CUDA device; see `device.Device`."""
 
     def __init__(self, index: int) -> None:
-        """Nothing is asked of it yet."""
+        """Name the device; nothing is asked of it yet."""
         self.index, self.name = index, f"cuda:{index}"
 
     @cached_property
@@ -76,16 +76,19 @@ class Cuda:
 
     @cached_property
     def _saving(self) -> torch.cuda.Stream:
-        """For threads `apart`."""
+        """Stream for threads in `apart`."""
         return self._made_stream()
 
     @cached_property
     def _more_saving(self) -> list[torch.cuda.Stream]:
-        """For those that come while earlier ones wait."""
+        """Streams for threads in `apart` that come while earlier ones wait."""
         return [self._made_stream() for _ in range(_MORE)]
 
     def _made_stream(self) -> torch.cuda.Stream:
-        """One that nobody else has: torch deals out 32 in turns, and any of them may hang."""
+        """Make a stream that nobody else has; without the driver's call it is one of torch's.
+
+        torch deals out 32 in turns, and any of them may hang.
+        """
         made = ctypes.c_void_p()
         with _told(self.name, "a stream was made"):
             torch.cuda.mem_get_info(self.index)  # so that this thread has the device's context
@@ -97,10 +100,10 @@ class Cuda:
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Inside, the calling thread queues there.
+        """Make the calling thread queue to this stream, inside the block.
 
-        Of this device first: torch would go back to a stream of the thread's, on device 0 mostly,
-        and make that device ready for this process.
+        The device is made current first: else torch would go back to a stream of the thread's on
+        another, mostly device 0, and initialize that device for this process.
         """
         with torch.cuda.device(self.index), torch.cuda.stream(stream):
             yield
@@ -136,7 +139,7 @@ class Cuda:
             self._copying.wait_event(mark.event)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> device.Mark:
-        """See `device.Device`. One call for all: the copies are queued without the GIL."""
+        """See `device.Device`. One call queues all copies, without the GIL."""
         with _told(self.name, "copies were queued"), self._on(self._copying):
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
             return _Mark(self.name, self._copying)
@@ -157,7 +160,7 @@ class Cuda:
             return self.empty(shape, source.dtype, strides).copy_(source)
 
     def spare(self, size: int) -> torch.Tensor | None:
-        """See `device.Device`. What the training once had, and gave back, is counted as its own."""
+        """See `device.Device`. Memory that training once had, and gave back, counts as its own."""
         with _told(self.name, "memory was asked for"):
             if size > self._left():
                 return None
@@ -172,14 +175,14 @@ class Cuda:
             return self._left() < 0
 
     def _left(self) -> int:
-        """Bytes beside the training's peak, and the margin."""
+        """Return the bytes that are left beside the training's peak and the margin."""
         free, total = torch.cuda.mem_get_info(self.index)
         reserved = torch.cuda.memory_reserved(self.index)
         regrown = torch.cuda.max_memory_reserved(self.index) - reserved
         return free - regrown - total // MARGIN
 
     def reserve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """See `device.Device`. Memory that a stream lets go of is kept for that stream."""
+        """See `device.Device`. torch keeps memory that was freed for the stream that had it."""
         with _told(self.name, "memory was asked for"):
             return [self._room(self._saving, size) for size in sizes]
 
@@ -198,12 +201,12 @@ class Cuda:
         return self._aside(lambda: runtime.cudaHostRegister(address, length, _PORTABLE))
 
     def unregister(self, address: int) -> None:
-        """See `device.Device`. What it answers is of no use: the mapping goes next."""
+        """See `device.Device`. The result is of no use: the mapping is removed next."""
         runtime = torch.cuda.cudart()
         self._aside(lambda: runtime.cudaHostUnregister(address))
 
     def warm(self) -> None:
-        """See `device.Device`. What lies there is of no account: nobody has written it."""
+        """See `device.Device`. It copies memory that nobody has written, whatever is in it."""
         place = self.pinned(_WARM_BYTES)
         with _told(self.name, "memory was asked for"), self._on(self._copying):
             where = f"cuda:{self.index}"
@@ -214,7 +217,7 @@ class Cuda:
             self.mark(each)
 
     def enter_thread(self) -> None:
-        """See `device.Device`. Asking for an event, say, ends recordings in the global mode."""
+        """See `device.Device`. Querying an event, say, would end recordings in the global mode."""
         _relax()
 
     def recording(self) -> bool:
@@ -222,16 +225,16 @@ class Cuda:
         try:
             if torch.cuda.current_device() == self.index:
                 return torch.cuda.is_current_stream_capturing()
-            with torch.cuda.device(self.index):  # else another device is asked, and made ready
+            with torch.cuda.device(self.index):  # else torch asks, and initializes, another
                 return torch.cuda.is_current_stream_capturing()
         except RuntimeError:
-            return False  # it has failed: told by the next call that needs it
+            return False  # it has failed: the next call that needs it says so
 
     def _aside(self, call: Callable[[], Any]) -> str:
-        """Call the runtime on a thread of its own; empty, or the error.
+        """Call the runtime on a thread of its own; return the error, empty if there is none.
 
         The runtime keeps an error of such a call for the thread that made it, and torch finds it
-        after the next kernel that this thread starts. It goes with the thread.
+        after the next kernel that this thread starts. It is gone when the thread ends.
         """
         said: list[str] = []
 
@@ -253,7 +256,7 @@ class Cuda:
 def _driver(name: str) -> Any:
     try:
         return getattr(ctypes.CDLL("libcuda.so.1"), name)
-    except (OSError, AttributeError):  # not NVIDIA's
+    except (OSError, AttributeError):  # no driver of NVIDIA's
         return None
 
 
@@ -269,7 +272,7 @@ def _error_of(code: Any) -> str:
 
 
 def of(tensor: torch.Tensor) -> Cuda | None:
-    """The tensor's CUDA device."""
+    """Return the tensor's CUDA device; None: it is on none."""
     if not tensor.is_cuda:
         return None
     index = tensor.device.index

@@ -1,4 +1,4 @@
-"""Which tensors have plain bytes that can be saved, and why others have not."""
+"""Tell which tensors have plain bytes that can be saved, and why others have none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.qint", "torch.quint"))
 }
-"""Those of tensors that have plain bytes, by name."""
+"""Dtypes, by name, whose tensors have plain bytes."""
 _PLACEHOLDER = (
     "is a placeholder of DeepSpeed ZeRO-3 (ds_id {}, ds_status {}): its values lie in flat buffers"
     " over all ranks, and nothing that is read here could be brought back. Use ZeRO stage 0, 1 or 2"
@@ -23,7 +23,7 @@ _PLACEHOLDER = (
 
 
 def must_be_dense(path: str, tensor: torch.Tensor) -> None:
-    """Refuse what has no plain bytes.
+    """Refuse a tensor that has no plain bytes.
 
     Raises:
         StateError: the tensor is sparse, quantized, not initialized yet, without memory (meta), a

@@ -1,8 +1,8 @@
-"""What the transfers need of a device whose memory the workers cannot read.
+"""Define what transfers need of a device whose memory the workers cannot read.
 
-A device runs what is queued to a *stream* in order, and streams beside each other; a *mark* is a
-place in a stream's order that others can wait for. Each thread of the training computes on its own
-current stream. lightck copies on one more stream of each device, which computes nothing.
+A device runs what is queued to a *stream* in order, and streams beside each other; a *mark* is an
+event, a place in a stream's order that others can wait for. Each thread of the training computes
+on its own current stream. lightck copies on one more stream of each device, which computes nothing.
 """
 
 from __future__ import annotations
@@ -15,87 +15,90 @@ import torch
 
 
 class Mark(Protocol):
-    """A place in a stream's order. Any thread."""
+    """Event: a place in a stream's order. Any thread."""
 
     def passed(self) -> bool:
-        """Whether everything before it is done.
+        """Tell whether everything before it is done.
 
         Raises:
             DeviceError: the device has failed.
         """
 
     def wait(self) -> None:
-        """Return when it is; others run meanwhile. Raises as `passed`."""
+        """Wait until it has passed; other threads run meanwhile. Raises as `passed`."""
 
 
 class Device(Protocol):
-    """One device. Any thread; every call only queues, but for those that say otherwise."""
+    """One device. Any thread; a method only queues work, unless it says otherwise."""
 
     name: str
 
     def stream(self) -> Any:
-        """That of the calling thread."""
+        """Return the calling thread's current stream."""
 
     def mark(self, stream: Any = None) -> Mark:
-        """Here, behind what a stream, by default the calling thread's, has to do."""
+        """Record an event behind what a stream, by default the calling thread's, has to do."""
 
     def apart(self, mark: Mark) -> AbstractContextManager[object]:
-        """Inside, the calling thread has a stream of its own, which begins behind the mark."""
+        """Give the calling thread its own stream inside the block, which begins behind the mark."""
 
     def hold(self, mark: Mark) -> None:
-        """The calling thread's stream does nothing more before the mark is passed."""
+        """Make the calling thread's stream wait for the mark before it does anything more."""
 
     def follow(self, mark: Mark) -> None:
-        """The copying stream does nothing more before the mark is passed."""
+        """Make the copying stream wait for the mark before it does anything more."""
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Mark:
-        """Copy bytes on the copying stream; the mark is behind the last of them.
+        """Copy bytes on the copying stream; return an event behind the last of them.
 
         Args:
             targets: uint8, on the device, or pinned or registered memory.
-            sources: uint8, likewise, of the same lengths; one of each pair is on the device. Both
-                must live, and keep their memory, until the mark is passed.
+            sources: uint8, in memory as above, of the same lengths; one of each pair is on the
+                device. Both must live, and keep their memory, until the mark is passed.
         """
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int]
     ) -> torch.Tensor:
-        """A tensor in the device's memory, of any content, for the calling thread's stream."""
+        """Make a tensor of any content on the device, for the calling thread's stream."""
 
     def private(
         self, source: torch.Tensor, shape: Sequence[int], strides: Sequence[int]
     ) -> torch.Tensor:
-        """A dense copy of a tensor in the device's memory, made by the calling thread's stream."""
+        """Copy a tensor densely into the device's memory, on the calling thread's stream."""
 
     def spare(self, size: int) -> torch.Tensor | None:
-        """So many bytes for the copying stream if they fit beside the training, or None."""
+        """Return `size` bytes for the copying stream if they fit beside training, else None."""
 
     def is_short(self) -> bool:
-        """The training has grown so that what `spare` has given does not fit beside it any more."""
+        """Tell whether training has grown so that what `spare` gave no longer fits beside it."""
 
     def reserve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Memory that a thread `apart` finds there when it is let go of.
+        """Allocate memory that a thread in `apart` can have without the driver once it is freed.
 
-        To ask a driver for more may wait for what hangs.
+        Asking the driver for more may wait for what hangs.
         """
 
     def pinned(self, size: int) -> torch.Tensor:
-        """DRAM that the device reads and writes itself. May block."""
+        """Allocate DRAM that the device reads and writes itself. May block."""
 
     def register(self, address: int, length: int) -> str:
-        """Make existing memory such that it does; empty, or why not. May block for long."""
+        """Make existing memory such that the device reads and writes it itself. May block for long.
+
+        Returns why it cannot be; empty if it is.
+        """
 
     def unregister(self, address: int) -> None:
-        """End that; no copy may be under way. May block."""
+        """Undo `register` of this memory; no copy may be under way. May block."""
 
     def warm(self) -> None:
-        """Load what the calls above load when they are first made.
+        """Load now what the methods above would load at their first call.
 
-        May block, but not for what computes.
+        May block, but does not wait for what computes.
         """
 
     def enter_thread(self) -> None:
-        """What the calling thread asks from now on ends no recording of another. At once."""
+        """Keep later calls of this thread from ending another's graph recording. At once."""
 
     def recording(self) -> bool:
-        """The calling thread's stream records a graph: what it is given does not run now."""
+        """Tell whether the calling thread's stream records a graph, and runs nothing now."""

@@ -1,7 +1,7 @@
-"""DTensors: what this rank holds of one, in words, and how a restored part becomes one again.
+"""Describe this rank's part of a DTensor in words, and make a restored part a DTensor again.
 
-There can be a DTensor only where `torch.distributed.tensor` was imported: that is looked for and
-never imported for its own sake, so that lightck costs nothing, and loads, without it.
+There can be a DTensor only where `torch.distributed.tensor` was imported: that is looked up and
+not imported to find out, so that lightck costs nothing, and loads, without it.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from lightck.region.layout import Entry, Shard
 
 _PLACEMENT = re.compile(r"(Shard|_StridedShard|Replicate)\((\d+)?(?:, (\d+))?\)")
 _NAME = re.compile(r"[^ ]+=(?=\d)")
-"""Of a mesh's dimension, before its size."""
+"""Pattern of the name of a mesh's dimension, before its size."""
 _UNSUPPORTED = "restoring sharded state on another mesh is not supported yet"
 
 
 def _kind() -> Any:
-    """The class, once somebody uses it; None before."""
+    """Return the class `DTensor` if somebody has imported it; else None."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether this is a DTensor."""
+    """Tell whether this is a DTensor."""
     kind = _kind()
     return kind is not None and isinstance(tensor, kind)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: of a DTensor its part, without autograd, else itself."""
+    """Return what this rank holds: a DTensor's local tensor without autograd, else the tensor."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def locals_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`local` of each; the same list where there is no DTensor, found without code per tensor."""
+    """Return `local` of each; the same list, at no Python code per tensor, if none is a DTensor."""
     kind = _kind()
     if kind is None or not any(issubclass(each, kind) for each in set(map(type, tensors))):
         return tensors
@@ -47,13 +47,13 @@ def locals_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def forms_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """What a shard depends on besides the local tensor; None for other tensors."""
+    """Return what each DTensor's shard depends on besides its local tensor; None for others."""
     kind = _kind()
     return [getattr(t, "_spec", None) if isinstance(t, kind) else None for t in tensors]
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
-    """Why a DTensor's part cannot be saved as it is, in words."""
+    """Say why a DTensor's part cannot be saved as it is; None if it can, or for other tensors."""
     if not is_dtensor(tensor):
         return None
     spec: Any = tensor._spec  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
 
 
 def shard_of(tensor: torch.Tensor) -> Shard | None:
-    """What this rank's part is of the whole; None for what is no DTensor.
+    """Describe which part of the whole this rank has; None for what is no DTensor.
 
     Raises:
         StateError: a DTensor that `refusal` refuses.
@@ -92,7 +92,7 @@ def shard_of(tensor: torch.Tensor) -> Shard | None:
 
 
 def here(mesh: Any) -> str:
-    """A mesh and this rank's place in it, e.g. "mesh dp=2 x tp=2 at (1, 0)"."""
+    """Describe a mesh and this rank's place in it, e.g. "mesh dp=2 x tp=2 at (1, 0)"."""
     return f"{_mesh(mesh)} at ({', '.join(map(str, mesh.get_coordinate() or ()))})"
 
 
@@ -107,7 +107,7 @@ def _placements(spec: Any) -> str:
 
 
 def _placement(placement: Any) -> str:
-    """Words of our own: torch's differ between its versions."""
+    """Describe a placement in words of our own: torch's differ between its versions."""
     kind = type(placement).__name__
     if kind == "_StridedShard":
         return f"{kind}({placement.dim}, {placement.split_factor})"
@@ -115,7 +115,7 @@ def _placement(placement: Any) -> str:
 
 
 def _made(kind: str, dim: str, factor: str) -> Any:
-    """The inverse of `_placement`."""
+    """Make the placement that `_placement` has described."""
     from torch.distributed.tensor import placement_types
 
     made = getattr(placement_types, kind)
@@ -125,7 +125,7 @@ def _made(kind: str, dim: str, factor: str) -> Any:
 
 
 def _part(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and offset of this rank's part, as the placements have it."""
+    """Return shape and offset of this rank's part, as the placements say."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     spec: Any = tensor._spec  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def _part(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def difference(entry: Entry, tensor: torch.Tensor) -> str:
-    """In words, or "" when a saved tensor's bytes, or part's, can become this live one's."""
+    """Say why a saved tensor's or part's bytes cannot become this live one's; empty if they can."""
     was, now = entry.shard, shard_of(tensor)
     if _nameless(was) != _nameless(now):
         saved, live = (s.placements if s else "whole, no DTensor" for s in (was, now))
@@ -151,7 +151,7 @@ def _geometry(dtype: str, shape: Sequence[int], shard: Shard | None) -> str:
 
 
 def meshes(tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
-    """The meshes that live DTensors are on, by their words without names."""
+    """Return the meshes of live DTensors, by their description without names of dimensions."""
     kind = _kind()
     if kind is None:
         return {}
@@ -160,7 +160,7 @@ def meshes(tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
 
 
 def homeless(entries: Iterable[Entry], known: dict[str, Any]) -> dict[str, str]:
-    """Saved parts that could not become DTensors on any of these meshes, and why."""
+    """Return the saved parts that cannot become DTensors on any of these meshes, and why."""
     live = " and ".join(sorted(known)) or "no DTensor"
     return {
         e.name: f"{_UNSUPPORTED}: saved {e.shard.placements}; live {live}"
@@ -170,7 +170,7 @@ def homeless(entries: Iterable[Entry], known: dict[str, Any]) -> dict[str, str]:
 
 
 def _nameless(shard: Shard | None) -> str | None:
-    """Its words without the names of dimensions: those say nothing of where bytes belong."""
+    """Describe a shard without the names of dimensions, which say nothing of where bytes belong."""
     return None if shard is None else _NAME.sub("", shard.placements)
 
 
@@ -180,7 +180,10 @@ def _split(shard: Shard) -> tuple[str, str]:
 
 
 def whole(entry: Entry, part: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
-    """The tensor that a saved part was: a DTensor over `part`, in the same memory; else `part`."""
+    """Return the tensor that a saved part was: a DTensor over `part`, or `part` if it was none.
+
+    The memory is that of `part`, unless the mesh's device needs it elsewhere.
+    """
     if entry.shard is None:
         return part
     name, words = _split(entry.shard)
@@ -192,7 +195,7 @@ def whole(entry: Entry, part: torch.Tensor, known: dict[str, Any]) -> torch.Tens
 
 
 def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A DTensor over `part`, placed as this one."""
+    """Make a DTensor over `part`, placed as this one."""
     spec: Any = tensor._spec  # type: ignore[attr-defined]
     return _over(part, spec.mesh, spec.placements, tensor.shape, tensor.stride())
 
@@ -200,7 +203,7 @@ def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 def _over(
     part: torch.Tensor, mesh: Any, placements: Any, shape: Sequence[int], strides: Sequence[int]
 ) -> torch.Tensor:
-    """As FSDP2 makes them: `from_local` would move the part to the mesh's device."""
+    """Make a DTensor as FSDP2 does: `from_local` would move the part to the mesh's device."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -213,7 +216,7 @@ def _over(
 
 
 def _strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor whose dimensions lie in memory in the order that `like` has."""
+    """Return strides of a dense tensor whose dimensions are ordered in memory as `like` says."""
     strides, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
         strides[dim] = step

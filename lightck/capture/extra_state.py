@@ -1,7 +1,7 @@
-"""Extra state of modules (`get_extra_state`), which torch's `state_dict` has beside tensors.
+"""Capture modules' extra state (`get_extra_state`), which `state_dict` has beside tensors.
 
-It is taken as an extra at the start of the forward: what forwards count or measure, as the scales
-of quantized layers, is in no parameter and no buffer.
+It is taken as an extra at forward start: what forwards count or measure, as the scales of quantized
+layers, is in no parameter and no buffer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightck.capture.extras import Extra
 from lightck.capture.modules import named_modules
 
 PREFIX = "model/"
-"""Of the names of such extras; behind it is the key that torch's `state_dict` has."""
+"""Prefix of the names of such extras; behind it is the key that torch's `state_dict` has."""
 _KEY = "_extra_state"
 
 
@@ -26,16 +26,16 @@ class ModuleState:
     module: nn.Module
 
     def state_dict(self) -> Any:
-        """Of the module."""
+        """Return the module's extra state."""
         return self.module.get_extra_state()
 
     def load_state_dict(self, state: Any) -> None:
-        """Into the module."""
+        """Set the module's extra state."""
         self.module.set_extra_state(state)
 
 
 def extra_states(model: nn.Module) -> tuple[Extra, ...]:
-    """Of every module that has one, once."""
+    """Make an extra of every module that has extra state, once of each."""
     found: dict[int, Extra] = {}
     for path, module in named_modules(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state:

@@ -1,4 +1,7 @@
-"""`extras`: the user's own state (schedulers, scalers, loaders, generators, counters), by name."""
+"""Take and restore `extras`: the user's own state, by name.
+
+It is that of schedulers, scalers, loaders, generators, counters, ...
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from lightck.types import Stateful
 Instant = Literal["step", "forward", "both"]
 _GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 _AT_FORWARD = (torch.nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
-"""Of torch's own nothing moves when a batch is drawn."""
+"""Classes of torch's own, in which nothing changes when a batch is drawn."""
 _CONTAINERS = (Mapping, Sequence, Set)
-"""Can be iterated, but not as a loop iterates over its data."""
+"""Types that can be iterated, but not as a loop iterates over its data."""
 
 AT_STEP = (
     "lightck.at_step(it) takes it at the end of the step: what moves when a batch is drawn (a"
@@ -42,39 +45,40 @@ class At:
 
 
 def at_step(subject: Any) -> At:
-    """Take this extra at the end of the step: what moves when a batch is drawn.
+    """Take this extra at the end of the step, because drawing a batch changes it.
 
-    That is data positions and counters of batches; loaders, samplers and iterators are taken then
-    by themselves.
+    Such are data positions and counters of batches. Loaders, samplers and iterators are taken then
+    without being told.
     """
     return At(subject, "step")
 
 
 def at_forward(subject: Any) -> At:
-    """Take this extra at the start of the next forward: what a step, or the loop after it, changes.
+    """Take this extra at the start of the next forward: a step, or the loop after it, changes it.
 
-    That is averages, metrics, schedules; torch's own, and dicts, are taken then by themselves.
+    Such are averages, metrics and schedules. torch's own, and dicts, are taken then without being
+    told.
     """
     return At(subject, "forward")
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """One named extra."""
+    """One object of the user's, with its name and the instant at which its state is taken."""
 
     name: str
     subject: Any
     instant: Instant
     known: bool = True
-    """The instant was given, or follows from what it is."""
+    """True if the instant was given, or follows from what the object is."""
 
     @property
     def is_generator(self) -> bool:
-        """What it holds are random numbers to come."""
+        """Tell whether the object is a random generator."""
         return isinstance(self.subject, _GENERATORS)
 
     def state(self) -> Any:
-        """Its state now; may alias what the subject still changes."""
+        """Return its state now, which may alias what the subject still changes."""
         subject = self.subject
         if isinstance(subject, dict):
             return subject
@@ -103,7 +107,7 @@ class Extra:
 
 
 def generators(extras: Sequence[Extra]) -> dict[str, Any]:
-    """All generators that a batch may be made with as they stand, plain."""
+    """Return the states, plain, of all generators that a batch may be made with."""
     own = {
         extra.name: boundary.plain(extra.state(), boundary.join("extras", extra.name))
         for extra in extras
@@ -113,7 +117,7 @@ def generators(extras: Sequence[Extra]) -> dict[str, Any]:
 
 
 def stand(held: dict[str, Any], extras: Sequence[Extra]) -> None:
-    """Set them to what `generators` gave, rebuilt."""
+    """Set the generators to states that `generators` has returned, rebuilt."""
     rng.restore(held["rng"])
     for extra in extras:
         if extra.is_generator and extra.name in held["extras"]:
@@ -121,7 +125,7 @@ def stand(held: dict[str, Any], extras: Sequence[Extra]) -> None:
 
 
 def parse(extras: Mapping[str, Any] | None) -> tuple[Extra, ...]:
-    """Name each extra and choose its instant.
+    """Name each extra and choose the instant at which its state is taken.
 
     Raises:
         StateError: an object that lightck cannot take state from, or a name that is no string.
@@ -165,10 +169,10 @@ def _prepared(subject: Any) -> Any:
 
 
 def must_be_known(extras: Sequence[Extra]) -> None:
-    """Refuse what is taken at the right instant only if the user says at which.
+    """Refuse an extra whose right instant only the user knows, and has not said.
 
     Raises:
-        StateError: names the first one, and says what to write.
+        StateError: there is one; names the first, and says what to write.
     """
     for extra in extras:
         if not (extra.known or isinstance(extra.subject, dict)):
@@ -181,7 +185,7 @@ def must_be_known(extras: Sequence[Extra]) -> None:
 
 
 def is_loader(subject: Any) -> bool:
-    """Something that hands out batches: its position advances before the next forward."""
+    """Tell whether the object hands out batches: its position advances before the next forward."""
     if isinstance(subject, _AT_FORWARD) or isinstance(subject, _CONTAINERS):
         return False
     return hasattr(type(subject), "__iter__") or hasattr(type(subject), "__next__")

@@ -44,8 +44,8 @@ class Filling:
         """Match by name; nothing is changed until `finish`.
 
         Args:
-            snapshot: what is there to be filled in.
-            live: what is filled.
+            snapshot: the state that is filled in.
+            live: the objects that are filled.
             second: the snapshot's state at forward start.
             strict: refuse what differs.
             lent: why the snapshot's own state is another rank's, so that generators, which must
@@ -58,27 +58,27 @@ class Filling:
         self.lives = {v.name: v for v in live.collect().lives}
         self.meshes = dtensor.meshes(v.tensor for v in self.lives.values())
         self.targets: dict[str, torch.Tensor] = {}
-        """Per entry: where its bytes are read to."""
+        """Tensors that entries' bytes are read to, by saved name."""
         self.fresh: set[str] = set()
-        """Those of them that were made for it."""
+        """Saved names of the targets that were made for this restore."""
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(live tensor, fresh one): live tensors that cannot be read into directly."""
+        """Live tensors that cannot be read into directly, each with the one to copy from."""
         self.skipped: dict[str, str] = {}
         self.stateless: set[tuple[int, str]] = set()
-        """(saved optimizer, parameter's part of the path): parameters whose state is skipped."""
+        """Saved optimizer's index and part of the path of each parameter whose state is skipped."""
         self.matched = match(second["optimizers"], live.optimizers, live.names())
         self.pending: list[Saved] = []
 
     def check(self, first: dict[str, Any]) -> None:
-        """Find what differs.
+        """Find what differs between the snapshot and the live objects.
 
         Raises:
-            RestoreMismatchError: with every name, when strict, or when no name is in both; nothing
-                was changed.
+            RestoreMismatchError: something differs, when strict, or no name is in both, or a shard
+                fits no mesh here; has every name. Nothing was changed.
         """
         missing, different = [], {}
         roots: dict[str, str] = {}
-        """Of each live tensor: the saved one whose bytes it takes."""
+        """Name of the saved tensor whose bytes each live tensor takes."""
         index, entries = self.snapshot.index, self.snapshot.entries
         for name, live in self.lives.items():
             if not name.startswith("model/"):
@@ -131,14 +131,14 @@ class Filling:
             raise RestoreMismatchError("sharded state has no place to go to", different=lost)
 
     def _skip_tied(self) -> None:
-        """A saved alias has no bytes of its own: where its tensor is skipped, there are none."""
+        """Skip saved aliases, which have no bytes of their own, of tensors that are skipped."""
         for entry in self.snapshot.entries:
             if entry.name in self.lives and entry.alias_of in self.skipped:
                 why = f"the snapshot has it as {entry.alias_of}, which was not restored"
                 self.skipped.setdefault(entry.name, why)
 
     def _skip_state(self, different: Iterable[str]) -> None:
-        """State of a parameter that is not restored does not fit it either."""
+        """Skip the state of parameters that are not restored: it does not fit them either."""
         for path in different:
             kind, _, rest = path.partition("/")
             for i in range(len(self.second["optimizers"])):
@@ -158,16 +158,16 @@ class Filling:
         return parts[0] == "optim" and (int(parts[1]), parts[2]) in self.stateless
 
     def unowned(self) -> npt.NDArray[np.uint64]:
-        """Where bytes can be read to, for `Assembled.verify`, before anything may change.
+        """Return where bytes can be read to before anything may change, for `Assembled.verify`.
 
-        That is memory that nobody but this has yet. 0: an entry has none, or, where the snapshot
-        lies in memory already, is to be there only once.
+        That is memory that nobody but this object has yet. 0: an entry has none; or the snapshot is
+        in memory already, and is not to be there twice.
         """
         self._make_targets()
         return self._addresses(ahead=True)
 
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Where the rest is read to, for `Assembled.read`, after `unowned`; 0: nowhere."""
+        """Return where the rest is read to by `Assembled.read`, after `unowned`; 0: nowhere."""
         return self._addresses(ahead=False)
 
     def _addresses(self, *, ahead: bool) -> npt.NDArray[np.uint64]:
@@ -179,10 +179,11 @@ class Filling:
         return found
 
     def pour(self, *, ahead: bool) -> npt.NDArray[np.bool_]:
-        """Fill what devices hold, checked on the way; `unowned` has been asked for.
+        """Fill tensors that devices hold, checking bytes on the way; `unowned` comes first.
 
         Args:
-            ahead: only what nobody but this has yet, which needs no look beforehand; else the rest.
+            ahead: fill only tensors that nobody but this object has yet, which need not be verified
+                beforehand; if False, the rest.
 
         Returns:
             Per entry, whether it was filled.
@@ -204,7 +205,7 @@ class Filling:
         return filled
 
     def _make_targets(self) -> None:
-        """Live memory where the bytes fit as they are, fresh tensors elsewhere."""
+        """Choose what is read to: live memory if the bytes fit as they are, else fresh tensors."""
         for entry in self.snapshot.entries:
             name = self._live_name(entry.name)
             live = self.lives.get(name)
@@ -223,12 +224,12 @@ class Filling:
                     self.copies.append((live.local, source))
 
     def _direct(self, entry: Entry, tensor: torch.Tensor) -> bool:
-        """The bytes can be read straight into the tensor's memory."""
+        """Tell whether the bytes can be read straight into the tensor's memory."""
         reach = tensor.device.type == "cpu" or self._poured and holder(tensor) is not None
         return reach and is_dense(tensor) and tuple(tensor.stride()) == entry.strides
 
     def _fresh(self, entry: Entry, live_name: str) -> torch.Tensor:
-        """An empty tensor; of a parameter's state on the device where both were."""
+        """Make an empty tensor; optimizer state goes to its parameter's device if it was on one."""
         near = self.lives.get("model/" + "/".join(live_name.split("/")[2:3]))
         device = holder(near.local) if near is not None and self._poured else None
         if entry.role != "optimizer" or entry.device == "cpu" or device is None:
@@ -237,11 +238,11 @@ class Filling:
 
     @property
     def _poured(self) -> bool:
-        """The snapshot's bytes lie in regions here, so that they can be brought to a device."""
+        """Tell whether the snapshot's bytes are in regions here, and can be copied to a device."""
         return isinstance(self.snapshot, Assembled)
 
     def _live_name(self, name: str) -> str:
-        """A saved optimizer may stand at another index now."""
+        """Return the live name of a saved tensor, whose optimizer may have another index now."""
         if name.startswith("optim/"):
             _, i, rest = name.split("/", 2)
             if int(i) in self.matched:
@@ -250,7 +251,7 @@ class Filling:
         return name
 
     def finish(self, first: dict[str, Any]) -> None:
-        """Everything was read: fill what could not be read into, then optimizers and extras."""
+        """Fill what could not be read into, then optimizers and extras, once all bytes are read."""
         with torch.no_grad():
             for held, source in self.copies:
                 fill(held, source)
@@ -283,7 +284,7 @@ class Filling:
                 self.skipped["rng/cuda"] = why
 
     def _optimizer_tensors(self, i: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Tensors of saved optimizer i by saved name, live ones if there are; device kinds."""
+        """Return saved optimizer i's tensors by saved name, live if possible, and device kinds."""
         prefix = f"optim/{i}/"
         found, devices = {}, {}
         for name in self.targets:
@@ -296,7 +297,7 @@ class Filling:
         return found, devices
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor that was read, by its saved name: the live one, if that was filled."""
+        """Return a tensor that was read, by its saved name: the live one if that was filled."""
         part, live = self.targets[name], self.lives.get(self._live_name(name))
         if live is not None and live.local is part:
             return live.tensor
@@ -311,13 +312,13 @@ class Filling:
                 return
 
     def leftover(self, first: dict[str, Any]) -> tuple[str, ...]:
-        """Extras in the snapshot that nobody took."""
+        """Return the names of extras in the snapshot that no live extra has."""
         given = {extra.name for extra in self.live.extras}
         saved = {*first["extras"], *self.second["extras"]} - given - {lookahead.NAME}
         return tuple(sorted(saved))
 
 
 def fresh(entry: Entry) -> torch.Tensor:
-    """An empty CPU tensor for an entry."""
+    """Make an empty CPU tensor for an entry."""
     dtype = getattr(torch, entry.dtype)
     return torch.empty_strided(entry.shape, entry.strides, dtype=dtype, device="cpu")

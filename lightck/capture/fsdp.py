@@ -1,4 +1,4 @@
-"""FSDP2's modules: which parameters are the job's while whole ones stand in their place.
+"""Find the sharded parameters of FSDP2's modules while gathered copies are in their place.
 
 From a module's forward to its backward (`reshard_after_forward=False`: after any forward) its
 `_parameters` hold gathered copies, which optimizers do not know and no update reaches. What a
@@ -20,13 +20,13 @@ from lightck.capture import dtensor
 _sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = (
     weakref.WeakKeyDictionary()
 )
-"""Of each module below `fully_shard`, its own sharded parameters by their keys."""
+"""Sharded parameters by key, only its own, of each module below `fully_shard`."""
 
 
 def remember(model: nn.Module) -> None:
-    """Note the sharded parameters, between a step and the next forward.
+    """Note the sharded parameters; to be called between a step and the next forward.
 
-    Modules that a forward left gathered are resharded: that communicates nothing.
+    Modules that a forward left gathered are resharded, which communicates nothing.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None:
@@ -42,7 +42,7 @@ def remember(model: nn.Module) -> None:
 
 
 def parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's own parameters by their keys; where FSDP2 has them gathered, the sharded ones."""
+    """Yield a module's own parameters by key; where FSDP2 has gathered them, the sharded ones."""
     known = _sharded.get(module) if _sharded else None
     for key, parameter in module._parameters.items():
         if parameter is None:
@@ -58,7 +58,7 @@ def parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Both sharded in the same way: gathered ones, on fewer ranks or on all, are not."""
+    """Tell whether both are sharded alike; gathered ones, on fewer ranks or on all, are not."""
     if not dtensor.is_dtensor(one):
         return False
     a, b = one._spec, other._spec  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Which device holds a tensor's memory, and that memory as plain bytes."""
+"""Find the device that holds a tensor's memory, and view that memory as plain bytes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from lightck.capture import cuda
 from lightck.capture.device import Device
 
 finders: list[Callable[[torch.Tensor], Device | None]] = [cuda.of]
-"""Each knows the devices of one kind."""
+"""Functions that find a tensor's device, each for devices of one kind."""
 
 
 def holder(tensor: torch.Tensor) -> Device | None:
-    """The device that holds the tensor's memory; None: whoever asks can read it, or nobody can."""
+    """Return the device that holds the tensor's memory.
+
+    None: the caller can read the memory, or nobody can.
+    """
     for find in finders:
         device = find(tensor)
         if device is not None:
@@ -23,10 +26,12 @@ def holder(tensor: torch.Tensor) -> Device | None:
 
 
 def recording(tensors: Iterable[torch.Tensor]) -> Callable[[], bool] | None:
-    """Whether a device that holds one of them records a graph, to be asked; None: none holds any.
+    """Return a function that tells whether a device that holds one of them records a graph.
+
+    None: no device holds any.
 
     Args:
-        tensors: no DTensors.
+        tensors: tensors of which none is a DTensor.
     """
     found = {device.name: device for device in map(holder, tensors) if device is not None}
     devices = [*found.values()]
@@ -34,7 +39,7 @@ def recording(tensors: Iterable[torch.Tensor]) -> Callable[[], bool] | None:
 
 
 def flat(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
-    """Bytes of a dense tensor as a tensor of their own that keeps the memory alive."""
+    """View bytes of a dense tensor as a tensor of their own, which keeps the memory alive."""
     first = tensor.storage_offset() * tensor.element_size() + begin
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return view.set_(tensor.untyped_storage(), first, (length,), (1,))
