@@ -1,1 +1,1 @@
-"""Several ranks: who they are, what they agree on, and when a snapshot counts for all of them."""
+"""Jobs of several ranks: topology, agreement, and when a snapshot counts for all of them."""

@@ -1,4 +1,4 @@
-"""What ranks agree on at attach: that they belong together, and the timeline they begin."""
+"""The agreement of all ranks at attach: they belong together, and share one new timeline."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What must be the same on every rank at attach.
+    """The facts about a rank that must be the same on every rank at attach.
 
     Attributes:
-        run_id: 16 bytes.
+        run_id: the job's id, 16 bytes.
         world: number of ranks.
         path: the path below which each rank has its region.
-        slots: per region.
+        slots: number of slots in each region.
         policy: how due steps are decided, such as `every 5 steps`.
         restored: (timeline, step) that this rank continues; None for a fresh start.
-        step: the last complete one: training goes on after it.
+        step: the last complete step; training goes on after it.
     """
 
     run_id: bytes
@@ -36,17 +36,18 @@ class Identity:
 
 
 def agree_on_attach(rounds: Rounds, identity: Identity) -> int:
-    """Compare the identities and draw a timeline; returns its id, the same on every rank.
+    """Compare the identities of all ranks; return the id of a new timeline, the same on all.
 
     Raises:
-        CoordinationError: something differs, named with the ranks; on every rank.
+        CoordinationError: the identities differ; names the field, the values and the ranks. Raised
+            on every rank.
     """
     said = {**asdict(identity), "run_id": identity.run_id.hex()}
     return int(rounds.agree("attach", said, decide_attach)["timeline"])
 
 
 def decide_attach(said: Sequence[Said]) -> Said:
-    """Rank 0's decision at attach."""
+    """Decide the attach round on rank 0: draw a timeline id, or raise if the identities differ."""
     remedies = {
         "run_id": "regions of two jobs are mixed: give every rank the same run",
         "world": "every rank must be started for the same world",
@@ -67,6 +68,6 @@ def decide_attach(said: Sequence[Said]) -> Said:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks for a message: a few of them, and how many more."""
+    """List ranks for a message: the first 8, and how many more."""
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return ", ".join(str(r) for r in ranks[:_NAMED]) + more

@@ -1,4 +1,7 @@
-"""What a protocol asks of the job's store: calls that may be repeated, and `Add`, which may not."""
+"""The calls that the commit protocol makes to the job's store.
+
+All of them may be repeated, except `Add`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Add to `key`, once."""
+    """Add `amount` to `key`; must not be repeated."""
 
     key: str
     amount: int = 1
@@ -40,7 +43,7 @@ Call = Add | Claim | Read | Delete
 
 @dataclass(slots=True)
 class Traffic:
-    """Messages of this rank to the store so far."""
+    """Counts of the calls that this rank has made to the store so far."""
 
     reports: int = 0
     claims: int = 0

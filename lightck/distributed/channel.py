@@ -1,6 +1,6 @@
-"""Bytes from one rank to another: two-member gloo groups, made for one transfer and then closed.
+"""Transfer of bytes from one rank to another, over a gloo group of two made for one transfer.
 
-The job's own groups are not touched: a time-out closes gloo's connections for good, and the job may
+The job's own groups are not used: a time-out closes gloo's connections for good, and the job may
 well run on another back end. A message is a head (kind, length, CRC32C) and bytes in host memory.
 """
 
@@ -19,42 +19,45 @@ from lightck.region.native import crc32c_at
 
 CHUNK_BYTES = 8 << 20
 MOST_BYTES = 1 << 32
-"""Of one message; a head that claims more is none."""
-_HEAD = 3  # numbers
-_SHORTEST_S = 0.01  # gloo counts milliseconds, and takes none for no limit
+"""The longest message in bytes; a head that states more is rejected."""
+_HEAD = 3  # numbers in a head
+_SHORTEST_S = 0.01  # gloo counts milliseconds, and reads 0 as no limit
 
 Message = tuple[int, torch.Tensor]
-"""Kind, and bytes."""
+"""The kind of a message, and its bytes."""
 
 
 @dataclass(eq=False)
 class Channel:
-    """One end. Used by one thread; every call blocks, for `seconds` at most without progress."""
+    """One end of a connection between two ranks.
+
+    Used by one thread. `send`, `wait` and `receive` block, for `seconds` at most without progress.
+    """
 
     group: Any
-    """A process group of two."""
+    """The process group of the two ends."""
     here: int
-    """0 or 1: this end in the group."""
+    """The rank of this end in the group: 0 (the donor) or 1 (the receiver)."""
     label: str
-    """Names both ranks, for messages."""
+    """A label that names both ranks, for error messages."""
     seconds: float
 
     @classmethod
     def between(
         cls, store: Any, ends: tuple[int, int], rank: int, what: str, seconds: float, until: float
     ) -> Channel:
-        """Connect; both ends must, with a store (torch's) of which nobody else uses the keys.
+        """Connect the two ends; both ranks must call this.
 
         Args:
-            store: see above.
-            ends: who gives, and who gets.
-            rank: this one of them.
-            what: is sent; for messages.
-            seconds: see the class.
-            until: on the monotonic clock; no connection by then is none.
+            store: a torch store whose keys nobody else uses.
+            ends: the rank that sends and the rank that receives.
+            rank: this rank, one of the two.
+            what: a name for the transfer in error messages.
+            seconds: the longest time that a call waits without progress.
+            until: deadline for the connection, on the monotonic clock.
 
         Raises:
-            CoordinationError: the other end did not come.
+            CoordinationError: the other end did not connect in time.
         """
         donor, receiver = ends
         here = int(rank == receiver)
@@ -75,7 +78,7 @@ class Channel:
         return cls(group, here, label, seconds)
 
     def begin_send(self, kind: int, data: torch.Tensor) -> list[Any]:
-        """Begin to send a message; give the result to `wait`, and leave the bytes as they are."""
+        """Start sending a message; pass the result to `wait`, and keep the bytes until then."""
         crc = crc32c_at(data.data_ptr(), data.numel()) if data.numel() else 0
         head = torch.tensor([kind, data.numel(), crc], dtype=torch.int64)
         try:
@@ -87,20 +90,20 @@ class Channel:
         return works
 
     def wait(self, works: list[Any]) -> None:
-        """Until everything was taken from here.
+        """Wait until gloo has taken every byte of these sends.
 
         Raises:
-            CoordinationError: nothing was, in time, or the other end is gone.
+            CoordinationError: no progress in time, or the other end is gone.
         """
         for work, _ in works:
             self._wait(work)
 
     def send(self, kind: int, data: torch.Tensor) -> None:
-        """Both."""
+        """Send a message and wait until gloo has taken every byte of it."""
         self.wait(self.begin_send(kind, data))
 
     def receive(self) -> Message:
-        """The next message.
+        """Receive the next message.
 
         Raises:
             CoordinationError: none came in time, the other end is gone, or the bytes are not those
@@ -143,14 +146,14 @@ class Channel:
         )
 
     def close(self) -> None:
-        """Let go of the connection: an end that still waits gets an error. Idempotent."""
+        """Close the connection; the other end, if it still waits, gets an error. Idempotent."""
         group, self.group = self.group, None
         if group is not None:
             group.shutdown()
 
 
 def as_bytes(data: bytes) -> torch.Tensor:
-    """For `send`."""
+    """Copy bytes into a tensor that `send` accepts."""
     if not data:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

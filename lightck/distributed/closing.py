@@ -1,7 +1,7 @@
-"""The round at close: the last step counts if every rank holds it, whatever its fate was before.
+"""The round at close: the last step counts if every rank holds it, whatever its outcome was before.
 
-What counts at restore is the content of the regions, so that a step that one rank lost while
-training went on, and has copied again at its close, counts.
+Restore counts the content of the regions. So a step that one rank lost while training went on, and
+has copied again at its close, counts.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ _SHORT_S = 5.0
 
 
 class Closing:
-    """Of one attach; on the training thread."""
+    """The closing round of one attach. Used on the training thread."""
 
     def __init__(self, store: Store, topology: Topology) -> None:
-        """`store` is below a prefix of its own."""
+        """Use `store`, which must be below a prefix of its own."""
         self._store = store
         self._rounds = Rounds(store, topology.rank, topology.world)
 
     def agree(self, last: int | None, form: bytes, why: str, seconds: float) -> int | None:
-        """The last step, if every rank holds it.
+        """Agree on the last step with all ranks.
 
         Args:
             last: the step that this rank holds a durable snapshot of; None if it holds none.
-            form: what the state has in common with that of every other rank.
-            why: why not; empty if there has been nothing to copy.
+            form: a digest of the state's form, which must be the same on every rank.
+            why: why this rank holds no snapshot; empty if there was nothing to copy.
             seconds: how long to wait for the other ranks, about.
 
         Returns:
-            The step; None if no rank had anything to copy.
+            The step that every rank holds; None if no rank had anything to copy.
 
         Raises:
-            CoordinationError: a rank lacks it, has other state, has left or did not come; on every
-                rank.
+            CoordinationError: a rank lacks the step, has other state, has left or did not come; on
+                every rank.
         """
         self._rounds.timeout_s = seconds / 1.5  # the others wait half as long again as rank 0
         said = {
@@ -56,13 +56,16 @@ class Closing:
         return None if step is None else int(step)
 
     def leave(self, why: str, seconds: float) -> None:
-        """Say that this rank takes no part, without waiting."""
-        # A store that is away cannot be told; the others find out by their time-out.
+        """Tell the other ranks that this one takes no part in the round; waits for none."""
+        # A store that is away cannot be reached; the others find out by their time-out.
         with suppress(CoordinationError):
             bounded("leave", min(seconds, _SHORT_S), lambda: self._rounds.fail("close", why))
 
     def see_off(self) -> None:
-        """On rank 0, whose process may serve the store: wait, a little, until all have read."""
+        """Count this rank as gone.
+
+        Rank 0, whose process may serve the store, waits up to 5 s until all have read the decision.
+        """
         with suppress(StoreError):
             bounded("close", _SEE_OFF_S + 1, self._see_off)
 
@@ -75,7 +78,7 @@ class Closing:
 
 
 def decide_close(said: Sequence[Said]) -> Said:
-    """Rank 0's decision at close."""
+    """Decide the closing round on rank 0: the common step, or an error that names the ranks."""
     steps = {each["step"] for each in said}
     if len(steps) == 1 and not any(each["why"] for each in said):
         if len({each["form"] for each in said}) > 1:

@@ -1,9 +1,10 @@
-"""When gradients are on their way to other ranks, seen without owning DDP's communication.
+"""The times at which gradients are sent to other ranks, observed without owning DDP's comm hook.
 
-Where the user has registered a hook since attach, his buckets are seen. Else a bucket's launch is
-taken from the gradient that completes it. The end of a backward is a final callback of autograd:
-queued at the first gradient, it runs before the one in which DDP waits for its buckets. FSDP2 has
-no buckets: there nothing is told, and the schedule `comm` paces as `backward` does.
+Where the user has registered a comm hook since attach, its buckets are observed. Otherwise a
+bucket's launch is inferred from the gradient that completes it. The end of a backward is found by a
+final callback of autograd: queued at the first gradient, it runs before the callback in which DDP
+waits for its buckets. FSDP2 has no buckets: nothing is reported there, and the schedule `comm`
+paces as `backward` does.
 """
 
 from __future__ import annotations
@@ -24,61 +25,61 @@ from lightck.capture.traffic import Traffic
 from lightck.distributed.seat import leave, sit
 
 TRIES = 4
-"""DDP logs a new arrangement two forwards after it has made it."""
+"""Number of tries to read DDP's bucket sizes: DDP logs new ones two forwards after it made them."""
 
 
 def replicated(model: nn.Module) -> list[DistributedDataParallel]:
-    """DDP modules, wherever they are in the tree."""
+    """Return the DDP modules in the model, wherever they are in the module tree."""
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def reduced_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
-    """Whose gradients it reduces, in its reducer's order."""
+    """Return the parameters whose gradients a DDP module reduces, in its reducer's order."""
     every = module.module.parameters()
     return [p for p in every if p.requires_grad and not hasattr(p, "_ddp_ignored")]
 
 
 def after_backward(action: Callable[[], None]) -> None:
-    """Run `action` when the backward that is running is over, behind what asked for it before."""
+    """Run `action` when the backward that is running ends, after the callbacks queued before it."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
 def backward_now() -> int:
-    """The number of the backward that this thread runs; -1 outside of one."""
+    """Return the number of the backward that this thread runs; -1 outside of one."""
     number: int = torch._C._current_graph_task_id()
     return number
 
 
 @dataclass(eq=False)
 class Buckets:
-    """The gradients of one DDP module on their way; a `Watcher` of its seat."""
+    """Observer of the gradient buckets of one DDP module; a `Watcher` of the module's seat."""
 
     module: DistributedDataParallel
     traffic: Traffic | None = None
     sizes: Sequence[int] = ()
-    """Bytes of each bucket; empty while they are not known."""
+    """The size of each bucket in bytes; empty while the sizes are not known."""
     came: Callable[[], None] = lambda: None
-    """Called at each gradient that is listened to."""
+    """Callback, run at each gradient that completes a bucket."""
     flying: int = 0
     """Bytes launched in this backward."""
     _rebuilt: bool | None = None
-    """What `sizes` are of."""
+    """The value of DDP's `_has_rebuilt_buckets` to which `sizes` belong."""
     _tries: int = 0
     _watching: bool = False
-    """A hook tells the buckets, exactly."""
+    """True if the user's hook reports the buckets, so that launches need not be inferred."""
     _closing: list[RemovableHandle] = field(default_factory=list)
 
     @property
     def reduces(self) -> bool:
-        """The last forward was outside of `no_sync`: its backward communicates."""
+        """Tell whether the last forward was outside of `no_sync`: its backward communicates."""
         return bool(self.module.require_forward_param_sync)
 
     def begin(self) -> None:
-        """The first gradient of a backward."""
+        """Start a new backward, at its first gradient: no bytes are launched yet."""
         self.flying = 0
 
     def bucket(self, bucket: Any, begin_ns: int, future: Future[Any]) -> None:
-        """The hook that the user registered has launched one."""
+        """Record the launch of a bucket, observed in the comm hook that the user registered."""
         self._watching = True
         number, buffer = bucket.index(), bucket.buffer()
         size = buffer.numel() * buffer.element_size()
@@ -95,7 +96,10 @@ class Buckets:
             self.traffic.launched(number, size, share, seen=seen)
 
     def learn(self) -> None:
-        """DDP arranges its buckets once more, in the order of the first backward's gradients."""
+        """Look up the sizes of DDP's buckets, again after DDP has rebuilt them.
+
+        DDP rebuilds its buckets once, in the order of the first backward's gradients.
+        """
         rebuilt = bool(self.module._has_rebuilt_buckets)
         if rebuilt is not self._rebuilt:
             self._rebuilt, self.sizes, self._tries = rebuilt, (), TRIES
@@ -122,16 +126,16 @@ class Buckets:
             self._closing.pop().remove()
 
     def stop(self) -> None:
-        """Leave the module as it was."""
+        """Stop observing; the module is as it was before."""
         leave(self.module, self)
         self.traffic = None
         self._forget()
 
 
 def arrangement(module: DistributedDataParallel) -> tuple[list[int], list[nn.Parameter]]:
-    """Bytes of each bucket, and the parameter whose gradient should be its last to come.
+    """Return the bytes of each bucket, and the parameter whose gradient should complete it.
 
-    DDP says it in what it logs; nothing is known where that does not fit the parameters.
+    They come from DDP's logging data; both lists are empty if that does not fit the parameters.
     """
     said = module._get_ddp_logging_data()
     parameters = reduced_parameters(module)
@@ -154,7 +158,10 @@ def _numbers(text: str, separator: str) -> list[int]:
 
 
 def _from_the_end(parameters: Sequence[nn.Parameter], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Before its first backward DDP fills buckets from the last parameter to the first."""
+    """Yield the parameter indices of each bucket as DDP fills them before its first backward.
+
+    DDP fills buckets from the last parameter to the first.
+    """
     left = list(range(len(parameters)))
     for size in sizes:
         bucket: list[int] = []
@@ -166,7 +173,7 @@ def _from_the_end(parameters: Sequence[nn.Parameter], sizes: Sequence[int]) -> I
 
 @dataclass(eq=False)
 class Communication:
-    """All of a model's communication. Used by the threads of the training."""
+    """Observer of all gradient communication of a model. Used by the training's threads."""
 
     model: nn.Module
     buckets: list[Buckets] = field(init=False)
@@ -175,11 +182,11 @@ class Communication:
     _began_ns: int = 0
 
     def __post_init__(self) -> None:
-        """Find it."""
+        """Find the DDP modules."""
         self.buckets = [Buckets(module) for module in replicated(self.model)]
 
     def install(self, traffic: Traffic) -> None:
-        """Begin to tell; without data parallel there is nothing to look at."""
+        """Start to report to `traffic`; without DDP there is nothing to observe."""
         self._traffic = traffic
         for each in self.buckets:
             sit(each.module, each, now_ns)
@@ -187,7 +194,7 @@ class Communication:
             each.learn()
 
     def came(self) -> None:
-        """A gradient; the first of a backward asks for the end of it."""
+        """Note a gradient; at the first one of a backward, queue a callback for its end."""
         backward = backward_now()
         if backward == self._backward or backward < 0 or self._traffic is None:
             return
@@ -198,7 +205,10 @@ class Communication:
             after_backward(self._over)
 
     def _over(self) -> None:
-        """Every gradient has come; DDP's own callback, behind this one, waits for the others."""
+        """Note the end of a backward: every gradient is there.
+
+        DDP's own callback, which runs after this one, waits for the other ranks.
+        """
         self._began_ns = now_ns()
         if self._traffic is not None:
             self._traffic.waits()
@@ -211,7 +221,7 @@ class Communication:
             each.learn()
 
     def remove(self) -> None:
-        """Leave the modules as they were; idempotent."""
+        """Stop observing; the modules are as they were before. Idempotent."""
         self._traffic = None
         for each in self.buckets:
             each.stop()

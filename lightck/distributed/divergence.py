@@ -1,12 +1,13 @@
-"""Replicas that no longer hold the same bytes: noticed, named, and marked.
+"""Replicas that no longer hold the same bytes: detection, naming, and marking as suspect.
 
-At forward start every rank digests the same sample of what all of them hold (`sample.py`). The
-ledger holds the digest against the first one said before it counts the step; the fate tells every
-rank. Each then marks its own region, durably, and only now, when something is known to differ, they
-say more: one checksum per tensor of that sample. Whoever comes last finds out who differs.
+At forward start every rank digests the same sample of the replicated state (`sample.py`). The
+ledger compares each digest with the first one reported before it counts the step, and the step's
+outcome tells every rank. Each rank then marks its own region durably. Only then, when something is
+known to differ, do the ranks exchange one checksum per tensor of that sample, and the last rank to
+report finds out which ranks differ.
 
-A rank without a digest, or with one of something else, is not compared, and that is counted:
-nobody takes it for equal.
+A rank without a digest, or with one of another sample, is not compared, and that is counted: it is
+never taken for equal.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from lightck.region.native import crc32c, crc32c_at
 from lightck.region.region import Region
 
 ROLES = frozenset({"parameter", "optimizer"})
-"""Of what is compared: buffers, extras and boundary state are every rank's own."""
-_KEPT = 16  # newest samples, until it is known whether they differ
-_REMEMBERED = 256  # committed steps
+"""The roles of the tensors that are compared: buffers, extras and boundary state are rank-local."""
+_KEPT = 16  # newest samples kept, until it is known whether they differ
+_REMEMBERED = 256  # committed steps whose record is remembered
 _NAMED = 8
-_NOTHING = "-"  # said by a rank that has no sample of the step
+_NOTHING = "-"  # reported by a rank that has no sample of the step
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What this rank saw of replicated state at a step.
+    """The checksums that this rank computed of replicated state at a step.
 
     Attributes:
-        what: stands for the tensors' names and forms, and for the turn; the same on ranks whose
-            samples can be compared.
-        names: of the tensors.
-        crcs: of the bytes of each that have their turn.
+        what: identifies the tensors' names and forms, and the turn; the same on ranks whose samples
+            can be compared.
+        names: the names of the sampled tensors.
+        crcs: the CRC32C of the sampled bytes of each tensor.
     """
 
     what: str
@@ -53,11 +54,11 @@ class Sample:
 
     @property
     def digest(self) -> bytes:
-        """For `Ledger.committed`."""
+        """Return the digest of the whole sample, for `Ledger.committed`."""
         return f"{self.what}:{crc32c(self._sums().encode()):08x}".encode()
 
     def said(self) -> str:
-        """The checksum of every tensor."""
+        """Return the message that carries the checksum of every sampled tensor."""
         return f"{self.what}:{self._sums()}"
 
     def _sums(self) -> str:
@@ -66,29 +67,29 @@ class Sample:
 
 @dataclass(eq=False)
 class Samples:
-    """Takes this rank's samples.
+    """The sampling of replicated state on this rank.
 
-    Thread: `take` is the training thread's, `of` is anybody's.
+    Threads: `take` runs on the training thread, `of` on any.
     """
 
     everything: Callable[[], Sequence[Live]]
-    """What there is on this rank, other ranks' shares included; the same object while it is."""
+    """Returns this rank's tensors, with other ranks' shares; the same object while unchanged."""
     replicated: Callable[[Sequence[Live]], set[str]]
-    """Names of the tensors that all ranks hold alike."""
+    """Returns the names of the tensors that all ranks hold alike."""
     skipped: int = 0
-    """Turns without a sample: there was nothing here that could be digested."""
+    """Number of turns without a sample, for nothing here could be digested."""
     _found: Sequence[Live] | None = None
-    """What the rotation was made for."""
+    """The tensors that the rotation was made for."""
     _lives: list[Live] = field(default_factory=list)
     _what: str = ""
     _rotation: Rotation | None = None
     _taken: deque[tuple[int, Sample]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def take(self, step: int, turn: int) -> None:
-        """Digest what has its turn.
+        """Digest the bytes whose turn it is.
 
-        Runs at forward start, on the training thread: at this instant nothing changes it, so that
-        there is no window to watch, and what is digested is what the snapshot holds.
+        Runs at forward start, on the training thread. Nothing changes the state at this instant, so
+        that no window has to be watched, and the digest is of the bytes that the snapshot holds.
         """
         if self._rotation is not None and turn % self._rotation.pause:
             return
@@ -97,7 +98,7 @@ class Samples:
             self._rotation, self._found = self._arrange(found), found
         pieces = self._rotation.pieces(turn)
         chosen = [self._lives[p.tensor] for p in pieces]
-        # `p.data = ...` may have changed a form without anybody being told.
+        # `p.data = ...` may have changed a form without any notice.
         lacking = any(v.tensor.nbytes < p.end for v, p in zip(chosen, pieces, strict=True))
         if lacking or not self._lives:
             self.skipped += 1
@@ -110,7 +111,7 @@ class Samples:
             self._taken.append((step, Sample(f"{self._what}.{turn}", names, tuple(crcs))))
 
     def of(self, step: int) -> Sample | None:
-        """The sample of a recent step; None if there was none to take."""
+        """Return the sample of a recent step; None if none was taken."""
         taken = reversed(list(self._taken))
         return next((sample for at, sample in taken if at == step), None)
 
@@ -141,12 +142,12 @@ def _has_plain_bytes(live: Live) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What differs, as the ranks found together.
+    """The differences that the ranks found together.
 
     Attributes:
-        what: of the samples that were compared.
-        odd: per tensor of the sample, by index, the ranks that differ from most; None where no
-            value is most ranks'.
+        what: identifies the samples that were compared, as in `Sample`.
+        odd: per tensor of the sample, by index, the ranks that differ from the majority; None where
+            no value has a majority.
         silent: ranks without such a sample.
     """
 
@@ -155,19 +156,19 @@ class Verdict:
     silent: list[int]
 
     def encode(self) -> bytes:
-        """As a value of the store."""
+        """Encode it as a value of the store."""
         rows = [[i, ranks] for i, ranks in self.odd.items()]
         return json.dumps([self.what, rows, self.silent], separators=(",", ":")).encode()
 
     @staticmethod
     def decode(value: bytes) -> Verdict:
-        """Read it."""
+        """Decode a value of the store."""
         what, rows, silent = json.loads(value)
         return Verdict(what, dict(rows), silent)
 
 
 def decide(said: Sequence[str]) -> Verdict:
-    """Find who differs in what: a pure function of what every rank said, in their order."""
+    """Find which ranks differ in which tensors: a pure function of the messages, in rank order."""
     parts = [each.partition(":") for each in said]
     kinds = Counter(what for what, _, _ in parts if what != _NOTHING)
     what = max(kinds, key=lambda kind: kinds[kind], default=_NOTHING)
@@ -183,10 +184,10 @@ def decide(said: Sequence[str]) -> Verdict:
 
 
 def inquire(store: Store, rank: int, world: int, step: int, said: str, seconds: float) -> Verdict:
-    """Say what this rank's sample of `step` was; return what all ranks' together show.
+    """Report this rank's sample of `step`; return the verdict on all ranks' samples. Blocks.
 
-    Six messages per rank; only who comes last reads what all said. The keys are gone when every
-    rank has been here. Blocks.
+    It takes six messages per rank; only the last rank to report reads all samples. The keys are
+    deleted when every rank has been here.
 
     Raises:
         CoordinationError: not every rank came in time.
@@ -199,7 +200,7 @@ def inquire(store: Store, rank: int, world: int, step: int, said: str, seconds: 
         store.claim(verdict, decide([each.decode() for each in every]).encode())
     began = time.monotonic()
     told = None
-    # A wait may end with nothing there: torch's server wakes all when one of them gives up.
+    # A wait may end without the key: torch's server wakes all waiters when one of them gives up.
     while told is None and (left := began + seconds - time.monotonic()) > 0:
         told = store.read(verdict) if store.wait(verdict, left) else None
     if told is None:
@@ -217,16 +218,16 @@ def inquire(store: Store, rank: int, world: int, step: int, said: str, seconds: 
 
 @dataclass(eq=False)
 class Marks:
-    """Marks this rank's region.
+    """The suspect marks in this rank's region.
 
-    Thread: `note` is called when a snapshot has been committed here, a mark is made by any thread.
+    Threads: `note` is called when a snapshot has been committed here; any thread may make a mark.
     """
 
     region: Region
     _sequences: dict[int, int] = field(default_factory=dict)
 
     def note(self, step: int) -> None:
-        """Remember which snapshot is that of the step, until its fate is known."""
+        """Remember which snapshot is that of `step`, until its outcome is known."""
         for slot in self.region.slots:
             record = slot.record
             if record is not None and (record.timeline, record.step) == (
@@ -238,16 +239,16 @@ class Marks:
             del self._sequences[next(iter(self._sequences))]
 
     def __call__(self, step: int) -> None:
-        """Durably mark the snapshot of the step, and all later ones of the timeline."""
+        """Durably mark the snapshot of `step`, and all later ones of the timeline, as suspect."""
         later = [number for at, number in [*self._sequences.items()] if at >= step]
         self.region.native.suspect(min(later, default=self.region.next_sequence))
 
 
 @dataclass(eq=False)
 class Divergence:
-    """What follows on this rank when replicas differ.
+    """The reaction of this rank when replicas differ.
 
-    Thread: `suspect` is called by the global commit's, `close` by the training thread.
+    Threads: `suspect` is called on a thread of the global commit, `close` on the training thread.
     """
 
     store: Store
@@ -255,18 +256,21 @@ class Divergence:
     world: int
     samples: Samples
     mark: Callable[[int], None]
-    """See `Marks`."""
+    """Marks the snapshots from a step on as suspect; see `Marks`."""
     report: Callable[[LightckError], None]
-    """Hears what is found; on a background thread."""
+    """Receives the errors that are found; called on a background thread."""
     patience_s: float = 60.0
     _asked: set[int] = field(default_factory=set)
     _named: set[str] = field(default_factory=set)
     _naming: threading.Lock = field(default_factory=threading.Lock)
-    """Guards `_named`: what differs at several steps is found out at the same time."""
+    """Guards `_named`: differences at several steps are looked into at the same time."""
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def suspect(self, step: int, differed: int) -> None:
-        """Learn that the snapshot of `step` is suspect, since digests differed at `differed`."""
+        """Mark the snapshot of `step` as suspect, and find out in the background what differs.
+
+        The digests differed at step `differed`. Each such step is looked into once.
+        """
         try:
             self.mark(step)
         except LightckError as error:
@@ -274,7 +278,7 @@ class Divergence:
         if differed in self._asked:
             return
         self._asked.add(differed)
-        # The answers of other ranks may take long; fates do not wait for them.
+        # The answers of other ranks may take long; outcomes of other steps do not wait for them.
         thread = threading.Thread(
             target=self._name, args=(step, differed), name="lightck-differ", daemon=True
         )
@@ -282,7 +286,7 @@ class Divergence:
         thread.start()
 
     def close(self, seconds: float) -> None:
-        """Wait for what is being found out."""
+        """Wait, up to `seconds`, for the threads that look into differences."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

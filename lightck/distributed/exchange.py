@@ -1,9 +1,11 @@
-"""One round of agreement: every rank says something, rank 0 decides, every rank reads that.
+"""A round of agreement: every rank sends a message, rank 0 decides, every rank reads the decision.
 
-A rank that cannot take part says so and why, and does not wait: the others then hear of it at once.
+A rank that cannot take part sends the reason and does not wait; the others then learn of it at
+once.
 
-Five messages per rank whatever the number of ranks: claim, count, wait, read, delete; rank 0 reads
-what all said, in large batches. No other rank does: at 10,000 ranks these were 10^8 messages.
+A round takes five messages per rank, whatever the number of ranks: claim, count, wait, read,
+delete. Rank 0 also reads the messages of all ranks, in large batches. No other rank does: at 10,000
+ranks these were 10^8 messages.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from typing import Any
 from lightck.distributed.store import Store
 from lightck.errors import CoordinationError
 
-MAX_BYTES = 4096  # of what one rank may say
+MAX_BYTES = 4096  # the longest message of one rank
 _NAMED = 16  # missing ranks named in a message
-_FAILURE = 1500  # characters of a failure
+_FAILURE = 1500  # the longest failure text, in characters
 
 Said = dict[str, Any]
 Decide = Callable[[Sequence[Said]], Said]
@@ -27,10 +29,10 @@ Decide = Callable[[Sequence[Said]], Said]
 
 @dataclass
 class Rounds:
-    """Numbers the rounds of one kind, so that no key is used twice.
+    """The numbered rounds of one store prefix; no key is used twice.
 
-    Every rank must take part in every round, in the same order, like in a collective; at attach and
-    restore only, on the thread that called them.
+    Every rank must take part in every round, in the same order, as in a collective. Used at attach,
+    restore and close, by one thread at a time.
     """
 
     store: Store
@@ -38,19 +40,19 @@ class Rounds:
     world: int
     timeout_s: float = 120.0
     number: int = 0
-    """Of the next round."""
+    """The number of the next round."""
 
     def agree(self, kind: str, said: Said, decide: Decide) -> Said:
-        """Take part in the next round.
+        """Take part in the next round, and return the decision.
 
         Args:
             kind: of the round, such as `attach`; a rank that is in another kind of round is named.
-            said: what this rank says; JSON, at most `MAX_BYTES`.
-            decide: called on rank 0 with what every rank said, in order; pure. What it raises as
-                `CoordinationError` is raised on every rank.
+            said: the message of this rank; JSON, at most `MAX_BYTES`.
+            decide: called on rank 0 with the messages of all ranks, in rank order; pure. A
+                `CoordinationError` that it raises is raised on every rank.
 
         Returns:
-            What rank 0 decided.
+            The decision of rank 0.
 
         Raises:
             CoordinationError: a rank is missing, or the decision was an error.
@@ -69,9 +71,10 @@ class Rounds:
         return answer
 
     def fail(self, kind: str, why: str) -> None:
-        """Say in the next round, where the others are or will be, that this rank cannot go on.
+        """Report in the next round that this rank cannot go on; returns at once.
 
-        Returns at once. They raise a `CoordinationError` that names this rank and the reason.
+        The other ranks, which are in that round or will be, raise a `CoordinationError` that names
+        this rank and the reason.
         """
         base, text = self._next(), why.encode("ascii", "replace").decode()[:_FAILURE]
         self._say(base, {"kind": kind, "failure": text})
@@ -84,12 +87,12 @@ class Rounds:
 
     def _say(self, base: str, said: Said) -> None:
         text = json.dumps(said, separators=(",", ":"))
-        if len(text) > MAX_BYTES:  # nobody shall wait for what cannot be said
+        if len(text) > MAX_BYTES:  # fail at once: otherwise all would wait for it
             why = f"it has {len(text)} bytes to say, more than {MAX_BYTES}"
             text = json.dumps({"kind": said["kind"], "failure": why})
         mine = f"{base}/in/{self.rank}"
         if self.store.claim(mine, text.encode()) != text.encode():
-            # A nonce inside `said` is not needed: two lives of one rank that say the same thing are
+            # A nonce inside `said` is not needed: two lives of one rank with the same message are
             # found by the count, which then exceeds the world.
             raise self._stale(mine)
         count = self.store.add(f"{base}/count")
@@ -123,8 +126,8 @@ class Rounds:
             return {"error": f"{kind}: rank 0 could not decide: {error!r}"[:_FAILURE]}
 
     def _await(self, base: str, kind: str, began: float) -> Said:
-        # Half as long again as rank 0, whose answer then names the ranks that are missing.
-        # A wait may end with nothing there: torch's server wakes all when one of them gives up.
+        # Wait half as long again as rank 0, whose answer then names the ranks that are missing. A
+        # wait may end without the key: torch's server wakes all waiters when one of them gives up.
         while (left := began + 1.5 * self.timeout_s - time.monotonic()) > 0:
             if self.store.wait(f"{base}/out", left):
                 said = self.store.read(f"{base}/out")
@@ -135,9 +138,10 @@ class Rounds:
         raise CoordinationError(_absent(kind, [0], self.world, base, waited))
 
     def _sweep(self) -> None:
-        """Delete what nobody reads any more: whoever is counted here has left the last round.
+        """Delete this rank's keys of the last round, which no rank reads any more.
 
-        Round 0's count stays, so that another life of the job over the same keys is found out.
+        Every rank counted in this round has left the last one. Round 0's count stays, so that
+        another life of the job over the same keys is found out.
         """
         before = self.number - 2
         if before < 0:

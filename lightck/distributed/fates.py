@@ -1,8 +1,9 @@
 """The global commit of one rank: a background thread that runs the ledger over the job's store.
 
-No collective, and nothing here waits on the training thread: its calls note events and look into
-memory. A second thread does nothing but wait for the oldest fate that other ranks decide, on a
-connection of its own, so that the store tells at once and this rank's own reports are not held up.
+No collective is used, and nothing here waits for the training thread: its calls record events and
+read memory. A second thread only waits for the oldest outcome that other ranks decide, on a
+connection of its own, so that the outcome is known as soon as the store has it, and the wait does
+not delay this rank's own reports.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from lightck.errors import CoordinationError, StoreError
 from lightck.events import event
 from lightck.types import Fate
 
-LATE = "not known in time"  # why of a step that a rank passed before it had read the announcement
+LATE = "not known in time"  # of a step that a rank passed before it read the announcement
 _IDLE_S = 60.0  # longest sleep of the thread without an event
-_WATCH_S = 600.0  # one wait for a fate; torch prints two lines when it ends without one
+_WATCH_S = 600.0  # one wait for an outcome; torch prints two lines when it ends without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,9 @@ class Limits:
     """Bounds of the global commit's waits, in seconds.
 
     Attributes:
-        call_s: a call that has had no answer for so long counts as unreachable store.
-        patience_s: a step without a fate for so long is claimed dead by whoever waits for it.
+        call_s: a store whose call has had no answer for so long counts as unreachable.
+        patience_s: a step without an outcome for so long is claimed dead by any rank that waits for
+            it.
     """
 
     call_s: float = 10.0
@@ -41,12 +43,12 @@ class Limits:
 
 
 class GlobalCommit:
-    """Tells which steps are due and what became of them over all ranks.
+    """The due steps, and their outcomes over all ranks, as one rank knows them.
 
-    Thread: every method may be called from any thread and returns at once, but `wait` and `close`.
-    `on_fate`, `on_suspect` and `on_trouble` are called on background threads, without any lock
-    held; what they raise ends the thread, goes to `threading.excepthook`, and no snapshot is opened
-    any more.
+    Threads: every method may be called from any thread and returns at once, except `wait` and
+    `close`. `on_fate`, `on_suspect` and `on_trouble` are called on background threads, without any
+    lock held. An exception that they raise ends the thread and goes to `threading.excepthook`; no
+    snapshot is opened any more.
     """
 
     def __init__(
@@ -61,12 +63,13 @@ class GlobalCommit:
         """Start the threads.
 
         Args:
-            store: below a prefix that belongs to this attach alone; cloned for the watcher.
+            store: a store below a prefix that belongs to this attach alone; cloned for the watcher.
             ledger: of this rank, fresh; its `patience_s`, `on_fate`, `on_suspect` are set here.
             calendar: of this rank, fresh.
             limits: see `Limits`.
-            on_trouble: hears of a store that stops answering (once per outage) and of a rank that
-                takes no more snapshots; default: a log event.
+            on_trouble: called when the store stops answering (once per outage), when a rank takes
+                no more snapshots, when ranks hold unlike state, and when an announcement's key has
+                another value; default: a log event.
 
         Raises:
             StoreError: no second connection.
@@ -91,7 +94,7 @@ class GlobalCommit:
         self._closing = self._stopped = False
         self._broken: BaseException | None = None
         self._ended: set[int] = set()  # ranks that take no more snapshots
-        self._unlike = False  # told already, and no step has become whole since
+        self._unlike = False  # reported already, and no step has become whole since
         self._threads = [
             threading.Thread(target=self._guard, args=(run,), name=f"lightck-{name}", daemon=True)
             for name, run in (("commit", self._run), ("watch", self._watch))
@@ -102,14 +105,14 @@ class GlobalCommit:
     # ---- events and questions: any thread, no waiting ----
 
     def due(self, step: int) -> Due | None:
-        """Say whether `step`, which ends now on this rank, is due; once for every step."""
+        """Return the due step if `step`, which ends now here, is due; called once for each step."""
         with self._lock:
             return self._calendar.at(step)
 
     def why_not_open(self) -> str | None:
-        """Say why no snapshot may be opened now; None if one may.
+        """Return why no snapshot may be opened now; None if one may.
 
-        A rank that may not reports the due step `lost`, like any other that slips.
+        A rank that may not open one reports the due step `lost`, as for any other skipped snapshot.
         """
         with self._lock:
             if self._closing:
@@ -125,7 +128,7 @@ class GlobalCommit:
 
     @property
     def reachable(self) -> bool:
-        """The store answers, as far as is known."""
+        """Tell whether the store answers, as far as is known."""
         with self._lock:
             began = self._call_began_s
             hangs = began is not None and time.monotonic() - began > self._limits.call_s
@@ -133,35 +136,36 @@ class GlobalCommit:
 
     @property
     def compared(self) -> tuple[int, int]:
-        """Steps at which this rank's digest could be compared, and at which it could not.
+        """Return at how many steps this rank's digest could be compared, and at how many not.
 
-        Two counters that change one at a time: nobody waits for the ledger to read them.
+        The two counters change one at a time: they are read without waiting for the ledger's lock.
         """
         return self._ledger.compared, self._ledger.incomparable
 
     def opened(self, due: Due) -> None:
-        """Note that a slot is about to be invalidated for `due`."""
+        """Record that a slot is about to be invalidated for `due`."""
         with self._changed:
             self._ledger.opened(due, time.monotonic())
 
     def committed(self, step: int, form: bytes = b"", digest: bytes = b"") -> None:
-        """Note that this rank's record of `step` is durable.
+        """Record that this rank's record of `step` is durable.
 
         Args:
-            step: that was opened.
-            form: a digest of what the state has in common with that of every other rank; a step
-                with different ones is dead.
-            digest: of a sample of its bytes; a step with different ones is suspect. See `Sample`.
+            step: a step that was opened.
+            form: a digest of the state's form, which all ranks have in common; a step with
+                different ones is dead.
+            digest: a digest of a sample of replicated bytes; a step with different ones is suspect.
+                See `Sample`.
         """
         with self._changed:
             self._ledger.committed(step, time.monotonic(), form, digest)
             self._changed.notify_all()
 
     def lost(self, due: Due, why: str, *, for_good: bool = False) -> None:
-        """Note that this rank has no snapshot of `due`: it slipped, was torn or failed.
+        """Record that this rank has no snapshot of `due`: it was skipped, was torn or failed.
 
         Args:
-            due: what `due` returned.
+            due: the result of `due`.
             why: a few words, for the other ranks' logs.
             for_good: this rank takes no more snapshots; the others stop opening any.
         """
@@ -175,12 +179,19 @@ class GlobalCommit:
             return self._ledger.reusable(timeline, step)
 
     def fate(self, step: int) -> Fate:
-        """What became of a recent step, as far as this rank has read it."""
+        """Return the outcome of a recent step, as far as this rank has read it."""
         with self._lock:
             return self._ledger.fate(step)
 
     def announce(self, step: int, step_s: float | None = None) -> int | None:
-        """On rank 0: a snapshot is wanted as `step` ends; publish the step that shall have it."""
+        """Publish, on rank 0, the step that shall have the snapshot that is wanted as `step` ends.
+
+        Returns:
+            The step to come; None if a step that every rank knows is due no later.
+
+        Raises:
+            ValueError: this is not rank 0.
+        """
         if self._ledger.rank != 0:
             raise ValueError(f"rank {self._ledger.rank} announces nothing: rank 0 decides")
         with self._changed:
@@ -193,19 +204,19 @@ class GlobalCommit:
     # ---- waiting ----
 
     def wait(self, step: int, seconds: float) -> Fate:
-        """Wait until the fate of `step` is known here, or `seconds`; return what is known."""
+        """Wait up to `seconds` until the outcome of `step` is known here; return what is known."""
         with self._changed:
             self._changed.wait_for(lambda: self._ledger.fate(step) is not Fate.UNKNOWN, seconds)
             return self._ledger.fate(step)
 
     def close(self, seconds: float = 30.0) -> list[int]:
-        """Wait for the fates of what was committed here, then end the threads.
+        """Wait for the outcomes of the steps committed here, then end the threads. Idempotent.
 
-        What other ranks have not settled in half of the time is claimed dead, so that no rank is
-        waited for beyond it. Idempotent.
+        A step that other ranks have not settled in half of the time is claimed dead, so that no
+        rank is waited for beyond it.
 
         Returns:
-            Steps whose fate this rank never learned.
+            Steps whose outcome this rank never learned.
         """
         with self._changed:
             self._closing = True
@@ -219,7 +230,7 @@ class GlobalCommit:
             self._changed.notify_all()
             left = self._ledger.unsettled
         for thread in self._threads:
-            # A thread stays behind, as a daemon, only with a server that hangs.
+            # A thread is left running, as a daemon, only if the server hangs.
             thread.join(1.0 if left else self._limits.call_s)
         return left
 
@@ -364,7 +375,7 @@ class GlobalCommit:
                 self._changed.notify_all()
             self._tell()
 
-    # ---- what is told ----
+    # ---- reports to the listeners ----
 
     def _note_fate(self, due: Due, fate: Fate, death: Death | None) -> None:
         self._news.append(lambda: self._told(due, fate, death))

@@ -1,7 +1,7 @@
-"""What the ranks of one job share from attach to close: due steps, fates, the last commit.
+"""The state that the ranks of one job share from attach to close: due steps, outcomes, last commit.
 
-`Job` is capture's barrier over a `GlobalCommit`. It keeps the book of due steps, so that each is
-opened or lost, and then committed or lost, exactly once, whatever the training loop does.
+`Job` implements capture's barrier over a `GlobalCommit`. It keeps the list of due steps, so that
+each is opened or lost, and then committed or lost, exactly once, whatever the training loop does.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lightck.region.claim import Claim
 from lightck.region.region import Region
 from lightck.types import Fate, Moment, Policy
 
-_FATES_S = 10.0  # for fates, when all ranks have said what they had to say
+_FATES_S = 10.0  # for outcomes, when all ranks have reported everything
 _GONE_S = 2.0  # the same, when a rank or the store is gone
-_REMEMBERED = 256  # due steps whose turn is over
+_REMEMBERED = 256  # due steps that are settled here
 
 
 def place_of(ranks: Meeting, config: Config, found: Claim) -> Topology:
-    """This rank's place in the job, and the run that all belong to.
+    """Find this rank's place in the job, and the run that all ranks belong to.
 
     Args:
         ranks: the meeting.
@@ -56,19 +56,21 @@ def begin(
     samples: Samples,
     restored: tuple[int, int] | None = None,
 ) -> tuple[int | None, Barrier]:
-    """Agree on a timeline; nothing that a rank could refuse on its own may come after this.
+    """Agree on a timeline and start the barrier; return both.
+
+    No check that may fail on one rank alone may follow this call.
 
     Args:
         ranks: the meeting, which ends here.
         topology: this rank's place.
-        region: claimed, and large enough.
+        region: this rank's region, claimed, and large enough.
         config: of this rank.
-        step: the last complete one.
-        samples: of what every rank holds alike.
+        step: the last complete step.
+        samples: the sampling of the state that every rank holds alike.
         restored: (timeline, step) that this process restored, also from other ranks' regions.
 
     Returns:
-        The timeline's id, None if one rank draws its own; and the barrier.
+        The timeline's id, None if a single rank draws its own; and the barrier.
 
     Raises:
         CoordinationError: what differs, or which rank failed and why; on every rank.
@@ -98,37 +100,37 @@ def begin(
 
 
 def _in_words(policy: Policy) -> str:
-    """The same text for the same policy in every process: no addresses."""
+    """Describe a policy with a text that is the same in every process: no addresses."""
     kind = type(policy)
     return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(policy)
 
 
 @dataclass(eq=False)
 class _Turn:
-    """What this rank has said of one due step."""
+    """The state of one due step on this rank."""
 
     due: Due
     opened: bool = False
     over: bool = False
-    """Committed here, or lost."""
+    """True if the step was committed here, or lost."""
 
     @property
     def is_open(self) -> bool:
-        """Nothing has been said of it yet."""
+        """Tell whether nothing has been reported of the step yet."""
         return not (self.opened or self.over)
 
 
 class Job:
     """The barrier of several ranks; see `capture.barrier.Barrier`.
 
-    Thread: any. Its own lock is held for looks into memory only, and never while the global commit
-    calls back.
+    Threads: any. Its own lock is held only while memory is read or written, and never while the
+    global commit calls back.
     """
 
     alone = False
 
     def __init__(self, topology: Topology, calendar: Calendar) -> None:
-        """Nothing is told yet; see `start`."""
+        """Prepare the barrier; it is used from `start` on."""
         self.topology = topology
         self._calendar = calendar
         self._lock = threading.RLock()
@@ -139,7 +141,7 @@ class Job:
         self._troubles: deque[LightckError] = deque()
         self._closing = self._parted = False
         self._last_whole: int | None = None
-        self._form = b""  # of the newest snapshot here
+        self._form = b""  # the form of the newest snapshot here
 
     def start(
         self,
@@ -149,7 +151,7 @@ class Job:
         region: Region,
         samples: Samples,
     ) -> None:
-        """Begin to keep in touch, below a prefix that belongs to this attach alone.
+        """Start the global commit, below a store prefix that belongs to this attach alone.
 
         Raises:
             StoreError: no connection.
@@ -175,9 +177,12 @@ class Job:
     # ---- due steps ----
 
     def due(self, moment: Moment, policy: Policy) -> bool:
-        """A pure period needs no word; any other policy is asked on rank 0, which announces."""
+        """Tell whether this step is due, and announce a later one if the policy wants a snapshot.
+
+        A fixed period needs no message. Any other policy is asked on rank 0 only, which announces.
+        """
         with self._lock:
-            # The step counter leaps where optimizers were found during a step.
+            # The step counter skips numbers where optimizers were found during a step.
             for step in range(self._asked + 1, moment.step + 1):
                 found = self.commit.due(step)
                 if found is not None:
@@ -193,11 +198,18 @@ class Job:
 
     @property
     def _announces(self) -> bool:
-        """What is published while the store is away would come late everywhere."""
+        """Tell whether this rank announces due steps: it is rank 0 and the store is reachable.
+
+        An announcement published while the store is away would come late everywhere.
+        """
         return self._calendar.announced and self.topology.rank == 0 and self.commit.reachable
 
     def request(self, step: int) -> bool:
-        """The loop asks, on every rank at the same step: like a collective."""
+        """Register a request by the loop; every rank makes it at the same step, as in a collective.
+
+        Returns:
+            Whether a snapshot of the step can still be opened here.
+        """
         with self._lock:
             turn = self._turns.get(step)
             if turn is None:
@@ -206,7 +218,10 @@ class Job:
             return self._closing or turn.is_open
 
     def opening(self, step: int) -> str | None:
-        """Not without the others' word: no rank acts where it could not learn the fate."""
+        """Report that a snapshot of `step` is being opened; return why it may not be, or None.
+
+        It may not without contact to the other ranks: the outcome could not be learned.
+        """
         with self._lock:
             turn = self._turns.get(step)
             if turn is None or turn.over:
@@ -226,7 +241,7 @@ class Job:
     # ---- what becomes of them ----
 
     def committed(self, step: int, form: bytes) -> None:
-        """Tell, unless the step is the last and of nobody's book."""
+        """Report that `step` is committed here, if it is a due step; the last one may not be."""
         with self._lock:
             self._form = form
             turn = self._turns.get(step)
@@ -237,7 +252,7 @@ class Job:
                 self.commit.committed(step, form, sample.digest if sample else b"")
 
     def lost(self, step: int, why: str, *, for_good: bool = False) -> None:
-        """Tell once."""
+        """Report that this rank has no snapshot of a due step; only the first report counts."""
         with self._lock:
             turn = self._turns.get(step)
             if turn is not None and not turn.over:
@@ -245,23 +260,23 @@ class Job:
                 self.commit.lost(turn.due, why, for_good=for_good)
 
     def sample(self, step: int) -> None:
-        """Of a step in the book."""
+        """Digest this step's sample of replicated state, if the step is due and opened."""
         with self._lock:
             turn = self._turns.get(step)
             if turn is not None and turn.opened:
                 self._samples.take(step, self._calendar.start + turn.due.ordinal)
 
     def compared(self) -> tuple[int, int]:
-        """See `Stats`."""
+        """Return how many due steps were compared, and how many could not be; see `Stats`."""
         compared, not_alike = self.commit.compared
         return compared, not_alike + self._samples.skipped
 
     def fate(self, step: int) -> Fate:
-        """From memory."""
+        """Return the outcome of a step, as far as it is known in memory."""
         return Fate.WHOLE if step == self._last_whole else self.commit.fate(step)
 
     def why_dead(self, step: int) -> str:
-        """In the words of the rank that said so."""
+        """Return why a step is dead, as reported by the rank that claimed it."""
         death = self._deaths.get(step)
         return f"rank {death.rank}: {death.why}" if death else "its fate is not known"
 
@@ -270,19 +285,22 @@ class Job:
         return self.commit.reusable(timeline, step)
 
     def wait(self, step: int, seconds: float) -> None:
-        """On the training thread only where the user waits."""
+        """Wait up to `seconds` for a step's outcome.
+
+        On the training thread only if the user waits.
+        """
         if step != self._last_whole:
             self.commit.wait(step, seconds)
 
     def troubles(self) -> list[LightckError]:
-        """A store that does not answer, once per outage; a rank that takes no more snapshots."""
+        """Return the errors noted since the last call, such as that the store does not answer."""
         found: list[LightckError] = []
         while self._troubles:
             found.append(self._troubles.popleft())
         return found
 
     def _note(self, due: Due, fate: Fate, death: Death | None) -> None:
-        """On a background thread."""
+        """Remember why a step is dead. Called on a background thread."""
         if death is not None:
             self._deaths[due.step] = death
             if len(self._deaths) > _REMEMBERED:
@@ -296,14 +314,17 @@ class Job:
     # ---- the end ----
 
     def begin_close(self) -> None:
-        """The last step has a snapshot on every rank, due or not; it is settled by a round."""
+        """Begin the close: from now on the last step is settled by a round, due or not."""
         self._closing = True
 
     def close(self, last: int | None, why: str, seconds: float) -> int | None:
-        """Agree on the last step, settle what is open, leave. Bounded by `seconds`, about.
+        """Agree on the last step, settle all open steps, and stop. Takes about `seconds` at most.
+
+        Returns:
+            The last step, if there was anything to copy.
 
         Raises:
-            CoordinationError: it does not count, and which rank is why.
+            CoordinationError: the step does not count; says which rank is the reason.
         """
         self._parted = True
         with self._lock:
@@ -322,7 +343,10 @@ class Job:
         return self._last_whole
 
     def leave(self, why: str, seconds: float) -> None:
-        """Without a last step: the others need not wait for this rank. Idempotent."""
+        """Stop without a last step, so that the other ranks need not wait for this one.
+
+        Idempotent.
+        """
         if self._parted:
             return
         self._parted = True
@@ -340,7 +364,7 @@ class Job:
 
 
 def _ahead(step: int, calendar: Calendar) -> range:
-    """Steps of the next two periods that may be due; a period may be of any length."""
+    """Return the steps of the next two periods that may be due; a period may be of any length."""
     every = calendar.every or 1
     first = (step // every + 1) * every
     return range(first, first + 2 * every + 1, every)

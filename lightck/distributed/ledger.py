@@ -1,17 +1,20 @@
-"""One write-once fate per opened snapshot: the protocol as a state machine, without any I/O.
+"""One write-once outcome per opened snapshot: the commit protocol as a state machine, without I/O.
 
-Keys: `c/STEP` counts local commits, `f/STEP` is the fate, `b/BLOCK` counts the ranks that know
-every fate of a block of due steps. The rank whose `add` completes `c` claims `f` as whole; a rank
-that slips, tears, fails or loses patience claims it as dead. The first claim stands for ever, so
-that no order of messages gives a step two fates, and nobody acts on a fate before having read it.
+Keys: `c/STEP` counts local commits, `f/STEP` is the outcome (the fate key), `b/BLOCK` counts the
+ranks that know every outcome of a block of due steps. The rank whose `add` completes `c` claims `f`
+as `whole`; a rank that skips the step, has a torn snapshot, fails or loses patience claims it as
+`dead`. The first claim stands for ever, so that no order of messages gives a step two outcomes, and
+no rank acts on an outcome before having read it.
 
-Where ranks hold replicas, `d/STEP` is the first one's digest of them. A rank whose own is another
-says so in `x/STEP` before it counts itself, there and at every later step: whoever completes `c`
-has only to look, and the fate tells every rank that the step is suspect. Where another rank's word
-of an older step was first there, `y/STEP` says that replicas differ at this one, too.
+Where ranks hold replicas, `d/STEP` is the first rank's digest of them. A rank whose digest differs
+reports so in `x/STEP` before it counts itself, there and at every later step: the rank that
+completes `c` has only to read that, and the outcome tells every rank that the step is suspect.
+Where another rank's report of an older step was first in `x/STEP`, `y/STEP` says that replicas
+differ at this step, too.
 
-What a rank adds to `c` beside its 1 stands for the form of the state that all ranks hold alike. The
-sum shows whether every form was the same: ranks that hold other tensors make no step whole.
+A rank adds 1 to `c`, and in the higher bits a number derived from the form of the state that all
+ranks hold alike. The sum shows whether every form was the same: ranks that hold other tensors make
+no step whole.
 
 An `add` is sent at most once. If its answer is lost, nobody can know whether it counted: the rank
 then claims `dead`, which is right in either case. A lost claim is simply repeated.
@@ -29,10 +32,10 @@ from lightck.distributed.calls import Add, Call, Claim, Delete, Read
 from lightck.distributed.words import SUSPECT, WHOLE, Death
 from lightck.types import Fate
 
-UNLIKE = "replicated state differs between the ranks in names, shapes or dtypes"  # why of a death
-_COUNT_BITS = 20  # of a sum, for the number of ranks
-_FORM_BITS = 22  # of one form: the sum of a million of them and the count stay below 2^63
-_LOOK_S = 1.0  # between two looks at the newest fate, while an older one does not come
+UNLIKE = "replicated state differs between the ranks in names, shapes or dtypes"  # a death's reason
+_COUNT_BITS = 20  # bits of a sum that count ranks
+_FORM_BITS = 22  # bits of one form: the sum of a million of them and the count stay below 2^63
+_LOOK_S = 1.0  # between two reads of the newest outcome, while an older one does not come
 _RETRY_S = (0.1, 5.0)  # pause after a failed call: the first, and the longest of its doublings
 
 
@@ -54,52 +57,52 @@ class _Case:
     form: int = 0
     digest: bytes = b""
     differs: bool = False
-    """From the first one that was said."""
+    """True if this rank's digest differs from the first one reported."""
     accuse: str = "x"
-    """Where this one has to say that it differs, here or before; empty: the others can know."""
+    """The key prefix under which to report that this rank differs; empty if the others can know."""
     look: str = "x"
-    """Where this rank, counted last, has to look whether any does."""
+    """The key prefix to read, once counted last, for another rank's report; empty when done."""
     differed: int | None = None
-    """The step at which one did."""
+    """The step at which some rank's digest differed; None if no report is known."""
 
 
 @dataclass
 class Ledger:
-    """What one rank knows and has still to say.
+    """The knowledge of one rank about outcomes, and the calls that it has still to make.
 
     Give it events (`opened`, `committed`, `lost`, `heard`); make the calls that `next_call`
-    returns, one at a time, and give each one's outcome to `answered` or `failed`.
+    returns, one at a time, and pass the result of each to `answered`, or call `failed`.
 
-    Thread: none of its own; the caller holds one lock around every call.
+    Threads: none of its own; the caller holds one lock around every call.
     """
 
     rank: int
     world: int
     restored: tuple[int, int] | None = None
-    """(timeline, step) that is protected until the first whole step of this timeline."""
+    """The (timeline, step) that is protected until the first whole step of this timeline."""
     timeline: int = 0
     patience_s: float = 300.0
-    """After this long without a fate, a step that this rank committed is claimed dead."""
+    """Seconds without an outcome after which a step that this rank committed is claimed dead."""
     on_fate: Callable[[Due, Fate, Death | None], None] = lambda due, fate, death: None
     compares: bool = False
-    """Ranks hold replicas, and say digests; the same on every rank."""
+    """True if ranks hold replicas, and report digests; the same on every rank."""
     on_suspect: Callable[[int, int], None] = lambda step, differed: None
-    """Hears of every suspect step, just before its fate, and of the step whose digests differed."""
+    """Called with each suspect step, before its outcome, and the step whose digests differed."""
     differed: int | None = None
-    """The first step at which this rank's digest was not the first one said."""
+    """The first step at which this rank's digest was not the first one reported."""
     compared: int = 0
-    """Steps at which this rank's digest could be held against the first one said."""
+    """Number of steps at which this rank's digest was compared with the first one reported."""
     incomparable: int = 0
-    """Steps at which it was one of something else."""
+    """Number of steps at which the two digests were of different samples."""
     reachable: bool = True
     ended: Death | None = None
-    """A rank takes no more snapshots: no later step can become whole any more."""
+    """The death by which a rank ended: no later step can become whole any more."""
     _ended_step: int = -1
     _cases: dict[int, _Case] = field(default_factory=dict)
     _blocks: dict[str, list[int]] = field(default_factory=dict)
     _fates: dict[int, Fate] = field(default_factory=dict)
     _best: tuple[bool, int] | None = None
-    """Whether it is above suspicion, and step, of the newest whole one; these go before others."""
+    """(is trusted, step) of the newest whole step; trusted ones go before suspect ones."""
     _chores: deque[Call] = field(default_factory=deque)
     _call: tuple[Call, _Case | None] | None = None
     _highest: int = -1
@@ -110,43 +113,43 @@ class Ledger:
     # ---- events from this rank ----
 
     def opened(self, due: Due, now_s: float) -> None:
-        """Note that this rank invalidates a slot for `due` and begins to copy."""
+        """Record that this rank invalidates a slot for `due` and begins to copy."""
         if due.step in self._cases or due.step <= self._highest:
             raise ValueError(f"step {due.step} is not above {self._highest}, the last one noted")
         self._highest = due.step
         self._cases[due.step] = _Case(due, _Stage.OPEN, now_s)
 
     def committed(self, step: int, now_s: float, form: bytes = b"", digest: bytes = b"") -> None:
-        """Note that this rank's record of `step` is durable; see `GlobalCommit.committed`."""
+        """Record that this rank's record of `step` is durable; see `GlobalCommit.committed`."""
         case = self._cases.get(step)
         if case is None and step > self._highest:
             raise ValueError(f"step {step} was never opened; the last one noted is {self._highest}")
-        # Not open any more: abandoned meanwhile, and dead whatever this rank commits.
+        # Not open any more: it was abandoned meanwhile, and is dead whatever this rank commits.
         if case is not None and case.stage is _Stage.OPEN:
             case.stage, case.since_s = _Stage.COMPARE if digest else _Stage.REPORT, now_s
             case.digest = digest
             case.form = int.from_bytes(form[:4], "little") % (1 << _FORM_BITS)
 
     def lost(self, due: Due, why: str, now_s: float, *, for_good: bool = False) -> None:
-        """Note that this rank has no snapshot of `due`: slipped, torn, failed or never known."""
+        """Record that this rank has no snapshot of `due`: skipped, torn, failed or not known."""
         case = self._cases.get(due.step)
         if case is None:
             self._highest = max(self._highest, due.step)
             case = self._cases[due.step] = _Case(due, _Stage.LOSE, now_s)
         elif case.due.source != due.source:
-            return  # announced late, but the loop has asked for this very step by itself
+            return  # announced late, but the loop has requested this very step itself
         elif case.stage is not _Stage.OPEN:
             raise ValueError(f"step {due.step} cannot be lost: it is {case.stage.value}")
         case.stage, case.death = _Stage.LOSE, Death(self.rank, why, for_good)
 
     def heard(self, step: int, value: bytes) -> None:
-        """Take in a fate that a watch has read."""
+        """Record an outcome that the watcher has read."""
         case = self._cases.get(step)
         if case is not None:
             self._settle(case, value)
 
     def abandon(self, why: str) -> None:
-        """Claim whatever this rank still waits for as dead: nobody will be here to learn it."""
+        """Claim every step that this rank still waits for as dead, because it ends."""
         for case in self._cases.values():
             if case.stage in (_Stage.AWAIT, _Stage.OPEN):
                 self._lose(case, why)
@@ -154,14 +157,14 @@ class Ledger:
     # ---- questions ----
 
     def fate(self, step: int) -> Fate:
-        """The fate of a step of this timeline, as far as this rank has read and still knows it."""
+        """Return the outcome of a step of this timeline; `UNKNOWN` if not read or forgotten."""
         return self._fates.get(step, Fate.UNKNOWN)
 
     def reusable(self, timeline: int, step: int) -> bool:
         """Tell whether the slot that holds this snapshot may be overwritten.
 
-        By I6 (old before new) never with an unknown fate, and never the newest whole one. One that
-        is suspect replaces none that is not.
+        By I6 (old before new) a slot of unknown outcome is never overwritten, nor the newest whole
+        one. A suspect snapshot replaces none that is trusted.
         """
         if timeline != self.timeline:
             trusted = self._best is not None and self._best[0]
@@ -172,21 +175,21 @@ class Ledger:
 
     @property
     def newest_whole(self) -> int | None:
-        """The newest whole step of this timeline; suspect ones only if there is no other."""
+        """Return this timeline's newest whole step; a suspect one only if there is no other."""
         return self._best[1] if self._best else None
 
     @property
     def unsettled(self) -> list[int]:
-        """Steps of unknown fate, oldest first."""
+        """Return the steps of unknown outcome, oldest first."""
         return sorted(self._cases)
 
     @property
     def watched(self) -> int | None:
-        """The step whose fate key a watcher shall wait for: the oldest that others decide."""
+        """Return the step whose fate key the watcher waits for: the oldest that others decide."""
         return min((s for s, c in self._cases.items() if c.stage is _Stage.AWAIT), default=None)
 
     def wake_at_s(self) -> float | None:
-        """When `next_call` may have something new to say; None: only after an event."""
+        """Return when `next_call` may have something new; None if only after an event."""
         if not self.reachable:
             return self._retry_at_s
         awaiting = self._awaiting()
@@ -209,15 +212,16 @@ class Ledger:
         for case in self._cases.values():
             if case.stage is _Stage.AWAIT and now_s - case.since_s >= self.patience_s:
                 self._lose(case, f"no fate within {self.patience_s:.0f} s")
-        # What completes or ends a step for everybody goes first; no step is counted while an older
-        # one is to be compared, so that what is found there is known of this one, too.
+        # A call that completes or ends a step for every rank goes first. No step is counted while
+        # an older one is to be compared, so that a difference found there is known at this one,
+        # too.
         for stage in (_Stage.FINISH, _Stage.COMPARE, _Stage.REPORT, _Stage.LOSE):
             for step, case in self._cases.items():
                 if case.stage is stage:
                     return self._call_for(step, case), case
         if self._chores:
             return self._chores[0], None
-        # A watcher waits for the oldest fate. Where that does not come, the newest may settle it.
+        # A watcher waits for the oldest outcome. If that does not come, the newest may settle it.
         for case in self._awaiting()[:0:-1]:
             if now_s >= self._look_at_s(case):
                 self._looked_s = now_s
@@ -240,7 +244,7 @@ class Ledger:
         return Claim(f"f/{step}", suspicion or WHOLE)
 
     def answered(self, answer: object, now_s: float) -> None:
-        """Take in the outcome of the call."""
+        """Process the answer to the call."""
         call, case = self._taken()
         self.reachable, self._pause_s = True, _RETRY_S[0]
         if case is None:
@@ -294,13 +298,13 @@ class Ledger:
         elif count < self.world and self.ended and self._is_left_out(case):
             self._lose(case, _no_more(self.ended))
         elif count < self.world:
-            # A watch, or `heard`, may have settled it meanwhile: then nobody looks at it.
+            # The watcher, or `heard`, may have settled it meanwhile: then nobody looks at it.
             case.stage, case.since_s = _Stage.AWAIT, now_s
         else:
             case.stage = _Stage.FINISH
 
     def failed(self, now_s: float) -> None:
-        """Take in that the call had no answer: it may or may not have had its effect."""
+        """Process a call without an answer: it may or may not have had its effect."""
         call, case = self._taken()
         self.unanswered(now_s)
         if isinstance(call, Add):
@@ -310,7 +314,7 @@ class Ledger:
                 self._lose(case, "its count had no answer from the store")
 
     def unanswered(self, now_s: float) -> None:
-        """Note that the store did not answer; the next call waits for the end of a pause."""
+        """Note that the store did not answer; the next call is delayed by a pause."""
         self.reachable = False
         self._retry_at_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
@@ -351,14 +355,17 @@ class Ledger:
         self.on_fate(case.due, fate, death)
 
     def _is_left_out(self, case: _Case) -> bool:
-        """By the rank that has ended: of older steps it has said its word, unless requested."""
+        """Tell whether the rank that has ended will never count this step.
+
+        It has reported every older step, unless the step was requested by the loop.
+        """
         return case.due.step > self._ended_step or case.due.source == "r"
 
     def _pass_over(self, newer: int) -> None:
-        """Wait no more for older steps: every rank has said all that it will ever say of them.
+        """Stop waiting for older steps: every rank has already reported on them.
 
-        Ranks count their commits in the order of the steps, and all have counted `newer`. A fate
-        that somebody has set already stands against the claim.
+        Ranks count their commits in the order of the steps, and all have counted `newer`. An
+        outcome that was set before is not changed by the claim.
         """
         for case in self._awaiting():
             if case.due.step < newer:
@@ -371,8 +378,8 @@ class Ledger:
             self.on_suspect(step, int(value.removeprefix(SUSPECT)))
 
     def _close_block(self, due: Due) -> None:
-        # Counted only when this rank knows all fates of the block, so that it never touches these
-        # keys again: a claim on a deleted key would give a step a second fate.
+        # Counted only when this rank knows all outcomes of the block, so that it never touches
+        # these keys again: a claim on a deleted key would give a step a second outcome.
         steps = self._blocks.setdefault(due.block, [])
         steps.append(due.step)
         if len(steps) == due.block_size:
@@ -392,5 +399,5 @@ class Ledger:
 
 
 def _no_more(death: Death) -> str:
-    """Why what that rank has not committed yet it never will."""
+    """Return the reason for a step that the ended rank has not committed and never will."""
     return f"rank {death.rank} takes no more snapshots"

@@ -1,10 +1,11 @@
-"""Gradients under DDP, final once their bucket is reduced; while others are still on their way.
+"""Gradients under DDP, each final as soon as its bucket is reduced, while others are in transit.
 
-DDP takes one hook for its life and calls it with undivided gradients. Layer-wise update needs to
-see buckets land, so it registers one that does what DDP does without a hook, bit for bit; a hook
-that the user registers later takes its place (`seat.py`). Updates never run inside the hook, which
-DDP calls under its lock: they run at later gradients, and at the end of the backward, on the thread
-that runs it. Errors wait until DDP has ended the backward: other ranks are not left in a reduction.
+DDP takes one comm hook for its life and calls it with undivided gradients. Layer-wise update needs
+to see when buckets are reduced, so it registers a hook that does what DDP does without one, bit for
+bit; a hook that the user registers later replaces it (`seat.py`). Updates never run inside the
+hook, which DDP calls under its lock: they run at later gradients, and at the end of the backward,
+on the thread that runs it. Errors are raised after DDP has ended the backward, so that other ranks
+are not left in a reduction.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ _JOINED = "DDP's join() with divide_by_initial_world_size=False"
 
 @dataclass(eq=False)
 class Plain:
-    """What DDP does without a hook: the same operations on the same values.
+    """A comm hook that does what DDP does without one: the same operations on the same values.
 
-    It multiplies by 1/world while it copies a gradient into its bucket, but divides by world what
+    DDP multiplies by 1/world while it copies a gradient into its bucket, but divides by world what
     is in its bucket already (gradient_as_bucket_view, from the second gradient on), or the whole
     bucket at once (batched_grad_copy).
     """
 
     module: weakref.ref[DistributedDataParallel]
-    """DDP's reducer holds this for good."""
+    """A weak reference to the module, because DDP's reducer holds this hook for good."""
     _at: dict[int, int] = field(default_factory=dict)
-    """By parameter: where its gradient was before DDP looked at it; empty between reductions."""
+    """The gradient's address before DDP looked at it, by parameter id; empty between reductions."""
 
     def listen(self) -> None:
-        """Note where gradients are, before DDP moves them into their bucket."""
+        """Hook every parameter, to note where its gradient is before DDP moves it to its bucket."""
         module = self.module()
         assert module is not None
         if not module.gradient_as_bucket_view or module.batched_grad_copy:
@@ -63,7 +64,7 @@ class Plain:
         @untraced
         def came(parameter: torch.Tensor) -> None:
             if not self._at:
-                for each in every:  # those that get no gradient now are in a bucket, too
+                for each in every:  # parameters that get no gradient now are in a bucket, too
                     self._look(each())
             self._look(parameter)
 
@@ -78,7 +79,7 @@ class Plain:
             self._at[id(parameter)] = 0 if gradient is None else gradient.data_ptr()
 
     def __call__(self, _: Any, bucket: Any) -> Future[Any]:
-        """Reduce a bucket."""
+        """Reduce a bucket, as a comm hook of DDP."""
         module = self.module()
         assert module is not None, "the module calls, and is gone"
         if module._join_config.enable and not module._divide_by_initial_world_size:
@@ -99,7 +100,7 @@ class Plain:
             self._at.clear()
         reducer: Any = module.reducer
         summed: Future[Any] = reducer._run_allreduce_hook(bucket)
-        return summed.then(_first)  # DDP takes nothing but one tensor from Python
+        return summed.then(_first)  # DDP accepts only a single tensor from Python
 
 
 def _first(summed: Future[Any]) -> torch.Tensor:
@@ -110,23 +111,23 @@ def _first(summed: Future[Any]) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Flying:
-    """A bucket on its way."""
+    """A bucket whose reduction has been launched."""
 
     future: Future[Any]
     last: bool
     parts: list[tuple[nn.Parameter, int]]
-    """Its parameters, and where in the bucket their gradients begin, in elements."""
+    """The bucket's parameters, and where in it their gradients begin, in elements."""
 
     @classmethod
     def of(cls, bucket: Any, future: Future[Any]) -> Flying:
-        """As DDP's hook gave it back."""
+        """Record a bucket and the future that DDP's hook returned for it."""
         start = bucket.buffer().storage_offset()
         places = [part.storage_offset() - start for part in bucket.gradients()]
         parts = list(zip(bucket.parameters(), places, strict=True))
         return cls(future, bucket.is_last(), parts)
 
     def land(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Wait; then parameters and their reduced gradients, laid out as DDP will lay them out.
+        """Wait for the reduction; yield parameters and gradients in the layout of DDP.
 
         Raises:
             RuntimeError: the reduction failed.
@@ -147,17 +148,21 @@ class Reduced:
     _seats: list[Seat] = field(default_factory=list)
     _listener: Listener | None = None
     _pending: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By identity: what was added to a gradient here has not been reduced."""
+    """Parameters whose gradient was added to here and has not been reduced, by id."""
     _flying: deque[Flying] = field(default_factory=deque)
     _final: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """By identity: parameters and their reduced gradients, until DDP has ended the backward."""
+    """Parameters and their reduced gradients, by id, until DDP has ended the backward."""
     _backward: int = -1
     _ending: bool = False
-    """Every bucket of some module is on its way: this backward ends with its reduction."""
+    """True if a module's last bucket is launched: DDP ends this backward with a reduction."""
     _error: Exception | None = None
 
     def refusal(self) -> str | None:
-        """Hooks from before cannot be wrapped, and some of DDP's modes update by themselves."""
+        """Return why this model cannot be updated layer-wise under DDP; None if it can.
+
+        Comm hooks registered before attach cannot be wrapped, and some of DDP's modes update by
+        themselves.
+        """
         for module in self.modules:
             if module.mixed_precision is not None:
                 return "DDP's mixed_precision reduces with a hook of its own"
@@ -177,7 +182,7 @@ class Reduced:
     def listen(
         self, parameters: Iterable[torch.Tensor], listener: Listener
     ) -> list[RemovableHandle]:
-        """Those that no DDP module reduces are final when they are accumulated."""
+        """Hook the parameters; those that no DDP module reduces are final when accumulated."""
         self._listener = listener
         if not self._seats:
             self._seats = [self._sit(module) for module in self.modules]
@@ -201,7 +206,10 @@ class Reduced:
         return seat
 
     def bucket(self, bucket: Any, begin_ns: int, future: Future[Any]) -> None:
-        """DDP's hook has launched one; on a rank that has joined early nothing is pending."""
+        """Record a launched bucket.
+
+        It is ignored on a rank that has joined early: nothing is pending there.
+        """
         if self._pending:
             self._flying.append(Flying.of(bucket, future))
             self._ending = self._ending or self._flying[-1].last
@@ -221,7 +229,7 @@ class Reduced:
             self._land()
 
     def _land(self) -> None:
-        """The oldest one that flies."""
+        """Wait for the oldest launched bucket, and report its gradients as final."""
         flying = self._flying.popleft()
         mine = [(p, final) for p, final in flying.land() if id(p) in self._pending]
         self._final |= {id(p): (p, final) for p, final in mine}
@@ -234,7 +242,7 @@ class Reduced:
         self._listener.come(parameter, final=final)
 
     def _unless_failed(self, action: Callable[[], None]) -> None:
-        """After an error nothing more is done in this backward; it is raised at its end."""
+        """Run the action unless one has failed in this backward; keep its error for the end."""
         if self._error is None:
             try:
                 action()
@@ -242,7 +250,10 @@ class Reduced:
                 self._error = error
 
     def _over(self) -> None:
-        """Every gradient has come; DDP's own callback is behind this one."""
+        """Note the end of a backward: every gradient has come.
+
+        DDP's own callback runs after this one.
+        """
         if not self._ending:
             self._raise()
             return
@@ -254,7 +265,7 @@ class Reduced:
             self._land()
 
     def _settle(self) -> None:
-        """DDP has put every reduced gradient where it belongs."""
+        """Check the reduced gradients that DDP has put in place; raise the backward's error."""
         self._ending = False
         self._flying.clear()
         self._unless_failed(self._compare)
@@ -274,7 +285,7 @@ class Reduced:
 
     @contextmanager
     def in_place(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """DDP fills `p.grad` at the end only: until then the bucket's part stands for it."""
+        """Put reduced gradients in `p.grad` for the context: DDP itself does so only at the end."""
         swapped: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         try:
             for p in parameters:
@@ -288,24 +299,24 @@ class Reduced:
                 p.grad = gradient
 
     def step_begins(self) -> None:
-        """What is pending was added under no_sync."""
+        """Report pending gradients as not final: they were accumulated under no_sync."""
         while self._pending:
             _, parameter = self._pending.popitem()
             self._tell(parameter, final=False)
 
     def stop(self) -> None:
-        """The seats are left; a hook of ours that DDP holds goes on as DDP would."""
+        """Stop observing the buckets; a hook of ours that DDP holds goes on as DDP would."""
         for module in self.modules:
             leave(module, self)
         self._seats.clear()
 
 
 def _has_hook(module: DistributedDataParallel) -> bool:
-    """Also a built-in one, which is only in what DDP logs."""
+    """Tell whether a comm hook is registered; built-in ones are only in DDP's logging data."""
     return bool(module._comm_hooks) or "comm_hook" in module._get_ddp_logging_data()
 
 
 def finality(model: nn.Module) -> Finality:
-    """When gradients of this model are final."""
+    """Return the `Finality` that tells when gradients of this model are final."""
     modules = replicated(model)
     return Reduced(modules) if modules else Accumulated()

@@ -1,8 +1,8 @@
-"""Which tensors hold the same on every rank: what DistributedDataParallel keeps alike.
+"""The tensors that are the same on every rank, because DistributedDataParallel keeps them alike.
 
-A wrong yes loses state: ranks would write parts of different contents. So everything is a rank's
-own that is not known to be a replica. Whether replicas are equal indeed is watched elsewhere, by
-comparing digests of them.
+A wrong yes loses state: ranks would write parts of different contents. So every tensor that is not
+known to be a replica counts as rank-local. Whether replicas really are equal is checked elsewhere,
+by comparing digests of them (`divergence.py`).
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from lightck.capture.state import Inventory, Live, held_parameters
 
 _AVERAGES_LATER = "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer"
 _REDUCES_NOTHING = {"noop_hook", "post_localSGD_hook"}
-"""Communication hooks of torch that leave each rank, or each node, its own gradients."""
+"""Torch's comm hooks that leave each rank, or each node, its own gradients."""
 
 
 @dataclass(eq=False)
 class Replicas:
-    """Finds the replicated ones among an inventory's tensors.
+    """Finds the replicated tensors in an inventory.
 
     Parameters: those below a DistributedDataParallel over all ranks, frozen ones among them; not
-    what it was told to ignore, nor what local SGD or LBFGS (which looks at the rank's own loss)
-    moves. Optimizer state: that of such parameters, in torch's own optimizers. Those step each
-    parameter alike on every rank; others may well divide the work among the ranks, as
-    ZeroRedundancyOptimizer and Muon's distributed forms do, and hold state of some on each.
+    those that it was told to ignore, nor those that local SGD or LBFGS (which uses the rank's own
+    loss) changes. Optimizer state: that of such parameters, in torch's own optimizers. Those step
+    each parameter alike on every rank; others may well divide the work among the ranks, as
+    ZeroRedundancyOptimizer and Muon's distributed forms do, and hold state of some parameters on
+    each.
     """
 
     inventory: Inventory
     world: int
     _wrappers: list[DistributedDataParallel] = field(default_factory=list)
-    """Found last."""
+    """The DDP modules found at the last call."""
 
     def hooks(self) -> list[Any]:
-        """Communication hooks as of now: a model may get one at any time (`Inventory.depends`)."""
+        """Return the present comm hooks: a model may get one at any time (`Inventory.depends`)."""
         return [hook for wrapper in self._wrappers for hook, _ in wrapper._comm_hooks]
 
     def __call__(self, lives: Sequence[Live]) -> set[str]:
-        """Names of the tensors that are the same on every rank; aliases are not named."""
+        """Return the names of the tensors that are the same on every rank, aliases excluded."""
         parameters = self._parameters()
         names = self.inventory.names()
         states = {
@@ -80,7 +81,7 @@ class Replicas:
         return set(found)
 
     def _reduces(self, wrapper: DistributedDataParallel) -> bool:
-        """Its gradients are the same on all ranks of the job."""
+        """Tell whether its gradients are the same on all ranks of the job."""
         hooks = {getattr(hook, "__name__", "") for hook, _ in wrapper._comm_hooks}
         group = dist.get_world_size(wrapper.process_group)
         return group == self.world and hooks.isdisjoint(_REDUCES_NOTHING)
@@ -88,7 +89,7 @@ class Replicas:
     def _steps_alike(self, optimizer: Optimizer) -> bool:
         if not type(optimizer).__module__.startswith("torch.optim."):
             return False
-        return not any(  # it steps some parameters of one that divides them
+        return not any(  # it steps some parameters of one that divides them among ranks
             any(value is optimizer for value in vars(other).values())
             for other in self.inventory.optimizers
             if other is not optimizer
@@ -96,7 +97,7 @@ class Replicas:
 
 
 def _of_parameter(name: str) -> str:
-    """The path of the parameter whose state this is."""
+    """Return the path of the parameter that a state's name belongs to."""
     return "/".join(name.split("/", 3)[:3])
 
 

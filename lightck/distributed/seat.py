@@ -1,8 +1,9 @@
-"""The one communication hook that a DDP module takes, shared: the user's, and who wants to see it.
+"""Sharing of the single comm hook that a DDP module takes, by the user's hook and observers.
 
 `register_comm_hook` can be called once per module, and never be undone. So lightck puts a method of
-the same name on the *instance*: what the user registers later is registered in his name, wrapped.
-A bound method is deep-copied and pickled as the copy's own; no wrapper is in the module's state.
+the same name on the *instance*: a hook that the user registers later is registered under its own
+name, wrapped. A bound method is deep-copied and pickled as the copy's own; no wrapper is in the
+module's state.
 """
 
 from __future__ import annotations
@@ -23,29 +24,32 @@ Hook = Callable[[Any, Any], "Future[Any]"]
 
 
 class Watcher(Protocol):
-    """Sees buckets; on the thread that runs the backward, inside DDP's lock: must not wait."""
+    """An observer of buckets.
+
+    It is called on the backward's thread, inside DDP's lock, and must not wait.
+    """
 
     def bucket(self, bucket: Any, begin_ns: int, future: Future[Any]) -> None:
-        """A hook was given `bucket` at `begin_ns`, and has launched its reduction."""
+        """Observe that a hook was given `bucket` at `begin_ns`, and has launched its reduction."""
 
 
 @dataclass(eq=False)
 class Seat:
-    """Where a DDP module calls its hook."""
+    """The proxy that a DDP module calls as its comm hook."""
 
     module: weakref.ref[DistributedDataParallel]
-    """The module's reducer holds this for good."""
+    """A weak reference to the module, because the module's reducer holds this for good."""
     watchers: list[Watcher] = field(default_factory=list)
     clock: Callable[[], int] = lambda: 0
     taken: bool = False
-    """torch calls here."""
+    """True if torch calls this proxy."""
     own: Hook | None = None
-    """lightck's, until the user registers one."""
+    """The hook of lightck, used until the user registers one."""
     _users: tuple[Hook, Any] | None = None
-    """The user's, where torch holds lightck's."""
+    """The user's hook and its state, where torch holds lightck's hook."""
 
     def register(self, state: object, hook: Hook) -> None:
-        """As `register_comm_hook`."""
+        """Register the user's hook, in place of the module's `register_comm_hook`."""
         module = self._module()
         module._check_comm_hook(hook)
         if self.own is not None and self._users is None:
@@ -66,7 +70,7 @@ class Seat:
             module._comm_hooks[-1] = (hook, state)
 
     def occupy(self, hook: Hook) -> None:
-        """Register a hook of lightck's, in whose place the user can still register his.
+        """Register a hook of lightck's, which the user can still replace.
 
         Raises:
             RuntimeError: there is one already.
@@ -98,7 +102,7 @@ _seats: weakref.WeakKeyDictionary[DistributedDataParallel, Seat] = weakref.WeakK
 
 
 def register_comm_hook(self: DistributedDataParallel, state: object, hook: Hook) -> None:
-    """Stand for the method of the same name on one instance; a copy of it finds no seat."""
+    """Replace the method of the same name on one instance; a copy of the instance has no proxy."""
     seat = _seats.get(self)
     if seat is None:
         type(self).register_comm_hook(self, state, hook)
@@ -110,7 +114,7 @@ register_comm_hook.__doc__ = DistributedDataParallel.register_comm_hook.__doc__
 
 
 def sit(module: DistributedDataParallel, watcher: Watcher, clock: Callable[[], int]) -> Seat:
-    """See the hook that the module has got, or gets, through its seat."""
+    """Let the watcher observe the hook that the module has or will get; return the proxy."""
     seat = _seats.get(module)
     if seat is None:
         seat = _seats[module] = Seat(weakref.ref(module))
@@ -121,16 +125,16 @@ def sit(module: DistributedDataParallel, watcher: Watcher, clock: Callable[[], i
 
 
 def seated(module: DistributedDataParallel) -> bool:
-    """Whether the hook that torch calls can be seen."""
+    """Tell whether the hook that torch calls can be observed."""
     seat = _seats.get(module)
     return seat is not None and seat.taken
 
 
 def leave(module: DistributedDataParallel, watcher: Watcher) -> None:
-    """See no more, and leave the module as it was; idempotent.
+    """Stop observing, and leave the module as it was; idempotent.
 
-    Where lightck's hook is registered the method stays: torch cannot let go of a hook, and the
-    user's must still find its place.
+    Where lightck's hook is registered, the method stays: torch cannot let go of a hook, and the
+    user's hook must still be registered with the proxy.
     """
     seat = _seats.get(module)
     if seat is None or watcher not in seat.watchers:

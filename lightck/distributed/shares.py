@@ -1,10 +1,11 @@
-"""What each rank writes of state that several hold alike: a share of the bytes, nothing twice.
+"""The division of replicated state among the ranks that hold it: no byte is written twice.
 
-A pure function of the state's description, so that ranks with the same state agree without a word.
-The tensors, sorted by name, are laid end to end and cut into ranges of equal size. A cut falls on a
-page of the tensor it cuts; the largest element has 16 bytes, so it is between elements, too. What
-has no plain bytes cannot be cut and goes to one rank whole. What no optimizer changes is divided by
-itself: it is written once and then skipped, and nobody shall have more of the rest for it.
+It is a pure function of the state's description, so that ranks with the same state agree without a
+message. The tensors, sorted by name, are laid end to end and cut into ranges of equal size. A cut
+falls on a page of the tensor it cuts; the largest element has 16 bytes, so it is between elements,
+too. A tensor without plain bytes cannot be cut and goes to one rank whole. Tensors that no
+optimizer changes are divided by themselves: they are written once and then skipped, and no rank
+shall have more of the rest for it.
 
 Ranks whose descriptions differ cut differently. The digest of the map tells: shares are put
 together only with those of the same map (`capture/pieces.py`).
@@ -22,7 +23,7 @@ from lightck.capture.state import Live, Shared
 from lightck.distributed.topology import Topology
 
 PAGE_BYTES = 4096
-"""Unit of cuts: no page of a live tensor is read by two ranks' copies."""
+"""The unit of cuts, in bytes: no page of a live tensor is read by two ranks' copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,16 @@ class Item:
     length: int
     may_cut: bool
     held: bool
-    """An optimizer changes it."""
+    """True if an optimizer changes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one rank writes of one tensor."""
+    """The bytes that one rank writes of one tensor."""
 
     name: str
     place: int
-    """Of the rank among those that share."""
+    """The index of the rank among those that share."""
     begin: int
     end: int
 
@@ -67,7 +68,7 @@ def divide(items: Sequence[Item], ranks: int) -> list[Cut]:
 
 
 def _ranges(items: Sequence[Item], loads: Sequence[int]) -> list[Cut]:
-    """Consecutive ranges, of such sizes that all ranks end with the same load if they can."""
+    """Cut consecutive ranges, of such sizes that all ranks end with the same load if they can."""
     starts = [0, *accumulate(item.length for item in items)]
     bounds = [0, *accumulate(_quotas(loads, starts[-1]))]
     bounds[1:-1] = [_rounded(bound, starts) for bound in bounds[1:-1]]
@@ -87,7 +88,7 @@ def _ranges(items: Sequence[Item], loads: Sequence[int]) -> list[Cut]:
 
 
 def _rounded(bound: int, starts: Sequence[int]) -> int:
-    """The nearest position where a tensor may be cut, or one begins."""
+    """Return the nearest position where a tensor may be cut, or one begins."""
     i = bisect_right(starts, bound) - 1
     if i == len(starts) - 1:
         return starts[-1]
@@ -97,7 +98,7 @@ def _rounded(bound: int, starts: Sequence[int]) -> int:
 
 
 def _quotas(loads: Sequence[int], free: int) -> list[int]:
-    """How much each rank takes of `free` bytes: the least loaded are filled up to one level."""
+    """Return how much each rank takes of `free` bytes: the least loaded are filled to one level."""
     order = sorted(range(len(loads)), key=lambda place: loads[place])
     count, total = len(loads), free + sum(loads)
     while loads[order[count - 1]] * count > total:
@@ -111,17 +112,17 @@ def _quotas(loads: Sequence[int], free: int) -> list[int]:
 
 @dataclass(eq=False)
 class Sharing:
-    """Chooses this rank's share of an inventory's tensors (`Inventory.share`)."""
+    """The choice of this rank's share of an inventory's tensors (`Inventory.share`)."""
 
     topology: Topology
     replicated: Callable[[Sequence[Live]], set[str]]
-    """Names of the tensors that hold the same on every rank."""
+    """Returns the names of the tensors that hold the same on every rank."""
 
     def __call__(self, lives: Sequence[Live]) -> Shared:
-        """Drop what peers write, and set the spans of what they write a part of.
+        """Drop the tensors that peers write; set the spans of those that this rank writes in part.
 
-        Every tensor that is shared gets a span, also one that this rank writes whole. An alias
-        stays where a part of its target does.
+        Every tensor that is shared gets a span, also one that this rank writes whole. An alias is
+        kept where a part of its target is.
         """
         peers, world = self.topology.peers, self.topology.world
         alike = self.replicated(lives) if world > 1 else set()
@@ -143,10 +144,10 @@ class Sharing:
         ]
         cuts = divide(items, len(peers))
         mine = {c.name: (c.begin, c.end) for c in cuts if peers[c.place] == self.topology.rank}
-        # An alias has no bytes: it is in the map once, whoever holds its target.
+        # An alias has no bytes: it is in the map once, on whichever rank its target is.
         aliases = [(-1, staging.describe(v), None, 0) for v in lives if v.alias_of in entries]
         placed = [(peers[c.place], entries[c.name], c.begin, c.end - c.begin) for c in cuts]
-        # The form knows no ranks, but everything that the cuts follow from.
+        # The form knows no ranks, but everything that determines the cuts.
         whole = [(-1 - i.held - 2 * i.may_cut, entries[i.name], None, i.length) for i in items]
         return Shared(
             tuple(_kept(lives, entries.keys(), mine)),
@@ -157,7 +158,7 @@ class Sharing:
 
 
 def _may_be_alike(live: Live) -> bool:
-    """What data parallelism keeps alike; buffers and extras are each rank's own by rule."""
+    """Tell whether DDP may keep a tensor alike; buffers and extras are rank-local by rule."""
     return live.role in ("parameter", "optimizer") and live.alias_of is None
 
 

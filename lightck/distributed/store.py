@@ -1,4 +1,4 @@
-"""The job's key-value store as the ranks' protocols see it, and torch's store behind it."""
+"""The job's key-value store as the ranks' protocols use it, and its implementation over torch's."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch.distributed as dist
 
 from lightck.errors import CoordinationError, StoreError
 
-_ABSENT = "?"  # what a read gives for a missing key; no value that lightck stores starts with it
+_ABSENT = "?"  # the result of a read for a missing key; no value that lightck stores starts with it
 _BATCH = 512  # keys in one multi_get: a reply of some 100 KB
 
 T = TypeVar("T")
 
 
 class Store(Protocol):
-    """What the protocols need of a key-value store; every call may raise `StoreError`.
+    """The key-value store that the protocols need; every call may raise `StoreError`.
 
     A call that raised may or may not have had its effect: only `read`, `claim`, `set` and `delete`
-    can be repeated without thought; `add` cannot.
+    can simply be repeated; `add` cannot.
     """
 
     def read(self, key: str) -> bytes | None:
@@ -37,15 +37,18 @@ class Store(Protocol):
         ...
 
     def set(self, key: str, value: bytes) -> None:
-        """Set the key."""
+        """Set the key to the value."""
         ...
 
     def claim(self, key: str, value: bytes) -> bytes:
-        """Set the key unless it has a value; return the one in force. Write-once by convention."""
+        """Set the key unless it has a value; return the value in force.
+
+        Write-once by convention.
+        """
         ...
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add; return the sum, which starts from 0 and stays below 2^63."""
+        """Add to the key; return the sum, which starts from 0 and stays below 2^63."""
         ...
 
     def wait(self, key: str, seconds: float) -> bool:
@@ -57,7 +60,7 @@ class Store(Protocol):
         ...
 
     def clone(self) -> Store:
-        """Open a connection of its own to the same store, so that its waits block nobody else."""
+        """Open another connection to the same store, whose waits block no other caller."""
         ...
 
 
@@ -68,7 +71,7 @@ class JobStore:
     among them torch's own. A connection that failed is replaced at the next call, since torch's
     client never reconnects by itself.
 
-    Thread: one at a time. Every call blocks on the network; a server that hangs without closing
+    Threads: one at a time. Every call blocks on the network; a server that hangs without closing
     its sockets can hold `add`, `claim` and `read` beyond any time-out of torch's client, so they
     are made on background threads, or inside `bounded`.
     """
@@ -77,9 +80,9 @@ class JobStore:
         """Connect a client of our own.
 
         Args:
-            store: one of torch's, where the server is; only `clone` is called on it.
-            prefix: in front of every key.
-            timeout_s: of one call, as far as torch's client observes it.
+            store: a store of torch's, which names the server; only `clone` is called on it.
+            prefix: put in front of every key.
+            timeout_s: the time-out of one call, as far as torch's client observes it.
 
         Raises:
             StoreError: no connection.
@@ -91,7 +94,7 @@ class JobStore:
         self._call("connect", "", lambda client: None)
 
     def read(self, key: str) -> bytes | None:
-        """See `Store`. One message: a compare that never matches returns what is there."""
+        """See `Store`. One message: a compare that never matches returns the present value."""
         name = self._name(key)
         value = self._call("read", key, lambda c: c.compare_set(name, _ABSENT, _ABSENT))
         return None if value == _ABSENT.encode() else bytes(value)
@@ -137,11 +140,11 @@ class JobStore:
         return JobStore(self._origin, self._prefix, timeout_s=self._timeout_s)
 
     def below(self, part: str) -> JobStore:
-        """Open a connection of its own whose keys have one more part in front."""
+        """Open another connection, whose keys have one more part in front."""
         return JobStore(self._origin, self._name(part), timeout_s=self._timeout_s)
 
     def plain(self, part: str) -> Any:
-        """A connection of its own as torch's, for torch's own groups; keys as of `below`."""
+        """Open another connection as a torch store, for torch's own groups; keys as for `below`."""
         return dist.distributed_c10d.PrefixStore(self._name(part), self._origin.clone())
 
     def _name(self, key: str) -> str:
@@ -168,7 +171,7 @@ def bounded(what: str, seconds: float, ask: Callable[[], T]) -> T:
     """Run `ask` on a thread and wait for it, so that a hung server cannot hang the caller.
 
     Args:
-        what: for the error, such as `agree on a timeline`.
+        what: names the action in the error, such as `agree on a timeline`.
         seconds: how long to wait.
         ask: may raise; its exception is raised here. If it never returns, its daemon thread stays.
 
@@ -213,7 +216,7 @@ def default_store(prefix: str = "lightck", *, timeout_s: float = 30.0) -> JobSto
             "could agree; call torch.distributed.init_process_group() before lightck"
         )
     warn_of_shared_store(os.environ)
-    # torch has no public way to it; the name is the same from 2.0 to 2.13.
+    # torch has no public way to get it; the name is the same from 2.0 to 2.13.
     store = dist.distributed_c10d._get_default_store()
     return JobStore(store, prefix, timeout_s=timeout_s)
 
@@ -225,6 +228,9 @@ def warn_of_shared_store(environment: Any) -> bool:
     """Warn once if a restart inside the job may fail to reconnect (pytorch issue 135712).
 
     torchrun then serves workers from its own rendezvous store, whose keys outlive a restart.
+
+    Returns:
+        Whether this call warned.
     """
     global _warned
     shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,4 +1,4 @@
-"""Who takes part: rank, world, which ranks share a node, and the run id that all agree on."""
+"""The ranks of the job: rank, world, which ranks share a node, and the run id that all agree on."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Topology:
     """This rank's place in the job.
 
     Attributes:
-        rank: of `world`.
+        rank: the rank, below `world`.
         world: number of ranks.
-        local_rank: its place among the ranks of its node, in order of rank.
+        local_rank: its index among the ranks of its node, in order of rank.
         local_world: number of ranks on its node.
-        node: number of its node, in order of the first rank there.
+        node: number of its node; nodes are numbered in order of their first rank.
         peers: the ranks of its node, itself among them, in order.
         run_id: 16 bytes, the same on every rank.
     """
@@ -51,7 +51,7 @@ def here() -> tuple[int, int]:
 
 
 def run_digest(name: str) -> bytes:
-    """Make the 16 bytes that stand for a run's name, as in a region's superblock."""
+    """Return the 16 bytes that stand for a run's name, as in a region's superblock."""
     return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
 
@@ -72,11 +72,11 @@ def find(
         name: of the run; else `LIGHTCK_RUN_ID`, else `TORCHELASTIC_RUN_ID`. Ranks that have a name
             must have the same one; with none at all rank 0 draws the run id.
         environment: where the names are looked up.
-        node: what identifies this node; default host name and the kernel's boot id.
+        node: identifies this node; default host name and the kernel's boot id.
         reach: tells apart ranks of a node that cannot read each other's regions, which then count
-            as nodes of their own; "": nobody can read this rank's. None: all can.
+            as nodes of their own; "": no other rank can read this rank's. None: all can.
         found: run id of the region that this rank has already. Those of all ranks must be the same,
-            and stand for the job from then on: a restart may well have another name.
+            and it becomes the job's: a restart may well have another name.
         kind: what the ranks are about to do, for messages.
 
     Raises:
@@ -85,7 +85,7 @@ def find(
     """
     variables = ("LIGHTCK_RUN_ID", "TORCHELASTIC_RUN_ID")
     name = name or next((environment[v] for v in variables if environment.get(v)), None)
-    # torchrun's own default is the same in every job, so that it names none.
+    # torchrun's own default is the same in every job, so that it identifies none.
     name = None if name == "none" else name
     if rounds is None:
         return Topology(run_id=run_digest(name) if name else secrets.token_bytes(16))
@@ -96,7 +96,11 @@ def find(
 
 
 def settle(said: Sequence[Said]) -> Said:
-    """Rank 0's decision: the run id, and nodes as runs of ranks (short if contiguous)."""
+    """Decide on rank 0: the run id, and nodes as runs of consecutive ranks, which keeps it short.
+
+    Raises:
+        CoordinationError: worlds, names or regions' runs differ.
+    """
     worlds = {each["world"] for each in said}
     if worlds != {len(said)}:
         raise CoordinationError(f"the ranks count differently: worlds of {sorted(worlds)}")
@@ -120,7 +124,7 @@ def settle(said: Sequence[Said]) -> Said:
 
 
 def _found(said: Sequence[Said]) -> bytes | None:
-    """Run id of the regions that are there.
+    """Return the run id of the regions that exist; None without any.
 
     Raises:
         CoordinationError: they belong to different runs.
@@ -139,7 +143,7 @@ def _found(said: Sequence[Said]) -> bytes | None:
 
 
 def place(rank: int, decision: Mapping[str, Any]) -> Topology:
-    """This rank's view of a decision of `settle`."""
+    """Return this rank's place according to a decision of `settle`."""
     nodes = [node for node, count in decision["runs"] for _ in range(count)]
     peers = tuple(r for r, node in enumerate(nodes) if node == nodes[rank])
     return Topology(
@@ -154,7 +158,7 @@ def place(rank: int, decision: Mapping[str, Any]) -> Topology:
 
 
 def node_digest(rank: int, reach: str | None) -> str:
-    """Stands for the node that a rank is on, with the same meaning of `reach` as for `find`."""
+    """Return a digest of the node that a rank is on; `reach` has the same meaning as in `find`."""
     return hashlib.blake2b(_seat(rank, reach, None).encode(), digest_size=4).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What a fate key may hold: whole, whole but suspect, or dead and why."""
+"""The values of a fate key: whole, whole but suspect, or dead and why."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Why a step is dead.
+    """The reason why a step is dead.
 
     Attributes:
-        rank: who said so.
-        why: in words.
+        rank: the rank that claimed it.
+        why: the reason, in words.
         for_good: that rank takes no more snapshots.
     """
 
@@ -25,7 +25,11 @@ class Death:
 
     @staticmethod
     def decode(value: bytes) -> Death | None:
-        """Read a fate key's value; None if it says whole."""
+        """Decode a fate key's value; None if the step is whole.
+
+        Raises:
+            ValueError: the value is not that of a fate key.
+        """
         if value == WHOLE or value.startswith(SUSPECT):
             return None
         word, rank, for_good, why = value.decode("ascii").split(" ", 3)
@@ -36,4 +40,4 @@ class Death:
 
 WHOLE = b"whole"
 SUSPECT = b"whole suspect "
-"""Whole, but replicas differ; the step whose digests did follows."""
+"""The prefix of a whole but suspect step; the step whose digests differed follows."""
