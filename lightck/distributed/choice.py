@@ -1,10 +1,11 @@
-"""Which snapshot all ranks restore: the newest that every one of them can put together or be given.
+"""The choice of the snapshot that all ranks restore: the newest that every rank can have.
 
-The decision is a pure function of what every rank said. What counts is the content of the regions,
-never a fate key: keys may be lost with the store, and a snapshot whose fate was `dead` or never
-known, but that every rank can put together, is whole (a rank reuses a dead slot only by
-invalidating it first, and then no longer offers it). Where replicated state is whole on some ranks,
-the others get it from them before an older step is taken (`healing.py`).
+A rank has a snapshot if it can put it together from regions, or can be given it. The decision is a
+pure function of every rank's view. It counts the content of the regions and never a key of the
+store, for keys may be lost with the store: a snapshot whose outcome was `dead` or never known
+counts as whole if every rank can put it together. (A rank reuses a dead slot only by invalidating
+it first, and then no longer offers it.) Where replicated state is whole on some ranks, the others
+get it from them before an older step is chosen (`healing.py`).
 """
 
 from __future__ import annotations
@@ -27,21 +28,23 @@ _SUSPECT = "suspect, for replicas were found to differ there or before"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What all ranks do next.
+    """The decision about a restore, the same on every rank.
 
     Attributes:
         key: the snapshot to restore; None if there is none.
-        early: a rank has only an early one: whoever has both takes the early one, too.
-        heals: (rank that gets the snapshot, rank that gives it to it).
-        bare: of the ranks that get it, those that take over the other's own state, too.
-        size: bytes of the largest rank's part: how long to wait for each other goes by it.
-        compare: it is there on several nodes, whose replicas are compared before it is taken.
-        why: one sentence.
-        fell_back: why newer ones, or parts of them, are not whole; newest first.
-        left: newer ones that are whole and were not chosen, or do not count, and why.
-        widen: look into every region below the path first, then decide again.
-        void: nothing was ever written on any rank, or nothing ever whole.
-        overtaken: a trainer has overwritten what a rank had found: look again.
+        early: at least one rank has only an early snapshot of the step, so a rank that has both
+            kinds restores the early one, too.
+        heals: pairs of (rank that receives the snapshot, rank that sends it).
+        bare: the receiving ranks that also take over the sender's rank-local state.
+        size: bytes of the largest rank's part, from which the time to wait for each other follows.
+        compare: several nodes hold the snapshot, and their replicas are compared before it is
+            restored.
+        why: the reason for the choice, in one sentence.
+        fell_back: why newer snapshots, or parts of them, are not whole; newest first.
+        left: newer snapshots that are whole and were not chosen, or that do not count, and why.
+        widen: every rank must scan all regions below the path, then decide again.
+        void: nothing was ever written on any rank, or nothing was ever whole.
+        overtaken: a running job has overwritten a snapshot that a rank had found; scan again.
     """
 
     key: Key | None
@@ -59,7 +62,7 @@ class Choice:
 
     @classmethod
     def heard(cls, said: Said) -> Choice:
-        """From what `decide_restore` made."""
+        """Decode the message that `decide_restore` made."""
         key = said["key"]
         lists = {name: tuple(said[name]) for name in ("fell_back", "left", "bare")}
         lists["heals"] = tuple((rank, donor) for rank, donor in said["heals"])
@@ -67,16 +70,17 @@ class Choice:
 
 
 def decide_restore(said: Sequence[Said]) -> dict[str, Any]:
-    """Rank 0's decision at restore.
+    """Decide the restore round on rank 0, from the message of every rank.
 
     Raises:
-        CoordinationError: the ranks want different things, or their regions are of different jobs.
+        CoordinationError: the ranks ask for different steps or paths, or their regions are of
+            different jobs.
     """
     return asdict(decide([View.heard(each) for each in said]))
 
 
 def decide(views: Sequence[View]) -> Choice:
-    """The choice, from what every rank sees; with one, what a single process takes."""
+    """Choose the snapshot from the views of all ranks; a single process passes one view."""
     _must_agree("step", [str(view.step) for view in views], "ask for the same step=")
     _must_agree("path", [view.path for view in views], "give every rank the same path=")
     ruling = rule(_speaking(views))
@@ -119,10 +123,11 @@ def decide(views: Sequence[View]) -> Choice:
 
 
 def _speaking(views: Sequence[View]) -> list[Lineage]:
-    """The lineages that decide what counts.
+    """Return the lineages that decide which snapshots count.
 
-    A region that has begun a timeline out of nothing, and holds nothing of it yet, abandons for
-    itself alone: the job was stopped before the others had begun it.
+    A region that has begun a timeline without an ancestor, and holds no snapshot of it yet, says
+    nothing about the other ranks' snapshots: the job was stopped before the others had begun that
+    timeline. It is asked only if there is no other.
     """
     every = [view.lineage for view in views if view.lineage is not None and view.lineage.head]
     held = [v.lineage for v in views if v.lineage and v.lineage.head and v.young != v.lineage.head]
@@ -136,16 +141,16 @@ def _missing(key: Key, views: Sequence[View], planned: Plan | str) -> str:
 
 
 def _on_several_nodes(key: Key, views: Sequence[View]) -> bool:
-    """Several replicas are there, and may differ."""
+    """Tell whether several nodes hold replicas of this snapshot, which may differ."""
     offers = [(view.node, offer) for view in views if (offer := view.offer(key))]
     return key.world > 1 and len({n for n, _ in offers}) > 1 and all(o.alike for _, o in offers)
 
 
 def _must_be_readable(views: Sequence[View], healed: Plan | str | None) -> None:
-    """A region that cannot be opened is passed over only where its rank gets what it lacks.
+    """Check that a region that cannot be opened belongs to a rank that is given what it lacks.
 
     Raises:
-        CoordinationError: names the ranks, and why.
+        CoordinationError: names the ranks whose regions cannot be read, and why.
     """
     given = healed.lacking if isinstance(healed, Plan) else ()
     unread = [(r, view.broken) for r, view in enumerate(views) if view.broken and r not in given]
@@ -155,14 +160,17 @@ def _must_be_readable(views: Sequence[View], healed: Plan | str | None) -> None:
 
 
 def _never_whole(views: Sequence[View], left: Collection[int]) -> bool:
-    """The job was stopped before its first whole snapshot: a rank has never committed one.
+    """Tell whether the job was stopped before its first whole snapshot.
 
-    Nor any that was due: what ranks save at a failure may be of steps that do not go together.
-    That is no loss: what the others hold has never counted. By I6 (old before new) a whole snapshot
-    stays on every rank until a newer one is whole. It must not keep a job that restarts by itself
-    from starting.
-    Ranks may be of two timelines: they were stopped while they began the second one. A snapshot of
-    any other that was `left` is not passed over in silence.
+    That is so if the region of some rank is of the newest timeline, which has no ancestor, and
+    holds nothing but what that rank saved at a failure. Such snapshots may be of steps that do not
+    go together with those of other ranks. Nothing that ever counted is lost: by I6 (old before new)
+    a whole snapshot stays on every rank until a newer one is whole. A job that restarts by itself
+    must be able to start in this state.
+
+    Ranks may be of two timelines, if they were stopped while they began the second one. If a
+    snapshot of any other timeline was excluded (`left`), the answer is False, so that it is not
+    ignored silently.
     """
     begun = [(view, view.lineage) for view in views if view.lineage and view.lineage.head]
     alike = all(not each.ancestors and each.world == len(views) for _, each in begun)
@@ -183,10 +191,12 @@ def _prefer(
     left: list[str],
     broken: list[str],
 ) -> tuple[Key | None, str]:
-    """Newest first; one found suspect comes after all others, an inexact one after exact ones.
+    """Return the snapshot to restore and why, or None and why; add to `left` and `broken`.
 
-    One rank's suspicion, and one rank's early finish, is everybody's. Inexact is also what leaves a
-    rank without its own data position: one step repeated costs less.
+    The newest comes first, but suspect snapshots come after all others, and an inexact one yields
+    to an exact one that is near. A snapshot is suspect or early if it is so on any rank. It is
+    inexact if it was finished early, or if a rank restores it without its own data position:
+    repeating one step costs less.
     """
 
     def inexact(key: Key) -> str:

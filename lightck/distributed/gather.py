@@ -1,4 +1,4 @@
-"""Sharded tensors of a snapshot put together from the parts of every rank that wrote it."""
+"""Sharded tensors of a snapshot, put together from the parts of every rank that wrote it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from lightck.errors import CorruptSnapshotError, StateError
 from lightck.region.layout import Entry
 
 _Parts = dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor]
-"""By offset and shape: ranks that hold the same part (replicated groups) hold the same bytes."""
+"""Parts by offset and shape.
+
+Ranks that hold the same part (replicated groups) hold the same bytes.
+"""
 
 
 def gather(found: Found) -> dict[str, torch.Tensor]:
-    """Every sharded tensor of this rank by name, whole, in memory of its own.
+    """Return every sharded tensor of this rank by name, whole, in memory of its own.
 
     Raises:
         CorruptSnapshotError: a rank's part is missing or damaged.
-        StateError: rows of one part lie between those of another, which is not supported yet.
+        StateError: the rows of one part lie between those of another, which is not supported yet.
     """
     wanted = {e.name: e for e in found.snapshot.entries if e.shard is not None}
     if not wanted:
@@ -35,7 +38,7 @@ def gather(found: Found) -> dict[str, torch.Tensor]:
         if not isinstance(state, Assembled):
             why = state or "nothing of it is there"
             raise CorruptSnapshotError(f"step {found.key.step}: the parts of rank {rank}: {why}")
-        state.trees()  # checks the layout before memory is made after it
+        state.trees()  # checks the layout before memory is allocated from it
         for entry, part in _read(state, {name: wanted[name] for name in parts}):
             assert entry.shard is not None
             parts[entry.name][entry.shard.offset, entry.shape] = part
@@ -44,7 +47,7 @@ def gather(found: Found) -> dict[str, torch.Tensor]:
 
 
 def _read(state: Assembled, wanted: Mapping[str, Entry]) -> list[tuple[Entry, torch.Tensor]]:
-    """The parts that one rank has, checked against their checksums on the way."""
+    """Read the parts that one rank has; each is verified against its checksum as it is read."""
     addresses = np.zeros(len(state.entries), np.uint64)
     found = []
     for i, entry in enumerate(state.entries):
@@ -63,7 +66,7 @@ def _read(state: Assembled, wanted: Mapping[str, Entry]) -> list[tuple[Entry, to
 
 
 def _whole(entry: Entry) -> str:
-    """What a part is a part of: the same on every rank."""
+    """Describe the whole tensor that a part belongs to; the text is the same on every rank."""
     assert entry.shard is not None
     tied = f" tied to {entry.alias_of}" if entry.alias_of else ""
     return f"{entry.dtype}{list(entry.shard.shape)}{tied}"
@@ -71,7 +74,7 @@ def _whole(entry: Entry) -> str:
 
 def _tiled(entry: Entry, parts: _Parts) -> torch.Tensor:
     assert entry.shard is not None
-    # Compared before memory is made for what a layout claims.
+    # Compared before memory is allocated for the size that a layout states.
     if sum(part.numel() for part in parts.values()) != math.prod(entry.shard.shape):
         raise _untiled(entry, len(parts))
     whole = torch.empty(entry.shard.shape, dtype=getattr(torch, entry.dtype))

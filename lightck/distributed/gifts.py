@@ -1,4 +1,4 @@
-"""What ranks give each other of a snapshot before it is taken, seen from one rank."""
+"""The exchange of a snapshot's replicas between ranks before it is restored, seen from one rank."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from lightck.events import event
 from lightck.region import layout
 
 SLOWEST_BYTES_S = 100e6
-"""At which a rank is still believed to be reading, or sending."""
+"""The rate in bytes per second at which a rank is still believed to be reading, or sending."""
 
 
 class GiftError(LightckError):
-    """What another rank was to give did not come, or came otherwise; nothing live has changed."""
+    """A replica from another rank did not come, or is not valid; nothing live has changed."""
 
 
 @dataclass(eq=False)
 class Gifts:
-    """One snapshot, and who gives it to whom. Used by the thread that restores."""
+    """The exchange of one snapshot's replicas. Used by the thread that restores."""
 
     ranks: Meeting
     holdings: Holdings
     key: Key
     early: bool
     heals: Mapping[int, int]
-    """Rank that gets it -> rank that gives it."""
+    """The sending rank of each receiving rank."""
     patience_s: float
-    """For a connection, and for each message."""
+    """Time to wait for each message, in seconds; connections together may take half of it."""
     mine: Assembled | None = None
-    """What this rank put together by itself; None: it is given."""
+    """The state that this rank put together by itself; None if it receives one."""
     got: Healed | None = None
     _giving: transfer.Giving | None = None
     _channels: list[Channel] = field(default_factory=list)
 
     @contextlib.contextmanager
     def exchanged(self) -> Iterator[Assembled | Healed]:
-        """This rank's snapshot, its own or given; at the end nothing is connected any more.
+        """Yield this rank's snapshot, its own or a received one; close all connections at the end.
 
-        A donor that fails inside tells those that wait for it.
+        If a sender fails inside the context, it tells the ranks that wait for it.
 
         Raises:
-            GiftError: what was to come did not.
+            GiftError: the replica that this rank was to receive did not come.
         """
         rank = self.ranks.rank
         if rank not in self.heals:
@@ -80,10 +80,10 @@ class Gifts:
                 channel.close()
 
     def give(self) -> None:
-        """Send what is now known to be good to those that lack it.
+        """Send the snapshot, which is now verified, to the ranks that lack it.
 
         Raises:
-            CorruptSnapshotError, RegionIOError: it is not, after all.
+            CorruptSnapshotError, RegionIOError: it cannot be read any more.
         """
         if self._giving is None:
             return
@@ -93,7 +93,7 @@ class Gifts:
             event("not_given", logging.WARNING, step=self.key.step, why=text)
 
     def in_words(self) -> str:
-        """What this rank was given; empty if nothing."""
+        """Describe what this rank received, in words; empty if nothing."""
         if self.got is None:
             return ""
         rank, donor, size = self.ranks.rank, self.got.donor, self.got.given.payload_bytes
@@ -110,8 +110,9 @@ class Gifts:
         assert rounds is not None, "alone, nobody gives anything"
         # The store is asked first: a receiver that waits for its server waits for no other rank.
         stores = [self.ranks.store.plain(f"heal/{rounds.number}/{d}-{r}") for r, d in mine]
-        # One after the other, and with one deadline for all, long before anybody loses patience in
-        # the round that follows: there they hear of each other, and take an older step.
+        # The connections are made one after the other, with one deadline for all, long before any
+        # rank's time-out in the round that follows: there the ranks learn of each other's failures,
+        # and take an older step.
         until = time.monotonic() + self.patience_s / 2
         for (receiver, donor), store in zip(mine, stores, strict=True):
             what, ends = f"step {self.key.step}", (donor, receiver)
@@ -137,14 +138,14 @@ class Gifts:
 
 
 def _fits(found: Healed) -> bool:
-    """Whether the rank's own state goes together with what was given, and nothing is missing."""
+    """Tell whether the rank's own state fits the received one, and no tensor is missing."""
     half, entries = found.half, found.entries
     try:
         found.trees()
         layout.decode(layout.encode(entries, np.zeros(len(entries), np.uint64)), context="healed")
     except LightckError:
         return False
-    # A snapshot has every name of its own rank's model, which may be others than the donor's.
+    # A snapshot has every name of its own rank's model, which may be other names than the donor's.
     names = {each.name for each in entries}
     return (half is not None and half.ties is not None) or all(
         each.name in names for each in found.given.entries if each.name.startswith("model/")

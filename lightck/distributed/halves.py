@@ -1,7 +1,7 @@
-"""What a rank's own region still has of what is its own, where the rest of a snapshot is not there.
+"""The rank-local state that a rank's own region still has where the rest of a snapshot is missing.
 
-Buffers, generators, extras and data position belong to one rank; no other has them. They are in
-its snapshot of the step, even if a share or another tensor of that is damaged, or in the boundary
+Buffers, generators, extras and data position belong to one rank; no other has them. They are in its
+snapshot of the step, even if a share or another tensor of that is damaged, or in the boundary
 journal, which keeps them for the last step while the failure path is armed.
 """
 
@@ -28,31 +28,31 @@ from lightck.region.region import Candidate, Region
 
 @dataclass(frozen=True, eq=False)
 class Half:
-    """A rank's own state at one instant of one step; in private memory."""
+    """The rank-local state of one rank at one instant of one step, in private memory."""
 
     key: Key
     rank: int
     early: bool
     at_step: bytes
-    """The blobs of step end and of forward start, as in a manifest."""
+    """The blob of the step end, as in a manifest; `at_forward` is that of the forward start."""
     at_forward: bytes
     tensors: tuple[tuple[Entry, torch.Tensor], ...]
     ties: tuple[Entry, ...] | None = None
-    """Further names of these tensors, or of shared ones; None: the journal does not say."""
+    """Further names of these or of shared tensors; None if not known, as from the journal."""
     record: Record | None = None
-    """Of the snapshot it comes from; None: from the journal."""
+    """The record of the snapshot it comes from; None if it comes from the journal."""
 
 
 @dataclass(eq=False)
 class Halves:
-    """Every one that a rank's own region has; each is read once, when first asked for."""
+    """All rank-local states in a rank's own region; each is read once, when first asked for."""
 
     region: Region
     candidates: Sequence[Candidate]
     _read: dict[int, Half | None] = field(default_factory=dict)
 
     def found(self, besides: Collection[Key] = ()) -> list[Half]:
-        """Those of other snapshots than these, and then those of the journal."""
+        """Return the states of snapshots, then of the journal; none of a key in `besides`."""
         held = []
         for i, candidate in enumerate(self.candidates):
             if key_of(candidate.record) not in besides:
@@ -67,12 +67,12 @@ class Halves:
 
 
 def key_of(record: Record) -> Key:
-    """What a region's snapshot is a part of."""
+    """Return the key of the snapshot, over all ranks, that a region's record belongs to."""
     return Key(record.timeline, record.step, record.world)
 
 
 def of_snapshot(region: Region, candidate: Candidate) -> Half | None:
-    """What one snapshot holds of its rank's own; None if any of it is damaged."""
+    """Read the rank-local state that one snapshot holds; None if any of it is damaged."""
     record, layout = candidate.record, candidate.layout
     own = [(i, e) for i, e in enumerate(layout.entries) if is_own(e) and e.begin is None]
     rows = [(i, entry) for i, entry in own if entry.alias_of is None]
@@ -104,7 +104,7 @@ def of_snapshot(region: Region, candidate: Candidate) -> Half | None:
 
 
 def of_journal(region: Region) -> list[Half]:
-    """What the boundary journal holds: of the last instants of the region's newest timeline."""
+    """Read the boundary journal's rank-local states: the newest timeline's last instants."""
     found = []
     for kind in (FORWARD, STEP_END):
         try:
@@ -116,7 +116,7 @@ def of_journal(region: Region) -> list[Half]:
             world = second["share"]["world"] if "share" in second else 1
             key = Key(entry.timeline, entry.step, world)
             held = tuple((staging.describe(live), live.tensor) for live in state.lives)
-        except (LightckError, KeyError, TypeError):  # another rank's state serves
+        except (LightckError, KeyError, TypeError):  # another rank's state is used instead
             continue
         own = tuple((each, tensor) for each, tensor in held if is_own(each))
         early = kind == STEP_END or entry.early

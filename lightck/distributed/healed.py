@@ -1,7 +1,7 @@
-"""A snapshot that another rank gave: like `Assembled`, in private memory instead of regions.
+"""A snapshot received from another rank: like `Assembled`, in private memory instead of regions.
 
-Nothing live is touched before all of it has come and every checksum holds. It is given up piece by
-piece while it is read, so that what it fills is not in memory twice for long.
+Nothing live is touched before all of it has come and every checksum holds. Its chunks are freed
+while it is read, so that the state is not in memory twice for long.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from lightck.region.region import Candidate
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """What a donor says of a snapshot before it sends its bytes."""
+    """The description of a snapshot that a donor sends before its bytes."""
 
     record: Record
     at_step: bytes
     at_forward: bytes
     entries: tuple[Entry, ...]
     crcs: tuple[int, ...]
-    """CRC32C per entry, of all of its bytes."""
+    """The CRC32C of each entry, over all of its bytes."""
 
     @property
     def payload_bytes(self) -> int:
-        """Of all that will be sent."""
+        """Return the number of bytes that will be sent."""
         return sum(entry.length for entry in self.entries)
 
 
 @dataclass(eq=False)
 class Healed:
-    """One rank's state: replicated tensors from another rank, and its own where that is there."""
+    """The state of one rank: replicated tensors from another rank, and its own rank-local state."""
 
     given: Given
     half: Half | None
-    """None: the other rank's own state stands in."""
+    """The rank-local state; None if the other rank's is used instead."""
     donor: int
     label: str
     chunks: list[torch.Tensor | None] = field(default_factory=list)
-    """The bytes of all given entries, end to end; chunks are as long as they came."""
+    """The bytes of all sent entries, end to end, in chunks as they came; None once freed."""
     _freed: int = 0
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """Every tensor; ties come behind what they are tied to."""
+        """Return the entries of every tensor; a tied entry follows the one that it is tied to."""
         if self.half is None:
             return self.given.entries
         shared = [e for e in self.given.entries if not is_own(e)]
@@ -68,7 +68,7 @@ class Healed:
         return (*held, *ties)
 
     def _ties(self, held: dict[str, Entry]) -> tuple[Entry, ...]:
-        """The donor's, where this rank has what they are tied to, in the form that it has here."""
+        """Return the donor's ties to tensors of this rank, in the form that these have here."""
         return tuple(
             replace(
                 held[e.alias_of],
@@ -84,25 +84,32 @@ class Healed:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Position of each name."""
+        """Return the position of each name in `entries`."""
         return {entry.name: i for i, entry in enumerate(self.entries)}
 
     def drop_half(self) -> None:
-        """The other rank's own state stands in after all."""
+        """Discard this rank's own state and use the other rank's instead."""
         self.half = None
         for cached in ("entries", "index"):
             self.__dict__.pop(cached, None)
 
     @property
     def record(self) -> Record:
-        """Of the snapshot that the own state is from; the donor's if this rank has none."""
+        """Return the record of the snapshot that the rank-local state is from, or the donor's.
+
+        The donor's is used if this rank has no such state, and, under this rank's number, if the
+        state is from the journal.
+        """
         if self.half is None:
             return self.given.record
         return self.half.record or replace(self.given.record, rank=self.half.rank)
 
     @property
     def kept(self) -> Record | None:
-        """Of the snapshot in this rank's own region that its own state is from."""
+        """Return the record of the snapshot in this rank's own region that its own state is from.
+
+        It is None if there is no own state, or if that is from the journal.
+        """
         return self.half.record if self.half is not None else None
 
     @property
@@ -112,11 +119,11 @@ class Healed:
 
     @property
     def suspect(self) -> bool:
-        """Replicas were found to differ."""
+        """Tell whether replicas were found to differ at this snapshot or before."""
         return self.given.record.suspect
 
     def trees(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As `Assembled.trees`."""
+        """Return both boundary states, decoded, as `Assembled.trees` does."""
         own: Half | Given = self.half or self.given
         step, nothing = self.given.record.step, np.zeros(len(self.entries), np.uint32)
         said = Manifest(step, 0, nothing, own.at_step, own.at_forward)
@@ -126,7 +133,7 @@ class Healed:
 
     @contextlib.contextmanager
     def leased(self) -> Iterator[contextlib.ExitStack]:
-        """It is in memory already."""
+        """Do nothing, unlike `Assembled.leased`: the state is in memory already."""
         with contextlib.ExitStack() as held:
             yield held
 
@@ -135,11 +142,11 @@ class Healed:
         unowned: npt.NDArray[np.uint64] | None = None,
         done: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Check every tensor against the checksum that the donor's region has of it.
+        """Check every received tensor against the checksum that the donor's region has of it.
 
         Args:
-            unowned: as of `Assembled.verify`; left alone, for what was given is in memory already.
-            done: likewise; nothing of it is.
+            unowned: as in `Assembled.verify`; not used, for the state is in memory already.
+            done: as in `Assembled.verify`; not used, for nothing is copied yet.
 
         Raises:
             CorruptSnapshotError: names the tensor and the donor.
@@ -155,10 +162,10 @@ class Healed:
                 )
 
     def read(self, addresses: npt.NDArray[np.uint64]) -> None:
-        """Copy into memory, once.
+        """Copy the state to the given addresses, once: chunks are freed on the way.
 
         Args:
-            addresses: per entry; 0 leaves it out.
+            addresses: one per entry; an entry with address 0 is left out.
         """
         for entry, tensor in self.half.tensors if self.half is not None else ():
             address = int(addresses[self.index[entry.name]])
@@ -177,7 +184,7 @@ class Healed:
                     self._freed += 1
 
     def _laid_out(self) -> Iterator[tuple[Entry, int, Sequence[tuple[int, int, int]]]]:
-        """Every entry that has bytes, with its checksum and its pieces: chunk, address, length."""
+        """Yield each entry that has bytes, its checksum and its pieces (chunk, address, length)."""
         chunk = used = 0
         for entry, crc in zip(self.given.entries, self.given.crcs, strict=True):
             left, pieces = entry.length, []

@@ -1,8 +1,8 @@
-"""What a rank can read at a path, and the whole states that it can put together from it.
+"""The regions that a rank can read at a path, and the whole states that it can put together.
 
-A rank looks into its own region, and into those of its peers where they share. Where another number
-of ranks wrote, or its own region is away, it looks into every region below the path (`widen`).
-Rank r of a world takes over from rank r modulo the number of ranks that wrote.
+A rank reads its own region, and those of its peers where they share. If another number of ranks
+wrote, or its own region is missing, it reads every region below the path (`widen`). Rank r takes
+over the rank-local state of rank r modulo the number of ranks that wrote.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _LISTED = 12
 
 @dataclass(eq=False)
 class Holding:
-    """One region that was looked into."""
+    """One region that was opened and read."""
 
     region: Region
     recovery: Recovery
 
     @property
     def rank(self) -> int:
-        """Whose it is."""
+        """Return the rank that the region belongs to."""
         return self.region.info.rank
 
     @property
     def lineage(self) -> Lineage:
-        """Its timelines, with the steps up to which ancestors count."""
+        """Return the region's timelines, with the steps up to which ancestors count."""
         info = self.region.info
         kept = [(c.record.timeline, c.record.step) for c in self.recovery.candidates]
         ancestors = [timeline for timeline, _ in info.lineage]
@@ -66,29 +66,29 @@ class Holding:
 
 @dataclass(eq=False)
 class Holdings:
-    """The regions that one rank has looked into; closes what it opened. Used by one thread."""
+    """The regions that one rank has read; closes those that it opened. Used by one thread."""
 
     where: Place
-    """Of the rank's own region."""
+    """The place of the rank's own region."""
     rank: int
     world: int
-    """Number of ranks now."""
+    """The number of ranks now."""
     lends: bool = True
-    """A rank beyond the former world takes another's own state."""
+    """True if a rank beyond the former world takes another rank's own state."""
     regions: list[Holding] = field(default_factory=list)
     wide: bool = False
     overtaken: bool = False
-    """A trainer was met that overwrites what was found."""
+    """True if a running job was met that overwrites the snapshots found."""
     broken: RegionError | None = None
-    """Why the rank's own region cannot be opened, where others may have what it had."""
+    """Why the rank's own region cannot be opened, where others may have the same state."""
     differing: set[Key] = field(default_factory=set)
-    """Snapshots of which replicas differ, and no majority tells which is right."""
+    """Snapshots whose replicas differ without a majority that tells which is right."""
     _dropped: set[Key] = field(default_factory=set)
-    """Snapshots that cannot be had."""
+    """Snapshots that ranks lack and cannot be given."""
     _halves: Halves | None = None
     _problems: list[str] = field(default_factory=list)
     _failed: set[tuple[int, Record]] = field(default_factory=set)
-    """(rank, record) of snapshots that turned out to be damaged."""
+    """The (rank, record) of each snapshot that turned out to be damaged."""
     _assembled: dict[tuple[int, Record], Assembled | str] = field(default_factory=dict)
 
     @classmethod
@@ -96,7 +96,9 @@ class Holdings:
     def opened(
         cls, where: Place, rank: int, world: int, *, lends: bool = True
     ) -> Iterator[Holdings]:
-        """Look into the rank's own region; among ranks one that cannot be opened is `broken`.
+        """Read the rank's own region and yield the result; close every region at the end.
+
+        With several ranks, a region that cannot be opened is noted in `broken`.
 
         Raises:
             RegionError: the place is not safe, or what lies there is no region.
@@ -118,7 +120,7 @@ class Holdings:
     @classmethod
     @contextlib.contextmanager
     def everything(cls, where: Place, files: Sequence[Place], rank: int = 0) -> Iterator[Holdings]:
-        """Look into all of these regions, for one reader without ranks beside it.
+        """Read all of these regions, for one reader that is no rank of a job.
 
         Raises:
             RegionError: the place is not safe, or a file is no region.
@@ -138,29 +140,29 @@ class Holdings:
 
     @property
     def own(self) -> Holding | None:
-        """The rank's own region, if it is there."""
+        """Return the rank's own region, if it is there."""
         return next((h for h in self.regions if self._is_own(h)), None)
 
     def give_up(self, continuation: Continuation) -> None:
-        """Declare that what the rank's own region holds has never counted: attach may go on."""
+        """Declare that the own region's snapshots have never counted, so that attach may go on."""
         own = self.own
         if own is not None and not own.recovery.is_empty:
             own.region.continuation = continuation
             own.region.leave_behind()
 
     def keep(self, region: Region) -> None:
-        """Leave a region open when the others are closed: whoever asks closes it."""
+        """Take a region out of those that `close` closes; the caller closes it."""
         self.regions = [each for each in self.regions if each.region is not region]
 
     def widen(self) -> None:
-        """Look into every other region below the path; one that cannot be read is a problem."""
+        """Read every other region below the path, too; a failure is noted as a problem."""
         self.wide = True
         for where in place.every_rank(self.where):
             self._look_once(where)
         self._assembled.clear()
 
     def view(self, step: int | None) -> View:
-        """What this rank has to say of it."""
+        """Return this rank's view of the snapshots: of `step`, or of all if it is None."""
         offers, problems = [], list(self._problems)
         for holding in self.regions:
             problems += holding.recovery.problems
@@ -170,11 +172,11 @@ class Holdings:
                 continue
             if isinstance(found, Assembled):
                 offers.append(self._offer(key, found))
-            elif found and not offers:  # what is older than a whole one is nobody's loss
+            elif found and not offers:  # what is older than a whole snapshot is not missed
                 problems.append(found)
         offers = self._of_all_ranks(offers, problems)
         problems += self._absent()
-        # Peers' regions say no more of timelines than the own one does, and may be away.
+        # Peers' regions know no more of timelines than the own one does, and may be missing.
         speaking = self.regions if self.wide else [h for h in self.regions if self._is_own(h)]
         return View(
             self.where.common,
@@ -191,18 +193,18 @@ class Holdings:
         )
 
     def half(self, key: Key, early: bool) -> Half | None:
-        """What is this rank's own of an instant of a snapshot, from its own region or journal."""
+        """Return this rank's own state of one instant of a snapshot, from its region or journal."""
         return next((h for h in self._own_halves(()) if (h.key, h.early) == (key, early)), None)
 
     def assembled(
         self, key: Key, rank: int | None = None, *, early: bool = False
     ) -> Assembled | str:
-        """The state of a rank in a snapshot, or why it cannot be put together, or "" if unknown.
+        """Return a rank's state in a snapshot, or why it cannot be put together, or "" if unknown.
 
         Args:
             key: which snapshot.
-            rank: of those that wrote it; None: the one whose own state this rank takes over.
-            early: of two instants, take the early one; else the exact one.
+            rank: one of those that wrote it; None: the one whose own state this rank takes over.
+            early: prefer the early instant if there are two; else the exact one.
         """
         why = ""
         rank = self.former(key.world) if rank is None else rank
@@ -217,9 +219,9 @@ class Holdings:
         return why
 
     def lacks(self, key: Key) -> list[str]:
-        """What of a snapshot is not there, over all ranks that wrote it; nothing: it is whole.
+        """List what is missing of a snapshot, over all ranks that wrote it; empty if it is whole.
 
-        Only the first are listed: a record may claim any number of ranks.
+        Only the first 12 are listed: a record may claim any number of ranks.
         """
         states = ((rank, self.assembled(key, rank)) for rank in range(key.world))
         lacking = (
@@ -230,18 +232,18 @@ class Holdings:
         return list(itertools.islice(lacking, _LISTED))
 
     def excludes(self, key: Key) -> str:
-        """Why a snapshot does not count, in words; empty if it does, or nobody can tell."""
+        """Return why a snapshot does not count; empty if it does, or if that is not known."""
         try:
             return rule([holding.lineage for holding in self.regions]).excludes(key)
-        except CoordinationError:  # regions of two jobs: each speaks for itself
+        except CoordinationError:  # regions of two jobs: each stands for itself
             return ""
 
     def former(self, world: int) -> int:
-        """The rank, of those that wrote, whose own state this rank takes over."""
+        """Return the rank, of those that wrote, whose own state this rank takes over."""
         return self.rank % world if self.lends else self.rank
 
     def failed(self, snapshot: Assembled) -> None:
-        """Note that a snapshot cannot be read after all: it is offered no more."""
+        """Note that a snapshot turned out to be unreadable: it is offered no more."""
         self._failed.add((snapshot.record.rank, snapshot.record))
 
     def drop(self, key: Key) -> None:
@@ -249,7 +251,7 @@ class Holdings:
         self._dropped.add(key)
 
     def nothing_whole(self, step: int | None, problems: Sequence[str]) -> str:
-        """Why there is no snapshot to give, with what is there."""
+        """Describe why there is no snapshot to restore, and what is there."""
         wanted: int | Literal["latest"] = "latest" if step is None else step
         if len(self.regions) == 1:
             held = self.regions[0]
@@ -267,7 +269,7 @@ class Holdings:
     def _for_others(
         self, offered: set[Key], step: int | None
     ) -> tuple[tuple[tuple[Key, bool], ...], str, str]:
-        """What only ranks want to know of each other: see `View`."""
+        """Return the last three fields of `View`, for other ranks; empty if there are none."""
         if self.world == 1:
             return (), "", ""
         node = node_digest(self.rank, self.where.reach if self.where.path.exists() else None)
@@ -286,9 +288,10 @@ class Holdings:
         return self._halves.found(besides) if self._halves is not None else []
 
     def _of_all_ranks(self, offers: list[Offer], problems: list[str]) -> list[Offer]:
-        """For a reader without ranks beside it: what is whole over all of them, if anything is.
+        """Return the offers that are whole over all ranks; all of them if none is.
 
-        Where the other ranks' regions are elsewhere, on their nodes, nothing is.
+        This is for a reader that is no rank of a job. Where the other ranks' regions are on other
+        nodes, none is whole. Why the others are not is added to `problems`.
         """
         if self.lends or not self.wide:
             return offers
@@ -304,7 +307,7 @@ class Holdings:
         return holding
 
     def _look_once(self, where: Place) -> None:
-        """Into a region that is not the rank's own, if it was not looked into before."""
+        """Read a region that is not the rank's own, unless it was read before."""
         if any(where.file == each.region.place.file for each in self.regions):
             return
         try:
@@ -317,7 +320,13 @@ class Holdings:
         return holding.region.place.file == self.where.file
 
     def _young(self) -> int:
-        """What was saved at a failure was for this rank alone, and kept no other from its slot."""
+        """Return the own region's timeline if nothing due was ever committed in it; else 0.
+
+        See `View.young`.
+
+        A snapshot that was saved at a failure does not count here: it was for this rank alone, and
+        kept no other from its slot.
+        """
         own = self.own
         if own is None or own.region.info.lineage:
             return 0
@@ -331,7 +340,7 @@ class Holdings:
         return len(place.every_rank(self.where)) > (own is not None)
 
     def _absent(self) -> list[str]:
-        """Says that the region is not there whose rank's state is to be taken over."""
+        """Say that no region was found of the rank whose own state this one takes over."""
         every = [c.record for h in self.regions for c in h.recovery.candidates]
         if not every:
             return []
@@ -350,7 +359,7 @@ class Holdings:
         )
 
     def _keys(self, step: int | None) -> list[Key]:
-        """Snapshots of which the rank whose state is taken over has a part; newest first."""
+        """Return the snapshots with a part of the rank whose state is taken over; newest first."""
         found: dict[Key, None] = {}
         for holding in self.regions:
             for candidate in holding.recovery.candidates:
@@ -360,7 +369,7 @@ class Holdings:
         return sorted(found, key=lambda key: -key.step)
 
     def _of(self, key: Key, rank: int, early: bool) -> list[tuple[Holding, Candidate]]:
-        """A rank's snapshots of that key; those of the instant first, then the newest."""
+        """Return a rank's snapshots of that key: the wanted instant first, then the newest."""
         found = [
             (holding, candidate)
             for holding in self.regions
@@ -388,7 +397,7 @@ class Holdings:
             return str(error)
 
     def _look_at_peers(self, holding: Holding, own: Candidate) -> None:
-        """Open the regions of the ranks that shared with one."""
+        """Open the regions of the ranks that shared this snapshot's replicated state."""
         if self.wide:
             return
         label = f"{holding.region.place.file} step {own.record.step}"

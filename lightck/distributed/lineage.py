@@ -1,4 +1,4 @@
-"""Timelines over several regions: which snapshots count, and of what job they are."""
+"""Timelines over several regions: which snapshots count, and which job they belong to."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 from lightck.errors import CoordinationError
 
 _UNKNOWN = -1
-"""As a branch point: nothing of that ancestor is there that counts."""
+"""The branch point of an ancestor of which no snapshot that counts is left."""
 
 
 class Key(NamedTuple):
-    """What a snapshot is over all ranks."""
+    """The identity of a snapshot over all ranks."""
 
     timeline: int
     step: int
@@ -24,14 +24,14 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The newest timeline of a region, or of several, and what it continues.
+    """The newest timeline of a region, or of several, and the timelines that it continues.
 
     Attributes:
         head: the newest timeline; 0 before the first attach.
         ancestors: (timeline, step up to which its snapshots count), the newest first.
         world: number of ranks that write the newest timeline, as far as is known.
-        run: of the region, in hexadecimal.
-        where: whose it is, for messages.
+        run: the run id of the region, in hexadecimal.
+        where: the name of the region, for messages.
     """
 
     head: int
@@ -42,11 +42,11 @@ class Lineage:
 
     @property
     def timelines(self) -> tuple[int, ...]:
-        """The newest first."""
+        """Return all timelines, the newest first."""
         return (self.head, *(timeline for timeline, _ in self.ancestors))
 
     def excludes(self, key: Key) -> str:
-        """Why a snapshot does not count, in words; empty if it does."""
+        """Return why a snapshot does not count, in words; empty if it does."""
         if key.timeline == self.head:
             return ""
         limit = dict(self.ancestors).get(key.timeline)
@@ -58,12 +58,13 @@ class Lineage:
 
 
 def rule(lineages: Sequence[Lineage]) -> Lineage:
-    """The lineage that counts, of several regions or ranks.
+    """Return the lineage that counts, of those of several regions or ranks.
 
-    One that died between the others' attach and its own is a timeline behind: its newest is an
-    ancestor of theirs. Timelines that are no ancestors of each other mean regions that were away
-    for whole attaches; then the one counts of whose ranks the most are there. An ancestor counts
-    up to its branch point: the last step of it that a region of the newest timeline still keeps.
+    A rank that died between the others' attach and its own is one timeline behind: its newest
+    timeline is an ancestor of theirs. Newest timelines that are not ancestors of each other mean
+    regions that were missing during whole attaches; then the timeline counts of which the largest
+    part of its ranks is present. An ancestor counts up to its branch point: the last step of it
+    that a region of the newest timeline still keeps.
 
     Raises:
         CoordinationError: regions of two jobs are mixed.
@@ -86,12 +87,12 @@ def rule(lineages: Sequence[Lineage]) -> Lineage:
 
 
 def branch_points(ancestors: Collection[int], kept: Collection[tuple[int, int]]) -> list[int]:
-    """Of each ancestor of a region's newest timeline: the step up to which it counts.
+    """Return, for each ancestor of a region's newest timeline, the step up to which it counts.
 
     Args:
         ancestors: timelines.
-        kept: (timeline, step) of the snapshots that the region keeps and counts. While nothing of
-            the newest timeline is whole, the one at which it branched off is among them.
+        kept: (timeline, step) of the snapshots that the region keeps and counts. While no snapshot
+            of the newest timeline is whole, the one at which it branched off is among them.
     """
     return [max((s for t, s in kept if t == each), default=_UNKNOWN) for each in ancestors]
 
@@ -111,6 +112,9 @@ def _must_be_one_job(heads: Sequence[Lineage]) -> None:
 
 
 def age(lineage: Lineage | None, key: Key) -> int:
-    """Of a snapshot's timeline: 0 for the newest, and one more for each ancestor in between."""
+    """Return the age of a snapshot's timeline: 0 for the newest, plus one for each newer one.
+
+    A timeline outside the lineage is older than all in it.
+    """
     timelines = lineage.timelines if lineage else ()
     return timelines.index(key.timeline) if key.timeline in timelines else len(timelines)

@@ -1,12 +1,14 @@
-"""Where ranks meet, at attach and at restore: what one cannot do, all hear of; nobody hangs.
+"""The meeting of all ranks at attach and restore: an error on one rank is raised on all of them.
+
+No rank waits for ever for one that failed.
 
     with meeting("attach") as ranks:
         ...                                # whatever may fail here, on this rank alone
         ranks.agree(lambda rounds: ...)    # a round; raises the same on every rank
         ...
-        ranks.part()                       # from here on nobody waits for anybody
+        ranks.part()                       # from here on no rank waits for another
 
-One rank meets nobody: `rounds` is None, and nothing happens.
+A single rank holds no meeting: `rounds` is None, and nothing happens.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from lightck.distributed.topology import here
 from lightck.errors import StoreError
 
 MOST_S = 120.0
-"""How long ranks wait for each other at attach and restore; less if torch's own time-out is."""
+"""The longest wait of ranks for each other at attach and restore, unless torch's own is less."""
 _GRACE_S = 10.0  # for messages after the last rank has come
 
 T = TypeVar("T")
@@ -36,7 +38,7 @@ _rounds: tuple[Any, Rounds] | None = None
 
 @dataclass(eq=False)
 class Meeting:
-    """One meeting, seen from this rank."""
+    """One meeting of the ranks, seen from this rank."""
 
     kind: str
     rank: int = 0
@@ -46,7 +48,7 @@ class Meeting:
 
     @property
     def store(self) -> JobStore:
-        """The job's store; with several ranks only."""
+        """Return the job's store; with several ranks only."""
         assert self.rounds is not None and isinstance(self.rounds.store, JobStore)
         return self.rounds.store
 
@@ -54,7 +56,8 @@ class Meeting:
         """Hold a round, if there are several ranks; every rank must, in the same order.
 
         Args:
-            ask: is given the rounds, None with one rank; what it raises it raises on every rank.
+            ask: called with the rounds, or None with one rank; an exception that it raises is
+                raised on every rank.
 
         Raises:
             CoordinationError: names the ranks that failed or did not come, and why; on every rank.
@@ -70,13 +73,13 @@ class Meeting:
             raise
 
     def part(self) -> None:
-        """There is no further round: a failure from here on is this rank's own."""
+        """End the meeting for this rank: a failure from here on is this rank's own."""
         self.parted = True
 
 
 @contextmanager
 def meeting(kind: str) -> Iterator[Meeting]:
-    """Take part; a failure inside, before `part`, makes every other rank fail, too.
+    """Hold a meeting; a failure inside, before `part`, makes every other rank fail, too.
 
     Args:
         kind: what the ranks want to do together, for messages.
@@ -93,7 +96,7 @@ def meeting(kind: str) -> Iterator[Meeting]:
         if not ranks.parted:
             ranks.part()
             why = f"{type(error).__name__}: {error}"
-            # A store that is away must not hide what went wrong here.
+            # A store that is away must not hide the error of this rank.
             with suppress(StoreError):
                 bounded(kind, _GRACE_S, lambda: rounds.fail(kind, why))
         raise
@@ -103,7 +106,7 @@ def _over_default_store(rank: int, world: int) -> Rounds:
     global _rounds
     group = dist.group.WORLD
     if _rounds is None or _rounds[0] is not group:
-        # A group made anew may have the old one's store: keys go on from the last round.
+        # A new group may have the old group's store: keys go on from the last round.
         number = _rounds[1].number if _rounds else 0
         rounds = Rounds(default_store(), rank, world, _patience(), number=number)
         _rounds = (group, rounds)

@@ -1,11 +1,11 @@
-"""Choose a snapshot together, show that every rank can read it, and only then let each take it.
+"""The restore by all ranks: choose a snapshot, verify it on every rank, and only then restore it.
 
-    look -> [say what is there -> choose -> compare replicas -> give to those that lack it -> verify
-          -> say how that went] -> take -> say it is done
+    scan -> [send views -> choose -> compare replicas -> send them to ranks that lack them -> verify
+          -> report] -> restore -> report
 
-What one rank finds damaged it lacks from then on: others give it to it, or all take an older one.
-What a rank cannot do at all is an error on every rank, which names it (`meeting`); before the last
-two points nothing has changed.
+The steps in brackets are repeated. A snapshot that one rank finds damaged is missing there from
+then on: other ranks send it, or all restore an older one. If a rank cannot go on at all, every rank
+raises an error that names it (`meeting`); before the last two steps nothing has changed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from lightck.region.continuation import Continuation
 from lightck.region.place import Place
 
 _TRIES = 8
-"""How often to look at most: a trainer may overwrite what was found before it is leased."""
+"""The most scans of the regions: a running job may overwrite a snapshot before it is leased."""
 _PASSED_OVER = (CorruptSnapshotError, RegionBusyError, RegionIOError)
-_LETTERS = 1000  # of a failure that is told to the others
+_LETTERS = 1000  # the longest failure text that is sent to the others, in characters
 
 _LISTED = 12
 
@@ -55,24 +55,24 @@ class Found:
     key: Key
     snapshot: Assembled | Healed
     why: str
-    """One sentence: why this one."""
+    """The reason for the choice, in one sentence."""
     fell_back: tuple[str, ...]
-    """Why newer ones were not whole."""
+    """The reasons why newer snapshots were not whole."""
     holdings: Holdings
     differing: bool = False
-    """Replicas on different nodes differ, and it is not known which is right."""
+    """True if replicas on different nodes differ, and it is not known which is right."""
     healed: list[str] = field(default_factory=list)
-    """Known when it is taken: which ranks got it from which others, and what; in words."""
+    """The replicas that ranks received, and from whom, in words; known only when it is restored."""
 
 
 class Taking(Protocol[T_co]):
-    """How a snapshot is taken, in two phases."""
+    """The two-phase action that restores a chosen snapshot."""
 
     def __call__(self, found: Found, /) -> contextlib.AbstractContextManager[Callable[[], T_co]]:
-        """Hold it and verify all of it, changing nothing; the context gives what then takes it.
+        """Hold the snapshot and verify it, changing nothing; yield the callable that restores it.
 
         Raises:
-            CorruptSnapshotError, RegionIOError, RegionBusyError: take an older one.
+            CorruptSnapshotError, RegionIOError, RegionBusyError: an older snapshot is needed.
         """
         ...
 
@@ -84,21 +84,21 @@ def recall(
     taking: Taking[T],
     continuation: Continuation | None = None,
 ) -> T | None:
-    """What `taking` makes of the best snapshot that every rank can take.
+    """Return the result of `taking` for the best snapshot that every rank can restore.
 
     Args:
-        ranks: who takes part; every rank calls this with the same step.
-        where: of this rank's own region.
-        step: only this one; None for the newest.
+        ranks: the meeting; every rank calls this with the same step.
+        where: the place of this rank's own region.
+        step: only this step; None for the newest.
         taking: see `Taking`.
-        continuation: of the model that takes it; None: a reader, which is no rank of a job. With
-            one a rank beyond the former world takes another's own state.
+        continuation: of the model that is restored; None for a reader, which is no rank of a job.
+            With one, a rank beyond the former world takes another's own state.
 
     Returns:
-        None when nothing was ever whole: what single ranks hold the model may then overwrite.
+        None when nothing was ever whole: the model may then overwrite what single ranks hold.
 
     Raises:
-        NoSnapshotError: snapshots are there, none is whole, or not the wanted step.
+        NoSnapshotError: snapshots are there, but none is whole, or not the wanted step.
         CoordinationError: a rank failed, or did not come; on every other rank.
         RegionError: the place is not safe or not a region.
     """
@@ -127,22 +127,22 @@ def recall(
             text = holdings.nothing_whole(step, problems)
         if not choice.overtaken:
             break
-    ranks.part()  # every rank has come to this by itself
+    ranks.part()  # every rank comes to the same result by itself
     raise NoSnapshotError(text)
 
 
 @dataclass
 class _Attempt:
-    """What was found at one look, tried until something holds."""
+    """One scan of the regions, and the attempts to restore a snapshot of it."""
 
     ranks: Meeting
     holdings: Holdings
     step: int | None
     damaged: list[str] = field(default_factory=list)
-    """What was chosen and could not be read, and why; the same on every rank."""
+    """Why chosen snapshots could not be read; the same on every rank."""
 
     def choose(self) -> Choice:
-        """The next choice, the same on every rank."""
+        """Agree on the next snapshot to try, the same on every rank."""
         while True:
             view = self.holdings.view(self.step)
             try:
@@ -156,13 +156,13 @@ class _Attempt:
             self.holdings.widen()
 
     def take(self, choice: Choice, key: Key, taking: Taking[T]) -> list[T]:
-        """Take what was chosen; nothing in the list if a rank finds it damaged."""
+        """Restore the chosen snapshot; return [its result], or [] if a rank finds it damaged."""
         heals = dict(choice.heals)
         if choice.compare and key not in self.holdings.differing:
             odd = self._odd(key, choice.early)
             if odd is None:
                 return []
-            if odd:  # whoever lacks it gets what most nodes have, too
+            if odd:  # ranks that lack the snapshot get the majority's replica, too
                 heals = dict.fromkeys([*heals, *odd], min(odd.values()))
         usual = self.ranks.rounds.timeout_s if self.ranks.rounds is not None else 0.0
         gifts = Gifts(self.ranks, self.holdings, key, choice.early, heals, usual)
@@ -173,7 +173,7 @@ class _Attempt:
             finish: Callable[[], T] | None = None
             found: Found | None = None
             try:
-                # Those that fail at once must wait no less for the others than those that do not.
+                # A rank that fails at once must wait for the others as long as those that do not.
                 held.enter_context(self._patient(choice.size, len(heals)))
                 with gifts.exchanged() as snapshot:
                     differs = key in self.holdings.differing
@@ -181,24 +181,24 @@ class _Attempt:
                     finish = held.enter_context(taking(found))
                     gifts.give()
             except (*_PASSED_OVER, GiftError) as error:
-                problem = error.with_traceback(None)  # which holds what was read so far
-            # A rank that is told of damage here has changed nothing.
+                problem = error.with_traceback(None)  # which holds the data read so far
+            # A rank that learns here of damage has changed nothing.
             well, healed = self._all_well("restore: verified", key, problem, gifts)
             if well:
                 assert finish is not None and found is not None
                 found.healed.extend(healed)
                 try:
                     taken.append(finish())
-                except _PASSED_OVER as error:  # the medium has changed its mind
+                except _PASSED_OVER as error:  # the medium fails on the second read
                     problem = error
                 if self._all_well("restore: filled", key, problem, gifts)[0]:
                     return taken
         return []
 
     def _odd(self, key: Key, early: bool) -> dict[int, int] | None:
-        """Ranks whose replica is not what most nodes have, and who gives them that.
+        """Return the ranks whose replica is not the majority's, and the sending rank of each.
 
-        None: no majority; the snapshot is suspect from here on.
+        None: there is no majority; the snapshot is suspect from here on.
         """
         state = self.holdings.assembled(key, early=early)
         said: Said = {}
@@ -218,7 +218,7 @@ class _Attempt:
         return dict.fromkeys(verdict["odd"], min(verdict["most"]))
 
     def _named(self, content: Content | None, count: int) -> str:
-        """The first tensor that differs; a few more rounds. Empty: there is no such one."""
+        """Find the first tensor that differs, in a few more rounds; empty if there is none."""
         begin, end, name = 0, count, ""
         while end > begin:
             said = {} if content is None else majority.said_of_range(content, begin, end)
@@ -231,7 +231,7 @@ class _Attempt:
 
     @contextlib.contextmanager
     def _patient(self, size: int, heals: int) -> Iterator[None]:
-        """Wait longer for ranks that read: another's medium may be much slower than this one's."""
+        """Wait longer for ranks that read: another rank's medium may be much slower."""
         rounds = self.ranks.rounds
         if rounds is None:
             yield
@@ -246,10 +246,11 @@ class _Attempt:
     def _all_well(
         self, kind: str, key: Key, problem: Exception | None, gifts: Gifts
     ) -> tuple[bool, list[str]]:
-        """Whether no rank has met a problem, and what ranks were given; the same on every rank.
+        """Return whether no rank met a problem, and what ranks received; the same on every rank.
 
-        A rank whose own snapshot is damaged lacks it from here on, and the others may give it to
-        it. If none is, and what was given did not come well, the snapshot counts no more.
+        A rank whose own snapshot is damaged lacks it from here on, and the others may send it
+        theirs. If no rank's own snapshot is damaged, and a replica did not come well, the snapshot
+        counts no more.
         """
         self.holdings.overtaken |= isinstance(problem, RegionBusyError)
         text = str(problem).encode("ascii", "replace").decode()[:_LETTERS] if problem else None
@@ -272,7 +273,7 @@ class _Attempt:
 
 
 def _problems(said: Sequence[Said]) -> Said:
-    """Rank 0's word on how the ranks fared."""
+    """Decide the round on rank 0: collect the problems and the replicas received."""
     met = [(rank, each) for rank, each in enumerate(said) if each["problem"]]
     told = [e["problem"] if len(said) == 1 else f"rank {r}: {e['problem']}" for r, e in met]
     healed = [each["healed"] for each in said if each["healed"]]

@@ -1,10 +1,10 @@
-"""Replicated state from one rank to others: the donor's side and the receiver's.
+"""Transfer of replicated state from one rank to others: the donor's side and the receiver's.
 
     table -> chunks ... -> end          or, at any point: failure, and why
 
-The donor reads its regions a chunk at a time, into one buffer, and checks every extent as it goes;
-chunks go to all receivers before the next one is read. A receiver holds what came in private
-memory, and takes nothing for whole before the end has come and every tensor's checksum holds.
+The donor reads its regions a chunk at a time, into one buffer, and verifies every extent on the
+way; a chunk is sent to all receivers before the next one is read. A receiver keeps the chunks in
+private memory, and trusts nothing before the end has come and every tensor's checksum holds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ TABLE, CHUNK, END, FAILURE = 1, 2, 3, 4
 
 
 def described(state: Assembled) -> list[torch.Tensor]:
-    """The parts of a table: a head in JSON, the layout table, checksums, both boundary states."""
+    """Encode the table as two messages: a JSON head, and the layout table, checksums and blobs.
+
+    The blobs are those of both boundary states.
+    """
     candidate = state.parts[0].candidate
     table = layout.encode(state.entries, np.zeros(len(state.entries), np.uint64))
     record = {**asdict(state.record), "share_digest": state.record.share_digest.hex()}
@@ -42,7 +45,7 @@ def described(state: Assembled) -> list[torch.Tensor]:
 
 
 def understood(head: torch.Tensor, body: torch.Tensor, key: Key, label: str) -> Given:
-    """The inverse of `described`, checked before memory is made after it.
+    """Decode a table, the inverse of `described`; check it before memory is allocated from it.
 
     Raises:
         CorruptSnapshotError: it is no such table, or of another snapshot.
@@ -70,23 +73,23 @@ def understood(head: torch.Tensor, body: torch.Tensor, key: Key, label: str) -> 
 
 @dataclass(eq=False)
 class Giving:
-    """The donor's side. Used by one thread."""
+    """The donor's side of a transfer. Used by one thread."""
 
     state: Assembled
     channels: list[Channel]
     lost: list[str] = field(default_factory=list)
-    """Receivers that are gone, in words; the others get what they need."""
+    """Descriptions of receivers that are gone; the others get what they need."""
 
     def announce(self) -> None:
-        """Send the table."""
+        """Send the table to every receiver."""
         for part in described(self.state):
             self._to_all(TABLE, part)
 
     def send(self) -> int:
-        """Send every byte, from leased slots; returns how many.
+        """Send every byte, read from leased slots; return how many.
 
         Raises:
-            CorruptSnapshotError, RegionIOError: the source does not hold; the receivers know.
+            CorruptSnapshotError, RegionIOError: the source cannot be read; the receivers are told.
         """
         sent = 0
         try:
@@ -100,7 +103,7 @@ class Giving:
         return sent
 
     def fail(self, why: str) -> None:
-        """Say that there will be no more, and why."""
+        """Tell every receiver that nothing more will come, and why."""
         self._to_all(FAILURE, as_bytes(why.encode("ascii", "replace")[:1000]))
 
     def _to_all(self, kind: int, data: torch.Tensor) -> None:
@@ -122,11 +125,12 @@ class Giving:
 
 
 def stream(state: Assembled) -> Iterator[torch.Tensor]:
-    """The bytes of all entries, end to end, a chunk at a time in one buffer.
+    """Yield the bytes of all entries, end to end, a chunk at a time in one buffer.
 
     Raises:
-        CorruptSnapshotError: an extent does not match its checksum; what came of it is no good.
-        RegionIOError: the medium cannot give it.
+        CorruptSnapshotError: an extent does not match its checksum; the bytes sent of it are
+            invalid.
+        RegionIOError: the medium cannot read it.
     """
     buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     filled = 0
@@ -160,16 +164,16 @@ def _in_order(state: Assembled) -> list[tuple[Part, int]]:
 
 
 def receive(channel: Channel, key: Key, donor: int, slow_bytes_s: float) -> Healed:
-    """The receiver's side: everything, in private memory, as it was sent.
+    """Receive the whole snapshot into private memory; its checksums are not yet verified.
 
     Raises:
-        CorruptSnapshotError: the donor's source is damaged, or what came is not what was announced.
-        CoordinationError: it did not come, or was changed on the way.
+        CorruptSnapshotError: the donor's source is damaged, or a message is not what was announced.
+        CoordinationError: a message did not come, or was changed on the way.
     """
     given = understood(_table(channel), _table(channel), key, channel.label)
     found = Healed(given, None, donor, channel.label)
     usual, came = channel.seconds, 0
-    channel.seconds += given.payload_bytes / slow_bytes_s  # the donor checks all of it first
+    channel.seconds += given.payload_bytes / slow_bytes_s  # the donor verifies all of it first
     while True:
         kind, data = channel.receive()
         channel.seconds = usual

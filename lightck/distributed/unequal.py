@@ -1,11 +1,12 @@
-"""Which parameters and optimizer tensors the ranks that wrote a snapshot did not hold alike.
+"""The parameters and optimizer tensors that the ranks that wrote a snapshot did not hold alike.
 
 Where another number of ranks restores it, each takes over the state of one that wrote. That is
-right for what all of them held alike. Of the rest (experts outside of DistributedDataParallel, an
-optimizer that divides its state among ranks) it would lose what the others held.
+right for tensors that all of them held alike. Of the rest (experts outside of
+DistributedDataParallel, an optimizer that divides its state among ranks) it would lose what the
+others held.
 
-That it was alike is known from the snapshot's own word (`Shared.told`), from its being written in
-shares, or else from the checksums that every rank's region has of it.
+Whether a tensor was alike is known from the snapshot's own statement (`Shared.told`), from its
+being written in shares, or else from the checksums that every rank's region has of it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from lightck.region.region import Candidate
 
 
 def unequal(found: Found) -> dict[str, str]:
-    """Name to why it cannot go to another number of ranks; of a snapshot of as many, nothing.
+    """Return, by name, why a tensor cannot be restored on another number of ranks; else nothing.
 
-    Sharded tensors (DTensors) are not among them: they know their places. Nor are buffers, extras
-    and what optimizers keep beside their state: of those each rank has its own by rule.
+    Empty for a snapshot of as many ranks as now. Sharded tensors (DTensors) are not among them:
+    they state their places. Nor are buffers, extras and what optimizers keep beside their state:
+    each rank has its own of those by rule.
     """
     snapshot, world = found.snapshot, found.key.world
     if world in (1, found.holdings.world) or not isinstance(snapshot, Assembled):
-        return {}  # what was given to this rank is alike by the word of whoever wrote it
+        return {}  # a received snapshot is alike, as stated by the ranks that wrote it
     if snapshot.replica is not None:
         return {}
     rank = snapshot.record.rank
@@ -48,7 +50,7 @@ def unequal(found: Found) -> dict[str, str]:
 
 
 def _alone(candidate: Candidate) -> dict[str, Any]:
-    """What a rank wrote alone and ranks may hold alike: form and checksum by name."""
+    """Return form and checksum, by name, of tensors that a rank wrote and others may hold alike."""
     crcs = candidate.manifest.crcs
     return {
         e.name: (e.dtype, e.shape, e.strides, int(crcs[i]))

@@ -1,4 +1,4 @@
-"""What one rank sees of the snapshots that are there, as it says it to the others."""
+"""The snapshots that one rank sees, and the message that tells the other ranks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from lightck.distributed.lineage import Key, Lineage, age
 MAX_OFFERS = 16  # per rank: slots of one region, or a few regions of a larger former world
 MAX_HALVES = 4
 MAX_ANCESTORS = 16  # as in a superblock
-_SPOKEN = 4  # problems that a rank tells
-_LETTERS = 250  # of each
-_PLACE = 60  # letters of a region's name
-_PATH_END = 200  # what is compared of a path
+_SPOKEN = 4  # problems in a message
+_LETTERS = 250  # characters of each
+_PLACE = 60  # characters of a region's name
+_PATH_END = 200  # characters at the end of a path that are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A snapshot that a rank can put together wholly.
+    """A snapshot that a rank can put together completely.
 
     Attributes:
-        key: which.
-        early: finished before forward start.
+        key: the snapshot.
+        early: it was finished before forward start.
         suspect: replicas were found to differ.
-        alike: by its own word every rank held the same parameters and optimizer state, so that any
-            rank that offers it can give them to any other.
+        alike: the snapshot states that every rank held the same parameters and optimizer state, so
+            that any rank that offers it can send them to any other.
         size: bytes of all tensors, as this rank has them.
     """
 
@@ -36,36 +36,38 @@ class Offer:
     size: int = 0
 
     def said(self) -> list[int]:
-        """As JSON."""
+        """Encode it for JSON."""
         return [*self.key, self.early | self.suspect << 1 | self.alike << 2, self.size]
 
     @classmethod
     def heard(cls, said: list[int]) -> Offer:
-        """The inverse of `said`."""
+        """Decode the result of `said`."""
         flags, size = said[3:]
         return cls(Key(*said[:3]), bool(flags & 1), bool(flags & 2), bool(flags & 4), size)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What one rank sees.
+    """The view of one rank.
 
     Attributes:
         path: the path that it was given.
         step: the only step that is wanted; None for the newest.
-        offers: snapshots that it can put together, of what counts in the regions they come from.
+        offers: snapshots that it can put together, among those that count in the regions they come
+            from.
         lineage: of the regions it reads; None if it has none.
-        problems: what is there and cannot be put together, and why.
-        wide: it has looked into every region below the path, not only its own and its peers'.
-        lacking: its own region is not there or empty, while others lie below the path.
-        void: nothing was ever written in what it sees.
-        overtaken: a trainer has overwritten what it found.
-        young: the newest timeline of its own region, if that continues nothing and nothing is
-            committed in it yet but at a failure (what older ones left was given up then); else 0.
-        halves: snapshots of which it has what is its own (buffers, generators, data position), but
-            not the rest: (which, of the early instant).
-        node: stands for the node it is on: ranks of one can read each other's regions.
-        broken: why its own region cannot even be opened; empty if it can, or is not there.
+        problems: snapshots or regions that are there and cannot be used, and why.
+        wide: it has read every region below the path, not only its own and its peers'.
+        lacking: its own region is missing or empty, while others lie below the path.
+        void: nothing was ever written in the regions that it sees.
+        overtaken: a running job has overwritten a snapshot that it found.
+        young: the newest timeline of its own region, if that continues no other and no due snapshot
+            is committed in it yet, only ones saved at a failure (older timelines' snapshots were
+            given up then); else 0.
+        halves: snapshots of which it has the rank-local state (buffers, generators, data position),
+            but not the rest: (key, whether of the early instant).
+        node: a digest of its node; ranks of one node can read each other's regions.
+        broken: why its own region cannot be opened; empty if it can, or does not exist.
     """
 
     path: str
@@ -83,11 +85,11 @@ class View:
     broken: str = ""
 
     def offer(self, key: Key) -> Offer | None:
-        """Its offer of one snapshot."""
+        """Return its offer of one snapshot; None if there is none."""
         return next((offer for offer in self.offers if offer.key == key), None)
 
     def said(self) -> Said:
-        """As JSON; the newest offers and the first problems only."""
+        """Encode it for JSON; the newest offers and the first problems only."""
         newest = sorted(self.offers, key=lambda o: (age(self.lineage, o.key), -o.key.step))
         halves = sorted(self.halves, key=lambda h: (age(self.lineage, h[0]), -h[0].step))
         lineage = self.lineage and asdict(self.lineage)
@@ -108,7 +110,7 @@ class View:
 
     @classmethod
     def heard(cls, said: Said) -> View:
-        """The inverse of `said`."""
+        """Decode the result of `said`."""
         lineage = said["lineage"] and Lineage(
             **{
                 **said["lineage"],
@@ -123,6 +125,6 @@ class View:
 
 
 def plain(text: str) -> str:
-    """As many bytes in JSON as letters."""
+    """Replace characters that JSON would escape, so that a text has one byte per character."""
     plain = text.encode("ascii", "replace").decode()
     return "".join(each if each.isprintable() and each not in '"\\' else "?" for each in plain)
