@@ -1,1 +1,1 @@
-"""The failure path: what a failure is noticed by, and what is saved then."""
+"""The failure path: how failures are noticed, and what is saved then."""

@@ -1,4 +1,4 @@
-"""Whether a just-in-time snapshot fits into the time that is left to a process. Pure."""
+"""The time that a just-in-time snapshot needs, compared with the time left to the process. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 _KEPT = 0.1
 _KEPT_MOST_S = 1.0
-"""Of the grace period this part, at most so much, is kept for ending the process."""
+"""This part of the grace period, at most so many seconds, is kept for ending the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a snapshot of this rank costs, as far as it is known.
+    """The cost of a snapshot of this rank, as far as it is known.
 
     Attributes:
-        state_bytes: what this rank writes of one.
+        state_bytes: bytes that this rank writes of one snapshot.
         copy_rate: bytes per second from the tensors, all copying threads together.
         medium_rate: bytes per second from DRAM to the medium; 0: copies go there directly.
-        commit_s: from the last copy to the commit, beyond what the medium's rate says.
+        commit_s: seconds from the last copy to the commit, beyond those that the medium's rate
+            explains.
         step_s: seconds of a step; None: not known yet.
     """
 
@@ -30,24 +31,24 @@ class Measured:
 
     @property
     def needed_s(self) -> float:
-        """Seconds that a snapshot takes of which nothing has been copied yet."""
+        """Return the seconds that a snapshot takes of which nothing has been copied yet."""
         copy_s = _over(self.state_bytes, self.copy_rate)
         return copy_s + _over(self.state_bytes, self.medium_rate) + self.commit_s
 
 
 def usable_s(grace_s: float) -> float:
-    """The part of a grace period in which a snapshot must be committed."""
+    """Return the part of a grace period, in seconds, in which a snapshot must be committed."""
     return grace_s - min(_KEPT * grace_s, _KEPT_MOST_S)
 
 
 def shortfall(measured: Measured, grace_s: float) -> str | None:
-    """What to tell the user when a snapshot does not fit, with what to do; None if it does."""
+    """Return a warning, with advice, if a snapshot does not fit into the grace period, or None."""
     needed_s = measured.needed_s
     if needed_s <= usable_s(grace_s):
         return None
     advice = "shorten the policy's interval to what you can afford to lose"
     if measured.step_s:
-        # As often as the medium can: one snapshot is committed when the next is due.
+        # As often as the medium allows: one snapshot is committed when the next is due.
         steps = max(1, math.ceil(needed_s / measured.step_s))
         advice = (
             f"a policy of {steps} steps ({_said(steps * measured.step_s)}) is as short as it can"

@@ -1,9 +1,9 @@
-"""Faults on purpose, inside a training process that `lightck chaos` has started.
+"""Fault injection inside a training process that `lightck chaos` has started.
 
 `attach` and `restore` look at one environment variable; without it this module is not even
-imported. It names a folder that all lives of the job share: `plan.json` says which faults come
-where, a file per fault that it has come, `events.jsonl` is what every process tells. Times are
-CLOCK_MONOTONIC's: there is one machine.
+imported. It names a folder that all lives of the job share: `plan.json` says which faults are to
+happen where, one file per fault says that it has happened, and every process writes its events to
+`events.jsonl`. Times are CLOCK_MONOTONIC's: there is one machine.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ PHASES = {
     "save": "in the middle of the first just-in-time save of STEP or newer that copies anything",
 }
 ANY_NEWER = ("restore", "save")
-"""Phases that come when they come, at a step from the fault's on."""
+"""Phases that have no fixed step: the fault happens at the first one of its step or later."""
 NOT_IN = {"restore": ("slow", "full", "corrupt"), "save": ("exception", "corrupt")}
-"""Kinds that a phase has no place for: it needs an attached region, or is no code of the user's."""
+"""The kinds impossible in a phase: they need an attached region, or the phase runs no user code."""
 
 
 class InjectedError(RuntimeError):
@@ -65,13 +65,13 @@ class InjectedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: of which kind, and where.
+    """One fault: its kind, and where it happens.
 
     Attributes:
         kind: one of `KINDS`.
         step: the step that is being trained, from 1; `between` and `evaluation` come after its end.
         phase: one of `PHASES`.
-        rank: None: every rank.
+        rank: the rank that it happens on; None: every rank.
     """
 
     kind: str
@@ -81,23 +81,23 @@ class Fault:
 
 
 def write_plan(folder: Path, faults: Sequence[Fault], hold_s: float) -> None:
-    """What the processes of a job are to do."""
+    """Write the faults that a job's processes are to inject to the plan in `folder`."""
     plan = {"hold_s": hold_s, "faults": [asdict(each) for each in faults]}
     (folder / PLAN).write_text(json.dumps(plan))
 
 
 @dataclass(eq=False)
 class Teller(logging.Handler):
-    """Says what happens in this process, a line for each event; whole lines, also if it is killed.
+    """A writer of this process's events, including lightck's log events, one line each.
 
-    Log events of lightck are among them.
+    Lines are whole, even if the process is killed.
     """
 
     folder: Path
     rank: int
 
     def __post_init__(self) -> None:
-        """Append to what others have said."""
+        """Open the events file for appending, and subscribe to lightck's log."""
         super().__init__(logging.INFO)
         self._fd = os.open(
             self.folder / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -114,7 +114,7 @@ class Teller(logging.Handler):
         os.write(self._fd, (json.dumps({**said, **fields}, default=str) + "\n").encode())
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A log event of lightck."""
+        """Write a log event of lightck."""
         name = getattr(record, "lightck_event", None)
         if name is not None:
             self.tell("log", name=name, fields=getattr(record, "lightck", {}))
@@ -122,7 +122,7 @@ class Teller(logging.Handler):
 
 @dataclass(eq=False)
 class Chaos:
-    """The plan, as far as it is this process's."""
+    """The plan of faults in this process."""
 
     folder: Path
     rank: int
@@ -130,10 +130,10 @@ class Chaos:
     hold_s: float = field(init=False)
     teller: Teller = field(init=False)
     _for_job: bool = False
-    """The fault that comes is meant for every rank."""
+    """True if the fault that is being injected is meant for every rank."""
 
     def __post_init__(self) -> None:
-        """Read the plan; from now on everything is told."""
+        """Read the plan; from now on events are written."""
         plan = json.loads((self.folder / PLAN).read_text())
         self.faults = [Fault(**each) for each in plan["faults"]]
         self.hold_s = plan["hold_s"]
@@ -142,13 +142,13 @@ class Chaos:
     def reach(
         self, phase: str, step: int, complete: int, more: Mapping[str, Callable[[], object]]
     ) -> None:
-        """Let what is planned here come.
+        """Inject the faults that are planned here.
 
         Args:
-            phase: where this process is.
-            step: in which step.
+            phase: the phase that this process is in.
+            step: the step of that phase.
             complete: the last complete step.
-            more: what kinds of faults do that only the caller can.
+            more: callables for those kinds of faults that only the caller can inject.
         """
         for number, fault in enumerate(self.faults):
             here = step == fault.step or (phase in ANY_NEWER and step >= fault.step)
@@ -163,7 +163,7 @@ class Chaos:
                 self.teller.tell("over", **at)
 
     def _claim(self, number: int, fault: Fault) -> bool:
-        """Whether it is this process's to fire: each comes once, whoever is first."""
+        """Claim the fault for this process: each happens once; False if another has claimed it."""
         self._for_job = fault.rank is None
         from_outside = fault.kind in ("term", "network")
         each_rank = self._for_job and not from_outside
@@ -175,36 +175,39 @@ class Chaos:
         return True
 
     def kill(self) -> None:
-        """No warning."""
+        """Kill this process without a warning."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> None:
-        """`lightck chaos` continues it."""
+        """Stop this process; `lightck chaos` continues it."""
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def hang(self) -> None:
-        """Signals are still handled, other threads run."""
+        """Sleep for ever; signals are still handled, and other threads run."""
         while True:
             time.sleep(1.0)
 
     def exception(self) -> None:
-        """As from the loop's own code."""
+        """Raise an exception as if the loop's own code did."""
         raise InjectedError("lightck chaos: an exception on purpose")
 
     def gil(self) -> None:
-        """PyDLL keeps the lock during the call; a signal would end a single sleep."""
+        """Hold the GIL for the hold time: PyDLL keeps it during the call.
+
+        The sleep is repeated, because a signal would end a single one.
+        """
         until = time.monotonic() + self.hold_s
         usleep = ctypes.PyDLL(None).usleep
         while (left := until - time.monotonic()) > 0:
             usleep(int(left * 1e6))
 
     def term(self) -> None:
-        """To itself; to the command it is sent by `lightck chaos`."""
+        """Send SIGTERM to this process; if the command is meant, `lightck chaos` sends it."""
         if not self._for_job:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def network(self) -> None:
-        """`lightck chaos` takes the device down, and up again."""
+        """Do nothing here: `lightck chaos` takes the network device down, and up again."""
 
 
 @functools.cache
@@ -213,12 +216,12 @@ def _of(folder: str, process: int, rank: int) -> Chaos:
 
 
 def of_process() -> Chaos:
-    """This process's."""
+    """Return the `Chaos` of this process."""
     return _of(os.environ[VARIABLE], os.getpid(), here()[0])
 
 
 def around_restore(restore: F) -> F:
-    """Let faults come when a restore has read tensors, and has not put back the rest yet."""
+    """Wrap `restore` to inject faults after it has read tensors, before it restores the rest."""
     read = Assembled.read
 
     @functools.wraps(restore)

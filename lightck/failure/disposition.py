@@ -1,4 +1,4 @@
-"""What the kernel does at a signal, read and set from any thread.
+"""The kernel's action at a signal, read and set from any thread.
 
 `signal.signal` works on the main thread only, which may be stuck, and knows nothing of handlers
 that C code has installed (faulthandler, MPI, ...).
@@ -14,19 +14,19 @@ import threading
 
 _ROOM = 512  # more than `struct sigaction` has anywhere: 152 bytes with glibc on x86-64
 DEFAULT = bytes(_ROOM)
-"""The default action."""
+"""The default action, as `write` takes it."""
 _HARMLESS = {signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH}
 _STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def read(number: int) -> bytes:
-    """The action of a signal, as the C library keeps it."""
+    """Return the action of a signal, as the C library keeps it."""
     return _sigaction(number, None)
 
 
 def write(number: int, action: bytes) -> None:
-    """Give a signal an action that was read before. Any thread."""
+    """Set a signal's action to one that was read before. Any thread."""
     _sigaction(number, action)
 
 
@@ -40,27 +40,27 @@ def _sigaction(number: int, action: bytes | None) -> bytes:
 
 
 def is_function(action: bytes) -> bool:
-    """A handler runs: the action is neither the default nor to ignore."""
+    """Tell whether a handler runs: the action is neither the default nor to ignore."""
     return _handler(action) not in (signal.SIG_DFL, signal.SIG_IGN)
 
 
 def is_ignored(action: bytes) -> bool:
-    """The kernel drops the signal."""
+    """Tell whether the kernel drops the signal."""
     return _handler(action) == signal.SIG_IGN
 
 
 def same_handler(one: bytes, other: bytes) -> bool:
-    """Both lead to the same handler."""
+    """Tell whether both actions lead to the same handler."""
     return _handler(one) == _handler(other)
 
 
 def _handler(action: bytes) -> int:
-    """`sa_handler`: the first word of the structure on x86-64 and aarch64, with glibc and musl."""
+    """Return `sa_handler`, the first word on x86-64 and aarch64, with glibc and musl."""
     return int.from_bytes(action[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)
 
 
 def ends_by_default(number: int) -> bool:
-    """The default action ends the process; other signals stop it, continue it or do nothing."""
+    """Tell whether the default action ends the process, not only stops or continues it."""
     return number not in _HARMLESS | _STOPS
 
 

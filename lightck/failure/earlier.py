@@ -1,4 +1,4 @@
-"""How a signal was before lightck listened to it, and where that takes the process."""
+"""The handler that a signal had before lightck's, and what it does to the process."""
 
 from __future__ import annotations
 
@@ -10,46 +10,49 @@ from typing import Any
 from lightck.failure import disposition
 
 _ASK = {signal.SIGUSR1, signal.SIGUSR2}
-"""Asked for by name, they ask for a snapshot: their default, the end, cannot be meant."""
+"""Signals that only request a snapshot: their default, to end the process, is never meant."""
 
 
 class Outcome(enum.IntEnum):
-    """Where a signal takes the process; the most final is the last."""
+    """The effect of a signal on the process; the most final is the greatest."""
 
     GOES_ON = 0
     FUNCTION = 1
-    """A function of Python runs on the main thread."""
+    """A Python function runs on the main thread."""
     KERNEL = 2
-    """A handler that C code has installed, or a stop."""
+    """A handler that C code has installed runs, or the process stops."""
     ENDS = 3
 
 
 @dataclass(eq=False)
 class Taken:
-    """A signal that comes to us, and how it was before."""
+    """A signal that lightck handles, and its handler before."""
 
     before: Any
-    """As `signal.getsignal` says: a function, SIG_DFL, SIG_IGN; None: set by C code."""
+    """The result of `signal.getsignal`: a function, SIG_DFL, SIG_IGN; None: set by C code."""
     action: bytes
-    """The same as the C library keeps it."""
+    """The same action as the C library keeps it."""
     ours: bytes = b""
-    """The action since: Python's own."""
+    """The action since lightck took the signal: Python's own handler."""
     trips: int = 0
-    """Since the last call. Like the rest, of the listening thread only."""
+    """Trips since the last call. Like the following fields, used by the listening thread only."""
     echo: bool = False
-    """A trip will come that we have caused."""
+    """True if the next trip is one that lightck itself has caused."""
     chained: bool = False
-    """A handler installed after ours has called ours for the last signal."""
+    """True if a handler installed after lightck's has called it for the last signal."""
     owed: bool = False
-    """That one is answered; should such a handler still call ours, what was before follows."""
+    """True if the last signal is answered, so that the earlier handler runs if lightck's is called.
+
+    A handler installed later may still call lightck's.
+    """
 
     @property
     def foreign(self) -> bool:
-        """C code had installed a handler without telling Python."""
+        """Tell whether C code had installed a handler without Python's knowledge."""
         return not callable(self.before) and disposition.is_function(self.action)
 
     def outcome(self, number: int) -> Outcome:
-        """Where the process would go without us."""
+        """Return what the signal would do to the process without lightck."""
         if callable(self.before):
             return Outcome.FUNCTION
         if self.foreign:

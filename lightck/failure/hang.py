@@ -1,7 +1,7 @@
-"""Whether a training loop hangs: a pure decision over what was seen of it, and where it stands.
+"""Hang detection: a pure decision over observations of a training loop, and where a thread is.
 
-Nothing here reads a clock. A look that comes late counts for little, one that comes very late for
-nothing: then it was this process that did not run (SIGSTOP, a suspended machine), not the loop.
+No function here reads a clock. A look that comes late counts for little, one that comes very late
+for nothing: then it was this process that did not run (SIGSTOP, a suspended machine), not the loop.
 """
 
 from __future__ import annotations
@@ -16,64 +16,64 @@ from typing import Protocol
 from lightck.types import Failure
 
 SLACK_S = 0.5
-"""Beyond `hang_steps` steps. What is left of the promised second is for looking and saving."""
+"""Seconds beyond `hang_steps` steps; the rest of the promised second is to look and to save."""
 _SAMPLES = 9
-"""Steps whose median is the usual one."""
+"""Number of last steps whose median is the usual step time."""
 _LATE_S = 2.0
-"""A look that comes later than this, beyond twice its time, comes after a stop."""
+"""A look later than this beyond twice its period means that the process was stopped."""
 _CLOSE_S = 0.1
-"""Between looks while a collective is waited for."""
+"""Seconds between looks while a thread waits in a collective."""
 _DEPTH = 64
-"""Frames that are looked at."""
+"""The number of innermost frames that identify a thread's position."""
 
 
 class Progress(Protocol):
-    """Where a training loop is, as its hooks have it."""
+    """The progress of a training loop, as its hooks report it."""
 
     @property
     def step(self) -> int:
-        """The last complete step."""
+        """Return the last complete step."""
 
     @property
     def updating(self) -> bool:
-        """Inside an update."""
+        """Tell whether the loop is inside an update."""
 
     @property
     def inside(self) -> bool:
-        """Inside an iteration."""
+        """Tell whether the loop is inside an iteration."""
 
     @property
     def ticks(self) -> int:
-        """Moves with every hook."""
+        """Return a count that grows with every hook."""
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of the last step; None: not known yet."""
+        """Return the seconds of the last step; None if not known yet."""
 
     @property
     def thread(self) -> int:
-        """The training thread."""
+        """Return the identifier of the training thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a thread stands inside a collective."""
+    """The position of a thread inside a collective."""
 
     text: str
-    """For people: the function, and the line of the user's that called it."""
+    """A description for people: the function, and the line of the user's code that called it."""
     mark: tuple[int, ...]
-    """Changes when the thread moves on, as far as frames tell."""
+    """A value that changes when the thread moves on, as far as frames show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """A hang.
+    """A hang that was found.
 
     Attributes:
-        still_s: seconds without progress, as far as they were watched.
-        limit_s: how many are taken for a hang there.
+        still_s: seconds without progress, as far as they were observed.
+        limit_s: seconds after which a lack of progress counts as a hang there.
         place: the collective that the loop is inside; None: it is in none.
-        stays: it was in that one all the while: once it has left it, it has gone on.
+        stays: it was in that collective all the time, so that the hang is over once it leaves it.
     """
 
     still_s: float
@@ -84,60 +84,63 @@ class Suspicion:
 
 @dataclass(eq=False)
 class HangWatch:
-    """Looks at one training loop, every `period_s` or more often."""
+    """The hang detection of one training loop, looked at every `period_s` or more often."""
 
     failure: Failure
     period_s: float
     suspected: Suspicion | None = None
-    """The hang that the loop is in."""
+    """The hang that the loop is in; None if it is in none."""
     counted_s: float = 0.0
     """Seconds that the last look has counted."""
     _seen_s: float | None = None
     _marks: tuple[object, ...] = ()
     _still_s: float = 0.0
     _waits_s: float = 0.0
-    """The part of it, up to now, that was spent in one and the same collective."""
+    """The last part of `_still_s`, which was spent in one and the same collective."""
     _place: Place | None = None
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a usual step."""
+        """Return the seconds of a usual step; None if not known yet."""
         return statistics.median(self._steps) if self._steps else None
 
     @property
     def elsewhere_s(self) -> float:
-        """Seconds without progress that are a hang wherever the loop is."""
+        """Return the seconds without progress that are a hang wherever the loop is."""
         return max(self.failure.hang_s, self.failure.hang_steps * (self.step_s or 0.0))
 
     @property
     def waiting_s(self) -> float:
-        """Seconds that are one inside a collective; as elsewhere while steps have no usual time."""
+        """Return the seconds without progress that are a hang inside a collective.
+
+        They are `elsewhere_s` until a usual step time is known.
+        """
         usual_s = self.step_s
         if usual_s is None:
             return self.elsewhere_s
         return self.failure.hang_steps * usual_s + SLACK_S
 
     def has_stood(self, progress: Progress) -> bool:
-        """Up to now the loop has not moved for as long as a hang takes at least. Any thread."""
+        """Tell whether the loop has not moved for as long as the shortest hang. Any thread."""
         stood = self.suspected is not None or self._still_s >= self.waiting_s
         return stood and _marks_of(progress) == self._marks
 
     def is_stuck(self, progress: Progress) -> bool:
-        """It hangs, and waits for no other rank. Any thread."""
+        """Tell whether the loop hangs and waits for no other rank. Any thread."""
         found = self.suspected
         return found is not None and found.place is None and _marks_of(progress) == self._marks
 
     def look(self, now_s: float, progress: Progress, place: Place | None) -> Suspicion | None:
-        """Take in what is seen now.
+        """Record an observation of the loop.
 
         Args:
             now_s: seconds of a monotonic clock.
-            progress: where the loop is.
+            progress: the loop's progress.
             place: the collective that its thread is inside, None if it is in none.
 
         Returns:
-            A hang, once; afterwards it is `suspected`, until the loop goes on.
+            A hang, once when it is found; afterwards it is in `suspected`, until the loop goes on.
         """
         passed_s = self._counted(now_s)
         self.counted_s = passed_s or 0.0
@@ -158,12 +161,12 @@ class HangWatch:
         return None
 
     def due_in_s(self) -> float:
-        """Seconds until the next look: less while a collective is waited for."""
+        """Return the seconds until the next look: fewer while the thread waits in a collective."""
         waits = self._waits_s > 0 and self.suspected is None
         return min(self.period_s, _CLOSE_S) if waits else self.period_s
 
     def _counted(self, now_s: float) -> float | None:
-        """Seconds since the last look, as far as they count; None: nobody was looking."""
+        """Return the seconds since the last look that count; None if the process did not run."""
         before, self._seen_s = self._seen_s, now_s
         if before is None or now_s - before > 2 * self.period_s + _LATE_S:
             return None
@@ -186,25 +189,29 @@ class HangWatch:
 
 
 def _marks_of(progress: Progress) -> tuple[object, ...]:
-    """They change when the loop moves."""
+    """Return values that change when the loop moves."""
     return progress.step, progress.updating, progress.inside, progress.ticks
 
 
-# ---- where a thread stands -----------------------------------------------------------------------
+# ---- where a thread is ---------------------------------------------------------------------------
 
 _BETWEEN = ("torch._ops", "torch.autograd.function", "torch.utils._contextlib", "contextlib")
-"""Their frames stand between a collective and the C code that waits."""
+"""Modules whose frames lie between a collective and the C code that waits."""
 _TALKS = ("torch.distributed", "torch.nn.parallel.distributed")
 _NOT_THERE = ("torch.distributed.checkpoint", "torch.distributed.elastic")
 _BACKWARD = ("torch.autograd.graph", "_engine_run_backward")
-"""C++ from here on: DDP waits inside for the last reduction. Only seen with several ranks."""
+"""From here on there is C++ code: DDP waits inside it for the last reduction.
+
+Looked for only with several ranks.
+"""
 
 
 def collective(thread: int) -> Place | None:
-    """The collective that a thread is inside, judged by its innermost frames; a few microseconds.
+    """Return the collective that a thread is inside, judged by its innermost frames; None if none.
 
-    For jobs of several ranks: a backward counts as one. `work.wait()` in the user's own code and
-    what waits for a GPU do not show, since they are C code called from no function of torch's.
+    It takes a few microseconds. For jobs of several ranks: a backward counts as a collective.
+    `work.wait()` in the user's own code and waits for a GPU do not show, since they are C code that
+    no function of torch's has called.
     """
     innermost = sys._current_frames().get(thread)
     frame = innermost
@@ -232,7 +239,7 @@ def _described(inside: FrameType) -> str:
 
 
 def standing(thread: int) -> str:
-    """The line of the user's that a thread is at; empty if it is at none."""
+    """Return the line of the user's code that a thread is at; empty if there is none."""
     return _line(sys._current_frames().get(thread))
 
 

@@ -1,10 +1,10 @@
-"""What a rank that was killed inside its update would have had at the end of the step.
+"""Inference of the state at step end that a rank killed inside its update would have had.
 
 Such a rank leaves the journal's entry of the fence, of the very step that the update was to
 complete, and none of that step's end. A survivor has both, and an update changes the same on every
-rank: what it left alone there is with the dead rank as it was at its fence, and what it changed
-there, and was alike on both before, is now alike, too. Whatever is neither nobody knows, and it is
-named.
+rank. A value that the update left alone on the survivor is, on the dead rank, as it was at its
+fence. A value that it changed there, and that was alike on both ranks before, is now alike, too.
+Any other value is unknown, and is named.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from lightck.capture.state import Live
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What a rank has for itself at one instant, as its journal keeps it."""
+    """The rank-local state of a rank at one instant, as its journal keeps it."""
 
     at_step: bytes
-    """The blobs of step end and of forward start, as in a manifest."""
+    """The blob of the step end, as in a manifest; `at_forward` is that of the forward start."""
     at_forward: bytes
     lives: tuple[Live, ...]
-    """Every tensor that is no share: buffers, and tensors of extras and options."""
+    """Every tensor that is not in a share: buffers, and tensors of extras and options."""
 
 
 class Unknown(Exception):  # noqa: N818 - no error
-    """What became of a value in the update cannot be told; its path is named."""
+    """The value that the update gave to something cannot be inferred; its path is named."""
 
     def __init__(self, path: str) -> None:
         super().__init__(f"the update changes {path}, which was not alike on both ranks before it")
 
 
 _NOTHING = object()
-"""Stands for what is not there: made in the update, or gone in it."""
+"""A marker for a missing value: one that was made or removed in the update."""
 
 
 def inferred(dead: Own, before: Own, after: Own) -> Own:
@@ -52,7 +52,7 @@ def inferred(dead: Own, before: Own, after: Own) -> Own:
         after: this rank's entry of the end of that step.
 
     Raises:
-        Unknown: something cannot be told, and what.
+        Unknown: a value cannot be inferred; names it.
         CorruptSnapshotError: an entry does not decode.
     """
     found = _told(_tree(dead), _tree(before), _tree(after), "")
@@ -69,14 +69,14 @@ def _tree(own: Own) -> dict[str, Any]:
 
 
 def _told(dead: Any, before: Any, after: Any, path: str) -> Any:
-    """The rule, of a whole tree where it holds of that, else of its parts."""
+    """Apply the rule to a whole tree where that decides, else to its parts."""
     if _same(before, after):
         return dead
     if _same(dead, before):
         return after
     kinds = {type(dead), type(before), type(after)}
     if kinds <= {dict, OrderedDict} and len(kinds) == 1:
-        if not any(TAG in tree for tree in (dead, before, after)):  # else it stands for one value
+        if not any(TAG in tree for tree in (dead, before, after)):  # else it encodes one value
             return _of_dicts(dead, before, after, path)
     elif kinds in ({list}, {tuple}) and len({len(dead), len(before), len(after)}) == 1:
         rows = enumerate(zip(dead, before, after, strict=True))
@@ -88,7 +88,7 @@ def _told(dead: Any, before: Any, after: Any, path: str) -> Any:
 def _of_dicts(
     dead: dict[Any, Any], before: dict[Any, Any], after: dict[Any, Any], path: str
 ) -> dict[Any, Any]:
-    """In the order that the dead rank had, where the update changes none."""
+    """Apply the rule to each key of dicts, in the dead rank's order if the update changes none."""
     keys = [*dead, *after] if [*before] == [*after] else [*after, *dead]
     found = {
         key: _told(
@@ -103,7 +103,7 @@ def _of_dicts(
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Bit for bit."""
+    """Tell whether two values are the same, bit for bit."""
     if a is b:
         return True
     if type(a) is not type(b):

@@ -1,11 +1,13 @@
-"""After this rank's own save: the shares of its node's dead ranks, in rank order of the living.
+"""Completion of the shares of a node's dead ranks, by the living ranks in rank order.
+
+It follows this rank's own save:
 
     saved = rescue.save(reason, deadline)
     taken = inheritance.settle(deadline)
 
 The lowest living rank begins; the others wait until it is done, or has had its time, and then find
-the snapshot there or write it themselves. Nobody has to know who is at it: the lock of the dead
-rank's region lets one in at a time, and what is there is not written again.
+the snapshot there or write it themselves. No rank has to know which one is writing: the lock of the
+dead rank's region admits one at a time, and a snapshot that is there is not written again.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ from lightck.region.region import Region
 from lightck.types import Saved
 
 TURN_S = 1.0
-"""What the living of a lower rank are given, each, before the next one tries; and whoever is at it,
-before this rank goes on without."""
+"""The turn of each lower living rank, in seconds, before the next rank tries.
+
+It is also how long this rank waits for a rank that is writing, before it goes on without.
+"""
 _POLL_S = 0.01
 
 
 class Saves(Protocol):
-    """How this rank saves itself, see `Rescue`."""
+    """This rank's own save, see `Rescue`."""
 
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
         """Commit the last complete step, exact or early."""
@@ -46,7 +50,10 @@ class Saves(Protocol):
 
 @dataclass(eq=False)
 class Inheritance:
-    """Of one handle. On a background thread, or on the training thread when it has failed."""
+    """The completion of dead ranks' shares, for one handle.
+
+    Runs on a background thread, or on the training thread when it has failed.
+    """
 
     takeover: Takeover
     rescue: Saves
@@ -56,7 +63,7 @@ class Inheritance:
     def of(
         cls, recorder: Recorder, topology: Topology, rescue: Saves, *, process_durable: bool
     ) -> Inheritance:
-        """For the handle of a recorder."""
+        """Create it for the handle of a recorder."""
         survivor = Survivor(
             region=recorder.pipeline.region,
             inventory=recorder.inventory,
@@ -72,11 +79,12 @@ class Inheritance:
         return cls(Takeover(survivor, _own, threads=1), rescue)
 
     def settle(self, deadline: float) -> list[Taken]:
-        """Finish what the dead of this node have not; nothing if they have, or none is dead.
+        """Complete the snapshots that this node's dead ranks lack; does nothing if they lack none.
 
-        Nor if this rank has no snapshot in this timeline: it goes on from one that all restored.
+        Nor does it anything if this rank has no snapshot in this timeline: it goes on from one that
+        all restored.
 
-        Never raises for what can go wrong: `Taken.why` says it.
+        An expected failure is not raised: `Taken.why` states it.
 
         Args:
             deadline: `time.monotonic()` at which it gives up.
@@ -93,7 +101,7 @@ class Inheritance:
                 found |= {rank: self._one(rank, living, deadline, early) for rank in wanting}
             if all(map(self._is_whole, ward)) or self.clock() >= until:
                 break
-            time.sleep(_POLL_S)  # should its guardian die, too
+            time.sleep(_POLL_S)  # in case the rank that completes it dies, too
         taken = [found[rank] for rank in sorted(found)]
         for each in taken:
             if each.wrote or each.why:
@@ -102,19 +110,20 @@ class Inheritance:
         return taken
 
     def _is_whole(self, rank: int) -> bool:
-        """Its region holds what goes with this rank's own: nobody has to do anything for it.
+        """Tell whether a rank's region holds a snapshot that goes with this rank's own.
 
-        So it is where a rank has saved itself and is about to be gone: its memory goes before its
-        lock does.
+        Nobody has to do anything for it then. This is so, too, for a rank that has saved itself and
+        is about to end: its memory is released before its lock.
         """
         records = self.takeover.survivor.records()
         return any(self.takeover.is_done(rank, record.early) for record in records)
 
     def _roll(self) -> tuple[list[int], list[int], list[int]]:
-        """The other ranks of this node: the dead, the living, and those whose share is being done.
+        """Return the other ranks of this node: the dead, the living, and those being completed.
 
-        Of these another process owns the region: a survivor. What a rank's page tells of its
-        process is only believed as far as waiting for a moment does no harm.
+        The region of a rank being completed is owned by another process, a survivor. The statistics
+        page of a rank's region tells of its process, and is only trusted as far as waiting for a
+        moment does no harm.
         """
         survivor = self.takeover.survivor
         dead: list[int] = []
@@ -129,12 +138,12 @@ class Inheritance:
                     dead.append(rank)
                 else:
                     (living if _owns_itself(where) else ward).append(rank)
-            except LightckError:  # it was there just now
+            except LightckError:  # it existed just now
                 continue
         return dead, living, ward
 
     def _agreed(self, dead: list[int], living: list[int], deadline: float) -> bool | None:
-        """The instant that all can have; where it is the early one, this rank has it after this."""
+        """Return the instant that all ranks can have; if it is early, save it here first."""
         early = self.takeover.wants(dead, living)
         if early and not any(record.early for record in self.takeover.survivor.records()):
             self.rescue.save("the early instant, for a dead peer", deadline, early=True)
@@ -156,7 +165,7 @@ class Inheritance:
 
 
 def _behind(recorder: Recorder) -> Before | None:
-    """What hanging devices have, once that is what has been saved."""
+    """Return the state before the update that hanging devices have, if it has been saved."""
     return recorder.behind.taken if recorder.behind is not None else None
 
 
@@ -168,7 +177,7 @@ def _stands(recorder: Recorder) -> int | None:
 
 
 def _owns_itself(where: Place) -> bool:
-    """The process that wrote the region's page lives, or nothing is known of it."""
+    """Tell whether the process that wrote the region's page lives, or nothing is known of it."""
     region = Region.open(where, writable=False)
     try:
         said = statistics.read(region.native)

@@ -1,4 +1,4 @@
-"""Where a training loop is, for faults on purpose: stands between the hooks and the recorder."""
+"""Fault injection at the phases of a training loop, between the hooks and the recorder."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _SLOWEST = 4096  # bytes per second
 
 
 def stand_before(listener: Listener, recorder: Recorder, config: Config) -> Listener:
-    """Put the faults of the plan between the hooks of a handle and its recorder."""
+    """Put the planned faults between the hooks of a handle and its recorder."""
     return Injector(listener, recorder, of_process(), config)
 
 
 @dataclass(eq=False)
 class Injector:
-    """A `Listener` that lets faults come where the plan has them, and passes everything on.
+    """A `Listener` that injects faults where the plan has them, and passes every call on.
 
     Where the loop marks its updates there are no faults at fence, commit, update and between.
     """
@@ -48,14 +48,14 @@ class Injector:
     chaos: Chaos
     config: Config
     _calls: list[int] = field(default_factory=lambda: [0, 0])
-    """Forwards of modules in this iteration, and in the one before."""
+    """Numbers of module forwards in this iteration, and in the one before."""
     _ticks: list[int] = field(default_factory=lambda: [0, 0])
-    """Gradient hooks, likewise."""
+    """Numbers of gradient hooks in this iteration, and in the one before."""
     _undo: tuple[float, Callable[[], object]] | None = None
-    """Ends a fault that lasts, and when."""
+    """The time at which a lasting fault ends, and the callable that ends it."""
 
     def __post_init__(self) -> None:
-        """Say where the process begins, and listen to what the recorder is not told of."""
+        """Report where the process begins, and hook the events that the recorder is not told of."""
         recorder, failure = self.recorder, self.config.failure
         at = recorder.pipeline.region.place
         self.chaos.teller.tell(
@@ -72,7 +72,7 @@ class Injector:
         recorder.on_step = self._step_ended
         self._open = recorder.pipeline.open
         recorder.pipeline.open = self._opens  # type: ignore[method-assign]
-        # For the process's life: it is one that was started for chaos.
+        # These hooks stay for the process's life: it was started for chaos.
         register_module_forward_pre_hook(untraced(self._module_runs))
 
     # ---- the listener ----------------------------------------------------------------------
@@ -80,13 +80,13 @@ class Injector:
     def update_begins(
         self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
     ) -> None:
-        """The fence, and what the recorder does there."""
+        """Inject faults at the fence, before and after what the recorder does there."""
         self._reach("fence")
         self.inner.update_begins(optimizer, frame, unseen=unseen)
         self._reach("commit")
 
     def update_ends(self, optimizer: Optimizer) -> None:
-        """The parameters have changed; the step may be complete."""
+        """Inject faults when the parameters have changed, and when the step is complete."""
         self._reach("update")
         before = self.recorder.steps.step
         self.inner.update_ends(optimizer)
@@ -94,18 +94,21 @@ class Injector:
             self._reach("between", of=before + 1)
 
     def update_skipped(self, optimizer: Optimizer) -> None:
-        """Passed on."""
+        """Pass the call on."""
         self.inner.update_skipped(optimizer)
 
     def forward(self, training: bool) -> None:
-        """Passed on; faults come in the middle."""
+        """Pass the call on; faults in the forward are injected by `_module_runs`."""
         self.inner.forward(training)
 
     def gradient(self, layer: str) -> None:
-        """A layer's gradient; the first one of a backward asks for a word at its end."""
+        """Note a layer's gradient, and inject faults in the backward's middle.
+
+        The first gradient of a backward queues a callback for its end.
+        """
         self.inner.gradient(layer)
         if not self._ticks[0]:
-            self._reach("forward")  # of a single module, or a compiled one, there is no middle
+            self._reach("forward")  # a single or compiled module has no middle of its forward
             engine: Any = Variable._execution_engine
             engine.queue_callback(self._backward_ends)
         self._ticks[0] += 1
@@ -113,19 +116,22 @@ class Injector:
             self._reach("backward")
 
     def _backward_ends(self) -> None:
-        """Asked for before DDP asks for its own: it has not waited for its buckets yet."""
+        """Inject faults when every gradient has come, before DDP waits for its buckets.
+
+        This callback is queued before DDP queues its own.
+        """
         self._reach("allreduce")
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
-        """Passed on."""
+        """Pass the call on."""
         self.inner.iterating(loader, drawing)
 
     def drawn(self) -> None:
-        """Passed on."""
+        """Pass the call on."""
         self.inner.drawn()
 
     def drawing_ahead(self, iterator: Lookahead) -> None:
-        """Passed on."""
+        """Pass the call on."""
         self.inner.drawing_ahead(iterator)
 
     def _module_runs(self, module: nn.Module, args: Any) -> None:
@@ -141,7 +147,7 @@ class Injector:
             self._reach("evaluation", of=recorder.steps.step)
 
     def _opens(self, *arguments: Any, flags: int = 0, **more: Any) -> Any:
-        """Of a save the slot has just been taken; its copies and its commit are still to come."""
+        """Open a snapshot; inject faults in a save, before its copies and its commit."""
         opened = self._open(*arguments, flags=flags, **more)
         if flags & RECORD_JIT and not isinstance(opened, str):
             self._reach("save", of=self.recorder.steps.step)
@@ -163,7 +169,7 @@ class Injector:
             self.chaos.reach(phase, complete + 1 if of is None else of, complete, self._kinds)
 
     def _slow(self) -> None:
-        """By the limit that `write_limit` sets."""
+        """Slow the medium down, by the limit that `write_limit` sets."""
         pipeline, hold_s = self.recorder.pipeline, self.chaos.hold_s
         known = pipeline.region.continued
         size = known.payload_bytes if known is not None else 0
@@ -171,17 +177,17 @@ class Injector:
         self._last(lambda: pipeline.pool.limit(self.config.write_limit))
 
     def _full(self) -> None:
-        """As on a full medium, growing fails; Python ignores SIGXFSZ."""
+        """Let files grow no more, as on a full medium; Python ignores SIGXFSZ."""
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         size = self.recorder.pipeline.region.info.size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
         self._last(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
 
     def _corrupt(self) -> None:
-        """Between two lives, as far as the next one can tell."""
+        """Corrupt the newest snapshot, then kill the process, as if it decayed between lives."""
         if not self.recorder.steps.updating:
             self.recorder.fence(None)
-        self.recorder.poll(None)  # what is under way is committed first, so that two are whole
+        self.recorder.poll(None)  # snapshots under way are committed first, so that two are whole
         self.chaos.teller.tell("flipped", **flip(self.recorder))
         self.chaos.kill()
 
@@ -190,13 +196,17 @@ class Injector:
 
 
 def _digest(state: Any) -> str:
-    """Of the state of a random generator."""
+    """Return a digest of the state of a random generator."""
     shown = state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
     return hashlib.blake2b(shown, digest_size=8).hexdigest()
 
 
 def flip(recorder: Recorder) -> dict[str, Any]:
-    """Flip a bit of the largest tensor in the newest snapshot of this rank's region."""
+    """Flip a bit of the largest tensor in the newest snapshot of this rank's region.
+
+    Returns:
+        The step, tensor and offset; or why nothing was flipped.
+    """
     region, recovery = survey(recorder.pipeline.region.place)
     try:
         if not region.place.is_plain or len(recovery.candidates) < 2:

@@ -1,7 +1,8 @@
-"""One rank's save among several: it is told to the others, and the dead of the node are completed.
+"""The just-in-time save of one rank among several.
 
-What this rank hears of others' failures is a reason to save here, too: all ranks then have the same
-step, or are one apart, and contents decide at restore.
+The other ranks are told of it, and the dead ranks of the node are completed. A failure on another
+rank is a reason to save here, too: all ranks then have the same step, or are one apart, and
+contents decide at restore.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lightck.failure.rescue import Rescue
 from lightck.types import Saved
 
 TELL_S = 1.0
-"""How long a save waits until it is told: the process may end right after it."""
+"""Seconds that a save waits until it has been announced: the process may end right after it."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -33,22 +34,22 @@ class JointRescue(Rescue):
     inheritance: Inheritance
     peers: Peers
     _answered: int = 0
-    """Of the words heard, how many `elsewhere` has given."""
+    """Number of other ranks' words that `elsewhere` has returned."""
     _mourned: set[int] = field(default_factory=set)
-    """Ranks that have ended and that `elsewhere` has given."""
+    """Ranks that have ended and that `elsewhere` has returned."""
     _finished: set[int] = field(default_factory=set)
-    """Those whose share was looked after since."""
+    """Ended ranks for which `Inheritance.settle` has been called since."""
     _given: set[str] = field(default_factory=set)
-    """Reasons that came from others: these know them."""
+    """Reasons that came from other ranks, which know them."""
     _told: tuple[str, int | None, bool] | None = None
     _stood: int = 0
-    """The last complete step when that was told."""
+    """The last complete step when `_told` was announced."""
 
     @classmethod
     def among(
         cls, recorder: Recorder, topology: Topology, store: Store, *, process_durable: bool
     ) -> JointRescue:
-        """For a handle of several ranks; begins to listen.
+        """Create it for a handle of several ranks; listening begins.
 
         Args:
             recorder: of the handle.
@@ -63,10 +64,10 @@ class JointRescue(Rescue):
         return cls(recorder, inheritance=inheritance, peers=peers)
 
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
-        """As `Rescue.save`; then the others are told, and the dead of this node are completed.
+        """Save like `Rescue.save`; then tell the other ranks, and complete this node's dead ranks.
 
-        An early snapshot of another rank's takes this one to the early instant, too: states of two
-        instants are no one state of the job.
+        If another rank has an early snapshot of the step, this rank saves the early instant, too:
+        states of two instants are no one state of the job.
         """
         began = time.monotonic()
         saved = super().save(reason, deadline, early=early)
@@ -83,9 +84,9 @@ class JointRescue(Rescue):
         return replace(saved, seconds=time.monotonic() - began)
 
     def elsewhere(self) -> str | None:
-        """What has failed on another rank since the last call, as a reason to save; None: nothing.
+        """Return a new failure on another rank, as a reason to save; None if there is none.
 
-        At once; for one thread.
+        Returns at once. For one thread.
         """
         heard = self.peers.look()
         words, self._answered = heard.words[self._answered :], len(heard.words)
@@ -101,9 +102,10 @@ class JointRescue(Rescue):
         return reasons[0] if reasons else None
 
     def waits(self) -> Place | None:
-        """Where a device stands: before an update that is queued. In a collective, if for long.
+        """Return where a device is that has not come to a queued update; None if there is none.
 
-        Any thread; takes no lock.
+        If it stays there for long, that counts as a hang in a collective. Any thread; takes no
+        lock.
         """
         behind = self.recorder.behind
         with suppress(LightckError):
@@ -114,21 +116,25 @@ class JointRescue(Rescue):
         return None
 
     def is_settled(self) -> bool:
-        """Every other rank has ended, or has said what it has of the last complete step.
+        """Tell whether every other rank has ended, or announced what it has of the last step.
 
-        Until then one may still have to go back to the instant before, and this rank with it. One
-        of this node that fails without the step that is saved here is finished once it has left.
+        Until then one may still have to save the early instant, and this rank with it. A rank of
+        this node that fails without the step that is saved here is completed once it has ended.
         """
         heard, topology = self.peers.look(), self.peers.topology
         step = self.last_step
-        # One that had nothing to save has said so for its step and the next: it may live on.
+        # A rank with nothing to save announced that for its step and the next: it may live on.
         said = {w.rank for w in heard.words if (w.stood + 1 if w.step is None else w.step) >= step}
         others = {*range(topology.world)} - {topology.rank}
         settled = others <= said.union(heard.dead, heard.closed)
         return settled and self._wards(heard) <= self._finished
 
     def is_stuck(self) -> bool:
-        """It hangs outside of any collective; or it stands, and who can go on for it is ahead."""
+        """Tell whether this rank's update is not to be waited for, as peers can complete it.
+
+        That is so if it has peers on its node and hangs outside of any collective, or has not moved
+        for as long as a hang takes at least while a peer is ahead.
+        """
         hang, peers = self.hang, {*self.peers.topology.peers} - {self.peers.topology.rank}
         if hang is None or not peers:
             return False
@@ -139,22 +145,22 @@ class JointRescue(Rescue):
         return max(steps, default=0) > progress.step and hang.has_stood(progress)
 
     def _leave_standing(self, deadline: float) -> None:
-        """As an exception does that leaves an iteration, see `left_off`: before this rank ends."""
+        """Settle the journal's pre-fence entry before this rank ends, as `left_off` does."""
         hang = self.hang
         if hang is None or threading.get_ident() == self.recorder.thread:
             return
-        # What the save could not have it has told already; this is for the others' step alone.
+        # The save has reported already what it could not have; this is only for the others' step.
         with suppress(LightckError), self._locked(deadline):
             if hang.has_stood(self.progress()):
                 left_standing(self.recorder)
 
     def _wards(self, heard: Heard) -> set[int]:
-        """Ranks of this node whose share this one looks after when they have ended."""
+        """Return the ranks of this node whose share this one completes when they have ended."""
         mine = self._told[1] if self._told is not None else None
         return set() if mine is None else self._behind(heard).union(heard.dead)
 
     def _behind(self, heard: Heard) -> set[int]:
-        """Ranks of this node that have failed without the step that this one has saved."""
+        """Return this node's ranks that have failed without the step that this one has saved."""
         mine = self._told[1] if self._told is not None else None
         last = {word.rank: word.step for word in heard.words}
         if mine is None:
@@ -163,7 +169,7 @@ class JointRescue(Rescue):
         return {rank for rank in peers if rank in last and (last[rank] or 0) < mine}
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening to the other ranks."""
         self.peers.stop()
 
     def _goes_before(self, word: Word) -> bool:
@@ -172,7 +178,10 @@ class JointRescue(Rescue):
         return word.early and word.step == step and not done
 
     def _as_it_is(self, saved: Saved) -> Saved:
-        """A dead peer may have taken this rank to the early instant: the other nodes', too."""
+        """Set `early` if this rank has saved the early instant for a dead peer.
+
+        Other nodes must save it, too.
+        """
         newest = self._newest()
         early = newest is not None and newest.step == saved.step and newest.early
         return replace(saved, early=saved.early or early)

@@ -1,4 +1,4 @@
-"""What a snapshot of a handle costs, as far as it has been measured."""
+"""The measured cost of a snapshot of a handle, as far as it is known."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from lightck.capture.recorder import Recorder
 from lightck.failure.budget import Measured
 
 _SLOW_RATE = 1e9
-"""Any memory is faster: what fits at this rate need not be measured."""
+"""A rate that any memory exceeds: if a snapshot fits at this rate, it need not be measured."""
 
 
 def measured(recorder: Recorder, write_limit: int, usable_s: float) -> Measured | None:
-    """From the snapshots so far; before the first one, from a plain copy in memory.
+    """Return the cost of a snapshot, from those so far, or from a plain copy before the first one.
 
-    None: not even the size is known. On the watchdog's thread; takes milliseconds, once, and only
-    where a slow memory would not do.
+    None if not even the size is known. Runs on the watchdog's thread. The plain copy takes
+    milliseconds, and is made only if a slow memory would not do.
 
     Args:
         recorder: of the handle.
         write_limit: bytes per second that the user allows; 0 is no limit.
-        usable_s: what the snapshot has to fit into.
+        usable_s: the time that the snapshot has to fit into.
     """
     pipeline = recorder.pipeline
     size = sum(entry.length for entry in pipeline.arrangement.entries)
@@ -36,7 +36,7 @@ def measured(recorder: Recorder, write_limit: int, usable_s: float) -> Measured 
         size,
         pool["bytes_copied"] / (pool["copy_ns"] / 1e9) * pipeline.pool.threads,
         medium,
-        # Behind staged copies the commit is mostly the drain, which takes its time.
+        # After staged copies the commit is mostly the drain, whose rate is known already.
         0.0 if drained else counters.commit_s / counters.durable,
         recorder.cadence.step_s,
     )

@@ -1,4 +1,4 @@
-"""Asks whether the machine's end has been announced, on a thread that may get stuck doing so."""
+"""Polling for a notice that the machine will end, on a thread that may get stuck in it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PERIOD_S = 1.0
 
 
 class Notice:
-    """A file that appears, or a function that turns true.
+    """A preemption notice: a file that appears, or a function that turns true.
 
     Either may block (a dead network file system, a metadata server): this thread waits for it, and
-    nobody for this thread.
+    no other thread waits for this one.
     """
 
     def __init__(
@@ -25,7 +25,10 @@ class Notice:
         report: Callable[[LightckError], object],
         period_s: float = PERIOD_S,
     ) -> None:
-        """Begin to ask. `tell` is called at each change from false to true, on the own thread."""
+        """Start to poll.
+
+        `tell` is called at each change from false to true, on the polling thread.
+        """
         self.given = False
         self._source, self._tell, self._report, self._period_s = source, tell, report, period_s
         self._failed = False
@@ -33,7 +36,7 @@ class Notice:
         threading.Thread(target=self._ask, name="lightck-notice", daemon=True).start()
 
     def stop(self) -> None:
-        """Ask no more. Does not wait for a question that is being asked."""
+        """Stop polling. Does not wait for a poll that is under way."""
         self._stop.set()
 
     def _ask(self) -> None:
@@ -47,7 +50,7 @@ class Notice:
             self._stop.wait(self._period_s)
 
     def _answer(self) -> bool:
-        """An error is told once, until the next answer; it is none."""
+        """Poll once. An error counts as false, and is reported once until a poll succeeds."""
         try:
             true = self._source() if callable(self._source) else self._source.exists()
         except Exception as error:  # noqa: BLE001 - it is the user's function

@@ -1,11 +1,12 @@
-"""What this rank hears of the others' failures, and they of its own, without a collective.
+"""Failures of the other ranks, as this rank learns of them, and its own, without a collective.
 
-A rank that fails, or has saved itself, says so over the job's store, under keys of this attach:
-`count` numbers the words, and each number is the key of one. A rank that was killed says
-nothing; but its lock on its region went with it, which any rank of its node can see. A store that
-does not answer is no failure of anybody's, nor is a file system: each has a thread of its own.
+A rank that fails, or has saved itself, announces it over the job's store, under keys of this
+attach: `count` numbers the announcements (`Word`), and each number is the key of one. A rank that
+was killed announces nothing, but its lock on its region is released, which any rank of its node can
+see. A store or a file system that does not answer is no rank's failure; each is polled on a thread
+of its own.
 
-One message to the store per look, as long as nobody has said anything.
+A poll sends one message to the store, as long as no rank has announced anything.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from lightck.region.place import Place
 from lightck.region.region import Region
 
 LOOK_S = 0.25
-"""Between two looks: a killed peer is noticed, and a word is heard, within twice that."""
-_RANKS_PER_S = 5000  # looks that a server of 10 us per message answers in a twentieth of its time
-_LETTERS = 500  # of a reason
-_MOST_WORDS = 16  # read in one look: the first failures matter, and all ranks may fail at once
+"""Seconds between polls; a killed peer or an announcement is noticed within twice that."""
+_RANKS_PER_S = 5000  # polls that a server of 10 us per message answers in a twentieth of its time
+_LETTERS = 500  # characters of a reason
+_MOST_WORDS = 16  # read in one poll: the first failures matter, and all ranks may fail at once
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What a rank said of its own failure.
+    """A rank's announcement of its own failure.
 
     Attributes:
-        rank: who.
-        reason: what it was: a signal's name, an exception, `hang`, ...
-        step: of the snapshot that it has committed since; None: it has none.
+        rank: the rank that announces it.
+        reason: a signal's name, an exception, `hang`, ...
+        step: the step of the snapshot that it has committed since; None: it has none.
         early: that snapshot was finished before forward start.
-        heard: its reason is that it has heard of another rank's failure.
-        stood: its last complete step when it said so.
+        heard: its reason is another rank's failure.
+        stood: its last complete step at that time.
     """
 
     rank: int
@@ -55,12 +56,12 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What is known of the other ranks.
+    """The known state of the other ranks.
 
     Attributes:
-        words: what they said, in the order in which it was heard; later ones are added behind.
+        words: their announcements, in the order in which they were read; later ones are appended.
         dead: ranks of this node that have ended without closing their handle.
-        closed: those that have closed it.
+        closed: ranks of this node that have closed it.
         unreachable: why the store did not answer the last time; empty if it did.
     """
 
@@ -71,25 +72,25 @@ class Heard:
 
     @property
     def is_quiet(self) -> bool:
-        """No rank has failed, as far as is known."""
+        """Tell whether no rank has failed, as far as is known."""
         return not self.words and not self.dead
 
 
 @dataclass(eq=False)
 class _Peer:
-    """Another rank of this node, as its region tells."""
+    """Another rank of this node, as its region shows it."""
 
     rank: int
     where: Place
     page: tuple[int, int, int] | None
-    """Who wrote the page of statistics when this rank began to look, and whether he had ended."""
+    """The statistics page's process, attach time and end flag when this rank began to watch."""
     seen: bool = False
-    """Its region was owned once: from then on a free lock means that it has ended."""
+    """True if its region was owned once: from then on a free lock means that it has ended."""
     closed: bool = False
-    """It has closed its handle."""
+    """True if it has closed its handle."""
 
     def is_dead(self) -> bool:
-        """It has ended, and did not close its handle."""
+        """Tell whether it has ended without closing its handle."""
         if self.closed:
             return False
         try:
@@ -98,7 +99,7 @@ class _Peer:
                 self.seen = owned
                 return False
             page = _page(self.where)
-        except LightckError:  # the folder is gone, or somebody makes the region anew
+        except LightckError:  # the folder is gone, or the region is being made anew
             return False
         # A page from before this attach says nothing about this life of the rank.
         self.closed = page is not None and page != self.page and bool(page[2])
@@ -106,18 +107,22 @@ class _Peer:
 
 
 class Peers:
-    """Of one attach; every call returns at once, or when its time is over. Any thread."""
+    """The failure notices of one attach; every call returns at once, or by its time limit.
+
+    Any thread.
+    """
 
     def __init__(
         self, store: Store, topology: Topology, where: Place, *, look_s: float = LOOK_S
     ) -> None:
-        """Begin to listen, on a thread of its own.
+        """Start to watch, on threads of its own.
 
         Args:
             store: a connection of its own, below a prefix of this attach.
-            topology: whose regions are looked at, once each is owned by its rank.
-            where: of this rank's own region.
-            look_s: between two looks; more with very many ranks.
+            topology: the ranks of this node, whose regions are watched once each is owned by its
+                rank.
+            where: the place of this rank's own region.
+            look_s: seconds between two polls; more with very many ranks.
         """
         self.topology = topology
         self.look_s = max(look_s, topology.world / _RANKS_PER_S)
@@ -150,18 +155,18 @@ class Peers:
         stood: int = 0,
         seconds: float = 0.0,
     ) -> bool:
-        """Say that this rank has failed, or has saved itself.
+        """Announce that this rank has failed, or has saved itself.
 
         Args:
-            reason: why.
-            step: of its committed snapshot.
+            reason: the reason of the failure or the save.
+            step: the step of its committed snapshot.
             early: that was finished before forward start.
-            heard: it has saved itself because of another's failure.
+            heard: it has saved itself because of another rank's failure.
             stood: its last complete step.
-            seconds: how long to wait until it is said.
+            seconds: how long to wait until the store has the announcement.
 
         Returns:
-            Whether it has been said; else it will be, once the store answers.
+            Whether the store has it; else it will, once it answers.
         """
         word = Word(self.topology.rank, _plain(reason)[:_LETTERS], step, early, heard, stood)
         said = threading.Event()
@@ -171,12 +176,12 @@ class Peers:
         return said.wait(seconds)
 
     def look(self) -> Heard:
-        """What is known: from the store, and of this node's locks; at once."""
+        """Return the known state, from the store and from this node's locks; at once."""
         with self._changed:
             return Heard(tuple(self._words), self._dead, self._closed, self._unreachable)
 
     def stop(self, seconds: float = 1.0) -> None:
-        """Say what is still to be said, and stop listening. Idempotent.
+        """Make the announcements that are still due, and stop watching. Idempotent.
 
         A call that hangs, in the store or a file system, keeps its thread, which is a daemon and
         touches nothing else.
@@ -217,11 +222,11 @@ class Peers:
                         break
 
     def _in_touch(self, ask: Callable[[], None]) -> None:
-        """Ask the store; one that does not answer is told of once per outage."""
+        """Call the store; one that does not answer is logged once per outage."""
         try:
             ask()
             why = ""
-        except (StoreError, ValueError) as error:  # no answer, or another's value under our key
+        except (StoreError, ValueError) as error:  # no answer, or the key is another job's
             why = str(error)
         with self._changed:
             fresh, self._unreachable = why and not self._unreachable, why
@@ -231,7 +236,7 @@ class Peers:
     def _speak(self) -> None:
         while self._to_say:
             word, said = self._to_say[0]
-            # Of a repeated `add` only a number without a word is left, which readers pass over.
+            # A repeated `add` leaves a number without an announcement, which readers ignore.
             number = self._store.add("count")
             self._store.set(str(number), json.dumps(asdict(word)).encode())
             with self._changed:
@@ -247,7 +252,7 @@ class Peers:
         for number in sorted(self._unread):
             said = self._store.read(str(number))
             if said is None:
-                continue  # its speaker is between the two calls, or was lost there
+                continue  # its sender is between the two calls, or was lost there
             self._unread.discard(number)
             word = _word(said)
             if word is not None and word.rank != self.topology.rank:
@@ -256,7 +261,7 @@ class Peers:
 
 
 def _word(said: bytes) -> Word | None:
-    """None: it is nobody's of this job."""
+    """Decode an announcement; None if it is none of this job's."""
     try:
         return Word(**json.loads(said))
     except (TypeError, ValueError):
@@ -264,7 +269,7 @@ def _word(said: bytes) -> Word | None:
 
 
 def _peers(topology: Topology, where: Place) -> list[_Peer]:
-    """The other ranks of this node whose regions can be looked at."""
+    """Return the other ranks of this node whose regions can be watched."""
     if not where.is_plain or where.path == where.file:
         return []
     found = []
@@ -276,7 +281,7 @@ def _peers(topology: Topology, where: Place) -> list[_Peer]:
 
 
 def _page(where: Place) -> tuple[int, int, int] | None:
-    """Process and time of the attach that a region's page of statistics tells of, and its end."""
+    """Return process number, attach time and end flag of a region's statistics page, or None."""
     region = Region.open(where, writable=False)
     try:
         said = statistics.read(region.native)

@@ -1,11 +1,12 @@
-"""A snapshot of the last complete step, just in time: on any thread, wherever the training is.
+"""Just-in-time snapshots of the last complete step, on any thread, wherever the training is.
 
 Everything is done under the recorder's lock. The forward hook takes it at forward start, and an
 update begins with the fence, which takes it: while it is held, and no update has begun, parameters
-are those of the last complete step. Before forward start everything is still live, and the snapshot
-is `early`: it is not made while others stand in for the weights (`capture/weights.py`).
-After forward start what a forward changes comes from what was kept then (`capture/journaled.py`).
-Inside an update the state is mixed: another thread waits for its end, the training thread cannot.
+are those of the last complete step. Before forward start all state is live, and the snapshot is
+`early`: it is not made while other tensors stand in for the weights (`capture/weights.py`). After
+forward start, state that a forward changes comes from the copies made then
+(`capture/journaled.py`). Inside an update the state is mixed: another thread waits for its end, the
+training thread cannot.
 """
 
 from __future__ import annotations
@@ -33,24 +34,28 @@ from lightck.types import Saved
 
 POLL_S = 0.002
 PATIENCE_S = 1.0
-"""How long another thread waits for forward start, where a snapshot is exact, before it takes an
-early one; a quarter of the time that there is at most."""
+"""Seconds that another thread waits for forward start before it takes an early snapshot.
+
+At forward start a snapshot is exact. The wait is at most a quarter of the time left.
+"""
 FATES_S = 3.0
-"""How long it waits for a slot while nothing is written: with a dead rank no open fate may ever be
-settled."""
+"""Seconds to wait for a slot while nothing is written.
+
+With a dead rank, an open outcome may never be settled.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the training loop is, as its hooks have it.
+    """The progress of the training loop, as its hooks report it.
 
     Attributes:
         step: the last complete step.
         updating: inside an update, or between those of several optimizers.
         inside: the next iteration's forward has begun.
-        ticks: moves with every hook.
+        ticks: grows with every hook.
         step_s: seconds of the last step; None: not known yet.
-        thread: the training thread.
+        thread: the identifier of the training thread.
     """
 
     step: int
@@ -63,24 +68,24 @@ class Progress:
 
 @dataclass(eq=False)
 class Rescue:
-    """Saves the last complete step of one handle. Any thread."""
+    """Just-in-time saves of the last complete step of one handle. Any thread."""
 
     recorder: Recorder
     leaving: bool = False
-    """The training thread closes the handle: what it has to go on for does not come any more."""
+    """True if the training thread is closing the handle, so that it will make no more progress."""
     hang: HangWatch | None = None
-    """Looks at the training thread."""
+    """The hang detection of the training thread."""
     _pid: int = field(default_factory=os.getpid)
 
     @property
     def last_step(self) -> int:
-        """The last complete step: where devices hang, the one that they have."""
+        """Return the last complete step, or the step that hanging devices have, if it was saved."""
         behind = self.recorder.behind
         taken = behind.taken if behind is not None else None
         return self.recorder.steps.step if taken is None else taken.step
 
     def progress(self) -> Progress:
-        """Where training is; takes no lock."""
+        """Return the progress of the training loop; takes no lock."""
         recorder = self.recorder
         return Progress(
             recorder.steps.step,
@@ -92,24 +97,27 @@ class Rescue:
         )
 
     def hold(self, until: float | None) -> None:
-        """Let training go no further than it must, until then; None: let it go on. Any thread."""
+        """Let training go no further than it must until the given time; None: release it.
+
+        Any thread.
+        """
         if until is None:
             self.recorder.hold.end()
         else:
             self.recorder.hold.begin(until, at_fence=self.recorder.pipeline.barrier.alone)
 
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
-        """Commit the last complete step, unless it is; returns at the deadline at the latest.
+        """Commit the last complete step, unless it is committed; return by the deadline.
 
-        What is captured or committed is not copied again, so that any number of triggers may come
-        for one step. A snapshot that persists already is finished first, and kept.
+        State that is captured or committed is not copied again, so that any number of triggers may
+        come for one step. A snapshot that is being persisted already is finished first, and kept.
 
         Args:
             reason: for `Saved`.
-            deadline: of `time.monotonic`; what is sealed goes on beyond it.
-            early: as of the step's end, even if the next forward has begun.
+            deadline: a time of `time.monotonic`; what is sealed is still written after it.
+            early: save the state at the step's end, even if the next forward has begun.
 
-        Never raises for what can go wrong: `Saved.why` says it.
+        An expected failure is not raised: `Saved.why` states it.
         """
         began, why, asked = time.monotonic(), "", self.recorder.steps.step
         try:
@@ -126,7 +134,7 @@ class Rescue:
         return self._saved(reason, why, began, asked)
 
     def _saved(self, reason: str, why: str, began: float, asked: int) -> Saved:
-        """In the words of what is there now."""
+        """Describe the outcome of a save from the snapshots that are there now."""
         newest = self._newest()
         step = newest.step if newest is not None else None
         fresh = not why and step is not None and step >= asked
@@ -142,17 +150,17 @@ class Rescue:
         )
 
     def _newest(self) -> Record | None:
-        """The newest record that is committed on this rank and counts."""
+        """Return the newest record that is committed on this rank and counts."""
         records = [slot.record for slot in self.recorder.pipeline.region.slots if slot.record]
         return max(records, key=lambda record: record.sequence, default=None)
 
     # ---- capture ---------------------------------------------------------------------------
 
     def _captured(self, deadline: float, early: bool) -> tuple[int, Flight | None]:
-        """The last complete step, and its flight, sealed; None if it is committed already.
+        """Return the last complete step and its sealed flight, or None if it is committed already.
 
         Raises:
-            LightckError: it cannot be saved, and why.
+            LightckError: it cannot be saved; says why.
         """
         here = threading.get_ident() == self.recorder.thread
         began, left = time.monotonic(), deadline - time.monotonic()
@@ -160,7 +168,7 @@ class Rescue:
         standing = Standing(self.recorder, began + left / 2)
         while True:
             hangs = self.hang is not None and self.hang.has_stood(self.progress())
-            # Before the try: what the thread did until then counts.
+            # Before the try: only progress made until then counts.
             leaving, stuck = self.leaving, self.recorder.mixed and self.is_stuck()
             try:
                 with self._locked(deadline):
@@ -180,13 +188,14 @@ class Rescue:
             time.sleep(POLL_S)
 
     def is_stuck(self) -> bool:
-        """The end of an update is not waited for: it stands still, and others may go on for it."""
+        """Tell whether to wait no longer for an update that stands still: a peer may finish it."""
         return False
 
     @contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
         lock = self.recorder.lock
-        # A signal's handler, or `on_error`, inside of what the lock guards: half done.
+        # A signal's handler, or `on_error`, inside code that the lock guards: its state is half
+        # done.
         if lock._is_owned():  # type: ignore[attr-defined]
             raise LightckError("it was asked for inside lightck itself, which is half done")
         if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -204,7 +213,7 @@ class Rescue:
             raise LightckError("the handle is closed")
         recorder.poll()
         if pipeline.window is not None and (before is None or not self._waits()):
-            # Whatever has begun: the fence of an update comes before it changes anything.
+            # In any case: the fence of an update comes before it changes anything.
             with recorder.outcomes.reported():
                 pipeline.fence(None, aside=not here)
         step = recorder.steps.step if before is None else before.step
@@ -226,13 +235,13 @@ class Rescue:
         return step, self._open_early(here)
 
     def _waits(self) -> bool:
-        """What copies from devices waits for one that hangs, if any does."""
+        """Tell whether copies from devices wait for a device that hangs."""
         return self.recorder.pipeline.offload.transfers.waits
 
     def _holds(self, step: int, early: bool) -> bool:
-        """The step is committed: since attach, or it is the one that was restored.
+        """Tell whether the step is committed since attach, or is the one that was restored.
 
-        `early`: an exact snapshot does not do.
+        With `early`, an exact snapshot does not count.
         """
         region, began = self.recorder.pipeline.region, self.recorder.cadence.began
         restored = region.continued
@@ -263,7 +272,7 @@ class Rescue:
             raise LightckError(f"step {step} has no boundary state: {told}")
 
     def _open_late(self, early: bool) -> Flight:
-        """The next forward has begun: as it was when that did."""
+        """Open a snapshot after the next forward has begun, of the state when it began."""
         kept = self.recorder.journaled
         assert kept is not None
         instant = kept.late(early=early)
@@ -273,8 +282,14 @@ class Rescue:
         return self._sealed(self._opened(step, state, blobs, instant.flags, moved))
 
     def _open_before(self, before: Before, early: bool) -> Flight:
-        """Devices have not made the update that training has queued, or is about to."""
-        if moved := before.moved():  # as it will be afterwards: nothing is copied for that
+        """Open a snapshot of the state before an update that devices have not made.
+
+        Training has queued that update, or is about to.
+
+        Raises:
+            Later: the state has changed.
+        """
+        if moved := before.moved():  # it will be the same afterwards: nothing is copied for that
             why = f"step {before.step}, which a device has: {moved} is not what it was"
             raise Later(why, Waits.DEVICE)
         instant = before.instant(early=early)
@@ -286,10 +301,12 @@ class Rescue:
             return self._sealed(flight)
 
     def _open_early(self, here: bool) -> Flight:
-        """Open a snapshot before forward start; another thread looks twice, as the loop may write.
+        """Open a snapshot before forward start.
+
+        Another thread reads the state twice, as the loop may change it.
 
         Raises:
-            Later: it changes something, or others stand in for the weights.
+            Later: the loop changes the state, or other tensors stand in for the weights.
         """
         kept, step = self.recorder.journaled, self.recorder.steps.step
         assert kept is not None
@@ -312,10 +329,10 @@ class Rescue:
         return self._sealed(flight)
 
     def _exact(self, step: int) -> list[Slot]:
-        """This rank's snapshots of the step for which no other rank was asked.
+        """Return the slots of this rank's snapshots of the step that no other rank counts on.
 
-        Where the early instant is wanted, some rank has no exact one and can have none: these count
-        nowhere, and the early one may take the place of one.
+        If the early instant is wanted, some rank has no exact snapshot and can have none: exact
+        ones count nowhere, and the early one may replace one of them.
         """
         region = self.recorder.pipeline.region
         held = [(slot, slot.record) for slot in region.slots if slot.kept and slot.record]
@@ -324,15 +341,14 @@ class Rescue:
     def _before_forward(self) -> tuple[Collected, tuple[bytes, bytes]]:
         """Return the state between step end and forward start, and its blobs.
 
-        One rank's is as everything stands. Of several ranks values and buffers are those of step
-        end: that is all that a killed one leaves, and a rank which has gone on to the forward has
-        them, too. The loop's work between step end and forward start is then to be done on every
-        rank.
+        With one rank it is the live state. With several ranks, values and buffers are those of step
+        end: a killed rank leaves only these, and a rank which has gone on to the forward has them,
+        too. The loop's work between step end and forward start is then to be done on every rank.
         """
         recorder = self.recorder
         instants, kept = recorder.instants, recorder.journaled
         if recorder.forward_unseen and kept is not None and kept.ended is not None:
-            instants.forward_missed(kept.ended.copies)  # it may have begun
+            instants.forward_missed(kept.ended.copies)  # the forward may have begun
         collected = instants.collect()
         ended = kept.ended if kept is not None and not recorder.pipeline.barrier.alone else None
         if ended is None or ended.copies is None:
@@ -359,10 +375,10 @@ class Rescue:
         return flight
 
     def _sealed(self, flight: Flight) -> Flight:
-        """All of it is copied.
+        """Return the flight with all of its copies made.
 
         Raises:
-            Later: the loop has changed something meanwhile; it may be whole the next time.
+            Later: the loop has changed something meanwhile; it may succeed the next time.
         """
         if not self.recorder.pipeline.fence(None):
             first, more = flight.torn[0], len(flight.torn) - 1
@@ -374,7 +390,7 @@ class Rescue:
     # ---- commit ----------------------------------------------------------------------------
 
     def _durable(self, flight: Flight, deadline: float) -> bool:
-        """Wait for a sealed flight's commit on this rank.
+        """Wait for a sealed flight's commit on this rank; False at the deadline.
 
         Raises:
             LightckError: it failed.
@@ -388,11 +404,11 @@ class Rescue:
                 self.recorder.poll()
                 if not flight.durable_s and flight not in pipeline.persisting:
                     raise LightckError(f"step {flight.step} could not be written")
-            time.sleep(min(POLL_S, left))  # the training thread may want the lock
+            time.sleep(min(POLL_S, left))  # the training thread may need the lock
         return True
 
     def _finish_others(self, deadline: float) -> None:
-        """What is sealed is kept: the newest is what a restart will find."""
+        """Wait for the snapshots that are sealed already: a restart finds the newest of them."""
         for flight in [*self.recorder.pipeline.persisting]:
             self._durable(flight, deadline)
 

@@ -1,4 +1,4 @@
-"""What is watched over for one handle, and one save for it, on a thread of its own."""
+"""The watchdog's state for one handle, and one save for it, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lightck.failure.notice import Notice
 from lightck.types import Failure, Saved
 
 LOOK_S = 0.25
-"""Between looks at a loop of several ranks, where hangs are found in seconds."""
+"""Seconds between looks at a loop of several ranks, where hangs are found in seconds."""
 _TOLD_S = 1.0
-"""How long a save waits for `on_event` to be told of it: the process may end then."""
+"""Seconds that a save waits for `on_event` to receive it: the process may end then."""
 ALONE_LOOK_S = 1.0
-"""With one rank `hang_s` is all there is."""
+"""Seconds between looks with one rank, for which only `hang_s` counts."""
 
 
 class Rescue(Protocol):
-    """Saves what can be saved."""
+    """The saves that a guard needs."""
 
     def progress(self) -> Progress:
-        """Where the loop is. Any thread; takes no lock."""
+        """Return the loop's progress. Any thread; takes no lock."""
 
     def save(self, reason: str, deadline: float) -> Saved:
         """Commit the last complete step if that can be done by `deadline`. Any thread."""
@@ -37,58 +37,61 @@ class Rescue(Protocol):
 
 @dataclass(eq=False)
 class Guard:
-    """What the watchdog does for one handle."""
+    """The watchdog's state for one handle."""
 
     rescue: Rescue
     failure: Failure
     report: Callable[[LightckError], object]
-    """Gives an error to the user."""
+    """Reports an error to the user."""
     world: int = 1
     measured: Callable[[], Measured | None] = lambda: None
-    """What a snapshot costs; None: not known yet."""
+    """Returns the cost of a snapshot; None: not known yet."""
     elsewhere: Callable[[], str | None] = lambda: None
-    """What has failed on another rank since the last call; at once. One thread calls it."""
+    """Returns a new failure on another rank since the last call, at once. One thread calls it."""
     settled: Callable[[], bool] = lambda: True
-    """No other rank can make this one save again; at once."""
+    """Returns, at once, whether no other rank can make this one save again."""
     waits: Callable[[], Place | None] = lambda: None
-    """Where a device may wait for other ranks; at once."""
+    """Returns where a device may be waiting for other ranks, at once; None if none is."""
     hold: Callable[[float | None], object] = lambda until: None
-    """Training goes no further than a save needs, until then; None: it goes on."""
+    """Lets training go no further than a save needs until the given time; None releases it."""
     notice: Notice | None = None
     noticed: bool = False
-    """A notice has come and is not answered yet."""
+    """True if a notice has come and is not answered yet."""
     asked_at: int | None = None
-    """Step at which `on_failure` was asked about a signal whose own handler may raise."""
+    """The step at which `on_failure` was asked about a signal whose own handler may raise."""
     told_budget: bool = False
     measure_at_s: float = 0.0
     hang_saving: Saving | None = None
-    """For the hang that it is in."""
+    """The save for the hang that the loop is in."""
     exit_in_s: float | None = None
-    """Seconds, as far as they count, after which the process is ended for it."""
+    """Seconds, as far as they count, after which the process is ended for the hang."""
 
     def __post_init__(self) -> None:
-        """Nothing has been seen yet."""
+        """Start the hang detection; nothing has been observed yet."""
         self.hang = HangWatch(self.failure, LOOK_S if self.world > 1 else ALONE_LOOK_S)
 
     @property
     def numbers(self) -> set[int]:
-        """Of the signals that it wants to hear of."""
+        """Return the numbers of the signals that the user wants to be handled."""
         return {signal.Signals[name] for name in self.failure.signals}
 
     def knows(self, error: BaseException) -> bool:
-        """Whether an exception is only what became of a signal, as that was handled here."""
+        """Tell whether an exception only comes from a signal that was handled here."""
         step = self.asked_at
         is_wish = not isinstance(error, Exception)  # KeyboardInterrupt, SystemExit
         return is_wish and step is not None and self.rescue.progress().step <= step + 1
 
     def has_asked_about(self, error: BaseException) -> bool:
-        """Whether the user has been asked about it, as `knows` tells; once."""
+        """Tell whether the user was asked about the exception, as `knows` does; forgets it then."""
         known = self.knows(error)
         self.asked_at = None
         return known
 
     def tell(self, error: LightckError) -> None:
-        """Tell the user; what telling raises (a filter on warnings, `on_error`) ends no thread."""
+        """Report an error to the user; an exception of the report is logged and ends no thread.
+
+        A filter on warnings, or `on_error`, may raise one.
+        """
         try:
             self.report(error)
         except Exception as second:  # noqa: BLE001
@@ -97,27 +100,27 @@ class Guard:
 
 @dataclass(eq=False)
 class Saving:
-    """One save, and the user's word on what is to follow, on a thread of its own.
+    """One save, and the user's decision about what follows, on a thread of its own.
 
-    Everything is logged there, too: what holds this thread up keeps the watchdog until the deadline
-    at most.
+    Everything is logged on that thread, too: whatever blocks it delays the watchdog until the
+    deadline at most.
     """
 
     guard: Guard
     reason: str
     deadline_s: float
     about: dict[str, object] = field(default_factory=dict)
-    """What is to be said of the reason."""
+    """Details of the reason, for the log."""
     given: Saved | None = None
-    """What has just been saved for another reason: that will do."""
+    """A snapshot just made for another reason, which is used instead of a new save."""
     saved: Saved | None = None
     goes_on: bool = False
-    """`on_failure` has said so."""
+    """True if `on_failure` has decided that the training goes on."""
     done: threading.Event = field(default_factory=threading.Event)
     thread: int = 0
 
     def start(self) -> Saving:
-        """Begin."""
+        """Start the save; without a new thread if none can be started."""
         try:
             threading.Thread(target=self._run, name="lightck-save", daemon=True).start()
         except RuntimeError:  # no more threads: then on this one
@@ -130,13 +133,13 @@ class Saving:
 
     @property
     def fresh(self) -> bool:
-        """At most the minibatch that was running is lost."""
+        """Tell whether only the minibatch that was running is lost, at most."""
         return self.saved is not None and self.saved.fresh
 
     def _run(self) -> None:
         self.thread = threading.get_ident()
         try:
-            # Saved first, told then.
+            # Save first, report then.
             if self.given is not None:
                 self.saved = replace(self.given, reason=self.reason)
             else:

@@ -1,23 +1,22 @@
-"""Signals that come as a byte in a pipe, whatever the main thread is doing, and go on afterwards.
+"""Signals, received through a pipe whatever the main thread is doing, and then passed on.
 
 Python writes the number of a signal to its wake-up descriptor in the C handler, at once, also while
 the main thread is inside C code (a collective). Its own handler, which Python calls on the main
-thread whenever that runs Python again, adds a byte of its own, so that one stream says what came in
-which order:
+thread whenever that runs Python again, adds a byte of its own, so that one stream states the order
+of events:
 
     trip    the kernel has delivered the signal
     call    Python has called our handler: at least one trip of that signal comes before
-    passed  Python has called our handler, which has gone on to the earlier one
+    passed  Python has called our handler, which calls the earlier one
     chained a handler installed after ours has called ours, and before us there was no function
 
-A call without a trip means that somebody else has taken the wake-up descriptor (asyncio does when
-it handles signals): those signals are heard when the main thread runs Python.
+A call without a trip means that another library has taken the wake-up descriptor (asyncio does when
+it handles signals): those signals are noticed when the main thread runs Python.
 
-Who was there before is honoured after the snapshot (`pass_on`): a function of Python runs on the
-main thread, a handler of C code and the default action are the kernel's again. A handler that is
-installed later replaces ours; Python runs it at once, and what it does counts: if it calls the one
-that it found, ours, what was before ours follows. With SIG_DFL or SIG_IGN set later the kernel acts
-and nothing is heard.
+The earlier handler runs after the snapshot (`pass_on`): a Python function on the main thread; a
+handler of C code and the default action through the kernel. A handler that is installed later
+replaces ours, and Python runs it at once. If it calls the handler that it found, ours, the one
+before ours follows. With SIG_DFL or SIG_IGN set later the kernel acts and no signal is noticed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from lightck.failure import disposition
 from lightck.failure.earlier import Outcome, Taken
 
 _TRIP, _CALL, _PASSED, _CHAINED = range(4)
-_NUMBERS = 64  # of signals on Linux; a byte, whose 0 is 256, holds a number and which of four it is
+_NUMBERS = 64  # signals on Linux; a byte, whose 0 is 256, holds a number and which of four it is
 _WAKE = bytes([signal.SIGKILL])  # never tripped
 _held = threading.local()
 """The signal mask of a thread that is forking."""
@@ -45,26 +44,29 @@ _held = threading.local()
 
 @dataclass(eq=False)
 class Signals:
-    """The process's signals that are listened to: one object in use per process.
+    """The process's signals that lightck handles; one object in use per process.
 
     `take` and `give_back` are for the main thread (`give_back` elsewhere leaves handlers that only
-    go on to the earlier ones), `wait` and `pass_on` for the one thread that listens.
+    call the earlier ones), `wait` and `pass_on` for the one thread that listens.
     """
 
     _taken: dict[int, Taken] = field(default_factory=dict)
     _past: dict[int, Taken] = field(default_factory=dict)
-    """What was given back: whoever has kept our handler may install it again."""
+    """Signals that were given back: a library that has kept our handler may install it again."""
     _released: dict[int, bool] = field(default_factory=dict)
-    """The next call of our handler goes on to the earlier function."""
+    """Signals for which the next call of our handler calls the earlier function."""
     _earlier_fd: int = -1
     _owns_fd: bool = False
     _listening: bool = True
     _left: bool = False
-    """Given back off the main thread: handlers and the wake-up descriptor stay until it takes."""
+    """True if it was given back off the main thread: handlers and the wake-up descriptor remain.
+
+    They remain until the main thread takes signals again.
+    """
     _lost: bool = False
 
     def __post_init__(self) -> None:
-        """Nothing is taken yet."""
+        """Open the pipe; no signal is taken yet."""
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._read, select.POLLIN)
@@ -75,11 +77,11 @@ class Signals:
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Signals that are listened to."""
+        """Return the numbers of the signals that are handled."""
         return frozenset(self._taken)
 
     def take(self, wanted: Iterable[int]) -> bool:
-        """Listen to these signals and no others; False, and nothing is done, off the main thread.
+        """Handle these signals and no others; False, and nothing is done, off the main thread.
 
         Python lets its main thread alone set handlers.
         """
@@ -106,7 +108,7 @@ class Signals:
         return True
 
     def give_back(self) -> None:
-        """Everything as it was, where it is still ours; what came and was not answered is raised.
+        """Restore the handlers that are still ours; raise signals that came and were not answered.
 
         The thread that listened has ended.
         """
@@ -133,9 +135,10 @@ class Signals:
             signal.raise_signal(number)
 
     def _restore(self, number: int, taken: Taken) -> bool:
-        """False: the handler is somebody else's now, also one of C code, and stays.
+        """Restore a signal's earlier handler; False if the present one is not ours, which stays.
 
-        Should that one call ours, it does what the one before did.
+        The present one may be C code's, too. Should it call ours, ours does what the one before
+        did.
         """
         if signal.getsignal(number) is not self._handler:
             return False
@@ -147,7 +150,7 @@ class Signals:
         return True
 
     def _release_fd(self) -> None:
-        """The wake-up descriptor goes back to its earlier owner."""
+        """Return the wake-up descriptor to its earlier owner."""
         if not self._owns_fd:
             os.close(self._write)
             return
@@ -163,7 +166,10 @@ class Signals:
             self._retire(self._write)
 
     def _retire(self, fd: int) -> None:
-        """Python may still write there, or be told to again: it must never be another file."""
+        """Point a descriptor that Python may still write to at its earlier owner, or at /dev/null.
+
+        Python may also be told to use it again: it must never become another file.
+        """
         try:
             os.dup2(self._earlier_fd, fd, inheritable=False)
         except OSError:  # -1, or closed
@@ -174,7 +180,7 @@ class Signals:
     # ---- our handler: the main thread --------------------------------------------------------
 
     def _called(self, number: int, frame: FrameType | None) -> None:
-        """Takes no lock, and writes no more than a byte to a pipe that never blocks."""
+        """Handle a signal. Takes no lock; writes at most a byte, to a pipe that never blocks."""
         taken = self._taken.get(number)
         release = self._released.pop(number, None)
         if self._listening and taken is not None:
@@ -189,7 +195,7 @@ class Signals:
             if here and (chained or release is not None):
                 taken.before(number, frame)
             return
-        past = taken or self._past[number]  # nobody listens: as if we had never been there
+        past = taken or self._past[number]  # nobody listens: act as if lightck had never been there
         outcome = past.outcome(number)
         if outcome is Outcome.FUNCTION:
             past.before(number, frame)
@@ -202,7 +208,7 @@ class Signals:
         try:
             os.write(self._write, bytes([(kind * _NUMBERS + number) % 256]))
         except BlockingIOError:
-            pass  # thousands are waiting there: the listener is being woken as it is
+            pass  # thousands are waiting there: the listener is being woken already
 
     # ---- listening ---------------------------------------------------------------------------
 
@@ -211,10 +217,10 @@ class Signals:
         try:
             os.write(self._write, _WAKE)
         except BlockingIOError:
-            pass  # it has thousands of reasons to return
+            pass  # it is being woken already, by thousands of bytes
 
     def wait(self, timeout_s: float, taken: dict[int, Taken] | None = None) -> list[int]:
-        """Signals that have come, in their order, each once; waits for the first, or a `wake`."""
+        """Return the signals that came, in order, each once; waits for the first, or a `wake`."""
         taken = self._taken if taken is None else taken
         if not self._poll.poll(max(0.0, timeout_s) * 1000):
             return []
@@ -242,16 +248,17 @@ class Signals:
         return list(arrived)
 
     def _is_for_others(self, number: int, taken: Taken | None) -> bool:
-        """Whether the earlier owner of the descriptor (asyncio) is to get this trip.
+        """Tell whether the earlier owner of the descriptor (asyncio) is to get this trip.
 
-        Once for each signal: where a function of before will run after the save, as it runs.
+        It gets one for each signal: if an earlier Python function will run after the save, it gets
+        the trip when that runs.
         """
         if taken is None or taken.echo or not callable(taken.before):
             return True
         return signal.getsignal(number) not in (self._handler, taken.before)
 
     def _arrives(self, kind: int, taken: Taken | None) -> bool:
-        """Whether a byte of the stream says that a signal came which nobody has answered."""
+        """Tell whether a byte of the stream means a signal that came and was not answered."""
         if taken is None:
             return False  # a signal that only the earlier owner of the descriptor wants
         if kind == _TRIP:
@@ -264,7 +271,7 @@ class Signals:
         if heard:
             return False
         if kind == _PASSED:
-            taken.echo = False  # the descriptor is somebody else's: our echo went there
+            taken.echo = False  # another has the descriptor: the trip we caused went there
             return False
         if not self._lost:
             self._lost = True
@@ -288,18 +295,18 @@ class Signals:
     # ---- where it goes from there ------------------------------------------------------------
 
     def outcome(self, number: int) -> Outcome:
-        """Where the process goes after a signal."""
+        """Return what a signal will do to the process."""
         taken = self._taken.get(number)
         if taken is None:
             return Outcome.GOES_ON
-        # The handler that replaced ours is run by Python itself, and what it calls, too.
+        # Python itself runs the handler that replaced ours, and whatever that calls.
         replaced = signal.getsignal(number) is not self._handler
         if replaced and (callable(taken.before) or not taken.chained):
             return Outcome.GOES_ON
         return taken.outcome(number)
 
     def runs_python(self, number: int) -> bool:
-        """Whether a function of Python, of before us or since, runs for it: it may raise."""
+        """Tell whether a Python function runs for the signal: it may raise."""
         taken, now = self._taken.get(number), signal.getsignal(number)
         before = taken.before if taken is not None else None
         return callable(before if now is self._handler else now)
@@ -321,13 +328,13 @@ class Signals:
             if outcome is Outcome.FUNCTION:
                 self._released[number] = True
                 taken.echo = True
-                # It also takes the main thread out of a system call, as the first one did.
+                # It also interrupts a system call of the main thread, as the first one did.
                 signal.pthread_kill(_main_ident(), number)
             elif outcome is Outcome.KERNEL:
                 self._deliver(number, taken)
 
     def _deliver(self, number: int, taken: Taken) -> None:
-        """The earlier action once more, on this thread; then ours again."""
+        """Raise the signal with its earlier action on this thread, then set ours again."""
         ours = disposition.read(number)
         disposition.write(number, taken.action)
         try:
@@ -338,7 +345,7 @@ class Signals:
     def end(self, number: int) -> None:
         """End the process by a signal's default action, so that its parent sees that signal.
 
-        Does not need the main thread. Nothing of Python is cleaned up, as without us.
+        Does not need the main thread. Python cleans up nothing, as without us.
         """
         disposition.write(number, disposition.DEFAULT)
         disposition.raise_here(number)
@@ -348,7 +355,10 @@ class Signals:
     # ---- fork --------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        """In a forked child, or of one that was left: everything as it was before us."""
+        """Restore everything as it was before us.
+
+        Used in a forked child, and for an object that was given back off the main thread.
+        """
         self._listening = False
         for number, taken in self._taken.items():
             self._restore(number, taken)
@@ -369,7 +379,7 @@ def _main_ident() -> int:
 
 
 def _hold() -> None:
-    """Before a fork: until the child has let go of the pipe, its signals would be ours."""
+    """Block the signals before a fork: the child's would be ours until it leaves our pipe."""
     numbers = {number for each in _living for number in each.numbers}
     _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 

@@ -1,6 +1,6 @@
-"""A survivor copies into one of a dead rank's slots, and overwrites only what that rank might.
+"""The survivor's copy into a dead rank's slot; it overwrites only what that rank might.
 
-The newest whole snapshot there stays: I6 (old before new).
+The newest whole snapshot there stays, by I6 (old before new).
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from lightck.region.slot import Slot
 from lightck.region.writer import SlotWriter
 
 _FETCHED_BYTES = 4 << 20
-"""At once."""
+"""Bytes fetched from a device at once."""
 _LOOK_S = 0.001
 _under_way: list[tuple[torch.Tensor, Sources]] = []
-"""What a device that did not come to it in time may still copy."""
+"""Copies that a device did not finish in time and may still make."""
 
 
 def of_step(slots: Sequence[Slot], timeline: int, step: int | None) -> list[Record]:
-    """Committed snapshots of a step, exact ones first."""
+    """Return the committed snapshots of a step, exact ones first."""
     records = [slot.record for slot in slots if slot.record is not None]
     found = [r for r in records if (r.timeline, r.step) == (timeline, step)]
     return sorted(found, key=lambda record: record.early)
 
 
 def alike(record: Record, ours: Record) -> bool:
-    """They are parts of one snapshot."""
+    """Tell whether two records are parts of one snapshot."""
     said = [(r.step, r.timeline, r.world, r.share_digest, r.early) for r in (record, ours)]
     return said[0] == said[1]
 
 
 def shield(region: Region, own: Region) -> None:
-    """Keep there what is kept here: the newest whole snapshot, and those of unknown fate."""
+    """Protect, in a dead rank's region, the snapshots that this rank's region protects.
+
+    These are the newest whole one, and those of unknown outcome.
+    """
     if own.reusable is not None:
         region.reusable = _spare(own, own.reusable)
     newest = own.slots[own.protected].record if own.protected is not None else None
@@ -52,7 +55,10 @@ def shield(region: Region, own: Region) -> None:
 
 
 def _spare(own: Region, reusable: Callable[[int, int], bool]) -> Callable[[int, int], bool]:
-    """Whether the job can do without a step; of this timeline also if it lacks this rank's part."""
+    """Return a predicate that says whether the job can do without a snapshot of the dead rank.
+
+    It can do without one of this timeline, too, if this rank's part of it is missing.
+    """
     records = [slot.record for slot in own.slots if slot.record is not None]
     held = {(record.timeline, record.step) for record in records}
     settled = all(slot.writer is None for slot in own.slots)
@@ -65,17 +71,17 @@ def _spare(own: Region, reusable: Callable[[int, int], bool]) -> Callable[[int, 
 
 
 def copy(writer: SlotWriter, arrangement: Arrangement, deadline: float) -> None:
-    """Copy everything; nothing may have changed meanwhile.
+    """Copy everything; the state must not change meanwhile.
 
     Raises:
-        TornSnapshotError: something has.
-        WaitTimeoutError: it took longer.
+        TornSnapshotError: the state has changed.
+        WaitTimeoutError: the copy took longer than until the deadline.
     """
     for part in arrangement.parts:
         chosen = sources(part, arrangement)
         never = np.zeros(len(part.positions), np.bool_)
         pointers = chosen.pointers + part.begins
-        if part.device is not None:  # which the workers cannot read
+        if part.device is not None:  # the workers cannot read it
             held = _fetched(part.device, chosen, deadline, made=part.owned)
             pointers = np.array([each.data_ptr() for each in held], np.uint64)
         batch = writer.add(part.positions, pointers, never, never)
@@ -89,11 +95,11 @@ def copy(writer: SlotWriter, arrangement: Arrangement, deadline: float) -> None:
 
 
 def _fetched(device: Device, chosen: Sources, deadline: float, *, made: bool) -> list[torch.Tensor]:
-    """What a device holds, in memory of the CPU.
+    """Copy a device's tensors to memory of the CPU.
 
-    What computes on the device may hang, and is not waited for: this rank's own snapshot of the
+    Computations on the device may hang, and are not waited for: this rank's own snapshot of the
     step is committed, so that the device has got there. Only if the sources are copies that have
-    just been `made` is what has made them.
+    just been `made`, the computation that made them is waited for.
     """
     if made:
         device.follow(device.mark())

@@ -1,7 +1,7 @@
-"""For one save: what it has to wait for, and whether devices have another step than training has.
+"""The conditions that one save waits for, and the step that devices have if they hang.
 
-The training thread queues updates, and counts them. A device that hangs in the collective before
-one has the state before it, and keeps it; one that is only behind comes to the newest soon.
+The training thread queues updates, and counts them. A device that hangs in the collective before an
+update has the state before it, and keeps it; one that is only behind comes to the newest soon.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from lightck.capture.behind import Before
 from lightck.capture.recorder import Recorder
 
 PATIENCE_S = 1.0
-"""How long a device is to stand before it is taken to hang, and three steps; half of the time that
-there is at most."""
+"""Seconds without progress, and three steps, after which a device is taken to hang.
+
+At most half of the time left.
+"""
 _STEPS = 3.0
 
 
 class Waits(Enum):
-    """For what."""
+    """The condition that a save waits for."""
 
     TRAINING = auto()
     """The training thread has to go on."""
     SLOT = auto()
-    """A place in the region."""
+    """A slot has to become free."""
     DEVICE = auto()
-    """A device has to come to what training has given it."""
+    """A device has to make the updates that training has queued."""
 
 
 class Later(Exception):  # noqa: N818 - no error
-    """Not now: something has to come first."""
+    """The save cannot be made now: another condition has to hold first."""
 
     def __init__(self, why: str, waits: Waits) -> None:
         super().__init__(why)
@@ -40,28 +42,28 @@ class Later(Exception):  # noqa: N818 - no error
 
 @dataclass(eq=False)
 class Standing:
-    """Looks at the devices of a recorder, for one save."""
+    """The observation of a recorder's devices for one save."""
 
     recorder: Recorder
     most: float
-    """Time of `time.monotonic` at which it waits no more."""
+    """The time of `time.monotonic` at which it stops waiting."""
     _first: tuple[int, Before | None] | None = None
-    """Step and what devices had when the first look was taken."""
+    """The step and the devices' state at the first look."""
     _last: Before | None = None
     _since: float = field(default_factory=time.monotonic)
-    """That they have that."""
+    """The time since which the devices have `_last`."""
 
     def before(self, *, hangs: bool) -> Before | None:
-        """The state that hanging devices have; None: what training has is what counts.
+        """Return the state that hanging devices have; None if training's state is the one to save.
 
-        Under the recorder's lock.
+        Called under the recorder's lock.
 
         Args:
-            hangs: training does, as far as is known already.
+            hangs: training hangs, as far as is known already.
 
         Raises:
-            Later: they may yet come to what training has given them.
-            DeviceError: one has failed.
+            Later: devices may yet make the updates that training has queued.
+            DeviceError: a device has failed.
         """
         behind, step = self.recorder.behind, self.recorder.steps.step
         if behind is None:
@@ -73,7 +75,7 @@ class Standing:
         if self._first is None:
             self._first, self._last = (step, before), before
         if step != self._first[0] and before is not self._first[1]:
-            return None  # both go on: it is about to have what is asked for now
+            return None  # both go on: the devices are about to have the wanted state
         if before is not self._last:
             self._last, self._since = before, now
         step_s = max(behind.pace_s, self.recorder.cadence.step_s or 0.0)
@@ -84,6 +86,6 @@ class Standing:
         return before
 
     def take(self, before: Before | None) -> None:
-        """A snapshot of it is there, or on its way."""
+        """Claim a state of hanging devices: a snapshot of it is committed or being written."""
         if before is not None and self.recorder.behind is not None:
             self.recorder.behind.take(before)

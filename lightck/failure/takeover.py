@@ -1,21 +1,22 @@
-"""Take over a dead rank's share: a survivor of its node writes the dead rank's part of a step.
+"""Takeover of a dead rank's share: a survivor of its node writes the dead rank's part of a step.
 
 Ranks that share replicated state each write a part of it. When one is killed, the just-in-time
-snapshots of the others lack its part. What it had of the replicated state a survivor has, too; what
-was its own (buffers, generators, data position) is in its region's journal: I10 (the boundary
+snapshots of the others lack its part. A survivor has the same replicated state; the dead rank's
+rank-local state (buffers, generators, data position) is in its region's journal: I10 (the boundary
 journal). Both together are its snapshot, which the survivor writes into the dead rank's region, by
 that region's own rules, as the dead rank would have: its rank, world, share map and timeline.
 
 The rule of instants. A step is put together from shares of one instant only: all at forward start,
 exact, or all before it, early. A rank *has* an instant if its snapshot of it is committed, or if it
-is dead and its journal's entry is of that very step and timeline. Killed inside the update that
-completes the step, it has the early one, too: the entry of the fence tells it (`inferred.py`). All
-ranks of the node having the exact one, that is it. Else it is the early one if all can have it:
-whoever has only an exact snapshot writes an early one beside it, from the parameters as they stand
-and the boundary state of step end. Else nothing of the step is written for anyone.
+is dead and its journal's entry is of that very step and timeline. If it was killed inside the
+update that completes the step, it has the early one, too: it follows from the entry of the fence
+(`inferred.py`). If all ranks of the node have the exact instant, that is taken. Else it is the
+early one if all can have it: a rank that has only an exact snapshot writes an early one beside it,
+from the live parameters and the boundary state of step end. Else nothing of the step is written for
+any rank.
 
-A dead rank's journal does not change any more, and a living one's snapshots only grow in number, so
-that every survivor comes to the same instant by itself.
+A dead rank's journal does not change any more, and a living rank's snapshots only grow in number,
+so that every survivor comes to the same instant by itself.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ _NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What came of one dead rank's share.
+    """The result for one dead rank's share.
 
     Attributes:
-        rank: the dead one.
-        step: the step of which its region holds a snapshot now that goes with the survivors'.
-        early: that was finished before forward start.
+        rank: the dead rank.
+        step: the step of which its region now holds a snapshot that goes with the survivors'.
+        early: that snapshot was finished before forward start.
         wrote: it was written here.
         why: why nothing was written, and nothing was there; empty if the region holds it.
-        busy: somebody owns its region: it lives, or another survivor is at it.
+        busy: its region is owned: it lives, or another survivor is writing.
     """
 
     rank: int
@@ -75,45 +76,45 @@ class _Refused(Exception):
 
 
 class _Owned(_Refused):
-    """Somebody owns the region."""
+    """Another process owns the region."""
 
 
 @dataclass(eq=False)
 class Survivor:
-    """The living rank that takes over, as much of it as that needs."""
+    """The living rank that takes over, as far as a takeover needs it."""
 
     region: Region
-    """Its own."""
+    """Its own region."""
     inventory: Inventory
     topology: Topology
     replicated: Callable[[Sequence[Live]], set[str]]
-    """Names of the tensors that are the same on every rank."""
+    """Returns the names of the tensors that are the same on every rank."""
     lock: Any
-    """Held, the live tensors stay those of `stands()`; a lock as of `threading`."""
+    """While it is held, the live tensors stay those of `stands()`; a lock as in `threading`."""
     stands: Callable[[], int | None]
-    """The step whose state the live tensors are; None: an update is half done."""
+    """Returns the step whose state the live tensors are; None: an update is half done."""
     process_durable: bool = False
     kept: Callable[[int], JournalEntry | None] = lambda kind: None
-    """See `Journaled.entry`."""
+    """Returns its own journal entry of a kind, see `Journaled.entry`."""
     must_stand: Callable[[bool], object] = lambda early: None
-    """Raises a `LightckError` if what stands is not of that instant (True: the early one)."""
+    """Raises a `LightckError` if the live state is not of that instant (True: the early one)."""
     before: Callable[[], Before | None] = lambda: None
-    """What devices that hang have, of `stands()`; what is in DRAM is of a later step."""
+    """Returns the state of `stands()` that hanging devices have; DRAM has that of a later step."""
 
     def entry(self, kind: int) -> JournalEntry | None:
-        """Of its own last update: FENCE, or STEP_END."""
+        """Return the journal entry of its own last update: FENCE, or STEP_END."""
         return self.kept(kind) or read_entry(self.region.native, kind)
 
     def records(self) -> list[Record]:
-        """Its committed snapshots of the step that stands, exact ones first."""
+        """Return its committed snapshots of the live tensors' step, exact ones first."""
         return of_step(self.region.slots, self.region.timeline, self.stands())
 
 
 def common(instants: Iterable[Set[bool]]) -> bool | None:
-    """The instant of a step that all ranks have: whether it is the early one; None: there is none.
+    """Return the instant of a step that all ranks have (True: early); None if there is none.
 
     Args:
-        instants: of each rank, those that it has, True for the early one.
+        instants: for each rank, the instants that it has, True for the early one.
     """
     held = list(instants)
     return next((early for early in (False, True) if all(early in each for each in held)), None)
@@ -121,21 +122,24 @@ def common(instants: Iterable[Set[bool]]) -> bool | None:
 
 @dataclass(eq=False)
 class Takeover:
-    """Finishes dead ranks' snapshots. On a background thread, or while the training one stands."""
+    """The completion of dead ranks' snapshots.
+
+    Runs on a background thread, or while the training thread is stopped.
+    """
 
     survivor: Survivor
     own: Callable[[JournalEntry], Own]
-    """Reads an entry's blob; what it raises as `CorruptSnapshotError` refuses the takeover."""
+    """Decodes an entry's blob; a `CorruptSnapshotError` that it raises refuses the takeover."""
     threads: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wants(self, dead: Iterable[int], living: Iterable[int] = ()) -> bool | None:
-        """The instant that this rank must have a snapshot of before it takes over from the dead.
+        """Return the instant of which this rank must have a snapshot before it takes over.
 
         Args:
-            dead: ranks of this node.
-            living: others of this node. Who has the exact instant can write the early one, too; one
-                without a snapshot of the step is not asked.
+            dead: dead ranks of this node.
+            living: other ranks of this node. One that has the exact instant can write the early
+                one, too; one without a snapshot of the step is not asked.
 
         Returns:
             Whether it is the early one; None if there is none that all can have, or this rank's
@@ -154,20 +158,20 @@ class Takeover:
         return common(held)
 
     def is_done(self, rank: int, early: bool) -> bool:
-        """Another rank's region holds the step that stands, of that instant."""
+        """Tell whether a rank's region holds the step of the live tensors, of that instant."""
         step = self.survivor.stands()
         return step is not None and early in self._instants(rank, step, journal=False)
 
     def of(self, rank: int, deadline: float, early: bool | None = None) -> Taken:
         """Write a dead rank's part of the step of this rank's last snapshot.
 
-        Never raises for what can go wrong in doing so: `Taken.why` says it.
+        An expected failure is not raised: `Taken.why` states it.
 
         Args:
-            rank: which; its region must be in the folder of this rank's own.
+            rank: the dead rank; its region must be in the folder of this rank's own.
             deadline: `time.monotonic()` at which it gives up.
-            early: the instant that all ranks of the node have, see `wants`; None: of this rank's
-                exact snapshot, if it has one, else of its early one.
+            early: the instant that all ranks of the node have, see `wants`; None: that of this
+                rank's exact snapshot, if it has one, else of its early one.
         """
         with self._lock:
             try:
@@ -194,7 +198,7 @@ class Takeover:
         return Taken(rank, ours.step, ours.early, wrote=True)
 
     def _ours(self, rank: int, deadline: float, early: bool | None) -> Record:
-        """This rank's own snapshot, which the dead rank's has to go with."""
+        """Return this rank's own snapshot, which the dead rank's has to go with."""
         survivor = self.survivor
         if rank == survivor.topology.rank or rank not in survivor.topology.peers:
             peers = ", ".join(map(str, survivor.topology.peers))
@@ -219,7 +223,10 @@ class Takeover:
         return where
 
     def _must_be_of_this_job(self, region: Region, rank: int) -> None:
-        """Its newest timeline is the job's: what is there continues what this rank continues."""
+        """Check that the region is the rank's, and that its newest timeline is the job's.
+
+        Its snapshots then continue the timeline that this rank continues.
+        """
         own, file = self.survivor.region, region.place.file
         if region.info.rank != rank:
             raise _Refused(f"{file} is the region of rank {region.info.rank}, not of rank {rank}")
@@ -230,7 +237,7 @@ class Takeover:
             raise _Refused(f"{file}: its timeline is {theirs:x}, the job's is {ours:x}")
 
     def _own(self, region: Region, ours: Record) -> Own:
-        """The dead rank's own state of that step and instant."""
+        """Return the dead rank's own state of that step and instant."""
         kind = STEP_END if ours.early else FORWARD
         entry = read_entry(region.native, kind)
         if ours.early and not _is_of(entry, ours.timeline, ours.step):
@@ -248,7 +255,7 @@ class Takeover:
         return self.own(entry)
 
     def _inferred(self, region: Region, fence: JournalEntry) -> Own:
-        """Return the dead rank's own state at step end, had its update not killed it."""
+        """Infer the state at step end that the dead rank would have had after its update."""
         kept = [self.survivor.entry(kind) for kind in (FENCE, STEP_END)]
         mine = [self.own(e) for e in kept if e and _is_of(e, fence.timeline, fence.step)]
         where = f"{region.place.file}: its rank was killed inside the update to step {fence.step}"
@@ -260,7 +267,7 @@ class Takeover:
             raise _Refused(f"{where}: {unknown}") from unknown
 
     def _instants(self, rank: int, step: int, *, journal: bool) -> set[bool]:
-        """What another rank has of a step; nothing if its region cannot be read."""
+        """Return the instants that a rank has of a step; none if its region cannot be read."""
         timeline = self.survivor.region.timeline
         try:
             region = Region.open(self._place(rank), writable=False)
@@ -275,7 +282,7 @@ class Takeover:
             return set()
 
     def _write(self, region: Region, rank: int, own: Own, ours: Record, deadline: float) -> None:
-        """Copy under the lock, commit outside of it."""
+        """Copy the dead rank's snapshot under the survivor's lock, and commit it outside of it."""
         survivor, writer = self.survivor, None
         pool = NativePool(self.threads, CHUNK_BYTES, idle=False)
         try:
@@ -304,7 +311,7 @@ class Takeover:
             pool.close()
 
     def _lives(self, rank: int, own: Own, ours: Record) -> list[Live]:
-        """The tensors of the dead rank's snapshot: its share from here, the rest its own."""
+        """Return the tensors of the dead rank's snapshot: its share from here, the rest its own."""
         topology = self.survivor.topology
         theirs = replace(topology, rank=rank, local_rank=topology.peers.index(rank))
         everything = self.survivor.inventory.everything()
@@ -330,7 +337,13 @@ class Takeover:
 
 
 def _of_then(before: Before | None, lives: Sequence[Live], own: Own) -> list[Live]:
-    """With copies of what stands in DRAM as it was before the update that devices hang before."""
+    """Return `lives`, with copies of what DRAM held before the hanging devices' update.
+
+    They are returned as they are if no device hangs.
+
+    Raises:
+        _Refused: there is no copy of a tensor that has changed since.
+    """
     if before is None:
         return list(lives)
     then, theirs = before.counts.by_name(), {id(each.tensor) for each in own.lives}
@@ -348,7 +361,7 @@ def _of_then(before: Before | None, lives: Sequence[Live], own: Own) -> list[Liv
 
 @contextlib.contextmanager
 def _owned(where: Place, process_durable: bool) -> Iterator[Region]:
-    """Own a region that nobody owns: the lock is the proof that its rank is dead."""
+    """Open a region that no process owns; its lock is the proof that its rank is dead."""
     try:
         region = Region.open(where, writable=True, process_durable=process_durable)
     except RegionBusyError as error:
@@ -370,7 +383,7 @@ def _locked(lock: Any, deadline: float) -> Iterator[None]:
 
 
 def _is_of(entry: JournalEntry | None, timeline: int, step: int) -> bool:
-    there = entry is not None and entry.blob  # else it was taken back
+    there = entry is not None and entry.blob  # an entry without a blob was voided
     return bool(there) and entry is not None and (entry.timeline, entry.step) == (timeline, step)
 
 
@@ -379,7 +392,7 @@ def _left(deadline: float) -> float:
 
 
 def _references(own: Own) -> set[str]:
-    """Names of the tensors that the dead rank's state refers to."""
+    """Return the names of the tensors that the dead rank's state refers to."""
     names: set[str] = set()
     for blob in (own.at_step, own.at_forward):
         tree: Mapping[str, Any] = parcel.opened(blob, context="journal")

@@ -1,7 +1,7 @@
-"""Exceptions that nobody handles: whoever wants to hears of them before the interpreter ends.
+"""Exceptions that nobody handles, reported before the interpreter ends.
 
-At a prompt it does not end: a mistyped line is no failure of the training. Nor is an exit that says
-that all is well.
+At a prompt it does not end: a mistyped line is no failure of the training. Nor is an exit with a
+status of success.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Told = Callable[[BaseException], object]
 _told: list[Told] = []
 _earlier: Callable[..., Any] = sys.__excepthook__
 _inside: list[BaseException] = []
-"""What is being told: a hook that was put over ours may lead back here."""
+"""The exception being reported: a hook installed over ours may call ours again."""
 
 
 def tell(told: Told) -> None:
-    """Call `told` with an exception that reaches the top of the main thread; then the hook before.
+    """Call `told` with every unhandled exception of the main thread, then the earlier hook.
 
-    The hook that is there when the first one asks is called, whatever happens here.
+    The hook that was installed at the first registration is called, even if a callback fails.
     """
     global _earlier
     if not _told:
@@ -31,7 +31,7 @@ def tell(told: Told) -> None:
 
 
 def forget(told: Told) -> None:
-    """Tell it no more; idempotent. A hook that was installed since stays, and calls through."""
+    """Stop reporting to `told`; idempotent. A hook installed since stays, and calls through."""
     if told in _told:
         _told.remove(told)
     if not _told and sys.excepthook is _hook:
@@ -39,13 +39,13 @@ def forget(told: Told) -> None:
 
 
 def ends_well(error: BaseException) -> bool:
-    """`sys.exit()`, or `sys.exit(0)`."""
+    """Tell whether the exception is `sys.exit()` or `sys.exit(0)`."""
     code = error.code if isinstance(error, SystemExit) else 1
     return code is None or (isinstance(code, int) and code == 0)
 
 
 def _is_prompt() -> bool:
-    """Somebody types, or will after the script: Python's own prompt, `python -i`, IPython."""
+    """Tell whether there is or will be a prompt: Python's own, `python -i`, or IPython."""
     flags = sys.flags.interactive or sys.flags.inspect
     return bool(flags) or hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
 

@@ -1,8 +1,8 @@
-"""The thread that notices failures, has the state saved, and lets the process go on its way.
+"""The thread that notices failures, has the state saved, and then lets the process go on or end.
 
-One per process, however many handles there are. It needs nothing of the main thread, which may be
-stuck inside a collective. Saving, and the user's `on_failure`, run on a thread of their own: a
-medium that hangs cannot keep a signal from what it was sent for.
+There is one per process, however many handles there are. It needs nothing of the main thread, which
+may be stuck inside a collective. Saves, and the user's `on_failure`, run on a thread of their own:
+a medium that hangs cannot keep a signal from its effect.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from lightck.failure.signals import Signals
 from lightck.types import Saved
 
 MEASURE_S = 10.0
-"""Between questions whether a snapshot fits into the grace period."""
+"""Seconds between checks whether a snapshot fits into the grace period."""
 LINGER_S = 2.0
-"""What another rank needs to hear of a failure, to come to its boundary or not, and to say so."""
+"""Seconds in which another rank learns of a failure, comes to its boundary or not, and says so."""
 _POLL_S = 0.02
 _LAST_WORD_S = 1.0
 INTERRUPT_S = 5.0
-"""How long SIGINT alone waits for its save; what is sealed goes on beyond it."""
+"""Seconds that SIGINT alone waits for its save; what is sealed is still written after them."""
 HANG_STATUS = 75
 """Exit status of a process that is ended for a hang: EX_TEMPFAIL, try again."""
 
 
 class Watchdog:
-    """Watches over the guards of this process. Public methods: any thread."""
+    """The watchdog over the guards of this process. Public methods: any thread."""
 
     def __init__(self) -> None:
-        """Nothing runs yet."""
+        """Create it without a thread."""
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, without a thread: in a forked child, whose handles are dead."""
+        """Reset it, without a thread: in a forked child, whose handles are dead."""
         self._lock = threading.Lock()
-        """Of the guards, and of the thread's beginning and end."""
+        """Guards the list of guards, and the thread's start and end."""
         self._guards: list[Guard] = []
         self._signals: Signals | None = None
         self._thread: threading.Thread | None = None
         self._leaving = False
         self._ended = threading.Event()
-        """The thread touches nothing any more."""
+        """Set when the thread touches nothing any more."""
         self._saving: list[Saving] = []
         self._failed = False
 
@@ -84,7 +84,7 @@ class Watchdog:
         self._measure(guard, time.monotonic())
 
     def release(self, guard: Guard) -> None:
-        """Watch over a handle no more; what has come until now is answered first.
+        """Stop watching over a handle; events that came until now are answered first.
 
         Returns when nothing is being saved for it, or the deadline of that has passed.
         """
@@ -109,9 +109,10 @@ class Watchdog:
             self._part(guard, last, thread, signals)
 
     def hear_out(self, guard: Guard) -> None:
-        """Before an exception leaves the training: as before a signal's end, `LINGER_S` at most.
+        """Wait until other ranks need no save of this one, before an exception leaves training.
 
-        What another rank needs is saved by the watchdog, whose own threads must not call this.
+        It waits `LINGER_S` at most, as before a signal ends the process. The watchdog saves what
+        another rank needs, so its own threads must not call this.
         """
         until_s = time.monotonic() + LINGER_S
         while not guard.settled() and time.monotonic() < until_s:
@@ -121,8 +122,8 @@ class Watchdog:
         interrupted = None
         if last:
             signals.wake()
-        # Also through a KeyboardInterrupt that the thread itself has let go on: what it still reads
-        # from must not be closed under it. It ends by the deadline of what it answers.
+        # Wait through a KeyboardInterrupt, too, which the thread itself may have passed on: the
+        # pipe that it still reads must not be closed. It ends by the deadline of what it answers.
         # An event, since `join` takes an interrupted wait for the thread's end (Python 3.11).
         while last and not self._ended.is_set():
             try:
@@ -140,7 +141,7 @@ class Watchdog:
     def _end_or_go_on(self, guard: Guard, signals: Signals, *, ended: bool) -> None:
         with self._lock:
             if self._signals is not signals:
-                return  # whoever was released beside it has given them back
+                return  # another guard, released at the same time, has given them back
             if ended and guard in self._guards:
                 self._guards.remove(guard)
                 self._thread, self._leaving = None, False
@@ -166,11 +167,11 @@ class Watchdog:
 
     def _run(self, signals: Signals) -> None:
         while True:
-            leaving = self._leaving  # before the last look: what came until then is answered
+            leaving = self._leaving  # before the last wait, so that what came is answered
             try:
                 pause_s = 0.0 if leaving else self._pause_s()
                 self._turn(signals, signals.wait(pause_s))
-            except Exception as error:  # noqa: BLE001 - this thread is the last to give up
+            except Exception as error:  # this thread must not end by an error
                 self._tell_once(error)
                 time.sleep(LOOK_S)
             if leaving:
@@ -199,20 +200,20 @@ class Watchdog:
             self._failed = True
             told = LightckError(f"the watchdog failed, and goes on: {error!r}")
             for guard in [*self._guards]:
-                with suppress(RuntimeError):  # no thread is left to tell it
+                with suppress(RuntimeError):  # no thread is left to report it on
                     threading.Thread(target=guard.tell, args=(told,), daemon=True).start()
 
     # ---- signals -----------------------------------------------------------------------------
 
     def _answer(self, signals: Signals, arrived: Sequence[int]) -> None:
-        """One save for all that come while it lasts; then what the most final of them says.
+        """Save once for all signals that come meanwhile; then do what the most final of them says.
 
-        From a signal on that ends the process nothing is trained that nobody would save.
-        For a later one `on_failure` is asked again. What could not be saved is tried once more.
+        After a signal that ends the process nothing is trained that would not be saved. For a later
+        signal `on_failure` is asked again. What could not be saved is tried once more.
         """
         guards = [g for g in self._guards if g.numbers.intersection(arrived)]
         deadline_s = self._deadline(guards)
-        if {*arrived} == {signal.SIGINT}:  # somebody waits at the keyboard
+        if {*arrived} == {signal.SIGINT}:  # a user waits at the keyboard
             deadline_s = min(deadline_s, time.monotonic() + INTERRUPT_S)
         known: dict[Guard, Saved] = {}
         seen: set[int] = set()
@@ -240,7 +241,7 @@ class Watchdog:
             self._hold(guards, None)
 
     def _ask_once(self, guards: Sequence[Guard], signals: Signals, numbers: Iterable[int]) -> None:
-        """What their handlers raise leaves the training: `on_failure` knows of it already."""
+        """Note the step at which `on_failure` is asked, if a signal's Python handler may raise."""
         if any(map(signals.runs_python, numbers)):
             for guard in guards:
                 guard.asked_at = guard.rescue.progress().step
@@ -250,7 +251,7 @@ class Watchdog:
             guard.hold(until_s)
 
     def _linger(self, guards: Sequence[Guard], deadline_s: float) -> None:
-        """Before the end: another rank may still need this one to save another instant."""
+        """Before the end, save again if another rank needs another instant; `LINGER_S` at most."""
         until_s = min(deadline_s, time.monotonic() + LINGER_S)
         while time.monotonic() < until_s:
             for guard in guards:
@@ -268,7 +269,7 @@ class Watchdog:
     def _save(
         self, guards: Sequence[Guard], reason: str, deadline_s: float, known: dict[Guard, Saved]
     ) -> list[Saving]:
-        """Save for all of them at once; returns when that is done, or at the deadline."""
+        """Save for all guards at once; returns when that is done, or at the deadline."""
         known = {**known}
         begun = []
         for guard in guards:
@@ -296,7 +297,7 @@ class Watchdog:
         return saving.start()
 
     def _under_way(self, guard: Guard | None = None) -> list[Saving]:
-        """Saves that have not ended; of one guard, or of all."""
+        """Return the saves that have not ended, of one guard or of all."""
         every = [each for each in self._saving if not each.done.is_set()]
         return [each for each in every if guard is None or each.guard is guard]
 
@@ -323,9 +324,9 @@ class Watchdog:
     def _end_of(self, guard: Guard, now_s: float) -> None:
         """End the process for a hang that goes on, if the user wants that.
 
-        Not before the rank that it waits for has noticed the same, and has ended, or has said what
-        it has: only then can others write that one's share. Time in which the process itself was
-        stopped does not count.
+        The rank that it waits for must first have noticed the same, and have ended, or have
+        announced what it has: only then can others write that rank's share. Time in which the
+        process itself was stopped does not count.
         """
         saving, after_s = guard.hang_saving, guard.failure.hang_exit_s
         if saving is None or after_s is None or saving.goes_on:
@@ -336,7 +337,7 @@ class Watchdog:
             guard.exit_in_s = after_s
         if guard.exit_in_s is None or guard.exit_in_s > 0:
             return
-        others_s = guard.hang.elsewhere_s + guard.failure.grace_s  # until it is noticed, and saved
+        others_s = guard.hang.elsewhere_s + guard.failure.grace_s  # to notice it there, and to save
         saves = any(now_s < each.deadline_s for each in self._under_way(guard))
         if (saves or not guard.settled()) and guard.exit_in_s > -others_s:
             return
@@ -347,7 +348,7 @@ class Watchdog:
     # ---- the budget --------------------------------------------------------------------------
 
     def _measure(self, guard: Guard, now_s: float) -> None:
-        """Whether a snapshot fits into the grace period: told once, as soon as it is known."""
+        """Warn once if a snapshot does not fit into the grace period, as soon as that is known."""
         if guard.told_budget or now_s < guard.measure_at_s:
             return
         measured = guard.measured()
@@ -361,7 +362,7 @@ class Watchdog:
 
 
 WATCHDOG = Watchdog()
-"""The process's one."""
+"""The watchdog of this process."""
 
 
 os.register_at_fork(after_in_child=WATCHDOG.forget)
