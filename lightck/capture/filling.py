@@ -76,24 +76,8 @@ class Filling:
             RestoreMismatchError: something differs, when strict, or no name is in both, or a shard
                 fits no mesh here; has every name. Nothing was changed.
         """
-        missing, different = [], {}
-        roots: dict[str, str] = {}
-        """Name of the saved tensor whose bytes each live tensor takes."""
         index, entries = self.snapshot.index, self.snapshot.entries
-        for name, live in self.lives.items():
-            if not name.startswith("model/"):
-                continue
-            if name not in index:
-                missing.append(name)
-                continue
-            entry = entries[index[name]]
-            difference = dtensor.difference(entry, live.tensor)
-            if not difference:  # one memory can take the bytes of one saved tensor only
-                tied, own = live.alias_of or name, entry.alias_of or name
-                if roots.setdefault(tied, own) != own:
-                    difference = f"tied to {tied} here, not in the snapshot"
-            if difference:
-                different[name] = difference
+        missing, different = self._compare_model()
         for entry in entries:  # parameters in no module but in an optimizer
             name = self._live_name(entry.name)
             if name.startswith("optim/") and entry.role == "parameter" and name in self.lives:
@@ -129,6 +113,28 @@ class Filling:
         lost = dtensor.homeless((e for e in entries if e.name not in self.skipped), self.meshes)
         if lost:
             raise RestoreMismatchError("sharded state has no place to go to", different=lost)
+
+    def _compare_model(self) -> tuple[list[str], dict[str, str]]:
+        """Return the model's tensors that the snapshot lacks, and those that differ, with why."""
+        missing, different = [], {}
+        roots: dict[str, str] = {}
+        """Name of the saved tensor whose bytes each live tensor takes."""
+        index, entries = self.snapshot.index, self.snapshot.entries
+        for name, live in self.lives.items():
+            if not name.startswith("model/"):
+                continue
+            if name not in index:
+                missing.append(name)
+                continue
+            entry = entries[index[name]]
+            difference = dtensor.difference(entry, live.tensor)
+            if not difference:  # one memory can take the bytes of one saved tensor only
+                tied, own = live.alias_of or name, entry.alias_of or name
+                if roots.setdefault(tied, own) != own:
+                    difference = f"tied to {tied} here, not in the snapshot"
+            if difference:
+                different[name] = difference
+        return missing, different
 
     def _skip_tied(self) -> None:
         """Skip saved aliases, which have no bytes of their own, of tensors that are skipped."""
