@@ -1,1 +1,4 @@
-"""Bytes on a medium: named tensors become extents, extents a committed snapshot. No torch."""
+"""Store bytes on a medium: named tensors become extents, and extents a committed snapshot.
+
+This package does not import torch.
+"""

@@ -1,4 +1,4 @@
-"""Where each extent goes inside a slot: planned once per layout.
+"""Decide where each extent goes inside a slot; this is planned once per layout.
 
 A snapshot then writes no metadata beyond its manifest and its record. A slot's space is a list of
 parts, one per segment. Plans are made in *slot coordinates* (parts laid end to end, the same for
@@ -19,11 +19,14 @@ from lightck.region.native import LINE_BYTES, Segment
 
 PAGE_BYTES = 4096
 LARGE_BYTES = 64 << 10
-"""From here on an extent starts on a page, so that it could serve as a live tensor's storage."""
+"""Extents of this many bytes or more start on a page, so that they could serve as a live tensor's
+storage."""
 HUGE_BYTES = 8 << 20
-"""From here on an extent starts on a huge page where the mapping has them: at most 1/4 is lost."""
+"""Extents of this many bytes or more start on a huge page where the mapping has them: at most 1/4
+of the space is lost."""
 MANIFEST_SLACK_BYTES = 8192
-"""Arrow framing (about 2 KiB measured) with a margin."""
+"""Bytes that a manifest takes beyond its values: Arrow framing (about 2 KiB measured) with a
+margin."""
 
 
 def align(value: int, unit: int) -> int:
@@ -33,20 +36,20 @@ def align(value: int, unit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Extents in slot coordinates."""
+    """The planned place of every extent of a layout, in slot coordinates."""
 
     entries: tuple[Entry, ...]
     table_at: int
     table_bytes: int
     manifest_at: int
     manifest_bytes: int
-    """Room for the manifest."""
+    """Bytes that are kept for the manifest."""
     at: npt.NDArray[np.uint64]
     """Start of each entry's extent."""
     needed_bytes: int
-    """End of the last extent: what a slot must offer."""
+    """End of the last extent: the bytes that a slot must offer."""
     layers: npt.NDArray[np.uint32]
-    """A number per entry, the same for entries of one layer."""
+    """A layer number per entry; entries of one layer have the same number."""
 
 
 class Space:
@@ -61,11 +64,14 @@ class Space:
 
     @property
     def size(self) -> int:
-        """Bytes of a slot."""
+        """Return the number of bytes in a slot."""
         return int(self.ends[-1])
 
     def place(self, at: int, length: int, alignment: int) -> int | None:
-        """First aligned coordinate >= at where `length` bytes lie inside one part."""
+        """Return the first aligned coordinate >= `at` where `length` bytes lie inside one part.
+
+        Returns None if there is no such coordinate.
+        """
         for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
             candidate = start + align(max(at, start) - start, alignment)
             if candidate + length <= end:
@@ -73,7 +79,7 @@ class Space:
         return None
 
     def offsets(self, at: npt.NDArray[np.uint64], slot: int) -> npt.NDArray[np.uint64]:
-        """Region offsets of slot coordinates in `slot`."""
+        """Return the region offsets of slot coordinates in `slot`."""
         part = np.searchsorted(self.ends, at, side="right").clip(max=len(self.segments) - 1)
         bases = np.array([s.offset + slot * s.slot_bytes for s in self.segments], np.uint64)
         result: npt.NDArray[np.uint64] = bases[part] + at - self.starts[part]
@@ -81,11 +87,11 @@ class Space:
 
 
 UNBOUNDED = Space([Segment(0, 1 << 62, 1 << 62)])
-"""A slot without end: planning in it measures what is needed."""
+"""A slot without end: a plan made in it measures how much space is needed."""
 
 
 def manifest_capacity(count: int, boundary_bytes: int) -> int:
-    """Room to keep for the manifest of `count` entries and this much boundary state."""
+    """Return the bytes to keep for the manifest of `count` entries and this much boundary state."""
     return align(4 * count + 2 * boundary_bytes + MANIFEST_SLACK_BYTES, PAGE_BYTES)
 
 
@@ -110,7 +116,8 @@ def plan(
         return None
     cursor = align(manifest_at + manifest_bytes, PAGE_BYTES)
     at = np.zeros(len(rows), np.uint64)
-    # The coarsest alignment first, and by size: the space needed does not depend on the order.
+    # The coarsest alignment first, then the largest: so the space needed does not depend on the
+    # entries' order.
     units = [_alignment(entry.length, page_bytes) for entry in rows]
     for i in sorted(range(len(rows)), key=lambda i: (-units[i], -rows[i].length)):
         if rows[i].length == 0:

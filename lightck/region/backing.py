@@ -1,4 +1,4 @@
-"""Who maps a region: the native writer itself, libpmem2, or libpmemobj inside one of its pools."""
+"""Choose what maps a region: the native writer, libpmem2, or libpmemobj inside one of its pools."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from lightck.region.place import Place
 from lightck.region.spec import Backing, RegionSpec
 
 Given = tuple[int, int, Backing | None]
-"""Two descriptors, one to sync and one that carries the locks, and the mapping if not our own."""
+"""Two descriptors, one to sync and one that carries the locks, and the mapping unless the native
+writer makes it."""
 _SPARE = 4
-"""What somebody else maps cannot grow: it gets a quarter more, for state that appears late."""
+"""A region that PMDK maps cannot grow: it gets 1/4 more space, for state that appears late."""
 
 
 @contextlib.contextmanager
 def opened(where: Place, *, writable: bool) -> Iterator[Given]:
-    """What opening an existing region takes. The mapping is the body's to release.
+    """Yield what opening an existing region takes; the body must release the mapping.
 
     A region that libpmem2 mapped for its owner is an ordinary file: readers map it themselves.
     """
@@ -39,13 +40,13 @@ def opened(where: Place, *, writable: bool) -> Iterator[Given]:
 
 @contextlib.contextmanager
 def created(where: Place, spec: RegionSpec) -> Iterator[Given]:
-    """What making a region takes; it is published when the body ends."""
+    """Yield what making a region takes; the region is published when the body ends."""
     if where.backend == "pmemobj":
         with _new_in_pool(where, spec) as given:
             yield given
         return
     if where.backend == "pmem2":
-        pmdk.pmem2()  # is it there, before gigabytes are allocated
+        pmdk.pmem2()  # raises if it is missing, before gigabytes are allocated
     with place.created(where) as (fd, lock_fd):
         mapping = None
         if where.backend == "pmem2":
@@ -89,14 +90,17 @@ def _new_in_pool(where: Place, spec: RegionSpec) -> Iterator[Given]:
 
 
 def _fill_holes(where: Place, fd: int) -> None:
-    """A copy of a region's file may have holes: a store into one could find the medium full."""
+    """Allocate the holes of a copied region file.
+
+    A store into a hole could find the medium full.
+    """
     status = os.fstat(fd)
     if not where.is_device and status.st_blocks * 512 < status.st_size:
         place.allocate(fd, status.st_size, where.file)
 
 
 def region_files(path: str | os.PathLike[str] | None) -> list[Place]:
-    """Every rank's region at a path; a device or a pool is one region.
+    """Return every rank's region at a path; a device or a pool is one region.
 
     Raises:
         RegionError: the place is not safe.
@@ -106,7 +110,7 @@ def region_files(path: str | os.PathLike[str] | None) -> list[Place]:
 
 
 def is_blank(where: Place) -> bool:
-    """A device or pool in which no region was ever made."""
+    """Return whether no region was ever made here; only a device or a pool can be blank."""
     if where.backend == "pmemobj" and where.exists:
         return pmemobj.is_blank(where.file)
     return place.is_blank(where)
@@ -116,12 +120,15 @@ def is_blank(where: Place) -> bool:
 
 
 def shutdowns_file(where: Place) -> Path:
-    """Where the count of unsafe shutdowns is kept that the last owner met."""
+    """Return the path of the file with the count of unsafe shutdowns that the last owner read."""
     return where.file.with_suffix(".shutdowns")
 
 
 def last_shutdowns(where: Place) -> tuple[str, int] | None:
-    """The device, and its count when the region was last opened for writing."""
+    """Return the device and its count of unsafe shutdowns at the last opening for writing.
+
+    Returns None if there is no readable count.
+    """
     try:
         device, count = shutdowns_file(where).read_text(encoding="utf-8").split()
         return device, int(count)
@@ -130,9 +137,9 @@ def last_shutdowns(where: Place) -> tuple[str, int] | None:
 
 
 def _tell_shutdowns(where: Place, fd: int) -> None:
-    """Say when the medium lost power unsafely since its last owner.
+    """Warn if the medium lost power unsafely since its last owner, and store the new count.
 
-    What is read is checked anyway: this tells why a snapshot may be missing.
+    All that is read is checked anyway: the warning tells why a snapshot may be missing.
     """
     if where.is_device:
         return

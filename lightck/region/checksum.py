@@ -1,21 +1,21 @@
-"""CRC32C of bytes laid end to end, from the checksums of their parts."""
+"""Compute the CRC32C of concatenated bytes from the checksums of their parts."""
 
 from __future__ import annotations
 
 from functools import cache
 
 _POLYNOMIAL = 0x82F63B78
-"""Castagnoli's, bits reversed: the highest bit stands for x^0."""
+"""The Castagnoli polynomial, bits reversed: the highest bit stands for x^0."""
 _ONE = 1 << 31
 
 
 def combine(crc_a: int, crc_b: int, length_b: int) -> int:
-    """CRC32C of a and b together."""
+    """Return the CRC32C of a followed by b."""
     return _times(_power(8 * length_b), crc_a) ^ crc_b
 
 
 def _times(a: int, b: int) -> int:
-    """Product modulo the polynomial."""
+    """Return the product modulo the polynomial."""
     product, bit = 0, _ONE
     while bit:
         if a & bit:
@@ -26,7 +26,7 @@ def _times(a: int, b: int) -> int:
 
 
 def _power(n: int) -> int:
-    """X to the n."""
+    """Return x^n modulo the polynomial."""
     result, k = _ONE, 0
     while n:
         if n & 1:
@@ -37,7 +37,7 @@ def _power(n: int) -> int:
 
 @cache
 def _squared(k: int) -> int:
-    """X to the (2 to the k)."""
+    """Return x^(2^k) modulo the polynomial."""
     if k == 0:
         return _ONE >> 1
     return _times(_squared(k - 1), _squared(k - 1))

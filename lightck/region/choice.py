@@ -1,4 +1,4 @@
-"""Whether what was found is still there, while a trainer may overwrite it; what is said if not."""
+"""Tell whether a snapshot that was found is still there while a trainer may overwrite it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightck.region.region import Candidate, Recovery, Region
 
 
 def is_there(region: Region, candidate: Candidate) -> bool:
-    """No trainer has overwritten it since it was found, and this view of the region reaches it."""
+    """Return whether no trainer has overwritten the snapshot and this mapping reaches all of it."""
     ends = candidate.layout.offsets + candidate.layout.lengths
     if len(ends) and int(ends.max()) > region.info.size:
         return False  # the region grew after it was opened here
@@ -19,13 +19,13 @@ def is_there(region: Region, candidate: Candidate) -> bool:
     except (NoSnapshotError, CorruptSnapshotError):
         return False
     except RegionIOError:
-        return True  # whoever reads it is told why it cannot be read
+        return True  # reading it will raise, and the error says why
 
 
 def nothing_whole(
     where: Place, recovery: Recovery, step: int | str, problems: Sequence[str]
 ) -> str:
-    """Why there is no snapshot to give, with what is there."""
+    """Describe why no snapshot can be given, and what the region holds."""
     there = sorted(c.record.step for c in recovery.candidates)
     left = sorted(c.record.step for c in recovery.abandoned)
     lines = [f"{where.file}: no whole snapshot (wanted: {step}; steps there: {there or 'none'})"]

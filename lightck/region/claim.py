@@ -1,6 +1,7 @@
 """Claim a path for writing: open the region that is there if nothing would be lost, or make one.
 
-In two parts, since ranks have to know of the regions that all of them find before any is made.
+Claiming has two parts, `find` and `take`: ranks have to know of the regions that all of them find
+before any is made.
 """
 
 from __future__ import annotations
@@ -31,38 +32,39 @@ from lightck.region.spec import JOURNAL_BYTES, RegionSpec
 
 HUGE_PAGE_BYTES = 2 << 20
 _SHARED = 3
-"""Slots of a rank among several: the whole one, one of open fate, one to write."""
+"""Slots of one rank among several: the protected one, one whose global outcome is not known yet,
+and one to write."""
 
 
 @dataclass(eq=False)
 class Claim:
-    """A place that this process may write to, and the region in it, if there is one."""
+    """A location that this process may write to, and the region in it, if there is one."""
 
     where: place.Place
     region: Region | None
-    """Owned by this process."""
+    """The region, owned by this process; None: it has to be made."""
     continuation: Continuation = field(default_factory=Continuation)
-    """What the model carries on."""
+    """The snapshots that the model continues."""
 
     @property
     def run_id(self) -> bytes | None:
-        """Of the run that the region was made for."""
+        """Return the id of the run that the region was made for, or None without a region."""
         return None if self.region is None else self.region.info.run_id
 
     def close(self) -> None:
-        """Give the region up; idempotent."""
+        """Close the region and give up its lock; idempotent."""
         if self.region is not None:
             self.region.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Whose region it is.
+    """The identity of the rank whose region is claimed.
 
     Attributes:
-        rank: of `world`.
-        world: number of ranks that write now; a region outlives a change of it.
-        run_id: of a region that has to be made; None: as the config names it.
+        rank: the rank, of `world`.
+        world: number of ranks that write now; the region stays when that number changes.
+        run_id: the run id for a region that has to be made; None: made from the config's `run_id`.
     """
 
     rank: int = 0
@@ -71,7 +73,7 @@ class Seat:
 
 
 def _move_away(where: place.Place, why: LightckError) -> None:
-    """Not removed, nor an older one: its user may want to look at it."""
+    """Rename the damaged file, and keep every earlier one: its user may want to look at it."""
     every = (where.file.with_name(f"{where.file.name}.damaged{n or ''}") for n in count())
     aside = next(path for path in every if not os.path.lexists(path))
     os.rename(where.file, aside)
@@ -79,12 +81,12 @@ def _move_away(where: place.Place, why: LightckError) -> None:
 
 
 def find(config: Config, rank: int, continuation: Continuation) -> Claim:
-    """Own what is there, if it may be written.
+    """Become the owner of the region that is there, if it may be written.
 
     Args:
-        config: names the path, and says whether snapshots are given up.
+        config: names the path, and says whether older snapshots may be overwritten.
         rank: whose region it is.
-        continuation: what the model carries on.
+        continuation: the snapshots that the model continues.
 
     Raises:
         UnrestoredError: snapshots are there that were not restored; nothing was overwritten.
@@ -132,8 +134,9 @@ def take(
 ) -> Region:
     """Make the region that is not there yet, or make room in the one that is.
 
-    While the failure path is armed a rank of several has one more slot: a just-in-time snapshot
-    takes neither the protected one's nor one of unknown fate. Due ones leave it free.
+    While the failure path is armed, one rank of several has one more slot: a just-in-time snapshot
+    takes neither the protected slot nor one whose global outcome is not known. Due snapshots leave
+    that slot free.
     """
     slots = config.slots or (2 if seat.world == 1 else _SHARED + (config.failure != "off"))
     if seat.world > 1 and slots == 2:
@@ -188,11 +191,11 @@ def _check_rank(region: Region, rank: int) -> None:
 
 
 def naming_owner(error: RegionBusyError, where: place.Place) -> RegionBusyError:
-    """The same error with the number of the owner's process, where that is known."""
+    """Return the same error with the process number of the owner, where that is known."""
     try:
         region = Region.open(where, writable=False)
     except LightckError:
-        return error  # only a message depends on it: libpmemobj lets nobody look, for one
+        return error  # only a message depends on it, and a pool is one process's
     try:
         owner = statistics.owner(region.native)
     finally:
@@ -206,15 +209,19 @@ def naming_owner(error: RegionBusyError, where: place.Place) -> RegionBusyError:
 
 
 def _page_bytes(where: place.Place) -> int:
-    """Of the mapping to come: devices and hugetlbfs (its block size says so) have huge pages."""
+    """Return the page size of the mapping to come.
+
+    Devices and hugetlbfs (its block size says so) have huge pages.
+    """
     huge = where.is_device or os.statvfs(where.path).f_bsize >= HUGE_PAGE_BYTES
     return HUGE_PAGE_BYTES if huge else allocator.PAGE_BYTES
 
 
 def _take_over(region: Region, config: Config) -> None:
-    """Go on from what this model was restored from or recorded as, else only where nothing is lost.
+    """Let the model write here if it continues the newest snapshot, or if no snapshot is lost.
 
-    With `overwrite` too: what was restored stays protected until a newer snapshot is committed.
+    This holds with `overwrite`, too: the snapshot that the model continues stays protected until a
+    newer one is committed.
     """
     recovery = region.recover()
     known = [c.record for c in (*recovery.candidates, *recovery.abandoned)]

@@ -1,4 +1,4 @@
-"""A container's /dev/shm is small unless whoever starts the container says otherwise."""
+"""Advise on a container's /dev/shm, which is small unless the container is started with more."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NEEDED = re.compile(r"(\d+) bytes needed")
 
 @contextlib.contextmanager
 def enlarging(folder: Path) -> Iterator[None]:
-    """Say in an error of too little room how a container gets a larger /dev/shm.
+    """Add to an error of too little room how a container gets a larger /dev/shm.
 
     Raises:
-        RegionFullError: as the body, with advice where that is the reason.
+        RegionFullError: the body's error, with advice where the container's /dev/shm is the reason.
     """
     try:
         yield
@@ -30,7 +30,7 @@ def enlarging(folder: Path) -> Iterator[None]:
             raise
         there, needed = os.statvfs(SHARED_MEMORY), _NEEDED.search(str(error))
         if needed is None or int(needed[1]) <= there.f_bavail * there.f_frsize:
-            raise  # it is the machine's memory, or the group's, that is too small
+            raise  # the memory of the machine or of the cgroup is too small
         advised = RegionFullError(
             f"{error}; {SHARED_MEMORY} of this container has {there.f_blocks * there.f_frsize}"
             " bytes in all: start it with --shm-size=<bytes> (Docker), or mount a volume of"

@@ -1,4 +1,4 @@
-"""What one live model carries on: the snapshots that it was restored from or recorded as."""
+"""Record which snapshots a live model continues: those it was restored from or recorded as."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from lightck.region.native import Record
 
 @dataclass(eq=False)
 class Continuation:
-    """Lets attach refuse a path whose snapshots would be overwritten by a forgotten restore.
+    """The snapshots that one model continues.
 
-    It belongs to a model, not to the process: a new model, as a notebook's cell makes it when it
-    is run again, carries on nothing.
+    With it attach refuses a path whose snapshots would be overwritten because a restore was
+    forgotten. It belongs to a model, not to the process: a new model, as a notebook's cell makes it
+    when it is run again, continues nothing.
     """
 
     records: dict[bytes, Record] = field(default_factory=dict)
-    """Per region UUID: the snapshot that was restored from there, or committed there last."""
+    """Per region UUID: the snapshot that the model was restored from or committed last in that
+    region."""
     newest: dict[bytes, int] = field(default_factory=dict)
-    """Per region UUID: the newest sequence that was there then. A later one is somebody else's."""
+    """Per region UUID: the newest sequence when the model was restored or committed last. A later
+    sequence was written by somebody else."""
     given_up: set[Path] = field(default_factory=set)
-    """Region files that cannot be opened, and of which restore got from other ranks what they had:
-    attach may move them away."""
+    """Region files that cannot be opened and whose state restore got from other ranks: attach may
+    rename them."""
 
     def clear(self) -> None:
-        """Forget all of it: the live state is about to become another snapshot's."""
+        """Forget everything, because the live state is about to become another snapshot's."""
         self.records.clear()
         self.newest.clear()
         self.given_up.clear()

@@ -1,4 +1,4 @@
-"""Whether the extents of a snapshot lie where they may: in their slot, and none upon another."""
+"""Check that the extents of a snapshot lie in their slot and do not overlap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check(layout: Layout, record: Record, segments: Sequence[Segment], *, contex
     """Check every extent, so that reading all of them reads no more than a slot.
 
     Raises:
-        CorruptSnapshotError: names a tensor, or the sums that differ.
+        CorruptSnapshotError: the message names a tensor, or the sums that differ.
     """
     filled = np.flatnonzero(layout.lengths > 0)
     lengths = layout.lengths[filled]
@@ -55,11 +55,14 @@ def check(layout: Layout, record: Record, segments: Sequence[Segment], *, contex
 def _outside(
     starts: Numbers, lengths: Numbers, slot: int, segments: Sequence[Segment]
 ) -> npt.NDArray[np.bool_]:
-    """Which extents lie in no part of the slot. No length exceeds a slot: nothing overflows."""
+    """Return a mask of the extents that lie in no part of the slot.
+
+    No length exceeds a slot, so nothing overflows.
+    """
     outside = np.ones(len(starts), np.bool_)
     for segment in segments:
         begin = np.uint64(segment.offset + slot * segment.slot_bytes)
         part = np.uint64(segment.slot_bytes)
-        at = starts - begin  # wraps far beyond the part for what lies before it
+        at = starts - begin  # wraps to a huge number for an extent that lies before the part
         outside &= ~((at <= part) & (lengths <= part - np.minimum(at, part)))
     return outside

@@ -1,6 +1,6 @@
-"""The boundary journal: the small state of a step's instants, kept for every step, due or not.
+"""Read and write the boundary journal: the small state of each step, due or not.
 
-Three entries stay; two are never touched while the next is written (`lightck.h`).
+It keeps three entries; two are never touched while the third is written (`lightck.h`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ STEP_END, FORWARD, FENCE = 1, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """The boundary state of one instant; serves parameters of this very step and timeline only."""
+    """The boundary state of one moment of a step.
+
+    It may be used only with parameters of this very step and timeline.
+    """
 
     kind: int
-    """STEP_END: complete in itself. FORWARD: everything, at forward start. FENCE: before the first
-    update of the iteration that completes `step`, what the update will not change."""
+    """STEP_END: complete in itself. FORWARD: everything, at forward start. FENCE: the state that
+    the update will not change, taken before the first update of the iteration that completes
+    `step`."""
     step: int
     timeline: int
     sequence: int
@@ -29,14 +33,16 @@ class JournalEntry:
 
     @property
     def early(self) -> bool:
-        """Tell whether the entry was taken before forward start."""
+        """Return whether the entry was taken before forward start."""
         return bool(self.flags & RECORD_EARLY)
 
 
 def write_entry(region: NativeRegion, kind: int, step: int, timeline: int, blob: bytes) -> None:
-    """Write over the oldest of the three entries; of a fence, over what it has of that step.
+    """Write over the oldest of the three entries.
 
-    For one thread at a time; waits for no medium.
+    A FENCE entry replaces the one of the same step.
+
+    Only one thread at a time may call it; it waits for no medium.
 
     Raises:
         RegionFullError: a third of the journal is too small for the entry; says by how much.
@@ -51,7 +57,7 @@ def write_entry(region: NativeRegion, kind: int, step: int, timeline: int, blob:
 
 
 def read_entry(region: NativeRegion, kind: int = 0) -> JournalEntry | None:
-    """The newest whole entry of a kind (0: of any) of the region's newest timeline, or None.
+    """Return the newest whole entry of a kind (0: any kind) of the newest timeline, or None.
 
     Raises:
         CorruptSnapshotError: no entry is whole, and one is damaged.
@@ -59,7 +65,7 @@ def read_entry(region: NativeRegion, kind: int = 0) -> JournalEntry | None:
     """
     raw = ffi.new("lck_journal_entry *")
     code = E_FULL
-    while code == E_FULL:  # not asked yet, or the owner has just written a longer one
+    while code == E_FULL:  # first pass, or the owner has just written a longer entry
         room = int(raw.length)
         blob = ffi.new("char[]", room or 1)
         code = library().lck_journal_read(region.handle, kind, raw, blob, room)

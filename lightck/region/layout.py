@@ -1,4 +1,7 @@
-"""Named tensors -> extents: the layout table, written once per layout as an Arrow IPC stream."""
+"""Encode the layout table, which maps named tensors to extents, as an Arrow IPC stream.
+
+It is written once per layout.
+"""
 
 from __future__ import annotations
 
@@ -38,24 +41,25 @@ SCHEMA = pa.schema(
 
 _SHARD = ("global_shape", "global_offset", "placements")
 MAX_DIMS = 1024
-"""Of a tensor; torch and NumPy stop far below in all but the simplest operations."""
+"""The most dimensions of a tensor; torch and NumPy stop far below in all but the simplest
+operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a local tensor is of a DTensor."""
+    """The place of a local tensor within its DTensor."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole DTensor."""
     offset: tuple[int, ...]
-    """Of the local tensor's first element in the whole, per dimension."""
+    """Index of the local tensor's first element in the whole, per dimension."""
     placements: str
-    """Mesh and placements, in words that two equal ones share."""
+    """Mesh and placements as text; equal meshes and placements have equal texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor's description, without its place.
+    """The description of one tensor, without its offset.
 
     Strides count elements and describe the bytes of the tensor: those of the live tensor when it is
     dense, row-major otherwise. An alias shares the extent of the entry it names. A rank that shares
@@ -64,20 +68,21 @@ class Entry:
 
     name: str
     role: str
-    """parameter, buffer, optimizer or extra."""
+    """The role: parameter, buffer, optimizer or extra."""
     dtype: str
-    """torch's name without the prefix, e.g. "bfloat16"."""
+    """The dtype by torch's name without the prefix, e.g. "bfloat16"."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     length: int
     """Bytes of the extent; 0 for an empty tensor and for an alias."""
     layer: str = ""
-    """Module that owns it: the unit of release and audit."""
+    """The module that owns the tensor: tensors of one layer are released and audited together."""
     device: str = "cpu"
-    """cpu, or the kind of device it lived on."""
+    """The kind of device that the live tensor was on, e.g. "cpu"."""
     alias_of: str | None = None
     begin: int | None = None
-    """First byte of the tensor in the extent; None: the extent holds the whole tensor."""
+    """The first byte of the tensor that the extent holds; None: the extent holds the whole
+    tensor."""
     shard: Shard | None = None
 
 
@@ -94,32 +99,32 @@ class Layout:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Position of each name."""
+        """Map each name to its position in `entries`."""
         return {entry.name: i for i, entry in enumerate(self.entries)}
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.uint64]:
-        """Bytes of each extent."""
+        """Return the bytes of each extent."""
         return np.array([entry.length for entry in self.entries], np.uint64)
 
     @property
     def payload_bytes(self) -> int:
-        """Sum of the extents."""
+        """Return the sum of the extents in bytes."""
         return int(self.lengths.sum())
 
     @cached_property
     def table(self) -> bytes:
-        """The Arrow IPC stream that goes into the slot."""
+        """Return the Arrow IPC stream that goes into the slot."""
         return encode(self.entries, self.offsets)
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that identify the table."""
+        """Return 16 bytes that identify the table."""
         return hashlib.blake2b(self.table, digest_size=16).digest()
 
 
 def encode(entries: Sequence[Entry], offsets: npt.NDArray[np.uint64]) -> bytes:
-    """Serialize; the length does not depend on the offsets."""
+    """Serialize to an Arrow IPC stream, whose length does not depend on the offsets."""
     shards = [e.shard for e in entries]
     columns: list[Any] = [
         [e.name for e in entries],
@@ -146,10 +151,10 @@ def encode(entries: Sequence[Entry], offsets: npt.NDArray[np.uint64]) -> bytes:
 
 
 def decode(table: bytes, *, context: str) -> Layout:
-    """Parse and check a table; `extents` checks where they lie.
+    """Parse and check a table; `extents.check` checks where the extents lie.
 
     Raises:
-        CorruptSnapshotError: not a layout table; `context` names region and slot.
+        CorruptSnapshotError: the bytes are no layout table; `context` names region and slot.
     """
     rows = read(table, SCHEMA, context=f"{context}: layout table")
     try:

@@ -1,7 +1,7 @@
-"""The native library: its declarations, loaded once through cffi in ABI mode.
+"""Load the native library once, through cffi in ABI mode, with its declarations.
 
-No compiler at run time, the GIL is released during every call. `CDEF` repeats the header; a test
-compares the two with the library's exported symbols.
+It needs no compiler at run time, and the GIL is released during every call. `CDEF` repeats the
+header; a test compares the two with the library's exported symbols.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ ffi.cdef(CDEF)
 
 
 def library_path() -> str:
-    """Path of the native library: the one built with the package.
+    """Return the path of the native library: the one built with the package.
 
     `$LIGHTCK_NATIVE` names another build (sanitizers, fault injection).
     """
@@ -129,10 +129,10 @@ def library_path() -> str:
 
 @cache
 def library() -> Any:
-    """The loaded library, its ABI checked.
+    """Return the loaded library after checking its ABI version.
 
     Raises:
-        LightckError: it is missing, or built for another version of this module.
+        LightckError: the library is missing, or was built for another version of this module.
     """
     path = library_path()
     lib = ffi.dlopen(path)
@@ -143,18 +143,21 @@ def library() -> Any:
 
 
 def free_dram_bytes() -> int:
-    """Bytes that may be taken without pushing others out, swap left alone; 0 if nobody says."""
+    """Return the bytes of DRAM that can be taken without evicting or swapping; 0 if unknown."""
     found = int(library().lck_memory_available(0))
     return 0 if found == _UNKNOWN else found
 
 
 def last_error() -> str:
-    """Text of the calling thread's last native error."""
+    """Return the text of the calling thread's last native error."""
     text: bytes = ffi.string(library().lck_last_error())
     return text.decode(errors="replace")
 
 
 def check(code: int, context: str) -> None:
-    """Raise the exception for a native code; `context` names region, slot, step as known here."""
+    """Raise the exception that belongs to a native code below 0.
+
+    `context` names region, slot and step, as far as the caller knows them.
+    """
     if code < 0:
         raise from_native(code, last_error(), context=context)

@@ -1,4 +1,7 @@
-"""The manifest: what changes with every snapshot (checksums, boundary state), one Arrow IPC row."""
+"""Encode a snapshot's checksums and boundary state, the manifest, as one Arrow IPC row.
+
+A manifest is written with every snapshot.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,19 @@ SCHEMA = pa.schema(
 )
 _HEAD: bytes = SCHEMA.serialize().to_pybytes()
 _END = b"\xff\xff\xff\xff\0\0\0\0"
-"""End of an Arrow IPC stream, as a stream writer writes it."""
+"""The end of an Arrow IPC stream, as a stream writer writes it."""
 _NUMBERS = struct.Struct("<QQii")
-"""Step, sequence, first and last offset of the list of checksums."""
+"""The binary form of step, sequence, and first and last offset of the list of checksums."""
 _OFFSETS = struct.Struct("<qq")
 _ZEROS = bytes(8)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One snapshot's dynamic metadata.
+    """The metadata of one snapshot that changes each time.
 
-    The boundary blobs, of step end and of forward start, are opaque here: `capture.parcel` closes
-    them. What forward start alone has is left out of a snapshot that was finished before it.
+    The boundary blobs, of step end and of forward start, are opaque here: `capture.parcel` encodes
+    them. A snapshot that was finished before forward start lacks what only forward start has.
     """
 
     step: int
@@ -50,7 +53,8 @@ class Manifest:
 def encode(manifest: Manifest) -> bytes:
     """Serialize to an Arrow IPC stream.
 
-    What Arrow puts before the values depends on their lengths only: it is asked once for each.
+    The bytes that Arrow puts before the values depend only on the values' lengths: they are
+    computed once for each set of lengths.
     """
     head = _head(len(manifest.crcs), len(manifest.at_step), len(manifest.at_forward))
     if head is None:
@@ -59,7 +63,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _body(manifest: Manifest) -> list[bytes]:
-    """The buffers of the row, each padded to eight bytes; no column has a validity bitmap."""
+    """Return the buffers of the row, each padded to eight bytes.
+
+    No column has a validity bitmap.
+    """
     crcs = manifest.crcs.tobytes()
     one, other = manifest.at_step, manifest.at_forward
     return [
@@ -77,7 +84,10 @@ def _body(manifest: Manifest) -> list[bytes]:
 
 @lru_cache(maxsize=16)
 def _head(count: int, at_step_bytes: int, at_forward_bytes: int) -> bytes | None:
-    """What precedes the values of these lengths; None: this Arrow lays them out in another way."""
+    """Return the bytes that precede values of these lengths.
+
+    Returns None if this version of Arrow lays the values out in another way.
+    """
     crcs = np.zeros(count, np.uint32)
     blank = Manifest(0, 0, crcs, bytes(at_step_bytes), bytes(at_forward_bytes))
     row = _serialize(blank)
@@ -86,7 +96,7 @@ def _head(count: int, at_step_bytes: int, at_forward_bytes: int) -> bytes | None
 
 
 def _serialize(manifest: Manifest) -> bytes:
-    """The row as Arrow serializes it."""
+    """Return the row as Arrow serializes it."""
     crcs = pa.ListArray.from_arrays(
         pa.array([0, len(manifest.crcs)], pa.int32()), pa.array(manifest.crcs, pa.uint32())
     )

@@ -1,4 +1,4 @@
-"""A native region as a typed Python object; `pool` has the workers, `journal` the journal."""
+"""Wrap a native region as a typed Python object; `pool` has the workers, `journal` the journal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LINEAGE = 16
 READ_ONLY = 1
 RECORD_EARLY, RECORD_SUSPECT, RECORD_JIT = 1, 2, 4
 HOLDS_ALL = bytes(16)
-"""Share digest of a rank that holds all of its state."""
+"""The share digest in records of a rank that holds all of its state."""
 E_EMPTY, E_CORRUPT, E_LEASED, E_BUSY, E_FULL = -6, -5, -8, -7, -9
 MEDIA = {1: "fsdax", 2: "devdax", 3: "file", 4: "tmpfs", 5: "hugetlbfs"}
 
@@ -31,7 +31,10 @@ READ_DTYPE = np.dtype(
 
 
 def kernel(select: str | None = None) -> str:
-    """Name of the copy kernel in use, after selecting another one if asked (process-wide)."""
+    """Return the name of the copy kernel in use, after selecting another one if asked.
+
+    The selection holds for the process.
+    """
     name = ffi.new("const char **")
     check(library().lck_kernel(select.encode() if select else ffi.NULL, name), "copy kernel")
     text: bytes = ffi.string(name[0])
@@ -39,24 +42,30 @@ def kernel(select: str | None = None) -> str:
 
 
 def crc32c(data: bytes | memoryview) -> int:
-    """CRC32C of bytes, by the kernel in use."""
+    """Return the CRC32C of bytes, computed by the kernel in use."""
     return int(library().lck_crc32c(0, ffi.from_buffer(data), len(data)))
 
 
 def crc32c_at(address: int, length: int, crc: int = 0) -> int:
-    """CRC32C of live memory, which must stay where it is meanwhile; `crc`: of what precedes it."""
+    """Return the CRC32C of live memory, which must stay valid until the call returns.
+
+    `crc` is the checksum of the bytes that precede it.
+    """
     return int(library().lck_crc32c(crc, ffi.cast("const void *", address), length))
 
 
 class Lines:
-    """Cache lines that the CPU can be asked for: a hint, whatever is there by then."""
+    """Cache lines that the CPU can be asked to prefetch.
+
+    A prefetch is a hint, harmless whatever is at the address by then.
+    """
 
     def __init__(self, numbers: npt.NDArray[np.uint64]) -> None:
-        """Of the lines: their addresses in `LINE_BYTES`."""
+        """Take the lines by number: a line's number is its address divided by `LINE_BYTES`."""
         self.addresses = ffi.from_buffer("uint64_t[]", numbers * np.uint64(LINE_BYTES))
 
     def ask(self) -> None:
-        """Ask for all of them."""
+        """Ask the CPU to prefetch all of the lines."""
         library().lck_prefetch(self.addresses, len(self.addresses))
 
 
@@ -71,7 +80,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RegionInfo:
-    """What a region says about itself. Sizes in bytes, times in ns of the wall clock."""
+    """The description of a region: its superblock and its mapping.
+
+    Sizes in bytes, times in ns of the wall clock.
+    """
 
     uuid: bytes
     run_id: bytes
@@ -89,12 +101,12 @@ class RegionInfo:
     timeline: int
     base: int
     device: int
-    """The same bytes, for a device that stores copies itself."""
+    """The address of the same bytes for a device that stores copies itself."""
     journal_bytes: int
-    """Of the boundary journal, three entries."""
+    """Bytes of the boundary journal, which holds three entries."""
     segments: tuple[Segment, ...]
     lineage: tuple[tuple[int, int], ...]
-    """(timeline, sequence): ancestors of `timeline`, each up to its branch point."""
+    """The ancestors of `timeline` as (timeline, sequence), each valid up to that sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +128,27 @@ class Record:
     rank: int
     world: int
     share_digest: bytes = HOLDS_ALL
-    """Of the share map; equal on the ranks that share."""
+    """The digest of the share map; equal on the ranks that share replicated state."""
 
     @property
     def early(self) -> bool:
-        """Tell whether the snapshot was finished before forward start."""
+        """Return whether the snapshot was finished before forward start."""
         return bool(self.flags & RECORD_EARLY)
 
     @property
     def suspect(self) -> bool:
-        """Replicas were found to differ at this snapshot, or before it in its timeline."""
+        """Return whether replicas were found to differ at this snapshot or earlier.
+
+        Earlier means: before this snapshot in its timeline.
+        """
         return bool(self.flags & RECORD_SUSPECT)
 
 
 class NativeRegion:
-    """Owns one `lck_region`, and the mapping below it. Method errors name `self.label`."""
+    """The owner of one `lck_region` and of the mapping below it.
+
+    Errors of its methods name `self.label`.
+    """
 
     def __init__(self, handle: Any, label: str, given: Backing | None = None) -> None:
         """Take ownership of `handle`; `label` is the path for messages."""
@@ -187,7 +205,7 @@ class NativeRegion:
         return cls(handle, label, given)
 
     def describe(self) -> RegionInfo:
-        """The region's description as of now."""
+        """Return the region's current description."""
         raw = ffi.new("lck_region_info *")
         check(library().lck_region_describe(self.handle, raw), f"describe region {self.label}")
         return RegionInfo(
@@ -220,20 +238,20 @@ class NativeRegion:
         check(library().lck_region_grow(self.handle, slot_bytes), f"grow region {self.label}")
 
     def branch(self, timeline: int, lineage: Sequence[tuple[int, int]]) -> None:
-        """Durably begin a timeline. May block on the medium."""
+        """Begin a timeline, durable on return. May block on the medium."""
         rows = ffi.new("lck_branch[]", [list(pair) for pair in lineage] or 1)
         code = library().lck_region_branch(self.handle, timeline, rows, len(lineage))
         check(code, f"begin timeline in {self.label}")
 
     def suspect(self, sequence: int) -> None:
-        """Durably mark what the newest timeline has and will have from `sequence` on as suspect.
+        """Mark the newest timeline's snapshots from `sequence` on, future ones too, as suspect.
 
-        Any thread; may block on the medium.
+        The mark is durable on return. Any thread may call it; it may block on the medium.
         """
         check(library().lck_region_suspect(self.handle, sequence), f"mark in {self.label}")
 
     def read_record(self, slot: int) -> Record:
-        """A slot's checked record.
+        """Return a slot's checked record.
 
         Raises:
             CorruptSnapshotError: record, bounds, layout table or manifest do not hold.
@@ -243,7 +261,7 @@ class NativeRegion:
         return _record(self._raw_record(slot))
 
     def read_tables(self, slot: int) -> tuple[Record, bytes, bytes]:
-        """A slot's checked record with copies of its layout table and its manifest.
+        """Return a slot's checked record with copies of its layout table and its manifest.
 
         Raises:
             CorruptSnapshotError: one of them does not hold, or the owner has overwritten it since.
@@ -267,18 +285,18 @@ class NativeRegion:
         return raw
 
     def lease(self, slot: int, hold: bool) -> None:
-        """Take or drop a reader's lease; the slot is let go with the last that was taken.
+        """Take or drop a reader's lease; the slot is released when the last lease is dropped.
 
-        Not for several threads at once.
+        Only one thread at a time may call it.
         """
         others = self._leases[slot] - (not hold)
-        if others <= 0:  # the file's lock knows no number
+        if others <= 0:  # the file's lock does not count how often it is taken
             code = library().lck_slot_lease(self.handle, slot, int(hold))
             check(code, f"lease of {self.label} slot {slot}")
         self._leases[slot] = max(others + hold, 0)
 
     def fetch(self, reads: npt.NDArray[Any], threads: int) -> int | None:
-        """Verify extents and copy them out; the index of the first bad one, or None.
+        """Verify extents and copy them out; return the index of the first bad one, or None.
 
         Args:
             reads: READ_DTYPE rows; destination 0 verifies only.
@@ -293,16 +311,18 @@ class NativeRegion:
         return None
 
     def peek(self, offset: int, length: int, address: int) -> None:
-        """Copy a part of an extent, of which alone no checksum is known: the caller checks it all.
+        """Copy a part of an extent.
+
+        The caller must check the whole, as no checksum of a part is known.
 
         Raises:
-            CorruptSnapshotError: it is outside of the region.
-            RegionIOError: the medium cannot give it.
+            CorruptSnapshotError: the part is outside of the region.
+            RegionIOError: the medium cannot give the bytes.
         """
         if offset + length > self.describe().size:
             raise CorruptSnapshotError(f"{self.label}: [{offset}, +{length}) is outside of it")
         row = np.array([(offset, length, address, 0, 0)], READ_DTYPE)
-        self.fetch(row, 1)  # what it finds is compared after it was copied
+        self.fetch(row, 1)  # its checksum verdict is ignored: the caller compares what was copied
 
     def close(self) -> None:
         """Unmap and unlock; idempotent."""

@@ -1,4 +1,4 @@
-"""Where a region lives: find, check, open its file, pool or device, never through a symlink."""
+"""Find, check and open the file, pool or device where a region lives, never through a symlink."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightck.errors import RegionBusyError, RegionError, RegionFullError
 OTHERS_WRITE = 0o022
 _POOL_SIGNATURE, _SET_SIGNATURE = b"PMEMOBJ\0", b"PMEMPOOLSET"
 OWNER_BYTE = (2**63 - 1) // 2
-"""Locked by the owner: native/src/lock.c."""
+"""The byte of the file that the owner locks, as in native/src/lock.c."""
 _FLOCK = "hhqqi4x"
-"""A `struct flock` of 64-bit Linux: type, whence, start, length, process."""
+"""The `struct` format of a `struct flock` of 64-bit Linux: type, whence, start, length, process."""
 _USUAL_BLOCKS = 1 << 20
-"""Larger blocks are huge pages."""
+"""The largest block size of an ordinary file system; larger blocks are huge pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +34,29 @@ class Place:
     file: Path
     is_device: bool
     backend: Literal["native", "pmem2", "pmemobj"] = "native"
-    """Who maps it for its owner; what is in a pool can only be reached through libpmemobj."""
+    """The library that maps the region for its owner; a region in a pool can be reached only
+    through libpmemobj."""
 
     @property
     def is_plain(self) -> bool:
-        """The region is a file of its own, which anyone may map."""
+        """Return whether the region is a file of its own, which anyone may map."""
         return not self.is_device and self.backend != "pmemobj"
 
     @property
     def common(self) -> str:
-        """What of it must be the same on every rank."""
+        """Return the part of the location that must be the same on every rank."""
         if self.path == self.file:
             return "a device or pool of its own"
         return os.fspath(self.path)
 
     @property
     def reach(self) -> str:
-        """The same for ranks of one node that can read each other's regions; "" if none can.
+        """Return a text equal on ranks of one node that can read each other's regions.
 
-        A pool is one process's at a time; containers may mount different media at one path.
+        "" if none can.
+
+        Only one process at a time can have a pool; containers may mount different media at one
+        path.
         """
         if not self.is_plain or self.path == self.file:
             return ""
@@ -61,7 +65,7 @@ class Place:
 
     @property
     def exists(self) -> bool:
-        """Something is there already: a region file, or the device."""
+        """Return whether a region file or the device is there already."""
         return self.is_device or _status(self.file) is not None
 
 
@@ -71,14 +75,15 @@ Backend = Literal["auto", "pmem2", "pmemobj"]
 def locate(
     path: str | os.PathLike[str], rank: int, *, create: bool, backend: Backend = "auto"
 ) -> Place:
-    """Check `path` and say where the rank's region is.
+    """Check `path` and return the location of the rank's region.
 
     Args:
         path: a folder (one region file or pool per rank inside), a libpmemobj pool, or a devdax
             character device.
         rank: names the file.
         create: make the folder (mode 0700) when only its last component is missing.
-        backend: who maps a region for its owner. `auto`: a pool's region through libpmemobj, any
+        backend: the library that maps a region for its owner. `auto`: libpmemobj for a region in a
+            pool, the native writer for any other.
             other without PMDK.
 
     Raises:
@@ -150,7 +155,9 @@ def _pool_file(root: Path, status: os.stat_result, backend: Backend) -> Place:
 
 
 def every_rank(where: Place) -> list[Place]:
-    """Places of the region files and pools in a folder; a device or a pool is one region.
+    """Return the locations of the region files and pools in a folder.
+
+    A device is one region, a pool too.
 
     Raises:
         RegionError: the folder may not be read.
@@ -172,7 +179,10 @@ def every_rank(where: Place) -> list[Place]:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Of the path itself, or None when nothing is there: what cannot be known is an error."""
+    """Return the status of the path itself, or None when nothing is there.
+
+    Any other failure raises RegionError.
+    """
     try:
         return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -206,14 +216,14 @@ def _check_owner(path: Path, status: os.stat_result, kind: str) -> None:
 
 @contextlib.contextmanager
 def opened(place: Place, *, writable: bool) -> Iterator[tuple[int, int]]:
-    """Two descriptors of an existing region: one to map, one that carries the locks.
+    """Yield two descriptors of an existing region: one to map, one that carries the locks.
 
     Raises:
         RegionError: a symlink, not a regular file, another user's, writable by others, or not
             readable or writable by this process.
     """
     access = os.O_RDWR if writable else os.O_RDONLY
-    flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would be waited for
+    flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe would wait
     with contextlib.ExitStack() as stack:
         pair = []
         for _ in range(2):
@@ -227,7 +237,7 @@ def opened(place: Place, *, writable: bool) -> Iterator[tuple[int, int]]:
 def _open(file: Path, flags: int) -> int:
     try:
         return os.open(file, flags, 0o600)
-    except FileNotFoundError as error:  # it was there just now: others are at work
+    except FileNotFoundError as error:  # it was there: others removed it
         raise RegionBusyError(f"{file}: cannot open: {error.strerror}") from error
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -248,7 +258,7 @@ def _check_file(place: Place, pair: list[int]) -> None:
 
 @contextlib.contextmanager
 def created(place: Place) -> Iterator[tuple[int, int]]:
-    """Two descriptors of a new, empty region file, published under its name on success.
+    """Yield two descriptors of a new, empty region file, published under its name on success.
 
     The file is made beside its final name and linked there when the body ends, so that a crash in
     between leaves no half-made region; an error removes it.
@@ -273,7 +283,7 @@ def created(place: Place) -> Iterator[tuple[int, int]]:
         stack.callback(os.close, fd)
         lock_fd = _open(draft, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         stack.callback(os.close, lock_fd)
-        # Until it is locked, another process takes the draft for a leftover.
+        # Until the draft is locked, another process takes it for a leftover.
         if not _own(lock_fd) or not _is_same(draft, fd) or not _is_same(draft, lock_fd):
             raise RegionBusyError(f"{place.file} is being made by another process")
         stack.callback(_unlink_own, draft, fd)
@@ -287,15 +297,15 @@ def created(place: Place) -> Iterator[tuple[int, int]]:
 
 
 def draft_of(place: Place) -> Path:
-    """Where `created` makes the file before it has its name."""
+    """Return the path at which `created` makes the file before linking it to its name."""
     return place.file.with_suffix(".new")
 
 
 def allocate(fd: int, size: int, file: Path) -> None:
-    """Give a file `size` bytes that are really there.
+    """Give a file `size` bytes that are allocated on the medium.
 
     Raises:
-        RegionFullError: bytes needed and free.
+        RegionFullError: the message says how many bytes are needed and free.
     """
     try:
         os.posix_fallocate(fd, 0, size)
@@ -326,7 +336,10 @@ def _discard_leftover(draft: Path) -> None:
 
 
 def _own(fd: int) -> bool:
-    """Take the owner lock that native/src/lock.c takes; of no effect on what `fd` holds already."""
+    """Take the owner lock as native/src/lock.c does; return whether it is held.
+
+    It has no effect if `fd` holds it already.
+    """
     lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, OWNER_BYTE, 1, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
@@ -339,7 +352,7 @@ def _own(fd: int) -> bool:
 
 @contextlib.contextmanager
 def seized(file: Path) -> Iterator[int]:
-    """Hold a region's file against every owner and reader; gives a descriptor of it.
+    """Hold a region's file against every owner and reader; yield a descriptor of it.
 
     Raises:
         RegionBusyError: somebody owns it, makes it, or holds a snapshot in it.
@@ -348,7 +361,7 @@ def seized(file: Path) -> Iterator[int]:
     fd = _open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         _check_file(Place(file.parent, file, is_device=False), [fd, fd])
-        lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # from 0 to any end
+        lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # length 0: to any end
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
         except (BlockingIOError, PermissionError) as error:
@@ -363,10 +376,10 @@ def seized(file: Path) -> Iterator[int]:
 
 
 def is_owned(place: Place) -> bool:
-    """Whether a process owns the region there now; only looks, and holds nobody up.
+    """Return whether a process owns the region now, without locking anything.
 
     Raises:
-        RegionError: it cannot be opened.
+        RegionError: the region cannot be opened.
     """
     with opened(place, writable=False) as (fd, _):
         lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, OWNER_BYTE, 1, 0)
@@ -375,7 +388,7 @@ def is_owned(place: Place) -> bool:
 
 
 def _is_same(path: Path, fd: int) -> bool:
-    """The name still stands for the open file."""
+    """Return whether the name still leads to the open file."""
     there = _status(path)
     return there is not None and os.path.samestat(there, os.fstat(fd))
 
@@ -387,7 +400,7 @@ def _unlink_own(path: Path, fd: int) -> None:
 
 
 def taken_bytes(fd: int) -> int:
-    """What an open file takes of its medium."""
+    """Return the bytes that an open file takes on its medium."""
     status = os.fstat(fd)
     huge = status.st_blksize > _USUAL_BLOCKS  # hugetlbfs counts no blocks
     return status.st_size if huge else status.st_blocks * 512
@@ -406,7 +419,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_blank(where: Place) -> bool:
-    """A device on which no region was ever made: its superblocks are all zeros."""
+    """Return whether no region was ever made on the device: its superblocks are all zeros."""
     if not where.is_device:
         return False
     with opened(where, writable=False) as (fd, _):

@@ -1,4 +1,4 @@
-"""PMDK's libraries, found when first used through cffi in ABI mode, and the error without them."""
+"""Load PMDK's libraries on first use, through cffi in ABI mode, or say which is missing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ void *mmap(void *addr, size_t length, int prot, int flags, int fd, int64_t offse
 
 _MAP_NORESERVE, _MAP_FIXED_NOREPLACE = 0x4000, 0x100000
 _mapped: dict[int, int] = {}
-"""Start and length of what PMDK has mapped in this process, or had in the one that forked it."""
+"""Length by start address of what PMDK has mapped in this process, or had in the one that forked
+it."""
 
 ffi: Any = FFI()
 ffi.cdef(CDEF)
@@ -70,7 +71,7 @@ ffi.cdef(CDEF)
 
 @cache
 def pmem2() -> Any:
-    """The mapping library.
+    """Return libpmem2, the library that maps.
 
     Raises:
         PmdkMissingError: it is not installed.
@@ -80,7 +81,7 @@ def pmem2() -> Any:
 
 @cache
 def pmemobj() -> Any:
-    """The pool library.
+    """Return libpmemobj, the library that has the pools.
 
     Raises:
         PmdkMissingError: it is not installed.
@@ -90,7 +91,7 @@ def pmemobj() -> Any:
 
 @cache
 def libc() -> Any:
-    """The C library, for what Python's own modules do not offer."""
+    """Return the C library, for calls that Python's own modules do not offer."""
     return ffi.dlopen(None)
 
 
@@ -105,10 +106,11 @@ def _load(name: str, package: str) -> Any:
 
 
 def keep_from_children(base: int, length: int) -> None:
-    """Let a forked child have nothing of a mapping but its addresses, until `forget`.
+    """Keep a mapping out of forked children, which see only its addresses as taken, until `forget`.
 
-    A lock that a mapping carries would last as long as the child. Its addresses stay taken there
-    because the child inherits PMDK's register of them, which refuses a second mapping with EEXIST.
+    A lock that a mapping carries would last as long as the child. The addresses stay taken in the
+    child because it inherits PMDK's register of mappings, which refuses a second mapping with
+    EEXIST.
     """
     if libc().madvise(ffi.cast("void *", base), length, mmap.MADV_DONTFORK) != 0:
         raise RegionError(f"keep {length} bytes from forked children: {os.strerror(ffi.errno)}")
@@ -116,7 +118,7 @@ def keep_from_children(base: int, length: int) -> None:
 
 
 def forget(base: int) -> None:
-    """The mapping is gone, or about to go."""
+    """Drop a mapping that is gone, or about to go, from the register."""
     del _mapped[base]
 
 
@@ -130,6 +132,6 @@ os.register_at_fork(after_in_child=_hold_addresses)
 
 
 def text_of(message: Any) -> str:
-    """A library's last error, as text."""
+    """Return a library's last error as text."""
     text: bytes = ffi.string(message)
     return text.decode(errors="replace")

@@ -1,8 +1,8 @@
 """The libpmemobj back end: a region allocated inside a pool, found through the pool's root object.
 
-The root is made last to say that the region is there: an allocation that a crash cut short is
-given back by the next one. libpmemobj locks the pool's file (flock) for as long as it is mapped,
-so one process at a time has it; handles of one process share it.
+The root is written last to say that the region is there: an allocation that a crash interrupted is
+freed by the next one. libpmemobj locks the pool's file (flock) as long as it is mapped, so only one
+process at a time can have it; handles of one process share it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lightck.region.pmdk import ffi, forget, keep_from_children, pmemobj, text_o
 from lightck.region.spec import Backing
 
 MOST_BYTES = 0x3FFDFFFC0
-"""PMEMOBJ_MAX_ALLOC_SIZE: nothing in a pool is larger than this, just under 16 GiB."""
+"""The largest allocation in a pool, libpmemobj's PMEMOBJ_MAX_ALLOC_SIZE: just under 16 GiB."""
 LAYOUT = b"lightck"
 ALIGNMENT = 2 << 20
-"""Of the region in the pool, so that huge pages can map it."""
+"""Alignment of the region in the pool, so that huge pages can map it."""
 _POOL_BYTES = 8 << 20  # a pool's own part: lanes, zone headers, root (5 MiB were measured)
 _HEAD_BYTES = 131_072  # superblocks and records: docs/design.md, section 3
 _MAGIC = b"LCKPOOL1"
@@ -37,7 +37,7 @@ _open: dict[tuple[int, int], Pool] = {}
 
 
 class Pool:
-    """An open pool; `close` as often as `open_pool` gave it out."""
+    """An open pool; call `close` once for each `open_pool`."""
 
     def __init__(self, handle: Any, file: Path, length: int, key: tuple[int, int]) -> None:
         """Take ownership of an open `PMEMobjpool`; see `open_pool`."""
@@ -50,7 +50,10 @@ class Pool:
         self.base = int(ffi.cast("uintptr_t", handle))
 
     def close(self) -> None:
-        """The last close unmaps the pool and unlocks it. Regions in it must be closed before."""
+        """Give one use up; the last close unmaps and unlocks the pool.
+
+        Close regions in it before.
+        """
         with _guard:
             self.users -= 1
             if self.users == 0 and self.process == os.getpid():
@@ -59,10 +62,10 @@ class Pool:
                 pmemobj().pmemobj_close(self.handle)
 
     def _root(self) -> Any | None:
-        """The root object, or None when the pool has none yet.
+        """Return the root object, or None when the pool has none yet.
 
         Raises:
-            RegionError: it is another application's.
+            RegionError: the root object is another application's.
         """
         size = int(pmemobj().pmemobj_root_size(self.handle))
         if size == 0:
@@ -83,18 +86,18 @@ class Pool:
 
     @property
     def holds_region(self) -> bool:
-        """A region was made in it, completely."""
+        """Return whether a region was made in the pool completely."""
         root = self._root()
         return root is not None and bool(root.made)
 
     def allocate(self, wanted: int, least: int) -> None:
-        """Find room for a region of `wanted` bytes, or of `least`; no region is there yet.
+        """Allocate `wanted` bytes for a region, or `least`, in a pool without a region.
 
         Raises:
-            RegionFullError: there is no such piece.
+            RegionFullError: the pool has no such piece.
         """
         lib = pmemobj()
-        self._root()  # refuse another application's before it could be made larger
+        self._root()  # raises for another application's root, which the next call could enlarge
         at = lib.pmemobj_root(self.handle, _ROOT_BYTES)
         if at.off == 0:
             raise self._full(least)
@@ -112,18 +115,24 @@ class Pool:
         root.offset = -(-root.space.off // ALIGNMENT) * ALIGNMENT
         root.magic = _MAGIC
         self._persist(root, ffi.sizeof("lightck_root"))
-        # What an earlier owner of the space left there must not be taken for a region.
+        # Bytes that an earlier owner of the space left there must not be taken for a region.
         lib.pmemobj_memset_persist(self.handle, self._at(root.offset), 0, _HEAD_BYTES)
 
     def made(self) -> None:
-        """The region in the allocated space is durable: from now on it is there."""
+        """Record durably that the region in the allocated space is there.
+
+        It must be durable already.
+        """
         root = self._root()
         assert root is not None
         root.made = 1
         self._persist(root, ffi.sizeof("lightck_root"))
 
     def backing(self) -> Backing:
-        """The allocated space. The native writer finds out how stores become durable there."""
+        """Return the allocated space.
+
+        The native writer finds out how stores become durable there.
+        """
         root = self._root()
         if root is None or root.offset + root.length > self.length or root.length == 0:
             raise RegionFormatError(
@@ -148,12 +157,12 @@ class Pool:
 
 
 def open_pool(file: Path) -> Pool:
-    """Open a pool, or share it with what this process has open; the caller closes it.
+    """Open a pool, or share the one that this process has open; the caller closes it.
 
     Raises:
         PmdkMissingError: libpmemobj is not installed.
         RegionBusyError: another process has it open.
-        RegionError: libpmemobj refuses; its words.
+        RegionError: libpmemobj refuses; the message has its text.
     """
     with _guard:
         status = os.stat(file, follow_symlinks=False)
@@ -166,12 +175,12 @@ def open_pool(file: Path) -> Pool:
         if handle == ffi.NULL:
             raise _refusal(file, ffi.errno)
         pool = _open[key] = Pool(handle, file, status.st_size, key)
-        keep_from_children(pool.base, pool.length)  # and with it the lock
+        keep_from_children(pool.base, pool.length)  # the lock is kept from them with it
     return pool
 
 
 def make_pool(where: Place, space: int) -> None:
-    """Make a pool with room for `space` bytes in one piece, published whole under its name.
+    """Make a pool with room for `space` bytes in one piece; it gets its name when complete.
 
     Raises:
         RegionFullError: bytes needed and free; or more than libpmemobj can give in one piece.
@@ -193,7 +202,7 @@ def make_pool(where: Place, space: int) -> None:
 
 
 def is_blank(file: Path) -> bool:
-    """No region was made in the pool."""
+    """Return whether no region was made in the pool."""
     pool = open_pool(file)
     try:
         return not pool.holds_region

@@ -1,4 +1,4 @@
-"""Which of several whole snapshots recovery takes first."""
+"""Order whole snapshots by which recovery takes first."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ T = TypeVar("T", bound=_HasRecord)
 
 
 def is_near(inexact: int, exact: int) -> bool:
-    """An inexact snapshot of one step yields to an exact one of the other, a step older at most."""
-    return 0 <= inexact - exact <= 1  # the state of a newer one may be that of an older step
+    """Return whether an inexact snapshot yields to an exact one.
+
+    It must be a step older at most.
+    """
+    return 0 <= inexact - exact <= 1  # a newer one's state may be of an older step
 
 
 def replaces(record: Record, held: Record | None) -> bool:
-    """Recovery takes it rather than an older one, the best until now."""
+    """Return whether recovery prefers the snapshot of `record` to `held`, the best before it."""
     return held is None or not _yields(record, held)
 
 
 def worth(record: Record | None, held: Record | None) -> tuple[bool, int]:
-    """What a slot's snapshot is worth: those with less are reused first.
+    """Return the sort key by which slots are reused: the least first.
 
     Args:
-        record: of the slot; None: nothing that counts.
-        held: of the snapshot that is protected, perhaps an early one to which this is near.
+        record: the slot's snapshot; None: none that counts.
+        held: the protected snapshot; if it is early, an exact one near it is worth more.
     """
     if record is None:
         return False, 0
@@ -43,7 +46,7 @@ def _yields(newer: Record, older: Record) -> bool:
 
 
 def preferred(candidates: Sequence[T]) -> list[T]:
-    """Order candidates, given the newest first: those above suspicion come before all others.
+    """Order candidates, given newest first: those that are not suspect come before all others.
 
     Where replicas differ, one of them is wrong, and nothing in the bytes tells which.
     """
@@ -52,9 +55,9 @@ def preferred(candidates: Sequence[T]) -> list[T]:
 
 
 def _exact_first(candidates: list[T]) -> list[T]:
-    """An early snapshot yields to an exact one that is near."""
+    """Put an exact snapshot before the early ones that are near it."""
     ordered: list[T] = []
-    waiting: list[T] = []  # early ones, while an exact one may still come
+    waiting: list[T] = []  # early ones: an exact one near them may still come
     for each in candidates:
         if each.record.early:
             waiting.append(each)

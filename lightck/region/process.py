@@ -1,4 +1,4 @@
-"""Which process is which: a number is used again, number and start on one boot are not."""
+"""Identify a process by its number, start time and boot; a number alone is used again."""
 
 from __future__ import annotations
 
@@ -17,34 +17,37 @@ class Process:
 
     number: int
     start: int
-    """Ticks since boot; 0: not known."""
+    """The start time in ticks since boot; 0: not known."""
     boot: bytes
 
     @classmethod
     def this(cls) -> Process:
-        """The calling one."""
+        """Return the calling process."""
         return cls(os.getpid(), _start(os.getpid()) or 0, boot())
 
     @property
     def is_here(self) -> bool:
-        """It belongs to this boot of this machine, so that looking for it means something."""
+        """Return whether the process is of this boot of this machine and can be looked up."""
         return self.boot == boot()
 
     @property
     def is_running(self) -> bool:
-        """It is there, as far as this process can see (not beyond its PID namespace)."""
+        """Return whether the process runs, as far as this process's PID namespace shows."""
         return self.is_here and self.start != 0 and _start(self.number) == self.start
 
 
 def boot() -> bytes:
-    """Id of this boot, 16 bytes; zeros where the kernel does not tell."""
+    """Return the 16-byte id of this boot; zeros where the kernel does not tell."""
     with suppress(OSError, ValueError):
         return uuid.UUID((_PROC / "sys/kernel/random/boot_id").read_text().strip()).bytes
     return bytes(16)
 
 
 def _start(number: int) -> int | None:
-    """Field 22 of `stat`; the name before it may hold anything, parentheses too."""
+    """Return the start time of a live process in ticks since boot (field 22 of `stat`), or None.
+
+    The name before that field may hold anything, parentheses too.
+    """
     try:
         text = (_PROC / str(number) / "stat").read_bytes()
         fields = text[text.rindex(b")") + 2 :].split()

@@ -31,9 +31,9 @@ from lightck.region.slot import Slot
 from lightck.region.spec import PROCESS_DURABLE, RegionSpec
 
 _LOOKS = 4
-"""How often a reader looks at most before it believes what it does not find."""
+"""How often a reader looks at a region at most before it believes that something is missing."""
 _FEW_SEGMENTS = 4
-"""From here on the region doubles when it grows."""
+"""With this many segments or more, the region doubles when it grows."""
 
 
 @dataclass(frozen=True)
@@ -47,60 +47,62 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a region holds."""
+    """The snapshots that recovery found in a region."""
 
     candidates: tuple[Candidate, ...]
-    """Of the newest timeline and its ancestors up to their branch points; best first."""
+    """Snapshots of the newest timeline and of its ancestors up to their branch points; best
+    first."""
     abandoned: tuple[Candidate, ...]
-    """Whole, but on a branch that a later restore left behind."""
+    """Whole snapshots on a branch that a later restore abandoned."""
     problems: tuple[str, ...]
-    """Slots whose record, layout table or manifest do not hold, and why."""
+    """A text per slot whose record, layout table or manifest does not hold, and why."""
 
     @property
     def is_empty(self) -> bool:
-        """No slot holds anything, whole or not."""
+        """Return whether no slot holds anything, whole or not."""
         return not (self.candidates or self.abandoned or self.problems)
 
 
 class Region:
-    """One open region. Used by one thread; the pool works beside it."""
+    """One open region. Only one thread uses it; the pool's workers run beside it."""
 
     def __init__(self, handle: NativeRegion, where: Place) -> None:
         """Wrap an open native region; see `create` and `open`."""
         self.native = handle
         self.place = where
         self._file: os.stat_result | None = None
-        """Of the file that was opened or made."""
+        """Status of the file when it was opened or made."""
         self.info = handle.describe()
         self.slots = [Slot(i) for i in range(self.info.slot_count)]
         self.protected: int | None = None
-        """The best whole snapshot's slot. By I6 (old before new) it is never invalidated, moved or
-        overwritten."""
+        """The slot of the best whole snapshot. By I6 (old before new) it is never invalidated,
+        moved or overwritten."""
         self.reusable: Callable[[int, int], bool] | None = None
-        """Several ranks: whether the slot that holds (timeline, step) may be reused."""
+        """With several ranks: return whether the slot that holds (timeline, step) may be reused."""
         self.spare = 0
-        """How many slots due snapshots leave to a failure."""
+        """The number of slots that due snapshots leave free for a failure."""
         self.next_sequence = 1 + max((seq for _, seq in self.info.lineage), default=0)
         self.timeline = self.info.timeline
         self.continuation = Continuation()
-        """What the live state that is written here carries on; whoever knows it puts it here."""
+        """The snapshots that the live state continues; the code that knows them assigns it."""
         self.world = self.info.world
-        """Number of ranks that write now; the superblock keeps that of the region's making."""
+        """The number of ranks that write now; the superblock keeps the number when the region was
+        made."""
 
     @classmethod
     def create(cls, where: Place, spec: RegionSpec) -> Region:
         """Make and own a region; on return it is durable under its name and every slot is empty.
 
         Raises:
-            RegionFullError: bytes needed and free are named; nothing is left behind.
-            RegionBusyError: another process makes or owns it.
+            RegionFullError: the message says how many bytes are needed and free; nothing is left.
+            RegionBusyError: another process makes or owns the region.
         """
         handle: NativeRegion | None = None
         try:
             with enlarging(where.path), backing.created(where, spec) as (fd, lock_fd, given):
                 handle = NativeRegion.create(fd, lock_fd, spec, str(where.file), given)
                 file = os.fstat(fd)
-        except BaseException:  # it could not be published
+        except BaseException:  # the region could not be published
             if handle is not None:
                 handle.close()
             raise
@@ -130,7 +132,7 @@ class Region:
 
     @property
     def is_in_place(self) -> bool:
-        """The path still leads to the file that this region is."""
+        """Return whether the path still leads to the file of this region."""
         if self.place.is_device or self._file is None:
             return True
         try:
@@ -142,31 +144,34 @@ class Region:
 
     @property
     def survives(self) -> str:
-        """What a committed snapshot outlives, in the words of the README's table."""
+        """Return what a committed snapshot survives, in the words of the README's table."""
         return survival.survives(self.info.granularity)
 
     @property
     def slot_bytes(self) -> int:
-        """Room of one slot: for a snapshot and its tables."""
+        """Return the bytes of one slot, which holds a snapshot and its tables."""
         return sum(segment.slot_bytes for segment in self.info.segments)
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that the region takes until it is removed; 0 on other media."""
+        """Return the bytes of memory that the region takes until it is removed.
+
+        0 on other media.
+        """
         return self.info.size if self.info.medium in ("tmpfs", "hugetlbfs") else 0
 
     @property
     def staged(self) -> bool:
-        """Copies go through DRAM, and slots are invalidated in the background."""
+        """Return whether copies go through DRAM and slots are invalidated in the background."""
         return self.info.medium == "file" or self.info.granularity == survival.GRAN_PAGE
 
     @property
     def continued(self) -> Record | None:
-        """The snapshot that the live state was restored from here or committed as here last."""
+        """Return the snapshot here that the live state was last restored from or committed as."""
         return self.continuation.records.get(self.info.uuid)
 
     def recover(self) -> Recovery:
-        """Read every slot. Also learns sequences and free slots for a writer."""
+        """Read every slot; also set `next_sequence` and the slots' records for a writer."""
         good: list[Candidate] = []
         abandoned: list[Candidate] = []
         problems: list[str] = []
@@ -204,7 +209,12 @@ class Region:
         return Candidate(record, found, state)
 
     def counts(self, record: Record) -> bool:
-        """It is of the newest timeline, or of an ancestor up to its branch point."""
+        """Return whether the record counts.
+
+        It is of the newest timeline or of a valid part of an ancestor.
+
+        An ancestor is valid up to its branch point.
+        """
         return record.timeline == self.info.timeline or any(
             record.timeline == timeline and record.sequence <= sequence
             for timeline, sequence in self.info.lineage
@@ -214,12 +224,6 @@ class Region:
         self, candidate: Candidate, reads: npt.NDArray[Any], names: Sequence[str], threads: int
     ) -> None:
         """Verify extents of a candidate, copying those with a destination.
-
-        Args:
-            candidate: the snapshot they belong to, for messages.
-            reads: READ_DTYPE rows.
-            names: the entry of each row, for messages.
-            threads: including the caller.
 
         Raises:
             CorruptSnapshotError: names slot, step and tensor; destinations are then undefined.
@@ -233,7 +237,7 @@ class Region:
             )
 
     def verified(self, candidate: Candidate) -> None:
-        """Note that this process read the whole payload and found it good."""
+        """Record that this process read the whole payload and found it good."""
         slot = self.slots[candidate.record.slot]
         slot.digests = (candidate.layout.digest, candidate.manifest.crcs)
         slot.table_digest = candidate.layout.digest
@@ -244,7 +248,10 @@ class Region:
         self.continuation.newest[self.info.uuid] = self.next_sequence - 1
 
     def leave_behind(self) -> None:
-        """Declare that the live state continues another region's snapshot: all here may go."""
+        """Declare that the live state continues another region's snapshot.
+
+        All snapshots here may then be overwritten.
+        """
         self.start_anew()
         self.continuation.newest[self.info.uuid] = self.next_sequence - 1
 
@@ -255,22 +262,22 @@ class Region:
 
     @property
     def written_here(self) -> bool:
-        """The live state was restored from here or written here."""
+        """Return whether the live state was restored from this region or written to it."""
         return self.info.uuid in self.continuation.newest
 
     @property
     def overtaken(self) -> bool:
-        """Somebody else has committed here since the live state was restored or written last."""
+        """Return whether others committed here since the live state was restored or written."""
         return self.next_sequence - 1 > self.continuation.newest.get(self.info.uuid, 0)
 
     def begin_timeline(self, continued: Record | None, timeline: int | None = None) -> None:
-        """Durably begin a new timeline that continues `continued`, or nothing.
+        """Begin a new timeline that continues `continued`, or nothing; it is durable on return.
 
-        Snapshots beyond the branch point are abandoned from here on. May block on the medium.
+        Snapshots beyond the branch point are abandoned from then on. May block on the medium.
 
         Args:
             continued: the snapshot that the live state continues.
-            timeline: what the ranks agreed on; one rank draws its own.
+            timeline: the id that the ranks agreed on; None: a random one, for a single rank.
         """
         lineage: list[tuple[int, int]] = []
         if continued is not None:
@@ -302,13 +309,15 @@ class Region:
         assert needed is not None
         size = allocator.Space(self.info.segments).size
         lack = max(needed.needed_bytes - size, 0)
-        # The end of every part may be too short for the next extent; at last one part takes it all.
+        # The end of every part may be too short for the next extent; the last try puts all in one
+        # part.
         largest = max((entry.length for entry in entries), default=0) + page
         for missing in (lack, lack + len(self.info.segments) * largest, needed.needed_bytes):
             more = allocator.Space([*self.info.segments, native.Segment(0, missing, missing)])
             if allocator.plan(entries, more, manifest_bytes, page) is not None:
                 break
-        # A quarter spares the next growths; later more, for there can be 16 segments at most.
+        # A quarter more avoids the next growths; later it is more, as there can be 16 segments at
+        # most.
         spare = size if len(self.info.segments) >= _FEW_SEGMENTS else size // 4
         with enlarging(self.place.path):
             try:
@@ -333,9 +342,9 @@ class Region:
         return sorted(settled, key=lambda slot: worth(slot.record, self._held))
 
     def has_room(self, *, due: bool) -> bool:
-        """Whether a snapshot can be begun; a `due` one leaves `spare` slots to a failure.
+        """Return whether a snapshot can be begun; a `due` one leaves `spare` slots to a failure.
 
-        What was begun for a failure, and still counts, is in such a slot.
+        A snapshot that was begun for a failure, and still counts, is in one of those slots.
         """
         free = self.free_slots()
         used = sum(slot.kept for slot in self.slots if slot not in free) if due else self.spare
@@ -346,7 +355,10 @@ class Region:
         return self.slots[self.protected].record if self.protected is not None else None
 
     def _settled(self, slot: Slot) -> bool:
-        """Not of unknown fate, and not the newest that is whole over the ranks."""
+        """Return whether the slot may be reused.
+
+        Its outcome must be known, and its snapshot not the newest that is whole over the ranks.
+        """
         if slot.fate_open or self.reusable is None or slot.record is None:
             return not slot.fate_open
         if slot.kept:
@@ -355,12 +367,12 @@ class Region:
         return self.reusable(slot.record.timeline, slot.record.step)
 
     def begin(self, pool: NativePool, *, due: bool = False, kept: bool = False) -> Slot | None:
-        """Open a free slot for a new snapshot, or None when every one is protected, busy or leased.
+        """Open a free slot for a new snapshot; None if every one is protected, busy or leased.
 
         Args:
-            pool: that will write.
+            pool: the workers that will write.
             due: see `has_room`.
-            kept: it is one that no other rank is asked about.
+            kept: no other rank is asked about this snapshot.
 
         Raises:
             PreviousPersistError: an earlier failure latched the region.
@@ -375,7 +387,10 @@ class Region:
         return None
 
     def committed(self, slot: Slot, record: Record) -> None:
-        """The slot's snapshot is durable; of several ranks, its fate is still to come."""
+        """Record that the slot's snapshot is durable.
+
+        With several ranks, its outcome is still open.
+        """
         slot.record = record
         self.continuation.newest[self.info.uuid] = self.next_sequence - 1
         slot.fate_open = self.reusable is not None
@@ -383,21 +398,28 @@ class Region:
             self.whole(slot)
 
     def keep(self, slot: Slot) -> None:
-        """No other rank was asked about its snapshot: it stays until this rank has a newer one."""
+        """Keep the slot's snapshot until this rank has a newer one.
+
+        No other rank was asked about it.
+        """
         slot.fate_open, slot.kept = False, True
 
     def whole(self, slot: Slot) -> None:
-        """Durable on every rank, and continued by the live state; protected if that is best."""
+        """Record that the snapshot is durable on every rank; protect it if it is the best.
+
+        The live state then continues it, unless a newer one is protected.
+        """
         assert slot.record is not None, "overwritten before its fate was known"
         slot.fate_open = slot.kept = False
         if (held := self._held) is None or held.sequence <= slot.record.sequence:
             self.carry_on(slot.record)
-            # Of one step one rank may have an exact share, another an early one: all protect it.
+            # Of one step, one rank may have an exact share and another an early one: all ranks
+            # protect it.
             if self.reusable is not None or replaces(slot.record, held):
                 self.protected = slot.index
 
     def dead(self, slot: Slot) -> None:
-        """The slot's snapshot does not count: it is reused first."""
+        """Record that the slot's snapshot does not count: the slot is reused first."""
         slot.record, slot.fate_open = None, False
 
     def close(self) -> None:
@@ -409,7 +431,8 @@ def survey(where: Place) -> tuple[Region, Recovery]:
     """Open a region for reading and recover what it holds; the caller closes it.
 
     A trainer may overwrite slots, begin a timeline or grow the region between the reading of one
-    slot and the next. What is missing or does not hold is therefore looked at again: damage stays.
+    slot and the next. When something is missing or does not hold, the region is therefore read
+    again: real damage stays.
     """
     for _ in range(_LOOKS - 1):
         region, recovery = _look(where)

@@ -1,4 +1,4 @@
-"""What this process knows about one slot of a region."""
+"""The state that this process knows of one slot of a region."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from lightck.region.pool import NativeSnapshot
 
 @dataclass(eq=False)
 class Slot:
-    """What this process knows about one slot."""
+    """The state that this process knows of one slot."""
 
     index: int
     record: Record | None = None
-    """Of the committed snapshot it holds; None: none that counts."""
+    """The record of the committed snapshot in the slot; None: none that counts."""
     fate_open: bool = False
-    """Other ranks decide whether it counts, and what they decided has not been taken in here."""
+    """Other ranks decide whether the snapshot counts, and their decision has not arrived here."""
     table_digest: bytes = b""
-    """Of the layout table that its last commit made durable."""
+    """The digest of the layout table that the slot's last commit made durable."""
     digests: tuple[bytes, npt.NDArray[np.uint32]] | None = None
     """Layout digest and CRCs of content that this process wrote completely or read and verified."""
     layout: tuple[allocator.Plan, Layout, list[int]] | None = field(default=None, repr=False)
-    """The plan last used here, with its extents in this slot; offsets of table and manifest."""
+    """The plan last used here, its layout with extents in this slot, and the offsets of table and
+    manifest."""
     writer: NativeSnapshot | None = field(default=None, repr=False)
     kept: bool = False
-    """Of one that was begun for a failure: no other rank was asked about it, see `Region.keep`."""
+    """The snapshot was begun for a failure: no other rank was asked about it, see `Region.keep`."""

@@ -1,4 +1,4 @@
-"""What the native writer is told of a region to make, and of a mapping that somebody else made."""
+"""Describe to the native writer a region to make, or a mapping that somebody else made."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lightck.region.library import check, ffi, library
 
 PROCESS_DURABLE = 2
 JOURNAL_BYTES = 3 << 19
-"""Of the boundary journal where nothing more is wanted of it: three entries of 512 KiB."""
+"""Default size of the boundary journal: three entries of 512 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegionSpec:
-    """What to create (see `lck_region_spec`)."""
+    """The parameters of a region to create (see `lck_region_spec`)."""
 
     run_id: bytes
     slot_count: int
@@ -28,13 +28,13 @@ class RegionSpec:
 
     @property
     def measure(self) -> int:
-        """How many bytes the region takes on a medium with pages of 4 KiB."""
+        """Return how many bytes the region takes on a medium with pages of 4 KiB."""
         size = ffi.new("uint64_t *")
         check(library().lck_region_measure(self.to_native(), size), "measure a region")
         return int(size[0])
 
     def to_native(self) -> Any:
-        """As the writer takes it."""
+        """Convert to the native structure `lck_region_spec`."""
         native = ffi.new("lck_region_spec *")
         native.run_id = self.run_id
         native.rank, native.world = self.rank, self.world
@@ -53,12 +53,12 @@ class Backing:
     length: int
     granularity: int
     release: Callable[[], object]
-    """Takes the mapping away again; called once, when no region is open on it any more."""
+    """Unmaps the mapping; called once, when no region is open on it any more."""
     flush: int = 0
     drain: int = 0
 
     def to_native(self) -> Any:
-        """As the writer takes it."""
+        """Convert to the native structure `lck_backing`."""
         return ffi.new(
             "lck_backing *",
             {

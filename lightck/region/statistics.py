@@ -1,4 +1,7 @@
-"""The region's statistics page: a trainer's own words, for those who look on. Proves nothing."""
+"""Read and write the region's statistics page: what a trainer reports, for observers.
+
+It proves nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ _NUMBERS = (
 
 
 class Page:
-    """Publishes one trainer's statistics. Used by the training thread."""
+    """The publisher of one trainer's statistics. Used by the training thread."""
 
     def __init__(self, pool: NativePool, region: NativeRegion) -> None:
-        """`said` keeps its values from one `publish` to the next."""
+        """Prepare the page of a region; `said` keeps its values from one `publish` to the next."""
         self._pool, self._region = pool, region
         self.said = ffi.new("lck_statistics *")
         """The fields of `lck_statistics`; the pool's counters are filled in by `publish`."""
@@ -37,7 +40,7 @@ class Page:
         self._error: BaseException | None = None
 
     def stalls(self, seconds: Mapping[str, float]) -> None:
-        """Set the stalls by cause."""
+        """Set the stalls by cause, given in seconds."""
         if len(seconds) != len(self._causes):
             self._causes = tuple(seconds)[:_CAUSES]
             for row, cause in zip(self.said.stalls, self._causes, strict=False):
@@ -53,19 +56,20 @@ class Page:
             self.said.last_error = text.decode(errors="ignore").encode()
 
     def publish(self) -> None:
-        """Put it on the page; never waits for the medium."""
+        """Write the fields to the page; never waits for the medium."""
         code = library().lck_pool_publish(self._pool.handle, self._region.handle, self.said)
         check(code, f"publish statistics in {self._region.label}")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a page said when it was read."""
+    """The content of a page when it was read."""
 
     owned: bool
     """Some process owns the region now."""
     process: Process | None
-    """Who wrote the page; None: nobody has (a region made by an older build), or it is torn."""
+    """The process that wrote the page; None: no process has (a region made by an older build), or
+    the page is torn."""
     numbers: dict[str, int]
     """The fields of `lck_statistics` by name; empty without a page."""
     captured_step: int | None = None
@@ -73,7 +77,7 @@ class Reading:
     stalls_ns: Mapping[str, int] | None = None
     last_error: str = ""
     problem: str = ""
-    """Why there is no page."""
+    """The reason why there is no page."""
 
 
 def read(region: NativeRegion) -> Reading:
@@ -96,7 +100,7 @@ def read(region: NativeRegion) -> Reading:
 
 
 def owner(region: NativeRegion) -> Process | None:
-    """The living process that owns the region, where its own page tells; None: not known.
+    """Return the living process that owns the region, if its own page tells; None: not known.
 
     The owner lock does not say who holds it. A page that its writer has closed, or whose writer is
     not seen here, is a predecessor's: the owner has not published yet.

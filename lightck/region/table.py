@@ -10,15 +10,15 @@ from lightck.errors import CorruptSnapshotError
 
 
 def read(data: bytes, schema: pa.Schema, *, context: str) -> pa.Table:
-    """Parse and validate.
+    """Parse and validate an Arrow IPC stream.
 
     Args:
         data: the stream.
-        schema: what it was written with.
-        context: what it is and where it lies, for messages.
+        schema: the schema that it was written with.
+        context: what the stream is and where it lies, for messages.
 
     Raises:
-        CorruptSnapshotError: it does not parse, has other fields, or nulls where there are none.
+        CorruptSnapshotError: it does not parse, has other fields, or nulls where none may be.
     """
     try:
         _refuse_compressed(data)
@@ -36,10 +36,10 @@ def read(data: bytes, schema: pa.Schema, *, context: str) -> pa.Table:
 
 
 def _refuse_compressed(data: bytes) -> None:
-    """Nothing is written compressed; ten kilobytes of zstd can claim gigabytes before one is read.
+    """Refuse compressed batches; none is written, and 10 KB of zstd can claim gigabytes.
 
     Arrow's Message.fbs: slot 2 of a Message is its header; slot 3 of a RecordBatch says how its
-    buffers are compressed. pyarrow has verified the message when it gives it out.
+    buffers are compressed. pyarrow has verified the message when it hands it out.
 
     Raises:
         ValueError: a batch is compressed.
@@ -54,7 +54,7 @@ def _refuse_compressed(data: bytes) -> None:
 
 
 def _child(meta: bytes, table: int, slot: int) -> int | None:
-    """Where the table in a flatbuffer table's slot is, or None."""
+    """Return the position of the table that a slot of a flatbuffer table refers to, or None."""
     vtable = table - struct.unpack_from("<i", meta, table)[0]
     if 4 + 2 * slot >= struct.unpack_from("<H", meta, vtable)[0]:
         return None

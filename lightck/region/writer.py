@@ -1,4 +1,4 @@
-"""One snapshot on its way into a slot: copies in, digests out, manifest and record last."""
+"""Write one snapshot into a slot: copies in, digests out, manifest and record last."""
 
 from __future__ import annotations
 
@@ -33,25 +33,29 @@ class Batch:
 
     number: int
     positions: npt.NDArray[np.intp]
-    """Entry of each copy, in copy order."""
+    """The position in the layout of each copy's entry, in copy order."""
     total_bytes: int
 
 
 @dataclass(eq=False)
 class SlotWriter:
-    """Owns the slot until it is committed, failed or abandoned. Used by one thread."""
+    """The owner of a slot until its snapshot is committed, failed or abandoned.
+
+    Used by one thread.
+    """
 
     region: Region
     slot: Slot
     plan: allocator.Plan
     layout: Layout
     places: list[int]
-    """Offsets of layout table and manifest."""
+    """The offsets of layout table and manifest."""
     known: npt.NDArray[np.uint32] | None
-    """CRCs of what the extents hold now, if this process knows; for copies that may be skipped."""
+    """CRCs of what the extents hold now, if this process knows them; for copies that may be
+    skipped."""
     batches: list[Batch] = field(default_factory=list)
     record: Record | None = None
-    """Set by `seal`."""
+    """The commit record; set by `seal`."""
 
     @classmethod
     def open(
@@ -63,7 +67,9 @@ class SlotWriter:
         due: bool = False,
         kept: bool = False,
     ) -> SlotWriter | None:
-        """Take a free slot, or None when there is none. Its old content is invalid from now on.
+        """Take a free slot, or return None when there is none.
+
+        Its old content is invalid from then on.
 
         Page media invalidate in the background, so that this never waits for the medium: I9 (the
         training thread waits only at the fence). For `due` and `kept` see `Region.begin`.
@@ -86,7 +92,7 @@ class SlotWriter:
 
     @property
     def snapshot(self) -> NativeSnapshot:
-        """The native one, as long as it is open."""
+        """Return the native snapshot, which must be open."""
         assert self.slot.writer is not None, "the snapshot is closed"
         return self.slot.writer
 
@@ -97,13 +103,13 @@ class SlotWriter:
         may_skip: npt.NDArray[np.bool_],
         staged: npt.NDArray[np.bool_],
     ) -> Batch:
-        """Queue copies, held back until released.
+        """Queue copies, which wait until they are released.
 
         Args:
             positions: entries of the layout, in the order of release.
             sources: addresses, valid until the batch is captured.
-            may_skip: a copy whose digest equals the extent's known one need not be written.
-            staged: a copy that goes to DRAM first.
+            may_skip: a copy need not be written if its digest equals the extent's known one.
+            staged: the copy goes to DRAM first.
         """
         copies = self._copies(positions, staged)
         copies["source"] = sources
@@ -135,7 +141,7 @@ class SlotWriter:
         return batch
 
     def release(self, batch: Batch, up_to_bytes: int = ALL) -> None:
-        """Let the first `up_to_bytes` of a batch run."""
+        """Let the workers copy the first `up_to_bytes` of a batch."""
         self.snapshot.release(batch.number, up_to_bytes)
 
     def capture(self, batch: Batch, timeout_s: float | None = None) -> None:
@@ -143,7 +149,7 @@ class SlotWriter:
         self.snapshot.capture(batch.number, timeout_s)
 
     def audit(self, batch: Batch, seed: int, everything: bool) -> str | None:
-        """Name of a tensor whose live bytes differ from the captured ones, or None."""
+        """Return the name of a tensor whose live bytes differ from the captured ones, or None."""
         bad = self.snapshot.audit(batch.number, seed, everything)
         return None if bad is None else self.layout.entries[batch.positions[bad]].name
 
@@ -155,7 +161,7 @@ class SlotWriter:
         flags: int = 0,
         share_digest: bytes = HOLDS_ALL,
     ) -> None:
-        """Commit in the background; every batch must be captured.
+        """Start the commit in the background; every batch must be captured.
 
         The layout table is written only when the slot does not hold it already.
         """
@@ -193,7 +199,7 @@ class SlotWriter:
         )
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether the sealed snapshot is committed, after waiting; 0 polls.
+        """Wait for the commit and return whether the sealed snapshot is committed; 0 polls.
 
         Raises:
             LightckError: the background failure; the slot stays invalid and the snapshot is closed.
@@ -206,7 +212,7 @@ class SlotWriter:
         if state != SNAP_COMMITTED:
             return False
         assert self.record is not None
-        # Protected first: an interrupt in between must not leave the newest snapshot unprotected.
+        # Protect first: an interrupt in between must not leave the newest snapshot unprotected.
         self.region.committed(self.slot, self.record)
         self.slot.table_digest = self.layout.digest
         self.slot.digests = (self.layout.digest, self.crcs)
