@@ -3,7 +3,7 @@
 handle = lightck.attach(model)
 info = lightck.restore(model)
 
-What needs torch is imported when it is first asked for: commands and children start without it.
+What needs torch is imported on first use: the command line and child processes start without it.
 """
 
 import os
@@ -58,7 +58,7 @@ _LATE = {
     "restore": "lightck.restore",
     "snapshots": "lightck.load",
 }
-"""Where the names are that are imported when they are first asked for."""
+"""The module of each name that is imported on first use."""
 
 __all__ = [
     "Config",
@@ -101,10 +101,10 @@ __all__ = [
 
 
 class _Package(ModuleType):
-    """The package, where two functions have the names of their modules."""
+    """The class of the package module, in which two functions have the names of their modules."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Importing `lightck.restore` binds the module: here it is the function that is bound."""
+        """Bind the function to the name that an import of `lightck.restore` binds to the module."""
         if isinstance(value, ModuleType) and _LATE.get(name) == value.__name__:
             value = _made(name, value)
         super().__setattr__(name, value)
@@ -112,7 +112,7 @@ class _Package(ModuleType):
 
 def _made(name: str, module: ModuleType) -> Any:
     value = getattr(module, name)
-    if name == "restore" and "LIGHTCK_CHAOS" in os.environ:  # `lightck chaos` has started this
+    if name == "restore" and "LIGHTCK_CHAOS" in os.environ:  # set by `lightck chaos`
         from lightck.failure.chaos import around_restore
 
         value = around_restore(value)

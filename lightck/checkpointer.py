@@ -1,4 +1,4 @@
-"""The composition root: `attach` wires state, region, pipeline, ranks and hooks."""
+"""The composition root: `attach` builds and connects state, region, pipeline, ranks and hooks."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ from lightck.types import Policy
 
 
 class _EveryStep(int):
-    """The default policy, told apart from a given 1 so that a config file can say otherwise."""
+    """The default policy, which differs from a given 1 so that a config file can replace it."""
 
 
 EVERY_STEP = _EveryStep(1)
 _ARGUMENTS = ("model", "optimizer", "path", "policy", "extras", "boundary", "on_event", "config")
 CHAOS = "LIGHTCK_CHAOS"
-"""Set by `lightck chaos` alone: see `failure/chaos.py`."""
+"""The environment variable that `lightck chaos` alone sets: see `failure/chaos.py`."""
 
 
 def attach(
@@ -84,7 +84,7 @@ def attach(
         optimizer: one or several.
         path: folder for the regions, one per rank (made if only its last part is missing), a
             libpmemobj pool or a devdax device; default `$LIGHTCK_PATH`, else `./lightck-run`.
-        *more: nothing; what follows is given by its name.
+        *more: nothing; further arguments are given by name.
         policy: a snapshot every so many steps, or a policy object.
         extras: name to object: state_dict/load_state_dict, generators, dicts of counters. Objects
             that are neither torch's own nor hand out batches need `at_step` or `at_forward`.
@@ -97,12 +97,15 @@ def attach(
         The handle; a context manager.
 
     Raises:
-        ConfigError: an argument that is wrong, misplaced or unknown, a setting that is impossible:
-            what was found and what to write. StateError: state that could not be restored.
-        UnrestoredError: what is there was neither restored into this model nor recorded from it.
+        ConfigError: an argument that is wrong, misplaced or unknown, or a setting that is
+            impossible: the message says what was found and what to write. StateError: state that
+            could not be restored.
+        UnrestoredError: the snapshots there were neither restored into this model nor recorded from
+            it.
         RegionFullError: bytes needed and free. RegionBusyError: another process owns the region.
         RegionError: the place is not safe, not writable or not a region.
-        CoordinationError: another rank failed, and why, did not come, or differs in something.
+        CoordinationError: another rank failed (the message has its reason), did not come, or
+            differs in something.
 
     Thread: the training thread; may block on the medium, and on the other ranks for two minutes.
     With several ranks (`torch.distributed` is initialized) every rank calls this, in the same order
@@ -124,19 +127,22 @@ def attach(
 
 
 def _all_extras(given: Mapping[str, Any] | None, root: nn.Module) -> tuple[Extra, ...]:
-    """Return the user's extras, of known instants all, and the modules' own extra state."""
+    """Return the user's extras, each with a known instant, and the modules' own extra state."""
     extras = parse(given)
     must_be_known(extras)
     return extras + extra_states(root)
 
 
 class _Parts:
-    """What attach puts together, in this order; `undo` takes it apart again."""
+    """The parts that attach builds, in this order.
+
+    The functions in `undo` release them in reverse.
+    """
 
     def __init__(
         self, ranks: Meeting, config: Config, model: nn.Module, extras: tuple[Extra, ...]
     ) -> None:
-        """Nothing is owned yet, and nothing of the user's has changed."""
+        """Prepare attach: nothing is owned yet, and nothing of the user's has changed."""
         self.ranks, self.config = ranks, config
         self.undo: list[Callable[[], object]] = []
         self.reporter = Reporter(config.on_error)
@@ -146,12 +152,12 @@ class _Parts:
         self.watched.refresh()
 
     def subscribe(self, on_event: Callable[[str, dict[str, Any]], object] | None) -> None:
-        """What is told from here on, `on_event` hears until all else is taken apart."""
+        """Tell `on_event` of every event from here on, until all else is released."""
         if on_event is not None:
             self.undo.append(Subscriber(on_event, self.reporter.not_told).stop)
 
     def compose(self, optimizers: list[Optimizer], ends_step: Optimizer | None) -> Engine:
-        """Everything."""
+        """Build all parts and return them as an Engine."""
         steps = self._take_in(optimizers, ends_step)
         final = partial(finality, self.inventory.model)
         kinds = Kinds.of(self.config.update, self.inventory, ends_step is not None, final)
@@ -171,7 +177,7 @@ class _Parts:
         self.progress.extras = names
 
     def _take_in(self, optimizers: list[Optimizer], ends_step: Optimizer | None) -> Steps:
-        """The optimizers that are known, and where this process has brought the model."""
+        """Return a step counter, with the known optimizers and the step that the model is at."""
         inventory, known = self.inventory, self.progress
         if ends_step is not None and not any(ends_step is o for o in optimizers):
             optimizers = [*optimizers, ends_step]
@@ -181,7 +187,7 @@ class _Parts:
             inventory.optimizers.append(each)
             steps.add()
         steps.boundary = optimizers.index(ends_step) if ends_step is not None else None
-        # A parameter that no given optimizer holds may have one of its own, found when it steps.
+        # A parameter that no given optimizer holds may have its own, found when that one steps.
         steps.settled = ends_step is not None or inventory.covered()
         for i, each in enumerate(optimizers):
             install_pending(known.pending, i, each, inventory.names())
@@ -189,7 +195,7 @@ class _Parts:
         return steps
 
     def _claim(self) -> Region:
-        """This rank's region, with room for its share, once every rank knows its place."""
+        """Return this rank's region, with room for its share, once all ranks know the topology."""
         found = claim.find(self.config, self.ranks.rank, self.progress.continuation)
         self.undo.append(found.close)
         self.topology = job.place_of(self.ranks, self.config, found)
@@ -260,7 +266,10 @@ class _Parts:
         return Engine(config, region, recorder, reporter, hooks, sight, self.progress, rescue, undo)
 
     def _rescue(self, recorder: Recorder, timeline: int | None) -> Rescue:
-        """What saves the last complete step; of several ranks, what completes it for dead ones."""
+        """Return what saves the last complete step.
+
+        With several ranks it also completes it for dead ranks.
+        """
         if timeline is None:
             return Rescue(recorder)
         store = self.ranks.store.below(f"t{timeline:x}/failure")
@@ -270,7 +279,10 @@ class _Parts:
         return rescue
 
     def _listener(self, sight: Sight) -> Listener:
-        """What the hooks speak to."""
+        """Return the object that the hooks call.
+
+        `lightck chaos` puts its fault injector before it.
+        """
         if CHAOS not in os.environ:
             return sight.listener
         from lightck.failure import injector
@@ -278,5 +290,5 @@ class _Parts:
         return injector.stand_before(sight.listener, sight.recorder, self.config)
 
     def _found(self, i: int, optimizer: Optimizer) -> None:
-        """An optimizer is about to step for the first time: it gets what restore kept for it."""
+        """Install the state that restore kept for an optimizer that is about to step first."""
         install_pending(self.progress.pending, i, optimizer, self.inventory.names())

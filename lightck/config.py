@@ -1,4 +1,4 @@
-"""One frozen `Config`, where its values may come from, and what each may be.
+"""The frozen `Config`: where its values may come from, and what each may be.
 
 Precedence: argument, environment (`LIGHTCK_<FIELD>`), file or given `Config`, default.
 """
@@ -34,24 +34,24 @@ class Config:
     Attributes:
         path: folder of the run, a devdax device or a libpmemobj pool; `~` is expanded.
         policy: which steps are due; an int (every that many steps) or a table becomes a policy.
-        slots: whole snapshots the region has room for, 2 to 16; 0 is 2, of several ranks 4: one
-            that counts, one whose fate the others have not settled yet, one to write, and one for
-            a failure (without `failure`: 3). Of a region that is there already it does not change.
+        slots: whole snapshots the region has room for, 2 to 16; 0 is 2, with several ranks 4: one
+            that counts, one whose global outcome is not known yet, one to write, and one for a
+            failure (without `failure`: 3). It does not change for a region that is there already.
         threads: copying threads, 1 to 64; 0 is one for each CPU that the process may use when it
             attaches, 4 at most.
         chunk_bytes: bytes of one piece of a copy, a multiple of 4096, at most 1 GiB.
-        priority: of the copying threads. `idle`: they share the process's CPUs out among
-            themselves and take what everything else leaves of them (SCHED_IDLE). What they leave is
-            copied at the fence; while other processes keep the CPUs busy, all is copied by threads
-            of the training's priority. `normal`: always by such threads, on any CPU.
+        priority: priority of the copying threads. `idle`: they share the process's CPUs out among
+            themselves and run only when nothing else wants them (SCHED_IDLE). What is not copied by
+            then is copied at the fence; while other processes keep the CPUs busy, all is copied by
+            threads of the training's priority. `normal`: always by such threads, on any CPU.
         schedule: when copies run: `eager` (all at once when a snapshot opens), `backward` (paced by
             the gradient hooks), `comm` (with data parallel: while gradients are communicated, at
             full speed once the training thread only waits for them), or `auto` (tries those that
             can differ and keeps what costs less).
         placement: `direct` (tensor to region), `staged` (through as much DRAM as the state has, to
-            the region behind the training: for media slower than a step), or `auto` (tries
+            the region in the background: for media slower than a step), or `auto` (tries
             staging when the fence waits for the medium). Ordinary files are always staged.
-            Of tensors in a GPU's memory: `direct` (into the region, registered with the driver),
+            For tensors in a GPU's memory: `direct` (into the region, registered with the driver),
             `host` or `staged` (through a bounded ring of pinned DRAM), `device` (a copy in the
             GPU's spare memory first), `auto` (what is possible, in the order `device`, `direct`,
             `host`); what is not possible becomes `host`, as `stats()` says. `auto` and `device`
@@ -59,9 +59,9 @@ class Config:
             `auto` for tensors in DRAM.
         write_limit: bytes per second written to the medium at most, for media that others use,
             too; writes may be 8 ms ahead of it. 0 is no limit.
-        backend: who maps the region for the writer: `auto` (lightck itself; libpmemobj where the
+        backend: what maps the region for the writer: `auto` (lightck itself; libpmemobj where the
             region is in a pool), `pmem2` (libpmem2) or `pmemobj` (a region in a libpmemobj pool:
-            one per rank in the folder `path`, or the pool `path`). Readers find out.
+            one per rank in the folder `path`, or the pool `path`). Readers find out by themselves.
         durability: `medium` (what the medium offers) or `process` (an ordinary file without
             syncs: survives the process, not the host).
         numa_node: node whose memory holds the region (CXL memory is one); None leaves it open.
@@ -160,7 +160,7 @@ def _from_config(config: Config | str | Path | None) -> _Found:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config = {str(config)!r}: cannot read {file}: {error}") from error
-    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are both
+    except ValueError as error:  # the base of TOMLDecodeError and UnicodeDecodeError
         raise ConfigError(f"config = {str(config)!r}: {file} is not TOML: {error}") from error
     return {key: (value, f"file {file}") for key, value in table.items()}
 
@@ -168,7 +168,7 @@ def _from_config(config: Config | str | Path | None) -> _Found:
 def _file_of(config: str | Path) -> Path:
     if isinstance(config, Path) or "/" in config or config.endswith(".toml"):
         return Path(config).expanduser()
-    # In an installed wheel the presets lie inside the package, in a checkout beside it.
+    # In an installed wheel the presets are in the package's folder, in a checkout beside it.
     here = Path(__file__).parent
     folder = next((d for d in (here / "configs", here.parent / "configs") if d.is_dir()), here)
     presets = sorted(file.stem for file in folder.glob("*.toml"))
@@ -188,7 +188,7 @@ def _from_environment() -> _Found:
         if text:
             found[name] = (_decoded(name, text), f"environment variable {variable}")
     for variable in sorted(os.environ):
-        # Only near misses: other variables with the prefix may belong to another lightck tool.
+        # Only near misses are refused: others with the prefix may belong to another lightck tool.
         name = variable.removeprefix(_ENV_PREFIX).lower()
         if variable.startswith(_ENV_PREFIX) and name not in _CHECKS:
             close = difflib.get_close_matches(name, _CHECKS, n=1, cutoff=0.8)
@@ -221,7 +221,7 @@ def _checked(name: str, value: object, origin: str) -> Any:
         )
     try:
         return check(value)
-    except ValueError as error:  # ConfigError, from the policies, is one
+    except ValueError as error:  # ConfigError, which the policies raise, is one
         raise ConfigError(f"{name} = {value!r} ({origin}): {error}") from None
 
 
@@ -264,7 +264,7 @@ def _seconds(value: object) -> float:
     raise ValueError("must be a finite number of seconds, 0 or more")
 
 
-# A Path has made one slash of two; a letter alone may be a folder's name.
+# A Path has merged two slashes into one; a single letter may be a folder's name.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
@@ -362,7 +362,7 @@ def _at_will(value: object) -> object:
 
 
 _NOT_HANDLED = {"SIGKILL", "SIGSTOP"} | {
-    # After its handler the instruction runs again: Python's never gets its turn.
+    # After their handler the instruction runs again: Python's own handler never runs.
     *("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGABRT", "SIGSYS")
 }
 _FAILURE_CHECKS: dict[str, Callable[[object], Any]] = {

@@ -1,8 +1,8 @@
 """The exception tree, and the one mapping from native codes to it.
 
-Every error lightck raises on purpose is a `LightckError`. Messages state values (expected and
+Every error that lightck raises on purpose is a `LightckError`. Messages state values (expected and
 actual, step, rank, slot); what a program may want to act on is an attribute as well. All of them
-survive pickling, so that they can cross process borders.
+can be pickled, so that they can cross process borders.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class LightckError(Exception):
     """Any error that lightck raises on purpose.
 
     Attributes:
-        code: the native `LCK_E_*` code this came from; None when it did not come from there.
+        code: the native `LCK_E_*` code that the error came from; None if it came from elsewhere.
     """
 
     code: int | None = None
@@ -30,7 +30,7 @@ class StateError(LightckError, TypeError):
     """Some state could be saved but not restored; raised before anything is saved.
 
     Attributes:
-        path: where the state sits, such as `extras.sampler.queue[3]`; empty when unknown.
+        path: the position of the state, such as `extras.sampler.queue[3]`; empty when unknown.
     """
 
     def __init__(self, message: str, *, path: str = "") -> None:
@@ -47,7 +47,10 @@ class RegionFormatError(RegionError):
 
 
 class RegionFullError(RegionError):
-    """Not enough space on the medium, or it cannot grow; the bytes needed and free are named."""
+    """The medium has too little space, or the region cannot grow.
+
+    The message names bytes needed and free.
+    """
 
 
 class RegionBusyError(RegionError):
@@ -63,7 +66,10 @@ class RegionIOError(RegionError, OSError):
 
 
 class PmdkMissingError(RegionError):
-    """A back end needs a library of PMDK that is not installed; its Debian package is named."""
+    """A back end needs a library of PMDK that is not installed.
+
+    The message names its Debian package.
+    """
 
 
 class UnrestoredError(RegionError):
@@ -97,9 +103,9 @@ class DivergenceError(LightckError):
     """Ranks that must hold the same bytes do not; the snapshots from there on are suspect.
 
     Attributes:
-        step: at which it was found; the difference may be older.
+        step: the step at which it was found; the difference may be older.
         names: the tensors that differ, as far as they are known.
-        ranks: those that differ from most; all of them if no value is most ranks'.
+        ranks: those that differ from the majority; all ranks if no value has a majority.
     """
 
     def __init__(
@@ -112,7 +118,10 @@ class DivergenceError(LightckError):
 
 
 class DeviceError(LightckError):
-    """A device failed, or its driver; nothing that its memory holds is trusted by this process."""
+    """A device or its driver failed.
+
+    This process no longer trusts what the device's memory holds.
+    """
 
 
 class NoSnapshotError(LightckError):
@@ -123,8 +132,8 @@ class RestoreMismatchError(LightckError):
     """A snapshot and the live state differ in names, shapes or dtypes; no tensor was changed.
 
     Attributes:
-        missing: names the live state has and the snapshot lacks.
-        unexpected: names the snapshot has and the live state lacks.
+        missing: names that the live state has and the snapshot lacks.
+        unexpected: names that the snapshot has and the live state lacks.
         different: name to the difference in words, such as `saved float32[4], live float32[5]`.
     """
 
@@ -150,7 +159,7 @@ class RestoreMismatchError(LightckError):
 
 
 class WaitTimeoutError(LightckError, TimeoutError):
-    """A wait ran out of time; what was waited for goes on."""
+    """A wait ran out of time; the operation that was waited for goes on."""
 
 
 class CoordinationError(LightckError, TimeoutError):
@@ -161,8 +170,8 @@ class StoreError(CoordinationError):
     """The job's store did not answer; whether the call had its effect is not known."""
 
 
-# Codes of native/include/lightck.h; a test compares the two. What is missing here, and any code
-# of a newer library, is a RegionError.
+# Codes of native/include/lightck.h; a test compares the two. A code that is missing here, also one
+# of a newer library, becomes a RegionError.
 _NATIVE: dict[int, type[LightckError]] = {
     -2: RegionIOError,  # LCK_E_IO
     -3: PreviousPersistError,  # LCK_E_PREVIOUS

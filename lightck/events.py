@@ -1,4 +1,4 @@
-"""Structured log events: one logger, one shape, readable by people and by programs."""
+"""Log structured events: one logger, one form, readable by people and by programs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 log = logging.getLogger("lightck")
 
 MOST_UNTOLD = 1000
-"""Events that may wait for a slow `on_event`; more are left out, and counted."""
+"""How many events may wait for a slow `on_event`; further ones are dropped and counted."""
 PATIENCE_S = 5.0
-"""How long a close waits for an `on_event` to be told what is left."""
+"""Seconds that a close waits for `on_event` to be called with the remaining events."""
 
 
 def event(
@@ -42,11 +42,15 @@ def event(
 def event_aside(
     name: str, /, level: int = logging.INFO, *, wait_s: float = 0.0, **fields: Any
 ) -> None:
-    """The same on a thread of its own: for threads that a full pipe behind stderr must not hold."""
+    """Log an event on a thread of its own: a full pipe behind stderr must not block this one.
+
+    The arguments are those of `event`; with `wait_s` it waits that long for the log and the
+    subscribers.
+    """
     work = threading.Thread(target=event, args=(name, level), kwargs=fields, daemon=True)
     try:
         work.start()
-    except RuntimeError:  # none is left, or the interpreter exits: then on this one
+    except RuntimeError:  # no thread is left, or the interpreter exits: log on this one
         event(name, level, **fields)
     else:
         work.join(wait_s)
@@ -55,10 +59,10 @@ def event_aside(
 
 
 def as_plain(value: Any) -> Any:
-    """Return a value as JSON has it: str, int, float, bool, None, list or dict, all the way down.
+    """Return a value as JSON can hold it: str, int, float, bool, None, list or dict, nested too.
 
-    Paths and errors become their text, numbers of NumPy and torch Python's, and so do numbers that
-    JSON has not (nan, inf) their text.
+    Paths and errors become their text, numbers of NumPy and torch become Python's, and numbers
+    that JSON lacks (nan, inf) become their text, too.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -80,21 +84,22 @@ def as_plain(value: Any) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    """One of NumPy or torch, or a scalar of NumPy."""
+    """Return whether the value is an array of NumPy or torch, or a scalar of NumPy."""
     return callable(getattr(value, "tolist", None))
 
 
-# ---- Who else hears of events ----------------------------------------------------------------
+# ---- Subscribers to events --------------------------------------------------------------------
 
 
 class Subscriber:
-    """Tells a function of every event of this process, one after the other, until it is stopped.
+    """A subscription that calls a function for every event of this process, in order.
 
-    Those of single steps are among them, whatever the log's level. It is called on a thread of its
-    own, so that it neither holds up the training nor is called under a lock; when `MOST_UNTOLD`
-    wait, further ones are left out, with a warning. What it raises ends nothing: the first time it
-    is reported, and the function goes on being told. The end of the process by a signal waits a
-    second for the last event, a close `PATIENCE_S`.
+    It lasts until it is stopped. Events of single steps are among them, whatever the log's level.
+    The function is called on a
+    thread of its own, so that it neither delays the training nor is called under a lock; when
+    `MOST_UNTOLD` events wait, further ones are dropped, with a warning. What it raises ends
+    nothing: the first exception is reported, and the function is still called. The end of the
+    process by a signal waits a second for the last event, a close waits `PATIENCE_S`.
     """
 
     def __init__(
@@ -102,7 +107,7 @@ class Subscriber:
         function: Callable[[str, dict[str, Any]], object],
         report: Callable[[BaseException, str], object],
     ) -> None:
-        """Begin.
+        """Start the thread and subscribe.
 
         Args:
             function: called with the name of an event and its fields.
@@ -120,7 +125,7 @@ class Subscriber:
             _subscribers = (*_subscribers, self)
 
     def put(self, name: str, fields: dict[str, Any]) -> None:
-        """Tell of an event soon. Any thread; never waits."""
+        """Queue an event for the function. Any thread; never waits."""
         if self._queue.qsize() < MOST_UNTOLD:
             self._queue.put((name, dict(fields)))
             return
@@ -132,15 +137,18 @@ class Subscriber:
             )
 
     def deliver(self, timeout_s: float) -> bool:
-        """Wait until all events so far are told; False if they are not in time."""
+        """Wait until the function was called for all events so far.
+
+        Return False if that took too long.
+        """
         if threading.current_thread() is self._thread:
-            return True  # it waits for itself
+            return True  # it would wait for itself
         told = threading.Event()
         self._queue.put(told)
         return told.wait(timeout_s)
 
     def stop(self) -> None:
-        """Tell what is left, and no more; idempotent."""
+        """Deliver the events that are queued, for `PATIENCE_S` at most, and end; idempotent."""
         global _subscribers
         with _lock:
             _subscribers = tuple(each for each in _subscribers if each is not self)
@@ -165,23 +173,26 @@ class Subscriber:
         log.error("on_event failed at the event %s: %r", name, error, exc_info=error)
         try:
             self._report(error, name)
-        except BaseException as second:  # noqa: BLE001 - a filter on warnings, `on_error`
+        except BaseException as second:  # noqa: BLE001 - e.g. a warnings filter or `on_error`
             log.error("on_error failed as well: %r", second)
 
 
 def deliver(timeout_s: float) -> None:
-    """Wait until every subscriber has been told of all events so far; before a process ends."""
+    """Wait until all events so far were delivered, for `timeout_s` per subscriber.
+
+    It is for the end of a process.
+    """
     for each in _subscribers:
         each.deliver(timeout_s)
 
 
 _lock = threading.Lock()
-"""Guards changes of `_subscribers`; readers take it as it is."""
+"""Guards changes of `_subscribers`; readers read the tuple without it."""
 _subscribers: tuple[Subscriber, ...] = ()
 
 
 def _in_child() -> None:
-    """The subscribers' threads stayed with the parent."""
+    """Reset the subscribers in a forked child: their threads stayed with the parent."""
     global _subscribers, _lock
     _subscribers, _lock = (), threading.Lock()
 

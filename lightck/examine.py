@@ -45,14 +45,15 @@ TENSORS = pa.schema(
         ("part_of", pa.string()),
     ]
 )
-"""A row for each piece of a tensor; `rank` and `begin` only where there are several regions,
-`part_of` (the whole's shape, where in it, mesh and placements) only where state is sharded."""
+"""The columns of a table with a row for each piece of a tensor; `rank` and `begin` only where there
+are several regions, `part_of` (the whole's shape, the part's offset in it, mesh and placements)
+only where state is sharded."""
 GRANULARITIES = ("none", "byte", "cache line", "page")
-CHECKED_AT_ONCE_BYTES = 64 << 20  # between two reports of progress
+CHECKED_AT_ONCE_BYTES = 64 << 20  # checked between two reports of progress
 
 
 def regions(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
-    """What each region at `path` says about itself, one dict per rank; sizes in bytes.
+    """Return what each region at `path` says about itself, one dict per rank; sizes in bytes.
 
     Raises:
         RegionError: the place is not safe, or a file is not a region.
@@ -89,23 +90,23 @@ def regions(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Contents:
-    """One snapshot, described."""
+    """The description of one snapshot."""
 
     snapshot: dict[str, Any]
-    """Its row of `snapshots`."""
+    """The snapshot's row of `snapshots`."""
     tensors: pa.Table
-    """One row per tensor, see `TENSORS`; nothing of the payload was read."""
+    """A table with one row per tensor, see `TENSORS`; nothing of the payload was read."""
     extras: tuple[str, ...]
     optimizers: tuple[str, ...]
-    """Their classes."""
+    """The classes of the optimizers."""
 
 
 def contents(
     path: str | os.PathLike[str] | None = None, step: int | Literal["latest"] = "latest"
 ) -> Contents:
-    """What a snapshot holds: every tensor with its place, the names of extras and optimizers.
+    """Describe a snapshot: every tensor with its place, the names of extras and optimizers.
 
-    Of several ranks it is rank 0's state, put together from the regions in which it lies.
+    With several ranks it is rank 0's state, put together from the regions that hold its parts.
 
     Raises:
         NoSnapshotError: there is none, or none is whole.
@@ -147,7 +148,7 @@ def _contents(snapshot: Assembled, state: str, ranks: bool = False) -> Contents:
 
 
 def _tensor_rows(snapshot: Assembled) -> list[dict[str, Any]]:
-    """A row for every piece, in the order of the tensors and their bytes."""
+    """Return a row for every piece, in the order of the tensors and their bytes."""
     numbered: list[tuple[int, int, dict[str, Any]]] = []
     for i, entry in enumerate(snapshot.entries):
         if entry.alias_of is not None or not entry.length:
@@ -193,8 +194,8 @@ def check(
 
     Args:
         path: as for `snapshots`.
-        step: only this one, on every rank.
-        progress: called with how many more bytes were read.
+        step: check only this step, on every rank.
+        progress: called with the number of bytes read since the last call.
 
     Returns:
         One dict per snapshot: `step`, `slot`, `rank`, `file`, `bytes`, `suspect` (replicas were
@@ -251,7 +252,7 @@ def _check(
 
 
 def _damaged(region: Region, candidate: Candidate, progress: Callable[[int], object]) -> list[str]:
-    """Names of the tensors whose bytes do not match their checksums."""
+    """Return the names of the tensors whose bytes do not match their checksums."""
     rows, names = _rows_of(candidate)
     bad, begin = [], 0
     while begin < len(rows):
@@ -267,7 +268,7 @@ def _damaged(region: Region, candidate: Candidate, progress: Callable[[int], obj
 
 
 def _rows_of(candidate: Candidate) -> tuple[np.ndarray[Any, Any], list[str]]:
-    """What to read to check what one region has of a snapshot, and the name of each row."""
+    """Return the reads that check what one region has of a snapshot, and the name of each row."""
     entries = candidate.layout.entries
     rows = np.zeros(len(entries), native.READ_DTYPE)
     rows["offset"], rows["length"] = candidate.layout.offsets, candidate.layout.lengths

@@ -1,4 +1,4 @@
-"""The handle on a running engine: what it says, what the loop may call, how it ends."""
+"""The handle on a running engine: its figures, the calls for the loop, and how it ends."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from lightck.restore import Progress
 from lightck.types import Failure, Saved, Stats
 
 FAILED_S = 4.0
-"""How long a rank whose loop has failed waits for what others make of its last snapshots: another
-rank's failure may be why, and then nothing comes."""
+"""Seconds that a rank whose loop has failed waits for the outcome of its last snapshots over all
+ranks. Another rank's failure may be the cause, and then no outcome comes."""
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
 class Engine:
-    """What attach has put together."""
+    """The parts that attach has put together."""
 
     config: Config
     region: Region
@@ -57,13 +57,13 @@ class Engine:
     sight: Sight
     progress: Progress
     rescue: Rescue | None
-    """While the failure path is armed."""
+    """The saver of the last complete step, while the failure path is armed."""
     undo: list[Callable[[], object]]
-    """Takes it apart; the last one is called first."""
+    """The functions that release the parts; the last one is called first."""
 
 
 def release(undo: list[Callable[[], object]], first: BaseException | None = None) -> None:
-    """Undo attach, newest part first, whatever a part raises; the first error is raised."""
+    """Undo attach, newest part first, whatever a part raises; then raise the first error."""
     while undo:
         try:
             undo.pop()()
@@ -77,18 +77,18 @@ class Handle:
     """A running engine. Methods are for the training thread unless they say otherwise."""
 
     def __init__(self, engine: Engine) -> None:
-        """See `attach`; the engine is complete, and its hooks are installed."""
+        """Take over a complete engine, whose hooks are installed; see `attach`."""
         self.config, self.region = engine.config, engine.region
         self._recorder, self._reporter = engine.recorder, engine.reporter
         self._hooks, self._sight, self._progress = engine.hooks, engine.sight, engine.progress
         self._rescue = engine.rescue
         self._guard: Guard | None = None
-        """What the watchdog has of this."""
+        """The watchdog's guard of this handle."""
         self._closed = False
         self._failed_at: int | None = None
         """The step at which an exception left the training: no more is saved at the exit."""
         self._pid = os.getpid()
-        # Below what follows: the hooks have gone when the pipeline is stopped.
+        # The following functions run first: the hooks are removed before the pipeline is stopped.
         self._undo = engine.undo
         self._undo.append(self._leave)
         self._progress.attached.append(self._recorder.steps)
@@ -104,23 +104,26 @@ class Handle:
         survives = self.survives
         event("attached", path=where, step=self.step, survives=survives, takes=takes, bytes=size)
 
-    # ---- what it says ----------------------------------------------------------------------
+    # ---- figures ---------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """The last complete step."""
+        """Return the last complete step."""
         return self._recorder.steps.step
 
     @property
     def last_captured_step(self) -> int | None:
-        """Newest step whose copies have all left the live tensors; not durable yet."""
+        """Return the newest step whose copies have all left the live tensors.
+
+        It is not durable yet.
+        """
         return self._recorder.pipeline.counters.last_captured_step
 
     @property
     def last_committed_step(self) -> int | None:
-        """Newest step whose commit record is durable on the medium's own terms.
+        """Return the newest step whose commit record is durable as far as the medium can make it.
 
-        Of several ranks: on every one of them, as far as this rank knows.
+        With several ranks: durable on every one of them, as far as this rank knows.
         """
         if not self._inherited:
             self._recorder.poll()
@@ -128,14 +131,17 @@ class Handle:
 
     @property
     def survives(self) -> str:
-        """What a committed snapshot outlives: "power loss" or "process death"."""
+        """Return what a committed snapshot survives: "power loss" or "process death"."""
         return self.region.survives
 
     def stats(self) -> Stats:
-        """Counters since attach; in a forked child, what the parent last asked for.
+        """Return the counters since attach.
 
-        Thread: any. On the training thread as of now, on others as of the end of the last step,
-        without waiting for the training or holding it up.
+        In a forked child they are those that the parent last asked for.
+
+        Thread: any. On the training thread they are current, on others as of the end of the last
+            step;
+        that neither waits for the training nor delays it.
         """
         if not self._inherited:
             if threading.get_ident() == self._recorder.thread:
@@ -144,25 +150,25 @@ class Handle:
         return self._stats
 
     def trace(self, path: str | os.PathLike[str]) -> Path:
-        """Write what every thread did in the last steps; returns the path.
+        """Write a trace of what every thread did in the last steps, and return the path.
 
-        For https://ui.perfetto.dev and `lightck timeline`; also after `close`. Needs `trace=True`,
-        or a file for `close` to write, at attach.
+        The file is for https://ui.perfetto.dev and `lightck timeline`. It can be written after
+        `close`, too. This needs `trace=True` at attach, or a file for `close` to write.
         """
         self._require_own()
         return self._sight.write(Path(path))
 
-    # ---- what the loop may call ------------------------------------------------------------
+    # ---- calls for the loop ----------------------------------------------------------------
 
     def snapshot(self) -> Future[int]:
-        """A snapshot of the current state, copied before this returns.
+        """Take a snapshot of the current state, copied before this returns.
 
-        Between micro-batches, or inside an update, it waits for the next boundary. The future gives
-        the step once the snapshot is committed, or the error. It may be waited for on any thread,
-        but on the training thread not before the boundary: that would never come.
+        Between micro-batches, or inside an update, it is taken at the next boundary. The future
+        gives the step once the snapshot is committed, or the error. It may be waited for on any
+        thread, but on the training thread not before the boundary, which would never come.
 
         With several ranks every rank calls it at the same step, as with a collective. On a step
-        that has a snapshot already, the future is that one's.
+        that has a snapshot already, the future is that snapshot's.
         """
         self._require_open()
         self._reporter.surface()
@@ -183,11 +189,12 @@ class Handle:
             time.sleep(POLL_S)
 
     def snapshot_now(self, reason: str) -> Saved:
-        """Commit the last complete step just in time, wherever the training is. Any thread.
+        """Commit the last complete step just in time, wherever the training is.
 
-        Inside an update its end is waited for, which the training thread itself cannot do; other
-        ranks are not asked, and a restart takes the newest step that all of them hold. Returns
-        after `close_timeout_s` at the latest; what could not be saved is said, not raised.
+        Any thread may call it. Inside an update it waits for the update's end, which the training
+        thread itself cannot do; other ranks are not asked, and a restart takes the newest step that
+        all of them hold. It returns after `close_timeout_s` at the latest; what could not be saved
+        is in the result, and not raised.
 
         Raises:
             LightckError: the handle is closed, or `failure` is off.
@@ -200,14 +207,14 @@ class Handle:
     def wait(self, step: int | None = None, timeout: float | None = None) -> None:
         """Return when every opened snapshot, or one of `step` or newer, is committed.
 
-        Copies that are still held back are made now. If the last step is due, and none of `step` or
-        newer is open, it is opened before its forward and marked early: restore prefers an exact
-        one that is a step older. If it slipped it is taken now, as it was at its forward; not of
-        several ranks, where the step is dead then.
+        Copies that are still held back are made now. If the last step is due, and no snapshot of
+        `step` or newer is open, one is opened before the next forward and marked early: restore
+        prefers an exact one that is a step older. If it slipped it is taken now, as it was at its
+        forward; not with several ranks, where the step cannot commit any more.
 
         Raises:
             WaitTimeoutError: the time ran out; the commit goes on. Or no such snapshot is open.
-            PersistError: none of `step` or newer is committed, because it failed.
+            PersistError: no snapshot of `step` or newer is committed, because it failed.
             LightckError: a background failure (with `on_error="raise"`).
         """
         self._require_own()
@@ -224,23 +231,24 @@ class Handle:
         self._sight.listener.mark_begin()
 
     def after_update(self) -> None:
-        """Mark the end of an update: it completes a step."""
+        """Mark the end of an update, which completes a step."""
         self._require_own()
         self._sight.listener.mark_end()
 
     def replaced(self, step: int) -> None:
-        """Say that the state was replaced from outside, and is that of `step` now.
+        """Declare that the state was replaced from outside, and is that of `step` now.
 
-        After `load_state_dict` in mid-run, or healing from a peer. Whatever is open of the state
-        before is given up; later snapshots count from `step`. Between two steps this one can be
-        saved; between a forward and its update the next one is the first that can. What was
-        committed last is kept until a newer snapshot is, also when `step` is older.
+        It is for `load_state_dict` in mid-run, or healing from a peer. Open snapshots of the state
+        before are given up; later snapshots count from `step`. Called between two steps, this step
+        can be saved; called between a forward and its update, the next step is the first that can.
+        The last committed snapshot is kept until a newer one is committed, also when `step` is
+        older.
 
         With several ranks every rank calls it, before the same forward or update, and `step` is
         newer than what they have.
 
         Raises:
-            ConfigError: `step` is no number of steps.
+            ConfigError: `step` is not a number of steps.
             LightckError: an update is half done, or several ranks would go back. PersistError.
         """
         self._require_open()
@@ -252,7 +260,7 @@ class Handle:
         self._recorder.cadence.epoch += 1
 
     def detach(self) -> None:
-        """Stop: opened snapshots are committed, hooks removed, the region released. Idempotent."""
+        """Stop: commit opened snapshots, remove the hooks, release the region. Idempotent."""
         if not self._inherited:
             self._shut(last_step=False)
             self._reporter.surface()
@@ -266,7 +274,7 @@ class Handle:
 
         Raises:
             LightckError: the first background error since attach, once. CoordinationError: the
-                last step is not committed on every rank, and why.
+                last step is not committed on every rank; the message says why.
         """
         if self._inherited:
             return
@@ -299,7 +307,7 @@ class Handle:
     # ---- failures --------------------------------------------------------------------------
 
     def _watch(self, rescue: Rescue) -> None:
-        """Signals, hangs and notices are noticed from here on."""
+        """Begin to listen for signals, hangs and notices."""
         recorder, config, failure = self._recorder, self.config, self.config.failure
         assert isinstance(failure, Failure)
         limits = config.write_limit, usable_s(failure.grace_s)
@@ -312,14 +320,14 @@ class Handle:
         WATCHDOG.watch(self._guard)
 
     def _failed(self, error: BaseException) -> None:
-        """An exception leaves the training, and goes on when the last step is saved."""
+        """Save the last step for an exception that leaves the training; the exception goes on."""
         if self._rescue is None or self._closed or self._inherited:
             return
         self._failed_at = self.step
         saved = self._save(type(error).__name__)
         try:
             left_off(self._recorder, error)
-        except LightckError as theirs:  # `on_error` raises: the exception that is under way counts
+        except LightckError as theirs:  # `on_error` raises: the training's exception counts
             error.add_note(f"lightck: {theirs}")
         if self._guard is not None:
             WATCHDOG.hear_out(self._guard)
@@ -330,7 +338,7 @@ class Handle:
         if isinstance(failure, Failure) and failure.on_failure is not None and not asked:
             try:
                 failure.on_failure(saved)
-            except Exception as theirs:  # noqa: BLE001 - the exception that is under way counts
+            except Exception as theirs:  # noqa: BLE001 - the training's exception counts
                 error.add_note(f"lightck: on_failure failed: {theirs!r}")
 
     def _save(self, reason: str) -> Saved:
@@ -343,7 +351,7 @@ class Handle:
 
     @property
     def _inherited(self) -> bool:
-        """This is a forked child: the engine stayed with its parent."""
+        """Return whether this is a forked child: the engine stayed with its parent."""
         return os.getpid() != self._pid
 
     def _require_own(self) -> None:
@@ -359,7 +367,7 @@ class Handle:
             raise LightckError(f"the handle on {self.region.place.path} is closed")
 
     def _shut(self, *, last_step: bool, most_s: float = math.inf) -> None:
-        """`most_s`: other ranks are waited for no longer."""
+        """Stop the engine and undo attach; other ranks are waited for `most_s` at most."""
         if self._closed:
             return
         if self._rescue is not None:
@@ -390,10 +398,10 @@ class Handle:
         _handles.discard(self)
 
     def _at_exit(self) -> None:
-        """The interpreter exits without close(): commit what is open, begin nothing new.
+        """Commit what is open when the interpreter exits without close(); begin nothing new.
 
-        Armed, the last step is saved, unless an exception ends the interpreter: then it has been,
-        and others are waited for no longer than at any failure.
+        With the failure path armed, the last step is saved. If an exception ends the interpreter,
+        the step was saved already, and other ranks are waited for no longer than at any failure.
         """
         if self._closed or self._inherited:
             return
@@ -407,10 +415,10 @@ class Handle:
 
 
 def _in_child() -> None:
-    """A forked child must not write: its handles are dead, its hooks do nothing."""
+    """Disable the handles in a forked child, which must not write: its hooks do nothing."""
     for handle in list(_handles):
         handle._recorder.enabled = False
-        # Another thread of the parent may hold the old one.
+        # Another thread of the parent may hold the old lock.
         handle._recorder.outcomes.lock = threading.RLock()
         handle._hooks.disarm_forward()
         handle._progress.attached.clear()

@@ -1,4 +1,4 @@
-"""Which known keyword an unknown one stands for: a misspelling, or what other libraries call it."""
+"""Find the known keyword that was misspelled, or named as other libraries name it."""
 
 from __future__ import annotations
 

@@ -58,12 +58,12 @@ region_files = backing.region_files
 
 
 def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
-    """What is in the regions at `path`, newest first; of several ranks one row for each.
+    """List the snapshots in the regions at `path`, newest first, with a row for each rank.
 
-    `state` is `whole` (restorable: record, layout table and manifest hold, and of several ranks
-    those of all that are needed; payload checksums are checked by `restore`, `load` and `lightck
-    verify`), `partial` (another rank's part is not there: `problem` says what), `abandoned` (on a
-    branch that a later restore left behind) or `damaged` (`problem` says why). Safe while a trainer
+    `state` is `whole` (restorable: record, layout table and manifest hold, with several ranks those
+    of all that are needed; payload checksums are checked by `restore`, `load` and `lightck
+    verify`), `partial` (another rank's part is missing: `problem` says which), `abandoned` (on a
+    branch that a later restore left) or `damaged` (`problem` says why). It is safe while a trainer
     writes.
 
     Raises:
@@ -87,7 +87,7 @@ def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
 
 
 def _standing(held: Holdings, candidate: Candidate) -> dict[str, str]:
-    """Whether a snapshot of one rank is one of all its ranks."""
+    """Return the state of a rank's snapshot: abandoned, partial (with the problem), or whole."""
     key = key_of(candidate.record)
     if held.excludes(key):
         return {"state": "abandoned"}
@@ -100,7 +100,7 @@ def _standing(held: Holdings, candidate: Candidate) -> dict[str, str]:
 def row(
     region: Region, candidate: Candidate, state: str, problem: str | None = None
 ) -> dict[str, Any]:
-    """A row of `snapshots`."""
+    """Return a row of `snapshots`."""
     record = candidate.record
     return {
         "step": record.step,
@@ -121,7 +121,7 @@ def row(
 
 
 class _Mapping(mmap.mmap):
-    """A private mapping of a region; the tensors over it keep it alive, and the lease with it."""
+    """A private mapping of a region; the tensors over it keep it and its lease alive."""
 
 
 def load(
@@ -131,19 +131,21 @@ def load(
     rank: int = 0,
     whole: bool = False,
 ) -> dict[str, Any]:
-    """A snapshot as a plain state dict, without a model: nothing is read until it is used.
+    """Return a snapshot as a plain state dict, without a model.
+
+    Nothing is read until it is used.
 
     Tensors are mapped copy-on-write: they may be changed, the region does not see it. Their slots
     are leased until the last of them is gone; a trainer that needs one slips its snapshots
-    meanwhile. A tensor of which several ranks wrote parts is copied together.
+    meanwhile. A tensor of which several ranks wrote parts is assembled in memory.
 
     Args:
         path: as for `snapshots`.
-        step: which one; the newest that is whole by default.
-        rank: of several, whose buffers, extras and random generators to take. Of sharded state
-            (FSDP2 and other DTensors) the tensors are that rank's parts. Of parameters that ranks
-            did not hold alike, as experts outside of DDP, they are that rank's, and a warning is
-            logged that names them.
+        step: the step to load; by default the newest that is whole.
+        rank: with several ranks, whose buffers, extras and random generators to take. Of sharded
+            state (FSDP2 and other DTensors) the tensors are that rank's parts. Of parameters that
+            ranks did not hold alike, as experts outside of DDP, they are that rank's, and a warning
+            is logged that names them.
         whole: put sharded tensors together from the parts of all ranks, in memory.
 
     Returns:
@@ -165,7 +167,9 @@ def load_tensors(
     rank: int = 0,
     whole: bool = False,
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """The step and every tensor of a snapshot by its name in the region; otherwise as `load`.
+    """Return the step and every tensor of a snapshot by its name in the region.
+
+    Otherwise as `load`.
 
     Names begin with `model/`, `optim/` or `extras/`; tied tensors are one object.
     """
@@ -189,10 +193,10 @@ def _found(
 def _mapped(
     found: Found, whole: bool
 ) -> Iterator[Callable[[], tuple[Assembled, dict[str, torch.Tensor]]]]:
-    """Verify a snapshot; the context gives what makes tensors over its slots."""
+    """Verify a snapshot; yield a function that makes the tensors over its slots."""
     snapshot = found.snapshot
     assert isinstance(snapshot, Assembled), "nobody else is here to give it"
-    # Before the caller has them: what cannot be read is passed over for an older one here only.
+    # Decode before the caller has it: only here can an older one replace one that is unreadable.
     snapshot.trees()
     if differing := unequal(found):
         names = f"{', '.join([*differing][:_NAMED])}{', ...' if len(differing) > _NAMED else ''}"
@@ -205,14 +209,17 @@ def _mapped(
 
         def take() -> tuple[Assembled, dict[str, torch.Tensor]]:
             tensors = _tensors(found, snapshot) | wholes
-            leases.pop_all()  # they go when their region is closed
+            leases.pop_all()  # the leases are dropped when their region is closed
             return snapshot, tensors
 
         yield take
 
 
 def _tensors(found: Found, snapshot: Assembled) -> dict[str, torch.Tensor]:
-    """Tensors over the slots where one piece holds all; copies of the others, and of devices."""
+    """Make tensors over the slots where one piece holds all.
+
+    Copy the others, and those of devices.
+    """
     over: list[tuple[Part, Sequence[int]]] = [
         (part, _alone(part, snapshot) if part.region.place.is_plain else [])
         for part in snapshot.parts
@@ -240,7 +247,7 @@ def _tensors(found: Found, snapshot: Assembled) -> dict[str, torch.Tensor]:
 
 
 def _alone(part: Part, snapshot: Assembled) -> list[int]:
-    """The rows whose bytes are all of their tensor."""
+    """Return the rows whose bytes are all of their tensor."""
     sizes = np.array([snapshot.entries[i].length for i in part.entries], np.uint64)
     found: list[int] = np.flatnonzero(part.rows["length"] == sizes).tolist()
     return found
@@ -262,7 +269,7 @@ def _over(mapping: _Mapping, entry: Entry, offset: int) -> torch.Tensor:
 
 
 def as_state_dict(snapshot: Assembled, tensors: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-    """The nested state dict of a snapshot; `tensors` gives each tensor by name."""
+    """Build the nested state dict of a snapshot; `tensors` returns each tensor by name."""
     first, second = snapshot.trees()
     names = [entry.name for entry in snapshot.entries]
     every = {**second["extras"], **first["extras"]}
@@ -290,7 +297,7 @@ def _unescape(part: str) -> str:
 def _optimizer(
     i: int, tree: dict[str, Any], names: list[str], tensors: Callable[[str], torch.Tensor]
 ) -> dict[str, Any]:
-    """As torch's `Optimizer.state_dict` has it: state by position."""
+    """Return an optimizer's state as torch's `Optimizer.state_dict` has it: by position."""
     groups: list[dict[str, Any]] = []
     order: list[str] = []
     for group in tree["groups"]:

@@ -1,4 +1,4 @@
-"""PMDK at work for lightck: what libpmem2 knows of the medium below a run's regions.
+"""Report what libpmem2 knows of the medium below a run's regions.
 
 The back ends themselves are a setting: `lightck.attach(model, path=..., backend="pmem2")`, or
 `"pmemobj"`. Neither library is needed to build or import lightck.
@@ -19,36 +19,43 @@ GRANULARITIES = {1: "byte", 2: "cache line", 3: "page"}
 
 @dataclass(frozen=True, slots=True)
 class MediaReport:
-    """What libpmem2 says of the medium below one region's file, pool or device; sizes in bytes."""
+    """The report of libpmem2 on the medium below one region's file, pool or device.
+
+    Sizes in bytes.
+    """
 
     file: Path
     granularity: str | None
-    """`byte`, `cache line` or `page`: how libpmem2 would make stores durable. What lightck does is
-    `lightck inspect`'s to say: it asks the kernel (MAP_SYNC), not the environment."""
+    """How libpmem2 would make stores durable: `byte`, `cache line` or `page`. What lightck does is
+    shown by `lightck inspect`: it asks the kernel (MAP_SYNC), not the environment."""
     forced: bool
-    """PMEM2_FORCE_GRANULARITY chose the granularity: nothing is more durable for it."""
+    """PMEM2_FORCE_GRANULARITY chose the granularity, which makes nothing more durable."""
     device: str | None
     numa_node: int | None
     bad_blocks: tuple[tuple[int, int], ...] | None
-    """(offset, length) within the file or device; None: unknown. Reading one ends in SIGBUS."""
+    """The bad blocks as (offset, length) within the file or device; None: unknown. Reading one ends
+    in SIGBUS."""
     unsafe_shutdowns: int | None
-    """Of the devices below, in all; None: they are not counted here."""
+    """Unsafe shutdowns of the devices below, in all; None: they are not counted here."""
     unsafe_shutdowns_before: int | None
-    """The same when the region was last opened for writing with `backend="pmem2"`."""
+    """The same count when the region was last opened for writing with `backend="pmem2"`."""
     unknown: tuple[str, ...]
-    """Why something is None, in libpmem2's words."""
+    """The reasons why fields are None, in libpmem2's words."""
 
     @property
     def shut_down_unsafely(self) -> bool:
-        """The medium lost power without its stores since the region was last opened for writing."""
+        """Return whether power was lost unsafely since the region was last opened for writing.
+
+        That is a loss of power before the stores had reached the medium.
+        """
         now, before = self.unsafe_shutdowns, self.unsafe_shutdowns_before
         return now is not None and before is not None and now > before
 
 
 def media_report(path: str | os.PathLike[str] | None = None) -> list[MediaReport]:
-    """Ask libpmem2 about the media below the regions at `path`, one report per rank.
+    """Ask libpmem2 about the media below the regions at `path`, and return one report per rank.
 
-    Nothing of a region is read, so that bad blocks are found without meeting them.
+    Nothing of a region is read, so that bad blocks are found without touching them.
 
     Raises:
         PmdkMissingError: libpmem2 is not installed.

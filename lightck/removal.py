@@ -13,7 +13,8 @@ from lightck.errors import RegionBusyError, RegionError
 from lightck.region import claim, place
 
 _OF_A_RUN = re.compile(r"region-\d{5,}\.((lck|obj)(\.damaged\d*)?|new|shutdowns(-new)?)")
-"""Regions, damaged ones that were moved aside, what a killed attach left, counts of shutdowns."""
+"""The names of a run's files: regions, damaged ones that were renamed, drafts of a killed attach,
+counts of unsafe shutdowns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +23,24 @@ class RunFile:
 
     path: Path
     taken_bytes: int
-    """Of the medium; on tmpfs and hugetlbfs that is memory."""
+    """The bytes that the file takes of its medium; on tmpfs and hugetlbfs that is memory."""
 
 
 def files_at(path: str | os.PathLike[str]) -> list[RunFile]:
-    """What `remove` would remove, if nobody holds any of it; nothing is changed.
+    """List what `remove` would remove; nothing is changed.
 
     Raises:
         RegionError: the place is not safe, or a device or pool of its own.
-        RegionBusyError: a trainer or a reader holds one.
+        RegionBusyError: a trainer or a reader holds one of them.
     """
     with contextlib.ExitStack() as held:
         return _seized(path, held)
 
 
 def remove(path: str | os.PathLike[str]) -> list[RunFile]:
-    """Remove the regions of all ranks at a path, durably; returns what was removed.
+    """Remove the regions of all ranks at a path, durably; return what was removed.
 
-    Nobody can open any of them meanwhile, so that all of them go or none.
+    No process can open any of them meanwhile, so that all of them are removed or none.
 
     Raises:
         RegionError, RegionBusyError: as `files_at`; nothing was removed.

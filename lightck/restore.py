@@ -1,4 +1,4 @@
-"""Restore: the newest snapshot that is whole, verified, back into the live tensors."""
+"""Restore the newest snapshot that is whole, verified, into the live tensors."""
 
 from __future__ import annotations
 
@@ -50,33 +50,35 @@ _EARLY = (
 
 @dataclass(eq=False)
 class Progress:
-    """How far this process has brought a model: attach goes on from here."""
+    """The progress that this process made with a model, from which attach goes on."""
 
     others: tuple[weakref.ref[nn.Module], ...] = ()
-    """The models beside the first, where there are several: only together are they those."""
+    """The models beside the first, where there are several: the progress holds only for all
+    together."""
     continuation: Continuation = field(default_factory=Continuation)
     step: int = 0
     restored: tuple[int, int] | None = None
-    """(timeline, step) of the snapshot that was restored last; over ranks the same on each."""
+    """(timeline, step) of the snapshot that was restored last; the same on every rank."""
     early: bool = False
-    """That snapshot was; on each rank."""
+    """The restored snapshot was finished before forward start; the same on every rank."""
     extras: frozenset[str] = frozenset()
-    """Names of what was beside the model in the snapshots that it goes on from."""
+    """Names of the extras in the snapshots that the model continues."""
     pending: list[Saved] = field(default_factory=list)
-    """Restored state of optimizers that are not there yet."""
+    """Restored state of optimizers that have not been found yet."""
     forward_hook: Any = None
     attached: list[Steps] = field(default_factory=list)
-    """Step counters of the handles on the model; `step` is the last one's that was closed."""
+    """Step counters of the handles on the model; `step` is that of the handle that was closed
+    last."""
 
 
 _progress: weakref.WeakKeyDictionary[nn.Module, list[Progress]] = weakref.WeakKeyDictionary()
-"""Per model: of it alone, and of it with others beside it."""
+"""The progress by first model: alone, and together with others beside it."""
 
 
 def progress(model: nn.Module) -> Progress:
-    """What restore or an earlier handle left for this very model; made on first use.
+    """Return what restore or an earlier handle left for this very model; made on first use.
 
-    A new model has none, whatever the process did before with another one of the same form.
+    A new model has none, whatever the process did before with another model of the same form.
     """
     first, *rest = _lasting(model)
     known = _progress.setdefault(first, [])
@@ -89,8 +91,8 @@ def progress(model: nn.Module) -> Progress:
 
 
 def _lasting(model: nn.Module) -> list[nn.Module]:
-    """What lives as long as the user's models."""
-    # A list of several is made by each call anew.
+    """Return the modules that live as long as the user's models, inside all wrappers."""
+    # Each call makes a new module list of several models.
     models = list(model) if isinstance(model, nn.ModuleList) and len(model) else [model]
     return [innermost(each) for each in models]
 
@@ -105,37 +107,38 @@ def restore(
     strict: bool = True,
     **unknown: Never,
 ) -> RestoreInfo | None:
-    """Bring back a snapshot into live objects, bit for bit.
+    """Restore a snapshot into live objects, bit for bit.
 
     On return the model's tensors are filled in place, the optimizers' state is complete (what did
     not exist yet is made; without `optimizer` it is kept until `attach` finds the optimizer),
-    extras are loaded, and the random generators stand where the step ended; at the first training
-    forward they are set once more to what they were at that forward.
+    extras are loaded, and the random generators are set to where the step ended; at the first
+    training forward they are set once more, to what they were at that forward.
 
     Under torch.distributed every rank calls this. They take the newest snapshot of which each can
-    read its whole state, or be given it: replicated state goes from a rank that has it to those
+    read its whole state, or receive it: replicated state goes from a rank that has it to those
     that lack it, over gloo, as `info.healed` tells. All of them take the same; nothing is changed
-    on any rank before each has checked all of it. Another number of ranks than wrote the snapshot
-    finds replicated state by name; of buffers, extras and data positions rank r has those of rank r
-    modulo that number.
+    on any rank before each has checked all of it. On another number of ranks than wrote the
+    snapshot replicated state is found by name; buffers, extras and data positions of rank r are
+    those of rank r modulo that number.
 
     Args:
         model: a module, or several.
         optimizer: one or several; their order does not matter.
         path: as for `attach`.
-        *more: nothing; what follows is given by its name.
+        *more: nothing; further arguments are given by name.
         extras: the objects given to `attach` under the same names.
         step: which snapshot; by default the newest that is whole, but none that was finished early
             (a warning is logged if it is) while an exact one is a step older at most.
-        strict: refuse when names, shapes or dtypes differ; False skips these, and says so.
+        strict: refuse when names, shapes or dtypes differ; False skips these (see `skipped`).
         **unknown: nothing; refused with the argument that may be meant.
 
     Returns:
-        What was restored, or None when there is nothing at all at `path`.
+        A description of what was restored, or None when there is nothing at all at `path`.
 
     Raises:
-        ConfigError: an argument of the wrong type, in the wrong place or unknown; what to write.
-        NoSnapshotError: snapshots were there, none is whole, or not the wanted step.
+        ConfigError: an argument of the wrong type, in the wrong place or unknown; the message says
+            what to write.
+        NoSnapshotError: snapshots are there, but none is whole, or not the wanted step.
         RestoreMismatchError: the state differs; nothing was changed.
         CoordinationError: another rank failed, named with its reason, or did not come.
         RegionError: the place is not safe or not a region.
@@ -158,7 +161,7 @@ def restore(
 
 
 def _wanted(step: object, strict: object) -> int | None:
-    """The wanted step, None for the newest."""
+    """Return the wanted step, None for the newest."""
     if not isinstance(strict, bool):
         raise ConfigError(f"restore: strict must be True or False, found {strict!r}")
     if step == "latest":
@@ -170,10 +173,10 @@ def _wanted(step: object, strict: object) -> int | None:
 
 @contextlib.contextmanager
 def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[], RestoreInfo]]:
-    """Match and verify a snapshot; what the context gives fills the live objects with it.
+    """Match and verify a snapshot; yield a function that fills the live objects with it.
 
-    What is made for it, as the state of an optimizer that has none yet, is read while it is
-    verified, also onto a device: nothing live has it before all is known to be whole.
+    Tensors that are new, as the state of an optimizer that has none yet, are read while they are
+    verified, also onto a device: no live object has them before all is known to be whole.
     """
     snapshot = found.snapshot
     first, second = snapshot.trees()
@@ -185,7 +188,7 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
 
         def take() -> RestoreInfo:
             state = progress(live.model)
-            state.continuation.clear()  # from here on it is nothing that was restored before
+            state.continuation.clear()  # the live state is no longer what was restored before
             snapshot.read(filling.addresses())
             filling.pour(ahead=False)
             filling.finish(first)
@@ -203,7 +206,7 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
 
 
 def _lent(found: Found) -> str:
-    """Why this rank's own state is another's; empty if it is not."""
+    """Describe why this rank's own state is another rank's; return "" if it is not."""
     rank, world, taken = found.holdings.rank, found.key.world, found.snapshot.record.rank
     if rank >= world:
         why = f"{world} rank(s) wrote the snapshot"
@@ -218,11 +221,11 @@ def _lent(found: Found) -> str:
 
 
 def _carry_on(found: Found, continuation: Continuation) -> None:
-    """Say what attach may go on from in this rank's region, and what it must protect there.
+    """Record what attach may continue in this rank's region, and what it must protect there.
 
     A rank that has a part of the snapshot keeps it until a newer one is whole, also in another
-    world; one that was given all of it keeps its newest older one, as what the others fall back to;
-    one that has none gives up what it has.
+    world. A rank that received all of it keeps its newest older one, for the others to fall back
+    to. A rank that has none gives up what its region holds.
     """
     own, snapshot = found.holdings.own, found.snapshot
     if found.holdings.broken is not None:
@@ -241,7 +244,7 @@ def _carry_on(found: Found, continuation: Continuation) -> None:
 
 
 def _newest_before(holdings: Holdings, key: Key) -> Record | None:
-    """The snapshot in this rank's own region, of those that count, of the newest step before."""
+    """Return the snapshot in this rank's region with the newest step before; it must count."""
     every = [c.record for c in holdings.own.recovery.candidates] if holdings.own is not None else []
     older = [
         each

@@ -1,4 +1,4 @@
-"""Frozen records and Protocols that several floors share; no behaviour."""
+"""Frozen records and Protocols that several packages share; no behaviour."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a policy sees when it is asked whether a snapshot is due.
+    """The values by which a policy decides whether a snapshot is due.
 
     Attributes:
         step: the step that has just ended; counts from 1.
         time_s: now, in seconds of a monotonic clock; only differences mean anything.
-        epoch: epochs the loop has marked with `handle.epoch()` so far.
+        epoch: the epochs that the loop has marked with `handle.epoch()` so far.
         last_step: step of the last due snapshot; None before the first.
         last_time_s: `time_s` of the last due snapshot; None before the first.
         last_epoch: `epoch` of the last due snapshot; None before the first.
@@ -38,18 +38,18 @@ class Moment:
 
 
 class Fate(enum.Enum):
-    """Says what became of a step's snapshot over all ranks."""
+    """The outcome of a step's snapshot over all ranks."""
 
     UNKNOWN = "unknown"
     WHOLE = "whole"
-    """Every rank has committed it."""
+    """Every rank has committed the snapshot."""
     DEAD = "dead"
-    """A rank has not, and never will."""
+    """A rank has not committed the snapshot, and never will."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layerwise:
-    """Update each layer as soon as its gradient is final, and copy it from then on.
+    """The setting that updates each layer once its gradient is final, and then copies it.
 
     Attributes:
         accumulation: backward passes (micro-batches) whose gradients one step sums up.
@@ -60,13 +60,13 @@ class Layerwise:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a just-in-time snapshot came to.
+    """The result of a just-in-time snapshot.
 
     Attributes:
         reason: what it was taken for: `SIGTERM`, `hang`, the text given to `snapshot_now`, ...
         step: newest step that is committed on this rank; None: there is none.
-        fresh: that is the last complete step: at most the minibatch that was running is lost.
-        early: it was finished before forward start.
+        fresh: whether that is the last complete step: then at most the running minibatch is lost.
+        early: whether it was finished before forward start.
         why: why it is not fresh; empty if it is.
         seconds: from the reason to the commit, or to giving up.
     """
@@ -81,13 +81,13 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the just-in-time path listens to, and how far it goes; `failure="jit"` is `Failure()`.
+    """The settings of the just-in-time path; `failure="jit"` is `Failure()`.
 
     Attributes:
         signals: names of the signals at which a snapshot is taken, also while the main thread is
-            stuck in a collective. Then SIGTERM ends the process (its parent sees that signal),
-            SIGINT raises KeyboardInterrupt, SIGUSR1 and SIGUSR2 go on; handlers of the user's run,
-            those of before attach after the snapshot, later ones at once.
+            stuck in a collective. After it, SIGTERM ends the process (its parent sees that signal),
+            SIGINT raises KeyboardInterrupt, SIGUSR1 and SIGUSR2 go on; the user's handlers run:
+            those installed before attach after the snapshot, later ones at once.
         notice: the machine's end is announced by this file's appearance, or by this function's
             truth; it is called about once a second, on a thread of its own. Training goes on.
         grace_s: seconds from SIGTERM or a notice to the end of the process: what is saved must be
@@ -117,10 +117,10 @@ class Failure:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides which steps are due; any object with this one method serves."""
+    """The method that decides which steps are due; any object that has it is a policy."""
 
     def due(self, moment: Moment) -> bool:
-        """Say whether the step that has just ended gets a snapshot.
+        """Return whether the step that has just ended gets a snapshot.
 
         Must be pure: the same moment always gives the same answer, because ranks and a restarted
         run ask again. Called once per step on the training thread; must not block.
@@ -130,23 +130,23 @@ class Policy(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object whose state can be taken and put back: schedulers, scalers, samplers, ..."""
+    """An object whose state can be taken and restored: schedulers, scalers, samplers, ..."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; may share storage with the object."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take the state back; the result is ignored."""
+        """Restore the state; the result is ignored."""
         ...
 
 
 @runtime_checkable
 class ReleaseSchedule(Protocol):
-    """Decides when the copies of a snapshot may run; never what is copied, nor in which order.
+    """The methods that decide when the copies of a snapshot may run; never what or in which order.
 
-    One object lives as long as its handle and sees one `open`, any number of `tick`s, `flies` and
-    `waits`, and one `close` per snapshot, so that it can learn the number and timing of a step's.
+    One object lives as long as its handle and gets one `open`, any number of `tick`s, `flies` and
+    `waits`, and one `close` per snapshot, so that it can learn a step's number of calls and timing.
 
     Thread: `open` and `close` on the training thread, the others on whichever thread runs the
     gradient hook (autograd's device thread on a GPU), never two calls at the same time; none may
@@ -168,7 +168,7 @@ class ReleaseSchedule(Protocol):
         """Note that a layer's gradient is ready.
 
         Returns:
-            Bytes released in all from now on; never less than before.
+            Total bytes released from now on; never less than before.
         """
         ...
 
@@ -179,7 +179,7 @@ class ReleaseSchedule(Protocol):
             share: of this backward's gradient bytes, how much is under way or done, 0 to 1.
 
         Returns:
-            As `tick`.
+            The same as `tick`.
         """
         ...
 
@@ -187,18 +187,18 @@ class ReleaseSchedule(Protocol):
         """Note that the training thread computes nothing: it waits for communication to end.
 
         Returns:
-            As `tick`.
+            The same as `tick`.
         """
         ...
 
     def close(self) -> None:
-        """Learn that the fence came: whatever was held back is released by the engine now."""
+        """Note that the fence came: the engine now releases whatever was held back."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreInfo:
-    """What `restore` did.
+    """The result of `restore`.
 
     Attributes:
         step: the step whose state is live now; training goes on with `step + 1`.
@@ -206,20 +206,20 @@ class RestoreInfo:
         sequence: the snapshot's commit number in its region.
         wall_time: when the snapshot was committed, UTC.
         path: the folder or device it came from.
-        early: the snapshot was finished before forward start.
+        early: whether the snapshot was finished before forward start.
         timeline: the timeline that wrote it.
-        leftover: names of extras in the snapshot that nobody took.
+        leftover: names of extras in the snapshot that no given object has.
         skipped: name to reason, for state that was not restored (`strict=False`); `rng` where
             another rank's own state was taken over, whose random numbers must not be drawn twice,
             `rng/cuda` where there is another number of CUDA devices.
         fell_back: one message for each newer snapshot that is not whole, or part of it, or suspect;
             also for parts of this one that had to be healed; on every rank the same.
         suspect: replicas were found to differ there or before; no other snapshot was whole.
-        why: one sentence: why this snapshot.
+        why: one sentence that says why this snapshot was taken.
         world: number of ranks that wrote it.
-        rank: which of them wrote the buffers, extras and generators that this process has now.
+        rank: the writing rank whose buffers, extras and generators this process has now.
         healed: one sentence for each rank that was given the snapshot by another: how many bytes,
-            by whom, and whose buffers and data position it has now; on every rank the same.
+            by which rank, and whose buffers and data position it has now; the same on every rank.
     """
 
     step: int
@@ -241,19 +241,21 @@ class RestoreInfo:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters of a handle since its `attach`; a copy, taken at the moment of the call.
+    """The counters of a handle since its `attach`; a copy, taken at the moment of the call.
 
     Attributes:
         captured: snapshots whose every copy has left the live tensors.
         committed: snapshots that are durable on the medium's terms and visible to restore; of
-            several ranks: on every one of them.
+            several ranks: durable on every one of them.
         slipped: due steps without a snapshot because the slots, or the DRAM for staging, were busy,
             or because this rank could not reach the others.
         torn: snapshots dropped because a tensor changed inside the window.
         failed: snapshots dropped because of an error.
-        dead: snapshots that this rank has committed and another has not: it slipped, failed, ...
-        compared: snapshots at which a sample of the replicas here was held against another rank's.
-        uncompared: those at which it was due and could not be: nothing to digest, or of other form.
+        dead: snapshots that this rank has committed and another rank has not, because it slipped,
+            failed, ...
+        compared: snapshots at which a sample of the replicas here was compared with another rank's.
+        uncompared: snapshots at which that was due and impossible: nothing to digest, or of other
+            form.
         skipped_unchanged_bytes: bytes not written again because they were proved unchanged.
         bytes_copied: bytes copied, by workers and by the training thread.
         bytes_helped: the part of `bytes_copied` that the training thread copied at the fence.
@@ -266,11 +268,11 @@ class Stats:
         device_mode: how tensors in a device's memory reach the region: `direct`, `host` or
             `device`; empty while there are none. With several devices, the last one's.
         device_why: one sentence: why that mode.
-        bytes_from_device: bytes brought out of devices' memory.
+        bytes_from_device: bytes copied from devices' memory.
         ring_bytes: pinned DRAM held for transfers now.
         device_copy_bytes: devices' memory held for copies of the state now.
-        moved_in_draws: how often an extra that is taken at the start of the forward moved while a
-            batch was drawn: it is ahead of the data by one there (see `at_step`).
+        moved_in_draws: how often an extra that is taken at the start of the forward changed while a
+            batch was drawn: then it is ahead of the data by one batch (see `at_step`).
         not_kept: with the failure path armed, the last error that kept a step's boundary state, or
             its entry in the journal, from being kept; empty: there was none.
     """

@@ -18,7 +18,7 @@ RUNNING, ENDED, GONE, ELSEWHERE, NONE = "running", "ended", "gone", "unknown own
 
 
 def readings(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
-    """What each region at `path` and its trainer say now, one dict per rank.
+    """Read what each region at `path` and its trainer say now, and return one dict per rank.
 
     Takes no lease and waits for nobody; costs the trainer nothing. `state` is `running`, `ended`
     (the handle was closed), `gone` (it ended without closing: killed, or its machine restarted),
@@ -54,7 +54,7 @@ def _reading(where: Place) -> dict[str, Any]:
 
 
 def _newest(region: Region) -> tuple[Record | None, list[str]]:
-    """The newest record that counts; the trainer may replace any while it is read."""
+    """Return the newest record that counts, and problems; the trainer may replace any meanwhile."""
     found: list[Record] = []
     problems: list[str] = []
     for slot in region.slots:
@@ -80,13 +80,17 @@ def _committed(record: Record) -> dict[str, Any]:
 
 
 def _state(said: Reading) -> str:
-    """The lock tells whether anybody is there, the page who; together, whether it is the same."""
+    """Return the trainer's state from the owner lock and the page.
+
+    The lock tells whether there is an owner, the page who wrote it; together, whether it is the
+    same.
+    """
     if said.process is None:
         return ELSEWHERE if said.owned else NONE
     ended = bool(said.numbers["ended"])
     if not said.owned:
         return ENDED if ended else GONE
-    # Seen from another PID namespace a living trainer has no number here: the lock decides.
+    # In another PID namespace a living trainer has another process number: the lock decides.
     return ELSEWHERE if ended else RUNNING
 
 

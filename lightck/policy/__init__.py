@@ -1,4 +1,4 @@
-"""When a snapshot is due: pure functions of step, time, epoch and measured cost.
+"""Decide when a snapshot is due, by pure functions of step, time, epoch and measured cost.
 
 Any object with a method `due(moment: Moment) -> bool` is a policy. Those here combine with `|` and
 `&`: `EverySteps(100) | EveryEpochs()`.

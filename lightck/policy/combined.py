@@ -1,4 +1,4 @@
-"""Policies made of policies: any of several, all of several, and the operators for them."""
+"""Combine policies: due when any of several is, or when all are, with operators for both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightck.types import Moment, Policy
 
 
 class Combinable:
-    """Gives a policy the operators `|` (due when either is) and `&` (due when both are)."""
+    """The operators of a policy: `|` (due when either is) and `&` (due when both are)."""
 
     def due(self, moment: Moment) -> bool:
         """Say whether the step that has just ended gets a snapshot; see `Policy.due`."""
@@ -39,7 +39,7 @@ class AnyOf(Combinable):
         object.__setattr__(self, "policies", _checked("any_of", policies))
 
     def due(self, moment: Moment) -> bool:
-        """See `Policy.due`."""
+        """Return whether one of the policies says so; see `Policy.due`."""
         return any(policy.due(moment) for policy in self.policies)
 
 
@@ -60,12 +60,12 @@ class AllOf(Combinable):
         object.__setattr__(self, "policies", _checked("all_of", policies))
 
     def due(self, moment: Moment) -> bool:
-        """See `Policy.due`."""
+        """Return whether all of the policies say so; see `Policy.due`."""
         return all(policy.due(moment) for policy in self.policies)
 
 
 def _is_policy(value: object) -> bool:
-    # A class has the method too, but cannot be asked.
+    # A policy class has the method, too, but cannot be asked: only an instance can.
     return isinstance(value, Policy) and not isinstance(value, type)
 
 

@@ -1,4 +1,4 @@
-"""From the value of a setting to a policy."""
+"""Turn the value of a setting into a policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightck.types import Policy
 
 
 def parse(value: object) -> Policy:
-    """Turn a setting into a policy.
+    """Turn the value of a setting into a policy.
 
     Args:
         value: a policy; an int (every that many steps); or a mapping with one key out of
@@ -25,7 +25,7 @@ def parse(value: object) -> Policy:
         The policy; `value` itself when it is one.
 
     Raises:
-        ConfigError: the value is none of these; names the key and the value.
+        ConfigError: the value is none of these; the message names the key and the value.
     """
     if isinstance(value, Mapping):
         return _from_mapping(value)

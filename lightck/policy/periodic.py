@@ -1,4 +1,4 @@
-"""Policies that follow the step counter, the clock's reading in the moment, or the epochs."""
+"""Policies that follow the step counter, the clock (the moment's time), or the epochs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightck.types import Moment
 
 @dataclass(frozen=True)
 class EverySteps(Combinable):
-    """Due at every step that is a multiple of `n`.
+    """A policy that is due at every step that is a multiple of `n`.
 
     Args:
         n: steps, 1 or more.
@@ -28,13 +28,13 @@ class EverySteps(Combinable):
         _positive_int("every_steps", self.n)
 
     def due(self, moment: Moment) -> bool:
-        """See `Policy.due`."""
+        """Return whether the step is a multiple of `n`; see `Policy.due`."""
         return moment.step % self.n == 0
 
 
 @dataclass(frozen=True)
 class EverySeconds(Combinable):
-    """Due at the first step, then at the first step that ends `t` seconds or more after a due one.
+    """A policy due at the first step, and at the first that ends `t` seconds after a due one.
 
     Args:
         t: seconds, more than 0.
@@ -51,13 +51,13 @@ class EverySeconds(Combinable):
             raise ConfigError(f"every_seconds = {self.t!r}: must be a finite number above 0")
 
     def due(self, moment: Moment) -> bool:
-        """See `Policy.due`."""
+        """Return whether `t` seconds have passed since the last due step; see `Policy.due`."""
         return moment.last_time_s is None or moment.time_s - moment.last_time_s >= self.t
 
 
 @dataclass(frozen=True)
 class EveryEpochs(Combinable):
-    """Due at the first step that ends after every `n`-th call of `handle.epoch()`.
+    """A policy due at the first step that ends after every `n`-th call of `handle.epoch()`.
 
     Args:
         n: epochs, 1 or more.
@@ -72,15 +72,18 @@ class EveryEpochs(Combinable):
         _positive_int("every_epochs", self.n)
 
     def due(self, moment: Moment) -> bool:
-        """See `Policy.due`."""
-        # Counted in multiples of n, not from the last due snapshot: in a combination that one may
-        # have been due for another reason.
+        """Return whether a multiple of `n` epochs was passed since the last due step.
+
+        See `Policy.due`.
+        """
+        # Count in multiples of n, not from the last due snapshot: in a combination of policies that
+        # one may have been due for another reason.
         return moment.epoch // self.n > (moment.last_epoch or 0) // self.n
 
 
 @dataclass(frozen=True, init=False)
 class AtSteps(Combinable):
-    """Due at the given steps and at no other.
+    """A policy that is due at the given steps and at no other.
 
     Args:
         steps: step numbers, each 1 or more; at least one.
@@ -102,7 +105,7 @@ class AtSteps(Combinable):
         object.__setattr__(self, "steps", frozenset(listed))
 
     def due(self, moment: Moment) -> bool:
-        """See `Policy.due`."""
+        """Return whether the step is one of the given; see `Policy.due`."""
         return moment.step in self.steps
 
 

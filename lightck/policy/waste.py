@@ -1,4 +1,4 @@
-"""Expected wasted work of checkpointing: what snapshots cost and what failures then cost again.
+"""Compute the expected wasted work of checkpointing: the cost of snapshots and of failures.
 
 Every figure is a share of each rank's time. With failures at a rate of L = 1 / `mtbf_s`:
 
@@ -6,9 +6,9 @@ Every figure is a share of each rank's time. With failures at a rate of L = 1 / 
     jit          s + L (d + j + rj + m)
     hybrid       s + sqrt(2 o q L) + q L r + (1 - q) L (d + j + rj + m)
 
-The first is least, sqrt(2 o L) + L r, at Young's interval T* = sqrt(2 o / L). Just-in-time ones
-leave only a share q of the failures to periodic ones, hence the hybrid interval sqrt(2 o / (q L)).
-First order: intervals are short against `mtbf_s`.
+The first is least, sqrt(2 o L) + L r, at Young's interval T* = sqrt(2 o / L). Just-in-time
+snapshots leave only a share q of the failures to periodic ones, hence the hybrid interval
+sqrt(2 o / (q L)). These are first-order formulas: intervals are short against `mtbf_s`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from lightck.errors import ConfigError
 
 
 def interval(stall_s: float, mtbf_s: float, unrecoverable: float = 1.0) -> float:
-    """Seconds between periodic snapshots at which least work is wasted; `inf` if none is needed.
+    """Return the seconds between periodic snapshots that waste least work.
+
+    It is `inf` if none is needed.
 
     Args:
-        stall_s: what one of them costs the training thread.
+        stall_s: training-thread seconds that one of them costs.
         mtbf_s: mean time between failures of the whole job.
         unrecoverable: share of the failures that only a periodic snapshot helps against.
     """
@@ -32,7 +34,7 @@ def interval(stall_s: float, mtbf_s: float, unrecoverable: float = 1.0) -> float
 
 @dataclass(frozen=True, kw_only=True)
 class Waste:
-    """What snapshots and failures cost one job; seconds and shares, none of them negative.
+    """The costs of snapshots and failures in one job; seconds and shares, none of them negative.
 
     Args:
         mtbf_s: mean time between failures of the whole job, above 0: that of a worker divided by
@@ -47,7 +49,7 @@ class Waste:
         unrecoverable: q, share of the failures that leave no just-in-time snapshot, 0 to 1.
 
     Raises:
-        ConfigError: one of them is no such number.
+        ConfigError: an argument is not such a number.
     """
 
     mtbf_s: float
@@ -68,28 +70,35 @@ class Waste:
 
     @property
     def interval_s(self) -> float:
-        """Between periodic snapshots, without the just-in-time path."""
+        """The best interval between periodic snapshots, in seconds, without just-in-time ones."""
         return interval(self.stall_s, self.mtbf_s)
 
     @property
     def hybrid_interval_s(self) -> float:
-        """Between periodic snapshots, with it; `inf` when it recovers every failure."""
+        """The best interval between periodic snapshots, in seconds, beside just-in-time ones.
+
+        It is `inf` when those recover every failure.
+        """
         return interval(self.stall_s, self.mtbf_s, self.unrecoverable)
 
     def periodic(self, every_s: float | None = None) -> float:
-        """Periodic snapshots only, so many seconds apart; at the best interval if none is given."""
+        """Return the waste of periodic snapshots only, `every_s` seconds apart.
+
+        The default is the best interval.
+        """
         every_s = self.interval_s if every_s is None else every_s
         taking = self.stall_s / every_s if self.stall_s else 0.0
         return taking + (every_s / 2 + self.restore_s) / self.mtbf_s
 
     def jit(self) -> float:
-        """Just-in-time snapshots only, as if they recovered every failure."""
+        """Return the waste of just-in-time snapshots only, as if they recovered every failure."""
         return self.armed + self._recovered_s / self.mtbf_s
 
     def hybrid(self) -> float:
-        """Just-in-time snapshots, and periodic ones at the hybrid interval for the other failures.
+        """Return the waste of just-in-time snapshots with periodic ones at the hybrid interval.
 
-        At `unrecoverable=0` that is `jit`, at 1 (and `armed=0`) `periodic`.
+        The periodic ones are for the failures that no just-in-time snapshot recovers. At
+        `unrecoverable=0` the result is that of `jit`, at 1 (and `armed=0`) that of `periodic`.
         """
         q, rate = self.unrecoverable, 1 / self.mtbf_s
         periodic = math.sqrt(2 * self.stall_s * q * rate) + q * rate * self.restore_s
@@ -97,15 +106,15 @@ class Waste:
 
     @property
     def _recovered_s(self) -> float:
-        """A failure that the just-in-time path recovers."""
+        """The seconds that a failure costs which the just-in-time path recovers."""
         return self.detect_s + self.jit_s + self.jit_restore_s + self.step_s
 
 
 def required_number(name: str, value: object, *, above_zero: bool = False) -> None:
-    """Refuse what is no finite number of 0 or more, or above 0.
+    """Refuse a value that is not a finite number of 0 or more, or above 0.
 
     Raises:
-        ConfigError: it is refused.
+        ConfigError: the value is not such a number.
     """
     good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
     if not good or (above_zero and value == 0):

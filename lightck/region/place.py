@@ -53,10 +53,8 @@ class Place:
     def reach(self) -> str:
         """Return a text equal on ranks of one node that can read each other's regions.
 
-        "" if none can.
-
-        Only one process at a time can have a pool; containers may mount different media at one
-        path.
+        It is empty where no other rank can: a pool is open in one process at a time. The path alone
+        would not do, because containers may mount different media at one path.
         """
         if not self.is_plain or self.path == self.file:
             return ""
@@ -157,7 +155,7 @@ def _pool_file(root: Path, status: os.stat_result, backend: Backend) -> Place:
 def every_rank(where: Place) -> list[Place]:
     """Return the locations of the region files and pools in a folder.
 
-    A device is one region, a pool too.
+    A device or a pool is one region.
 
     Raises:
         RegionError: the folder may not be read.

@@ -156,7 +156,7 @@ class Region:
     def memory_bytes(self) -> int:
         """Return the bytes of memory that the region takes until it is removed.
 
-        0 on other media.
+        It is 0 on media that are not memory.
         """
         return self.info.size if self.info.medium in ("tmpfs", "hugetlbfs") else 0
 
@@ -209,11 +209,9 @@ class Region:
         return Candidate(record, found, state)
 
     def counts(self, record: Record) -> bool:
-        """Return whether the record counts.
+        """Return whether recovery may use the record's snapshot.
 
-        It is of the newest timeline or of a valid part of an ancestor.
-
-        An ancestor is valid up to its branch point.
+        It must be of the newest timeline, or of an ancestor up to its branch point.
         """
         return record.timeline == self.info.timeline or any(
             record.timeline == timeline and record.sequence <= sequence
