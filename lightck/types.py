@@ -215,7 +215,7 @@ class RestoreInfo:
         fell_back: one message for each newer snapshot that is not whole, or part of it, or suspect;
             also for parts of this one that had to be healed; on every rank the same.
         suspect: replicas were found to differ there or before; no other snapshot was whole.
-        why: one sentence that says why this snapshot was taken.
+        why: one sentence that says why this snapshot was chosen.
         world: number of ranks that wrote it.
         rank: the writing rank whose buffers, extras and generators this process has now.
         healed: one sentence for each rank that was given the snapshot by another: how many bytes,

@@ -1,1 +1,1 @@
-"""The command line: `lightck ls`, `inspect`, `verify`, `export`, `demo`."""
+"""The command line: `lightck ls`, `inspect`, `verify`, `export`, `demo` and others."""

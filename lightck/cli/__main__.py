@@ -1,4 +1,4 @@
-"""`python -m lightck.cli`."""
+"""Run the command line with `python -m lightck.cli`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`lightck chaos`: let faults come into a training, and report what each of them cost."""
+"""`lightck chaos`: inject faults into a training, and report what each of them cost."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit status."""
+    """Run the command; return the exit status."""
     command = _command(arguments)
     limits = Limits(arguments.hold, arguments.patience, arguments.quiet)
     for name in ("hold", "patience", "quiet"):
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     say = _nothing if arguments.json else _say
     given = [chaos_plan.parse(text) for text in arguments.fault or ()]
     kinds = _kinds(arguments, given, say)
-    if not (given or arguments.command):  # before it is trained: is there room?
+    if not (given or arguments.command):  # refuse before training if the steps are too few
         chaos_plan.draw(seed, kinds, arguments.steps or _STEPS, arguments.ranks or 1)
     begin = time.monotonic()
     with scratch.folder(arguments.path, "chaos") as folder:
@@ -158,10 +158,10 @@ def _ranks(world: int) -> str:
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
-    """The user's, or the built-in training's.
+    """Return the user's command, or that of the built-in training.
 
     Raises:
-        Refusal: options of the one with the other.
+        Refusal: options of the built-in training were given with a command.
     """
     command: list[str] = arguments.command
     ranks, steps = arguments.ranks, arguments.steps
@@ -182,10 +182,12 @@ def _command(arguments: argparse.Namespace) -> list[str]:
 def _kinds(
     arguments: argparse.Namespace, given: Sequence[Fault], say: Callable[[str], None]
 ) -> list[str]:
-    """Kinds to draw faults of; what this machine cannot do is left out, or refused if asked for.
+    """Return the kinds of faults to draw.
+
+    Kinds that this machine cannot do are left out, or refused if they were asked for.
 
     Raises:
-        Refusal: no such kind, or it cannot be done here.
+        Refusal: there is no such kind, or it cannot be done here.
     """
     if given and arguments.kinds:
         raise Refusal("--fault and --kinds: faults are either given or drawn")
@@ -201,10 +203,10 @@ def _kinds(
 
 
 def _reference(command: Sequence[str], folder: Path, limits: Limits) -> Run:
-    """The undisturbed run.
+    """Run the command without faults, and return what it did.
 
     Raises:
-        Refusal: it failed, or did not use the place that it was given.
+        Refusal: it failed, or did not use the path that it was given.
     """
     with _following("undisturbed", None) as follow:
         job = Job(command, folder / "reference", [], limits, follow)
@@ -224,7 +226,10 @@ def _reference(command: Sequence[str], folder: Path, limits: Limits) -> Run:
 
 @contextmanager
 def _following(title: str, steps: int | None) -> Iterator[Callable[[Event], object]]:
-    """A bar over the steps, as far as the furthest rank has come."""
+    """Show a bar over the steps, up to the step of the rank that is ahead.
+
+    Yields the function that takes the run's events.
+    """
     furthest = 0
     with progress(f"   {title}", steps or 0, unit="step") as more:
 
@@ -240,7 +245,7 @@ def _following(title: str, steps: int | None) -> Iterator[Callable[[Event], obje
 def _document(
     reference: Run, disturbed: Run, faults: Sequence[Fault], world: int
 ) -> dict[str, Any]:
-    """Everything that was found."""
+    """Return everything that was found."""
     free = unseeded(reference, disturbed)
     step, tensors, differ = differences(reference.region, disturbed.region, world, free)
     differ += differing_losses(reference, disturbed)

@@ -1,4 +1,4 @@
-"""Which faults `lightck chaos` lets come where: as given, or drawn by a seed."""
+"""Plan which faults `lightck chaos` injects and where: as given, or drawn from a seed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lightck.cli.output import Refusal
 from lightck.failure.chaos import ANY_NEWER, KINDS, NOT_IN, PHASES, Fault
 
 _IN_TRAINING = [phase for phase in PHASES if phase not in (*ANY_NEWER, "evaluation")]
-"""Every training comes there."""
+"""The phases that every training goes through."""
 _FORM = "must be KIND:STEP, KIND:STEP:PHASE or KIND:STEP:PHASE:RANK"
 
 
 def parse(text: str) -> Fault:
-    """A fault as it is given: `kill:7`, `hang:12:backward`, `term:20:fence:1`, `kill:9:update:*`.
+    """Parse a fault such as `kill:7`, `hang:12:backward`, `term:20:fence:1`, `kill:9:update:*`.
 
     Raises:
-        Refusal: it is none; what is allowed.
+        Refusal: the text is not a fault; the message says what is allowed.
     """
     parts = text.split(":")
     if not 2 <= len(parts) <= 4:
@@ -36,10 +36,10 @@ def parse(text: str) -> Fault:
 
 
 def known_kind(where: str, kind: str) -> str:
-    """A kind of fault.
+    """Return the kind of fault, which must be known.
 
     Raises:
-        Refusal: there is none of that name.
+        Refusal: there is no kind of that name.
     """
     if kind not in KINDS:
         raise Refusal(f"{where}: no fault {kind!r}; must be one of {', '.join(KINDS)}")
@@ -47,18 +47,18 @@ def known_kind(where: str, kind: str) -> str:
 
 
 def draw(seed: int, kinds: Sequence[str], steps: int, world: int) -> list[Fault]:
-    """One fault of each kind, in an order, at steps, in phases and on ranks drawn by the seed.
+    """Draw one fault of each kind: order, step, phase and rank come from the seed.
 
-    Each has a part of the run to itself, so that what follows it can be told from the next one's.
+    Each has a part of the run to itself, so that its consequences can be told from the next one's.
 
     Args:
-        seed: the same one gives the same faults.
-        kinds: which; one may come several times.
-        steps: of the run.
+        seed: the same seed gives the same faults.
+        kinds: the kinds of fault; one may come several times.
+        steps: number of steps of the run.
         world: number of ranks.
 
     Raises:
-        Refusal: there are not two steps for each.
+        Refusal: there are not two steps for each fault.
     """
     # The first step has no snapshot before it, and nothing follows the last.
     room = steps - 2
@@ -79,10 +79,10 @@ def draw(seed: int, kinds: Sequence[str], steps: int, world: int) -> list[Fault]
 
 
 def check(faults: Sequence[Fault], steps: int, world: int) -> None:
-    """Refuse faults that cannot come in a run of so many steps and ranks.
+    """Refuse faults that cannot happen in a run of so many steps and ranks.
 
     Raises:
-        Refusal: which, and what there is.
+        Refusal: the message says which fault, and what steps or ranks there are.
     """
     for fault in faults:
         if fault.step > steps:
@@ -92,6 +92,6 @@ def check(faults: Sequence[Fault], steps: int, world: int) -> None:
 
 
 def spelled(fault: Fault) -> str:
-    """As `parse` takes it."""
+    """Return the fault as text that `parse` takes."""
     rank = "*" if fault.rank is None else fault.rank
     return f"{fault.kind}:{fault.step}:{fault.phase}:{rank}"

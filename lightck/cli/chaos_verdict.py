@@ -1,6 +1,6 @@
-"""What a chaos run comes to: what each fault was noticed by, saved and lost; and equality.
+"""Judge how a chaos run noticed each fault, what it saved and lost, and whether runs agree.
 
-Pure functions of what the runs told and left behind.
+All are pure functions of the runs' events and files.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from lightck.errors import LightckError
 from lightck.failure.chaos import Fault
 
 _ENDING = frozenset({"corrupt", "exception", "hang", "kill", "term"})
-"""Faults after which a process is started again."""
+"""The faults after which a process is started again."""
 _NO_MINIBATCH = frozenset({"between", "evaluation", "restore"})
-"""Phases outside of an iteration."""
+"""The phases outside of an iteration."""
 
 
 def rows(run: Run, reference: Run, faults: Sequence[Fault]) -> list[dict[str, Any]]:
-    """One dict per fault, in the plan's order.
+    """Return one dict per fault, in the plan's order.
 
     `fired`; then `step`, `rank`; `detected_s` and `detected_by`; `saved` (step and `why`, as
     lightck says); `ended` (the job had to be started again); `resumed` (the step it went on from);
@@ -56,12 +56,16 @@ def rows(run: Run, reference: Run, faults: Sequence[Fault]) -> list[dict[str, An
 def _of_fault(
     fault: Event, window: Sequence[Event], events: Sequence[Event], *, ends: bool
 ) -> dict[str, Any]:
-    """`window`: from the fault to the next one; `ends`: the process, if not at once."""
+    """Return the row of one fault.
+
+    `window` holds the events from the fault to the next one; `ends` says whether the fault ends the
+    process, perhaps not at once.
+    """
     began: float = fault["t"]
     living = {e["pid"] for e in events if e["t"] <= began and e.get("pid")}
     attached = _attached(window, living)
     if not attached and (ends or any(e["event"] == "ended" and e["code"] for e in window)):
-        # The next fault came before it had got up again, or (SIGTERM) had ended at all.
+        # The next fault came before the job was up again, or (SIGTERM) before it had ended at all.
         after = [e for e in events if e["t"] > began]
         attached = _attached(after, living)
         window = after if attached else window
@@ -77,10 +81,10 @@ def _of_fault(
         row["flipped"] = {k: v for k, v in flipped.items() if k in ("step", "tensor", "why")}
     if attached:
         resumed = int(attached[0]["fields"]["step"])
-        # The others, and what is warned, may have gone on for a while.
+        # The other ranks, and a rank that is only warned, may have gone on for a while.
         further = [e for e in window if e["event"] == "step" and e["t"] < attached[0]["t"]]
         complete = max([fault["complete"], *(e["step"] for e in further)])
-        # Inside an iteration that minibatch is lost, too.
+        # A fault inside an iteration loses that minibatch, too.
         inside = fault["phase"] not in _NO_MINIBATCH or complete > fault["complete"]
         row["resumed"], row["lost_steps"] = resumed, complete + inside - resumed
         last = max([began, *(e["t"] for e in further)])
@@ -99,13 +103,16 @@ def _of_fault(
 
 
 def _attached(events: Sequence[Event], living: set[int]) -> list[Event]:
-    """Of processes that came after the fault; some rank may still attach when it comes."""
+    """Return the attach events of processes that started after the fault.
+
+    Processes that lived at the fault are left out: one of their ranks may still be attaching then.
+    """
     attached = (e for e in events if e["event"] == "log" and e["name"] == "attached")
     return [e for e in attached if e.get("pid") not in living]
 
 
 def _first_life(attached: Sequence[Event]) -> list[Event]:
-    """Each rank's first attach of several."""
+    """Return the first of each rank's attach events."""
     by_rank: dict[int, Event] = {}
     for each in attached:
         by_rank.setdefault(each["rank"], each)
@@ -113,13 +120,17 @@ def _first_life(attached: Sequence[Event]) -> list[Event]:
 
 
 def _detected(fault: Event, window: Sequence[Event], until: float | None) -> dict[str, Any]:
-    """By lightck in a process that lives on, by the end of another rank, or of the whole job."""
+    """Return when and how the fault was noticed.
+
+    That is by lightck in a process that lives on, by the end of another rank, or by the end of the
+    whole job.
+    """
     found: list[tuple[float, str]] = []
     for event in window:
         if until is not None and event["t"] >= until:
             break
         if is_saved(event):
-            said = event["fields"]  # told at the end: seconds ago it began
+            said = event["fields"]  # the event comes at the end of the save
             at = max(fault["t"], event["t"] - float(said.get("seconds") or 0.0))
             found.append((at, f"{said['reason']}, rank {event['rank']}"))
         elif event["event"] == "gone" and event["rank"] != fault["rank"]:
@@ -133,7 +144,7 @@ def _detected(fault: Event, window: Sequence[Event], until: float | None) -> dic
 
 
 def _saved(window: Sequence[Event]) -> dict[str, Any]:
-    """The newest step of the just-in-time snapshots, or why there is none."""
+    """Return the newest step of the just-in-time snapshots, and why one is not newer."""
     said = [e["fields"] for e in window if is_saved(e)]
     steps = [each["step"] for each in said if each.get("step") is not None]
     why = next((each["why"] for each in said if each.get("why")), "")
@@ -141,7 +152,7 @@ def _saved(window: Sequence[Event]) -> dict[str, Any]:
 
 
 def _when(step: int, until: float, events: Sequence[Event]) -> float:
-    """When the last rank had come to a step, before a time."""
+    """Return the time, up to `until`, at which the last rank reached a step."""
     times = [
         e["t"]
         for e in events
@@ -160,7 +171,7 @@ def _began_at(event: Event, step: int) -> bool:
 
 
 def losses(file: Path, begin: int = 0, end: int | None = None) -> list[tuple[str, str]]:
-    """Lines of a file from one byte to another: all words but the last, and the last."""
+    """Return the lines of a file between two byte positions, split before the last word."""
     if not file.exists():
         return []
     with file.open("rb") as stream:
@@ -173,14 +184,17 @@ def losses(file: Path, begin: int = 0, end: int | None = None) -> list[tuple[str
 def _alike(
     file: Path, begin: int, end: int | None, expected: Sequence[tuple[str, str]]
 ) -> bool | None:
-    """Whether every line is one of the undisturbed run's; None: that run has written none."""
+    """Return whether every line is one of the undisturbed run's.
+
+    Returns None if that run has written none.
+    """
     known = dict(expected)
     found = losses(file, begin, end)
     return all(known.get(key) == value for key, value in found) if known else None
 
 
 def differing_losses(reference: Run, run: Run) -> list[str]:
-    """Lines that are not the undisturbed run's."""
+    """Return the lines that differ from the undisturbed run's."""
     known = dict(losses(reference.losses))
     return [
         f"loss of {key!r}: {value}, undisturbed {known.get(key, 'none')}"
@@ -190,13 +204,19 @@ def differing_losses(reference: Run, run: Run) -> list[str]:
 
 
 def missing_losses(reference: Run, run: Run) -> list[str]:
-    """What was never written: a process may end between a step and the line on its loss."""
+    """Return the keys of lines that were never written.
+
+    A process may end between a step and the line on its loss.
+    """
     there = {key for key, _ in losses(run.losses)}
     return [key for key, _ in losses(reference.losses) if key not in there]
 
 
 def unseeded(reference: Run, run: Run) -> list[str]:
-    """Random generators that a run from the beginning does not set: nothing can bring them back."""
+    """Return the random generators that a run does not seed at its start.
+
+    Nothing can restore what they drew.
+    """
     first = [
         {e["rank"]: e["generators"] for e in reversed(each.events) if e["event"] == "attaching"}
         for each in (reference, run)
@@ -218,10 +238,10 @@ def differences(
     """Compare the newest snapshots of two runs, rank by rank and bit by bit.
 
     Args:
-        reference: the undisturbed one's.
-        path: the other's.
+        reference: path of the undisturbed run's snapshots.
+        path: path of the other run's snapshots.
         world: number of ranks.
-        but: names of random generators that are left out.
+        but: names of random generators to leave out.
 
     Returns:
         Their step, the number of tensors that were compared, and what differs.
@@ -264,7 +284,7 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    """Bit for bit: a NaN is itself, and -0.0 is not 0.0."""
+    """Return whether two values are equal bit for bit: a NaN equals itself, and -0.0 is not 0.0."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
             return False
@@ -272,6 +292,6 @@ def _same(ours: Any, theirs: Any) -> bool:
         return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
     if isinstance(ours, float) and isinstance(theirs, float):
         return ours.hex() == theirs.hex()
-    if hasattr(ours, "tobytes") and hasattr(theirs, "tobytes"):  # NumPy's; its repr leaves out
+    if hasattr(ours, "tobytes") and hasattr(theirs, "tobytes"):  # NumPy's; its repr shortens
         return str(ours.dtype) == str(theirs.dtype) and ours.tobytes() == theirs.tobytes()
     return type(ours) is type(theirs) and repr(ours) == repr(theirs)

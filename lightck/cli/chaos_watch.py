@@ -20,10 +20,10 @@ from lightck.failure.chaos import EVENTS, LOSSES, VARIABLE, Fault, write_plan
 
 _POLL_S = 0.01
 _ENDS_S = 10.0
-"""How long what was killed may take to be gone."""
+"""Seconds that killed processes may take to be gone."""
 _OTHERS_S = 3.0
-"""How long others are waited for when the first rank has saved: one that stands before its forward
-waits a second for it, and then all save that instant beside theirs."""
+"""Seconds to wait for the other ranks once the first has saved: a rank before its forward waits one
+second for it, and then every rank saves its forward start too."""
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 PLACEHOLDER = "{path}"
 NETWORK = (
@@ -40,51 +40,52 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Limits:
-    """How long things may last, in seconds."""
+    """Time limits, in seconds."""
 
     hold_s: float = 2.0
-    """A fault that passes."""
+    """The duration of a fault that passes."""
     patience_s: float = 10.0
-    """A hang, until the job is ended from outside."""
+    """The duration of a hang until the job is ended from outside."""
     quiet_s: float = 120.0
-    """No word from the job: it is stuck, and is ended."""
+    """The time without an event after which the job counts as stuck, and is ended."""
 
 
 @dataclass
 class Run:
-    """What a command did, over all its lives."""
+    """The record of a command over all its starts."""
 
     folder: Path
     events: list[Event] = field(default_factory=list)
-    """Of its processes and of this one, which says `started`, `ended` and `acted`."""
+    """Events of the command's processes and of this one, which reports `started`, `ended` and
+    `acted`."""
 
     @property
     def region(self) -> Path:
-        """Where its snapshots are."""
+        """Return the path of the run's snapshots."""
         return self.folder / "region"
 
     @property
     def losses(self) -> Path:
-        """What it has written to $LIGHTCK_CHAOS_LOSSES."""
+        """Return the file that the command writes as $LIGHTCK_CHAOS_LOSSES."""
         return self.folder / "losses"
 
     @property
     def lives(self) -> int:
-        """How often it was started."""
+        """Return how often the command was started."""
         return sum(each["event"] == "started" for each in self.events)
 
     def steps(self) -> int:
-        """The last step of any rank."""
+        """Return the last step of any rank."""
         return max((e["step"] for e in self.events if e["event"] == "step"), default=0)
 
     def world(self) -> int:
-        """Number of its ranks."""
+        """Return the number of ranks."""
         return max((e["world"] for e in self.events if e["event"] == "attaching"), default=0)
 
 
 @dataclass
 class Job:
-    """A command that is run until it ends well. One at a time in a process."""
+    """A command that is run until it ends well; only one at a time in a process."""
 
     command: Sequence[str]
     folder: Path
@@ -95,28 +96,28 @@ class Job:
     _process: subprocess.Popen[bytes] | None = None
     _read_to: int = 0
     _due: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
-    """What is to be done when."""
+    """Actions that are due, each with its time."""
     _last_word: float = 0.0
     _hang: tuple[int, float] | None = None
-    """The fault for which the job will be ended, and when."""
+    """The fault for which the job will be ended, and the time."""
     _ends_hangs: bool = False
-    """The job does that by itself."""
+    """The job ends hanging processes by itself."""
     _living: dict[int, int] = field(default_factory=dict)
     """Processes that have begun to attach, and their ranks."""
     _others: frozenset[int] = frozenset()
-    """Children of this process that are none of the job's."""
+    """Children of this process that do not belong to the job."""
 
     def __post_init__(self) -> None:
-        """Make the folder."""
+        """Make the folder and write the plan of faults into it."""
         self.folder.mkdir()
         write_plan(self.folder, self.faults, self.limits.hold_s)
         self.run = Run(self.folder)
 
     def to_the_end(self) -> Run:
-        """Start the command, and again whenever a fault has ended it.
+        """Start the command, and start it again whenever a fault has ended it.
 
         Raises:
-            Refusal: it failed by itself, or never attached to a region of its own.
+            Refusal: the command failed by itself, or never attached to a region of its own.
         """
         self._others = frozenset(descendants(os.getpid()))
         with _adopting_orphans():
@@ -131,7 +132,7 @@ class Job:
                     raise Refusal(f"{self._why_ended(code)}{after}:\n{self.tail()}", BAD_DATA)
 
     def _why_ended(self, code: int) -> str:
-        """Of the last life, which no fault has ended."""
+        """Say why the last start ended, if no fault has ended it."""
         begin = max(i for i, e in enumerate(self.run.events) if e["event"] == "started")
         if any(e.get("stuck") for e in self.run.events[begin:]):
             return (
@@ -140,12 +141,12 @@ class Job:
         return f"the command failed by itself (exit status {code})"
 
     def tail(self) -> str:
-        """The end of what the last life has printed."""
+        """Return the end of the last start's output."""
         text = (self.folder / f"life-{self.run.lives}.out").read_text(errors="replace")
         return f"$ {' '.join(self._spelled())}\n{text.strip()[-3000:]}"
 
     def _fired(self) -> list[int]:
-        """Numbers of the faults that have come, in their order."""
+        """Return the numbers of the faults that were injected, in their order."""
         return [each["number"] for each in self.run.events if each["event"] == "fault"]
 
     def _spelled(self) -> list[str]:
@@ -155,13 +156,13 @@ class Job:
         return [*(NETWORK if networked else ()), *words]
 
     def _one_life(self) -> int:
-        """From a start to the exit status."""
+        """Start the command once and return its exit status."""
         run, life = self.run, self.run.lives + 1
         environment = os.environ | {
             VARIABLE: str(self.folder),
             LOSSES: str(run.losses),
             "LIGHTCK_PATH": str(run.region),
-            # torchrun's workers otherwise mostly fail to connect after a restart.
+            # Without it, torchrun's workers mostly fail to connect after a restart.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         with (self.folder / f"life-{life}.out").open("wb") as output:
@@ -184,14 +185,14 @@ class Job:
                 self._look()
                 time.sleep(_POLL_S)
         finally:
-            # Whatever is left of it has lost its parent: it must not hold the region.
+            # What is left of the job has lost its parent: it must not hold the region.
             self._end()
         code = self._process.returncode
         self._look()
         self._say("ended", life=life, code=code)
         return code
 
-    # ---- what is seen and done -------------------------------------------------------------
+    # ---- watching and acting ---------------------------------------------------------------
 
     def _look(self) -> None:
         for event in self._new_events():
@@ -213,7 +214,10 @@ class Job:
             self._end()
 
     def _see_who_is_gone(self) -> None:
-        """Torchrun ends and starts its workers by itself."""
+        """Report processes of ranks that have ended.
+
+        Torchrun ends and starts its workers by itself.
+        """
         for pid, rank in list(self._living.items()):
             if not _lives(pid):
                 del self._living[pid]
@@ -232,13 +236,13 @@ class Job:
                 yield json.loads(line)
 
     def _act(self, event: Event) -> None:
-        """What a fault needs from outside the process."""
+        """Do what a fault needs from outside the process."""
         pid, hold = event.get("pid", 0), self.limits.hold_s
         if event["event"] == "attaching":
             self._living[pid] = event["rank"]
             self._ends_hangs = event["ends_hangs"]
         if self._hang is not None and is_saved(event) and not self._ends_hangs:
-            # Nothing more will come of waiting, once the other ranks have saved, too.
+            # Once the other ranks have saved too, waiting longer brings nothing.
             self._hang = self._hang[0], min(self._hang[1], time.monotonic() + _OTHERS_S)
         if event["event"] != "fault":
             return
@@ -288,12 +292,12 @@ class Job:
 
 
 def is_saved(event: Event) -> bool:
-    """A just-in-time snapshot has come to an end, good or bad."""
+    """Return whether the event is the end of a just-in-time snapshot, good or bad."""
     return event["event"] == "log" and bool(event["name"] == "saved")
 
 
 def network_refusal() -> str | None:
-    """Why there can be no network of the job's own here; None: there can."""
+    """Return why the job can have no network of its own here; None: it can."""
     try:
         done = subprocess.run([*NETWORK, "true"], capture_output=True, text=True)
     except OSError as error:
@@ -303,10 +307,10 @@ def network_refusal() -> str | None:
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """What loses its parent becomes a child of this process: torchrun's workers, if it is killed.
+    """Make orphans children of this process: torchrun's workers, if torchrun is killed.
 
     Raises:
-        Refusal: the kernel does not do that.
+        Refusal: the kernel does not support it.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -318,11 +322,11 @@ def _adopting_orphans() -> Iterator[None]:
 
 
 def descendants(root: int, but: Collection[int] = ()) -> list[int]:
-    """Children of a process and theirs; those that have ended and are not reaped among them."""
+    """Return all descendants of a process, also those that have ended and are not reaped."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
-            with contextlib.suppress(OSError):  # gone meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 after_name = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
                 children.setdefault(int(after_name[1]), []).append(int(entry))
     found, new = [], [root]
@@ -334,7 +338,7 @@ def descendants(root: int, but: Collection[int] = ()) -> list[int]:
 
 def _reap(pids: Sequence[int], known: int) -> None:
     for pid in pids:
-        if pid != known:  # that one is the Popen's
+        if pid != known:  # that one is reaped by its Popen
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 

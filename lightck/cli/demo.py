@@ -34,7 +34,7 @@ EXAMPLES = """\
   lightck demo --path /mnt/pmem/demo && lightck inspect /mnt/pmem/demo/region
 """
 _FEWEST_STEPS = 9
-_LATEST = 3  # steps after which a process waits to be killed, should this one be held up
+_LATEST = 3  # steps after which a process waits to be killed, if this one is slow
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit status."""
+    """Run the command; return the exit status."""
     steps: int = arguments.steps
     if steps < _FEWEST_STEPS:
         raise Refusal(f"--steps {steps}: at least {_FEWEST_STEPS}, for two kills")
@@ -92,15 +92,15 @@ class _Demo:
         self.folder, self.steps, self.say = folder, steps, say
         self.seed = seed
         self.region = folder / "region"
-        # One core is left for the copying thread. The same number in every process: it decides in
-        # which order sums are made.
+        # Leave one core for the copying thread. The number is the same in every process, because
+        # it decides in which order sums are made.
         self.threads = max(1, min(4, len(os.sched_getaffinity(0)) - 1))
         self.arguments = [
             *("--steps", str(steps), "--seed", str(seed), "--threads", str(self.threads))
         ]
 
     def reference(self) -> Run:
-        """The uninterrupted run, without lightck."""
+        """Train without interruption and without lightck."""
         self.say("1. reference: without interruption, without lightck")
         with Trainer(self.folder, "reference", self.arguments) as trainer:
             run = self._follow(trainer, None, "reference")
@@ -123,7 +123,7 @@ class _Demo:
         return run
 
     def interrupted(self, kills: list[Kill]) -> list[Run]:
-        """The same training in one process after another."""
+        """Train the same in one process after another, all but the last killed."""
         self.say(f"\n2. with lightck, a snapshot every step, in {self.region}")
         runs = []
         for number, kill in enumerate([*kills, None], 1):
@@ -161,7 +161,7 @@ class _Demo:
         return trainer.follow(kill, plain)
 
     def document(self, reference: Run, runs: list[Run], found: list[str]) -> dict[str, Any]:
-        """Everything that was found and measured."""
+        """Return everything that was found and measured."""
         last = runs[-1].end or {}
         stats = last["stats"]
         held = contents(self.region).snapshot

@@ -1,8 +1,8 @@
-"""The demo's training job, a process of its own: `python -m lightck.cli.demo_train`.
+"""Train the demo's job, a process of its own: `python -m lightck.cli.demo_train`.
 
-It writes one JSON line per event to its log: where it starts, each finished step with its loss to
-the last bit, and at the end a digest of every tensor with what was measured. `lightck chaos` starts
-it too, on several ranks if torchrun does.
+It writes one JSON line per event to its log: the step it starts at, each finished step with its
+exact loss, and at the end a digest of every tensor with what was measured. `lightck chaos` starts
+it, too, on several ranks if torchrun does.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ import lightck
 from lightck.cli.gpt import GPT, Shape, corpus, sample
 
 _BATCH = 8
-_SAVES = 9  # times that torch.save is measured; the median counts
+_SAVES = 9  # how often torch.save is timed; the median counts
 _SLOWEST_LR = 1e-4
 
 
 class Job:
-    """Model, optimizer, scheduler and counters of one training run."""
+    """The model, optimizer, scheduler and counters of one training run."""
 
     def __init__(self, steps: int, seed: int, hold_in: int | None = None) -> None:
-        """The same seed gives the same start; in step `hold_in` it waits for its end."""
+        """Build the run; the same seed gives the same start.
+
+        In step `hold_in` it waits to be killed.
+        """
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
@@ -46,8 +49,8 @@ class Job:
         self.shape = Shape()
         self.text, self.files = corpus()
         self.model = GPT(self.shape)
-        # Where unused parameters are looked for, buckets stay as they are: so does, over restarts,
-        # the order of summation.
+        # With a search for unused parameters DDP keeps its buckets as they are, and with them the
+        # order of summation over restarts.
         self.whole: nn.Module = (
             DistributedDataParallel(self.model, find_unused_parameters=True)
             if dist.is_initialized()
@@ -64,29 +67,29 @@ class Job:
             self.optimizer, max_lr=3e-3, total_steps=steps + 1
         )
         self.progress: dict[str, Any] = {"step": 0, "bytes_seen": 0}
-        after = lightck.at_forward(self.progress)  # it follows the step
+        after = lightck.at_forward(self.progress)  # the counters change after the step's end
         self.extras = {"scheduler": self.scheduler, "progress": after}
         if rank:
             torch.manual_seed(seed + rank)  # data of its own
 
     def step(self) -> float:
-        """Train one step; returns the loss."""
+        """Train one step; return the loss."""
         x, target = sample(self.text, _BATCH, self.shape.block)
         self.optimizer.zero_grad()
         loss: torch.Tensor = self.whole(x, target)
         loss.backward()
         if self.progress["step"] + 1 == self.hold_in:
             starter = os.getppid()
-            while os.getppid() == starter:  # ends by itself when the demo is gone
+            while os.getppid() == starter:  # until the demo's own end
                 time.sleep(0.01)
         self.optimizer.step()
         self.catch_up(self.progress["step"] + 1)
         return float(loss.detach())
 
     def catch_up(self, step: int) -> None:
-        """What the loop does between the end of a step and the next forward.
+        """Do what the loop does between the end of a step and the next forward.
 
-        A just-in-time snapshot may come before it: then it is done after the restore.
+        A just-in-time snapshot may come before this: then it is done after the restore.
         """
         while self.progress["step"] < step:
             self.scheduler.step()
@@ -94,7 +97,7 @@ class Job:
             self.progress["bytes_seen"] += _BATCH * self.shape.block
 
     def state(self) -> dict[str, Any]:
-        """What torch.save would have to write for the same resume."""
+        """Return what torch.save would have to write for the same resume."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -104,7 +107,7 @@ class Job:
         }
 
     def digests(self) -> dict[str, str]:
-        """One per tensor of the model and the optimizer, and of everything else there is."""
+        """Return a digest per tensor of the model and the optimizer, and of all other state."""
         state = self.state()
         found = {f"model/{name}": _digest(value) for name, value in state["model"].items()}
         for position, entries in state["optimizer"]["state"].items():
@@ -131,7 +134,10 @@ def _hash(*parts: Any) -> str:
 
 
 class Log:
-    """One JSON line per event, out of the process before the next one; a loss also for chaos."""
+    """A log of one JSON line per event, flushed at once.
+
+    Losses also go to the file of `lightck chaos`.
+    """
 
     def __init__(self, file: Path | None) -> None:
         self._file = file.open("w", encoding="ascii") if file is not None else None
@@ -145,12 +151,12 @@ class Log:
             self._file.write(json.dumps(event) + "\n")
             self._file.flush()
         if self._losses is not None and event["event"] == "step":
-            # One write, so that a kill leaves no half of a line.
+            # A single write, so that a kill leaves no half line.
             self._losses.write(f"{self._rank} {event['step']} {event['loss']}\n".encode())
 
 
 def train(job: Job, log: Log) -> list[float]:
-    """Go on to the end; returns the seconds of each step."""
+    """Train to the end; return the seconds of each step."""
     seconds = []
     while job.progress["step"] < job.steps:
         begin = time.perf_counter()
@@ -161,7 +167,7 @@ def train(job: Job, log: Log) -> list[float]:
 
 
 def torch_save_seconds(job: Job, file: Path) -> list[float]:
-    """Seconds of each torch.save of the same state to the same medium, without a sync."""
+    """Return the seconds of each torch.save of the same state to the same medium, unsynced."""
     seconds = []
     for _ in range(_SAVES):
         begin = time.perf_counter()

@@ -21,39 +21,39 @@ _POLL_S = 0.001
 
 @dataclass
 class Run:
-    """What one training process did."""
+    """The record of one training process."""
 
     began_after: int = 0
-    """The step it was restored to; 0: it began at the beginning."""
+    """The step that the process was restored to; 0: it started from the beginning."""
     losses: dict[int, str] = field(default_factory=dict)
-    """Step to loss, exactly (hexadecimal)."""
+    """The loss of each step, exactly (hexadecimal)."""
     killed: bool = False
     into_step: float | None = None
-    """When it was killed: time since the last step ended, in steps, as measured."""
+    """The time from the last step's end to the kill, in steps, as measured."""
     seconds: float = 0.0
-    """From the start of the process to its end."""
+    """The time from the start of the process to its end."""
     end: dict[str, Any] | None = None
-    """Digests and measurements, if it came to its end."""
+    """The digests and measurements, if the process came to its end."""
 
     @property
     def last(self) -> int:
-        """The last step it finished."""
+        """Return the last step that the process finished."""
         return max(self.losses, default=self.began_after)
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When to kill: this share of a step after that step was finished."""
+    """The time to kill: a share of a step after a step was finished."""
 
     after_step: int
     share: float
 
 
 class Trainer:
-    """One training process. Used in a `with`; at its end the process is gone."""
+    """One training process, used in a `with`; when that ends, the process is gone."""
 
     def __init__(self, folder: Path, name: str, arguments: Sequence[str]) -> None:
-        """Start it; its log and its output go to `folder`."""
+        """Start the process; its log and its output go to `folder`."""
         self._log = folder / f"{name}.log"
         self._output = folder / f"{name}.out"
         self._log.touch()
@@ -78,10 +78,10 @@ class Trainer:
         self._reader.close()
 
     def follow(self, kill: Kill | None, on_step: Callable[[int, str], object]) -> Run:
-        """Watch it to its end, or kill it.
+        """Watch the process to its end, or kill it.
 
         Raises:
-            Refusal: it failed, or ended before it could be killed.
+            Refusal: the process failed, or ended before it could be killed.
         """
         while self._process.poll() is None:
             self._read(on_step)
@@ -112,12 +112,12 @@ class Trainer:
         self.run.into_step = since / step_s
 
     def _step_s(self) -> float:
-        """Seconds of a step of this process, as seen from here."""
+        """Return the seconds of a step of this process, as seen from here."""
         pauses = [b - a for a, b in zip(self._arrivals, self._arrivals[1:], strict=False)]
         return statistics.median(pauses) if pauses else 0.0
 
     def _read(self, on_step: Callable[[int, str], object]) -> None:
-        """Take in the log's new lines; the last one may be there in part only."""
+        """Read the log's new lines; the last one may be incomplete."""
         *lines, self._partial = (self._partial + self._reader.read()).split(b"\n")
         for line in lines:
             event = json.loads(line)
@@ -132,10 +132,10 @@ class Trainer:
 
 
 def differences(reference: Run, runs: Sequence[Run], steps: int) -> list[str]:
-    """Whatever differs between the uninterrupted run and the processes that did its work.
+    """List the differences between the uninterrupted run and the processes that did its work.
 
     Every loss of every process counts, those of repeated steps as well. The reference itself must
-    be whole, and each process after the first must have come back to a snapshot.
+    be whole, and each process after the first must have been restored from a snapshot.
     """
     found = []
     wanted = range(1, steps + 1)

@@ -1,4 +1,4 @@
-"""The picture of a trace, by matplotlib."""
+"""Draw a trace with matplotlib."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _COLOURS = {
     "commit": "#2a9d8f",
 }
 _PARTS = "YlGnBu", 0.12, 0.72
-"""Colours of a model's parts, from its first to its last: a map, and which stretch of it."""
+"""The colours of a model's parts, from first to last: a colour map, and which range of it."""
 _SNAPSHOTS = ("#2f7f4f", "#7fbf7b", "#b8860b")
-"""One after the other: neighbours differ."""
+"""The colours of snapshots, in turn: neighbours differ."""
 _LANE = 0.74
 """Height of a bar in its row."""
 _STRIP = 0.26
-"""The same of a strip at its bottom."""
+"""Height of a strip at the bottom of a row."""
 _COPY_LANE = 0.6
-"""The same where a line of text is below it."""
+"""Height of a bar with a line of text below it."""
 _GAP_MS = 0.08
-"""Chunks closer than this are drawn as one bar."""
+"""The gap in ms below which two chunks are drawn as one bar."""
 
 
 def draw(recording: Recording, out: Path, suffix: str) -> None:
@@ -103,7 +103,7 @@ def _row(axes: Any, recording: Recording, row: str, y: int, end: float) -> None:
 def _bars(
     axes: Any, spans: Sequence[tuple[float, float]], y: float, colour: str, **how: Any
 ) -> None:
-    """Spans as (begin, end); the shortest are still to be seen."""
+    """Draw spans, given as (begin, end); the shortest stay visible."""
     least = axes.get_xlim()[1] / 2500
     height = how.pop("height", _LANE)
     axes.broken_barh(
@@ -116,7 +116,7 @@ def _bars(
 
 
 def _says(axes: Any, bar: Bar, y: float, texts: Sequence[str], end: float, **how: Any) -> bool:
-    """The longest of the texts that fits into the bar."""
+    """Write the longest of the texts that fits into the bar; return whether one fits."""
     for text in texts:
         if len(text) * 0.00066 * how.get("fontsize", 10) * end < min(bar.end, end) - max(
             bar.begin, 0.0
@@ -128,10 +128,10 @@ def _says(axes: Any, bar: Bar, y: float, texts: Sequence[str], end: float, **how
 
 
 def _parts(recording: Recording) -> dict[str, str]:
-    """The model's parts, first to last, each with its colour; none where snapshots are told apart.
+    """Map the model's parts, first to last, to colours; empty where colours tell snapshots apart.
 
-    Gradients come from the last part to the first. In a picture of one step a colour is a part's,
-    of several a snapshot's.
+    Gradients come from the last part to the first. In a picture of one step each part has a
+    colour, in one of several steps each snapshot has.
     """
     if len(recording.steps) > 1:
         return {}
@@ -145,14 +145,14 @@ def _parts(recording: Recording) -> dict[str, str]:
 
 
 def _part(layer: str) -> str:
-    """A layer's name up to its first number (a block of a stack), or all of it; the end of that."""
+    """Return a layer's name up to its first number (a block of a stack), shortened to its end."""
     words = layer.split(".")
     numbers = [i for i, word in enumerate(words) if word.isdigit()]
     return ".".join(words[: numbers[0] + 1][-2:]) if numbers else words[-1]
 
 
 def _runs(bars: Sequence[Bar]) -> list[Bar]:
-    """Bars by part, those of one that follow each other joined."""
+    """Group bars by part, joining those of one part that follow each other."""
     runs: list[Bar] = []
     for bar in sorted(bars, key=lambda b: b.begin):
         part = _part(bar.name)
@@ -165,7 +165,7 @@ def _runs(bars: Sequence[Bar]) -> list[Bar]:
 def _coloured(
     axes: Any, bars: Sequence[Bar], y: float, colours: dict[str, str], end: float, height: float
 ) -> None:
-    """Bars by part in its colour, with its name where there is room."""
+    """Draw bars in their part's colour, with the part's name where there is room."""
     for run in _runs(bars):
         _bars(axes, [(run.begin, run.end)], y, colours[run.name], height=height)
         _says(axes, run, y, [run.name], end, fontsize=7.5)
@@ -275,7 +275,7 @@ def _time(ms: float) -> str:
     return f"{ms:.1f} ms" if ms >= 1 else f"{1e3 * ms:.0f} us"
 
 
-# ---- the rest ------------------------------------------------------------------------------------
+# ---- frame, curves and legend --------------------------------------------------------------------
 
 
 def _steps(top: Any, bottom: Any, recording: Recording, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""`lightck export`: a snapshot as a safetensors file or as a torch.save file."""
+"""`lightck export`: write a snapshot as a safetensors file or as a torch.save file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit status."""
+    """Run the command; return the exit status."""
     out: Path = arguments.out
     kind = arguments.format or _SUFFIXES.get(out.suffix)
     if kind is None:
@@ -115,7 +115,10 @@ def _safetensors(arguments: argparse.Namespace, draft: Path) -> tuple[int, list[
 
 
 def _flat(full: str) -> str:
-    """Model tensors as `state_dict` names them, others as the region does."""
+    """Return a tensor's exported name.
+
+    Model tensors are named as in `state_dict`, others as in the region.
+    """
     if not full.startswith("model/"):
         return full
     return full.removeprefix("model/").replace("%2F", "/").replace("%25", "%")
@@ -133,12 +136,12 @@ def _torch(arguments: argparse.Namespace, draft: Path) -> tuple[int, list[str]]:
         "extras": plain(state["extras"], "extras", notes),
     }
     torch.save(document, draft)
-    torch.load(draft, weights_only=True, mmap=True)  # what users will do must work
+    torch.load(draft, weights_only=True, mmap=True)  # check that users can load it
     return state["step"], notes
 
 
 def plain(tree: Any, path: str, notes: list[str]) -> Any:
-    """`tree` in types that torch's weights_only loader takes; `notes` says what changed."""
+    """Convert `tree` to types that torch's weights_only loader takes; append changes to `notes`."""
     import collections
 
     import numpy as np

@@ -16,7 +16,7 @@ _TEXT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT."""
+    """The sizes of a GPT."""
 
     layers: int = 4
     width: int = 128
@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.mask: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Batch x time x width in and out."""
+        """Apply the block; input and output are batch x time x width."""
         batch, time, width = x.shape
         split = self.attention(self.attention_norm(x)).view(batch, time, 3, self.heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4)
@@ -73,7 +73,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy of the next bytes; batch x time indices in."""
+        """Return the mean cross entropy of the next bytes; the input is batch x time indices."""
         positions = torch.arange(x.shape[1])
         hidden = self.dropout(self.tokens(x) + self.positions(positions))
         for block in self.blocks:
@@ -83,7 +83,7 @@ class GPT(nn.Module):
 
 
 def corpus() -> tuple[torch.Tensor, int]:
-    """Sources of the standard library's top-level modules in order, and how many files they are.
+    """Return the sources of the standard library's top-level modules in order, and their number.
 
     Raises:
         FileNotFoundError: this Python has no sources.
@@ -101,7 +101,7 @@ def corpus() -> tuple[torch.Tensor, int]:
 
 
 def sample(text: torch.Tensor, batch: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random pieces and the bytes that follow them, drawn from torch's global generator."""
+    """Return random pieces and the bytes that follow them, drawn from torch's global generator."""
     begins = torch.randint(len(text) - block - 1, (batch,)).tolist()
     pieces = torch.stack([text[begin : begin + block + 1] for begin in begins]).long()
     return pieces[:, :-1], pieces[:, 1:]

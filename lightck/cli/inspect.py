@@ -1,4 +1,4 @@
-"""`lightck inspect`: what a region is and what one of its snapshots holds."""
+"""`lightck inspect`: show what a region is and what one of its snapshots holds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit status."""
+    """Run the command; return the exit status."""
     rows = rows_at(arguments.path, arguments.step)
     problems = [row["problem"] for row in rows if row["state"] == "damaged"]
     found = [_with_readable_timelines(region) for region in regions(arguments.path)]
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _media(path: str | None) -> dict[str, dict[str, Any]]:
-    """What libpmem2 knows of the media, by file; nothing where it is not installed."""
+    """Return what libpmem2 knows of the media, by file; empty where it is not installed."""
     try:
         return {str(report.file): _report(report) for report in media_report(path)}
     except PmdkMissingError:
@@ -92,7 +92,7 @@ def _document(held: Contents) -> dict[str, Any]:
 
 def _roles(held: Contents) -> dict[str, dict[str, int]]:
     sums: dict[str, dict[str, int]] = {}
-    names: set[str] = set()  # a tensor that ranks share has a row for each piece
+    names: set[str] = set()  # a tensor shared by ranks has a row for each piece
     for row in held.tensors.select(["name", "role", "bytes"]).to_pylist():
         each = sums.setdefault(row["role"], {"tensors": 0, "bytes": 0})
         each["tensors"] += row["name"] not in names

@@ -1,4 +1,4 @@
-"""`lightck ls`: the snapshots at a path."""
+"""`lightck ls`: list the snapshots at a path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit status."""
+    """Run the command; return the exit status."""
     rows = rows_at(arguments.path)
     damaged = [row for row in rows if row["state"] == "damaged"]
     for row in rows:
@@ -70,7 +70,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 
 def _groups(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Rows of one snapshot each, in their order."""
+    """Group the rows by snapshot, in their order."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["step"], row["timeline"], row["state"]), []).append(row)
@@ -91,5 +91,5 @@ def _over_ranks(group: list[dict[str, Any]]) -> list[str]:
 
 
 def _marks(rows: list[dict[str, Any]]) -> str:
-    """One rank's suspicion, and one rank's early finish, is everybody's."""
+    """Return the marks that any rank of a snapshot has: early, suspect."""
     return ", ".join(word for word in ("early", "suspect") if any(row[word] for row in rows))

@@ -1,4 +1,4 @@
-"""Arguments, exit status and error texts of the `lightck` command."""
+"""Parse arguments, choose the exit status and print errors of the `lightck` command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _COMMANDS = {
     "demo": "train, kill, restart and compare with an uninterrupted run",
     "chaos": "kill, stop, hang and corrupt a training on purpose, and see what it loses",
 }
-"""Their modules are imported when they are called: most need torch, which takes a second."""
+"""The commands and their summaries. Their modules are imported on call: most need torch, which
+takes a second."""
 _EXIT_STATUS = """\
 exit status:
   0  ok
@@ -59,7 +60,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Print the version; looking it up takes some time, too."""
+    """Print the version on demand, because looking it up takes some time, too."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         print(f"lightck {lightck.__version__}")
@@ -77,7 +78,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in _COMMANDS.items():
-        # Only one's own help says more than a line.
+        # Only the help of the chosen command says more than one line.
         if name == chosen:
             command = import_module(f"lightck.cli.{name}")
             each = commands.add_parser(
@@ -96,10 +97,10 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status, raises nothing of its own."""
+    """Run one command; return the exit status. It raises nothing of its own."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        # The command is the first word: what stands before it are options without values.
+        # The command is the first word: the options before it have no values.
         chosen = next((word for word in words if not word.startswith("-")), None)
         arguments = _parser(chosen).parse_args(words)
         code: int = arguments.run(arguments)
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(refusal, refusal.code)
     except LightckError as error:
         return _failed(error, BAD_DATA if isinstance(error, _DAMAGE) else USAGE)
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader has closed our output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What commands print: aligned tables, sizes, ages, JSON, progress; and how they refuse."""
+"""Print for commands: aligned tables, sizes, ages, JSON, progress; also how they refuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class Refusal(Exception):
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Aligned columns: the first `left` and the last to the left, the others to the right."""
+    """Return a table with aligned columns.
+
+    The first `left` columns and the last are aligned to the left, the others to the right.
+    """
     columns = list(zip(headings, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     lines = []
@@ -35,13 +38,13 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int =
 
 
 def pairs(rows: Sequence[tuple[str, str]], indent: str = "") -> str:
-    """One `name  value` line each, the values aligned."""
+    """Return one `name  value` line for each pair, the values aligned."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{indent}{name.ljust(width)}  {value}" for name, value in rows)
 
 
 def size(count: int) -> str:
-    """Bytes in MiB, less than one in KiB or bytes."""
+    """Return bytes as text in MiB, smaller numbers in KiB or bytes."""
     if count < 1 << 10:
         return f"{count} B"
     if count < 1 << 20:
@@ -50,7 +53,7 @@ def size(count: int) -> str:
 
 
 def age(then: datetime) -> str:
-    """How long ago, in the largest unit that gives two digits or more."""
+    """Return how long ago a time was, in the largest unit that gives at least 2."""
     seconds = max(0.0, (datetime.now(UTC) - then).total_seconds())
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
@@ -59,12 +62,12 @@ def age(then: datetime) -> str:
 
 
 def timeline(identity: int | None) -> str | None:
-    """A timeline's id as text: too large a number for many readers of JSON."""
+    """Return a timeline's id as text, because the number is too large for many readers of JSON."""
     return None if identity is None else f"{identity:016x}"
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document to stdout."""
     json.dump(document, sys.stdout, indent=2, default=_plain)
     print()
 
@@ -77,14 +80,17 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress(title: str, total: int, unit: str = "B") -> Iterator[Callable[[int], object]]:
-    """A bar on a terminal if tqdm is installed; called with how much more is done."""
+    """Show a bar on a terminal if tqdm is installed.
+
+    Call the yielded function with the progress made.
+    """
     bar: Any = None
     if sys.stderr.isatty():
         try:
             from tqdm import tqdm
         except ModuleNotFoundError as missing:
             if missing.name != "tqdm":
-                raise  # it is there, and broken; without it there is no bar
+                raise  # tqdm is installed but broken; if it is missing there is no bar
         else:
             scaled = unit == "B"
             bar = tqdm(

@@ -1,4 +1,4 @@
-"""The PATH and --step arguments that several commands share."""
+"""Declare the PATH and --step arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightck.config import Config
 
 
 def add_path(parser: argparse.ArgumentParser) -> None:
-    """PATH, which may be left out."""
+    """Declare PATH, which may be left out."""
     parser.add_argument(
         "path",
         metavar="PATH",
@@ -20,12 +20,12 @@ def add_path(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step(parser: argparse.ArgumentParser, default: str) -> None:
-    """--step N."""
+    """Declare --step N."""
     parser.add_argument("--step", type=int, metavar="N", help=f"which snapshot; default: {default}")
 
 
 def step_of(arguments: argparse.Namespace) -> int | Literal["latest"]:
-    """--step, as the library takes it."""
+    """Return --step as the library takes it."""
     step: int | None = arguments.step
     return "latest" if step is None else step
 
@@ -33,7 +33,7 @@ def step_of(arguments: argparse.Namespace) -> int | Literal["latest"]:
 def rows_at(
     path: str | None, step: int | None = None, *, whole: bool = False
 ) -> list[dict[str, Any]]:
-    """Rows of `lightck.snapshots`, newest first.
+    """Return the rows of `lightck.snapshots`, newest first.
 
     Raises:
         Refusal: no region is there, or no snapshot of `step` (that is whole).

@@ -1,4 +1,4 @@
-"""A trace file, read back: bars, marks and curves by track, cut to the steps that are wanted."""
+"""Read a trace file back: bars, marks and curves by track, cut to the steps that are wanted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STALLS = ("boundary", "fence", "step", "request")
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that a thread did; times in ms from the first step on."""
+    """One thing that a thread did; times in ms since the first step began."""
 
     track: str
     name: str
@@ -29,7 +29,7 @@ class Bar:
 
     @property
     def length(self) -> float:
-        """In ms."""
+        """Return the length in ms."""
         return self.end - self.begin
 
 
@@ -39,27 +39,27 @@ class Recording:
 
     about: dict[str, Any]
     tracks: tuple[str, ...]
-    """In the order to show them."""
+    """The tracks in the order to show them."""
     bars: tuple[Bar, ...]
     marks: tuple[Bar, ...]
     curves: dict[str, list[tuple[float, int]]]
-    """Name to (ms, bytes)."""
+    """The points (ms, bytes) of each curve by name."""
 
     @property
     def steps(self) -> list[Bar]:
-        """The whole steps in it, oldest first."""
+        """Return the whole steps in the recording, oldest first."""
         return [bar for bar in self.bars if bar.kind == "step"]
 
     def of(self, *kinds: str) -> list[Bar]:
-        """Bars of these kinds."""
+        """Return the bars of these kinds."""
         return [bar for bar in self.bars if bar.kind in kinds]
 
     def during(self, step: Bar, *kinds: str) -> list[Bar]:
-        """Bars of these kinds that began in a step."""
+        """Return the bars of these kinds that began in a step."""
         return [bar for bar in self.of(*kinds) if step.begin <= bar.begin < step.end]
 
     def cut(self, first: int, last: int) -> Recording:
-        """Only what touches steps `first` to `last`, with times from the first on."""
+        """Return what overlaps steps `first` to `last`, with times since the first one began."""
         chosen = [bar for bar in self.steps if first <= bar.args["step"] <= last]
         if not chosen:
             there = f"{self.steps[0].args['step']} to {self.steps[-1].args['step']}"
@@ -85,7 +85,7 @@ def read(path: Path) -> Recording:
     """Read a file that `handle.trace` or `close` wrote.
 
     Raises:
-        Refusal: it is no such file, or holds no whole step.
+        Refusal: the file is not a trace, or holds no whole step.
     """
     try:
         document = json.loads(path.read_bytes())
@@ -129,7 +129,7 @@ def _parsed(document: dict[str, Any]) -> Recording:
 
 
 def row_of(recording: Recording, step: Bar) -> dict[str, Any]:
-    """A step in numbers: ms, bytes and GB/s."""
+    """Return the figures of a step: ms, bytes and GB/s."""
     copies = recording.during(step, "copy")
     moved = sum(bar.args["bytes"] for bar in copies)
     busy = sum(bar.length for bar in copies)

@@ -1,4 +1,4 @@
-"""Put a file in its place whole or not at all."""
+"""Put a file in its place completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lightck.cli.output import Refusal
 
 @contextlib.contextmanager
 def replaced(out: Path, *, force: bool) -> Iterator[Path]:
-    """A draft beside `out` for the body to fill by its name; afterwards it is `out`, durably.
+    """Yield a draft beside `out` for the body to fill by name; afterwards it is `out`, durably.
 
     Raises:
-        Refusal: `out` is there (without `force`), is a symbolic link or no regular file, or its
-            folder is missing. What was there stays as it was.
+        Refusal: `out` exists (without `force`), is a symbolic link or not a regular file, or its
+            folder is missing. The old file stays as it was.
     """
     _check(out, force)
     draft = out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(draft, flags, 0o666)
-        mode = stat.S_IMODE(os.fstat(fd).st_mode)  # as the umask has it
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)  # the mode that the umask gives
         os.close(fd)
     except OSError as error:
         raise Refusal(f"{out}: cannot write here: {error.strerror}") from error
     try:
         yield draft
-        os.chmod(draft, mode)  # writers may have put a private file in its place
+        os.chmod(draft, mode)  # the body may have put a private file there
         _sync(draft)
         _publish(draft, out, force)
     finally:
@@ -60,7 +60,7 @@ def _check(out: Path, force: bool) -> None:
 
 def _publish(draft: Path, out: Path, force: bool) -> None:
     if force:
-        if out.is_symlink():  # made since the check; replacing the link itself harms nobody
+        if out.is_symlink():  # made since the check; replacing the link itself is harmless
             raise Refusal(f"{out} has become a symbolic link")
         os.replace(draft, out)
         return
@@ -71,7 +71,7 @@ def _publish(draft: Path, out: Path, force: bool) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        _check(out, force)  # a filesystem without hard links
+        _check(out, force)  # the file system has no hard links
         os.rename(draft, out)
 
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit status."""
+    """Run the command; return the exit status."""
     where = Config.resolve(path=arguments.path).path
     found = files_at(where)
     if not found:

@@ -1,4 +1,4 @@
-"""A folder for a command's logs and regions: a temporary one in memory, or one that is kept."""
+"""Make a folder for a command's logs and regions, temporary in memory or kept."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def add_path(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def folder(path: Path | None, command: str) -> Iterator[Path]:
-    """`path`, new or empty, which stays; or a temporary folder, which is removed.
+    """Yield `path`, new or empty, which stays; or a temporary folder, which is removed.
 
     Raises:
-        Refusal: it cannot be made, or something is in it.
+        Refusal: the folder cannot be made, or is not empty.
     """
     if path is not None:
         path = Path(os.path.abspath(path))

@@ -1,4 +1,4 @@
-"""`lightck timeline`: where the time of a traced run went, as a table and as a picture."""
+"""`lightck timeline`: show where the time of a traced run went, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXAMPLES = """\
       print([row["lightck_ms"] for row in json.load(sys.stdin)["steps"]])'
 """
 _SHOWN = 4
-"""Steps in a picture, unless --steps says which."""
+"""The number of steps in a picture, unless --steps gives them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit status."""
+    """Run the command; return the exit status."""
     recording = read(arguments.trace)
     chosen = recording.cut(*arguments.steps) if arguments.steps else recording
     if arguments.out is not None:

@@ -34,7 +34,7 @@ EXAMPLES = """\
   lightck top --every 10 /mnt/pmem/run >> progress.log
 """
 _QUIET_STEPS = 5
-"""A running trainer whose last step took this many times its usual time is pointed out."""
+"""A running trainer is marked when its last step ended more than this many step times ago."""
 _QUIET_S = 5.0
 
 Row = dict[str, Any]
@@ -61,23 +61,23 @@ def _positive(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit status. Ctrl-C is how watching ends, not an error."""
+    """Run the command; return the exit status. Ctrl-C ends watching and is no error."""
     if arguments.once:
         _print(arguments, _look(arguments.path, {}), "")
         return OK
     with _interruptions() as interrupted, suppress(KeyboardInterrupt):
         _watch(arguments, interrupted)
     if sys.stdout.isatty():
-        print()  # the terminal has put ^C where the shell's prompt is to be
+        print()  # the terminal shows ^C on the prompt's line
     return OK
 
 
 @contextmanager
 def _interruptions() -> Iterator[int]:
-    """A descriptor that can be read once Ctrl-C was pressed; a second one raises.
+    """Yield a descriptor that can be read once Ctrl-C was pressed; a second Ctrl-C raises.
 
-    An exception in the middle of a look could come out inside a finalizer, where Python drops it.
-    The second is for output that is stuck.
+    An exception in the middle of reading could be raised inside a finalizer, where Python drops
+    it. The second is for output that is stuck.
     """
     interrupted, pressed = os.pipe()
 
@@ -105,7 +105,7 @@ def _watch(arguments: argparse.Namespace, interrupted: int) -> None:
 
 
 def _print(arguments: argparse.Namespace, rows: list[Row], shown: str) -> str:
-    """Print what was seen, in place of what is `shown`; returns what is shown now."""
+    """Print the rows in place of the text `shown`; return the text that is shown now."""
     if arguments.json:
         _print_json(arguments, rows)
         return ""
@@ -125,7 +125,7 @@ def _look(path: str | None, before: dict[str, Row]) -> list[Row]:
 
 
 def _since(row: Row, then: Row | None) -> None:
-    """Rates and stalls of the time since the last look, if it is still the same trainer."""
+    """Add rates and stalls since the last reading, if it is still the same trainer."""
     now = row["published"]
     if now is None or then is None or now["process"] != then["process"]:
         return
@@ -147,10 +147,10 @@ def _print_json(arguments: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def _show(text: str, shown: str) -> None:
-    """Print; on a terminal over what was printed last. In one write, so that nothing flickers."""
+    """Print, on a terminal over what was printed last; one write, so that nothing flickers."""
     erase = ""
     if shown and sys.stdout.isatty():
-        # What the terminal does, whatever $COLUMNS says: a line that wraps is two to go back.
+        # Ask the terminal, whatever $COLUMNS says: a line that wraps takes two to go back over.
         width = os.get_terminal_size(sys.stdout.fileno()).columns or 80
         above = sum(max(1, -(-len(line) // width)) for line in shown.splitlines())
         erase = f"\x1b[{above}F\x1b[J"  # the cursor stops at the top: a low screen is all erased
@@ -235,7 +235,7 @@ def _written(row: Row) -> str:
 
 
 def _drained(said: Row) -> list[tuple[str, str]]:
-    """A line where snapshots go through DRAM, none elsewhere."""
+    """Return a line where snapshots go through DRAM, none elsewhere."""
     if not said["bytes_drained"]:
         return []
     text = f"{size(said['bytes_drained'])} from DRAM to the medium at {_rate(said['drain_rate'])}"

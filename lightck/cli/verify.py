@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit status."""
+    """Run the command; return the exit status."""
     rows = rows_at(arguments.path, arguments.step)
     total = sum(r["payload_bytes"] or 0 for r in rows if arguments.step in (None, r["step"]))
     with progress("verify", total) as more:

@@ -82,7 +82,6 @@ def locate(
         create: make the folder (mode 0700) when only its last component is missing.
         backend: the library that maps a region for its owner. `auto`: libpmemobj for a region in a
             pool, the native writer for any other.
-            other without PMDK.
 
     Raises:
         RegionError: a symlink, a file or another kind of device in its place; owned by another

@@ -223,8 +223,15 @@ class Region:
     ) -> None:
         """Verify extents of a candidate, copying those with a destination.
 
+        Args:
+            candidate: the snapshot that they belong to, for messages.
+            reads: READ_DTYPE rows.
+            names: the entry of each row, for messages.
+            threads: number of threads, the caller included.
+
         Raises:
-            CorruptSnapshotError: names slot, step and tensor; destinations are then undefined.
+            CorruptSnapshotError: the message names slot, step and tensor; what destinations
+                hold is then undefined.
         """
         bad = self.native.fetch(reads, threads) if len(reads) else None
         if bad is not None:
