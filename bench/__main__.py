@@ -1,4 +1,4 @@
-"""`python -m bench`."""
+"""Run the benchmarks' command line with `python -m bench`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Engines in front of an emulated accelerator: none copies faster than its bus."""
+"""Put engines in front of an emulated accelerator: none copies faster than its bus."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _COPY_BEHIND = ("checkfreq",)
 
 
 class Bus:
-    """An engine whose copies of the state take at least as long as the bus would.
+    """An engine whose copies of the state take at least as long as the bus would need.
 
-    An engine that blocks is held until then in `begin`, one that copies behind the training before
-    the update. What else they do in the call (torch.save writes, too) may take place meanwhile.
+    An engine that blocks is held until then in `begin`, one that copies in the background is held
+    before the update. Whatever else they do in the call (torch.save writes, too) may overlap with
+    it.
     """
 
     def __init__(self, engine: Engine, device: str, *, behind: bool) -> None:
@@ -29,14 +30,14 @@ class Bus:
         self.spills, self.interval = engine.spills, engine.interval
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
-        """See `Engine`."""
+        """Attach the engine; see `Engine`."""
         self._engine.attach(training, folder, plan)
         self.interval = self._engine.interval
         self._seconds = training.bytes() / self._rate
 
     def begin(self, step: int) -> None:
-        """See `Engine`."""
-        self._engine.drain()  # as `begin` does: it is no copy
+        """Begin a snapshot, held to the bus's rate if the engine blocks; see `Engine`."""
+        self._engine.drain()  # as `begin` does itself: it is not part of the copy
         begin = time.perf_counter()
         self._engine.begin(step)
         self._until = (time.perf_counter() if self._behind else begin) + self._seconds
@@ -49,36 +50,37 @@ class Bus:
             time.sleep(left)
 
     def before_update(self) -> None:
-        """See `Engine`."""
+        """Wait for the engine and for the bus; see `Engine`."""
         self._engine.before_update()
         self._hold()
 
     def drain(self) -> None:
-        """See `Engine`."""
+        """Drain the engine; see `Engine`."""
         self._engine.drain()
 
     def finish(self) -> Counts:
-        """See `Engine`."""
+        """Finish the engine; see `Engine`."""
         return self._engine.finish()
 
     def restore(self, training: Training) -> int:
-        """See `Engine`."""
+        """Restore with the engine; see `Engine`."""
         return self._engine.restore(training)
 
     def written(self) -> int:
-        """See `Engine`."""
+        """Return the engine's count of written bytes; see `Engine`."""
         return self._engine.written()
 
     def stalls(self) -> Mapping[str, float]:
-        """See `Engine`."""
+        """Return the engine's stalls; see `Engine`."""
         return self._engine.stalls()
 
 
 def behind_bus(engine: Engine, name: str, settings: Mapping[str, Any], device: str) -> Engine:
-    """The engine, held to the rate of a device's bus.
+    """Return the engine, held to the rate of a device's bus.
 
     Raises:
-        BenchError: it is not known where it copies, or lightck's own settings are not the bus's.
+        BenchError: it is not known when the engine copies, or lightck's settings do not fit the
+            bus.
     """
     bus = DEVICES[device].bus
     if name == "none":

@@ -1,4 +1,7 @@
-"""Charts of result files, where matplotlib is installed. What was not measured is not drawn."""
+"""Draw charts of result files, where matplotlib is installed.
+
+What was not measured is not drawn.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ _TITLES = {
     "commit": "commit beyond the copies",
     "write_ratio": "write rate / best non-temporal copy",
 }
-_NEAR_S = 1e-3  # below it the axis of seconds is linear: noise goes below zero
+_NEAR_S = 1e-3  # the axis of seconds is linear below it, because noise goes below zero
 _KEYS = 5
-"""Of a legend, in one line."""
+"""The number of keys in one line of a legend."""
 _STACKS = {
     "recovery": ("detected", "saved", "ended", "restart"),
     "restart": ("start_s", "restore_s", "first_step_s"),
@@ -44,10 +47,10 @@ _FROM = {
 
 
 def drawn(results: Sequence[Result]) -> dict[str, Drawing]:
-    """All charts that there is something for, by the names that `bench.report` gives them.
+    """Draw all charts that the results have data for, by the names that `bench.report` gives them.
 
     Raises:
-        ImportError: no matplotlib.
+        ImportError: matplotlib is not installed.
     """
     found: dict[str, Drawing] = {}
     for device, each in summary.by_device(results).items():
@@ -61,7 +64,7 @@ def drawn(results: Sequence[Result]) -> dict[str, Drawing]:
 
 
 def _of(result: Result) -> list[tuple[str, Callable[[Any, Any], None], Any]]:
-    """What can be drawn of one result: the end of its name, how, and of what."""
+    """List what can be drawn of one result: the end of its name, the function, and its argument."""
     found: list[tuple[str, Callable[[Any, Any], None], Any]] = []
     kind = result.about["definition"]["kind"]
     measure = _MEASURE.get(kind, "")
@@ -89,7 +92,10 @@ def _height(axes: Any, rows: int, beside: float = 0.75) -> None:
 
 
 def _seconds(axis: Any, highest: float, lowest: float) -> None:
-    """From noise below zero, where the axis is linear, over a thousandth of a second to many."""
+    """Scale an axis in seconds.
+
+    It is linear for noise about zero, logarithmic above a thousandth of a second.
+    """
     near = max(_NEAR_S, 10 ** math.ceil(math.log10(max(-lowest, 1e-9) / 3)))
     top = 10 ** math.ceil(math.log10(max(highest, near) * 1.3))
     scale = getattr(axis.axes, f"set_{axis.axis_name}scale")
@@ -112,7 +118,7 @@ def _tick(seconds: float) -> str:
 
 
 def _ends(records: Sequence[Record]) -> tuple[float, float]:
-    """The lowest and the highest of what is to be seen."""
+    """Return the lowest and the highest value to show."""
     found = [x for r in records for x in (r.value, r.low, r.high) if math.isfinite(x)]
     return min(found), max(found)
 
@@ -129,7 +135,7 @@ def _legend(axes: Any, handles: Sequence[Any]) -> None:
 
 
 def _beside(axes: Any, text: str, x: float, y: float) -> None:
-    """A value at the end of its bar."""
+    """Write a value at the end of its bar."""
     style: dict[str, Any] = {
         "textcoords": "offset points",
         "va": "center",
@@ -144,7 +150,7 @@ def _colour(engine: str) -> str:
 
 
 def _place(engine: str) -> int:
-    """In a legend."""
+    """Return an engine's position in a legend."""
     found = (i for i, name in enumerate(ENGINES) if engine.startswith(name))
     return next(found, len(ENGINES))
 
@@ -158,7 +164,7 @@ def _points(row: summary.Row, measure: str) -> list[tuple[str, Record]]:
 
 
 def _models(axes: Any, what: tuple[Sequence[summary.Row], str]) -> None:
-    """A line per model, on it a point per engine, from the best on the left."""
+    """Draw a line per model, on it a point per engine, the best on the left."""
     from matplotlib.lines import Line2D
 
     rows, measure = what
@@ -188,7 +194,7 @@ def _models(axes: Any, what: tuple[Sequence[summary.Row], str]) -> None:
 
 
 def _axis(axes: Any, records: Sequence[Record]) -> None:
-    """The axis of one measure, with its title."""
+    """Set the axis of one measure, with its title."""
     lowest, highest = _ends(records)
     unit, measure = records[0].unit, records[0].measure
     axes.set_xlabel(_TITLES.get(measure, heading(measure)))
@@ -202,7 +208,7 @@ def _axis(axes: Any, records: Sequence[Record]) -> None:
 
 
 def _bars(axes: Any, result: Result) -> None:
-    """The main measure of every engine, the best on top, with its interval."""
+    """Draw the main measure of every engine with its interval, the best on top."""
     definition = result.about["definition"]
     measure = _MEASURE[definition["kind"]]
     engines = {c["label"]: c["engine"] for c in definition["contenders"]}
@@ -224,9 +230,9 @@ _Lines = dict[tuple[str, str], list[tuple[float, Record]]]
 
 
 def _lines(result: Result, measure: str, over: str) -> _Lines:
-    """A line per engine, with its name, of those that were measured at three sizes and more.
+    """Return a line per engine, with its name, of engines measured at three or more sizes.
 
-    What is not on the axis, the number of tensors or their bytes, is about the same along a line.
+    The size that is not on the axis, tensors or bytes, is about the same along a line.
     """
     beside = "tensors" if over == "state" else "state"
     found: dict[tuple[str, str], dict[float, list[tuple[float, Record]]]] = {}
@@ -251,7 +257,7 @@ def _lines(result: Result, measure: str, over: str) -> _Lines:
 
 
 def _curves(axes: Any, what: tuple[_Lines, str, str]) -> None:
-    """Cost against size, both logarithmic."""
+    """Draw cost against size, both logarithmic."""
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator
 
@@ -287,7 +293,7 @@ def _curves(axes: Any, what: tuple[_Lines, str, str]) -> None:
 def _stacked(
     axes: Any, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], share: bool
 ) -> None:
-    """Horizontal stacks, each with its sum beside it; `share`: all of one length."""
+    """Draw horizontal stacks, each with its sum beside it; with `share` all have one length."""
     from matplotlib.patches import Patch
 
     parts = list(dict.fromkeys(name for _, stack in rows for name, _ in stack))
@@ -306,7 +312,7 @@ def _stacked(
 
 
 def _stalls(axes: Any, result: Result) -> None:
-    """What training waits for, each engine's causes as shares of its sum; model by model."""
+    """Draw the causes of training stalls, for each engine as shares of its sum, model by model."""
     rows = []
     for contenders in rivals.by_model(result.about["definition"]).values():
         for label in rivals.best_first(result, [c["label"] for c in contenders]):
@@ -319,7 +325,7 @@ def _stalls(axes: Any, result: Result) -> None:
 
 
 def _recovery(axes: Any, result: Result) -> None:
-    """From a failure to training again."""
+    """Draw the parts of the time from a failure until training goes on."""
     definition = result.about["definition"]
     rows = []
     for label in rivals.best_first(result, [c["label"] for c in definition["contenders"]]):

@@ -1,4 +1,4 @@
-"""`python -m bench`, or `lightck-bench`: list, run, report, compare, and what README shows."""
+"""The command line of `python -m bench`, or `lightck-bench`: list, run, report, compare, README."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ count only from a machine on which nothing else runs. How: bench/METHODOLOGY.md.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0, 1 (a target is missed, with --check) or 2 (an error)."""
+    """Run one command; return the exit status.
+
+    It is 0, 1 (a target is missed, with --check) or 2 (an error).
+    """
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _program() -> str:
-    """As it was called."""
+    """Return the program's name as it was called."""
     name = Path(sys.argv[0]).name
     return name if name == "lightck-bench" else "python -m bench"
 
@@ -167,13 +170,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _minutes(chosen: Sequence[definition.Definition]) -> str:
-    """How long they take, together."""
+    """Return how long the definitions take together, as text."""
     unknown = " and more" * any(not each.minutes for each in chosen)
     return f"about {sum(each.minutes for each in chosen):.0f} minutes{unknown}"
 
 
 def _require_writable(folder: Path) -> None:
-    """Before hours of measuring, not after."""
+    """Refuse a folder that cannot be written to, before hours of measuring."""
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise BenchError(f"--out {folder}: nothing was run: {there} is no folder to write to")
@@ -189,7 +192,7 @@ def _chosen(arguments: argparse.Namespace) -> list[str]:
 
 
 def _only(whole: definition.Definition, labels: list[str]) -> definition.Definition:
-    """The definition with some of its engines; targets of the others stay, as not run."""
+    """Return the definition with some of its engines; targets of the others stay, as not run."""
     known = [contender.label for contender in whole.contenders]
     odd = [label for label in labels if label not in known]
     if odd:
@@ -208,14 +211,17 @@ def _command(arguments: argparse.Namespace) -> str:
 
 @contextmanager
 def _progress(name: str) -> Iterator[Callable[[str], None]]:
-    """A line that changes on a terminal, with tqdm; else one line per engine."""
+    """Yield a function that shows progress.
+
+    It changes one line on a terminal with tqdm, else it prints a line per engine.
+    """
     bar: Any = None
     if sys.stderr.isatty():
         try:
             from tqdm import tqdm
         except ModuleNotFoundError as missing:
             if missing.name != "tqdm":
-                raise  # it is there, and broken; without it there is no bar
+                raise  # tqdm is installed but broken; if it is missing there is no bar
         else:
             bar = tqdm(desc=name, bar_format="{desc} {elapsed} {postfix}", leave=False)
     last = ""
@@ -252,7 +258,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _publish(output: Path, blocks: list[Block], drawings: Mapping[str, Drawing]) -> None:
-    """Markdown, the page and the charts, side by side."""
+    """Write Markdown, the page and the charts side by side."""
     output.parent.mkdir(parents=True, exist_ok=True)
     files = {name: f"{output.stem}-{name}.png" for name in drawings}
     for name, drawing in drawings.items():
@@ -303,7 +309,7 @@ def _results() -> list[Path]:
 
 
 def _files(given: Sequence[Path]) -> list[Path]:
-    """The files that are meant: of a folder, all results in it."""
+    """Return the files that are meant; a folder stands for all results in it."""
     return [file for each in given for file in (_in(each) if each.is_dir() else [each])]
 
 
@@ -315,7 +321,7 @@ def _in(folder: Path) -> list[Path]:
 
 
 def _charts(results: list[record.Result]) -> dict[str, Drawing]:
-    """What can be drawn, by name."""
+    """Draw the charts that can be drawn, by name; none without matplotlib."""
     try:
         return charts.drawn(results)
     except ImportError as error:

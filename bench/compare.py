@@ -1,8 +1,8 @@
-"""Micro-benchmarks of this tree and of another commit, side by side: `make bench-compare BASE=...`.
+"""Compare micro-benchmarks of this tree with another commit's: `make bench-compare BASE=...`.
 
-The other commit's files lie in a scratch folder (no git worktree: nothing that git would have to
-forget), which is gone afterwards and, should this be killed, swept by the next run. Both trees'
-native libraries are built the same way, by the flags of each.
+The other commit's files are unpacked into a scratch folder (no git worktree, which git would have
+to prune). The folder is removed afterwards or, if this process is killed, by the next run. Both
+trees' native libraries are built the same way, by the flags of each.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from bench.quantity import digits, quantity
 
 Tell = Callable[[str], None]
 _MICRO = Path("bench") / "micro"
-_TOLD = 0.05  # of the time: less is not called a difference
-_ROUNDS = 3  # fewer agree by chance
+_TOLD = 0.05  # share of the time below which a difference is not reported
+_ROUNDS = 3  # with fewer rounds, all agree by chance too often
 
 
 @dataclass
@@ -38,10 +38,10 @@ class Tree:
     """A checkout that is measured.
 
     Attributes:
-        name: for people.
-        root: of its files.
-        library: its native library.
-        seconds: benchmark to its median, one per round.
+        name: its name in the output.
+        root: folder of its files.
+        library: file of its native library.
+        seconds: each benchmark's medians, one per round.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Tree:
 
 
 def compare(base: str, rounds: int, only: str, tell: Tell) -> str:
-    """Measure both, round by round in turn; a table of the ratios.
+    """Measure both trees in alternating rounds; return a table of the ratios.
 
     Args:
         base: a commit, as git names it.
         rounds: how often each of the files in `bench/micro` runs in each tree.
         only: an expression that chooses benchmarks, as pytest's -k; empty: all.
-        tell: takes progress.
+        tell: called with progress.
 
     Raises:
         BenchError: there is no such commit, or it cannot be built or measured here.
-        KeyboardInterrupt: also for a SIGTERM; nothing is left behind.
+        KeyboardInterrupt: also on SIGTERM; nothing is left behind.
     """
     commit = _git("rev-parse", "--verify", "--quiet", f"{base}^{{commit}}").decode().strip()
     with _terminable(), scratch("file") as folder:
@@ -87,7 +87,10 @@ def compare(base: str, rounds: int, only: str, tell: Tell) -> str:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """The first SIGTERM or SIGINT interrupts; then none does, until what was begun is undone."""
+    """Let the first SIGTERM or SIGINT raise KeyboardInterrupt.
+
+    Further ones are ignored until the work is undone.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for each in before:
@@ -118,10 +121,11 @@ def _unpack(commit: str, root: Path) -> None:
 
 
 def build(root: Path, library: Path) -> None:
-    """Compile a tree's native library as an extension of its pyproject.toml would be.
+    """Compile a tree's native library by the settings of its pyproject.toml.
 
     Raises:
-        BenchError: the tree has none, or the compiler failed, with what it said.
+        BenchError: the tree has no native library, or the compiler failed; the message has its
+            output.
     """
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text())
@@ -139,10 +143,10 @@ def build(root: Path, library: Path) -> None:
 
 
 def _same_measure(there: Tree, here: Tree) -> str:
-    """Measure both with this tree's benchmarks, where they fit; why they do not, if so.
+    """Measure both with this tree's benchmarks, where they fit; else return why they do not.
 
-    They know the native library by its declarations: another ABI needs the other tree's own, and
-    where those differ so may what is measured under one name.
+    The benchmarks know the native library by its declarations. Another ABI needs the other tree's
+    own benchmarks, and where those differ, one name may stand for different measurements.
     """
     first, second = (_abi(tree.library) for tree in (there, here))
     if first != second:
@@ -165,10 +169,13 @@ def _abi(library: Path) -> int:
 
 
 def _measure(tree: Tree, file: str, only: str, found: Path) -> str:
-    """Run one file of benchmarks in a process of its own; what failed, if anything."""
+    """Run one file of benchmarks in a process of its own.
+
+    Return an error text, empty if all passed.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(_MICRO / file)]
     command += ["--benchmark-json", str(found), "--benchmark-disable-gc"]
-    command += ["-W", "ignore::pytest_benchmark.logger.PytestBenchmarkWarning"]  # nothing to save
+    command += ["-W", "ignore::pytest_benchmark.logger.PytestBenchmarkWarning"]  # nothing is saved
     command += ["-k", only] if only else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree.root)}
     environment["LIGHTCK_NATIVE"] = str(tree.library.absolute())
@@ -189,14 +196,17 @@ def _measure(tree: Tree, file: str, only: str, found: Path) -> str:
     measured = json.loads(found.read_text())["benchmarks"] if found.exists() else []
     for each in measured:
         tree.seconds.setdefault(each["name"], []).append(each["stats"]["median"])
-    if child.returncode in (0, 5):  # 5: none was chosen
+    if child.returncode in (0, 5):  # 5: no test was selected
         return ""
     why = next((line[1:].strip() for line in told.splitlines() if line.startswith("E ")), "")
     return f"{file} failed in {tree.name}: {why or told.strip()[-200:]}"
 
 
 def table(there: Tree, here: Tree, notes: Sequence[str]) -> str:
-    """Benchmark by benchmark: both times, and the ratio with its lowest and highest round."""
+    """Return the table of all benchmarks.
+
+    A row has both times, and the ratio with its lowest and highest round.
+    """
     rows: list[tuple[str, ...]] = [("", there.name, here.name, "ratio", "rounds", "")]
     for name in sorted(there.seconds.keys() & here.seconds.keys()):
         pairs = list(zip(there.seconds[name], here.seconds[name], strict=False))
@@ -220,7 +230,7 @@ def table(there: Tree, here: Tree, notes: Sequence[str]) -> str:
 
 
 def _word(ratios: Sequence[float]) -> str:
-    """What all rounds agree on."""
+    """Return the word that all rounds agree on, slower or faster, or nothing."""
     if len(ratios) < _ROUNDS:
         return ""
     if min(ratios) > 1 + _TOLD:

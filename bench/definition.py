@@ -1,4 +1,4 @@
-"""Benchmark definitions: TOML files in `definitions/`, checked before anything runs."""
+"""Read benchmark definitions: TOML files in `definitions/`, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Method:
-    """How long and in what pattern an engine is measured.
+    """The method by which an engine is measured: for how long, and in what pattern.
 
     Attributes:
         policy: `pairs` (every other step carries a snapshot) or `blocks` (blocks of steps with one
             each, between blocks without) or `lone` (one snapshot and as many steps as the engine
-            is at work on it, between as many without; pairs, where it is one step).
+            works on it, between as many without; pairs, where it is one step).
         block: steps of a block; with several ranks also pairs in a row; for `restart` steps from
             one snapshot to the next.
         warmup: steps before the engine is attached.
-        settle: pairs or blocks after it, not counted.
-        least: samples (pairs, blocks, repetitions) in any case.
-        most: samples at most.
-        seconds: at most, once there are `least`.
-        patient: let each snapshot finish before the next is due, off the clock. Only for toys,
-            whose steps may be shorter than a commit; real engines must keep up.
-        fault: what fails, for `recovery`: a key of `bench.measures.recovery.FAULTS`.
+        settle: pairs or blocks after attaching that are not counted.
+        least: minimal number of samples (pairs, blocks, repetitions).
+        most: maximal number of samples.
+        seconds: maximal time, once there are `least` samples.
+        patient: let each snapshot finish before the next is due, off the clock. Only for tiny
+            models, whose steps may be shorter than a commit; real engines must keep up.
+        fault: the failure, for `recovery`: a key of `bench.measures.recovery.FAULTS`.
     """
 
     policy: str = "pairs"
@@ -77,10 +77,10 @@ class Contender:
         label: unique in the definition; by default the engine's name.
         engine: a key of `bench.engines.KINDS`.
         medium: a key of `bench.place.MEDIA`.
-        settings: of the engine.
-        method: what differs from the definition's.
-        work: what differs from the definition's.
-        threads: of torch; 0: the definition's.
+        settings: settings of the engine.
+        method: differences from the definition's method.
+        work: differences from the definition's work.
+        threads: number of torch's threads; 0: the definition's.
     """
 
     label: str
@@ -94,16 +94,16 @@ class Contender:
 
 @dataclass(frozen=True)
 class Target:
-    """What must be reached.
+    """A requirement that must be met.
 
     Attributes:
         row: the requirement in words.
-        measure: which record of `engine`; empty with `unavailable`.
+        measure: the measure of `engine`; empty with `unavailable`.
         engine: a contender's label.
         at_most: bound for the upper end of the interval.
         at_least: bound for the lower end.
         against: labels: the value is that of the best of them divided by `engine`'s.
-        unavailable: why it cannot be measured yet.
+        unavailable: the reason why it cannot be measured yet.
     """
 
     row: str
@@ -116,26 +116,26 @@ class Target:
 
     @property
     def bound(self) -> float | None:
-        """The number to reach."""
+        """Return the number to reach."""
         return self.at_least if self.at_most is None else self.at_most
 
 
 @dataclass(frozen=True)
 class Definition:
-    """One benchmark: one work, one method, several engines, each in its own process.
+    """A benchmark: one work, one method, several engines, each in its own process.
 
     Attributes:
         name: the file's name without `.toml`.
-        about: what it shows, in a sentence or two.
-        kind: which of `bench.measures` runs.
-        work: what is trained.
-        threads: of torch.
+        about: a sentence or two on what it shows.
+        kind: the module of `bench.measures` that runs.
+        work: the training to measure.
+        threads: number of torch's threads.
         wait: OMP_WAIT_POLICY of the process.
-        method: how it is measured.
+        method: the method of measuring.
         contenders: the engines.
-        targets: what must be reached.
-        minutes: that it takes on two quiet cores, about; 0: not known.
-        essential: one of the few that `make bench` runs.
+        targets: the requirements.
+        minutes: minutes that it takes on two quiet cores, about; 0: not known.
+        essential: it is one of the few that `make bench` runs.
     """
 
     name: str
@@ -152,7 +152,7 @@ class Definition:
 
     @property
     def packages(self) -> list[str]:
-        """What must be installed, in order."""
+        """Return the packages that must be installed, in order."""
         needed = ["torch", "numpy", "pyarrow", "cffi"]
         needed += [p for c in self.contenders for p in engines.KINDS[c.engine].packages]
         models = [MODELS[self.work_of(contender).model] for contender in self.contenders]
@@ -160,23 +160,23 @@ class Definition:
         return list(dict.fromkeys(needed))
 
     def work_of(self, contender: Contender) -> Work:
-        """The work of one engine."""
+        """Return the work of one engine."""
         return replace(self.work, **contender.work)
 
     def method_of(self, contender: Contender) -> Method:
-        """The method of one engine."""
+        """Return the method of one engine."""
         return replace(self.method, **contender.method)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for the job file and the results' metadata."""
+        """Return plain values, for the job file and the results' metadata."""
         return asdict(self)
 
 
-_TINY = {"tensors": 64, "width": 64, "batch": 2, "sequence": 8, "step_ms": 5.0}  # at most
+_TINY = {"tensors": 64, "width": 64, "batch": 2, "sequence": 8, "step_ms": 5.0}  # upper limits
 
 
 def tiny(definition: Definition) -> Definition:
-    """The same with a model of a few kilobytes and a handful of samples: shows that it works."""
+    """Return the definition with a model of a few kilobytes and few samples, as a trial."""
     small: dict[str, Any] = {"least": 2, "most": 2, "warmup": 1, "settle": 1, "block": 2}
     small["patient"] = True
 
@@ -198,7 +198,7 @@ def tiny(definition: Definition) -> Definition:
 
 
 def on_device(definition: Definition, device: str) -> Definition:
-    """The same on another device; a CPU has no placements of its own to choose from."""
+    """Return the definition for another device; on a CPU there is no placement to choose."""
 
     def moved(contender: Contender) -> Contender:
         settings = dict(contender.settings)
@@ -212,20 +212,20 @@ def on_device(definition: Definition, device: str) -> Definition:
 
 
 def names() -> list[str]:
-    """All definitions there are."""
+    """Return the names of all definitions."""
     return sorted(file.stem for file in DEFINITIONS.glob("*.toml"))
 
 
 def essential() -> list[str]:
-    """Those that answer in minutes, and are enough to compare."""
+    """Return the names of definitions that take minutes and are enough to compare."""
     return [name for name in names() if load(name).essential]
 
 
 def load(name: str) -> Definition:
-    """Read and check a definition: a name, or the path of a TOML file.
+    """Read and check a definition, given its name or the path of a TOML file.
 
     Raises:
-        BenchError: there is none, or something in it is wrong; with file, key and what is allowed.
+        BenchError: there is none, or it is wrong; the message has file, key and what is allowed.
     """
     file = Path(name) if name.endswith(".toml") else DEFINITIONS / f"{name}.toml"
     try:
@@ -322,7 +322,7 @@ def _target(table: dict[str, Any], contenders: Iterable[Contender]) -> Target:
 
 
 def _made(kind: type[_T], table: Mapping[str, Any], where: str) -> _T:
-    """A dataclass from a table; each value must be of its field's type."""
+    """Make a dataclass from a table; each value must be of its field's type."""
     shapes = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     _only(table, shapes.keys(), where)
     for key, value in table.items():

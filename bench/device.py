@@ -1,6 +1,6 @@
-"""Time and plain copies on a device: events and pinned memory on a GPU, or what stands for it.
+"""Measure time and plain copies on a device: with events and pinned memory on a GPU, or on a CPU.
 
-A GPU works behind the training thread's back: what it does between two points of the program is
+A GPU works asynchronously to the training thread: what it does between two points of the program is
 timed by events on its stream, and waited for only outside of what is measured.
 """
 
@@ -25,11 +25,14 @@ def synchronize(device: str) -> None:
 
 
 def settle(device: str) -> None:
-    """As people train on a GPU: TF32 where it may be used, convolutions tried out once."""
+    """Set what people use for training on a GPU.
+
+    That is TF32 where allowed, and convolutions chosen by trial.
+    """
     if device != "cpu":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
-        torch.zeros(1, device=device)  # the driver's own start is nobody's time
+        torch.zeros(1, device=device)  # start the driver now, outside of all measurements
 
 
 @dataclass
@@ -48,19 +51,19 @@ class Mark:
             self._at = time.perf_counter()
 
     def wait(self) -> None:
-        """Return when the stream has come here; what other streams do goes on."""
+        """Return when the stream has reached this point; other streams may go on."""
         if self._event is not None:
             self._event.synchronize()
 
     def until(self, later: Mark) -> float:
-        """Seconds from here to there; call when the device is done with both."""
+        """Return the seconds from here to `later`; call when the device has reached both."""
         if self._event is None:
             return later._at - self._at
-        return float(self._event.elapsed_time(later._event)) / 1000  # it counts milliseconds
+        return float(self._event.elapsed_time(later._event)) / 1000  # it returns milliseconds
 
 
 class PlainCopy:
-    """The whole state in one go between the device and pinned memory: what the bus can do."""
+    """A copy of the whole state at once between device and pinned memory: the limit of the bus."""
 
     def __init__(self, device: str, tensors: Sequence[torch.Tensor]) -> None:
         self._device = device
@@ -73,14 +76,14 @@ class PlainCopy:
         for t, size in zip(self._live, ends, strict=True):
             self._held.append(held[at : at + t.nbytes])
             at += size
-        self.to_host()  # touches every page
+        self.to_host()  # also touches every page
 
     def to_host(self) -> float:
-        """Copy the live tensors to host memory; seconds. Nothing else may run."""
+        """Copy the live tensors to host memory; return the seconds. Nothing else may run."""
         return self._timed(self._held, self._live)
 
     def to_device(self) -> float:
-        """Copy what `to_host` has brought back into the live tensors; seconds."""
+        """Copy what `to_host` has copied back into the live tensors; return the seconds."""
         return self._timed(self._live, self._held)
 
     def _timed(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> float:

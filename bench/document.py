@@ -1,6 +1,6 @@
 """A report as blocks, which become Markdown here and a page in `bench.page`.
 
-Texts may have `code` and **strong** in them, and no other marks.
+Texts may contain `code` and **strong**, and no other marks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Heading:
-    """Level 1 begins a report, level 2 a section of it; a page shows a folded one when asked to."""
+    """A heading: level 1 begins a report, level 2 a section.
+
+    A page shows a folded one on demand.
+    """
 
     level: int
     text: str
@@ -20,26 +23,26 @@ class Heading:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph."""
+    """A paragraph of text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Bullets:
-    """A list, one paragraph each."""
+    """A list with one paragraph per item."""
 
     items: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Of a table: a quantity that rows can be sorted by.
+    """A cell of a table: a quantity that rows can be sorted by.
 
     Attributes:
-        text: the value.
-        value: what to sort by.
-        beside: what else stands there, such as an interval.
+        text: the value as text.
+        value: the number to sort by.
+        beside: further text, such as an interval.
     """
 
     text: str
@@ -52,7 +55,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Headings, and rows as long."""
+    """A table: headings, and rows of the same length."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
@@ -60,7 +63,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing by its name; whoever renders leaves it out if it was not drawn."""
+    """A drawing by its name; a renderer leaves it out if it was not drawn."""
 
     name: str
     title: str
@@ -70,7 +73,7 @@ Block = Heading | Text | Bullets | Table | Chart
 
 
 def markdown(blocks: Sequence[Block], files: Mapping[str, str]) -> str:
-    """The blocks in Markdown; `files`: charts' names to where their pictures are."""
+    """Render the blocks as Markdown; `files` maps charts' names to their pictures' paths."""
     parts = [_markdown(block, files) for block in blocks]
     return "\n\n".join(part for part in parts if part) + "\n"
 

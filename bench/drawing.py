@@ -1,6 +1,6 @@
-"""Drawings that are the same bytes for the same content: a picture, and a part of a page.
+"""Make drawings that are the same bytes for the same content: a picture, and a part of a page.
 
-On the page colours are CSS variables, light or dark as the reader's are.
+On the page colours are CSS variables, light or dark as the reader's settings are.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _BOTH = {
     "blocking": ("#7d8590", "#9aa4ae"),
     "none": ("#a8b0b8", "#6e7781"),
 }
-"""Engines' colours on a light page and on a dark one; in the order of legends."""
+"""The engines' colours on a light page and on a dark one, in the order of legends."""
 ENGINES = {name: light for name, (light, _) in _BOTH.items()}
 OTHERS = ENGINES["blocking"]
 PARTS = (
     *(ENGINES[name] for name in ("dcp", "checkfreq", "lightck", "torch.save", "safetensors")),
     *(ENGINES[name] for name in ("torchsnapshot", "torch_checkpointing", "lm-resiliency")),
 )
-"""Of a stack, from left to right; more than there are causes of a stall."""
+"""The colours of a stack's parts, from left to right; there are more than causes of a stall."""
 _DARK = {INK: "#e6edf3", FAINT: "#9aa4ad", GRID: "#343b43", **dict(_BOTH.values())}
 
 
@@ -44,7 +44,7 @@ class Drawing:
 
     @property
     def alone(self) -> str:
-        """The SVG as a file."""
+        """Return the SVG as a file of its own."""
         start, end, rest = self.svg.partition(">")
         return f"{start}{end}<style>{STYLE}</style>{rest}\n"
 
@@ -59,14 +59,14 @@ STYLE = (
     + "".join(f"{_variable(c)}:{dark};" for c, dark in _DARK.items())
     + "}}"
 )
-"""CSS: the charts' colours on a light page and on a dark one."""
+"""The CSS with the charts' colours on a light page and on a dark one."""
 
 
 def made(draw: Callable[[Any, Any], None], what: Any) -> Drawing:
-    """What `draw(axes, what)` draws; it sets the figure's height.
+    """Return what `draw(axes, what)` draws; `draw` sets the figure's height.
 
     Raises:
-        ImportError: no matplotlib.
+        ImportError: matplotlib is not installed.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -92,7 +92,10 @@ _UNDATED = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 def _embedded(svg: str) -> str:
-    """An SVG as a part of a page: the page's fonts and colours, and no names of groups."""
+    """Return an SVG as a part of a page.
+
+    It has the page's fonts and colours, and no ids of groups.
+    """
     text = svg[svg.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r'<(g|text|svg)( [^>]*?)? id="[^"]*"', r"<\1\2", text)

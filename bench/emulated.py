@@ -1,8 +1,9 @@
-"""An accelerator that is not there: its compute takes time and no CPU, its bus a set rate.
+"""Emulate an accelerator: its compute takes time and no CPU, its bus has a set rate.
 
-For replaying another machine's setting. A forward and a backward sleep, layer by layer, so that
-hooks fire in their order; an update changes every tensor in every 64 KiB and sleeps for the rest of
-what the device's memory would need. The tensors are the host's and real, and so are snapshots.
+It is for replaying another machine's setting. A forward and a backward sleep, layer by layer, so
+that hooks fire in their order; an update changes every tensor in every 64 KiB and sleeps for the
+rest of what the device's memory would need. The tensors are the host's and real, and so are
+snapshots.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _STRIDE = 1 << 14  # elements: 64 KiB of floats
-_PASSES = 3  # of an update over the state: read, read gradients, write
-_FORWARD = 1 / 3  # of a forward and a backward
-_SLACK_S = 0.0002  # by which a sleep may be too long and the next one shorter; more is lost time
+_PASSES = 3  # passes of an update over the state: read, read gradients, write
+_FORWARD = 1 / 3  # the forward's share of forward and backward
+_SLACK_S = 0.0002  # a sleep may be this much too long if the next one is shorter; more is lost time
 
 
 @dataclass(frozen=True)
 class Device:
-    """What is emulated of an accelerator.
+    """The figures of an emulated accelerator.
 
     Attributes:
         bus: bytes per second that its copies to the host reach.
@@ -42,13 +43,16 @@ DEVICES = {
 
 
 class Clock:
-    """Spends time without CPU. What hooks take between two calls is not made up for."""
+    """A clock that passes time without CPU.
+
+    Time that hooks take between two calls is not deducted.
+    """
 
     def __init__(self) -> None:
         self._owed = 0.0
 
     def spend(self, seconds: float) -> None:
-        """Sleep so long, less what the last sleep was too long by."""
+        """Sleep for the seconds, less what the last sleep was too long by."""
         self._owed += seconds
         if self._owed > 0:
             begin = time.perf_counter()
@@ -58,7 +62,7 @@ class Clock:
 
 
 class _Pass(torch.autograd.Function):
-    """One layer's forward and backward: time, and gradients of which nobody reads a byte."""
+    """One layer's forward and backward: time, and gradients of which no byte is read."""
 
     @staticmethod
     def forward(ctx: Any, layer: _Layer, x: torch.Tensor, *parameters: torch.Tensor) -> Any:
@@ -75,7 +79,7 @@ class _Pass(torch.autograd.Function):
 
 @dataclass
 class _Layer:
-    """Stands for a module's forward."""
+    """The replacement of a module's forward."""
 
     module: nn.Module
     parameters: list[nn.Parameter]
@@ -91,7 +95,7 @@ class _Layer:
 
 
 class Update(torch.optim.Optimizer):
-    """Has the state of AdamW or of SGD with momentum, and changes some of every page of it."""
+    """An optimizer with the state of AdamW or SGD with momentum that changes part of each page."""
 
     def __init__(self, parameters: Iterator[nn.Parameter], name: str, clock: Clock) -> None:
         super().__init__(parameters, {"lr": 1e-4})
@@ -101,7 +105,7 @@ class Update(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update; parameters without a gradient stay as they are."""
+        """Make one update; parameters without a gradient stay as they are."""
         begin = time.perf_counter()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -112,7 +116,7 @@ class Update(torch.optim.Optimizer):
     def _change(self, parameter: nn.Parameter) -> None:
         state = self.state[parameter]
         if not state:
-            # Ones, not zeros: those would share one page and be copied out of the cache.
+            # Ones, not zeros: zeros would share one page and be copied from the cache.
             state.update({name: torch.ones_like(parameter) for name in self._names})
             if self._counts:
                 state["step"] = torch.zeros(())
@@ -121,7 +125,7 @@ class Update(torch.optim.Optimizer):
 
 
 def place(model: nn.Module, device: str, step_s: float, optimizer: str) -> Update:
-    """Let a model run on an emulated device from now on; its optimizer.
+    """Let a model run on an emulated device from now on; return its optimizer.
 
     Layers take equal shares of what the update leaves of a step. A parameter belongs to the first
     layer that holds it, whose backward is the last to reach it.

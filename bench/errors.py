@@ -8,8 +8,8 @@ class BenchError(Exception):
 
 
 class NoNumber(BenchError):
-    """An engine did not keep up: snapshots that were due have slipped; their cost is not known."""
+    """An engine did not keep up: due snapshots have slipped, so that their cost is not known."""
 
 
 class Unavailable(BenchError):
-    """Not on this machine, or not for this user: a tool, a right or a kernel feature is missing."""
+    """A tool, a right or a kernel feature is missing on this machine, or for this user."""

@@ -1,4 +1,4 @@
-"""Runs a definition: every engine in a process of its own, all results or none."""
+"""Run a definition: every engine in a process of its own, all results or none."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from bench.record import Record, Result
 
 Tell = Callable[[str], None]
 Launch = Callable[[dict[str, Any], Tell], dict[str, Any]]
-"""Performs a job somewhere and gives `bench.runner.perform`'s outcome."""
+"""A function that performs a job somewhere and returns the outcome of `bench.runner.perform`."""
 
-_RELATIVE = 0.1  # wanted half-width where no target asks for more
+_RELATIVE = 0.1  # wanted half-width where no target needs a smaller one
 
 
 def run(definition: Definition, command: str, launch: Launch, tell: Tell) -> Result:
     """Measure all engines of a definition.
 
     Args:
-        definition: what.
-        command: how it was asked for, kept in the result.
-        launch: `bench.launch.in_processes_of_their_own`, or a test's.
-        tell: takes progress: a line per change.
+        definition: the definition to measure.
+        command: the command that asked for it, kept in the result.
+        launch: `bench.launch.in_processes_of_their_own`, or a test's function.
+        tell: called with progress: a line per change.
 
     Raises:
-        BenchError: a package is missing, an engine failed or what it restored is not what was
-            saved. There is no result then, not even of the other engines. Only of an engine that is
-            somebody else's and cannot run here, and of one whose snapshots slip, that is kept
+        BenchError: a package is missing, an engine failed, or what it restored is not what was
+            saved. There is no result then, not even of the other engines. Only the absence of a
+            third party's engine that cannot run here, and of one whose snapshots slip, is kept
             beside the others' numbers.
     """
     versions = machine.versions(_packages(definition))
@@ -77,11 +77,11 @@ def run(definition: Definition, command: str, launch: Launch, tell: Tell) -> Res
 def _measured(
     definition: Definition, contender: Contender, launch: Launch, tell: Tell
 ) -> dict[str, Any]:
-    """The outcome of an engine's last phase; all of them share a folder."""
+    """Return the outcome of an engine's last phase; all phases share a folder."""
     with scratch(contender.medium) as folder:
         for phase in measures.phases(definition.kind):
             job = {**job_of(definition, contender), "kind": phase, "folder": str(folder)}
-            if phase != definition.kind:  # it prepares, perhaps with other ranks
+            if phase != definition.kind:  # a preparing phase, perhaps on other ranks
                 job["work"]["world"] = job["work"]["saved_by"] or job["work"]["world"]
             outcome = launch(job, lambda text: tell(f"{contender.label}: {text}"))
             if "error" in outcome:
@@ -92,13 +92,16 @@ def _measured(
 
 
 def _packages(definition: Definition) -> list[str]:
-    """Whose versions count: what must be there, and of the engines' own packages what is."""
+    """Return the packages whose versions count.
+
+    They are the required ones, and the engines' own if installed.
+    """
     own = [package for c in definition.contenders for package in engines.KINDS[c.engine].peers]
     return list(dict.fromkeys([*definition.packages, *filter(machine.installed, own)]))
 
 
 def job_of(definition: Definition, contender: Contender) -> dict[str, Any]:
-    """What `bench.runner` needs to know."""
+    """Return the job for `bench.runner`."""
     whole = definition.as_json()
     return {
         "kind": definition.kind,
@@ -114,7 +117,10 @@ def job_of(definition: Definition, contender: Contender) -> dict[str, Any]:
 
 
 def precision(definition: Definition, contender: Contender) -> dict[str, float]:
-    """Half-widths to reach: a quarter of each target of the engine, else a tenth of the value."""
+    """Return the wanted half-widths.
+
+    They are a quarter of each target of the engine, else a tenth of the value.
+    """
     found = {
         target.measure: bound / 4
         for target in definition.targets

@@ -1,4 +1,4 @@
-"""The ranks of a measured job: how they meet, and one clock for all of them.
+"""Join the ranks of a measured job, with one clock for all of them.
 
 All run on one machine, in network namespaces of their own or not: `perf_counter` is the kernel's
 monotonic clock, the same in every process, so that moments of different ranks can be compared.
@@ -20,17 +20,17 @@ import torch.distributed as dist
 
 from bench.errors import BenchError
 
-_TIMEOUT = timedelta(minutes=5)  # of a collective: a rank that is gone fails the others' next one
+_TIMEOUT = timedelta(minutes=5)  # of a collective: if a rank is gone, the others' next one fails
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place.
+    """The address of one rank.
 
     Attributes:
         rank: its number.
-        world: of how many.
-        meeting: file in which rank 0 says where its store listens.
+        world: number of ranks.
+        meeting: file in which rank 0 writes where its store listens.
         interface: network device for gloo.
         address: this rank's own.
     """
@@ -42,7 +42,7 @@ class Place:
     address: str = "127.0.0.1"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for the job file."""
+        """Return plain values, for the job file."""
         return asdict(self)
 
 
@@ -54,7 +54,10 @@ class Group:
     world: int = 1
 
     def latest(self, moments: Sequence[float]) -> list[float]:
-        """For each of the moments (as many on every rank) that of the last rank; a barrier, too."""
+        """Return, for each moment (as many on every rank), that of the last rank.
+
+        This is a barrier, too.
+        """
         if self.world == 1:
             return list(moments)
         found = torch.tensor(moments, dtype=torch.float64)
@@ -66,7 +69,7 @@ class Group:
         self.latest([0.0])
 
     def worst(self, values: Mapping[str, float]) -> dict[str, float]:
-        """For each name the largest value of any rank that has it."""
+        """Return for each name the largest value of any rank that has it."""
         said: list[Any] = [dict(values)]
         if self.world > 1:
             said = [None] * self.world
@@ -77,7 +80,7 @@ class Group:
 
 @contextmanager
 def joined(place: Place) -> Iterator[Group]:
-    """Join the others for as long as the context lasts; torch.distributed is then initialized.
+    """Join the other ranks while the context lasts; torch.distributed is then initialized.
 
     Raises:
         BenchError: rank 0 does not come.
@@ -92,13 +95,13 @@ def joined(place: Place) -> Iterator[Group]:
     group = Group(place.rank, place.world)
     try:
         yield group
-        group.together()  # rank 0 serves the store: it goes last
+        group.together()  # rank 0 serves the store: it leaves last
     finally:
         dist.destroy_process_group()
 
 
 def _met(place: Place) -> Any:
-    """The job's store: rank 0 serves it, and writes where into the file `meeting`."""
+    """Return the job's store: rank 0 serves it, and writes its address into the file `meeting`."""
     tcp = dist.TCPStore  # type: ignore[attr-defined]
     meeting = Path(place.meeting)
     if place.rank == 0:

@@ -1,4 +1,4 @@
-"""Starts the processes that measure a job, one per rank, and waits for their outcomes."""
+"""Start the processes that measure a job, one per rank, and wait for their outcomes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from bench.group import Place
 from bench.place import ROOT
 
 Outcome = dict[str, Any]
-"""Of `bench.runner.perform`."""
+"""The outcome that `bench.runner.perform` returns."""
 
 
 def in_processes_of_their_own(job: dict[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Perform a job in new Pythons, with the threads and the OpenMP wait policy it asks for.
+    """Perform a job in new Python processes, with the threads and OpenMP wait policy it asks for.
 
     One process per rank, each behind its end of the link. When one fails the others are killed.
     """
@@ -37,7 +37,7 @@ def in_processes_of_their_own(job: dict[str, Any], tell: Callable[[str], None]) 
             return _outcome(ranks, tell)
         finally:
             for rank in ranks:
-                rank.end()  # Ctrl-C, or an error of ours: never leave it training on its own
+                rank.end()  # on Ctrl-C or an error here: never leave it training on its own
 
 
 def _place(rank: int, doors: Sequence[link.Door], folder: Path) -> Place:
@@ -70,7 +70,7 @@ class _Rank:
         self.stdout = self._process.stdout
 
     def outcome(self) -> Outcome:
-        """What it left; call when its output has ended."""
+        """Return what the process left; call when its output has ended."""
         status = self._process.wait()
         if not self._told.exists():
             self._stderr.seek(0)
@@ -80,7 +80,7 @@ class _Rank:
         return outcome
 
     def end(self) -> None:
-        """Kill it if it is still there."""
+        """Kill the process if it is still there."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -90,7 +90,7 @@ class _Rank:
 
 
 def _outcome(ranks: Sequence[_Rank], tell: Callable[[str], None]) -> Outcome:
-    """Rank 0's outcome, once all have theirs; or that of the first that failed."""
+    """Return rank 0's outcome once all ranks have theirs, or that of the first that failed."""
     found: dict[int, Outcome] = {}
     with selectors.DefaultSelector() as waiting:
         for rank in ranks:
@@ -111,9 +111,9 @@ def _outcome(ranks: Sequence[_Rank], tell: Callable[[str], None]) -> Outcome:
 
 
 def merged(outcomes: dict[int, Outcome]) -> Outcome:
-    """One outcome of several ranks', given in the order in which they ended.
+    """Merge several ranks' outcomes into one, given in the order in which they ended.
 
-    Rank 0's has the records. The first error stands for all: the others' mostly follow from it.
+    The records are rank 0's. The first error stands for all: the others' mostly follow from it.
     """
     for rank, outcome in outcomes.items():
         if "unavailable" in outcome or "no_number" in outcome:

@@ -1,4 +1,4 @@
-"""The native library through its public header, for what Python's interface is too coarse for."""
+"""Call the native library through its header, where Python's interface is too coarse."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ ffi.cdef(CDEF)
 
 @cache
 def library() -> Any:
-    """The library that lightck itself uses: `$LIGHTCK_NATIVE`, else the one in the package.
+    """Return the library that lightck itself uses: `$LIGHTCK_NATIVE`, else the one in the package.
 
     Raises:
-        BenchError: it is not there, or of another ABI than this module was written for.
+        BenchError: it is missing, or has another ABI than this module was written for.
     """
     override = os.environ.get("LIGHTCK_NATIVE")
     built = sorted(Path(str(lightck.__file__)).parent.glob("_native*.so"))
@@ -79,14 +79,14 @@ def library() -> Any:
 
 
 def check(code: int) -> None:
-    """Raise what the library says about a failed call."""
+    """Raise BenchError with the library's text if a call failed."""
     if code < 0:
         text = ffi.string(library().lck_last_error()).decode(errors="replace")
         raise BenchError(f"native error {code}: {text}")
 
 
 def kernel() -> str:
-    """Name of the copy kernel in use."""
+    """Return the name of the copy kernel in use."""
     name = ffi.new("const char **")
     check(library().lck_kernel(ffi.NULL, name))
     text: str = ffi.string(name[0]).decode()
@@ -94,12 +94,12 @@ def kernel() -> str:
 
 
 class Writer:
-    """A region with one worker; takes whole snapshots of given memory."""
+    """A region with one worker, which takes whole snapshots of given memory."""
 
     def __init__(
         self, folder: Path, sources: list[tuple[int, int]], chunk_bytes: int = 262_144
     ) -> None:
-        """`sources`: addresses and lengths. The region is made and pre-faulted."""
+        """Make and pre-fault the region; `sources` are addresses and lengths."""
         self._lib = library()
         sizes = [-(-length // _PAGE) * _PAGE for _, length in sources]
         self._region = self._created(folder / "region", sum(sizes))
@@ -127,7 +127,7 @@ class Writer:
         return region[0]
 
     def begin(self) -> None:
-        """Open a snapshot with all copies, held back; one that is open is given up."""
+        """Open a snapshot with all copies, held back; give up one that is open."""
         self.drop()
         lib = self._lib
         check(lib.lck_snapshot_begin(self._pool[0], self._region, _SLOT, self._snapshot))
@@ -141,7 +141,7 @@ class Writer:
         """Read everything back from the region and compare it with the sources' checksums.
 
         Raises:
-            BenchError: an extent is not its source.
+            BenchError: an extent differs from its source.
         """
         count = len(self._copies)
         reads = ffi.new("lck_read[]", count)

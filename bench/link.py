@@ -1,8 +1,8 @@
-"""A slow network between two ranks: a namespace each, a veth pair, and a token bucket at each end.
+"""Make a slow network between two ranks: a namespace each, a veth pair, token buckets at both ends.
 
-The namespaces have no names: each lives as long as a process in it does. A keeper holds one open
-until its standard input ends, that is, until whoever made it is done or dead. So there is nothing
-to sweep after a kill, and two runs at a time do not see each other.
+The namespaces have no names: each lives as long as a process in it does. A keeper process holds one
+open until its standard input ends, that is, until its maker is done or dead. So there is nothing
+to clean up after a kill, and two runs at a time do not see each other.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _QUEUE = "200ms"
 
 @dataclass(frozen=True)
 class Door:
-    """How one rank gets to the network.
+    """The way of one rank to the network.
 
     Attributes:
-        command: words to put before its command.
+        command: words to put before the rank's command.
         interface: its network device.
-        address: its own.
+        address: its own address.
     """
 
     command: tuple[str, ...] = ()
@@ -41,12 +41,12 @@ class Door:
 
 @contextmanager
 def between(world: int, mbit: int) -> Iterator[list[Door]]:
-    """A door for each rank, onto a link of so many Mbit/s each way; 0: plain loopback.
+    """Yield a door for each rank, onto a link of so many Mbit/s each way; 0: plain loopback.
 
     A link joins two ranks.
 
     Raises:
-        Unavailable: this machine, or this user, cannot do that; with the command that failed.
+        Unavailable: this machine or user cannot do that; the message has the command that failed.
     """
     if mbit == 0:
         yield [Door()] * world
@@ -79,14 +79,14 @@ def _joined(pids: Sequence[int], mbit: int) -> list[Door]:
 
 @contextmanager
 def _namespace() -> Iterator[int]:
-    """A network namespace; the id of the process that keeps it."""
+    """Make a network namespace; yield the id of the process that keeps it."""
     keeper = subprocess.Popen(
         ["unshare", "--net", "sh", "-c", "echo here; exec cat"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C is for the ranks; this one goes when they have gone
+        start_new_session=True,  # Ctrl-C is for the ranks; this one ends after them
     )
     assert keeper.stdin and keeper.stdout and keeper.stderr
     try:

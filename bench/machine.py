@@ -1,4 +1,4 @@
-"""On what a result was measured: machine, versions, commit. No version, no number."""
+"""Describe on what a result was measured: machine, versions, commit. No version, no number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.place import ROOT
 
 
 def machine() -> dict[str, Any]:
-    """CPU, memory and kernel of this machine."""
+    """Return CPU, memory and kernel of this machine."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _field(Path("/proc/cpuinfo"), "model name") or platform.machine(),
@@ -35,12 +35,15 @@ def _field(file: Path, name: str) -> str | None:
 
 
 def load() -> list[float]:
-    """Load averages now: on a busy machine numbers mean little, and the report says so."""
+    """Return the load averages now.
+
+    On a busy machine numbers mean little, and the report says so.
+    """
     return [round(value, 2) for value in os.getloadavg()]
 
 
 def commit() -> str:
-    """The checkout's commit; `+` if files differ from it.
+    """Return the checkout's commit, with `+` if files differ from it.
 
     Raises:
         BenchError: there is no git or no repository.
@@ -60,7 +63,7 @@ def _git(*arguments: str) -> str:
 
 
 def installed(package: str) -> bool:
-    """Whether a package is there, in any version."""
+    """Return whether a package is installed, in any version."""
     try:
         version(package)
     except PackageNotFoundError:
@@ -69,10 +72,10 @@ def installed(package: str) -> bool:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of Python and of the packages.
+    """Return the versions of Python and of the packages.
 
     Raises:
-        BenchError: one is not installed, with how to get it.
+        BenchError: a package is not installed; the message says how to get it.
     """
     found = {"python": platform.python_version()}
     for package in packages:

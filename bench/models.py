@@ -1,4 +1,4 @@
-"""The models that definitions name: how each is made, what it looks at, its tiny stand-in.
+"""The models that definitions name: how each is made, its input, its tiny stand-in.
 
 Weights are random and nothing is downloaded; what is copied does not depend on the weights.
 """
@@ -18,7 +18,7 @@ from bench.nets import AlexNet, InceptionV3, ResNet18, Vgg16
 
 
 class Tiny(nn.Module):
-    """Stands in for any model where only the machinery is tested: milliseconds per step."""
+    """A stand-in for any model where only the machinery is tested: milliseconds per step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Tiny(nn.Module):
         self.head.weight = self.embedding.weight  # tied, as in GPT-2
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean loss of the next token."""
+        """Return the mean loss of the next token."""
         logits = self.head(self.layers(self.embedding(tokens)))
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -51,7 +51,7 @@ class Bag(nn.Module):
             self.register_buffer(f"rest_{i}", torch.randn(width))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """A loss that reaches every parameter."""
+        """Return a loss that reaches every parameter."""
         some = [p if len(p) == self.WIDTH else p[: self.WIDTH] for p in self.parameters()]
         everything = torch.cat(some)
         return (everything * tokens.float().mean()).square().mean()
@@ -70,10 +70,10 @@ def _transformers() -> Any:
 class Gpt2(nn.Module):
     """GPT-2 as `transformers` builds it from its default config, that of the small one.
 
-    `shape`: what differs from it.
+    `shape` holds the differences from that config.
     """
 
-    THIN = {"n_embd": 36}  # wide, instead of 768
+    THIN = {"n_embd": 36}  # width, instead of 768
     MEDIUM = {"n_embd": 1024, "n_layer": 24, "n_head": 16}
 
     def __init__(self, **shape: int) -> None:
@@ -82,13 +82,13 @@ class Gpt2(nn.Module):
         self.inner = made.GPT2LMHeadModel(made.GPT2Config(**shape))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean loss of the next token."""
+        """Return the mean loss of the next token."""
         loss: torch.Tensor = self.inner(input_ids=tokens, labels=tokens).loss
         return loss
 
 
 class BertLarge(nn.Module):
-    """BERT-large, cased, with its pooler and two classes: as it is tuned for sentences."""
+    """BERT-large, cased, with its pooler and two classes, as it is tuned for sentences."""
 
     VOCABULARY = 28996
     _SHAPE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
@@ -100,7 +100,7 @@ class BertLarge(nn.Module):
         self.inner = made.BertForSequenceClassification(config)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean loss of a guess; sentences of both classes in turn."""
+        """Return the mean loss of a guess; sentences of both classes alternate."""
         labels = torch.arange(len(tokens), device=tokens.device) % 2
         loss: torch.Tensor = self.inner(input_ids=tokens, labels=labels).loss
         return loss
@@ -111,11 +111,11 @@ class Model:
     """A model as definitions name it.
 
     Attributes:
-        make: builds it; takes the number of tensors of state, which only `bag` heeds.
-        tiny: the one that stands for it with `--tiny`.
-        vocabulary: of the tokens that it looks at; 0: it looks at pictures.
-        pixels: of a picture, each way.
-        needs: a package beyond torch.
+        make: builds the model; takes the number of state tensors, which only `bag` heeds.
+        tiny: the model that stands for it with `--tiny`.
+        vocabulary: number of different tokens in its input; 0: its input is pictures.
+        pixels: height and width of a picture.
+        needs: a package that it needs beside torch.
     """
 
     make: Callable[[int], nn.Module]
@@ -126,7 +126,7 @@ class Model:
 
 
 def built(name: str, tensors: int, width: int) -> nn.Module:
-    """The model of a name; `tensors` and `width` of each are those of `bag`, or 0 for its own."""
+    """Build the model of a name; `tensors` and `width` are those of `bag`, or 0 for its own."""
     if name == "bag" and width:
         return Bag(tensors, width)
     return MODELS[name].make(tensors)

@@ -1,7 +1,7 @@
-"""Nets for pictures after their papers, with random weights; each forward is a mean loss.
+"""Nets for pictures after their papers, with random weights; each forward returns a mean loss.
 
-Written out here and not taken from a package: pytorchcv needs torchvision, whose build for CPUs is
-not on the registry, and one for CUDA beside a CPU build of torch breaks transformers.
+They are written here and not taken from a package: pytorchcv needs torchvision, whose build for
+CPUs is not on the registry, and one for CUDA beside a CPU build of torch breaks transformers.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _Size = int | tuple[int, int]
 
 
 class Picturing(nn.Module):
-    """Features, then a guess of the class; one picture of each class in turn."""
+    """A net of features and a classifier; its input has one picture of each class in turn."""
 
     features: nn.Module
     classifier: nn.Module
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        """Mean loss of a guess."""
+        """Return the mean loss of a guess."""
         guess = self.classifier(self.features(pictures))
         labels = torch.arange(len(guess), device=guess.device) % guess.shape[1]
         return functional.cross_entropy(guess, labels)
 
 
 def _heavy(inputs: int, hidden: int) -> nn.Sequential:
-    """The classifier of AlexNet and VGG: nine tenths of all their weights."""
+    """Build the classifier of AlexNet and VGG: nine tenths of all their weights."""
     return nn.Sequential(
         nn.Flatten(),
         *(nn.Linear(inputs, hidden), nn.ReLU(inplace=True), nn.Dropout()),
@@ -43,7 +43,7 @@ def _heavy(inputs: int, hidden: int) -> nn.Sequential:
 class AlexNet(Picturing):
     """AlexNet of one column (Krizhevsky, 2014, arXiv 1404.5997), as torchvision and others have it.
 
-    `thin`: divides all widths; `last`: pixels each way that are left of a picture.
+    `thin` divides all widths; `last` is the height and width that is left of a picture.
     """
 
     def __init__(self, thin: int = 1, last: int = 6) -> None:
@@ -79,7 +79,7 @@ class Vgg16(Picturing):
 def _convolution(
     inputs: int, outputs: int, size: _Size, stride: int = 1, padding: _Size = 0
 ) -> list[nn.Module]:
-    """With BatchNorm instead of a bias."""
+    """Build a convolution with BatchNorm instead of a bias."""
     convolution = nn.Conv2d(inputs, outputs, size, stride, padding, bias=False)
     return [convolution, nn.BatchNorm2d(outputs)]
 
@@ -97,7 +97,7 @@ class _Residual(nn.Module):
         self.shortcut = nn.Sequential(*([] if same else _convolution(inputs, outputs, 1, stride)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of both ways."""
+        """Return the sum of both branches."""
         return functional.relu(self.inner(x) + self.shortcut(x))
 
 
@@ -125,7 +125,7 @@ class _Beside(nn.Module):
         self.branches = nn.ModuleList(branches)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """All of them."""
+        """Return the outputs of all branches, joined."""
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
@@ -168,11 +168,11 @@ class InceptionV3(Picturing):
 
     @staticmethod
     def _crossed(width: int) -> Sequence[tuple[int, _Size, int, _Size]]:
-        """7 x 7 as a row and a column."""
+        """Return a 7 x 7 convolution as a row and a column."""
         return (width, (1, 7), 1, (0, 3)), (width, (7, 1), 1, (3, 0))
 
     def _chain(self, inputs: int, *each: tuple[int, _Size, int, _Size]) -> nn.Sequential:
-        """Convolutions in a row: width, size, stride, padding of each."""
+        """Build convolutions in sequence, given width, size, stride and padding of each."""
         layers: list[nn.Module] = []
         before = max(3, inputs // self._thin)
         for width, size, stride, padding in each:

@@ -1,4 +1,4 @@
-"""Where results were measured: machines, with letters where there are several."""
+"""Say where results were measured: machines, with letters where there are several."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from bench.record import Result
 
 
 def machine(result: Result) -> str:
-    """What a result was measured with, in words; rows of two of them are not to be compared."""
+    """Describe what a result was measured with; rows of two of them are not to be compared."""
     versions = result.about["versions"]
     return f"{host(result)}; Python {versions.get('python')}, torch {versions.get('torch')}"
 
 
 def host(result: Result) -> str:
-    """The same without what ran on it."""
+    """Describe the machine of a result, without the software that ran on it."""
     found = result.about["machine"]
     memory = f"{found['memory_bytes'] / 2**30:.0f} GiB"
     return f"{found['cpu']}, {found['cores']} cores, {memory}, Linux {found['kernel']}"
 
 
 def letters(results: Sequence[Result]) -> Mapping[str, str]:
-    """A letter for every machine, in the order of the results; none where there is one."""
+    """Return a letter for every machine, in the order of the results.
+
+    The letter is empty if there is only one machine.
+    """
     found = list(dict.fromkeys(map(machine, results)))
     if len(found) < 2:
         return dict.fromkeys(found, "")
@@ -33,13 +36,13 @@ def _letter(number: int) -> str:
 
 
 def mark(result: Result, results: Sequence[Result]) -> str:
-    """What stands behind a result's name in a table of several results: ` (A)`, or nothing."""
+    """Return what follows a result's name in a table of several results: ` (A)`, or nothing."""
     letter = letters(results)[machine(result)]
     return f" ({letter})" if letter else ""
 
 
 def origins(results: Sequence[Result]) -> list[str]:
-    """On what machine, in which versions, from which commits: a line per machine."""
+    """List the machines with versions and commits, a line per machine."""
     where: dict[str, dict[str, list[str]]] = {}
     for result in results:
         about = result.about

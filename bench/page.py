@@ -1,4 +1,4 @@
-"""A report as one HTML page: no other file, no network; light or dark, wide or narrow."""
+"""Render a report as one HTML page: no other file, no network; light or dark, wide or narrow."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ return d*(typeof x==typeof y&&typeof x=="number"?x-y:String(x).localeCompare(Str
 
 
 def page(blocks: Sequence[Block], drawings: Mapping[str, str]) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
         blocks: the report.
-        drawings: charts' names to SVG; those that are not there are left out.
+        drawings: charts' names to SVG; charts that are missing are left out.
     """
     title = next((b.text for b in blocks if isinstance(b, Heading)), "")
     return "\n".join(
@@ -131,7 +131,7 @@ def _cell(cell: str | Cell) -> str:
 
 
 def _inline(text: str) -> str:
-    """Escaped, with `code` and **strong** as elements."""
+    """Return escaped text, with `code` and **strong** as elements."""
     escaped = html.escape(text)
     escaped = re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped)
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", escaped)

@@ -1,4 +1,4 @@
-"""README's picture: a traced run of GPT-2 small, one step of it drawn by `lightck timeline`.
+"""Make README's picture: a traced run of GPT-2 small, one step of it drawn by `lightck timeline`.
 
 `python -m bench picture` starts this module in a process of its own, with the stress case's threads
 and OpenMP policy, then draws what it wrote.
@@ -26,10 +26,10 @@ _CANDIDATES = 7  # of the last steps the median one is drawn: neither the best n
 
 
 def draw(out: Path, steps: int = _STEPS, model: str | None = None) -> None:
-    """Train, trace and draw; replaces `out`.
+    """Train, trace and draw; replace `out`.
 
     Raises:
-        BenchError: training or drawing failed, with what it said.
+        BenchError: training or drawing failed; the message has its output.
     """
     stress = definition.load(_STRESS)
     environment = {**os.environ, "OMP_NUM_THREADS": str(stress.threads)}
@@ -51,7 +51,7 @@ def _do(command: list[str], environment: dict[str, str]) -> None:
 
 
 def _median_step(trace: Path) -> int:
-    """Of the last steps, the one whose length is in the middle."""
+    """Return the step whose length is the median of the last steps."""
     events: list[dict[str, Any]] = json.loads(trace.read_bytes())["traceEvents"]
     lengths: dict[int, float] = {
         e["args"]["step"]: e["dur"] for e in events if e.get("cat") == "step"
@@ -62,7 +62,7 @@ def _median_step(trace: Path) -> int:
 
 
 def _train(trace: Path, steps: int, model: str) -> None:
-    """A snapshot every step; the trace of the last ones."""
+    """Train with a snapshot every step, and write the trace of the last steps."""
     from dataclasses import replace
 
     import torch

@@ -1,4 +1,4 @@
-"""Where benchmarks read and write: the checkout, results, and a scratch folder per medium."""
+"""Say where benchmarks read and write: the checkout, results, and a scratch folder per medium."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MEDIA = {
 
 @contextmanager
 def scratch(medium: str) -> Iterator[Path]:
-    """An empty folder on a medium; removed afterwards, or if this is killed by the next maker.
+    """Yield an empty folder on a medium; it is removed afterwards, after a kill by the next call.
 
-    Only what dead processes left is swept: a folder's name has its maker's number.
+    Only folders of dead processes are removed: a folder's name has its maker's process number.
     """
     if medium not in MEDIA:
         raise BenchError(f"medium {medium!r}: must be one of {', '.join(MEDIA)}")

@@ -1,4 +1,4 @@
-"""Numbers in words: three digits, a unit that suits, the interval in brackets."""
+"""Write numbers as text: three digits, a unit that suits, the interval in brackets."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _WORDS = {
 
 
 def heading(measure: str) -> str:
-    """What stands above a measure's column."""
+    """Return the heading of a measure's column."""
     return _WORDS.get(measure, measure.replace("_", " "))
 
 
 def cell(record: Record | None) -> Cell | str:
-    """A value with its interval; nothing where nothing was measured."""
+    """Return a value with its interval; empty where nothing was measured."""
     if record is None:
         return ""
     text = quantity(record.value, record.unit, record.measure)
@@ -50,12 +50,12 @@ def cell(record: Record | None) -> Cell | str:
 
 
 def bounds(low: float, high: float, unit: str, measure: str) -> str:
-    """An interval."""
+    """Return an interval as text."""
     return f"[{quantity(low, unit, measure)}, {quantity(high, unit, measure)}]"
 
 
 def quantity(value: float, unit: str, measure: str = "") -> str:
-    """Three significant digits with a unit that suits; shares in percent."""
+    """Return three significant digits with a unit that suits; shares in percent."""
     if math.isnan(value):
         return "unknown"
     if not math.isfinite(value):
@@ -77,7 +77,7 @@ def quantity(value: float, unit: str, measure: str = "") -> str:
 
 
 def digits(value: float) -> str:
-    """Three of them, or all before the point."""
+    """Return a number with three digits, or with all before the point."""
     if value == 0:
         return "0"
     if abs(value) >= 100:

@@ -1,4 +1,4 @@
-"""What the documents say of speed, rendered from the results that are stored in the repository.
+"""Render what the documents say of speed from the results that are stored in the repository.
 
 `bench/results/` holds one file per definition, as `python -m bench run` wrote it. README's part, a
 summary, stands between two markers; `docs/bench.md` is the whole report. Both are the same bytes
@@ -27,10 +27,10 @@ _LEFT_OUT = "What is met, and every row of every benchmark: [docs/bench.md](docs
 
 
 def take(files: Iterable[Path]) -> list[Path]:
-    """Store results in the repository, each in place of its definition's former one.
+    """Store results in the repository, each replacing its definition's former one.
 
     Raises:
-        BenchError: one is no result, or a toy's: then none is stored.
+        BenchError: one is not a result, or of a tiny model: then none is stored.
     """
     files = list(files)
     for file in files:
@@ -41,17 +41,20 @@ def take(files: Iterable[Path]) -> list[Path]:
 
 
 def stored() -> list[Result]:
-    """The results in the repository, by name."""
+    """Return the results in the repository, by name."""
     return [record.read(file) for file in sorted(RESULTS.glob("*.parquet"))]
 
 
 def tables(results: Sequence[Result]) -> str:
-    """The whole report, without charts."""
+    """Return the whole report, without charts."""
     return f"{_MADE}\n\n{report.render(results, {})}"
 
 
 def render(results: Sequence[Result]) -> str:
-    """README's summary, markers included: losses first, and of the targets the misses."""
+    """Return README's summary with its markers.
+
+    It has losses first, and of the targets only the misses.
+    """
     blocks: list[Block] = []
     groups = summary.by_device(results) or {"": []}
     for device, each in groups.items():
@@ -72,22 +75,22 @@ def render(results: Sequence[Result]) -> str:
 
 
 def _missing(results: Sequence[Result]) -> list[str]:
-    """A line that says what was not measured, or none."""
+    """Return a line that says what was not measured, or none."""
     there = {result.about["definition"]["name"] for result in results}
     missing = [f"`{name}`" for name in definition.names() if name not in there]
     return [f"not measured yet: {', '.join(missing)}"] if missing else []
 
 
 def current(file: Path) -> str:
-    """What a document says now; empty where it is not there."""
+    """Return a document's present text; empty where it is missing."""
     return file.read_text() if file.exists() else ""
 
 
 def replaced(document: str, text: str) -> str:
-    """The document with what stands between the markers replaced.
+    """Return the document with the text between the markers replaced.
 
     Raises:
-        BenchError: the markers are not there.
+        BenchError: the markers are missing.
     """
     head, _, rest = document.partition(BEGIN)
     _, found, tail = rest.partition(END)

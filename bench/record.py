@@ -1,4 +1,4 @@
-"""What was measured, and the Parquet file that keeps it with everything needed to judge it."""
+"""A measured quantity, and the Parquet file that keeps it with everything needed to judge it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Record:
 
     Attributes:
         engine: label in the definition.
-        measure: what; see `bench.measures`.
+        measure: name of the measure; see `bench.measures`.
         unit: of value, bounds and samples: "s", "B", "B/s", or "" for a ratio or a count.
         value: trimmed mean of the samples, or the one number there is.
-        low: lower end of its 95 % interval; the value itself where there is no spread to speak of.
-        high: upper end.
-        samples: what value and bounds were made from, if anything.
+        low: lower end of its 95 % interval; the value itself where there is no spread.
+        high: upper end of the interval.
+        samples: the samples that value and bounds were made from, if any.
         capped: the run hit its cap before the interval was as narrow as wanted.
-        note: in words, for the report.
+        note: a text for the report.
     """
 
     engine: str
@@ -49,7 +49,7 @@ class Record:
 
 
 def single(measure: str, unit: str, value: float, note: str = "") -> Record:
-    """A number without spread; the runner's parent fills in the engine."""
+    """Make a record of a number without spread; the runner's parent fills in the engine."""
     return Record("", measure, unit, value, value, value, note=note)
 
 
@@ -62,7 +62,7 @@ def sampled(
     capped: bool = False,
     note: str = "",
 ) -> Record:
-    """Trimmed mean and interval of `samples`, all in units of `scale`."""
+    """Make a record of the trimmed mean and interval of `samples`, all in units of `scale`."""
     found: Estimate = estimate(samples).over(scale)
     kept = [sample / scale for sample in samples]
     return Record("", measure, unit, found.value, found.low, found.high, kept, capped, note)
@@ -73,7 +73,7 @@ class Result:
     """All records of a definition, and how they came about.
 
     Attributes:
-        about: definition, machine, versions, command, commit, when; plain JSON values.
+        about: definition, machine, versions, command, commit, time; plain JSON values.
         records: in the order of the definition's engines.
     """
 
@@ -81,7 +81,7 @@ class Result:
     records: list[Record]
 
     def of(self, engine: str, measure: str) -> Record | None:
-        """The record of an engine's measure."""
+        """Return the record of an engine's measure."""
         for record in self.records:
             if (record.engine, record.measure) == (engine, measure):
                 return record
@@ -105,7 +105,7 @@ assert _SCHEMA.names == [f.name for f in fields(Record)]
 
 
 def write(result: Result, path: Path) -> None:
-    """Store a result; the file appears whole or not at all.
+    """Store a result; the file appears completely or not at all.
 
     Raises:
         BenchError: a value is not a number, or the folder takes no file.
@@ -127,13 +127,13 @@ def write(result: Result, path: Path) -> None:
 
 
 def read(path: Path) -> Result:
-    """Load a result.
+    """Load a result from a file.
 
     Raises:
-        BenchError: it is not there, no such file, of another version, or not whole.
+        BenchError: the file is missing, not a result, of another version, or incomplete.
     """
     if path.is_dir():
-        raise BenchError(f"{path}: a folder, not a result")  # which Arrow would read as one table
+        raise BenchError(f"{path}: a folder, not a result")  # Arrow would read it as one table
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:

@@ -1,4 +1,4 @@
-"""The report of result files: losses first, then targets, misses before the rest, then every row.
+"""Render the report of result files: losses first, then targets, misses first, then every row.
 
 Nothing is measured, looked up or typed by hand here: all of it comes from the files, and the same
 files give the same bytes. Each accelerator has a report of its own, one after the other.
@@ -47,7 +47,7 @@ _STALL = "stall."
 
 
 def render(results: Sequence[Result], charts: Mapping[str, str]) -> str:
-    """The whole report in Markdown.
+    """Return the whole report in Markdown.
 
     Args:
         results: in the order in which they shall appear.
@@ -57,10 +57,10 @@ def render(results: Sequence[Result], charts: Mapping[str, str]) -> str:
 
 
 def document(results: Sequence[Result]) -> list[Block]:
-    """The whole report.
+    """Return the whole report as blocks.
 
     Raises:
-        BenchError: two results of the same definition, on the same accelerator.
+        BenchError: there are two results of the same definition, on the same accelerator.
     """
     groups = summary.by_device(results)
     blocks: list[Block] = []
@@ -77,7 +77,7 @@ def document(results: Sequence[Result]) -> list[Block]:
 
 
 def chart(device: str, name: str) -> str:
-    """A chart's name: apart for every accelerator."""
+    """Return a chart's name, which differs for every accelerator."""
     words = "".join(c if c.isalnum() else "-" for c in f"{device} {name}" if c.isascii())
     return words.strip("-").lower()
 
@@ -131,7 +131,10 @@ def _origin(result: Result) -> Text:
 
 
 def targets(results: Sequence[Result], but: str = "") -> list[Block]:
-    """All targets of the results, misses first, with what was found; counted only: those `but`."""
+    """List all targets of the results, misses first, with what was found.
+
+    Targets of the state `but` are only counted.
+    """
     found = verdicts(results)
     if not found:
         return [Text("None.")]
@@ -148,21 +151,21 @@ def targets(results: Sequence[Result], but: str = "") -> list[Block]:
 
 
 def named(result: Result, results: Sequence[Result]) -> str:
-    """A benchmark's name, with its machine's letter where they ran on several."""
+    """Return a benchmark's name, with its machine's letter where they ran on several."""
     return f"`{result.about['definition']['name']}`{origin.mark(result, results)}"
 
 
 def lost(results: Sequence[Result]) -> Block:
-    """Every row in which something else is better than lightck; or that there is none.
+    """List every row in which another engine is better than lightck; or say that there is none.
 
-    First those by what the benchmark is about, then those by what is counted beside it.
+    First come the rows by what the benchmark is about, then those by what is counted beside it.
     """
     main, beside = _lost(results)
     return _losses([*main, *beside], results) if main or beside else Text(_NOWHERE)
 
 
 def lost_in_short(results: Sequence[Result]) -> list[Block]:
-    """Those by what the benchmark is about; of the others, how many there are by what."""
+    """List the rows by what the benchmark is about; of the others, say how many there are."""
     main, beside = _lost(results)
     blocks: list[Block] = [_losses(main, results) if main else Text(_NOWHERE)]
     if beside:
@@ -177,7 +180,7 @@ _Loss = tuple[Result, str, Record, Record]
 
 
 def _lost(results: Sequence[Result]) -> tuple[list[_Loss], list[_Loss]]:
-    """By what benchmarks are about, and by what is counted beside that."""
+    """Return the losses by what benchmarks are about, and those by what is counted beside that."""
     main: list[_Loss] = []
     beside: list[_Loss] = []
     for result in results:
@@ -291,13 +294,13 @@ def _main(result: Result, labels: Sequence[str]) -> Table:
 
 
 def _measures(result: Result, labels: Sequence[str]) -> list[str]:
-    """What was measured besides stalls and counts, in the order of the records."""
+    """Return what was measured besides stalls and counts, in the order of the records."""
     found = (r.measure for r in result.records if r.engine in labels)
     return [m for m in dict.fromkeys(found) if not m.startswith(_STALL) and m not in _COUNTS]
 
 
 def _beside(result: Result, labels: Sequence[str]) -> list[Block]:
-    """What else was counted of each engine: processor, memory, bytes, intervals."""
+    """Return what else was counted of each engine: processor, memory, bytes, intervals."""
     main = _MAIN.get(result.about["definition"]["kind"])
     more = [m for m in _measures(result, labels) if main and m not in main]
     rows = [[label, *(cell(result.of(label, m)) for m in more)] for label in labels]
@@ -306,14 +309,14 @@ def _beside(result: Result, labels: Sequence[str]) -> list[Block]:
 
 
 def _absent(result: Result, label: str) -> str:
-    """Why there is nothing of an engine, on one line of a table."""
+    """Say why there is nothing of an engine, on one line of a table."""
     absent, slipped = (result.about.get(kind, {}).get(label) for kind in ("absent", "slipped"))
     why = f"cannot run here: {absent}" if absent else slipped or ""
     return " ".join(why.split()).replace("|", "/")
 
 
 def _copy_share(result: Result, label: str) -> str | Cell:
-    """What a copy of the state would cost of a step, if training waited for it."""
+    """Return which share of a step a copy of the state would cost if training waited for it."""
     share = rivals.copy_share(result, label)
     if share is None:
         return ""
@@ -321,7 +324,7 @@ def _copy_share(result: Result, label: str) -> str | Cell:
 
 
 def stalls(result: Result, label: str) -> list[Record]:
-    """What training waited for in an engine, by cause."""
+    """Return the records of what training waited for in an engine, by cause."""
     return [r for r in result.records if r.engine == label and r.measure.startswith(_STALL)]
 
 

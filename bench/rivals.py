@@ -1,4 +1,7 @@
-"""Who is compared with whom: engines on the same model, best first; and whether a row is easy."""
+"""Choose which engines are compared: those on the same model, best first.
+
+It also tells which rows are easy.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 from bench.record import Record, Result
 
-EASY = 0.05  # of a step: where a blocking copy costs less, low overhead says little
+EASY = 0.05  # share of a step: where a blocking copy costs less, low overhead says little
 SHARING = ("training", "ranks")  # kinds in which steps carry snapshots
 SORTED_BY = {  # less is better
     "training": "extra",
@@ -31,10 +34,10 @@ BESIDE = {  # less is better, too
 
 
 def by_model(definition: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """The contenders of a stored definition by what they train, in its order.
+    """Group the contenders of a stored definition by what they train, in its order.
 
-    By all of it where every work has rivals: models of one kind and several sizes are then called
-    what their labels begin with. Else by the model alone.
+    What they train is the whole work if each work has several engines: models of one kind and
+    several sizes are then named by the common start of their labels. Else it is the model alone.
     """
     models: dict[str, list[Mapping[str, Any]]] = {}
     works: dict[str, list[Mapping[str, Any]]] = {}
@@ -48,13 +51,13 @@ def by_model(definition: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]
 
 
 def prefix(contenders: Sequence[Mapping[str, Any]]) -> str:
-    """What the labels of several begin with, in whole words; empty for one."""
+    """Return the common start of several labels, in whole words; empty for one."""
     words = [contender["label"].split(" ")[:-1] for contender in contenders]
     return " ".join(os.path.commonprefix(words)) if len(words) > 1 else ""
 
 
 def best_first(result: Result, labels: Sequence[str]) -> list[str]:
-    """Whoever wins stands first, even if it is not lightck; what was not measured, last."""
+    """Order the labels, the winner first, even if it is not lightck; unmeasured ones last."""
     measure = SORTED_BY.get(result.about["definition"]["kind"])
     if measure is None:
         return list(labels)
@@ -67,10 +70,10 @@ def best_first(result: Result, labels: Sequence[str]) -> list[str]:
 
 
 def lost(result: Result) -> list[tuple[str, Record, Record]]:
-    """Model, the winner and lightck, wherever they are not the same; the main measure first.
+    """List model, winner and lightck wherever the winner is another; the main measure first.
 
-    What stands for lightck is the first of its rows, that with its defaults. Compared is what
-    trains the same. An engine `none` takes no part: nobody is faster than nothing.
+    For lightck counts the first of its rows, the one with its defaults. Only engines that train the
+    same are compared. The engine `none` takes no part: nothing is faster than no snapshots.
     """
     kind = result.about["definition"]["kind"]
     measures = (SORTED_BY.get(kind, ""), *BESIDE.get(kind, ()))
@@ -97,12 +100,12 @@ def _lost(result: Result, measure: str) -> Iterator[tuple[str, Record, Record]]:
 
 
 def copy_share(result: Result, label: str) -> float | None:
-    """A plain copy of the state / a step without a snapshot, in that engine's process."""
+    """Return a plain copy of the state / a step without a snapshot, in that engine's process."""
     copy, step = result.of(label, "sync_copy"), result.of(label, "step")
     return None if copy is None or step is None else copy.value / step.value
 
 
 def easy(result: Result, label: str) -> bool:
-    """Whether even a blocking copy would cost less than a twentieth of a step."""
+    """Return whether even a blocking copy would cost less than a twentieth of a step."""
     share = copy_share(result, label)
     return share is not None and share < EASY

@@ -1,8 +1,8 @@
-"""The process in which one engine is measured: a job in JSON in, records in JSON out.
+"""Measure one engine in this process: a job in JSON in, records in JSON out.
 
-Nothing else runs here, so that threads, memory and OpenMP settings are the engine's own. Of several
-ranks each has such a process. Progress goes to stdout, a line at a time; the outcome to a file. The
-process ends when its standard input does: whoever started it is gone then.
+Nothing else runs here, so that threads, memory and OpenMP settings are the engine's own. With
+several ranks each has such a process. Progress goes to stdout, a line at a time; the outcome to a
+file. The process ends when its standard input does, because its parent is gone then.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from bench.work import Work
 
 
 def perform(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure what the job says; `{"records": ..., "versions": ...}` or `{"error": text}`.
+    """Measure what the job says; return `{"records": ..., "versions": ...}` or `{"error": text}`.
 
-    `{"unavailable": text}` if the engine is somebody else's and raised what it raises itself;
+    `{"unavailable": text}` if the engine is a third party's and raised the error itself;
     `{"no_number": text}` if snapshots that were due have slipped.
     """
     try:
@@ -47,7 +47,7 @@ def perform(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _brief(error: Exception) -> str:
-    """Type and message; of a message that is a traceback from elsewhere, its ends."""
+    """Return type and message; of a message that is a traceback from elsewhere, its ends."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
     shown = lines if len(lines) < 3 else [lines[0], "...", lines[-1]]
     return f"{type(error).__name__}: {' '.join(shown)}"
@@ -75,7 +75,7 @@ def _measured(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """`python -m bench.runner JOB OUTCOME`."""
+    """Run the job file and write the outcome file: `python -m bench.runner JOB OUTCOME`."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job, outcome = map(Path, sys.argv[1:])
     done = perform(json.loads(job.read_text()))

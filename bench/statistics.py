@@ -1,4 +1,4 @@
-"""Trimmed means with bootstrap intervals, and when a run has seen enough.
+"""Compute trimmed means with bootstrap intervals, and decide when a run has seen enough.
 
 Single steps on a shared machine vary by 20 % and have outliers in one direction only, so that plain
 means and their standard errors would mislead.
@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 TRIMMED = 0.2  # share cut off at each end: robust, yet 80 % as efficient as the mean if all is well
-RESAMPLES = 2000  # the interval's ends then wobble by about 2 % of its width
+RESAMPLES = 2000  # the interval's ends then vary by about 2 % of its width
 LEVEL = 0.95
-_SEED = 20231106  # one stored file gives one interval
+_SEED = 20231106  # fixed, so that one stored file gives one interval
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Estimate:
 
     @property
     def half_width(self) -> float:
-        """Half the interval."""
+        """Return half the width of the interval."""
         return (self.high - self.low) / 2
 
     def over(self, scale: float) -> Estimate:
-        """The estimate in units of a positive `scale`, whose own error is not counted."""
+        """Return the estimate in units of a positive `scale`, whose own error is not counted."""
         return Estimate(self.value / scale, self.low / scale, self.high / scale)
 
 
 def trimmed_mean(samples: ArrayLike, trimmed: float = TRIMMED) -> float:
-    """Mean of what is left when the `trimmed` share is cut off at each end (rounded down)."""
+    """Return the mean after the share `trimmed` (rounded down) is cut off at each end."""
     return float(_along_rows(np.atleast_2d(np.asarray(samples, float)), trimmed)[0])
 
 
@@ -53,7 +53,10 @@ def _along_rows(rows: NDArray[np.float64], trimmed: float) -> NDArray[np.float64
 
 
 def estimate(samples: Sequence[float]) -> Estimate:
-    """Trimmed mean and its percentile bootstrap interval; one sample alone has no bounds."""
+    """Return the trimmed mean and its percentile bootstrap interval.
+
+    A single sample has no bounds.
+    """
     values = np.asarray(samples, float)
     if values.size < 2:
         return Estimate(trimmed_mean(values), -math.inf, math.inf)
@@ -64,7 +67,7 @@ def estimate(samples: Sequence[float]) -> Estimate:
 
 
 def ratio(above: Estimate, below: Estimate) -> Estimate:
-    """`above` / `below`; the bounds pair the worst with the worst, which is wider than 95 %.
+    """Return `above` / `below`; the bounds pair worst with worst, which is wider than 95 %.
 
     Where `below` may be zero or less, the ratio has no upper bound; where `above` may be, too,
     there is nothing to compare.
@@ -79,14 +82,15 @@ def ratio(above: Estimate, below: Estimate) -> Estimate:
 
 @dataclass(frozen=True)
 class Enough:
-    """When to stop sampling: the interval is narrow, or a cap is reached.
+    """The rule when to stop sampling: the interval is narrow, or a cap is reached.
 
     Attributes:
-        half_width: wanted, in the samples' unit; 0: not looked at.
-        relative: wanted, as a share of the value's size; 0: not looked at. Either suffices.
-        least: samples in any case.
-        most: samples at most.
-        seconds: at most, after which `least` samples suffice.
+        half_width: wanted half-width, in the samples' unit; 0: not looked at.
+        relative: wanted half-width as a share of the value's size; 0: not looked at. Either
+            suffices.
+        least: minimal number of samples.
+        most: maximal number of samples.
+        seconds: time after which `least` samples suffice.
     """
 
     half_width: float
@@ -96,13 +100,13 @@ class Enough:
     seconds: float
 
     def narrow(self, samples: Sequence[float]) -> bool:
-        """Whether the interval is as narrow as wanted."""
+        """Return whether the interval is as narrow as wanted."""
         found = estimate(samples)
         wanted = max(self.half_width, self.relative * abs(found.value))
         return found.half_width <= wanted
 
     def done(self, samples: Sequence[float], spent_s: float) -> bool:
-        """Whether to stop now."""
+        """Return whether to stop now."""
         if len(samples) < self.least:
             return False
         return len(samples) >= self.most or spent_s >= self.seconds or self.narrow(samples)

@@ -1,4 +1,4 @@
-"""Tables across definitions: models beside each other, and how often a snapshot may be taken."""
+"""Make tables across definitions: models side by side, and how often snapshots may be taken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _OURS, _NOBODY = "lightck", "none"
 
 
 def device(result: Result) -> str:
-    """The accelerator that trained, by its name, or what stood for one; empty for the CPU."""
+    """Return the name of the accelerator that trained, or of the emulated one.
+
+    It is empty for the CPU.
+    """
     work = result.about["definition"]["work"]
     if name := str(work.get("emulated", "")):
         return f"an emulated {name.upper()}"
@@ -29,7 +32,10 @@ def device(result: Result) -> str:
 
 
 def by_device(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """What was trained where; the CPU first. Numbers of two of them share no table."""
+    """Group results by the device that trained, the CPU first.
+
+    Numbers of two of them share no table.
+    """
     found: dict[str, list[Result]] = {}
     for result in sorted(results, key=lambda each: device(each) != ""):
         found.setdefault(device(result), []).append(result)
@@ -41,10 +47,10 @@ class Row:
     """The engines of one definition that train the same.
 
     Attributes:
-        name: of the model, as the labels have it.
-        result: of the definition.
+        name: name of the model, as the labels have it.
+        result: result of the definition.
         labels: each engine's name without the model, to its label.
-        engines: the same to the kind of engine.
+        engines: each engine's name without the model, to the kind of engine.
     """
 
     name: str
@@ -54,21 +60,21 @@ class Row:
 
     @property
     def ours(self) -> str | None:
-        """The first of lightck's rows: that with its defaults."""
+        """Return the first of lightck's rows, the one with its defaults."""
         return next((n for n, engine in self.engines.items() if engine == _OURS), None)
 
     @property
     def peers(self) -> list[str]:
-        """Whom lightck is compared with, by their short names."""
+        """Return the short names of the engines that lightck is compared with."""
         return [name for name, engine in self.engines.items() if engine not in (_OURS, _NOBODY)]
 
     def of(self, name: str, measure: str) -> Record | None:
-        """The record of an engine by its short name."""
+        """Return the record of an engine by its short name."""
         return self.result.of(self.labels[name], measure) if name in self.labels else None
 
 
 def rows(result: Result) -> Iterator[Row]:
-    """A row per model of a definition."""
+    """Yield a row per model of a definition."""
     for model, contenders in rivals.by_model(result.about["definition"]).items():
         common = rivals.prefix(contenders) or _alone(contenders[0])
         names = [c["label"].removeprefix(common).lstrip() for c in contenders]
@@ -81,23 +87,23 @@ def rows(result: Result) -> Iterator[Row]:
 
 
 def _alone(contender: Mapping[str, Any]) -> str:
-    """What the label of an engine that nobody is compared with says of the model."""
+    """Return what the label of an engine without rivals says of the model."""
     name, _, engine = contender["label"].rpartition(" ")
     return name if engine == contender["engine"] else ""
 
 
 def batch(work: Mapping[str, Any]) -> str:
-    """Of a step: pictures, or sequences and the tokens of each."""
+    """Return the batch of a step as text: pictures, or sequences and the tokens of each."""
     model = MODELS.get(work["model"])
     tokens = f" x {work['sequence']}" if model is None or model.vocabulary else ""
     return f"{work['batch']}{tokens}"
 
 
 def models(results: Sequence[Result]) -> Table | None:
-    """Models against engines: what a snapshot adds to the training, and how much that is.
+    """Compare models and engines: what a snapshot adds to the training, and how much that is.
 
-    Of the definitions that compare several models and of their companions (`essential`,
-    `essential-bert`); None where there is none.
+    The table is of the definitions that compare several models and of their companions
+    (`essential`, `essential-bert`); None where there is none.
     """
     found = compared(results)
     peers = list(dict.fromkeys(name for row in found for name in row.peers))
@@ -108,10 +114,10 @@ def models(results: Sequence[Result]) -> Table | None:
 
 
 def overheads(results: Sequence[Result]) -> Table | None:
-    """What a snapshot at every step costs lightck alone, of definitions of several models.
+    """Show what a snapshot at every step costs lightck alone, in definitions of several models.
 
-    Each share of a step stands beside what it is of a plain copy; the last one is that of no
-    snapshots at all, where it was measured: what the method is wrong by. None where there is none.
+    Beside each share of a step is its ratio to a plain copy. The last share is that without any
+    snapshot, where it was measured: the method's own error. None where there is no such definition.
     """
     found = [row for row in _several(results, lone=False) if not row.peers]
     if not found:
@@ -134,12 +140,15 @@ def _overhead(row: Row, mark: str) -> list[str | Cell]:
 
 
 def compared(results: Sequence[Result], *, lone: bool = False) -> list[Row]:
-    """The rows of the table of models, the smallest state first; `lone`: of single snapshots."""
+    """Return the rows of the table of models, the smallest state first.
+
+    With `lone` the rows are those of single snapshots.
+    """
     return [row for row in _several(results, lone=lone) if row.peers]
 
 
 def _several(results: Sequence[Result], *, lone: bool) -> list[Row]:
-    """The rows of definitions of several models and of their companions."""
+    """Return the rows of definitions of several models and of their companions."""
     saving = [
         result
         for result in results
@@ -165,7 +174,10 @@ def _models_in(result: Result) -> int:
 
 
 def _belongs(name: str, known: set[str], several: Mapping[str, set[str]]) -> bool:
-    """Whether a definition has several models, or adds one to another of which it has the name."""
+    """Return whether a definition has several models, or is the companion of one that has.
+
+    A companion's name begins with the other's, and it has none of the other's models.
+    """
     return any(
         name == other or (name.startswith(other) and not known & there)
         for other, there in several.items()
@@ -187,7 +199,7 @@ def _value(row: Row, measure: str) -> float:
 
 
 def _share(row: Row) -> str | Cell:
-    """What a plain copy of the state is of a step, in lightck's process."""
+    """Return which share of a step a plain copy of the state is, in lightck's process."""
     share = rivals.copy_share(row.result, row.labels[row.ours or ""])
     if share is None:
         return ""
@@ -215,7 +227,10 @@ def _against(row: Row, peers: Sequence[str], mark: str) -> list[str | Cell]:
 
 
 def times(theirs: Record, ours: Record) -> str:
-    """How many times ours theirs is at least: their interval's near end by the far one of ours."""
+    """Return how many times ours theirs is at least, as text.
+
+    It is their interval's near end divided by the far end of ours.
+    """
     found = ratio(
         Estimate(theirs.value, theirs.low, theirs.high), Estimate(ours.value, ours.low, ours.high)
     )
@@ -225,9 +240,9 @@ def times(theirs: Record, ours: Record) -> str:
 
 
 def pieces(result: Result) -> Table | None:
-    """What other settings than lightck's defaults cost or save, and what else there is, best first.
+    """Show what settings other than lightck's defaults cost or save, and variants, best first.
 
-    None where lightck does not stand in several rows that train the same, with its defaults first.
+    None where lightck does not have several rows that train the same, with its defaults first.
     """
     kind = _given(result)["kind"]
     found: list[list[str | Cell]] = []
@@ -251,9 +266,9 @@ def pieces(result: Result) -> Table | None:
 
 
 def intervals(results: Sequence[Result]) -> Table | None:
-    """Models against engines: how often a snapshot may be taken; None where that is not known.
+    """Compare models and engines: how often a snapshot may be taken; None where that is not known.
 
-    What stands there is the far end of each interval, so that it is enough; from the cost of single
+    The table has the far end of each interval, so that it is enough; from the cost of single
     snapshots, where that was measured.
     """
     known = [

@@ -1,4 +1,4 @@
-"""Whether targets are met: the interval's far end must be on the right side."""
+"""Decide whether targets are met: the interval's far end must be on the right side."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Verdict:
     """A target with what was found.
 
     Attributes:
-        target: as the definition had it when it was measured.
-        definition: its name.
+        target: the target as the definition had it when it was measured.
+        definition: name of the definition.
         state: one of MISSED (the value; or snapshots have slipped), OPEN (only the interval's far
             end), ABSENT, MET.
         found: the value with its interval; None if it was not measured.
         unit: of the value.
-        why: for ABSENT, in words; for others, what the value was compared with.
+        why: for ABSENT, the reason; for others, what the value was compared with.
         capped: the run stopped before the interval was as narrow as wanted.
     """
 
@@ -40,7 +40,10 @@ class Verdict:
 
 
 def verdicts(results: Iterable[Result]) -> list[Verdict]:
-    """All targets of all results: misses first, then in the definitions' order."""
+    """Return the verdicts on all targets of all results.
+
+    Misses come first, then the others in the definitions' order.
+    """
     found = [
         judge(result, target)
         for result in results
@@ -50,7 +53,7 @@ def verdicts(results: Iterable[Result]) -> list[Verdict]:
 
 
 def targets_of(definition: Mapping[str, Any]) -> list[Target]:
-    """The targets of a definition as it was stored."""
+    """Return the targets of a definition as it was stored."""
     return [Target(**{**t, "against": tuple(t["against"])}) for t in definition["targets"]]
 
 
@@ -80,7 +83,10 @@ def judge(result: Result, target: Target) -> Verdict:
 
 
 def state(target: Target, found: Estimate) -> str:
-    """MET only if the whole interval is on the right side, and narrower than what is allowed."""
+    """Return the state of a target.
+
+    It is MET only if the whole interval is on the right side and narrower than allowed.
+    """
     if math.isnan(found.value):
         return OPEN
     if target.at_most is not None:

@@ -1,4 +1,4 @@
-"""What is trained: a model, an optimizer, endless random batches; and the state of both."""
+"""The training that is measured: a model, an optimizer, endless random batches; and their state."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Work:
         optimizer: a key of `OPTIMIZERS`.
         batch: sequences (or pictures) per step, of each rank.
         sequence: tokens per sequence; models without tokens ignore it.
-        tensors: of state, for the model `bag`.
-        width: elements of each of them but for counters; 0: a few.
+        tensors: number of state tensors, for the model `bag`.
+        width: elements of each of them except counters; 0: a few.
         world: ranks that train it together, data parallel.
         link: Mbit/s of the network between them, each way; 0: loopback.
         saved_by: ranks that wrote the snapshot that `world` ranks restore; 0: as many.
-        forks: ranks that the measuring process, one alone, forks and lets fail.
-        emulated: a key of `bench.emulated.DEVICES`: what stands for forward, backward and update.
-        step_ms: of a step on that device.
-        loader_workers: of a DataLoader whose items take 4 ms of CPU each, a batch of 16 per step.
+        forks: ranks that the measuring process, which is alone, forks and lets fail.
+        emulated: a key of `bench.emulated.DEVICES` that replaces forward, backward and update.
+        step_ms: milliseconds of a step on that device.
+        loader_workers: workers of a DataLoader whose items take 4 ms of CPU each, 16 in a batch.
         hogs: processes beside the training that compute without end.
         device: where model, optimizer and batches are: `cpu` or `cuda`.
     """
@@ -68,11 +68,11 @@ OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]]
 
 
 _MOMENTS = {"adamw": 2, "sgd": 1}  # tensors of a parameter's size that the optimizer keeps for it
-_COUNTER = 4  # bytes of AdamW's step, of each parameter
+_COUNTER = 4  # bytes of AdamW's step counter, for each parameter
 
 
 def state_bytes(work: Work) -> int:
-    """Bytes of model and optimizer state once a step has been taken; no memory is touched."""
+    """Return the bytes of model and optimizer state after a first step; no memory is touched."""
     with torch.device("meta"):
         model = built(work.model, work.tensors, work.width)
     parameters = list(model.parameters())  # a tied one once
@@ -88,12 +88,15 @@ class Training:
 
     Attributes:
         plain: the model itself.
-        model: what is trained: the model, or DistributedDataParallel around it.
-        rank: this one of `world` that train together.
+        model: the trained module: the model, or DistributedDataParallel around it.
+        rank: number of this rank, of `world` that train together.
     """
 
     def __init__(self, work: Work, seed: int = 0, *, rank: int | None = None) -> None:
-        """`rank`: train together with the ranks of torch.distributed, each on its own batches."""
+        """Build the training; with `rank` it trains together with torch.distributed's ranks.
+
+        Each rank has its own batches.
+        """
         torch.manual_seed(seed)
         self.work = work
         self.rank, self.world = rank or 0, 1 if rank is None else dist.get_world_size()
@@ -109,11 +112,17 @@ class Training:
             self.model = DistributedDataParallel(self.plain)
 
     def compute(self) -> None:
-        """Forward and backward of a new batch; gradients are then there, those of all ranks."""
+        """Run forward and backward of a new batch.
+
+        Gradients are there then, reduced over the ranks.
+        """
         self.model(self._batch()).backward()
 
     def compute_alone(self) -> float:
-        """Forward and backward that no other rank hears of; gradients are gone again. Seconds."""
+        """Run forward and backward on this rank alone and drop the gradients.
+
+        Return the seconds.
+        """
         model = self.model
         alone = model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
         begin = time.perf_counter()
@@ -126,54 +135,57 @@ class Training:
     def _batch(self) -> torch.Tensor:
         model, work = MODELS[self.work.model], self.work
         if work.emulated:
-            return torch.zeros(())  # it is not looked at
+            return torch.zeros(())  # nothing reads it
         drawn: dict[str, Any] = {"generator": self._random, "device": work.device}
         if model.vocabulary:
             return torch.randint(model.vocabulary, (work.batch, work.sequence), **drawn)
         return torch.rand(work.batch, 3, model.pixels, model.pixels, **drawn)
 
     def update(self) -> None:
-        """The optimizer's step; gradients are then gone."""
+        """Make the optimizer's step; the gradients are gone then."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def steps(self, count: int) -> None:
-        """So many whole steps, with nobody looking: warming up, or having optimizer state."""
+        """Run whole steps without an engine: for warming up, or to have optimizer state."""
         for _ in range(count):
             self.compute()
             self.update()
 
     def need_optimizer_state(self) -> None:
-        """For what restores into tensors that exist: a fresh optimizer has none before a step."""
+        """Make optimizer state for a restore into existing tensors: a fresh optimizer has none."""
         if not self.optimizer.state:
             self.steps(1)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """What is saved of the model and is no parameter: a forward may change it (BatchNorm)."""
+        """Return what is saved of the model and is no parameter.
+
+        A forward may change it (BatchNorm).
+        """
         names = {name for name, _ in self.plain.named_parameters(remove_duplicate=False)}
         return {name: t for name, t in self.plain.state_dict().items() if name not in names}
 
     def state(self) -> State:
-        """Model and optimizer state; it shares memory with the live tensors."""
+        """Return model and optimizer state, which share memory with the live tensors."""
         return {"model": self.plain.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def bytes(self) -> int:
-        """Of the state; each memory once."""
+        """Return the bytes of the state; each memory counts once."""
         return sum(t.nbytes for t in tensors(self.state()))
 
     def load(self, state: State) -> None:
-        """Take a state over."""
+        """Load a state."""
         self.plain.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
 def copied(state: State) -> State:
-    """A state that shares nothing with the live one."""
+    """Return a state that shares nothing with the live one."""
     return copy.deepcopy(state)
 
 
 def leaves(state: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Every value of a nested state under its path, in order."""
+    """Yield every value of a nested state under its path, in order."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from leaves(value, f"{name}.{key}" if name else str(key))
@@ -185,7 +197,7 @@ def leaves(state: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def with_leaves(state: object, values: Mapping[str, object], name: str = "") -> Any:
-    """A nested state like the given one, with other values; the inverse of `leaves`."""
+    """Return a nested state like the given one, with other values; the inverse of `leaves`."""
     if isinstance(state, Mapping):
         return {
             key: with_leaves(value, values, f"{name}.{key}" if name else str(key))
@@ -197,7 +209,7 @@ def with_leaves(state: object, values: Mapping[str, object], name: str = "") -> 
 
 
 def tensors(state: State) -> list[torch.Tensor]:
-    """The tensors of a state, each memory once (tied weights have two names)."""
+    """Return the tensors of a state, each memory once (tied weights have two names)."""
     found: dict[int, torch.Tensor] = {}
     for _, value in leaves(state):
         if isinstance(value, torch.Tensor):
@@ -206,7 +218,7 @@ def tensors(state: State) -> list[torch.Tensor]:
 
 
 def digests(state: State) -> State:
-    """A state to compare others with, in which a digest stands for the bytes of each tensor."""
+    """Return a state to compare others with, with a digest in place of each tensor's bytes."""
     found: State = {}
     for name, value in leaves(state):
         if isinstance(value, torch.Tensor):
@@ -217,10 +229,10 @@ def digests(state: State) -> State:
 
 
 def share(tensors: Sequence[torch.Tensor], rank: int, world: int) -> list[tuple[int, int, int]]:
-    """One rank's part of tensors that all have, as (index, begin, end) in bytes.
+    """Return one rank's part of tensors that all ranks hold, as (index, begin, end) in bytes.
 
-    Together the ranks' parts are everything once, of equal size but for two lines; a tensor may be
-    cut.
+    Together the ranks' parts are everything once; their sizes differ by two lines at most. A tensor
+    may be cut.
     """
     total = sum(t.nbytes for t in tensors)
     low, high = (total * r // world // _LINE * _LINE for r in (rank, rank + 1))
@@ -236,12 +248,12 @@ def share(tensors: Sequence[torch.Tensor], rank: int, world: int) -> list[tuple[
 
 
 def part(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Some bytes of a dense tensor; they share its memory."""
+    """Return a range of bytes of a dense tensor; they share its memory."""
     return tensor.detach().view(-1).view(torch.uint8)[begin:end]
 
 
 def difference(expected: State, found: State) -> str | None:
-    """The first difference between two states, bit for bit, in words; None when there is none."""
+    """Describe the first difference between two states, bit for bit; None when there is none."""
     wanted, here = dict(leaves(expected)), dict(leaves(found))
     if wanted.keys() != here.keys():
         odd = sorted(wanted.keys() ^ here.keys())
@@ -262,4 +274,4 @@ def difference(expected: State, found: State) -> str | None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().flatten().view(torch.uint8)  # so that NaN equals NaN
+    return tensor.detach().contiguous().flatten().view(torch.uint8)  # bytes, so that NaN equals NaN

@@ -123,7 +123,7 @@ class Handle:
     def last_committed_step(self) -> int | None:
         """Return the newest step whose commit record is durable as far as the medium can make it.
 
-        With several ranks: durable on every one of them, as far as this rank knows.
+        With several ranks it is durable on every one of them, as far as this rank knows.
         """
         if not self._inherited:
             self._recorder.poll()

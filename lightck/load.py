@@ -169,7 +169,7 @@ def load_tensors(
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """Return the step and every tensor of a snapshot by its name in the region.
 
-    Otherwise as `load`.
+    Otherwise it is as `load`.
 
     Names begin with `model/`, `optim/` or `extras/`; tied tensors are one object.
     """

@@ -21,7 +21,7 @@ GRANULARITIES = {1: "byte", 2: "cache line", 3: "page"}
 class MediaReport:
     """The report of libpmem2 on the medium below one region's file, pool or device.
 
-    Sizes in bytes.
+    Sizes are in bytes.
     """
 
     file: Path

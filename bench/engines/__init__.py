@@ -1,4 +1,4 @@
-"""The engines: name, module, what it needs, and what can be set. One process runs one engine."""
+"""The registry of engines: name, module, needs, and settings. One process runs one engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Kind:
     """An engine as definitions name it.
 
     Attributes:
-        module: where its class is, imported in the process that measures it.
+        module: the module of its class, imported in the process that measures it.
         about: one line for `python -m bench list` and the report.
-        packages: whose versions are recorded; all must be installed.
-        peers: packages of this engine alone. It cannot run without, which is said where its numbers
-            would stand; the others are measured.
+        packages: packages whose versions are recorded; all must be installed.
+        peers: packages of this engine alone. Without them it cannot run, which is said in place of
+            its numbers; the other engines are measured.
         settings: name to default; None: checked by the engine itself.
     """
 
@@ -107,7 +107,7 @@ def check(name: str, settings: Mapping[str, Any]) -> None:
     """Refuse an engine or a setting that does not exist.
 
     Raises:
-        BenchError: with what there is.
+        BenchError: the message says what exists.
     """
     if name not in KINDS:
         raise BenchError(f"unknown engine {name!r}; engines are {', '.join(KINDS)}")
@@ -126,11 +126,11 @@ def check(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def make(name: str, settings: Mapping[str, Any]) -> Engine:
-    """An engine with its settings; imports what it needs.
+    """Make an engine with its settings, importing what it needs.
 
     Raises:
-        BenchError: unknown, or it does not take these settings.
-        Unavailable: it is somebody else's, and it cannot be imported.
+        BenchError: the engine is unknown, or does not take these settings.
+        Unavailable: it is a third party's engine, and cannot be imported.
     """
     check(name, settings)
     try:
@@ -144,6 +144,6 @@ def make(name: str, settings: Mapping[str, Any]) -> Engine:
 
 
 def missing(name: str) -> str:
-    """Which of an engine's own packages are not installed, in words; empty if all are."""
+    """Say which of an engine's own packages are not installed; empty if all are."""
     gone = [package for package in KINDS[name].peers if not installed(package)]
     return f"no {', '.join(gone)}: pip install -c constraints.txt '.[bench]'" if gone else ""

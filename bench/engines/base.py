@@ -1,4 +1,4 @@
-"""What the runner needs of an engine, so that all of them are measured by the same loop."""
+"""The interface that the runner needs of an engine, so that the same loop measures all of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bench.work import Training
 
 @dataclass
 class Plan:
-    """Which steps are due; decided before the step ends, never changed afterwards.
+    """The steps that are due; decided before the step ends, never changed afterwards.
 
     Attributes:
-        due: those decided so far.
-        every: if not 0, it is every that many steps from the start, and engines can rely on it.
+        due: the due steps decided so far.
+        every: if not 0, every that many steps from the start are due, and engines can rely on it.
     """
 
     due: set[int] = field(default_factory=set)
@@ -26,10 +26,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the snapshots that were due.
+    """The outcome of the snapshots that were due.
 
     Attributes:
-        complete: finished, on the medium's terms.
+        complete: how many were finished, as durable as the medium is.
         lost: reason to number, of those that were not (slipped, torn, failed).
     """
 
@@ -38,9 +38,9 @@ class Counts:
 
 
 class Engine(Protocol):
-    """One way of taking snapshots. All calls come from the training thread, in this order.
+    """A way of taking snapshots. All calls come from the training thread, in this order.
 
-    With several ranks each has one; what they keep is in the same folder.
+    With several ranks each has one; all of them write into the same folder.
 
     Per step: `begin` (if the last step is due), forward and backward, `before_update`, update.
 
@@ -66,22 +66,25 @@ class Engine(Protocol):
         """Return when every snapshot that was begun is complete."""
 
     def finish(self) -> Counts:
-        """Drain, stop, let go of the training."""
+        """Drain, stop, and release the training."""
 
     def restore(self, training: Training) -> int:
-        """Bring the newest snapshot into a fresh training; its step. Called after `finish`."""
+        """Restore the newest snapshot into a fresh training; return its step.
+
+        Called after `finish`.
+        """
 
     def written(self) -> int:
-        """Bytes that this rank wrote for one snapshot; called after `finish`."""
+        """Return the bytes that this rank wrote for one snapshot; called after `finish`."""
 
     def stalls(self) -> Mapping[str, float]:
-        """Seconds by cause that the training thread spent in the engine, if it knows."""
+        """Return the training thread's seconds in the engine by cause, if it knows them."""
 
 
 class AtOnce:
     """An engine for which training waits: the snapshot is complete when `begin` returns.
 
-    A subclass says in `_path` which file it writes, if it is one.
+    If a subclass writes a single file, it names it in `_path`.
     """
 
     spills = False
@@ -89,11 +92,11 @@ class AtOnce:
     _path: Path
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
-        """See `Engine`."""
+        """Keep the training and start counting; see `Engine`."""
         self._training, self._begun = training, 0
 
     def begin(self, step: int) -> None:
-        """See `Engine`."""
+        """Save and count the snapshot; see `Engine`."""
         self._save(step)
         self._begun += 1
 
@@ -102,79 +105,79 @@ class AtOnce:
         raise NotImplementedError
 
     def before_update(self) -> None:
-        """Nothing is under way."""
+        """Return at once: no snapshot is under way."""
 
     def drain(self) -> None:
-        """Nothing is under way."""
+        """Return at once: no snapshot is under way."""
 
     def finish(self) -> Counts:
-        """See `Engine`."""
+        """Release the training and return the counts; see `Engine`."""
         del self._training
         return Counts(self._begun)
 
     def written(self) -> int:
-        """See `Engine`."""
+        """Return the size of the file; see `Engine`."""
         return self._path.stat().st_size
 
     def stalls(self) -> Mapping[str, float]:
-        """Not known."""
+        """Return nothing: the engine does not know its stalls."""
         return {}
 
 
 class InTurn:
-    """An engine that saves behind the training, one snapshot at a time: the next waits for it.
+    """An engine that saves in the background, one snapshot at a time: the next waits for it.
 
-    Two folders in turn, so that one is whole at any time.
+    It uses two folders in turn, so that one is complete at any time.
     """
 
     spills = True
     interval = 1
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
-        """See `Engine`."""
+        """Keep the training and start counting; see `Engine`."""
         self._training, self._folder = training, folder
         self._running: Any = None
         self._begun = self._complete = 0
 
     def begin(self, step: int) -> None:
-        """See `Engine`."""
+        """Wait for the last snapshot and start one; see `Engine`."""
         self.drain()
         self._begun += 1
         self._running = self._started(step)
 
     def _started(self, step: int) -> Any:
-        """Begin to save into `_target`; what `_wait` takes."""
+        """Start saving into `_target`; return what `_wait` takes."""
         raise NotImplementedError
 
     def _target(self) -> Path:
         return self._folder / f"checkpoint-{self._begun % 2}"
 
     def before_update(self) -> None:
-        """The state had been copied when `begin` returned."""
+        """Return at once: the state had been copied when `begin` returned."""
 
     def drain(self) -> None:
-        """See `Engine`."""
+        """Wait for the snapshot that is under way; see `Engine`."""
         if self._running is not None:
             self._wait(self._running)
             self._running = None
             self._complete += 1
 
     def _wait(self, running: Any) -> None:
-        """Return when it is complete; raise what it failed with."""
+        """Return when the snapshot is complete; raise its error if it failed."""
         running.result()
 
     def finish(self) -> Counts:
-        """See `Engine`."""
+        """Drain, release the training and return the counts; see `Engine`."""
         self.drain()
         del self._training
         return Counts(self._complete)
 
     def written(self) -> int:
-        """See `Engine`."""
+        """Return the bytes of the newest folder; see `Engine`."""
         return folder_bytes(self._target())
 
     def stalls(self) -> Mapping[str, float]:
-        """Not known."""
+        """Return nothing: the engine does not know its stalls."""
         return {}
 
 
@@ -182,12 +185,12 @@ def single_rank(engine: str, training: Training) -> None:
     """Refuse several ranks.
 
     Raises:
-        BenchError: there are several.
+        BenchError: there are several ranks.
     """
     if training.world > 1:
         raise BenchError(f"{engine} is measured on one rank, not on {training.world}")
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files below a folder."""
+    """Return the bytes of all files below a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,4 +1,7 @@
-"""The plain way at the medium's speed: training waits for one copy into a mapped file."""
+"""Checkpoint the plain way at the medium's speed.
+
+Training waits for one copy into a mapped file.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from bench.yardstick import SyncCopy
 
 
 class Blocking(AtOnce):
-    """One slot, no checksum, no crash safety: what any engine is up against.
+    """One slot without checksum or crash safety: the cost that any engine is compared with.
 
-    The copy is the yardstick's own, so that its cost ratio is 1 but for noise. Of several ranks
+    The copy is the yardstick's own, so that its cost ratio is 1 but for noise. With several ranks
     each copies its share, all of them at the same time.
     """
 
@@ -50,7 +53,7 @@ class Blocking(AtOnce):
         return min(steps)
 
     def _read(self, folder: Path, live: list[torch.Tensor]) -> int:
-        """Bring back one rank's share; the step it is of."""
+        """Restore one rank's share; return the step that it is of."""
         index = json.loads((folder / "index").read_text())
         with open(folder / "yardstick", "r+b") as file:
             mapping = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size)
@@ -66,5 +69,5 @@ class Blocking(AtOnce):
 
 
 def make() -> Blocking:
-    """See `bench.engines.make`."""
+    """Make the engine; see `bench.engines.make`."""
     return Blocking()

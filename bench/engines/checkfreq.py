@@ -1,10 +1,10 @@
-"""CheckFreq (Mohan et al., FAST'21), our own implementation of the published algorithm for CPUs.
+"""CheckFreq (Mohan et al., FAST'21): our own implementation of the published algorithm for CPUs.
 
-Two phases. `snapshot`: a consistent copy of the state in memory, made by a background thread under
+Two phases. `snapshot`: a consistent copy of the state in memory, made by a background thread during
 the next forward and backward; the weight update waits for it. `persist`: torch.save and fsync of
-that copy, behind it. One checkpoint in flight: a new one waits for the previous one's persist.
+that copy, in the background. One checkpoint in flight: a new one waits for the last one's persist.
 The published code spins at the update; here the wait sleeps, which costs training less.
-Of several ranks, rank 0 saves, as there; the others wait for it where they need its gradients.
+With several ranks, rank 0 saves, as there; the others wait for it where they need its gradients.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from bench.work import State, Training, copied
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds, as in the paper's Algorithm 1.
+    """The profile that CheckFreq measures; seconds, as in the paper's Algorithm 1.
 
     Attributes:
-        iteration: Ti, without checkpoints.
+        iteration: Ti, an iteration without checkpoints.
         update: Tw, the weight update.
         copy: Tc, the snapshot to CPU memory.
-        storage: Ts, writing it out.
+        storage: Ts, writing the snapshot out.
         on_device: Tg, the snapshot on the GPU; None where it does not fit, or there is no GPU.
     """
 
@@ -42,10 +42,12 @@ class Profile:
 
 
 def interval(profile: Profile, budget: float) -> int:
-    """Algorithm 1: iterations between checkpoints so that their cost stays within `budget`.
+    """Return the iterations between checkpoints at which their cost stays within `budget`.
+
+    This is Algorithm 1; the result is rounded up, 1 or more.
 
     Source: prior-systems.md F5 (paper: overlap To, then k = (Tc + Ts - To) / Ti, at least
-    kmin = To / (p Ti)); rounded up, 1 or more.
+    kmin = To / (p Ti)).
     """
     overhead = max(0.0, profile.copy - (profile.iteration - profile.update))
     if profile.on_device is not None and profile.on_device <= overhead:
@@ -57,7 +59,10 @@ def interval(profile: Profile, budget: float) -> int:
 
 @dataclass
 class CheckFreq:
-    """`profiled`: the interval comes from the settling steps and Algorithm 1; else it is 1."""
+    """The CheckFreq engine.
+
+    With `profiled` its interval comes from the settling steps and Algorithm 1, else it is 1.
+    """
 
     profiled: bool
     budget: float
@@ -76,7 +81,7 @@ class CheckFreq:
             self.interval = interval(self._measure(), self.budget)
 
     def _measure(self) -> Profile:
-        """Times of a few iterations and of one checkpoint, one after the other as in the paper."""
+        """Measure the times of a few iterations and one checkpoint, in sequence as in the paper."""
         iterations, updates = [], []
         for _ in range(5):
             begin = time.perf_counter()
@@ -105,7 +110,7 @@ class CheckFreq:
             return
         self.drain()
 
-        # The update waits for the thread, the forward does not, and it changes BatchNorm's buffers.
+        # The update waits for the thread; the forward does not, and it changes BatchNorm's buffers.
         buffers = {name: tensor.clone() for name, tensor in self._training.buffers().items()}
 
         def snapshot() -> State:
@@ -121,10 +126,10 @@ class CheckFreq:
         self._complete += 1
 
     def before_update(self) -> None:
-        """The fence: the update would change what the snapshot is still copying."""
+        """Wait for the snapshot: the update would change what it is still copying."""
         if self._snapshot is not None:
             self._snapshot.result()
-            self._snapshot = None  # and with it the copy, once it is written
+            self._snapshot = None  # frees the copy, too, once it is written
 
     def drain(self) -> None:
         """See `Engine`."""
@@ -153,5 +158,5 @@ class CheckFreq:
 
 
 def make(profiled: bool = False, budget: float = 0.05) -> CheckFreq:
-    """See `bench.engines.make`."""
+    """Make the engine; see `bench.engines.make`."""
     return CheckFreq(profiled, budget)

@@ -1,8 +1,8 @@
 """CheckFreq (FAST'21) for a training on a GPU: its snapshot is a copy in spare GPU memory.
 
-Own implementation, and a generous one. The copy on the GPU runs on the compute stream, so that
+This is our own, generous implementation. The copy on the GPU runs on the compute stream, so that
 neither forward nor update waits for the training thread; from there a thread moves it to pinned
-memory over a stream of its own, under whatever the training does next, and writes it with
+memory over a stream of its own, while the training goes on, and writes it with
 torch.save and fsync. One checkpoint in flight. The published code copies with `.cpu()`, to
 memory that is not pinned.
 """
@@ -21,7 +21,7 @@ from bench.work import State, Training, leaves, with_leaves
 
 
 class CheckFreqDevice(CheckFreq):
-    """On a CPU it does the same, with copies that block."""
+    """The engine on a GPU; on a CPU it does the same, with copies that block."""
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
@@ -39,10 +39,10 @@ class CheckFreqDevice(CheckFreq):
         self._persist = self._background.submit(self._move, step, state, taken)
 
     def _on_device(self) -> State:
-        """A copy beside the live state, made behind what the stream has to do."""
+        """Return a copy beside the live state, queued after the stream's present work."""
         state = self._training.state()
         found = dict(leaves(state))
-        made: dict[int, torch.Tensor] = {}  # tied weights once
+        made: dict[int, torch.Tensor] = {}  # tied weights are copied once
         for name, value in found.items():
             if isinstance(value, torch.Tensor):
                 if value.data_ptr() not in made:
@@ -55,7 +55,7 @@ class CheckFreqDevice(CheckFreq):
         self._complete += 1
 
     def _at_host(self, state: State, taken: Any) -> State:
-        """The copy in pinned memory, which is kept for the next one."""
+        """Return the copy in pinned memory, which is kept for the next one."""
         if not self._gpu:
             return state
         found = dict(leaves(state))
@@ -70,7 +70,7 @@ class CheckFreqDevice(CheckFreq):
         return with_leaves(state, found)  # type: ignore[no-any-return]
 
     def before_update(self) -> None:
-        """The copy on the GPU stands before the update in the same stream."""
+        """Return at once: the copy on the GPU precedes the update in the same stream."""
 
     def finish(self) -> Counts:
         """See `Engine`."""
@@ -80,5 +80,5 @@ class CheckFreqDevice(CheckFreq):
 
 
 def make() -> CheckFreqDevice:
-    """See `bench.engines.make`."""
+    """Make the engine; see `bench.engines.make`."""
     return CheckFreqDevice(profiled=False, budget=0.0)

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint.async_save as its documentation shows it, called by every rank."""
+"""Call torch.distributed.checkpoint.async_save as its documentation shows it, on every rank."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from bench.work import Training
 
 
 def state_of(step: int, training: Training) -> dict[str, Any]:
-    """What is saved, in the layout that torch's own functions give it."""
+    """Return what is saved, in the layout that torch's own functions give it."""
     model, optimizer = get_state_dict(training.model, training.optimizer)
     return {"step": torch.tensor(step), "model": model, "optimizer": optimizer}
 
 
 def read(folder: Path, training: Training, group: dist.ProcessGroup | None = None) -> int:
-    """Load a checkpoint into a training; its step."""
+    """Load a checkpoint into a training; return its step."""
     state = state_of(-1, training)
     load(state, checkpoint_id=folder, process_group=group)
     set_state_dict(
@@ -40,7 +40,7 @@ def read(folder: Path, training: Training, group: dist.ProcessGroup | None = Non
 
 @dataclass
 class Dcp(InTurn):
-    """Staging blocks, writing goes on in the background."""
+    """The DCP engine: staging blocks, writing goes on in the background."""
 
     checkpointer: str
 
@@ -49,17 +49,17 @@ class Dcp(InTurn):
         super().attach(training, folder, plan)
         self._rank = training.rank
         if training.world == 1:
-            # async_save wants a CPU backend, and its process variant a group to copy.
+            # async_save needs a CPU backend, and its process variant a group to copy.
             dist.init_process_group(
                 "gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1
             )
-        # Its collectives run on a thread beside the training's, so that they need their own group.
+        # Its collectives run on a thread beside the training's, and need a group of their own.
         self._group = dist.new_group(backend="gloo") if training.world > 1 else None
 
     def _started(self, step: int) -> Any:
         state = state_of(step, self._training)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about overwriting the older of the two folders
+            warnings.simplefilter("ignore")  # it warns of overwriting the older folder
             saved = async_save(
                 state,
                 checkpoint_id=self._target(),
@@ -81,5 +81,5 @@ class Dcp(InTurn):
 
 
 def make(checkpointer: str = "thread") -> Dcp:
-    """See `bench.engines.make`."""
+    """Make the engine; see `bench.engines.make`."""
     return Dcp(checkpointer)

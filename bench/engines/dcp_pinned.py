@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint.async_save with its asynchronous stager and pinned memory.
+"""Call torch.distributed.checkpoint.async_save with its asynchronous stager and pinned memory.
 
-The stager copies over a stream of its own, which waits for nothing: it is started when the compute
-stream has done the last update (without that what is restored differs), and the next update waits
+The stager copies over a stream of its own, which waits for nothing. It is started when the compute
+stream has done the last update (otherwise the restored state differs), and the next update waits
 for its end, as the documentation asks. One stager serves all saves: memory is pinned once.
 """
 
@@ -24,19 +24,19 @@ from bench.work import Training
 
 
 class DcpPinned(InTurn):
-    """Staging goes on under the training, too."""
+    """The DCP engine whose staging goes on during the training, too."""
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
         single_rank("dcp-pinned", training)
         super().attach(training, folder, plan)
-        if not dist.is_initialized():  # async_save wants a CPU backend
+        if not dist.is_initialized():  # async_save needs a CPU backend
             store = f"file://{folder / 'store'}"
             dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
         gpu = training.work.device != "cpu"
-        # Of the older of the two folders; its threads say so, too.
+        # It warns of overwriting the older of the two folders; its threads do so, too.
         warnings.filterwarnings("ignore", "Detected an existing checkpoint")
-        # Shared memory is for its background process only.
+        # Shared memory is needed for its background process only.
         self._stager = DefaultStager(StagingOptions(gpu, False, True, gpu))
         self._stream = torch.cuda.current_stream() if gpu else None
         self._staged: Future[Any] | None = None
@@ -45,7 +45,7 @@ class DcpPinned(InTurn):
         state = state_of(step, self._training)
         if self._stream is not None:
             self._stream.synchronize()
-        # The forward does not wait for the stager, and it changes BatchNorm's buffers.
+        # The forward does not wait for the stager, and changes BatchNorm's buffers.
         for name, tensor in self._training.buffers().items():
             state["model"][name] = tensor.clone()
         saved = async_save(state, checkpoint_id=self._target(), async_stager=self._stager)
@@ -55,7 +55,7 @@ class DcpPinned(InTurn):
         return saved.upload_completion
 
     def before_update(self) -> None:
-        """The update would change what is still being staged."""
+        """Wait for the stager: the update would change what is still being staged."""
         if self._staged is not None:
             self._staged.result()
             self._staged = None
@@ -72,5 +72,5 @@ class DcpPinned(InTurn):
 
 
 def make() -> DcpPinned:
-    """See `bench.engines.make`."""
+    """Make the engine; see `bench.engines.make`."""
     return DcpPinned()

@@ -1,4 +1,4 @@
-"""lightck through its public interface: attach, train, detach, restore."""
+"""Measure lightck through its public interface: attach, train, detach, restore."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from bench.work import Training
 
 @dataclass(frozen=True)
 class Planned:
-    """The runner's plan as a policy. Pure: a step's answer is settled before it is asked for."""
+    """The runner's plan as a policy.
+
+    It is pure, because a step is settled before it is asked about.
+    """
 
     plan: Plan
 
     def due(self, moment: lightck.Moment) -> bool:
-        """See `lightck.Policy`."""
+        """Return whether the plan has the step; see `lightck.Policy`."""
         return moment.step in self.plan.due
 
 
 @dataclass
 class Lightck:
-    """Its own hooks do everything; the runner's calls are only counted.
+    """The lightck engine: its own hooks do everything; the runner's calls are only counted.
 
-    Not `interleaved`: the same snapshots, but training waits until all is copied before it goes on.
+    Without `interleaved` the snapshots are the same, but training waits until all is copied.
     """
 
     settings: dict[str, Any]
@@ -45,15 +48,15 @@ class Lightck:
             self._path,
             policy=_policy(training, plan),
             on_error="raise",
-            # Armed where a definition says so; some attach two trainings in turn at one path.
+            # Armed only where a definition says so; some attach two trainings in turn at one path.
             **{"failure": "off", "overwrite": True, **self.settings},
         )
         if not self.interleaved:
-            # Called after lightck's own hook, which opens a due snapshot: it knows of the outermost
-            # module, or of any forward.
+            # Called after lightck's own hook, which opens a due snapshot: that one is on the
+            # outermost module, or on any forward.
             training.plain.register_forward_pre_hook(lambda module, inputs: self.handle.fence())
-        # Committed in the window where nothing needs a sync or lies in DRAM first; else the medium
-        # decides how long.
+        # Without a sync or DRAM staging a snapshot commits within the window; else the time depends
+        # on the medium.
         staged = self.settings.get("placement") == "staged"
         self.spills = staged or self.handle.survives != "process death"
 
@@ -90,10 +93,12 @@ class Lightck:
 
 
 def _policy(training: Training, plan: Plan) -> int | lightck.Policy:
-    """The plan; over ranks a period, since other policies' steps are announced, and come later.
+    """Return the plan as a policy; over ranks as a period.
+
+    Steps of other policies are announced over ranks, and snapshots then come later.
 
     Raises:
-        BenchError: the plan has none.
+        BenchError: the plan has no period.
     """
     if training.world > 1 and not plan.every:
         raise BenchError('lightck over ranks needs a fixed period: policy = "pairs"')
@@ -101,10 +106,10 @@ def _policy(training: Training, plan: Plan) -> int | lightck.Policy:
 
 
 def restored(training: Training, path: Path) -> int:
-    """Restore the newest snapshot at a path; its step.
+    """Restore the newest snapshot at a path; return its step.
 
     Raises:
-        BenchError: there is none.
+        BenchError: there is no snapshot.
     """
     info = lightck.restore(training.model, training.optimizer, path)
     if info is None:
@@ -113,5 +118,5 @@ def restored(training: Training, path: Path) -> int:
 
 
 def make(interval: int = 1, interleaved: bool = True, **settings: Any) -> Lightck:
-    """See `bench.engines.make`; `interval`: steps per snapshot in blocks."""
+    """Make the engine; see `bench.engines.make`. `interval` is the steps per snapshot in blocks."""
     return Lightck(settings, interval, interleaved)

@@ -1,6 +1,6 @@
-"""lm-resiliency (GEMINI): InMemoryCheckpointManager, driven at the steps that are due.
+"""lm-resiliency (GEMINI): its InMemoryCheckpointManager, driven at the steps that are due.
 
-`enable_resiliency` saves every so many steps by itself; its manager is what it drives. On a CPU
+`enable_resiliency` saves every so many steps by itself, with the same manager. On a CPU
 the copy into the manager's memory blocks; there is no stream to run it on.
 """
 
@@ -17,14 +17,15 @@ from bench.engines.base import Counts, Plan, folder_bytes, single_rank
 from bench.errors import BenchError
 from bench.work import Training
 
-_PACKAGE: Any = import_module("lm_resiliency.checkpointing")  # by name: mypy need not have it
+_PACKAGE: Any = import_module("lm_resiliency.checkpointing")  # by name: mypy needs no stubs
 
 
 @dataclass
 class LmResiliency:
-    """`flush`: each snapshot also to its node-local files; else it dies with the process.
+    """The engine; with `flush` each snapshot also goes to its node-local files.
 
-    (It also flushes on SIGTERM and at exit, of which nothing is measured.)
+    Without, it is lost with the process. (It also flushes on SIGTERM and at exit, which is not
+    measured.)
     """
 
     flush: bool
@@ -32,7 +33,7 @@ class LmResiliency:
     interval: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
-        """Writing goes on behind the training."""
+        """Set whether writing goes on in the background."""
         self.spills = self.flush
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
@@ -61,12 +62,12 @@ class LmResiliency:
                 shutil.rmtree(old)  # it keeps all of them, and this is memory
 
     def _kept(self) -> list[Path]:
-        """Folders of snapshots, oldest first."""
+        """Return the folders of snapshots, oldest first."""
         found = self._folder.glob("**/step-*")
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
     def before_update(self) -> None:
-        """The copy was complete when `save` returned."""
+        """Return at once: the copy was complete when `save` returned."""
 
     def drain(self) -> None:
         """See `Engine`."""
@@ -82,7 +83,7 @@ class LmResiliency:
 
     def restore(self, training: Training) -> int:
         """See `Engine`."""
-        manager = self._made() if self.flush else self._manager  # a new one has nothing in memory
+        manager = self._made() if self.flush else self._manager  # a new one's memory is empty
         try:
             found = manager.load()
         finally:
@@ -104,5 +105,5 @@ class LmResiliency:
 
 
 def make(flush: bool = False) -> LmResiliency:
-    """See `bench.engines.make`."""
+    """Make the engine; see `bench.engines.make`."""
     return LmResiliency(flush)

@@ -1,4 +1,4 @@
-"""No engine at all: whatever the method finds here is its own error."""
+"""Measure without an engine: whatever the method finds here is its own error."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from bench.work import Training
 
 
 class Nothing(AtOnce):
-    """Takes no snapshots."""
+    """An engine that takes no snapshots."""
 
     def _save(self, step: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def restore(self, training: Training) -> int:
-        """There is nothing to restore from."""
+        """Raise: there is nothing to restore from."""
         raise NotImplementedError
 
     def written(self) -> int:
@@ -22,5 +22,5 @@ class Nothing(AtOnce):
 
 
 def make() -> Nothing:
-    """See `bench.engines.make`."""
+    """Make the engine; see `bench.engines.make`."""
     return Nothing()

@@ -1,7 +1,7 @@
-"""safetensors.torch.save_file while training waits: the state flattened, renamed when complete.
+"""Save with safetensors.torch.save_file while training waits: flattened, renamed when complete.
 
-A file holds tensors under names and strings beside them: nested names are joined with dots, numbers
-of the optimizer's groups go into the strings as JSON, tied weights are stored under one name.
+A file holds tensors by name and strings beside them: nested names are joined with dots, numbers
+of the optimizer's groups become JSON strings, tied weights are stored under one name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.work import Training, leaves, with_leaves
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors by name, each memory once; and strings: numbers, and which names are the same."""
+    """Return the tensors by name, each memory once, and strings for numbers and for equal names."""
     found: dict[str, torch.Tensor] = {}
     numbers: dict[str, object] = {}
     same: dict[str, str] = {}
@@ -41,7 +41,10 @@ def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str,
 
 @dataclass
 class Safetensors(AtOnce):
-    """Training waits until the file is complete; `sync`: until it is on the disk."""
+    """The engine.
+
+    Training waits until the file is complete, with `sync` until it is on the disk.
+    """
 
     sync: bool
 
@@ -76,5 +79,5 @@ class Safetensors(AtOnce):
 
 
 def make(sync: bool = False) -> Safetensors:
-    """See `bench.engines.make`."""
+    """Make the engine; see `bench.engines.make`."""
     return Safetensors(sync)

@@ -1,6 +1,6 @@
-"""torch_checkpointing (meta-pytorch): CheckpointManager with its asynchronous saver.
+"""torch_checkpointing (meta-pytorch): its CheckpointManager with the asynchronous saver.
 
-A thread stages into shared memory under the next forward and backward, the update waits at the
+A thread stages into shared memory during the next forward and backward, the update waits at the
 manager's lock, a process of its own writes.
 """
 
@@ -16,7 +16,7 @@ from bench.engines.base import Counts, InTurn, Plan, single_rank
 from bench.errors import BenchError
 from bench.work import Training
 
-# By name: mypy need not have them.
+# By name: mypy needs no stubs.
 CheckpointManager: Any = import_module("torch_checkpointing.checkpoint_manager").CheckpointManager
 _FILES = "torch_checkpointing.storage.filesystem"
 LocalFileSystemStorageConfig: Any = import_module(_FILES).LocalFileSystemStorageConfig
@@ -24,7 +24,7 @@ LocalFileSystemStorageConfig: Any = import_module(_FILES).LocalFileSystemStorage
 
 @dataclass
 class TorchCheckpointing(InTurn):
-    """`direct`: write with O_DIRECT, its default."""
+    """The engine; with `direct`, its default, it writes with O_DIRECT."""
 
     direct: bool
 
@@ -50,7 +50,7 @@ class TorchCheckpointing(InTurn):
         return saved
 
     def before_update(self) -> None:
-        """The manager's lock, taken by `save` itself, is free once all is staged."""
+        """Wait for the manager's lock: `save` takes it, and it is free once all is staged."""
         with self._manager.lock():
             pass
 
@@ -72,5 +72,5 @@ class TorchCheckpointing(InTurn):
 
 
 def make(direct: bool = True) -> TorchCheckpointing:
-    """See `bench.engines.make`."""
+    """Make the engine; see `bench.engines.make`."""
     return TorchCheckpointing(direct)

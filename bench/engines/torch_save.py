@@ -1,4 +1,4 @@
-"""What most people do: torch.save to a temporary name, then rename."""
+"""Save as most people do: torch.save to a temporary name, then rename."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.work import Training
 
 
 def write(state: Mapping[str, Any], path: Path, *, sync: bool) -> None:
-    """Replace `path` whole; `sync`: on return it survives power loss."""
+    """Replace `path` as a whole; with `sync` it survives power loss on return."""
     part = path.with_suffix(".part")
     with open(part, "wb") as file:
         torch.save(state, file)
@@ -28,7 +28,7 @@ def write(state: Mapping[str, Any], path: Path, *, sync: bool) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """On return the folder's names survive power loss."""
+    """Make a folder's names survive power loss before this returns."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -37,7 +37,7 @@ def sync_folder(path: Path) -> None:
 
 
 def read(path: Path, training: Training, *, mapped: bool) -> int:
-    """Load what `write` wrote; the step."""
+    """Load what `write` wrote; return the step."""
     found = torch.load(path, mmap=mapped, weights_only=True)
     step: int = found.pop("step")
     training.load(found)
@@ -46,7 +46,10 @@ def read(path: Path, training: Training, *, mapped: bool) -> int:
 
 @dataclass
 class TorchSave(AtOnce):
-    """Training waits until the file is complete; `sync`: until it is on the disk."""
+    """The engine.
+
+    Training waits until the file is complete, with `sync` until it is on the disk.
+    """
 
     sync: bool
     mmap: bool
@@ -65,5 +68,5 @@ class TorchSave(AtOnce):
 
 
 def make(sync: bool = False, mmap: bool = False) -> TorchSave:
-    """See `bench.engines.make`."""
+    """Make the engine; see `bench.engines.make`."""
     return TorchSave(sync, mmap)

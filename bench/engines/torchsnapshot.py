@@ -1,6 +1,6 @@
-"""torchsnapshot: Snapshot.async_take as its documentation shows it.
+"""torchsnapshot: its Snapshot.async_take as the documentation shows it.
 
-It returns when all is in host memory, and writes behind the training. The older of its two folders
+It returns when all is in host memory, and writes in the background. The older of its two folders
 is emptied before it is used again: its files get new names every time.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from bench.engines.base import InTurn, Plan, single_rank
 from bench.work import Training
 
-_PACKAGE: Any = import_module("torchsnapshot")  # by name: mypy need not have it
+_PACKAGE: Any = import_module("torchsnapshot")  # by name: mypy needs no stubs
 
 
 def _state(training: Training, step: int) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def _state(training: Training, step: int) -> dict[str, Any]:
 
 
 class TorchSnapshot(InTurn):
-    """All is in host memory when `begin` returns."""
+    """The torchsnapshot engine; all is in host memory when `begin` returns."""
 
     def attach(self, training: Training, folder: Path, plan: Plan) -> None:
         """See `Engine`."""
@@ -40,7 +40,7 @@ class TorchSnapshot(InTurn):
 
     def restore(self, training: Training) -> int:
         """See `Engine`."""
-        training.need_optimizer_state()  # it restores into what is there
+        training.need_optimizer_state()  # it restores into existing tensors
         state = _state(training, -1)
         _PACKAGE.Snapshot(str(self._target())).restore(state)
         step: int = state["progress"]["step"]
@@ -48,5 +48,5 @@ class TorchSnapshot(InTurn):
 
 
 def make() -> TorchSnapshot:
-    """See `bench.engines.make`."""
+    """Make the engine; see `bench.engines.make`."""
     return TorchSnapshot()

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`: check, measure (one part, by check itself), take."""
+"""Run `python -m bench.gpu`: check, measure (one part, called by check itself), take."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from bench.gpu.check import Check, available
 from bench.gpu.parts import PARTS, chosen, definition_of
 from bench.place import ROOT
 
-_BUDGET_S = {"cuda": 465.0, "cpu": 1800.0}  # of eight minutes; of a machine that others use, too
-_SLOWER = 5  # a CPU may be, for a part's time
+_BUDGET_S = {"cuda": 465.0, "cpu": 1800.0}  # of eight minutes; for a machine that others use, too
+_SLOWER = 5  # how much slower a CPU may be, for a part's time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0, also where there is no GPU, 1 or 2 (an error)."""
+    """Run one command; return the exit status.
+
+    It is 0, also where there is no GPU, 1, or 2 (an error).
+    """
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)

@@ -1,4 +1,4 @@
-"""Compiles lightck's native part with gcc alone, where nothing can be installed."""
+"""Compile lightck's native part with gcc alone, where nothing can be installed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _FOLDER = ROOT / "build" / "native"
 
 
 def library() -> Path:
-    """The library of these sources as pip would build it; made if it is not there yet.
+    """Return the library of these sources as pip would build it; build it if it is missing.
 
-    `$LIGHTCK_NATIVE` is taken instead.
+    `$LIGHTCK_NATIVE` is used instead if it is set.
 
     Raises:
-        BenchError: gcc is missing or fails, with what it said.
+        BenchError: gcc is missing or fails; the message has its output.
     """
     given = os.environ.get("LIGHTCK_NATIVE")
     if given:

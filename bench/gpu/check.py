@@ -1,4 +1,4 @@
-"""Runs the parts of a check, one after the other, within a time for all of them."""
+"""Run the parts of a check, one after the other, within a time for all of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from bench.place import ROOT
 
 DONE, KEPT, FAILED, SKIPPED = "done", "kept", "failed", "SKIPPED"
 _NEEDED = ("torch", "numpy", "pyarrow", "cffi", "transformers", "pytest", "pytest-timeout")
-_ROOM = 16 << 30  # bytes of tmpfs: three slots of the largest state, and what peers write
-_ENDING_S = 5.0  # between asking a part to end and killing it
+_ROOM = 16 << 30  # bytes of tmpfs: three slots of the largest state, and what other engines write
+_ENDING_S = 5.0  # from asking a part to end until it is killed
 
 
 @dataclass
 class Outcome:
-    """What became of a part."""
+    """The outcome of a part."""
 
     part: str
     state: str
@@ -39,15 +39,15 @@ class Outcome:
 
 @dataclass
 class Check:
-    """A run of `make gpu-check`.
+    """One run of `make gpu-check`.
 
     Attributes:
-        device: `cuda`, or `cpu` to see that everything runs: with toys then.
-        out: folder for what is found.
+        device: `cuda`, or `cpu` to see that everything runs: with tiny models then.
+        out: folder for the findings.
         until: monotonic time at which everything must be done.
-        again: measure parts again that an earlier run has measured.
-        commit: of the sources.
-        outcomes: of the parts so far, those of earlier runs included.
+        again: measure parts again although an earlier run has measured them.
+        commit: name of the sources.
+        outcomes: outcomes of the parts so far, those of earlier runs included.
     """
 
     device: str
@@ -59,11 +59,11 @@ class Check:
 
     @property
     def small(self) -> bool:
-        """Toys instead of the models."""
+        """Return whether tiny models replace the real ones."""
         return self.device == "cpu"
 
     def run(self, parts: Sequence[Part]) -> int:
-        """Run parts; the exit status: 1 if one failed."""
+        """Run parts; return the exit status, 1 if one failed."""
         self.out.mkdir(parents=True, exist_ok=True)
         self.commit = self.commit or tree.name()
         self._recall()
@@ -80,7 +80,7 @@ class Check:
         return int(any(self.outcomes[part.name].state == FAILED for part in parts))
 
     def _preflight(self) -> None:
-        """Say where this is; refuse what cannot work, before any time is spent.
+        """Print what machine this is; refuse what cannot work, before any time is spent.
 
         Raises:
             BenchError: a package is missing.
@@ -125,17 +125,17 @@ class Check:
         return before is not None and before.state in (DONE, KEPT)
 
     def _tests(self, part: Part, seconds: float, environment: Mapping[str, str]) -> tuple[str, str]:
-        """Run a file of tests; what pytest says is shown, and kept."""
+        """Run a file of tests; show and keep what pytest prints."""
         marked = "not gpu" if self.small else "gpu"
         files = [f"tests/gpu/{name}" for name in files_of(part)]
         if not files:
             return DONE, "there are none"
         command = [sys.executable, "-m", "pytest", *files]
-        # Another torch, or its company there, may warn of something: no reason to fail.
+        # Another torch or its packages may warn of something: that is no failure.
         command += ["-m", marked, "-q", "-rs", "-p", "no:cacheprovider", "-W", "default"]
         command += ["--timeout", "120", "--durations", "5"]
         said: list[str] = []
-        with open(self.out / "tests.txt", "a") as file:  # one, as few files come back
+        with open(self.out / "tests.txt", "a") as file:  # one file for all, as few files come back
 
             def keep(line: str) -> None:
                 said.append(line)
@@ -218,9 +218,9 @@ def _bounded(
     environment: Mapping[str, str],
     keep: Callable[[str], object],
 ) -> int | None:
-    """Run a command and show what it prints; its status, None if it had to be stopped.
+    """Run a command and show what it prints; return its status, None if it had to be stopped.
 
-    It has a session of its own, so that nothing that it started outlives it.
+    It has a session of its own, so that no process that it started outlives it.
     """
     child = subprocess.Popen(
         command,
@@ -244,7 +244,7 @@ def _bounded(
     try:
         status: int | None = _status(child, seconds)
     finally:
-        _kill(child, signal.SIGKILL)  # what it left running, which may hold its output open
+        _kill(child, signal.SIGKILL)  # processes that it left, which may hold its output open
         child.wait()
     reader.join(_ENDING_S)
     if child.stdout is not None and not reader.is_alive():
@@ -260,7 +260,7 @@ def _status(child: subprocess.Popen[str], seconds: float) -> int | None:
     try:
         child.wait(_ENDING_S)
     except subprocess.TimeoutExpired:
-        pass  # killed by the caller
+        pass  # the caller kills it
     return None
 
 
@@ -276,7 +276,7 @@ def _with_root(environment: Mapping[str, str]) -> str:
 
 
 def available(device: str) -> str:
-    """Why nothing can be run on a device; empty if it can."""
+    """Return why nothing can be run on a device; empty if it can."""
     import torch
 
     if device == "cpu" or torch.cuda.is_available():

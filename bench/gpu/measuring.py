@@ -1,4 +1,4 @@
-"""The process that measures one part: its engines one after the other, so that ratios are fair.
+"""Measure one part in this process: its engines one after the other, so that ratios are fair.
 
 Each engine's outcome is in the file before the next one begins.
 """
@@ -33,10 +33,10 @@ def measure(part: Part, whole: Definition, into: Path, seconds: float) -> None:
     """Measure a part's engines.
 
     Args:
-        part: which.
+        part: the part to measure.
         whole: its definition, as it is to be run.
-        into: the outcome: records, versions, and by engine what went wrong.
-        seconds: for all of it.
+        into: file for the outcome: records, versions, and errors by engine.
+        seconds: time for all of it.
     """
     device = whole.work.device
     settle(device)
@@ -53,7 +53,7 @@ def measure(part: Part, whole: Definition, into: Path, seconds: float) -> None:
             outcome["records"] += _one(whole, contender, max(1.0, share))
         except BenchError as error:
             outcome["failed"][contender.label] = str(error)
-        except Exception:  # noqa: BLE001 - the others go on, and it is reported
+        except Exception:  # noqa: BLE001 - reported; the others go on
             outcome["failed"][contender.label] = traceback.format_exc()
         if contender.label in outcome["failed"]:
             print(f"  {contender.label}: {outcome['failed'][contender.label]}", flush=True)
@@ -79,14 +79,14 @@ def _one(whole: Definition, contender: Contender, seconds: float) -> list[dict[s
 
 
 def _forget(device: str) -> None:
-    """Give the next engine what this one had."""
+    """Free what this engine took, for the next engine."""
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
     if device != "cpu":
         try:
             torch.cuda.empty_cache()
-        except RuntimeError as error:  # a sticky error: each engine left will say so
+        except RuntimeError as error:  # a sticky error: every remaining engine will report it
             print(f"  the device is lost: {error}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The parts of a check: what there is, in which order, and how long each may take."""
+"""List the parts of a check, in order, with the time that each may take."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TESTS = "tests"
 
 @dataclass(frozen=True)
 class Part:
-    """One part.
+    """A part of a check.
 
     Attributes:
-        name: how it is asked for: `tests:FILE`, a definition, or a definition and a model.
-        least_s: it is not begun with less time than that left.
-        most_s: it is stopped then; what it has found until then is kept.
+        name: the name to ask for it: `tests:FILE`, a definition, or a definition and a model.
+        least_s: the part is not begun with less time left.
+        most_s: the part is stopped then; what it has found is kept.
     """
 
     name: str
@@ -29,16 +29,16 @@ class Part:
 
     @property
     def group(self) -> str:
-        """The definition; or `tests`."""
+        """Return the definition, or `tests`."""
         return self.name.partition(":")[0]
 
     @property
     def rest(self) -> str:
-        """The model whose engines are measured, empty: all; or the file of tests."""
+        """Return the model to measure (empty: all), or the file of tests."""
         return self.name.partition(":")[2]
 
 
-# Seconds of an H100, where nothing of this has run yet; the slow ones last.
+# Seconds on an H100, where none of this has run yet; the slow parts last.
 PARTS = (
     Part("tests:resume", 30, 90),
     Part("tests:ordering", 20, 80),
@@ -58,10 +58,10 @@ PARTS = (
 
 
 def chosen(names: Sequence[str]) -> list[Part]:
-    """The parts that are meant: by their whole names, or all of a group; none: all.
+    """Return the parts that are meant by their names or groups; all without a name.
 
     Raises:
-        BenchError: there is no such part, with those there are.
+        BenchError: there is no such part; the message lists those there are.
     """
     for name in names:
         if not any(name in (part.name, part.group) for part in PARTS):
@@ -73,7 +73,7 @@ def chosen(names: Sequence[str]) -> list[Part]:
 
 
 def files_of(part: Part) -> list[str]:
-    """The tests of a part: its own file, or those that are no other part's."""
+    """Return the test files of a part: its own file, or those that no other part names."""
     named = {f"test_gpu_{p.rest}.py" for p in PARTS if p.group == TESTS}
     own = f"test_gpu_{part.rest}.py"
     there = sorted(file.name for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
@@ -81,9 +81,10 @@ def files_of(part: Part) -> list[str]:
 
 
 def seconds_of(part: Part, behind: Sequence[Part], left_s: float) -> float:
-    """How long a part may take: no longer than leaves those behind it what they need at least.
+    """Return how long a part may take: those after it must keep their minimum.
 
-    0: there is no time to begin it. Where there is not enough for all, the first ones have theirs.
+    It is 0 if there is no time to begin it. If the time is too short for all, the first have
+    theirs.
     """
     if left_s < part.least_s:
         return 0.0
@@ -92,9 +93,9 @@ def seconds_of(part: Part, behind: Sequence[Part], left_s: float) -> float:
 
 
 def definition_of(part: Part, *, device: str, small: bool) -> Definition:
-    """What a part measures: its whole definition, on a device.
+    """Return what a part measures: its whole definition, on a device.
 
-    `small`: with toys, to see that it works. On a CPU there are no modes of a GPU.
+    With `small` it has tiny models, to see that it works. A CPU has none of a GPU's modes.
     """
     whole = definition.load(f"gpu/{part.group}")
     if small:
@@ -103,7 +104,7 @@ def definition_of(part: Part, *, device: str, small: bool) -> Definition:
 
 
 def contenders_of(part: Part, whole: Definition) -> list[Contender]:
-    """Those of its engines that a part measures."""
-    named = definition.load(f"gpu/{part.group}")  # where models have their own names still
+    """Return the engines that a part measures."""
+    named = definition.load(f"gpu/{part.group}")  # where models still have their own names
     wanted = {c.label for c in named.contenders if part.rest in ("", named.work_of(c).model)}
     return [each for each in whole.contenders if each.label in wanted]

@@ -1,4 +1,4 @@
-"""What parts have found: in one Parquet file per definition, in a report, and in the repository."""
+"""Keep what parts have found: in a Parquet file per definition, a report, and the repository."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MEASURES = {
 
 @cache
 def machine_of(device: str) -> dict[str, Any]:
-    """This machine, and its GPU."""
+    """Describe this machine and its GPU."""
     found = machine.machine()
     if device != "cpu":
         import torch
@@ -45,7 +45,7 @@ def machine_of(device: str) -> dict[str, Any]:
 
 
 def _asked(what: str) -> str:
-    """One answer of nvidia-smi."""
+    """Return one answer of nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -61,17 +61,18 @@ def add(
     failed: Mapping[str, str],
     about: Mapping[str, Any],
 ) -> Path | None:
-    """Put a part's records into its definition's file, beside those of other parts.
+    """Add a part's records to its definition's file, beside those of other parts.
 
-    Records of other sources, another machine or another device are no company: they are dropped.
+    Records of other sources, another machine or another device cannot stay beside them: they are
+    dropped.
     """
     path = out / f"{whole.name}.parquet"
     before = record.read(path) if path.exists() else None
     versions = outcome["versions"]
-    if not versions and before is not None:  # it died before it could say
+    if not versions and before is not None:  # it ended before it could tell
         versions = before.about["versions"]
     told: dict[str, Any] = {"versions": versions, "definition": whole.as_json(), **about}
-    told = json.loads(json.dumps(told))  # as they are read back
+    told = json.loads(json.dumps(told))  # in the form in which they are read back
     kept: list[Record] = []
     absent: dict[str, str] = {}
     if before is not None and all(before.about.get(key) == told[key] for key in told):
@@ -91,12 +92,12 @@ def add(
 
 
 def found_in(folder: Path) -> list[Result]:
-    """The results in a folder, by name."""
+    """Return the results in a folder, by name."""
     return [record.read(file) for file in sorted(folder.glob("gpu-*.parquet"))]
 
 
 def render(out: Path, kept: Mapping[str, Any]) -> str:
-    """The report of a run: its parts, then what they found."""
+    """Return the report of a run: its parts, then what they found."""
     rows = [
         [p["part"], p["state"], f"{p['seconds']:.0f} s", _line(p["why"])] for p in kept["parts"]
     ]
@@ -109,7 +110,7 @@ def _line(text: str) -> str:
 
 
 def tables(results: Sequence[Result]) -> str:
-    """Machine, targets and what every engine reached; the same bytes for the same results."""
+    """Return machine, targets and every engine's results; the same bytes for the same results."""
     if not results:
         return _NOTHING
     blocks: list[document.Block] = [*_toys(results), _origin(results)]
@@ -158,11 +159,11 @@ def _origin(results: Sequence[Result]) -> document.Bullets:
 def take(folder: Path) -> list[Path]:
     """Store a run's results in the repository, and show them on the page.
 
-    A copy without its repository has written its sources' digest: it is the commit's here, or the
-    results are of something else.
+    A copy without its repository has stored its sources' digest. That must be the digest of the
+    commit here, else the results are of something else.
 
     Raises:
-        BenchError: there are none, they are of toys, or of other sources.
+        BenchError: there are no results, they are of tiny models, or of other sources.
     """
     results = found_in(folder)
     if not results:
@@ -189,10 +190,10 @@ def take(folder: Path) -> list[Path]:
 
 
 def shown(page: str) -> str:
-    """The page with the stored results between its markers.
+    """Return the page with the stored results between its markers.
 
     Raises:
-        BenchError: the markers are not there.
+        BenchError: the markers are missing.
     """
     head, _, rest = page.partition(BEGIN)
     _, found, tail = rest.partition(END)

@@ -1,4 +1,4 @@
-"""Names the sources that are measured, where there is no repository to ask."""
+"""Name the sources that are measured, where there is no repository to ask."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _PATTERNS = ("lightck/**/*.py", "native/**/*.[ch]", "bench/**/*.py", "bench/**/*
 
 
 def digest() -> str:
-    """Of everything that results depend on; the same in any copy of the checkout."""
+    """Return a digest of everything that results depend on.
+
+    It is the same in any copy of the checkout.
+    """
     found = hashlib.sha256()
     for file in sorted(file for pattern in _PATTERNS for file in ROOT.glob(pattern)):
         found.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes() + b"\0")
@@ -20,7 +23,7 @@ def digest() -> str:
 
 
 def name() -> str:
-    """The commit; of a copy without its repository, the sources' digest."""
+    """Return the commit, or the sources' digest in a copy without its repository."""
     try:
         return machine.commit()
     except BenchError:

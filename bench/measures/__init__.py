@@ -1,4 +1,4 @@
-"""What can be measured: one module per kind of definition, each with `measure(job)`."""
+"""The measures: one module per kind of definition, each with `measure(job)`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class Job:
     """One engine to measure, in this process (and in those of the other ranks).
 
     Attributes:
-        kind: module in this package.
+        kind: the module in this package.
         contender: the engine.
-        work: what is trained.
-        method: how it is measured.
-        precision: measure to wanted half-width of its interval (`relative`: share of the value).
+        work: the training.
+        method: how the engine is measured.
+        precision: measure to wanted half-width of its interval (`relative`: as a share of the
+            value).
         folder: on the contender's medium, the same for all ranks and all phases; empty at first.
-        tell: takes a word on how far it is.
+        tell: called with a text on how far it is.
         group: the ranks that measure it together.
     """
 
@@ -42,12 +43,15 @@ _BEFORE = {"restore_ranks": ("save_ranks",)}
 
 
 def phases(kind: str) -> tuple[str, ...]:
-    """The modules that make up a kind, each in new processes; the last one has the records."""
+    """Return the modules that make up a kind, each in new processes.
+
+    The last one has the records.
+    """
     return (*_BEFORE.get(kind, ()), kind)
 
 
 def run(job: Job) -> list[Record]:
-    """Measure.
+    """Measure a job's engine and return the records.
 
     Raises:
         BenchError: a snapshot was lost, or what was restored is not what was saved.

@@ -1,6 +1,7 @@
-"""CPU time and memory of this process and of those that it has started.
+"""Account CPU time and memory of this process and of those that it has started.
 
-Linux only, as the rest of the bench: clocks of other processes by their ids, memory from /proc.
+This is for Linux only, as the rest of the bench: clocks of other processes by their ids, memory
+from /proc.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 _SCHED = 2  # the scheduler's own clock, in nanoseconds
 _LOOK_S = 0.005
-_LOOKS_PER_FAMILY = 20  # between looks for new processes
+_LOOKS_PER_FAMILY = 20  # between two searches for new processes
 
 
 class Cpu:
@@ -26,23 +27,23 @@ class Cpu:
         self.look()
 
     def look(self) -> None:
-        """Find the processes that there are now."""
+        """Find the processes that exist now."""
         self._clocks = [(~pid << 3) | _SCHED for pid in descendants()]  # clock_getcpuclockid(3)
 
     def __call__(self) -> float:
-        """Seconds so far."""
+        """Return the seconds so far."""
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent = time.process_time() + ended.ru_utime + ended.ru_stime
         for clock in self._clocks:
             try:
                 spent += time.clock_gettime(clock)
             except OSError:
-                continue  # it has ended; whoever waited for it has its time
+                continue  # it has ended; the process that waited for it has its time
         return spent
 
 
 def descendants() -> list[int]:
-    """Processes that this one has started, theirs too."""
+    """Return the processes that this one has started, and theirs."""
     parents: dict[int, int] = {}
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -52,7 +53,7 @@ def descendants() -> list[int]:
                     (process / "stat").read_text().rpartition(")")[2].split()[1]
                 )
             except OSError:
-                continue  # gone
+                continue  # it has ended
     found = [os.getpid()]
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]
@@ -60,9 +61,9 @@ def descendants() -> list[int]:
 
 
 class Peak:
-    """Looks at memory until left; keeps the highest.
+    """A context that looks at memory until it ends, and keeps the peak.
 
-    Counted is anonymous memory of this process and its descendants, and shared memory in /dev/shm
+    It counts anonymous memory of this process and its descendants, and shared memory in /dev/shm
     that is not below `folder`: the region and the files of snapshots are the medium, not DRAM spent
     beside it. Others' use of /dev/shm meanwhile would count as well.
     """
@@ -106,7 +107,7 @@ def _anonymous_bytes(pid: int) -> int:
 
 
 def _shared_bytes(folder: Path) -> int:
-    """In use in /dev/shm, less what is below a folder there."""
+    """Return the bytes used in /dev/shm, less those below a folder there."""
     shared = Path("/dev/shm")
     about = os.statvfs(shared)
     used = (about.f_blocks - about.f_bfree) * about.f_frsize

@@ -1,7 +1,7 @@
-"""A training whose CPUs others keep busy: what a step waits, and whether a due snapshot is lost.
+"""Measure a training whose CPUs others keep busy: what a step waits, and if snapshots are lost.
 
 Every step is due. Blocks of steps with the engine, with the same engine at `priority="normal"`, and
-with a plain blocking copy of the state follow each other in one process, in an order that is drawn.
+with a plain blocking copy of the state alternate in one process, in a random order.
 
 Records:
     stall, stall_p99, stall_most: training-thread time in the engine per step, in seconds.
@@ -31,12 +31,12 @@ from bench.record import Record, sampled, single
 from bench.work import Training, copied, difference, tensors
 
 _SETTLE = 3
-_ITEM_S = 0.004  # that a loader's worker computes for each item
+_ITEM_S = 0.004  # CPU time of a loader's worker for each item
 _SEED = 20261124
 
 
 class _Dear(Dataset[torch.Tensor]):
-    """Items that take a worker's CPU."""
+    """A dataset whose items take a worker's CPU."""
 
     def __len__(self) -> int:
         return 1 << 30
@@ -55,7 +55,7 @@ def _spin() -> None:
 
 @contextmanager
 def _others(job: Job) -> Iterator[Callable[[], object]]:
-    """Keep the CPUs busy; what the context gives draws a batch, for those that draw."""
+    """Keep the CPUs busy; yield a function that draws a batch, for loops that draw one."""
     work = job.work
     with ExitStack() as undo:
         for _ in range(work.hogs):
@@ -71,7 +71,7 @@ def _others(job: Job) -> Iterator[Callable[[], object]]:
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     training = Training(job.work)
     order = random.Random(_SEED)
     stalls: dict[str, list[list[float]]] = {"idle": [], "normal": [], "plain": []}
@@ -109,7 +109,7 @@ def _records(job: Job, stalls: dict[str, list[list[float]]], lost: int) -> list[
 
 
 def _copied(training: Training, copies: list[torch.Tensor], draw: Callable[[], object]) -> float:
-    """A step with a plain copy of the state in it; seconds of the copy."""
+    """Run a step with a plain copy of the state in it; return the seconds of the copy."""
     draw()
     training.compute()
     begin = time.perf_counter()
@@ -123,7 +123,10 @@ def _copied(training: Training, copies: list[torch.Tensor], draw: Callable[[], o
 def _block(
     job: Job, training: Training, priority: str, draw: Callable[[], object]
 ) -> tuple[list[float], int]:
-    """Steps with a snapshot each; what each waited in the engine, and how many slipped."""
+    """Run steps with a snapshot each.
+
+    Return what each waited in the engine, and how many slipped.
+    """
     path = job.folder / f"run-{priority}"
     settings = {**job.contender.settings, "priority": priority, "overwrite": True}
     handle = lightck.attach(training.model, training.optimizer, path, **settings)

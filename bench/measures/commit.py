@@ -1,4 +1,4 @@
-"""How long a commit takes beyond the copies, by the number of tensors.
+"""Measure how long a commit takes beyond the copies, by the number of tensors.
 
 Copies are eager and done before the clock starts, so that what is left is comparing, building the
 manifest, and the commit record.
@@ -25,7 +25,7 @@ _COPIES_S = 0.05  # ample for the few megabytes of the model `bag`
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     if job.contender.engine != "lightck":
         raise BenchError(f"{job.contender.label}: only lightck tells how long a commit takes")
     training = Training(job.work)
@@ -61,7 +61,7 @@ def _sealed(engine: Lightck) -> float:
 
 
 class _Prompt(Lightck):
-    """Commits before the update, so that nothing else is in the time."""
+    """The lightck engine that commits before the update, so that nothing else is in the time."""
 
     def __init__(self, settings: dict[str, object]) -> None:
         super().__init__(settings)

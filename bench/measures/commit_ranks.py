@@ -1,4 +1,4 @@
-"""How long the commit of a job takes once the last rank's copies are done, on one machine.
+"""Measure how long a job's commit takes once the last rank's copies are done, on one machine.
 
 Copies are eager and done before the clock starts. Then the ranks meet; each fences its snapshot and
 waits until it knows the step as committed by all of them.
@@ -26,7 +26,7 @@ _COPIES_S = 0.05  # ample for the few megabytes of the model `bag`
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     if job.contender.engine != "lightck":
         raise BenchError(f"{job.contender.label}: only lightck tells when all ranks have committed")
     training = Training(job.work, rank=job.group.rank if job.group.world > 1 else None)
@@ -56,7 +56,10 @@ def measure(job: Job) -> list[Record]:
 
 
 class _Prompt(Lightck):
-    """Commits before the update, all ranks at once, so that nothing else is in the time."""
+    """The lightck engine that commits before the update, on all ranks at once.
+
+    Nothing else is then in the measured time.
+    """
 
     def __init__(self, settings: dict[str, object], group: Group) -> None:
         super().__init__(settings)
@@ -69,7 +72,7 @@ class _Prompt(Lightck):
         self._open = True
 
     def before_update(self) -> None:
-        """Fence and commit, on the clock; in a step that carries a snapshot."""
+        """Fence and commit, on the clock, in a step that carries a snapshot."""
         if not self._open:
             return
         self._open = False

@@ -1,6 +1,6 @@
-"""What the fence costs the device, and what lightck's hooks cost while nothing is due.
+"""Measure what the fence costs the device, and what lightck's hooks cost while nothing is due.
 
-The fence stands before the update. Marks on the compute stream stand around it: one before the call
+The fence is before the update. There are marks on the compute stream around it: one before the call
 of the optimizer's step, one in a hook of the optimizer's own, which runs after lightck's. Between
 them the stream computes nothing: it waits for copies, or for a training thread that does.
 
@@ -26,7 +26,7 @@ from bench.work import Training
 
 
 class Around:
-    """Marks before and after the fence of every update, from here on."""
+    """A recorder of marks before and after the fence of every update, from its creation on."""
 
     def __init__(self, training: Training) -> None:
         self._device = training.work.device
@@ -45,7 +45,7 @@ class Around:
         self.pairs.append((self._before, Mark(self._device)))
 
     def take(self) -> list[float]:
-        """Seconds of the fences since the last call."""
+        """Return the seconds of the fences since the last call."""
         synchronize(self._device)
         found = [before.until(after) for before, after in self.pairs]
         self.pairs.clear()
@@ -53,7 +53,7 @@ class Around:
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     training = Training(job.work)
     training.steps(job.method.warmup)
     loop = Loop.of(job, training)
@@ -83,7 +83,10 @@ def measure(job: Job) -> list[Record]:
 
 
 def _without(job: Job, loop: Loop, around: Around) -> tuple[list[float], list[float], list[float]]:
-    """Blocks of steps with nothing due: seconds of hooks and of a step; all fences."""
+    """Run blocks with nothing due.
+
+    Return the seconds of hooks, those of a step, and of all fences.
+    """
     hooks, steps = [], []
     if not loop.engine.stalls():
         raise BenchError(f"{job.contender.label} does not count the time of its hooks")
@@ -95,7 +98,10 @@ def _without(job: Job, loop: Loop, around: Around) -> tuple[list[float], list[fl
 
 
 def _steps(loop: Loop, count: int, *, carrying: bool) -> float:
-    """So many steps, of which every second one carries a snapshot, or none does; seconds of one."""
+    """Run steps of which every second one carries a snapshot, or none.
+
+    Return the seconds of one.
+    """
     loop.engine.drain()
     synchronize(loop.training.work.device)
     begin = time.perf_counter()

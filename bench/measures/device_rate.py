@@ -1,4 +1,4 @@
-"""How fast a state leaves its device for the region, against a plain copy to pinned memory.
+"""Measure how fast state leaves its device for the region, against a copy to pinned memory.
 
 No training runs meanwhile. A repetition asks for a snapshot of the last step and waits for it.
 
@@ -24,7 +24,7 @@ from bench.work import Training, tensors
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     training = Training(job.work)
     training.steps(job.method.warmup)
     loop = Loop.of(job, training)
@@ -57,9 +57,9 @@ def measure(job: Job) -> list[Record]:
 
 
 def _taken(loop: Loop, engine: Lightck) -> tuple[float, float]:
-    """Seconds from asking for a snapshot of a new step to its last copy, and to its commit."""
+    """Return the seconds from asking for a new step's snapshot to its last copy and its commit."""
     loop.run(then=False)
-    loop.plan.due.add(loop.step)  # asked for by hand: it counts, and the policy is past it
+    loop.plan.due.add(loop.step)  # asked for by hand: it counts, although the policy is past it
     synchronize(loop.training.work.device)
     begin = time.perf_counter()
     engine.handle.snapshot()

@@ -1,4 +1,4 @@
-"""How long it takes to bring a snapshot back into tensors on a device, against a plain copy.
+"""Measure how long a restore into tensors on a device takes, against a plain copy.
 
 Records:
     restore: seconds; everything is on the device then, and was checked against its checksum.
@@ -19,7 +19,7 @@ from bench.work import tensors
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     saved, device = Saved.of(job), job.work.device
     fresh = saved.fresh
     restores, copies = [], []

@@ -1,4 +1,4 @@
-"""What snapshots cost a training on a device, and how often they may come for 2 % of its time.
+"""Measure what snapshots cost a training on a device, and how often they may come for 2 %.
 
 The device runs behind the training thread, so that single steps have no times of their own: blocks
 of steps with snapshots are compared with as many without, and the compute stream is waited for at
@@ -41,7 +41,7 @@ _TRIES = 4
 
 @dataclass
 class Block:
-    """Steps with snapshots against as many without."""
+    """A measurement of steps with snapshots against as many without."""
 
     snapshots: int
     steps: int
@@ -50,12 +50,12 @@ class Block:
 
     @property
     def extra(self) -> float:
-        """Seconds per snapshot."""
+        """Return the extra seconds per snapshot."""
         return (self.carrying_s - self.without_s) / self.snapshots
 
     @property
     def overhead(self) -> float:
-        """Of the time without."""
+        """Return the extra time as a share of the time without snapshots."""
         return (self.carrying_s - self.without_s) / self.without_s
 
 
@@ -73,7 +73,7 @@ class Session:
         self._attach()
 
     def _attach(self) -> None:
-        """A new engine, in a folder of its own."""
+        """Attach a new engine, in a folder of its own."""
         self._attached += 1
         self.loop = Loop.of(self.job, self.training)
         folder = self.job.folder / f"attached-{self._attached}"
@@ -81,33 +81,39 @@ class Session:
         self.loop.attach(folder)
 
     def renew(self) -> None:
-        """Begin anew with an engine that has left no snapshot out."""
+        """Attach a new engine if the present one has let snapshots slip."""
         if self.slipped():
             self.loop.engine.finish()
             self._attach()
 
     def stalls(self) -> dict[str, float]:
-        """Training-thread seconds per snapshot by cause, since the engine was attached."""
+        """Return the training-thread seconds per snapshot by cause, since the engine's attach."""
         due = max(1, len(self.loop.plan.due))
         return {cause: s / due for cause, s in self.loop.engine.stalls().items()}
 
     def finish(self) -> tuple[int, str]:
-        """One snapshot more, which is restored and compared; how many there were, and in words."""
+        """Take one more snapshot, restore and compare it.
+
+        Return the number of snapshots, and a text on what was verified.
+        """
         self.loop.engine.drain()
         self.loop.run(then=True)
         return len(self.loop.plan.due), self.loop.finish(Training(self.job.work, seed=1))
 
     def left_s(self) -> float:
-        """Seconds."""
+        """Return the seconds that are left."""
         return self.until - time.monotonic()
 
     def waits(self) -> bool:
-        """The training waits until a snapshot is complete. lightck's on a GPU may go on later."""
+        """Return whether training waits until a snapshot is complete.
+
+        lightck's on a GPU may go on later.
+        """
         engine = self.loop.engine
         return not engine.spills and not isinstance(engine, Lightck)
 
     def slipped(self) -> int:
-        """Due snapshots so far that were left out."""
+        """Return how many due snapshots have slipped so far."""
         engine = self.loop.engine
         return engine.handle.stats().slipped if isinstance(engine, Lightck) else 0
 
@@ -123,7 +129,7 @@ class Session:
         return self._block(1, steps, time.perf_counter() - begin)
 
     def block(self, steps: int, every: int) -> Block:
-        """Measure so many steps, a multiple of `every`, in the middle of many like them.
+        """Measure so many steps, a multiple of `every`, in the middle of many such steps.
 
         One snapshot is under way when the time begins, as one is when it ends.
         """
@@ -137,7 +143,7 @@ class Session:
         return self._block(steps // every, steps, carrying)
 
     def _block(self, snapshots: int, steps: int, carrying: float) -> Block:
-        """As many steps without, when nothing is under way any more."""
+        """Add as many steps without snapshots, once none is under way; return the block."""
         self._rest()
         begin = self._now()
         for _ in range(steps):
@@ -152,13 +158,13 @@ class Session:
         synchronize(self.training.work.device)
 
     def _now(self) -> float:
-        """The time when the stream has come to here; copies beside it go on."""
+        """Return the time when the stream has reached this point; copies beside it go on."""
         Mark(self.training.work.device).wait()
         return time.perf_counter()
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     training = Training(job.work)
     training.steps(job.method.warmup)
     plain = PlainCopy(job.work.device, tensors(training.state()))
@@ -195,9 +201,9 @@ def measure(job: Job) -> list[Record]:
 
 
 def _every_step(session: Session, probe: Block) -> tuple[list[Block], int]:
-    """Blocks with a snapshot every step, at most half of the time; how many slipped.
+    """Measure blocks with a snapshot every step, in at most half of the time, and the slips.
 
-    None, where a snapshot takes so long that two blocks would not fit.
+    There are no blocks where a snapshot takes so long that two would not fit.
     """
     method = session.job.method
     half = session.left_s() / 2
@@ -217,7 +223,7 @@ def _every_step(session: Session, probe: Block) -> tuple[list[Block], int]:
 
 
 def _narrow(overheads: list[float]) -> bool:
-    """A quarter of the budget, or a tenth of what is found."""
+    """Return whether the interval is within a quarter of the budget, or a tenth of the value."""
     found = estimate(overheads)
     return found.half_width <= max(BUDGET / 4, abs(found.value) / 10)
 
@@ -225,13 +231,13 @@ def _narrow(overheads: list[float]) -> bool:
 def _interval(
     session: Session, probe: Block, every: list[Block], slipped: int
 ) -> tuple[list[float], int, str]:
-    """Seconds that one snapshot alone costs; the smallest interval, and how it is known."""
+    """Return the seconds that one snapshot costs, the smallest interval, and how that is known."""
     if every and not slipped and estimate([b.overhead for b in every]).high <= BUDGET:
         return [], 1, "measured"
     step = probe.without_s / probe.steps
     complete = max(2, math.ceil(1.25 * probe.carrying_s / step))
     alone: list[float] = []
-    if session.waits():  # it costs the same however long the block is
+    if session.waits():  # its cost does not depend on the block's length
         complete = 2
         alone.append(probe.extra)
     while len(alone) < _PROBES and (not alone or session.left_s() > 0):

@@ -1,9 +1,9 @@
-"""Attached, but nothing is due: too small to see in step times, so the hooks' own time is summed.
+"""Measure an attached engine with nothing due, by the hooks' own time: step times hide it.
 
 Records:
     idle_hooks: training-thread time in the engine, relative to a step's time.
-    idle_seconds: the same per step, in seconds; of several ranks at each step the largest.
-    step: seconds of a step; likewise.
+    idle_seconds: the same per step, in seconds; with several ranks the largest at each step.
+    step: seconds of a step; with several ranks the largest, too.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from bench.work import Training
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     group = job.group
     training = Training(job.work, rank=group.rank if group.world > 1 else None)
     loop = Loop.of(job, training)
-    if group.world > 1:  # ranks agree beforehand: on the one that is verified
+    if group.world > 1:  # ranks agree beforehand on the step that is verified
         loop.plan.every = job.method.warmup + job.method.least + 1
     loop.attach(job.folder)
     for _ in range(job.method.warmup):

@@ -1,4 +1,4 @@
-"""How long a just-in-time snapshot takes, in the middle of a step; nothing else is ever due.
+"""Measure how long a just-in-time snapshot takes, inside a step; nothing else is ever due.
 
 Records:
     jit: seconds from asking for it, after a backward, to the durable commit record.
@@ -22,7 +22,7 @@ from bench.yardstick import SyncCopy
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     if job.contender.engine != "lightck":
         raise BenchError(f"{job.contender.label}: only lightck saves just in time")
     training = Training(job.work)
@@ -47,7 +47,10 @@ def measure(job: Job) -> list[Record]:
 
 
 def _saved(loop: Loop, handle: lightck.Handle) -> float:
-    """One step without a snapshot, and one that is saved before its update. Seconds of the save."""
+    """Run a step without a snapshot, and one that is saved before its update.
+
+    Return the save's seconds.
+    """
     loop.run(then=False)
     loop.training.compute()
     begin = time.perf_counter()
@@ -61,7 +64,7 @@ def _saved(loop: Loop, handle: lightck.Handle) -> float:
 
 
 def _verified(job: Job, loop: Loop, engine: Lightck) -> str:
-    """Save once more, restore that and compare every bit."""
+    """Save once more, restore that and compare every bit; return what was verified."""
     loop.run(then=False)
     loop.training.compute()
     kept, step = copied(loop.training.state()), loop.step

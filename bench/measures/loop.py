@@ -19,22 +19,22 @@ from bench.work import State, Training, copied, difference
 
 @dataclass
 class Loop:
-    """Trains with an engine attached; knows which step is due and that all of them were taken.
+    """A training with an engine attached, which knows the due steps and checks that all were taken.
 
     A step's time begins before its forward and ends after its update. It *carries* a snapshot of
-    the step before it: an engine that copies behind the training's back does so during this step.
+    the step before it: an engine that copies in the background does so during this step.
     """
 
     training: Training
     engine: Engine
     plan: Plan = field(default_factory=Plan)
     patient: bool = False  # see `Method`
-    step: int = 0  # the last complete one, counted from attach
+    step: int = 0  # the last complete step, counted from attach
     inside: dict[str, float] = field(default_factory=dict)  # s in the engine's calls, by name
 
     @classmethod
     def of(cls, job: Job, training: Training, engine: Engine | None = None) -> Loop:
-        """A loop as a job asks for it; with the job's engine, unless one is given."""
+        """Make a loop as a job asks for it; with the job's engine, unless one is given."""
         asked = job.contender
         made = engine or engines.make(asked.engine, asked.settings)
         if job.work.emulated:
@@ -46,7 +46,7 @@ class Loop:
         self.engine.attach(self.training, folder, self.plan)
 
     def run(self, *, then: bool) -> float:
-        """One step; `then`: the next one carries a snapshot. Seconds."""
+        """Run one step and return its seconds; `then` says that the next one carries a snapshot."""
         if self.plan.every and then != ((self.step + 1) % self.plan.every == 0):
             raise ValueError(f"step {self.step + 1}: every {self.plan.every} steps, then={then}")
         if then:
@@ -72,19 +72,22 @@ class Loop:
         self.inside[call] = self.inside.get(call, 0.0) + spent
 
     def stalls(self) -> Mapping[str, float]:
-        """Seconds of the training in the engine so far: as it counts them, else by its calls."""
+        """Return the seconds that training has spent in the engine so far.
+
+        They are as the engine counts them, else those of its calls.
+        """
         return self.engine.stalls() or self.inside
 
     def finish(self, fresh: Training) -> str:
-        """Take one last snapshot under a running step, then restore it and compare every bit.
+        """Take one last snapshot during a running step, then restore it and compare every bit.
 
         The last `run` must have been told that this step carries one.
 
         Returns:
-            What was verified, in words.
+            A text on what was verified.
 
         Raises:
-            BenchError: snapshots were lost, or what came back is not what was there.
+            BenchError: snapshots were lost, or the restored state differs from what was saved.
         """
         if self.step not in self.plan.due:
             raise ValueError("the last step did not plan this one's snapshot")
@@ -108,9 +111,9 @@ class Saved:
     """An engine that has finished, holding one snapshot of a step.
 
     Attributes:
-        engine: restores it.
-        state: a copy of what it is of.
-        verified: see `Loop.finish`.
+        engine: the engine, which can restore.
+        state: a copy of the saved state.
+        verified: a text, see `Loop.finish`.
         fresh: another training, with state of its own, to restore into.
     """
 
@@ -141,10 +144,10 @@ class Saved:
 
 
 def require_all(counts: Counts, due: int) -> None:
-    """A result counts only if every due snapshot was taken and finished.
+    """Check that every due snapshot was taken and finished: only then a result counts.
 
     Raises:
-        NoNumber: some have slipped; with how many are missing.
+        NoNumber: some have slipped; the message says how many.
         BenchError: some were torn, have failed, or are missing without a reason.
     """
     lost = {reason: number for reason, number in counts.lost.items() if number}

@@ -1,4 +1,4 @@
-"""DRAM that an engine takes beyond its region: see `accounting.Peak`.
+"""Measure the DRAM that an engine takes beyond its region: see `accounting.Peak`.
 
 Records:
     extra_dram: bytes of peak memory with the engine, beyond the peak without.
@@ -16,7 +16,7 @@ from bench.work import Training, tensors
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     engine = engines.make(job.contender.engine, job.contender.settings)  # its imports do not count
     training = Training(job.work)
     training.steps(job.method.warmup)

@@ -1,4 +1,4 @@
-"""The native writer against the machine: one worker, everything copied at once, no training.
+"""Measure the native writer alone: one worker, everything copied at once, no training.
 
 Records:
     write: bytes per second of the writer, checksum included.
@@ -19,7 +19,7 @@ from bench.yardstick import SyncCopy
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     training = Training(job.work)
     training.steps(1)
     state = tensors(training.state())

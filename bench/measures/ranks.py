@@ -1,4 +1,4 @@
-"""What a snapshot costs a job of several ranks: its steps with one against those without.
+"""Measure what a snapshot costs a job of several ranks: steps with one against steps without.
 
 A step of the job ends when its last rank has updated: that moment, less the one of the step before.
 Allreduce makes each rank wait for the slowest, sooner or later; so time that any rank loses counts
@@ -38,14 +38,14 @@ from bench.yardstick import SyncCopy
 
 @dataclass
 class _Series(Series):
-    """The same on every rank."""
+    """A series of samples that is the same on every rank."""
 
     together: list[float] = field(default_factory=list)  # s, the yardstick
     alone: list[float] = field(default_factory=list)
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     group = job.group
     training = Training(job.work, rank=group.rank if group.world > 1 else None)
     training.steps(job.method.warmup)
@@ -95,7 +95,7 @@ def _require_fair(job: Job, loop: Loop) -> None:
 
 
 def _compute(training: Training, group: Group) -> list[float]:
-    """A few steps in which every rank computes and none communicates."""
+    """Return the seconds of a few steps in which every rank computes and none communicates."""
     found = []
     for _ in range(3):
         group.together()
@@ -104,7 +104,10 @@ def _compute(training: Training, group: Group) -> list[float]:
 
 
 class _Yardstick:
-    """`sync_copy` over ranks: each copies its share of the state, one thread, into its own file."""
+    """The yardstick `sync_copy` over ranks.
+
+    Each copies its share of the state, with one thread, into its own file.
+    """
 
     def __init__(self, job: Job, training: Training) -> None:
         self._group = job.group
@@ -115,7 +118,7 @@ class _Yardstick:
         self._copy = SyncCopy(folder, [part(live[i], begin, end) for i, begin, end in mine])
 
     def __call__(self, series: _Series) -> None:
-        """Time it, all at once and one after the other, while nothing else runs."""
+        """Time the copies, all at once and one after the other, while nothing else runs."""
         self._group.together()
         series.together.append(self._group.latest([self._copy()])[0])
         mine = 0.0
@@ -126,13 +129,13 @@ class _Yardstick:
         series.alone.append(self._group.latest([mine])[0])
 
     def close(self) -> str:
-        """Give the memory back; the kernel's name."""
+        """Free the memory; return the kernel's name."""
         self._copy.close()
         return self._copy.kernel
 
 
 def _collect(job: Job, loop: Loop, yardstick: _Yardstick) -> tuple[_Series, bool]:
-    """Rounds of pairs, or blocks, until the interval is narrow enough; whether that was cut short.
+    """Collect pairs or blocks until the interval is narrow enough; say if that was cut short.
 
     Every rank decides by the same numbers, so that all of them stop at the same step; its snapshot
     is due, and the next step would carry it.
@@ -156,7 +159,7 @@ def _collect(job: Job, loop: Loop, yardstick: _Yardstick) -> tuple[_Series, bool
 
 
 def _pairs(loop: Loop, group: Group, series: _Series, count: int) -> None:
-    """So many pairs in a row; the first does not count, since a pause came before it."""
+    """Run so many pairs in a row; the first does not count, since a pause came before it."""
     ends = [time.perf_counter()]
     for _ in range(count):
         for then in (False, True):
@@ -169,7 +172,7 @@ def _pairs(loop: Loop, group: Group, series: _Series, count: int) -> None:
 
 
 def _block(loop: Loop, group: Group, series: _Series, count: int) -> None:
-    """Steps with a snapshot every `interval`, until the last one is complete; as many without."""
+    """Run steps with a snapshot every `interval` until the last is complete; as many without."""
     interval = int(group.worst({"": loop.engine.interval})[""])
     steps = -(-count // interval) * interval
     flags = [i % interval == 0 for i in range(steps)] + [False]
@@ -188,16 +191,17 @@ def _block(loop: Loop, group: Group, series: _Series, count: int) -> None:
 
 
 def verify(loop: Loop, job: Job) -> str:
-    """Let the last snapshot be taken under a running step, restore it, compare every bit.
+    """Let the last snapshot be taken during a running step, restore it, compare every bit.
 
     Each rank compares with digests of its own state at that step: a second copy of every rank's
-    state would not fit beside the rest. The training is given up, its restored like made instead.
+    state would not fit beside the rest. The training is dropped, and its restored copy made
+    instead.
 
     Returns:
-        What was verified, in words.
+        A text on what was verified.
 
     Raises:
-        BenchError: snapshots were lost, or what came back is not what was there.
+        BenchError: snapshots were lost, or the restored state differs from what was saved.
     """
     kept, step = digests(loop.training.state()), loop.step
     loop.run(then=False)
@@ -206,7 +210,7 @@ def verify(loop: Loop, job: Job) -> str:
     del loop.training
     if isinstance(loop.engine, Nothing):
         return "nothing to verify"
-    job.group.together()  # every rank's part is there
+    job.group.together()  # wait until every rank's part is there
     fresh = Training(job.work, seed=1)
     found = loop.engine.restore(fresh)
     if found != step:
@@ -220,7 +224,7 @@ def require_equal(kept: State, training: Training) -> None:
     """Compare a training's state with digests.
 
     Raises:
-        BenchError: it differs; the first tensor that does.
+        BenchError: it differs; the message names the first tensor that does.
     """
     problem = difference(kept, digests(training.state()))
     if problem is not None:

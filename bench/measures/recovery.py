@@ -1,8 +1,8 @@
-"""From a failure of a job of several ranks to training again, but for the start of processes.
+"""Measure a job's way from a failure to training again, without the start of processes.
 
 This process forks the ranks, life after life. Each life restores what the one before has saved,
 attaches with no step ever due, trains a little and fails in a forward: one rank is killed, raises,
-or stands there until every rank is sent SIGTERM; the others wait for it in the allreduce. Whatever
+or stops until every rank is sent SIGTERM; the others wait for it in the allreduce. The work that
 starts a process is done before the clock of a restart: imports, the model, the process group.
 
 Records:
@@ -41,21 +41,21 @@ from bench.work import State, Training, difference, digests, tensors
 
 FAULTS = ("kill", "term", "exception")
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_PATIENCE_S = 300.0  # for any one word of a rank
+_PATIENCE_S = 300.0  # for any one message of a rank
 _NEVER = 1 << 40
 
 
 class _Failure(Exception):  # noqa: N818 - of the bench's own
-    """What a rank raises."""
+    """The error that a rank raises."""
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     if job.contender.engine != "lightck":
         raise BenchError(f"{job.contender.label}: only lightck saves when a rank fails")
     if job.method.fault not in FAULTS:
         raise BenchError(f"fault = {job.method.fault!r}: must be one of {', '.join(FAULTS)}")
-    importlib.import_module("torch._dynamo")  # what an optimizer would load at its first step
+    importlib.import_module("torch._dynamo")  # an optimizer would load it at its first step
     found: dict[str, list[float]] = {}
     with _life(job) as life:
         last = life.trained(None)
@@ -81,12 +81,12 @@ def measure(job: Job) -> list[Record]:
 
 @dataclass
 class _End:
-    """How a life began and ended."""
+    """The begin and end of a life."""
 
     step: int
-    """The last complete step when it failed."""
+    """The last complete step at the failure."""
     states: list[State]
-    """Digests, of each rank's."""
+    """Digests of each rank's state."""
     bytes: int
     restart_s: float
     first_step_s: float
@@ -102,7 +102,7 @@ class _Life:
     ends: list[Connection]
 
     def trained(self, before: _End | None) -> _End:
-        """Let the ranks restore, train and fail; what they came to."""
+        """Let the ranks restore, train and fail; return how the life ended."""
         self._hear("ready")
         began = time.monotonic()
         for end in self.ends:
@@ -124,7 +124,7 @@ class _Life:
         return found
 
     def _failed(self, step: int) -> dict[str, float]:
-        """The failure's parts."""
+        """Return the parts of the time that the failure took."""
         fault, last = self.job.method.fault, len(self.ends) - 1
         failed = self._word(last, "failing")
         if fault == "term":
@@ -158,7 +158,7 @@ class _Life:
 
 @contextmanager
 def _life(job: Job) -> Iterator[_Life]:
-    """Ranks of their own, and the store of their job; nothing of them is left afterwards."""
+    """Fork the ranks of a life and serve their job's store; nothing of them is left afterwards."""
     context = multiprocessing.get_context("fork")
     life = _Life(job, [], [])
     try:
@@ -169,7 +169,8 @@ def _life(job: Job) -> Iterator[_Life]:
             theirs.close()
             life.ranks.append(process)
             life.ends.append(ours)
-        # Behind the forks: its thread, holding whatever lock it may, would be in none of them.
+        # Start the store after the forks: its thread and the locks it may hold would be in none of
+        # them.
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
         for end in life.ends:
             end.send(store.port)
@@ -186,9 +187,9 @@ def _life(job: Job) -> Iterator[_Life]:
 
 
 def _rank(job: Job, rank: int, end: Connection) -> None:
-    """One rank's process."""
+    """Run one rank's process."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    lock = threading.Lock()  # the snapshot of a failure is told on another thread
+    lock = threading.Lock()  # the snapshot of a failure is reported on another thread
     said: list[str] = []
 
     def say(what: str, value: Any) -> None:
@@ -201,7 +202,7 @@ def _rank(job: Job, rank: int, end: Connection) -> None:
     except BaseException as error:  # noqa: BLE001 - in the end that of the failure, here or there
         if "state" not in said:
             say("error", repr(error))
-    os._exit(1)  # what a failed process would do of itself is its interpreter's business
+    os._exit(1)  # how a failed process ends is not measured here
 
 
 def _lives(job: Job, rank: int, end: Connection, say: Callable[..., None]) -> None:

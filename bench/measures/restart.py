@@ -1,4 +1,4 @@
-"""A process is killed in its training: how soon the next one has made a step, and what is lost.
+"""Measure a restart after a kill: how soon the next process makes a step, and what is lost.
 
 Each failure takes two new processes. The first trains from the start, with a snapshot every `block`
 steps, until SIGKILL reaches it: after at least two intervals, at moments spread over the third. The
@@ -58,7 +58,7 @@ _SEED = 7
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     if job.contender.engine not in _ENGINES:
         raise BenchError(
             f"{job.contender.label}: what {job.contender.engine} leaves when it is killed cannot be"
@@ -75,7 +75,7 @@ def measure(job: Job) -> list[Record]:
         folder.mkdir()
         for name, value in _failure(job, folder, after, known).items():
             found.setdefault(name, []).append(value)
-        shutil.rmtree(folder)  # it may be memory
+        shutil.rmtree(folder)  # the medium may be memory
         job.tell(f"{i + 1} of {count} failures")
     note = f"{count} times killed, each restored state equal bit for bit"
     units = {name: "" if name == "lost_steps" else "s" for name in found}
@@ -88,7 +88,7 @@ def measure(job: Job) -> list[Record]:
 
 
 def _reference(job: Job, steps: int) -> tuple[dict[int, Any], int]:
-    """Digests of the state at each step that is due, and its bytes."""
+    """Return digests of the state at each step that is due, and its bytes."""
     known: dict[int, Any] = {}
     with _life(job, job.folder, "reference", steps) as life:
         while len(known) < steps // job.method.block:
@@ -98,7 +98,7 @@ def _reference(job: Job, steps: int) -> tuple[dict[int, Any], int]:
 
 
 def _failure(job: Job, folder: Path, after: float, known: dict[int, Any]) -> dict[str, float]:
-    """Kill one training so many steps from its start, and start the next."""
+    """Kill one training at so many steps after its start, and start the next one."""
     done: dict[int, float] = {}
     with _life(job, folder, "train") as life:
         while len(done) < 2 or max(done) < int(after):
@@ -129,17 +129,17 @@ def _failure(job: Job, folder: Path, after: float, known: dict[int, Any]) -> dic
 
 @dataclass
 class _Life:
-    """A process that trains, seen from here: what it says, line by line."""
+    """A training process seen from its parent, with its messages line by line."""
 
     said: IO[str]
     kill: Callable[[], object]
-    """Return when it is gone; again without effect."""
+    """Kill the process and return when it is gone; a second call has no effect."""
 
     def hear(self, what: str) -> list[Any]:
-        """The next line.
+        """Return the values of the next message.
 
         Raises:
-            BenchError: it says something else, or is gone.
+            BenchError: the process sends something else, or is gone.
         """
         line = self.said.readline()
         found = json.loads(line) if line else ["nothing: it has ended"]
@@ -148,7 +148,10 @@ class _Life:
         return cast(list[Any], found)
 
     def rest(self, what: str) -> Iterator[list[Any]]:
-        """What a process that is gone had still said; a line that is cut off is none."""
+        """Yield the messages that a process had sent before it ended.
+
+        A line that is cut off is skipped.
+        """
         for line in self.said:
             if line.endswith("\n") and (found := json.loads(line))[0] == what:
                 yield found
@@ -156,7 +159,7 @@ class _Life:
 
 @contextmanager
 def _life(job: Job, folder: Path, what: str, steps: int = 0) -> Iterator[_Life]:
-    """A new process; nothing of it is left afterwards."""
+    """Start a new process; nothing of it is left afterwards."""
     asked = {
         "contender": asdict(job.contender),
         "work": asdict(job.work),
@@ -177,7 +180,7 @@ def _life(job: Job, folder: Path, what: str, steps: int = 0) -> Iterator[_Life]:
 
 
 def _started(asked: dict[str, Any], writes: int) -> Callable[[], object]:
-    """A new Python; how to kill it."""
+    """Start a new Python; return the function that kills it."""
     command = [sys.executable, "-m", "bench.measures.restart", str(writes), json.dumps(asked)]
     process = subprocess.Popen(command, cwd=ROOT, pass_fds=[writes])
 
@@ -189,9 +192,9 @@ def _started(asked: dict[str, Any], writes: int) -> Callable[[], object]:
 
 
 def _forked(asked: dict[str, Any], writes: int) -> Callable[[], object]:
-    """For a toy: what starting Python takes is not looked at.
+    """Fork a process for a tiny model, where the start of Python is not measured.
 
-    With one thread: where the parent has run a parallel region, a child hangs in its first one.
+    It has one thread: where the parent has run a parallel region, a child hangs in its first one.
     """
     asked = {**asked, "threads": 1}
     process = multiprocessing.get_context("fork").Process(target=_lives, args=(asked, writes))
@@ -208,7 +211,7 @@ def _forked(asked: dict[str, Any], writes: int) -> Callable[[], object]:
 
 
 def _lives(asked: dict[str, Any], writes: int) -> None:
-    """One process's whole life."""
+    """Run the whole life of a process."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     with open(writes, "w", buffering=1) as told:
 
@@ -251,13 +254,13 @@ def _train(asked: dict[str, Any], say: Callable[..., None]) -> None:
 
 
 def _attach(loop: Loop, folder: Path) -> None:
-    """DCP's process group may have met in this folder before, in a process that is dead."""
+    """Attach the engine in a folder where DCP's process group may have met before, now dead."""
     (folder / "store").unlink(missing_ok=True)
     loop.attach(folder)
 
 
 def _bring_back(loop: Loop, engine: str, folder: Path) -> int:
-    """Restore into a new training and attach; the step."""
+    """Restore into a new training and attach; return the step."""
     if engine == "lightck":
         step = restored(loop.training, folder / "run")
         loop.attach(folder)

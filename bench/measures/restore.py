@@ -1,4 +1,4 @@
-"""How long it takes to bring a snapshot back into live tensors, against a plain memcpy of it.
+"""Measure how long a restore into live tensors takes, against a plain memcpy of them.
 
 A restore may leave work to the training: tensors that are mapped from a file are copied page by
 page when the first update writes to them. So the first update after it counts, by what it takes
@@ -28,7 +28,7 @@ from bench.yardstick import Kernels
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     saved = Saved.of(job)
     fresh = saved.fresh
     calls, restores, copies = [], [], []

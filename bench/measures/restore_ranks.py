@@ -1,6 +1,6 @@
-"""How long a snapshot takes back into live tensors, on as many ranks as saved it or on others.
+"""Measure a restore into live tensors, on as many ranks as saved the snapshot or on others.
 
-The snapshot is from processes that are gone (`save_ranks`); each rank brings back all of the
+The snapshot is from processes that are gone (`save_ranks`); each rank restores all of the
 replicated state, from the regions of all that saved it.
 
 Records:
@@ -24,7 +24,7 @@ from bench.work import Training, tensors
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     kept = json.loads((job.folder / KEPT).read_text())
     training = Training(job.work, seed=2)
     training.steps(1)

@@ -1,4 +1,4 @@
-"""Leaves a snapshot of a few ranks, and digests of it, for `restore_ranks` in other processes."""
+"""Save a snapshot of a few ranks, and digests of it, for `restore_ranks` in other processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT = "digests.json"
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module; no records."""
+    """Save the snapshot; there are no records. See the module."""
     engine = Lightck(dict(job.contender.settings))
     training = Training(job.work, rank=job.group.rank if job.group.world > 1 else None)
     training.steps(job.method.warmup)

@@ -1,8 +1,8 @@
-"""What a trace costs: steps with a snapshot each, traced and not, in the same process.
+"""Measure what a trace costs: steps with a snapshot each, traced and not, in one process.
 
 Steps of the work itself vary by more than what is looked for. The cost is that of calls, not of
 bytes, so it is measured where little else is: on a work with as many layers and tensors but thin
-ones, copied in as many pieces. A handle traces all its life or never, so that rounds alternate,
+ones, copied in as many pieces. A handle traces all its life or never, so rounds alternate,
 each with a handle of its own; in every other pair the traced round comes second: drifts cancel.
 
 Records:
@@ -36,14 +36,17 @@ _THIN_CHUNK = 4096  # bytes of a piece
 
 @dataclass(frozen=True)
 class _Round:
-    """Medians of its steps, in seconds: rare disturbances of a shared machine are left out."""
+    """The medians of a round's steps, in seconds.
+
+    They leave out rare disturbances of a shared machine.
+    """
 
     wall: float
     cpu: float
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     if job.contender.engine != "lightck":
         raise BenchError(f"{job.contender.label}: only lightck has a trace to measure")
     training = Training(job.work)
@@ -79,7 +82,7 @@ def _thin(job: Job) -> Job:
 
 
 def _added(job: Job, step: float) -> list[_Round]:
-    """What a trace adds to a step, over and over."""
+    """Return what a trace adds to a step, over and over."""
     training = Training(job.work)
     training.steps(job.method.warmup)
     for traced in (False, True):
@@ -104,7 +107,7 @@ def _added(job: Job, step: float) -> list[_Round]:
 
 
 def _round(job: Job, training: Training, traced: bool) -> _Round:
-    """Some steps under a handle of their own; every one carries a snapshot."""
+    """Run some steps under a handle of their own; every one carries a snapshot."""
     loop = _attached(job, training, traced)
     walls, cpus = [], []
     for _ in range(job.method.block):
@@ -117,7 +120,10 @@ def _round(job: Job, training: Training, traced: bool) -> _Round:
 
 
 def _checked(job: Job, training: Training) -> tuple[str, float]:
-    """A traced round that is restored and compared, and whose trace is read back."""
+    """Run a traced round, restore and compare it, and read its trace.
+
+    Return a text on what was verified, and the copies in the trace per snapshot.
+    """
     loop = _attached(job, training, True)
     for _ in range(job.method.block):
         loop.run(then=True)
@@ -135,7 +141,7 @@ def _attached(job: Job, training: Training, traced: bool) -> Loop:
     engine = Lightck({**job.contender.settings, "trace": traced})
     loop = Loop.of(job, training, engine)
     loop.attach(job.folder)
-    loop.step = engine.handle.step  # of one optimizer and region, through all its handles
+    loop.step = engine.handle.step  # steps of one optimizer and region, through all its handles
     for _ in range(1 + job.method.settle):  # the first of them carries nothing
         loop.run(then=True)
     return loop

@@ -1,4 +1,4 @@
-"""What a snapshot costs training: steps with one against steps without, in the same process.
+"""Measure what a snapshot costs training: steps with one against steps without, in one process.
 
 Records:
     extra: seconds per snapshot that training took longer.
@@ -40,7 +40,7 @@ _YARDSTICK_EVERY = 8  # samples
 
 @dataclass
 class Series:
-    """What is collected on the way: one entry per pair or block."""
+    """The samples of a run: one entry per pair or block."""
 
     extra: list[float] = field(default_factory=list)  # s per snapshot
     without: list[float] = field(default_factory=list)  # s per step
@@ -52,7 +52,7 @@ class Series:
 
 
 def measure(job: Job) -> list[Record]:
-    """See the module and `bench.measures.run`."""
+    """Measure the job; see the module and `bench.measures.run`."""
     training = Training(job.work)
     training.steps(job.method.warmup)
     with Peak(job.folder) as alone:
@@ -93,7 +93,7 @@ def measure(job: Job) -> list[Record]:
 
 
 def _intervals(series: Series) -> list[Record]:
-    """The smallest intervals at which snapshots cost no more than 1 % and 5 %."""
+    """Return the smallest intervals at which snapshots cost no more than 1 % and 5 %."""
     extra, step = estimate(series.extra), estimate(series.without)
     found = [
         Record("", f"interval_{percent}pct_steps", "", value, low, high)
@@ -107,7 +107,7 @@ def _intervals(series: Series) -> list[Record]:
 def _spaced(
     extra: Estimate, step: Estimate, percent: int, least: int
 ) -> tuple[float, float, float]:
-    """Steps between snapshots of which each costs `extra`: value, low, high."""
+    """Return the steps between snapshots of which each costs `extra`: value, low, high."""
 
     def steps(cost: float, each: float) -> float:
         needed = 100 * cost / (percent * max(each, 1e-9))
@@ -121,7 +121,10 @@ def _spaced(
 
 
 def _peak(job: Job, loop: Loop) -> int:
-    """Bytes at their peak while one snapshot is taken; the next step carries another."""
+    """Return the peak memory in bytes while one snapshot is taken.
+
+    The next step carries another.
+    """
     with Peak(job.folder) as peak:
         loop.run(then=False)
         loop.engine.drain()
@@ -132,7 +135,10 @@ def _peak(job: Job, loop: Loop) -> int:
 def _collect(
     job: Job, loop: Loop, yardstick: SyncCopy, one: Callable[[Job, Loop, Series], None]
 ) -> tuple[Series, list[float], bool]:
-    """Pairs or blocks until the interval is narrow enough; whether that was cut short, last."""
+    """Collect pairs or blocks until the interval is narrow enough.
+
+    The last result says whether that was cut short.
+    """
     series = Series()
     loop.run(then=True)
     if job.method.policy == "lone" and loop.engine.spills:
@@ -156,7 +162,7 @@ def _collect(
 
 
 def _needed(loop: Loop) -> tuple[int, int]:
-    """Steps that the engine is busy with a snapshot if training waits for it; and beside training.
+    """Return the steps that a snapshot takes if training waits for it, and beside training.
 
     Beside training it takes longer: half as long again, and a step.
     """
@@ -193,7 +199,10 @@ def _pair(job: Job, loop: Loop, series: Series) -> None:
 
 
 def _lone(job: Job, loop: Loop, series: Series) -> None:
-    """One snapshot and as many steps as it is worked on; a pair where that is one step."""
+    """Measure one snapshot and the steps that the engine works on it.
+
+    It measures a pair if that is one step.
+    """
     if loop.engine.spills:
         _compare(loop, series, [i == 0 for i in range(series.spacing)])
     else:
@@ -201,14 +210,14 @@ def _lone(job: Job, loop: Loop, series: Series) -> None:
 
 
 def _block(job: Job, loop: Loop, series: Series) -> None:
-    """Steps with a snapshot every `interval`, until the last one is complete; as many without."""
+    """Run steps with a snapshot every `interval` until the last is complete; as many without."""
     interval = loop.engine.interval
     steps = -(-job.method.block // interval) * interval
     _compare(loop, series, [i % interval == 0 for i in range(steps)])
 
 
 def _compare(loop: Loop, series: Series, carrying: Sequence[bool]) -> None:
-    """Steps of which some carry a snapshot, until the last one is complete; as many without."""
+    """Run steps of which some carry a snapshot until the last is complete, and as many without."""
     steps, snapshots = len(carrying), sum(carrying)
     cpu = [series.spent()]
     begin = time.perf_counter()
@@ -231,7 +240,7 @@ _ONE = {"pairs": _pair, "blocks": _block, "lone": _lone}
 
 
 def wanted_precision(job: Job, series: Series, copies: list[float]) -> Enough:
-    """The wanted precision, as seconds per snapshot."""
+    """Return the wanted precision, as seconds per snapshot."""
     widths = []
     if "cost_ratio" in job.precision:
         widths.append(job.precision["cost_ratio"] * trimmed_mean(copies))

@@ -1,4 +1,4 @@
-"""Memory and folders that micro-benchmarks share."""
+"""Provide memory and folders that micro-benchmarks share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bench.place import scratch
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """An empty folder on tmpfs."""
+    """Yield an empty folder on tmpfs."""
     with scratch("tmpfs") as path:
         yield path
 
 
 @pytest.fixture(scope="session")
 def memory() -> torch.Tensor:
-    """A source that no cache holds."""
+    """Return source memory that no cache holds."""
     return torch.ones(64 << 20, dtype=torch.float32).view(torch.uint8)

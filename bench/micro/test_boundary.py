@@ -1,4 +1,4 @@
-"""What a step costs the training thread when its snapshot is due: everything but large copies."""
+"""Measure what a due snapshot costs the training thread in a step: everything but large copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast bytes move: lightck's checksum and writer, the yardstick, memcpy.
+"""Measure how fast bytes move: lightck's checksum and writer, the yardstick, memcpy.
 
 `extra_info` has gigabytes per second, so that runs with other sizes compare.
 """
@@ -19,7 +19,7 @@ _KERNELS = ("avx512", "avx2", "sse42", "portable", "aarch64")
 
 @pytest.fixture(params=_KERNELS)
 def selected(request: pytest.FixtureRequest) -> Any:
-    """Every copy kernel that this CPU can run; the fastest again afterwards."""
+    """Select every copy kernel that this CPU can run in turn, and the fastest again afterwards."""
     before = kernel()
     name = str(request.param)
     if library().lck_kernel(name.encode(), ffi.NULL) < 0:
@@ -29,7 +29,7 @@ def selected(request: pytest.FixtureRequest) -> Any:
 
 
 def _rate(benchmark: Any, count: int) -> None:
-    if benchmark.stats is not None:  # --benchmark-disable
+    if benchmark.stats is not None:  # None: --benchmark-disable
         benchmark.extra_info["GB/s"] = round(count / benchmark.stats.stats.min / 1e9, 2)
 
 

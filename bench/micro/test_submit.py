@@ -1,4 +1,4 @@
-"""What asking for a copy costs, per layer, apart from the copy itself."""
+"""Measure what asking for a copy costs, per layer, apart from the copy itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAYER_BYTES = 64
 
 @pytest.fixture(params=[1, 100, 1000])
 def layers(request: pytest.FixtureRequest) -> list[torch.Tensor]:
-    """So many layers of a line each."""
+    """Return so many layers of a line each."""
     return [torch.zeros(_LAYER_BYTES, dtype=torch.uint8) for _ in range(request.param)]
 
 

@@ -1,4 +1,4 @@
-"""What results are measured against: a synchronous non-temporal copy, built from `ntcopy.c`."""
+"""The yardstick of all results: a synchronous non-temporal copy, built from `ntcopy.c`."""
 
 from bench.yardstick.kernels import Kernels, SyncCopy
 

@@ -1,4 +1,4 @@
-"""Compiles `ntcopy.c`, picks the machine's best variant, and times copies of a whole state."""
+"""Compile `ntcopy.c`, pick the machine's best variant, and time copies of a whole state."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Kernels:
 
 
 class SyncCopy:
-    """`sync_copy`: the state, copied by one thread while everything else waits.
+    """The yardstick `sync_copy`: one thread copies the state while everything else waits.
 
     The destination is a file of its own beside the engine's, pre-faulted, each tensor on a line.
     """
@@ -87,26 +87,28 @@ class SyncCopy:
             self.mapping = mmap.mmap(file.fileno(), self.bytes)
         self._view = _ffi.from_buffer(self.mapping, require_writable=True)
         self._base = int(_ffi.cast("uintptr_t", self._view))
-        self._run(next(iter(self._kernels.names)))  # touches every page
+        self._run(next(iter(self._kernels.names)))  # also touches every page
         self.which = min(self._kernels.names, key=self._best)
 
     @property
     def kernel(self) -> str:
-        """Name of the variant in use."""
+        """Return the name of the variant in use."""
         return self._kernels.names[self.which]
 
     def __call__(self) -> float:
-        """Copy once; seconds."""
+        """Copy once; return the seconds."""
         return self._timed(self.which)
 
     def memcpy(self) -> float:
-        """The same through memcpy; seconds."""
+        """Copy once through memcpy; return the seconds."""
         plain = next(i for i, name in self._kernels.names.items() if name == "memcpy")
         return self._timed(plain)
 
     def _best(self, which: int) -> float:
-        """Best of a few runs over the whole state: what wins on one large tensor loses on others,
-        as memcpy does, which copies past the caches only from some size on.
+        """Return the best of a few runs over the whole state.
+
+        What wins on one large tensor loses on others, as memcpy does, which copies past the caches
+        only from some size on.
         """
         return min(self._timed(which) for _ in range(_TRIALS))
 
@@ -120,14 +122,14 @@ class SyncCopy:
             self._kernels.copy(which, self._base + offset, tensor.data_ptr(), tensor.nbytes)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         _ffi.release(self._view)
         self.mapping.close()
         self._file.unlink()
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Offsets of the tensors one after the other, each on a line; and the bytes in all."""
+    """Return offsets of the tensors one after the other, each on a line, and the bytes in all."""
     offsets, at = [], 0
     for tensor in tensors:
         offsets.append(at)

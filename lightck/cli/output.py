@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
 def progress(title: str, total: int, unit: str = "B") -> Iterator[Callable[[int], object]]:
     """Show a bar on a terminal if tqdm is installed.
 
-    Call the yielded function with the progress made.
+    The yielded function takes how much more is done.
     """
     bar: Any = None
     if sys.stderr.isatty():

@@ -52,7 +52,7 @@ class Pool:
     def close(self) -> None:
         """Give one use up; the last close unmaps and unlocks the pool.
 
-        Close regions in it before.
+        Regions in it must be closed before.
         """
         with _guard:
             self.users -= 1
@@ -121,7 +121,7 @@ class Pool:
     def made(self) -> None:
         """Record durably that the region in the allocated space is there.
 
-        It must be durable already.
+        The region must be durable already.
         """
         root = self._root()
         assert root is not None

@@ -19,7 +19,7 @@ T = TypeVar("T", bound=_HasRecord)
 def is_near(inexact: int, exact: int) -> bool:
     """Return whether an inexact snapshot yields to an exact one.
 
-    It must be a step older at most.
+    The exact one must be a step older at most.
     """
     return 0 <= inexact - exact <= 1  # a newer one's state may be of an older step
 
