@@ -97,15 +97,12 @@ def attach(
         The handle; a context manager.
 
     Raises:
-        ConfigError: an argument that is wrong, misplaced or unknown, or a setting that is
-            impossible: the message says what was found and what to write. StateError: state that
-            could not be restored.
-        UnrestoredError: the snapshots there were neither restored into this model nor recorded from
-            it.
+        ConfigError: an argument is wrong, misplaced or unknown, or a setting impossible; it says
+            what was found and what to write. StateError: state that could not be restored.
+        UnrestoredError: snapshots there were neither restored into this model nor recorded from it.
         RegionFullError: bytes needed and free. RegionBusyError: another process owns the region.
         RegionError: the place is not safe, not writable or not a region.
-        CoordinationError: another rank failed (the message has its reason), did not come, or
-            differs in something.
+        CoordinationError: another rank failed (with its reason), did not come, or differs.
 
     Thread: the training thread; may block on the medium, and on the other ranks for two minutes.
     With several ranks (`torch.distributed` is initialized) every rank calls this, in the same order

@@ -239,10 +239,9 @@ class Handle:
         """Declare that the state was replaced from outside, and is that of `step` now.
 
         It is for `load_state_dict` in mid-run, or healing from a peer. Open snapshots of the state
-        before are given up; later snapshots count from `step`. Called between two steps, this step
-        can be saved; called between a forward and its update, the next step is the first that can.
-        The last committed snapshot is kept until a newer one is committed, also when `step` is
-        older.
+        before are given up; later snapshots count from `step`. Between two steps `step` itself can
+        be saved; between a forward and its update the next step is the first that can. The snapshot
+        that was committed last is kept until a newer one is committed, also when `step` is older.
 
         With several ranks every rank calls it, before the same forward or update, and `step` is
         newer than what they have.

@@ -136,8 +136,7 @@ def restore(
         A description of what was restored, or None when there is nothing at all at `path`.
 
     Raises:
-        ConfigError: an argument of the wrong type, in the wrong place or unknown; the message says
-            what to write.
+        ConfigError: an argument is of the wrong type, misplaced or unknown; it says what to write.
         NoSnapshotError: snapshots are there, but none is whole, or not the wanted step.
         RestoreMismatchError: the state differs; nothing was changed.
         CoordinationError: another rank failed, named with its reason, or did not come.

@@ -23,7 +23,7 @@ _ENDS_S = 10.0
 """Seconds that killed processes may take to be gone."""
 _OTHERS_S = 3.0
 """Seconds to wait for the other ranks once the first has saved: a rank before its forward waits one
-second for it, and then every rank saves its forward start too."""
+second for it, and then all ranks also save the instant before that forward."""
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 PLACEHOLDER = "{path}"
 NETWORK = (

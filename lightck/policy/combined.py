@@ -24,7 +24,7 @@ class Combinable:
 
 @dataclass(frozen=True, init=False)
 class AnyOf(Combinable):
-    """Due when at least one of the policies is.
+    """A policy that is due when at least one of the policies is.
 
     Args:
         *policies: one policy or more.
@@ -45,7 +45,7 @@ class AnyOf(Combinable):
 
 @dataclass(frozen=True, init=False)
 class AllOf(Combinable):
-    """Due when every one of the policies is.
+    """A policy that is due when every one of the policies is.
 
     Args:
         *policies: one policy or more.

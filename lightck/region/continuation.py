@@ -18,11 +18,10 @@ class Continuation:
     """
 
     records: dict[bytes, Record] = field(default_factory=dict)
-    """Per region UUID: the snapshot that the model was restored from or committed last in that
-    region."""
+    """The snapshot, by region UUID, that the model was last restored from or committed as."""
     newest: dict[bytes, int] = field(default_factory=dict)
-    """Per region UUID: the newest sequence when the model was restored or committed last. A later
-    sequence was written by somebody else."""
+    """The region's newest sequence at the model's last restore or commit, by region UUID. A later
+    one is somebody else's."""
     given_up: set[Path] = field(default_factory=set)
     """Region files that cannot be opened and whose state restore got from other ranks: attach may
     rename them."""

@@ -21,9 +21,9 @@ class JournalEntry:
     """
 
     kind: int
-    """STEP_END: complete in itself. FORWARD: everything, at forward start. FENCE: the state that
-    the update will not change, taken before the first update of the iteration that completes
-    `step`."""
+    """The moment of the entry. STEP_END: complete in itself. FORWARD: everything, at forward start.
+    FENCE: the state that the update will not change, before the first update of the iteration that
+    completes `step`."""
     step: int
     timeline: int
     sequence: int

@@ -78,7 +78,7 @@ class Region:
         """The slot of the best whole snapshot. By I6 (old before new) it is never invalidated,
         moved or overwritten."""
         self.reusable: Callable[[int, int], bool] | None = None
-        """With several ranks: return whether the slot that holds (timeline, step) may be reused."""
+        """Tells, with several ranks, whether the slot that holds (timeline, step) may be reused."""
         self.spare = 0
         """The number of slots that due snapshots leave free for a failure."""
         self.next_sequence = 1 + max((seq for _, seq in self.info.lineage), default=0)
