@@ -133,7 +133,7 @@ def _losses(lines: list[str]) -> dict[int, str]:
 
 
 def _whole(example: Example, folder: Path) -> list[str]:
-    """What it prints from its start to its end."""
+    """Return what it prints from its start to its end."""
     with _running(example, folder) as process:
         assert process.stdout is not None
         lines = list(_lines(process.stdout))
@@ -142,7 +142,7 @@ def _whole(example: Example, folder: Path) -> list[str]:
 
 
 def _killed(example: Example, folder: Path) -> list[str]:
-    """What it prints until it is killed, in mid-run and with a snapshot that is whole."""
+    """Return what it prints until it is killed, in mid-run and with a snapshot that is whole."""
     with _running(example, folder) as process:
         assert process.stdout is not None
         fcntl(process.stdout, F_SETPIPE_SZ, _PIPE_BYTES)

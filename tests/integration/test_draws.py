@@ -118,7 +118,7 @@ def test_loader_that_is_drawn_from_ahead_of_the_loop_is_told_of(
 def test_epoch_that_ends_soon_after_a_resume_is_no_batch_ahead(
     run_dir: Path, caplog: Any, left: int
 ) -> None:
-    """What is asked for at the end of the data brings no batch."""
+    """A request at the end of the data brings no batch."""
     data = torch.randn(40, 4)
     sampler = lightck.ResumableSampler(data)
     sampler.load_state_dict(sampler.state_dict() | {"consumed": 40 - 2 * left})

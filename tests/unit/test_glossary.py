@@ -29,7 +29,7 @@ def _rows() -> list[tuple[str, str, list[str]]]:
 
 
 def _defined(statement: ast.stmt) -> Iterator[str]:
-    """What a statement of a module or of a class's body defines."""
+    """Return the names that a statement of a module or class body defines."""
     if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield statement.name
     elif isinstance(statement, ast.Assign | ast.AnnAssign):
@@ -42,7 +42,7 @@ def _assigned(node: ast.Assign | ast.AnnAssign) -> Iterator[ast.expr]:
 
 
 def _members(made: ast.ClassDef) -> Iterator[str]:
-    """What a class has: methods, fields, and what its methods assign to attributes of `self`."""
+    """Return the names that a class has: methods, fields, and what its methods assign to attributes of `self`."""
     for statement in made.body:
         yield from _defined(statement)
     for node in ast.walk(made):
