@@ -42,7 +42,7 @@ def _assigned(node: ast.Assign | ast.AnnAssign) -> Iterator[ast.expr]:
 
 
 def _members(made: ast.ClassDef) -> Iterator[str]:
-    """Return the names that a class has: methods, fields, and what its methods assign to attributes of `self`."""
+    """Return the names of methods, fields, and attributes that methods assign to `self`."""
     for statement in made.body:
         yield from _defined(statement)
     for node in ast.walk(made):
