@@ -99,8 +99,8 @@ bench: $(BENCH_STAMP) ## Measure lightck and its peers in minutes; report in bui
 bench-full: $(BENCH_STAMP) ## Measure everything, in hours
 	$(MAKE) --no-print-directory bench BENCH=--full
 
-# What README and docs/bench.md show: the newest results and one traced run. On an idle machine, after `make bench-full`.
-bench-record: $(BENCH_STAMP) ## Store the results of build/bench, draw and render them into README, docs/bench.md
+# What README and docs/benchmarks show: the newest results and one traced run. On an idle machine, after `make bench-full`.
+bench-record: $(BENCH_STAMP) ## Store the results of build/bench, draw, render README and docs/benchmarks
 	$(BIN)/python -m bench picture
 	$(BIN)/python -m bench readme --take
 
