@@ -53,7 +53,7 @@ venv: $(STAMP) ## Make .venv with lightck in it, its native part compiled
 $(STAMP): pyproject.toml constraints.txt Makefile $(SOURCES) $(HEADERS) | $(BIN)/python
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(MAKE) --no-print-directory torch
 	rm -f lightck/_native*.so
-	$(PIP) -e '.[cli,timeline,test,lint]'
+	$(PIP) -e '.[cli,timeline,test,lint,docs]'
 	touch $@
 
 $(BIN)/python:
@@ -99,8 +99,8 @@ bench: $(BENCH_STAMP) ## Measure lightck and its peers in minutes; report in bui
 bench-full: $(BENCH_STAMP) ## Measure everything, in hours
 	$(MAKE) --no-print-directory bench BENCH=--full
 
-# What README and docs/bench.md show: the newest results and one traced run. On an idle machine, after `make bench-full`.
-bench-record: $(BENCH_STAMP) ## Store the results of build/bench, draw and render them into README, docs/bench.md
+# What README and docs/benchmarks show: the newest results and one traced run. On an idle machine, after `make bench-full`.
+bench-record: $(BENCH_STAMP) ## Store the results of build/bench, draw, render README and docs/benchmarks
 	$(BIN)/python -m bench picture
 	$(BIN)/python -m bench readme --take
 
@@ -128,13 +128,15 @@ gpu-check: ## On a machine with a GPU: its tests, then what it reaches; in build
 
 # Without CRC32 instructions where no function asks for them: `zig cc` compiles so by itself.
 LINT_CLANG = clang $(if $(filter x86_64,$(shell uname -m)),-mno-crc32)
-lint: venv ## Check style, types, spelling and warnings of everything
+lint: venv ## Check style, types, spelling, documents and warnings of everything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/lint_tree.py
 	$(BIN)/mypy examples
 	$(BIN)/codespell
+	@if [ -x $(BIN)/mkdocs ]; then $(MAKE) --no-print-directory pages; \
+	else echo "SKIPPED: no mkdocs in $(VENV), the links of docs were not followed: pip install '.[docs]'"; fi
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(NATIVE_TESTS) $(TEST_HEADERS) \
 	  $(CRASH_SOURCES) $(CRASH_HEADERS) $(GUEST_SOURCES) $(GUEST_HEADERS) \
 	  $(ORDER_SOURCES) $(ORDER_HEADERS) $(KILL_SOURCES) $(FUZZ_SOURCES) $(FUZZ_HEADERS) \
@@ -146,6 +148,11 @@ lint: venv ## Check style, types, spelling and warnings of everything
 	@if command -v $(CROSS) >/dev/null; then \
 	  $(MAKE) --no-print-directory warnings COMPILER=$(CROSS); \
 	else echo "SKIPPED: no $(CROSS) on PATH, the aarch64 code was not compiled"; fi
+
+# Not with --quiet: then --strict lets everything pass.
+.PHONY: pages
+pages:
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Without and with fault injection, and with the trace. -O2 because part of the warnings needs the optimizer's view; the
 # code is thrown away.

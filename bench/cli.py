@@ -43,7 +43,7 @@ examples:
   python -m bench report -o report.md           with report.html, from the newest results
   python -m bench report build/bench/stress.parquet -o stress.md
   python -m bench compare main                  micro-benchmarks of that commit and of this tree
-  python -m bench readme --take                 store the results, render README and docs/bench.md
+  python -m bench readme --take                 store the results, render README and docs
   python -m bench picture                       README's picture, from a run of half a minute
 
 Results go to build/bench/<definition>.parquet, with machine, versions, command and commit. Numbers
@@ -112,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     each.add_argument("-k", dest="only", default="", help="choose benchmarks, as pytest's -k")
     each.set_defaults(run=_compare)
     each = commands.add_parser(
-        "readme", help="render README's part and docs/bench.md from the stored results"
+        "readme",
+        help="render what README and docs say from the stored results",
     )
     each.add_argument("--take", action="store_true", help="first store the results of build/bench")
     each.add_argument("--check", action="store_true", help="change nothing; status 1 if stale")
@@ -285,16 +286,11 @@ def _readme(arguments: argparse.Namespace) -> int:
     if arguments.take:
         for file in readme.take(_results()):
             print(file)
-    results = readme.stored()
-    wanted = {
-        readme.README: readme.replaced(readme.README.read_text(), readme.render(results)),
-        readme.TABLES: readme.tables(results),
-    }
+    wanted = readme.wanted(readme.stored())
     stale = {file: text for file, text in wanted.items() if readme.current(file) != text}
     if arguments.check:
         return int(bool(stale))
-    for file, text in stale.items():
-        file.write_text(text)
+    readme.write(stale)
     return 0
 
 

@@ -62,18 +62,32 @@ def document(results: Sequence[Result]) -> list[Block]:
     Raises:
         BenchError: there are two results of the same definition, on the same accelerator.
     """
-    groups = summary.by_device(results)
     blocks: list[Block] = []
-    for device, each in groups.items():
-        names = [result.about["definition"]["name"] for result in each]
-        for name in names:
-            if names.count(name) > 1:
-                raise BenchError(f"two results of `{name}`: a report has one of each, choose")
-        where = f", on {device or 'the CPU'}" if device or len(groups) > 1 else ""
-        blocks += [Heading(1, f"Benchmarks of lightck{where}"), *_overview(each, device)]
+    for device, each in summary.by_device(results).items():
+        blocks += _head(results, device, each)
         for result in each:
-            blocks += _section(result, device)
+            blocks += section(result, device)
     return blocks
+
+
+def overview(results: Sequence[Result]) -> list[Block]:
+    """The same without the benchmarks' own sections.
+
+    Raises:
+        BenchError: two results of the same definition, on the same accelerator.
+    """
+    groups = summary.by_device(results).items()
+    return [block for device, each in groups for block in _head(results, device, each)]
+
+
+def _head(results: Sequence[Result], device: str, each: Sequence[Result]) -> list[Block]:
+    names = [result.about["definition"]["name"] for result in each]
+    for name in names:
+        if names.count(name) > 1:
+            raise BenchError(f"two results of `{name}`: a report has one of each, choose")
+    several = device or len(summary.by_device(results)) > 1
+    where = f", on {device or 'the CPU'}" if several else ""
+    return [Heading(1, f"Benchmarks of lightck{where}"), *_overview(each, device)]
 
 
 def chart(device: str, name: str) -> str:
@@ -130,24 +144,24 @@ def _origin(result: Result) -> Text:
     )
 
 
-def targets(results: Sequence[Result], but: str = "") -> list[Block]:
-    """List all targets of the results, misses first, with what was found.
+def counts(results: Sequence[Result]) -> str:
+    """How many targets are missed, not shown, not available and met."""
+    found = [verdict.state for verdict in verdicts(results)]
+    return ", ".join(f"{found.count(state)} {state}" for state in dict.fromkeys(found))
 
-    Targets of the state `but` are only counted.
-    """
+
+def targets(results: Sequence[Result]) -> list[Block]:
+    """All targets of the results, misses first, with what was found."""
     found = verdicts(results)
     if not found:
         return [Text("None.")]
-    states = list(dict.fromkeys(verdict.state for verdict in found))
-    counts = ", ".join(f"{sum(v.state == s for v in found)} {s}" for s in states)
     by_name = {result.about["definition"]["name"]: result for result in results}
     rows = [
         [*_target_row(verdict, result), named(result, results)]
         for verdict in found
-        if verdict.state != but
         for result in [by_name[verdict.definition]]
     ]
-    return [Text(f"{counts}."), Table(["", "target", "bound", "found", "benchmark"], rows)]
+    return [Text(f"{counts(results)}."), Table(["", "target", "bound", "found", "benchmark"], rows)]
 
 
 def named(result: Result, results: Sequence[Result]) -> str:
@@ -160,29 +174,25 @@ def lost(results: Sequence[Result]) -> Block:
 
     First come the rows by what the benchmark is about, then those by what is counted beside it.
     """
-    main, beside = _lost(results)
+    main, beside = losses(results)
     return _losses([*main, *beside], results) if main or beside else Text(_NOWHERE)
 
 
-def lost_in_short(results: Sequence[Result]) -> list[Block]:
-    """List the rows by what the benchmark is about; of the others, say how many there are."""
-    main, beside = _lost(results)
-    blocks: list[Block] = [_losses(main, results) if main else Text(_NOWHERE)]
-    if beside:
-        words = [heading(ours.measure) for _, _, _, ours in beside]
-        counts = ", ".join(f"{words.count(word)} in {word}" for word in dict.fromkeys(words))
-        blocks.append(Text(f"By what is counted beside it, in {len(beside)} more: {counts}."))
-    return blocks
+def beside_in_short(beside: Sequence[Loss]) -> str:
+    """How many rows are lost by what is counted beside, and by which of it."""
+    words = [heading(ours.measure) for _, _, _, ours in beside]
+    found = ", ".join(f"{words.count(word)} in {word}" for word in dict.fromkeys(words))
+    return f"{len(beside)} more by what is counted beside it: {found}"
 
 
 _NOWHERE = "Nowhere among these rows."
-_Loss = tuple[Result, str, Record, Record]
+Loss = tuple[Result, str, Record, Record]
 
 
-def _lost(results: Sequence[Result]) -> tuple[list[_Loss], list[_Loss]]:
-    """Return the losses by what benchmarks are about, and those by what is counted beside that."""
-    main: list[_Loss] = []
-    beside: list[_Loss] = []
+def losses(results: Sequence[Result]) -> tuple[list[Loss], list[Loss]]:
+    """The rows in which something else is better: by what benchmarks are about, and by the rest."""
+    main: list[Loss] = []
+    beside: list[Loss] = []
     for result in results:
         aside = rivals.BESIDE.get(result.about["definition"]["kind"], ())
         for model, winner, ours in rivals.lost(result):
@@ -190,7 +200,7 @@ def _lost(results: Sequence[Result]) -> tuple[list[_Loss], list[_Loss]]:
     return main, beside
 
 
-def _losses(found: Sequence[_Loss], results: Sequence[Result]) -> Table:
+def _losses(found: Sequence[Loss], results: Sequence[Result]) -> Table:
     rows: list[list[str | Cell]] = []
     for result, model, winner, ours in found:
         noise = "the intervals meet" if winner.high >= ours.low else ""
@@ -228,7 +238,8 @@ def _bound(verdict: Verdict) -> str | Cell:
     return Cell(f"{sign} {quantity(target.bound, unit, measure)}", target.bound)
 
 
-def _section(result: Result, device: str) -> list[Block]:
+def section(result: Result, device: str) -> list[Block]:
+    """Every row of one benchmark."""
     definition = result.about["definition"]
     name = definition["name"]
     blocks: list[Block] = [

@@ -14,7 +14,8 @@ from bench.record import Record, Result
 from bench.statistics import Estimate, ratio
 
 _SAVING = ("training", "device_training")  # kinds with a snapshot every step, on one rank
-_WITHIN = {"interval_1pct_steps": "1 %", "interval_5pct_steps": "5 %", "interval": "2 %"}
+WITHIN_1 = "interval_1pct_steps"
+_WITHIN = {WITHIN_1: "1 %", "interval_5pct_steps": "5 %", "interval": "2 %"}
 _OURS, _NOBODY = "lightck", "none"
 
 
@@ -271,13 +272,7 @@ def intervals(results: Sequence[Result]) -> Table | None:
     The table has the far end of each interval, so that it is enough; from the cost of single
     snapshots, where that was measured.
     """
-    known = [
-        row
-        for row in [*compared(results, lone=True), *compared(results)]
-        if any(row.of(n, m) for n in row.labels for m in _WITHIN)
-    ]
-    single = [row.name for row in known if _policy(row.result) == "lone"]
-    found = [r for r in known if _policy(r.result) == "lone" or r.name not in single]
+    found = known_intervals(results)
     names = dict.fromkeys(n for row in found for n, e in row.engines.items() if e != _NOBODY)
     if not found:
         return None
@@ -288,6 +283,44 @@ def intervals(results: Sequence[Result]) -> Table | None:
             for row in found
         ],
     )
+
+
+def known_intervals(results: Sequence[Result]) -> list[Row]:
+    """The rows of that table: of a model the one with single snapshots, where it was measured."""
+    known = [
+        row
+        for row in [*compared(results, lone=True), *compared(results)]
+        if any(row.of(n, m) for n in row.labels for m in _WITHIN)
+    ]
+    single = [row.name for row in known if _policy(row.result) == "lone"]
+    return [r for r in known if _policy(r.result) == "lone" or r.name not in single]
+
+
+def apart(results: Sequence[Result]) -> Table | None:
+    """Models against engines: the smallest interval within 1 % with its bounds, and the state."""
+    found = [row for row in known_intervals(results) if row.of(row.ours or "", WITHIN_1)]
+    names = dict.fromkeys(n for row in found for n, e in row.engines.items() if e != _NOBODY)
+    if not found:
+        return None
+    used = list({id(row.result): row.result for row in found}.values())
+    return Table(
+        ["model", "state", *names],
+        [
+            [
+                row.name + origin.mark(row.result, used),
+                cell(row.of(row.ours or "", "state")),
+                *(_apart(row.of(name, WITHIN_1)) for name in names),
+            ]
+            for row in found
+        ],
+    )
+
+
+def _apart(record: Record | None) -> str | Cell:
+    if record is None:
+        return ""
+    text, low, high = (f"{x:,.0f}" for x in (record.value, record.low, record.high))
+    return Cell(text, record.value, f"[{low}, {high}]" if low != high else "")
 
 
 def _within(row: Row, name: str) -> str | Cell:

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     text = (_ROOT / "README.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
     first = next(body for language, body in blocks if language == "python")
-    assert len(first.splitlines()) <= 32
+    assert 15 <= len(first.splitlines()) <= 25
     (tmp_path / "train.py").write_text(first)
     return tmp_path
 
@@ -82,7 +82,7 @@ def test_it_trains_is_killed_and_goes_on_with_the_losses_of_a_run_without_an_end
 def test_chaos_finds_it_identical_as_readme_says(folder: Path) -> None:
     text = (_ROOT / "README.md").read_text()
     opening = text[: text.index("\n## ")]
-    assert opening.index("**3.") < opening.index("lightck chaos -- python train.py")
+    assert "lightck chaos -- python train.py" in opening
     done = subprocess.run(
         [sys.executable, "-m", "lightck.cli", "chaos", "--fault", "kill:60:backward"]
         + ["--", sys.executable, "train.py"],
@@ -95,4 +95,4 @@ def test_chaos_finds_it_identical_as_readme_says(folder: Path) -> None:
     print(done.stdout, done.stderr)
     assert done.returncode == 0
     assert "IDENTICAL: " in done.stdout
-    assert not (folder / "run").exists(), "chaos has a place of its own"
+    assert not (folder / "lightck-run").exists(), "chaos has a place of its own"

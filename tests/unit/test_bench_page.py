@@ -341,7 +341,7 @@ def test_models_without_peers_stand_apart_each_share_beside_its_cost_ratio() -> 
     assert cells[8] == "0 %", "what the method is wrong by"
     cells = _cells(table, "GPT-2")
     assert cells[1] == "1 x 512" and cells[4] == "6.67 %" and cells[8] == ""
-    for text in (report.render([_larger()], {}), readme.render([_larger()])):
+    for text in (report.render([_larger()], {}), readme.overview([_larger()])):
         assert "| VGG-16 | 16 | 1.00 GB | 6.00 s" in text
 
 
@@ -422,17 +422,50 @@ def test_the_smallest_intervals_stand_in_a_table() -> None:
     assert summary.intervals([record.read(_SAMPLE)]) is None
 
 
-def test_readme_shows_the_models_once_they_are_stored() -> None:
-    text = readme.render([_essential(), record.read(_SAMPLE)])
+def test_readme_and_the_overview_show_the_models_once_they_are_stored() -> None:
+    results = [_essential(), record.read(_SAMPLE)]
+    text = readme.overview(results)
     assert "| GPT-2 | 1.50 GB | 10.0 % | 3.00 ms [2.70 ms, 3.30 ms] |" in text
     assert "| GPT-2 | 11 steps within 1 % (22 steps within 5 %) |" in text
-    assert "copy / step" not in readme.render([record.read(_SAMPLE)])
+    told = readme.render(results)["speed"]
+    assert "| GPT-2 | 1.50 GB | 10 [9, 11] | 10 [9, 11] |" in told
+    assert "copy / step" not in readme.overview([record.read(_SAMPLE)])
+    assert "| model |" not in readme.render([record.read(_SAMPLE)])["speed"]
+
+
+def _apart(**steps: tuple[float, float, float]) -> str:
+    """Return README's words for intervals within 1 % that an engine has for all models."""
+    whole = _essential()
+    records = [
+        replace(r, value=value, low=low, high=high) if r.measure == summary.WITHIN_1 else r
+        for r in whole.records
+        for value, low, high in [steps[r.engine.split()[1].replace(".", "_")]]
+    ]
+    return " ".join(readme.render([replace(whole, records=records)])["speed"].split())
+
+
+def test_readme_says_what_the_intervals_say() -> None:
+    text = _apart(lightck=(1, 1, 1), torch_save=(50, 40, 60), checkfreq=(30, 20, 40))
+    assert "by the whole interval for ResNet-18, VGG-16 and GPT-2." in text
+    assert "For all of them every other engine needs at least 20.0 times as many steps" in text
+    text = _apart(lightck=(1, 1, 9), torch_save=(50, 40, 60), checkfreq=(9, 8, 10))
+    assert "by the whole interval for none." in text and "times as many" not in text
+    assert "For ResNet-18, VGG-16 and GPT-2 its interval meets another engine's." in text
+
+
+def test_a_gpu_s_results_are_not_in_readme_s_table() -> None:
+    assert "| GPT-2 |" not in readme.render([_on_a_gpu()])["speed"]
+    both = readme.render([_on_a_gpu(), _essential()])["speed"]
+    assert both.count("| GPT-2 |") == 1 and "Example H100" not in both
 
 
 # ---- accelerators --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rendered", [lambda r: report.render(r, {}), readme.render])
+@pytest.mark.parametrize(
+    "rendered",
+    [lambda r: report.render(r, {}), lambda r: readme.overview(r).partition("## Overview")[2]],
+)
 def test_results_of_a_gpu_never_share_a_table_with_those_of_a_cpu(rendered: object) -> None:
     assert callable(rendered)
     text = rendered([_on_a_gpu(), _essential()])

@@ -100,10 +100,10 @@ def test_who_is_better_in_what_is_counted_beside_is_told_after_the_losses_in_tim
     told = [(row[0], row[2]) for row in table.rows]
     extra = "extra per snapshot"
     assert told == [("`sample`", extra), ("`second`", extra), ("`sample`", "extra DRAM")]
-    table, counted = report.lost_in_short([first, second])
-    assert isinstance(table, document.Table) and isinstance(counted, document.Text)
-    assert [row[2] for row in table.rows] == [extra, extra]
-    assert counted.text == "By what is counted beside it, in 1 more: 1 in extra DRAM."
+    main, beside = report.losses([first, second])
+    assert [result for result, _, _, _ in main] == [first, second]
+    counted = report.beside_in_short(beside)
+    assert counted == "1 more by what is counted beside it: 1 in extra DRAM"
 
 
 def test_on_a_gpu_too_whoever_wins_is_told() -> None:
