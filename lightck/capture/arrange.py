@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 
 from lightck.capture import dtensor, staging
-from lightck.capture.ahead import RUN, Ahead
 from lightck.capture.device import Device
 from lightck.capture.holders import flat, holder
 from lightck.capture.state import Live
@@ -43,6 +42,8 @@ _RARE_FORM: tuple[tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor],
 )
 """More of it: which tensors it may differ for, whose other form stays, and what it is."""
 _version = operator.attrgetter("_version")
+_RUN = 512
+"""Tensors that are read together: what one reading brings into the cache serves the next."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ class Sources:
         Run by run, so that what was read is compared and forgotten while it is in the cache.
         """
         moved: list[int] = []
-        for at in range(0, len(self.tensors), RUN):
-            pointers, versions = read(self.tensors[at : at + RUN])
-            others = pointers != self.pointers[at : at + RUN]
-            others |= versions != self.versions[at : at + RUN]
+        for at in range(0, len(self.tensors), _RUN):
+            pointers, versions = read(self.tensors[at : at + _RUN])
+            others = pointers != self.pointers[at : at + _RUN]
+            others |= versions != self.versions[at : at + _RUN]
             moved += (np.flatnonzero(others) + at).tolist()
         return moved
 
@@ -169,8 +170,8 @@ class Arrangement:
         """
         return (
             not any(
-                list(map(form, tensors[at : at + RUN])) != then[at : at + RUN]
-                for at in range(0, len(tensors), RUN)
+                list(map(form, tensors[at : at + _RUN])) != then[at : at + _RUN]
+                for at in range(0, len(tensors), _RUN)
                 for form, then in zip(_FORM, self._forms, strict=True)
             )
             and _rare_forms(self._rare, tensors) == self._rare_forms
@@ -257,25 +258,19 @@ def sources(part: Part, arrangement: Arrangement) -> Sources:
 
 
 def read(
-    tensors: Sequence[torch.Tensor], ahead: Ahead | None = None
+    tensors: Sequence[torch.Tensor],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
     """Addresses of the first elements, and versions, which every write moves that torch counts.
 
     Arrays: numbers as objects would be memory of their own, cold again when they are let go.
-
-    Args:
-        tensors: are looked at.
-        ahead: of these tensors, or of most of them.
     """
     pointers = np.empty(len(tensors), np.uint64)
     versions = np.empty(len(tensors), np.int64)
-    for i, at in enumerate(range(0, len(tensors), RUN)):
-        if ahead is not None:
-            ahead.ask(i)
-        run = list(tensors[at : at + RUN])
+    for at in range(0, len(tensors), _RUN):
+        run = list(tensors[at : at + _RUN])
         held = dtensor.locals_of(run)
-        pointers[at : at + RUN] = _addresses(held)
-        versions[at : at + RUN] = _versions(run, held)
+        pointers[at : at + _RUN] = _addresses(held)
+        versions[at : at + _RUN] = _versions(run, held)
     return pointers, versions
 
 

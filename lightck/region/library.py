@@ -15,7 +15,7 @@ from cffi import FFI
 
 from lightck.errors import LightckError, from_native
 
-ABI = 10
+ABI = 11
 _UNKNOWN = 2**64 - 1
 
 CDEF = """
@@ -59,7 +59,6 @@ const char *lck_last_error(void);
 int lck_kernel(const char *select, const char **name);
 uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length);
 uint64_t lck_memory_available(int swap);
-void lck_prefetch(const uint64_t *addresses, uint64_t count);
 int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_region **out);
 int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_region **out);
 int lck_region_create_on(const lck_backing *backing, int fd, int lock_fd,

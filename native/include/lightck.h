@@ -22,7 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 10u
+#define LCK_ABI 11u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -62,9 +62,6 @@ uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length);
 /* Bytes that this process can take without waking the OOM killer: of the machine's and its control
  * groups' DRAM, with `swap` of both and swap. LCK_ALL: nobody says. Any thread. */
 uint64_t lck_memory_available(int swap);
-
-/* Ask for the cache lines at these addresses, all at once: a hint, reads nothing. Any thread. */
-void lck_prefetch(const uint64_t *addresses, uint64_t count);
 
 typedef struct lck_region lck_region;
 typedef struct lck_pool lck_pool;
