@@ -106,8 +106,7 @@ class Draws:
 
 def _moved(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
     names = {"torch"} if not torch.equal(before["torch"], now["torch"]) else set()
-    # The same object is given of what has not moved; an equal one of what was set back.
-    return names | {n for n in ("numpy", "python") if now[n] is not before[n]}
+    return names | {n for n in ("numpy", "python") if now[n] != before[n]}
 
 
 def _drops(model: nn.Module) -> bool:

@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightck.capture import boundary, peek
+from lightck.capture import boundary
 from lightck.errors import CorruptSnapshotError, DeviceError, StateError
 
 _NAMES = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _KINDS: dict[str, Any] = {name: getattr(np.random, name) for name in _NAMES}
 
-_python: tuple[Any, dict[str, Any]] | None = None  # what was seen of it, and the state, packed
-_numpy: tuple[Any, dict[str, Any]] | None = None
+_given: dict[str, dict[str, Any]] = {}  # the last answers
 
 
 def capture() -> dict[str, Any]:
     """All global generators now, plain. Draws nothing; the values are private copies.
 
-    Called at each instant: of generators that nobody has drawn from, the last answer is given, the
-    same object.
+    Called at each instant: where NumPy's or Python's state is the last one, bit by bit, the very
+    object is given again.
 
     Raises:
         StateError: NumPy's is of a kind that could not come back.
@@ -31,8 +30,8 @@ def capture() -> dict[str, Any]:
     """
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": _of_numpy(),
-        "python": _of_python(),
+        "numpy": _again("numpy", _of_numpy()),
+        "python": _again("python", packed(random.getstate())),
     }
     if torch.cuda.is_initialized() and torch.cuda.is_available():
         try:
@@ -42,30 +41,24 @@ def capture() -> dict[str, Any]:
     return states
 
 
-def _of_python() -> dict[str, Any]:
-    """625 integers take a while: asked for when their memory has changed."""
-    global _python
-    seen = peek.python()
-    if _python is None or seen is None or _python[0] != seen:
-        state = packed(random.getstate())
-        _python = (seen if peek.python() == seen else None, state)
-    return _python[1]
-
-
 def _of_numpy() -> dict[str, Any]:
-    """NumPy takes 60 us for an answer: asked for when its memory has changed."""
-    global _numpy
-    seen = peek.numpy()
-    if _numpy is None or seen is None or _numpy[0] != seen:
-        state = boundary.plain(np.random.get_state(legacy=False), "rng/numpy")
-        if state["bit_generator"] not in _KINDS:
-            raise StateError(
-                f"NumPy's global generator is a {state['bit_generator']}, which a restore could not"
-                f" make: call np.random.set_bit_generator with one of {', '.join(_KINDS)}",
-                path="rng/numpy",
-            )
-        _numpy = (seen if peek.numpy() == seen else None, state)
-    return _numpy[1]
+    state: dict[str, Any] = boundary.plain(np.random.get_state(legacy=False), "rng/numpy")
+    if state["bit_generator"] not in _KINDS:
+        raise StateError(
+            f"NumPy's global generator is a {state['bit_generator']}, which a restore could not"
+            f" make: call np.random.set_bit_generator with one of {', '.join(_KINDS)}",
+            path="rng/numpy",
+        )
+    return state
+
+
+def _again(name: str, state: dict[str, Any]) -> dict[str, Any]:
+    """The last answer, if it is equal to this state; else this state."""
+    last = _given.get(name)
+    # The number that is kept for the next call may be 0.0 or -0.0, which are equal.
+    if last is None or last != state or repr(last.get("gauss")) != repr(state.get("gauss")):
+        last = _given[name] = state
+    return last
 
 
 def _set_numpy(state: Any) -> None:
