@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -70,7 +69,6 @@ class Instants:
                 if isinstance(extra.subject, Prefetched):
                     extra.subject.step_ended()
             self._extras = self._positions()
-        self.inventory.burden.step_ended({**self.inventory.taken, **self._taken})
 
     def forget(self) -> None:
         """The state was replaced inside an iteration: nothing is known of its boundary."""
@@ -90,10 +88,8 @@ class Instants:
 
         The same object as last time, if it has not changed.
         """
-        began_s, last = time.perf_counter(), self._taken.get(extra.name)
-        path = boundary.join("extras", extra.name)
+        path, last = boundary.join("extras", extra.name), self._taken.get(extra.name)
         taken = self._taken[extra.name] = boundary.plain(extra.state(), path, last=last)
-        self.inventory.burden.add(extra.name, began_s)
         return taken
 
     def standing(self) -> dict[str, Any]:
