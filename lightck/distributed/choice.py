@@ -35,7 +35,6 @@ class Choice:
         heals: (rank that gets the snapshot, rank that gives it to it).
         bare: of the ranks that get it, those that take over the other's own state, too.
         size: bytes of the largest rank's part: how long to wait for each other goes by it.
-        compare: it is there on several nodes, whose replicas are compared before it is taken.
         why: one sentence.
         fell_back: why newer ones, or parts of them, are not whole; newest first.
         left: newer ones that are whole and were not chosen, or do not count, and why.
@@ -54,7 +53,6 @@ class Choice:
     early: bool = False
     heals: tuple[tuple[int, int], ...] = ()
     bare: tuple[int, ...] = ()
-    compare: bool = False
     size: int = 0
 
     @classmethod
@@ -113,7 +111,6 @@ def decide(views: Sequence[View]) -> Choice:
         early=chosen is not None and _is_early(found[chosen]),
         heals=healed.heals if isinstance(healed, Plan) else (),
         bare=healed.bare if isinstance(healed, Plan) else (),
-        compare=chosen is not None and _on_several_nodes(chosen, views),
         size=max((offer.size for offer in found.get(chosen, ())), default=0) if chosen else 0,
     )
 
@@ -133,12 +130,6 @@ def _missing(key: Key, views: Sequence[View], planned: Plan | str) -> str:
     lacking = [rank for rank, view in enumerate(views) if view.offer(key) is None]
     why = f"; not healed: {planned}" if isinstance(planned, str) else ""
     return f"step {key.step}: not whole, missing on rank(s) {named(lacking)}{why}"
-
-
-def _on_several_nodes(key: Key, views: Sequence[View]) -> bool:
-    """Several replicas are there, and may differ."""
-    offers = [(view.node, offer) for view in views if (offer := view.offer(key))]
-    return key.world > 1 and len({n for n, _ in offers}) > 1 and all(o.alike for _, o in offers)
 
 
 def _must_be_readable(views: Sequence[View], healed: Plan | str | None) -> None:

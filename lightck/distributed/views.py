@@ -64,7 +64,6 @@ class View:
             committed in it yet but at a failure (what older ones left was given up then); else 0.
         halves: snapshots of which it has what is its own (buffers, generators, data position), but
             not the rest: (which, of the early instant).
-        node: stands for the node it is on: ranks of one can read each other's regions.
         broken: why its own region cannot even be opened; empty if it can, or is not there.
     """
 
@@ -79,7 +78,6 @@ class View:
     overtaken: bool = False
     young: int = 0
     halves: tuple[tuple[Key, bool], ...] = ()
-    node: str = ""
     broken: str = ""
 
     def offer(self, key: Key) -> Offer | None:
@@ -102,7 +100,6 @@ class View:
             "lineage": lineage,
             "problems": [plain(text)[:_LETTERS] for text in self.problems[:_SPOKEN]],
             "flags": [self.wide, self.lacking, self.void, self.overtaken, self.young],
-            "node": self.node,
             "broken": plain(self.broken)[:_LETTERS],
         }
 
@@ -119,7 +116,7 @@ class View:
         halves = tuple((Key(*each[:3]), bool(each[3])) for each in said["halves"])
         problems = tuple(said["problems"])
         found = cls(said["path"], said["step"], offers, lineage, problems, *said["flags"])
-        return replace(found, halves=halves, node=said["node"], broken=said["broken"])
+        return replace(found, halves=halves, broken=said["broken"])
 
 
 def plain(text: str) -> str:
