@@ -12,8 +12,8 @@ from lightck.config import Config
 from lightck.errors import RegionBusyError, RegionError
 from lightck.region import claim, place
 
-_OF_A_RUN = re.compile(r"region-\d{5,}\.((lck|obj)(\.damaged\d*)?|new|shutdowns(-new)?)")
-"""Regions, damaged ones that were moved aside, what a killed attach left, counts of shutdowns."""
+_OF_A_RUN = re.compile(r"region-\d{5,}\.((lck|obj)(\.damaged\d*)?|new)")
+"""Regions, damaged ones that were moved aside, what a killed attach left."""
 
 
 @dataclass(frozen=True, slots=True)

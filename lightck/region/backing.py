@@ -1,40 +1,27 @@
-"""Who maps a region: the native writer itself, libpmem2, or libpmemobj inside one of its pools."""
+"""Who maps a region: the native writer itself, or libpmemobj inside one of its pools."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from lightck.config import Config
-from lightck.events import event
-from lightck.region import place, pmdk, pmem2, pmemobj
+from lightck.region import place, pmemobj
 from lightck.region.place import Place
 from lightck.region.spec import Backing, RegionSpec
 
 Given = tuple[int, int, Backing | None]
 """Two descriptors, one to sync and one that carries the locks, and the mapping if not our own."""
 _SPARE = 4
-"""What somebody else maps cannot grow: it gets a quarter more, for state that appears late."""
+"""What is in a pool cannot grow: it gets a quarter more, for state that appears late."""
 
 
 @contextlib.contextmanager
 def opened(where: Place, *, writable: bool) -> Iterator[Given]:
-    """What opening an existing region takes. The mapping is the body's to release.
-
-    A region that libpmem2 mapped for its owner is an ordinary file: readers map it themselves.
-    """
+    """What opening an existing region takes. The mapping is the body's to release."""
     with place.opened(where, writable=writable) as (fd, lock_fd):
-        if where.backend == "pmemobj":
-            yield fd, lock_fd, _in_pool(where)
-        elif where.backend == "pmem2" and writable:
-            _fill_holes(where, fd)
-            _tell_shutdowns(where, fd)
-            yield fd, lock_fd, pmem2.provide(fd, str(where.file))
-        else:
-            yield fd, lock_fd, None
+        yield fd, lock_fd, _in_pool(where) if where.backend == "pmemobj" else None
 
 
 @contextlib.contextmanager
@@ -44,16 +31,8 @@ def created(where: Place, spec: RegionSpec) -> Iterator[Given]:
         with _new_in_pool(where, spec) as given:
             yield given
         return
-    if where.backend == "pmem2":
-        pmdk.pmem2()  # is it there, before gigabytes are allocated
     with place.created(where) as (fd, lock_fd):
-        mapping = None
-        if where.backend == "pmem2":
-            if not where.is_device:
-                place.allocate(fd, _with_spare(spec.measure), where.file)
-            _tell_shutdowns(where, fd)
-            mapping = pmem2.provide(fd, str(where.file))
-        yield fd, lock_fd, mapping
+        yield fd, lock_fd, None
 
 
 def _with_spare(size: int) -> int:
@@ -88,13 +67,6 @@ def _new_in_pool(where: Place, spec: RegionSpec) -> Iterator[Given]:
         pool.made()
 
 
-def _fill_holes(where: Place, fd: int) -> None:
-    """A copy of a region's file may have holes: a store into one could find the medium full."""
-    status = os.fstat(fd)
-    if not where.is_device and status.st_blocks * 512 < status.st_size:
-        place.allocate(fd, status.st_size, where.file)
-
-
 def region_files(path: str | os.PathLike[str] | None) -> list[Place]:
     """Every rank's region at a path; a device or a pool is one region.
 
@@ -110,46 +82,3 @@ def is_blank(where: Place) -> bool:
     if where.backend == "pmemobj" and where.exists:
         return pmemobj.is_blank(where.file)
     return place.is_blank(where)
-
-
-# ---- unsafe shutdowns ----
-
-
-def shutdowns_file(where: Place) -> Path:
-    """Where the count of unsafe shutdowns is kept that the last owner met."""
-    return where.file.with_suffix(".shutdowns")
-
-
-def last_shutdowns(where: Place) -> tuple[str, int] | None:
-    """The device, and its count when the region was last opened for writing."""
-    try:
-        device, count = shutdowns_file(where).read_text(encoding="utf-8").split()
-        return device, int(count)
-    except (OSError, ValueError):  # none yet, or not ours: only a message depends on it
-        return None
-
-
-def _tell_shutdowns(where: Place, fd: int) -> None:
-    """Say when the medium lost power unsafely since its last owner.
-
-    What is read is checked anyway: this tells why a snapshot may be missing.
-    """
-    if where.is_device:
-        return
-    media = pmem2.media_of(fd, str(where.file))
-    if media.unsafe_shutdowns is None:
-        return
-    now = (media.device or "unknown", media.unsafe_shutdowns)
-    before = last_shutdowns(where)
-    if before is not None and before[0] == now[0] and before[1] < now[1]:
-        event(
-            "unsafe_shutdown",
-            logging.WARNING,
-            path=where.file,
-            device=now[0],
-            times=now[1] - before[1],
-        )
-    if before != now:
-        draft = shutdowns_file(where).with_suffix(".shutdowns-new")
-        draft.write_text(f"{now[0]} {now[1]}\n", encoding="utf-8")
-        os.replace(draft, shutdowns_file(where))
