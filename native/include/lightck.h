@@ -89,15 +89,11 @@ typedef struct lck_region_spec {
   uint32_t reserved;
 } lck_region_spec;
 
-/* A mapping that somebody else made (libpmem2, a libpmemobj pool) and keeps, unmoved, until the
- * region on it is closed. The region may use all of it, and can never be larger. */
+/* A mapping that somebody else made (a libpmemobj pool) and keeps, unmoved, until the region on it
+ * is closed. The region may use all of it, and can never be larger. */
 typedef struct lck_backing {
-  void *base;           /* of offset 0; on a page, of the file too */
-  uint64_t length;      /* bytes from there, allocated on the medium */
-  uint32_t granularity; /* what its maker promises: LCK_GRAN_BYTE, _LINE, _PAGE; 0: find out */
-  uint32_t reserved;
-  void (*flush)(const void *address, size_t length); /* NULL: our own; unused with _PAGE */
-  void (*drain)(void);                               /* besides our own fence; may be NULL */
+  void *base;      /* of offset 0; on a page, of the file too */
+  uint64_t length; /* bytes from there, allocated on the medium */
 } lck_backing;
 
 typedef struct lck_segment {
