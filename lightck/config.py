@@ -60,8 +60,8 @@ class Config:
         write_limit: bytes per second written to the medium at most, for media that others use,
             too; writes may be 8 ms ahead of it. 0 is no limit.
         backend: what maps the region for the writer: `auto` (lightck itself; libpmemobj where the
-            region is in a pool), `pmem2` (libpmem2) or `pmemobj` (a region in a libpmemobj pool:
-            one per rank in the folder `path`, or the pool `path`). Readers find out by themselves.
+            region is in a pool) or `pmemobj` (a region in a libpmemobj pool: one per rank in the
+            folder `path`, or the pool `path`). Readers find out by themselves.
         durability: `medium` (what the medium offers) or `process` (an ordinary file without
             syncs: survives the process, not the host).
         numa_node: node whose memory holds the region (CXL memory is one); None leaves it open.
@@ -98,7 +98,7 @@ class Config:
     schedule: Literal["auto", "eager", "backward", "comm"] = "auto"
     placement: Literal["auto", "direct", "staged", "host", "device"] = "auto"
     write_limit: int = 0
-    backend: Literal["auto", "pmem2", "pmemobj"] = "auto"
+    backend: Literal["auto", "pmemobj"] = "auto"
     durability: Literal["medium", "process"] = "medium"
     numa_node: int | None = None
     on_error: Literal["warn", "raise"] | Callable[[BaseException], object] = "warn"
@@ -394,7 +394,7 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "schedule": _choice("auto", "eager", "backward", "comm"),
     "placement": _choice("auto", "direct", "staged", "host", "device"),
     "write_limit": _integer(0, 1 << 50),
-    "backend": _choice("auto", "pmem2", "pmemobj"),
+    "backend": _choice("auto", "pmemobj"),
     "durability": _choice("medium", "process"),
     "numa_node": _node,
     "on_error": _error_action,

@@ -1,7 +1,7 @@
 """Report what libpmem2 knows of the medium below a run's regions.
 
-The back ends themselves are a setting: `lightck.attach(model, path=..., backend="pmem2")`, or
-`"pmemobj"`. Neither library is needed to build or import lightck.
+Regions in a libpmemobj pool are a setting: `lightck.attach(model, path=..., backend="pmemobj")`.
+Neither library is needed to build or import lightck.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightck.errors import NoSnapshotError, PmdkMissingError
 from lightck.load import region_files
-from lightck.region import backing, place, pmdk, pmem2
+from lightck.region import place, pmdk, pmem2
 
 GRANULARITIES = {1: "byte", 2: "cache line", 3: "page"}
 
@@ -37,19 +37,8 @@ class MediaReport:
     in SIGBUS."""
     unsafe_shutdowns: int | None
     """Unsafe shutdowns of the devices below, in all; None: they are not counted here."""
-    unsafe_shutdowns_before: int | None
-    """The same count when the region was last opened for writing with `backend="pmem2"`."""
     unknown: tuple[str, ...]
     """The reasons why fields are None, in libpmem2's words."""
-
-    @property
-    def shut_down_unsafely(self) -> bool:
-        """Return whether power was lost unsafely since the region was last opened for writing.
-
-        That is a loss of power before the stores had reached the medium.
-        """
-        now, before = self.unsafe_shutdowns, self.unsafe_shutdowns_before
-        return now is not None and before is not None and now > before
 
 
 def media_report(path: str | os.PathLike[str] | None = None) -> list[MediaReport]:
@@ -72,8 +61,6 @@ def media_report(path: str | os.PathLike[str] | None = None) -> list[MediaReport
 def _report(where: place.Place) -> MediaReport:
     with place.opened(where, writable=False) as (fd, _):
         media = pmem2.media_of(fd, str(where.file))
-    before = backing.last_shutdowns(where)
-    same = before is not None and before[0] == (media.device or "unknown")
     return MediaReport(
         file=where.file,
         granularity=GRANULARITIES.get(media.granularity or 0),
@@ -82,7 +69,6 @@ def _report(where: place.Place) -> MediaReport:
         numa_node=media.numa_node,
         bad_blocks=media.bad_blocks,
         unsafe_shutdowns=media.unsafe_shutdowns,
-        unsafe_shutdowns_before=before[1] if before is not None and same else None,
         unknown=media.unknown,
     )
 

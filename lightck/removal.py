@@ -12,9 +12,8 @@ from lightck.config import Config
 from lightck.errors import RegionBusyError, RegionError
 from lightck.region import claim, place
 
-_OF_A_RUN = re.compile(r"region-\d{5,}\.((lck|obj)(\.damaged\d*)?|new|shutdowns(-new)?)")
-"""The names of a run's files: regions, damaged ones that were renamed, drafts of a killed attach,
-counts of unsafe shutdowns."""
+_OF_A_RUN = re.compile(r"region-\d{5,}\.((lck|obj)(\.damaged\d*)?|new)")
+"""The names of a run's files: regions, damaged ones that were renamed, a killed attach's drafts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,7 +262,7 @@ def _told(found: Found, filling: Filling, first: dict[str, Any]) -> RestoreInfo:
         wall_time=datetime.fromtimestamp(record.wall_time_ns / 1e9, UTC),
         path=found.holdings.where.path,
         early=found.snapshot.early,
-        suspect=found.snapshot.suspect or found.differing,
+        suspect=found.snapshot.suspect,
         timeline=record.timeline,
         leftover=filling.leftover(first),
         skipped=filling.skipped,

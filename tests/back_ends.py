@@ -33,8 +33,6 @@ class Kind:
     survives: str = PROCESS_DEATH
     durable: bool = True
     site_pool: bool = False
-    forced: str = ""
-    """PMEM2_FORCE_GRANULARITY while it is written."""
 
     @property
     def grows(self) -> bool:
@@ -53,12 +51,6 @@ KINDS = (
     Kind("native-process-durable", "disk", durable=False),
     Kind("native-hugetlbfs", "hugetlbfs"),
     Kind("native-dax", "dax", survives=POWER_LOSS),
-    Kind("pmem2-tmpfs", "tmpfs", "pmem2"),
-    Kind("pmem2-disk", "disk", "pmem2", survives=POWER_LOSS),
-    Kind("pmem2-disk-forced-line", "disk", "pmem2", forced="CACHE_LINE"),
-    Kind("pmem2-disk-forced-byte", "disk", "pmem2", forced="BYTE"),
-    Kind("pmem2-dax", "dax", "pmem2", survives=POWER_LOSS),
-    Kind("pmem2-dax-forced-byte", "dax", "pmem2", survives=POWER_LOSS, forced="BYTE"),
     Kind("pmemobj-tmpfs", "tmpfs", "pmemobj"),
     Kind("pmemobj-disk", "disk", "pmemobj", survives=POWER_LOSS),
     Kind("pmemobj-site-pool", "disk", "pmemobj", survives=POWER_LOSS, site_pool=True),
@@ -75,12 +67,7 @@ class Ground:
 
     def book(self, *, slots: int = 2) -> Book:
         """Its region, made or opened for writing."""
-        with pytest.MonkeyPatch.context() as patch:
-            if self.kind.forced:
-                patch.setenv("PMEM2_FORCE_GRANULARITY", self.kind.forced)
-            return Book(
-                self.path, slots=slots, durable=self.kind.durable, backend=self.kind.backend
-            )
+        return Book(self.path, slots=slots, durable=self.kind.durable, backend=self.kind.backend)
 
     @property
     def file(self) -> Path:
@@ -91,12 +78,12 @@ class Ground:
         return file
 
 
-def needs_pmdk(backend: str) -> None:
-    """Skip, saying why, where the back end's library is not installed."""
+def needs_pmdk(library: str) -> None:
+    """Skip, saying why, where the library is not installed; `auto` needs none."""
     try:
-        if backend == "pmem2":
+        if library == "pmem2":
             pmdk.pmem2()
-        elif backend == "pmemobj":
+        elif library == "pmemobj":
             pmdk.pmemobj()
     except PmdkMissingError as error:
         pytest.skip(str(error))

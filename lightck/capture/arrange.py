@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 from lightck.capture import dtensor, staging
-from lightck.capture.ahead import RUN, Ahead
 from lightck.capture.device import Device
 from lightck.capture.holders import flat, holder
 from lightck.capture.state import Live
@@ -45,6 +44,8 @@ _RARE_FORM: tuple[tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor],
 """Further such attributes, each behind a predicate: only for the tensors that this accepts can the
 attribute differ while those in `_FORM` are equal."""
 _version = operator.attrgetter("_version")
+_RUN = 512
+"""Tensors that are read together: what one reading brings into the cache serves the next."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ class Sources:
         Compares run by run, so that what was read is compared and dropped while it is in the cache.
         """
         moved: list[int] = []
-        for at in range(0, len(self.tensors), RUN):
-            pointers, versions = read(self.tensors[at : at + RUN])
-            others = pointers != self.pointers[at : at + RUN]
-            others |= versions != self.versions[at : at + RUN]
+        for at in range(0, len(self.tensors), _RUN):
+            pointers, versions = read(self.tensors[at : at + _RUN])
+            others = pointers != self.pointers[at : at + _RUN]
+            others |= versions != self.versions[at : at + _RUN]
             moved += (np.flatnonzero(others) + at).tolist()
         return moved
 
@@ -174,8 +175,8 @@ class Arrangement:
         """
         return (
             not any(
-                list(map(form, tensors[at : at + RUN])) != then[at : at + RUN]
-                for at in range(0, len(tensors), RUN)
+                list(map(form, tensors[at : at + _RUN])) != then[at : at + _RUN]
+                for at in range(0, len(tensors), _RUN)
                 for form, then in zip(_FORM, self._forms, strict=True)
             )
             and _rare_forms(self._rare, tensors) == self._rare_forms
@@ -265,25 +266,19 @@ def sources(part: Part, arrangement: Arrangement) -> Sources:
 
 
 def read(
-    tensors: Sequence[torch.Tensor], ahead: Ahead | None = None
+    tensors: Sequence[torch.Tensor],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
     """Return addresses of first elements, and versions, which grow with every write torch counts.
 
     They are arrays: Python integers would be memory of their own, out of the cache when freed.
-
-    Args:
-        tensors: the tensors to look at.
-        ahead: prefetch hints for these tensors, or for most of them.
     """
     pointers = np.empty(len(tensors), np.uint64)
     versions = np.empty(len(tensors), np.int64)
-    for i, at in enumerate(range(0, len(tensors), RUN)):
-        if ahead is not None:
-            ahead.ask(i)
-        run = list(tensors[at : at + RUN])
+    for at in range(0, len(tensors), _RUN):
+        run = list(tensors[at : at + _RUN])
         held = dtensor.locals_of(run)
-        pointers[at : at + RUN] = _addresses(held)
-        versions[at : at + RUN] = _versions(run, held)
+        pointers[at : at + _RUN] = _addresses(held)
+        versions[at : at + _RUN] = _versions(run, held)
     return pointers, versions
 
 

@@ -108,8 +108,7 @@ class Draws:
 
 def _moved(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
     names = {"torch"} if not torch.equal(before["torch"], now["torch"]) else set()
-    # `rng.capture` gives the same object if nothing has moved, an equal one if it was set back.
-    return names | {n for n in ("numpy", "python") if now[n] is not before[n]}
+    return names | {n for n in ("numpy", "python") if now[n] != before[n]}
 
 
 def _drops(model: nn.Module) -> bool:

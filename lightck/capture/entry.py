@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightck.capture import parcel, peek
+from lightck.capture import parcel
 from lightck.capture.live import Live
 from lightck.capture.parcel import Kept, Parcel, form, part
 from lightck.capture.shelf import Shelf
@@ -134,7 +134,7 @@ class Sealing:
         """Return the bytes of a generator's state, which step end and forward start may share."""
         known = self._states.get(i)
         if known is None or known[0] is not state:
-            known = self._states[i] = state, peek.bytes_of(state)
+            known = self._states[i] = state, state.numpy().tobytes()
         return known[1]
 
     def _pickled(self, fixed: list[Any], drawn: list[dict[str, Any]], at: list[int]) -> list[bytes]:

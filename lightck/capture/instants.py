@@ -5,7 +5,6 @@ The next forward may begin long after the step has ended: I2 (the two instants).
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -73,7 +72,6 @@ class Instants:
                 if isinstance(extra.subject, Prefetched):
                     extra.subject.step_ended()
             self._extras = self._positions()
-        self.inventory.burden.step_ended({**self.inventory.taken, **self._taken})
 
     def forget(self) -> None:
         """Forget the boundary state: the live state was replaced inside an iteration."""
@@ -93,10 +91,8 @@ class Instants:
 
         It is the same object as last time, if it has not changed.
         """
-        began_s, last = time.perf_counter(), self._taken.get(extra.name)
-        path = boundary.join("extras", extra.name)
+        path, last = boundary.join("extras", extra.name), self._taken.get(extra.name)
         taken = self._taken[extra.name] = boundary.plain(extra.state(), path, last=last)
-        self.inventory.burden.add(extra.name, began_s)
         return taken
 
     def standing(self) -> dict[str, Any]:

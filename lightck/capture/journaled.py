@@ -31,7 +31,6 @@ from typing import Any
 import torch
 
 from lightck.capture import arrange, dtensor
-from lightck.capture.ahead import Ahead
 from lightck.capture.arrange import Sources
 from lightck.capture.entry import ExtrasFullError, Sealing
 from lightck.capture.habit import Habit
@@ -74,14 +73,11 @@ class _Sorted:
     own: list[Live] = field(init=False)
     watched: list[torch.Tensor] = field(init=False)
     """Tensors that are watched for changes: all but those that change in the window."""
-    ahead: Ahead = field(init=False)
-    """Prefetch hints for `watched`."""
 
     def __post_init__(self) -> None:
         """Sort the tensors."""
         self.own = [live for live in self.lives if is_own(live)]
         self.watched = [live.tensor for live in watched(self.lives, private=True)]
-        self.ahead = Ahead(self.watched)
 
 
 def is_own(live: Live) -> bool:
@@ -281,7 +277,7 @@ class Journaled:
         if kind == FORWARD:
             self.weights.forward()
             tensors = self._watched_now(collected)
-            sources = Sources(tensors, *arrange.read(tensors, self._base.ahead), [])
+            sources = Sources(tensors, *arrange.read(tensors), [])
         if shelf is not None:
             every = shelf.fill()
             copies = shelf.changing(every)

@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightck.capture import boundary, peek
+from lightck.capture import boundary
 from lightck.errors import CorruptSnapshotError, DeviceError, StateError
 
 _NAMES = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _KINDS: dict[str, Any] = {name: getattr(np.random, name) for name in _NAMES}
 
-_python: tuple[Any, dict[str, Any]] | None = None  # its memory as seen, and its packed state
-_numpy: tuple[Any, dict[str, Any]] | None = None
+_given: dict[str, dict[str, Any]] = {}  # the last answers
 
 
 def capture() -> dict[str, Any]:
     """Return the states of all global generators, plain. Draws nothing; values are private copies.
 
-    It is called at each instant: for generators that nobody has drawn from, it returns the same
-    object as last time.
+    It is called at each instant: where the state of NumPy's or Python's generator equals the last
+    one, bit by bit, it returns the same object as last time.
 
     Raises:
         StateError: NumPy's is of a kind that could not be restored.
@@ -31,8 +30,8 @@ def capture() -> dict[str, Any]:
     """
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": _of_numpy(),
-        "python": _of_python(),
+        "numpy": _again("numpy", _of_numpy()),
+        "python": _again("python", packed(random.getstate())),
     }
     if torch.cuda.is_initialized() and torch.cuda.is_available():
         try:
@@ -42,36 +41,24 @@ def capture() -> dict[str, Any]:
     return states
 
 
-def _of_python() -> dict[str, Any]:
-    """Return the state of Python's generator; asked for only when its memory has changed.
-
-    Its 625 integers take a while to read.
-    """
-    global _python
-    seen = peek.python()
-    if _python is None or seen is None or _python[0] != seen:
-        state = packed(random.getstate())
-        _python = (seen if peek.python() == seen else None, state)
-    return _python[1]
-
-
 def _of_numpy() -> dict[str, Any]:
-    """Return the state of NumPy's generator; asked for only when its memory has changed.
+    state: dict[str, Any] = boundary.plain(np.random.get_state(legacy=False), "rng/numpy")
+    if state["bit_generator"] not in _KINDS:
+        raise StateError(
+            f"NumPy's global generator is a {state['bit_generator']}, which a restore could not"
+            f" make: call np.random.set_bit_generator with one of {', '.join(_KINDS)}",
+            path="rng/numpy",
+        )
+    return state
 
-    NumPy takes 60 us for an answer.
-    """
-    global _numpy
-    seen = peek.numpy()
-    if _numpy is None or seen is None or _numpy[0] != seen:
-        state = boundary.plain(np.random.get_state(legacy=False), "rng/numpy")
-        if state["bit_generator"] not in _KINDS:
-            raise StateError(
-                f"NumPy's global generator is a {state['bit_generator']}, which a restore could not"
-                f" make: call np.random.set_bit_generator with one of {', '.join(_KINDS)}",
-                path="rng/numpy",
-            )
-        _numpy = (seen if peek.numpy() == seen else None, state)
-    return _numpy[1]
+
+def _again(name: str, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the last answer if it equals this state, else this state."""
+    last = _given.get(name)
+    # The number that is kept for the next call may be 0.0 or -0.0, which are equal.
+    if last is None or last != state or repr(last.get("gauss")) != repr(state.get("gauss")):
+        last = _given[name] = state
+    return last
 
 
 def _set_numpy(state: Any) -> None:

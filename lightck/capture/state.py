@@ -7,7 +7,6 @@ tensor in an optimizer but in no module is `optim/<i>/@<group>.<position>`.
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,7 +18,6 @@ from torch.optim import Optimizer
 
 from lightck.capture import fsdp
 from lightck.capture.boundary import join, plain
-from lightck.capture.burden import Burden
 from lightck.capture.dense import must_be_dense
 from lightck.capture.extras import Extra
 from lightck.capture.live import Live as Live
@@ -113,9 +111,8 @@ class Inventory:
     `invalidate`."""
     depends: Callable[[], Sequence[Any]] = lambda: ()
     """Returns other objects that `share` depends on."""
-    taken: dict[str, Any] = field(default_factory=dict, init=False)
+    _taken: dict[str, Any] = field(default_factory=dict, init=False)
     """The state of each extra, by name, as it was last taken for forward start."""
-    burden: Burden = field(default_factory=Burden, init=False)
     _cache: _Cache | None = field(default=None, init=False)
     _options: list[Options] = field(default_factory=list, init=False)
     _trees: list[dict[str, Any]] = field(default_factory=list, init=False)
@@ -335,10 +332,9 @@ class Inventory:
         layer, known = f"extras.{extra.name}", self._placed.setdefault(extra.name, {})
         place = Placing(lives, "extra", layer, frozenset(), self.always_sync, known)
         begun = len(lives)
-        began_s, last = time.perf_counter(), self.taken.get(extra.name)
+        last = self._taken.get(extra.name)
         tree = plain(extra.state(), join("extras", extra.name), place, last)
-        self.taken[extra.name] = tree
-        self.burden.add(extra.name, began_s)
+        self._taken[extra.name] = tree
         if len(known) > len(lives) - begun:  # some are gone
             self._placed[extra.name] = {live.name: live for live in lives[begun:]}
         return tree

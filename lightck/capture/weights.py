@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from lightck.capture import dtensor, staging
-from lightck.capture.ahead import Ahead
 from lightck.capture.arrange import Sources, read
 from lightck.capture.holders import holder
 from lightck.capture.live import Live
@@ -78,7 +77,6 @@ class Held:
     _spots: list[_Spot] = field(init=False)
     _looked_at: list[torch.Tensor] = field(init=False)
     """The tensors that have the bytes in `_spots`."""
-    ahead: Ahead = field(init=False)
     _place: _Place | None = field(default=None, init=False)
     """The memory of those bytes; None: some cannot be read, or nobody has looked yet."""
 
@@ -92,8 +90,6 @@ class Held:
         spots = (_spot(i, held[i].local) for i in chosen)
         self._spots = [spot for spot in spots if spot is not None]
         self._looked_at = [self.tensors[spot.index] for spot in self._spots]
-        at = zip(self._spots, dtensor.locals_of(self._looked_at), strict=True)
-        self.ahead = Ahead(self.tensors, [t.data_ptr() + spot.offset for spot, t in at])
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """Return all weights by name."""
@@ -148,7 +144,7 @@ class Weights:
         if lives is not self._held.lives:
             self._held = Held(lives)
         held = self._held
-        self._ended = Sources(held.tensors, *read(held.tensors, held.ahead), []), held.seen()
+        self._ended = Sources(held.tensors, *read(held.tensors), []), held.seen()
         return True
 
     def forward(self) -> None:

@@ -11,7 +11,7 @@ from lightck.cli.output import BAD_DATA, OK, age, pairs, print_json, size, table
 from lightck.cli.place import add_path, add_step, rows_at, step_of
 from lightck.errors import PmdkMissingError
 from lightck.examine import Contents, contents, regions
-from lightck.pmdk import MediaReport, media_report
+from lightck.pmdk import media_report
 
 DESCRIPTION = """\
 Describe the region at PATH (identity, medium, space, timelines) and one snapshot in it: sums per
@@ -54,24 +54,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _media(path: str | None) -> dict[str, dict[str, Any]]:
     """Return what libpmem2 knows of the media, by file; empty where it is not installed."""
     try:
-        return {str(report.file): _report(report) for report in media_report(path)}
+        return {str(report.file): asdict(report) for report in media_report(path)}
     except PmdkMissingError:
         return {}
 
 
-def _report(report: MediaReport) -> dict[str, Any]:
-    return {**asdict(report), "shut_down_unsafely": report.shut_down_unsafely}
-
-
 def _media_text(media: dict[str, Any]) -> str:
     blocks, count = media["bad_blocks"], media["unsafe_shutdowns"]
-    parts = [
-        "bad blocks unknown" if blocks is None else f"{len(blocks)} bad blocks",
-        "unsafe shutdowns unknown" if count is None else f"{count} unsafe shutdowns",
-    ]
-    if media["shut_down_unsafely"]:
-        parts.append(f"{count - media['unsafe_shutdowns_before']} since the last owner came")
-    return ", ".join(parts)
+    return ", ".join(
+        (
+            "bad blocks unknown" if blocks is None else f"{len(blocks)} bad blocks",
+            "unsafe shutdowns unknown" if count is None else f"{count} unsafe shutdowns",
+        )
+    )
 
 
 def _with_readable_timelines(region: dict[str, Any]) -> dict[str, Any]:

@@ -37,8 +37,6 @@ class Choice:
         heals: pairs of (rank that receives the snapshot, rank that sends it).
         bare: the receiving ranks that also take over the sender's rank-local state.
         size: bytes of the largest rank's part, from which the time to wait for each other follows.
-        compare: several nodes hold the snapshot, and their replicas are compared before it is
-            restored.
         why: the reason for the choice, in one sentence.
         fell_back: why newer snapshots, or parts of them, are not whole; newest first.
         left: newer snapshots that are whole and were not chosen, or that do not count, and why.
@@ -57,7 +55,6 @@ class Choice:
     early: bool = False
     heals: tuple[tuple[int, int], ...] = ()
     bare: tuple[int, ...] = ()
-    compare: bool = False
     size: int = 0
 
     @classmethod
@@ -117,7 +114,6 @@ def decide(views: Sequence[View]) -> Choice:
         early=chosen is not None and _is_early(found[chosen]),
         heals=healed.heals if isinstance(healed, Plan) else (),
         bare=healed.bare if isinstance(healed, Plan) else (),
-        compare=chosen is not None and _on_several_nodes(chosen, views),
         size=max((offer.size for offer in found.get(chosen, ())), default=0) if chosen else 0,
     )
 
@@ -138,12 +134,6 @@ def _missing(key: Key, views: Sequence[View], planned: Plan | str) -> str:
     lacking = [rank for rank, view in enumerate(views) if view.offer(key) is None]
     why = f"; not healed: {planned}" if isinstance(planned, str) else ""
     return f"step {key.step}: not whole, missing on rank(s) {named(lacking)}{why}"
-
-
-def _on_several_nodes(key: Key, views: Sequence[View]) -> bool:
-    """Tell whether several nodes hold replicas of this snapshot, which may differ."""
-    offers = [(view.node, offer) for view in views if (offer := view.offer(key))]
-    return key.world > 1 and len({n for n, _ in offers}) > 1 and all(o.alike for _, o in offers)
 
 
 def _must_be_readable(views: Sequence[View], healed: Plan | str | None) -> None:

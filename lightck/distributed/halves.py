@@ -18,7 +18,7 @@ from lightck.capture import parcel, staging
 from lightck.capture.entry import unpacked
 from lightck.capture.filling import fresh
 from lightck.distributed.lineage import Key
-from lightck.distributed.majority import is_own
+from lightck.distributed.replicas import is_own
 from lightck.errors import LightckError
 from lightck.region.journal import FORWARD, STEP_END, read_entry
 from lightck.region.layout import Entry

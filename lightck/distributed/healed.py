@@ -19,7 +19,7 @@ import torch
 
 from lightck.capture import parts
 from lightck.distributed.halves import Half
-from lightck.distributed.majority import is_own
+from lightck.distributed.replicas import is_own
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry, Layout
 from lightck.region.manifest import Manifest

@@ -18,7 +18,6 @@ from lightck.capture.assembled import Assembled
 from lightck.capture.pieces import peers_of
 from lightck.distributed.halves import Half, Halves, key_of
 from lightck.distributed.lineage import Key, Lineage, branch_points, rule
-from lightck.distributed.topology import node_digest
 from lightck.distributed.views import Offer, View
 from lightck.errors import (
     CoordinationError,
@@ -81,8 +80,6 @@ class Holdings:
     """True if a running job was met that overwrites the snapshots found."""
     broken: RegionError | None = None
     """Why the rank's own region cannot be opened, where others may have the same state."""
-    differing: set[Key] = field(default_factory=set)
-    """Snapshots whose replicas differ without a majority that tells which is right."""
     _dropped: set[Key] = field(default_factory=set)
     """Snapshots that ranks lack and cannot be given."""
     _halves: Halves | None = None
@@ -263,23 +260,22 @@ class Holdings:
 
     def _offer(self, key: Key, found: Assembled) -> Offer:
         alike = self.world > 1 and found.replica is not None
-        suspect, size = found.suspect or key in self.differing, sum(e.length for e in found.entries)
-        return Offer(key, found.early, suspect, alike, size)
+        size = sum(e.length for e in found.entries)
+        return Offer(key, found.early, found.suspect, alike, size)
 
     def _for_others(
         self, offered: set[Key], step: int | None
-    ) -> tuple[tuple[tuple[Key, bool], ...], str, str]:
-        """Return the last three fields of `View`, for other ranks; empty if there are none."""
+    ) -> tuple[tuple[tuple[Key, bool], ...], str]:
+        """Return the last two fields of `View`, for other ranks; empty if there are none."""
         if self.world == 1:
-            return (), "", ""
-        node = node_digest(self.rank, self.where.reach if self.where.path.exists() else None)
+            return (), ""
         own = {
             (half.key, half.early): None
             for half in self._own_halves(offered)
             if step in (None, half.key.step)
         }
         why = "" if self.broken is None else f"{type(self.broken).__name__}: {self.broken}"
-        return tuple(own), node, why
+        return tuple(own), why
 
     def _own_halves(self, besides: Collection[Key]) -> list[Half]:
         own = self.own

@@ -1,7 +1,7 @@
 """The restore by all ranks: choose a snapshot, verify it on every rank, and only then restore it.
 
-    scan -> [send views -> choose -> compare replicas -> send them to ranks that lack them -> verify
-          -> report] -> restore -> report
+    scan -> [send views -> choose -> send it to ranks that lack it -> verify -> report]
+         -> restore -> report
 
 The steps in brackets are repeated. A snapshot that one rank finds damaged is missing there from
 then on: other ranks send it, or all restore an older one. If a rank cannot go on at all, every rank
@@ -17,14 +17,12 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from lightck.capture.assembled import Assembled
-from lightck.distributed import majority
 from lightck.distributed.choice import Choice, decide_restore
 from lightck.distributed.exchange import Decide, Said
 from lightck.distributed.gifts import SLOWEST_BYTES_S, GiftError, Gifts
 from lightck.distributed.healed import Healed
 from lightck.distributed.holdings import Holdings
 from lightck.distributed.lineage import Key
-from lightck.distributed.majority import Content
 from lightck.distributed.meeting import Meeting
 from lightck.errors import (
     CoordinationError,
@@ -59,8 +57,6 @@ class Found:
     fell_back: tuple[str, ...]
     """The reasons why newer snapshots were not whole."""
     holdings: Holdings
-    differing: bool = False
-    """True if replicas on different nodes differ, and it is not known which is right."""
     healed: list[str] = field(default_factory=list)
     """The replicas that ranks received, and from whom, in words; known only when it is restored."""
 
@@ -158,12 +154,6 @@ class _Attempt:
     def take(self, choice: Choice, key: Key, taking: Taking[T]) -> list[T]:
         """Restore the chosen snapshot; return [its result], or [] if a rank finds it damaged."""
         heals = dict(choice.heals)
-        if choice.compare and key not in self.holdings.differing:
-            odd = self._odd(key, choice.early)
-            if odd is None:
-                return []
-            if odd:  # ranks that lack the snapshot get the majority's replica, too
-                heals = dict.fromkeys([*heals, *odd], min(odd.values()))
         usual = self.ranks.rounds.timeout_s if self.ranks.rounds is not None else 0.0
         gifts = Gifts(self.ranks, self.holdings, key, choice.early, heals, usual)
         fell_back = (*choice.fell_back, *self.damaged)
@@ -176,8 +166,7 @@ class _Attempt:
                 # A rank that fails at once must wait for the others as long as those that do not.
                 held.enter_context(self._patient(choice.size, len(heals)))
                 with gifts.exchanged() as snapshot:
-                    differs = key in self.holdings.differing
-                    found = Found(key, snapshot, choice.why, fell_back, self.holdings, differs)
+                    found = Found(key, snapshot, choice.why, fell_back, self.holdings)
                     finish = held.enter_context(taking(found))
                     gifts.give()
             except (*_PASSED_OVER, GiftError) as error:
@@ -194,40 +183,6 @@ class _Attempt:
                 if self._all_well("restore: filled", key, problem, gifts)[0]:
                     return taken
         return []
-
-    def _odd(self, key: Key, early: bool) -> dict[int, int] | None:
-        """Return the ranks whose replica is not the majority's, and the sending rank of each.
-
-        None: there is no majority; the snapshot is suspect from here on.
-        """
-        state = self.holdings.assembled(key, early=early)
-        said: Said = {}
-        content = None
-        if isinstance(state, Assembled) and state.replica is not None:
-            content = Content.of(state)
-            said = majority.said_of(state.replica, content)
-        verdict = self._together("restore: compared", said, majority.judge)
-        if verdict["same"]:
-            return {}
-        text = majority.in_words(key.step, verdict, self._named(content, verdict["count"]))
-        event("replicas_differ", logging.WARNING, step=key.step, why=text)
-        self.damaged.append(text)
-        if not verdict["most"]:
-            self.holdings.differing.add(key)
-            return None
-        return dict.fromkeys(verdict["odd"], min(verdict["most"]))
-
-    def _named(self, content: Content | None, count: int) -> str:
-        """Find the first tensor that differs, in a few more rounds; empty if there is none."""
-        begin, end, name = 0, count, ""
-        while end > begin:
-            said = {} if content is None else majority.said_of_range(content, begin, end)
-            found = self._together("restore: narrowed", said, majority.narrow)
-            name = found["name"]
-            if end - begin == 1:
-                return str(name)
-            begin, end = majority.parts(begin, end)[found["at"]]
-        return ""
 
     @contextlib.contextmanager
     def _patient(self, size: int, heals: int) -> Iterator[None]:

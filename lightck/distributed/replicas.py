@@ -18,10 +18,17 @@ from torch.optim import LBFGS, Optimizer
 
 from lightck.capture.boundary import join
 from lightck.capture.state import Inventory, Live, held_parameters
+from lightck.region.layout import Entry
 
 _AVERAGES_LATER = "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer"
 _REDUCES_NOTHING = {"noop_hook", "post_localSGD_hook"}
 """Torch's comm hooks that leave each rank, or each node, its own gradients."""
+
+
+def is_own(entry: Entry) -> bool:
+    """Tell if an entry is rank-local: a buffer, an extra, or what an optimizer keeps beside."""
+    beside = "/@group/" in entry.name or "/@attribute/" in entry.name
+    return entry.role not in ("parameter", "optimizer") or beside
 
 
 @dataclass(eq=False)

@@ -157,11 +157,6 @@ def place(rank: int, decision: Mapping[str, Any]) -> Topology:
     )
 
 
-def node_digest(rank: int, reach: str | None) -> str:
-    """Return a digest of the node that a rank is on; `reach` has the same meaning as in `find`."""
-    return hashlib.blake2b(_seat(rank, reach, None).encode(), digest_size=4).hexdigest()
-
-
 def _seat(rank: int, reach: str | None, node: str | None) -> str:
     within = f"rank {rank}" if reach == "" else reach or ""
     return f"{node or _this_node()} {within}"

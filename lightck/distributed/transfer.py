@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightck.capture import staging
@@ -22,9 +23,9 @@ from lightck.capture.assembled import Assembled, Part
 from lightck.distributed.channel import CHUNK_BYTES, Channel, as_bytes
 from lightck.distributed.healed import Given, Healed
 from lightck.distributed.lineage import Key
-from lightck.distributed.majority import whole_sums
 from lightck.errors import CoordinationError, CorruptSnapshotError, LightckError
 from lightck.region import layout
+from lightck.region.checksum import combine
 from lightck.region.native import Record, crc32c_at
 
 TABLE, CHUNK, END, FAILURE = 1, 2, 3, 4
@@ -42,6 +43,19 @@ def described(state: Assembled) -> list[torch.Tensor]:
     parts = [table, whole_sums(state).tobytes(), *blobs]
     head = json.dumps({"record": record, "lengths": [len(part) for part in parts]}).encode()
     return [as_bytes(head), as_bytes(b"".join(parts))]
+
+
+def whole_sums(state: Assembled) -> npt.NDArray[np.uint32]:
+    """Return the CRC32C of each entry's bytes, which may lie in several ranks' parts."""
+    sums = np.zeros(len(state.entries), np.uint32)
+    held = [(p.entries, p.begins, p.rows["length"], p.rows["crc"]) for p in state.parts]
+    entries, begins, lengths, crcs = map(np.concatenate, zip(*held, strict=True))
+    last = -1
+    for row in np.lexsort((begins, entries)):
+        i, crc = int(entries[row]), int(crcs[row])
+        sums[i] = crc if i != last else combine(int(sums[i]), crc, int(lengths[row]))
+        last = i
+    return sums
 
 
 def understood(head: torch.Tensor, body: torch.Tensor, key: Key, label: str) -> Given:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from lightck.capture.assembled import Assembled
-from lightck.distributed.majority import is_own
 from lightck.distributed.recall import Found
+from lightck.distributed.replicas import is_own
 from lightck.region.region import Candidate
 
 

@@ -66,7 +66,6 @@ class View:
             given up then); else 0.
         halves: snapshots of which it has the rank-local state (buffers, generators, data position),
             but not the rest: (key, whether of the early instant).
-        node: a digest of its node; ranks of one node can read each other's regions.
         broken: why its own region cannot be opened; empty if it can, or does not exist.
     """
 
@@ -81,7 +80,6 @@ class View:
     overtaken: bool = False
     young: int = 0
     halves: tuple[tuple[Key, bool], ...] = ()
-    node: str = ""
     broken: str = ""
 
     def offer(self, key: Key) -> Offer | None:
@@ -104,7 +102,6 @@ class View:
             "lineage": lineage,
             "problems": [plain(text)[:_LETTERS] for text in self.problems[:_SPOKEN]],
             "flags": [self.wide, self.lacking, self.void, self.overtaken, self.young],
-            "node": self.node,
             "broken": plain(self.broken)[:_LETTERS],
         }
 
@@ -121,7 +118,7 @@ class View:
         halves = tuple((Key(*each[:3]), bool(each[3])) for each in said["halves"])
         problems = tuple(said["problems"])
         found = cls(said["path"], said["step"], offers, lineage, problems, *said["flags"])
-        return replace(found, halves=halves, node=said["node"], broken=said["broken"])
+        return replace(found, halves=halves, broken=said["broken"])
 
 
 def plain(text: str) -> str:

@@ -15,7 +15,7 @@ from cffi import FFI
 
 from lightck.errors import LightckError, from_native
 
-ABI = 10
+ABI = 11
 _UNKNOWN = 2**64 - 1
 
 CDEF = """
@@ -24,8 +24,7 @@ typedef struct lck_pool lck_pool;
 typedef struct lck_snapshot lck_snapshot;
 typedef struct { uint8_t run_id[16]; uint32_t rank, world, slot_count, flags;
   uint64_t slot_bytes, journal_bytes; int32_t numa_node; uint32_t reserved; } lck_region_spec;
-typedef struct { void *base; uint64_t length; uint32_t granularity, reserved;
-  void (*flush)(const void *address, size_t length); void (*drain)(void); } lck_backing;
+typedef struct { void *base; uint64_t length; } lck_backing;
 typedef struct { uint64_t offset, length, slot_bytes; } lck_segment;
 typedef struct { uint64_t timeline, sequence; } lck_branch;
 typedef struct { uint8_t uuid[16], run_id[16]; uint32_t format_version, rank, world, slot_count;
@@ -59,7 +58,6 @@ const char *lck_last_error(void);
 int lck_kernel(const char *select, const char **name);
 uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length);
 uint64_t lck_memory_available(int swap);
-void lck_prefetch(const uint64_t *addresses, uint64_t count);
 int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_region **out);
 int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_region **out);
 int lck_region_create_on(const lck_backing *backing, int fd, int lock_fd,

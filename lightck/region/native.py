@@ -54,21 +54,6 @@ def crc32c_at(address: int, length: int, crc: int = 0) -> int:
     return int(library().lck_crc32c(crc, ffi.cast("const void *", address), length))
 
 
-class Lines:
-    """Cache lines that the CPU can be asked to prefetch.
-
-    A prefetch is a hint, harmless whatever is at the address by then.
-    """
-
-    def __init__(self, numbers: npt.NDArray[np.uint64]) -> None:
-        """Take the lines by number: a line's number is its address divided by `LINE_BYTES`."""
-        self.addresses = ffi.from_buffer("uint64_t[]", numbers * np.uint64(LINE_BYTES))
-
-    def ask(self) -> None:
-        """Ask the CPU to prefetch all of the lines."""
-        library().lck_prefetch(self.addresses, len(self.addresses))
-
-
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A contiguous range of the region; slot i owns `slot_bytes` from `offset + i * slot_bytes`."""

@@ -33,7 +33,7 @@ class Place:
     path: Path
     file: Path
     is_device: bool
-    backend: Literal["native", "pmem2", "pmemobj"] = "native"
+    backend: Literal["native", "pmemobj"] = "native"
     """The library that maps the region for its owner; a region in a pool can be reached only
     through libpmemobj."""
 
@@ -67,7 +67,7 @@ class Place:
         return self.is_device or _status(self.file) is not None
 
 
-Backend = Literal["auto", "pmem2", "pmemobj"]
+Backend = Literal["auto", "pmemobj"]
 
 
 def locate(
@@ -101,9 +101,9 @@ def locate(
     if stat.S_ISCHR(status.st_mode):
         if backend == "pmemobj":
             raise RegionError(f"{root} is a device; libpmemobj pools are taken from files only")
-        return Place(root, root, is_device=True, backend=_or_native(backend))
+        return Place(root, root, is_device=True)
     if stat.S_ISREG(status.st_mode):
-        return _pool_file(root, status, backend)
+        return _pool_file(root, status)
     if not stat.S_ISDIR(status.st_mode):
         raise RegionError(
             f"{root} is a block device or special file, expected a folder, a libpmemobj pool or"
@@ -111,10 +111,6 @@ def locate(
         )
     _check_owner(root, status, "folder")
     return _in_folder(root, rank, backend)
-
-
-def _or_native(backend: Backend) -> Literal["native", "pmem2", "pmemobj"]:
-    return "native" if backend == "auto" else backend
 
 
 def _in_folder(root: Path, rank: int, backend: Backend) -> Place:
@@ -126,14 +122,12 @@ def _in_folder(root: Path, rank: int, backend: Backend) -> Place:
             + (f", beside the pool {pool.name}; move one of them away" if is_pool else
                "; choose another path, or a back end other than pmemobj")
         )  # fmt: skip
-    if is_pool and backend == "pmem2":
-        raise RegionError(f"{pool} is a libpmemobj pool; use the back end pmemobj, or another path")
     if is_pool or backend == "pmemobj":
         return Place(root, pool, is_device=False, backend="pmemobj")
-    return Place(root, file, is_device=False, backend=_or_native(backend))
+    return Place(root, file, is_device=False)
 
 
-def _pool_file(root: Path, status: os.stat_result, backend: Backend) -> Place:
+def _pool_file(root: Path, status: os.stat_result) -> Place:
     _check_owner(root, status, "file")
     fd = _open(root, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -146,8 +140,6 @@ def _pool_file(root: Path, status: os.stat_result, backend: Backend) -> Place:
         raise RegionError(
             f"{root} is a file but no libpmemobj pool, expected a folder, a pool or a devdax device"
         )
-    if backend == "pmem2":
-        raise RegionError(f"{root} is a libpmemobj pool; use the back end pmemobj, or another path")
     return Place(root, root, is_device=False, backend="pmemobj")
 
 

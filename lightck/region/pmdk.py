@@ -33,11 +33,7 @@ void pmem2_badblock_context_delete(struct pmem2_badblock_context **bbctx);
 int pmem2_map_new(struct pmem2_map **map_ptr, const struct pmem2_config *cfg,
   const struct pmem2_source *src);
 int pmem2_map_delete(struct pmem2_map **map_ptr);
-void *pmem2_map_get_address(struct pmem2_map *map);
-size_t pmem2_map_get_size(struct pmem2_map *map);
 int pmem2_map_get_store_granularity(struct pmem2_map *map);
-void *pmem2_get_flush_fn(struct pmem2_map *map);
-void *pmem2_get_drain_fn(struct pmem2_map *map);
 const char *pmem2_errormsg(void);
 
 typedef struct pmemobjpool PMEMobjpool;
@@ -71,7 +67,7 @@ ffi.cdef(CDEF)
 
 @cache
 def pmem2() -> Any:
-    """Return libpmem2, the library that maps.
+    """Return libpmem2, the library that knows media.
 
     Raises:
         PmdkMissingError: it is not installed.
@@ -100,7 +96,7 @@ def _load(name: str, package: str) -> Any:
         return ffi.dlopen(name)
     except OSError as error:
         raise PmdkMissingError(
-            f"this back end needs PMDK's {name}, which cannot be loaded ({error});"
+            f"this needs PMDK's {name}, which cannot be loaded ({error});"
             f" on Debian: apt-get install {package}"
         ) from error
 

@@ -1,4 +1,4 @@
-"""The libpmem2 back end: it maps the region's file and says how stores become durable there."""
+"""Ask libpmem2 about the medium below a region."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightck.errors import RegionError
-from lightck.region.pmdk import ffi, forget, keep_from_children, pmem2, text_of
-from lightck.region.spec import Backing
+from lightck.region.pmdk import ffi, pmem2, text_of
 
 _PAGE = 2  # PMEM2_GRANULARITY_PAGE: any medium will do
 _PROT_READ = 1 << 30
@@ -17,49 +16,21 @@ _NO_BAD_BLOCK = -100029
 _DEVICE_BYTES = 256
 
 
-def provide(fd: int, label: str) -> Backing:
-    """Map all of an allocated file, or a device, for writing.
-
-    Raises:
-        PmdkMissingError: libpmem2 is not installed.
-        RegionError: libpmem2 refuses; its words.
-    """
-    with _source(fd, label) as source:
-        held = _map(source, label, read_only=False)
-    lib, mapping = pmem2(), held[0]
-    base = _address(lib.pmem2_map_get_address(mapping))
-    length = int(lib.pmem2_map_get_size(mapping))
-
-    def release() -> None:
-        forget(base)
-        _check(lib.pmem2_map_delete(held), f"{label}: unmap")
-
-    keep_from_children(base, length)
-    return Backing(
-        base=base,
-        length=length,
-        granularity=_granularity(mapping),
-        flush=_address(lib.pmem2_get_flush_fn(mapping)),
-        drain=_address(lib.pmem2_get_drain_fn(mapping)),
-        release=release,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Media:
-    """What libpmem2 knows of the medium below a file or device."""
+    """The answers of libpmem2 about the medium below a file or device."""
 
     granularity: int | None
-    """Of stores, as it maps them: native.GRAN_*; the environment can make it lie. None: it cannot
-    map this."""
+    """The granularity of stores, as libpmem2 maps them: native.GRAN_*; the environment can make it
+    lie. None: it cannot map this."""
     device: str | None
     numa_node: int | None
     bad_blocks: tuple[tuple[int, int], ...] | None
     """(offset, length) in the file or device, in bytes; None: it cannot tell."""
     unsafe_shutdowns: int | None
-    """Of the devices below, over their life; None: they do not count."""
+    """Unsafe shutdowns of the devices below, over their life; None: they do not count."""
     unknown: tuple[str, ...]
-    """Why something is None, in libpmem2's words."""
+    """The reasons why fields are None, in libpmem2's words."""
 
 
 def media_of(fd: int, label: str) -> Media:
@@ -68,7 +39,7 @@ def media_of(fd: int, label: str) -> Media:
     with _source(fd, label) as source:
         granularity = None
         try:
-            held = _map(source, label, read_only=True)
+            held = _map(source, label)
             granularity = _granularity(held[0])
             _check(pmem2().pmem2_map_delete(held), f"{label}: unmap")
         except RegionError as error:
@@ -93,14 +64,13 @@ def _source(fd: int, label: str) -> Iterator[Any]:
         pmem2().pmem2_source_delete(held)
 
 
-def _map(source: Any, label: str, *, read_only: bool) -> Any:
+def _map(source: Any, label: str) -> Any:
     lib = pmem2()
     config, held = ffi.new("struct pmem2_config **"), ffi.new("struct pmem2_map **")
     _check(lib.pmem2_config_new(config), label)
     try:
         _check(lib.pmem2_config_set_required_store_granularity(config[0], _PAGE), label)
-        if read_only:
-            _check(lib.pmem2_config_set_protection(config[0], _PROT_READ), label)
+        _check(lib.pmem2_config_set_protection(config[0], _PROT_READ), label)
         _check(lib.pmem2_map_new(held, config[0], source), f"{label}: map")
     finally:
         lib.pmem2_config_delete(config)
@@ -151,7 +121,3 @@ def _check(code: int, context: str) -> None:
     if code != 0:
         text = text_of(pmem2().pmem2_errormsg())
         raise RegionError(f"{context}: libpmem2: {text} (code {code})")
-
-
-def _address(pointer: Any) -> int:
-    return int(ffi.cast("uintptr_t", pointer))

@@ -139,7 +139,7 @@ class Pool:
                 f"{self.file}: the pool's root object names no space within {self.length} bytes"
             )
         base = int(ffi.cast("uintptr_t", self._at(root.offset)))
-        return Backing(base, int(root.length), granularity=0, release=self.close)
+        return Backing(base, int(root.length), release=self.close)
 
     def _at(self, offset: int) -> Any:
         return ffi.cast("char *", self.handle) + offset

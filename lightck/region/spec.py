@@ -47,25 +47,14 @@ class RegionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Backing:
-    """A mapping that somebody else made (see `lck_backing`); 0 stands for NULL."""
+    """A mapping that somebody else made (see `lck_backing`)."""
 
     base: int
     length: int
-    granularity: int
     release: Callable[[], object]
     """Unmaps the mapping; called once, when no region is open on it any more."""
-    flush: int = 0
-    drain: int = 0
 
     def to_native(self) -> Any:
         """Convert to the native structure `lck_backing`."""
-        return ffi.new(
-            "lck_backing *",
-            {
-                "base": ffi.cast("void *", self.base),
-                "length": self.length,
-                "granularity": self.granularity,
-                "flush": ffi.cast("void (*)(const void *, size_t)", self.flush),
-                "drain": ffi.cast("void (*)(void)", self.drain),
-            },
-        )
+        base = ffi.cast("void *", self.base)
+        return ffi.new("lck_backing *", {"base": base, "length": self.length})

@@ -22,7 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 10u
+#define LCK_ABI 11u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -63,9 +63,6 @@ uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length);
  * groups' DRAM, with `swap` of both and swap. LCK_ALL: nobody says. Any thread. */
 uint64_t lck_memory_available(int swap);
 
-/* Ask for the cache lines at these addresses, all at once: a hint, reads nothing. Any thread. */
-void lck_prefetch(const uint64_t *addresses, uint64_t count);
-
 typedef struct lck_region lck_region;
 typedef struct lck_pool lck_pool;
 typedef struct lck_snapshot lck_snapshot;
@@ -92,15 +89,11 @@ typedef struct lck_region_spec {
   uint32_t reserved;
 } lck_region_spec;
 
-/* A mapping that somebody else made (libpmem2, a libpmemobj pool) and keeps, unmoved, until the
- * region on it is closed. The region may use all of it, and can never be larger. */
+/* A mapping that somebody else made (a libpmemobj pool) and keeps, unmoved, until the region on it
+ * is closed. The region may use all of it, and can never be larger. */
 typedef struct lck_backing {
-  void *base;           /* of offset 0; on a page, of the file too */
-  uint64_t length;      /* bytes from there, allocated on the medium */
-  uint32_t granularity; /* what its maker promises: LCK_GRAN_BYTE, _LINE, _PAGE; 0: find out */
-  uint32_t reserved;
-  void (*flush)(const void *address, size_t length); /* NULL: our own; unused with _PAGE */
-  void (*drain)(void);                               /* besides our own fence; may be NULL */
+  void *base;      /* of offset 0; on a page, of the file too */
+  uint64_t length; /* bytes from there, allocated on the medium */
 } lck_backing;
 
 typedef struct lck_segment {

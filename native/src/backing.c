@@ -19,32 +19,10 @@ static int check(const lck_region *region, const lck_backing *backing) {
   if (backing->length < LCK_JOURNAL_OFFSET || backing->length > LCK_SPACE_LIMIT)
     return lck_fail(LCK_E_INVALID, "a mapping of %" PRIu64 " bytes, expected %" PRIu64 "..%" PRIu64,
                     backing->length, LCK_JOURNAL_OFFSET, LCK_SPACE_LIMIT);
-  if (backing->granularity > LCK_GRAN_PAGE)
-    return lck_fail(LCK_E_INVALID, "granularity %u of the mapping, expected 0..%u",
-                    backing->granularity, (unsigned)LCK_GRAN_PAGE);
   if (region->numa_node >= 0)
     return lck_fail(LCK_E_INVALID, "NUMA node %d: whoever maps the memory binds it",
                     region->numa_node);
   return 0;
-}
-
-/* `region->granularity` is what the medium needs, found out by trying. A promise that less will do
- * is how PMEM2_FORCE_GRANULARITY lies: stores then stop where the page cache does. */
-static void hear_promise(lck_region *region, const lck_backing *backing) {
-  uint32_t promise = backing->granularity;
-  int in_lines = promise == LCK_GRAN_BYTE || promise == LCK_GRAN_LINE;
-  int on_dax = region->medium == LCK_FSDAX || region->medium == LCK_DEVDAX;
-  if (in_lines && region->medium == LCK_FILE) {
-    region->granularity = LCK_GRAN_NONE;
-    region->flags |= LCK_PROCESS_DURABLE;
-  }
-  if (on_dax && promise > region->granularity)
-    region->granularity = promise;
-  /* With less than lines where lines are needed, its flush may do nothing. */
-  if (promise == LCK_GRAN_LINE || (promise == LCK_GRAN_BYTE && !on_dax))
-    region->flush = backing->flush;
-  if (in_lines)
-    region->drain = backing->drain;
 }
 
 int lck_backing_adopt(lck_region *region, const lck_backing *backing) {
@@ -60,6 +38,5 @@ int lck_backing_adopt(lck_region *region, const lck_backing *backing) {
   region->base = backing->base;
   region->reserved_length = length;
   region->backed = 1;
-  hear_promise(region, backing);
   return lck_bus_watch(region->base, length);
 }

@@ -1,4 +1,4 @@
-/* backing.h -- a region on a mapping that somebody else made: what is believed of it. */
+/* backing.h -- a region on a mapping that somebody else made. */
 #ifndef LCK_BACKING_H
 #define LCK_BACKING_H
 

@@ -354,7 +354,6 @@ static void capture_pieces(void *argument) {
   run_of->fault = lck_fault_visit(LCK_FAULT_COPY);
   if (run_of->fault)
     return;
-  lck_snapshot *snapshot = run_of->snapshot;
   lck_batch *batch = run_of->batch;
   const lck_chunk *chunk = run_of->chunk;
   uint64_t copied = 0, skipped = 0;
@@ -379,7 +378,7 @@ static void capture_pieces(void *argument) {
     throttle(run_of, 0, 0, 0);
   /* A fence drains this thread's stores only, so it must come before the chunk is captured. */
   if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
-    lck_persist_fence(snapshot->region);
+    lck_persist_fence();
   run_of->moved = copied;
   run_of->skipped = skipped;
 }
@@ -488,7 +487,7 @@ static void drain_pieces(void *argument) {
   if (atomic_load(&run->batch->drain_next) == run->batch->chunk_count)
     throttle(run, 0, 0, 0);
   if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
-    lck_persist_fence(snapshot->region);
+    lck_persist_fence();
   run->moved = drained;
 }
 

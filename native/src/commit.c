@@ -220,7 +220,7 @@ int lck_slot_invalidate(lck_region *region, uint32_t slot) {
    * change first: they would take the rest for damage. */
   rc = lck_persist_publish(region, LCK_RECORD_OFFSET(slot), 0);
   if (!LCK_MUTANT(MUTANT_BLANK_OVERTAKES_WORD) && !LCK_MUTANT(MUTANT_INVALIDATION_UNSYNCED))
-    lck_persist_fence(region);
+    lck_persist_fence();
   if (rc == 0)
     rc = lck_persist_store(region, LCK_RECORD_OFFSET(slot) + sizeof(uint64_t),
                            (const unsigned char *)&blank + sizeof(uint64_t),
@@ -357,7 +357,7 @@ int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record,
   block.sequence = LCK_MUTANT(MUTANT_WORD_BEFORE_BODY) ? word : 0;
   rc = lck_persist_store(region, LCK_RECORD_OFFSET(slot), &block, sizeof(block));
   if (!LCK_MUTANT(MUTANT_BODY_NOT_FENCED) && !LCK_MUTANT(MUTANT_NO_FENCE_BEFORE_RECORD))
-    lck_persist_fence(region);
+    lck_persist_fence();
   if (rc == 0)
     rc = lck_persist_publish(region, LCK_RECORD_OFFSET(slot), word);
   lck_timeline_stage(LCK_DID_RECORD, sizeof(block));

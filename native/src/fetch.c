@@ -78,7 +78,7 @@ static void *work(void *argument) {
       atomic_store(&job->gone, part->read);
     lck_error_keep(&job->failure, rc);
   }
-  lck_persist_fence(NULL); /* the kernel's stores pass the order that joining a thread gives */
+  lck_persist_fence(); /* the kernel's stores pass the order that joining a thread gives */
   return NULL;
 }
 

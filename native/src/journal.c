@@ -369,7 +369,7 @@ LCK_API int lck_journal_write(lck_region *region, const lck_journal_entry *entry
 
   if (!LCK_MUTANT(MUTANT_JOURNAL_KEPT_VALID)) {
     rc = lck_persist_publish(region, at, 0);
-    lck_persist_fence(region);
+    lck_persist_fence();
   }
   if (rc == 0)
     rc = (LCK_MUTANT(MUTANT_JOURNAL_UNFLUSHED) ? lck_mutant_store : lck_persist_store)(
@@ -378,11 +378,11 @@ LCK_API int lck_journal_write(lck_region *region, const lck_journal_entry *entry
   if (rc == 0)
     rc = lck_persist_store(region, at, &block, sizeof(block));
   if (!LCK_MUTANT(MUTANT_JOURNAL_UNFENCED))
-    lck_persist_fence(region);
+    lck_persist_fence();
   if (rc == 0)
     rc = lck_persist_publish(region, at, word);
   if (!LCK_MUTANT(MUTANT_JOURNAL_ACKED_EARLY))
-    lck_persist_fence(region);
+    lck_persist_fence();
   if (rc == 0)
     region->journal = (lck_journal){region->journal.sequence + 1, entry->step, place, entry->kind};
   return rc;
@@ -395,6 +395,6 @@ int lck_journal_blank(lck_region *region, const superblock_disk *super) {
   int rc = 0;
   for (uint32_t place = 0; place < LCK_JOURNAL_PLACES && capacity(super) > 0 && rc == 0; place++)
     rc = lck_persist_store(region, place_offset(super, place), &blank, sizeof(blank));
-  lck_persist_fence(region); /* a half-blank one beside a superblock would look like damage */
+  lck_persist_fence(); /* a half-blank one beside a superblock would look like damage */
   return rc;
 }

@@ -98,24 +98,11 @@ static enum flush_method current_method(void) {
 }
 
 static void flush(const lck_region *region, uint64_t offset, uint64_t length) {
-  if (length == 0)
+  if (length == 0 || region->granularity != LCK_GRAN_LINE)
     return;
   uint64_t first = offset & ~(uint64_t)(LCK_LINE - 1);
-  if (region->flush != NULL)
-    region->flush(region->base + offset, length);
-  else if (region->granularity == LCK_GRAN_LINE)
-    flush_range(current_method(), region->base + first, region->base + offset + length);
-  else
-    return;
+  flush_range(current_method(), region->base + first, region->base + offset + length);
   lck_trace(LCK_TRACE_FLUSH, region, offset, length);
-}
-
-/* The kernels' non-temporal stores are ours, and so is their fence, whoever else has one. */
-static void fence_here(const lck_region *region) {
-  fence(current_method());
-  if (region != NULL && region->drain != NULL)
-    region->drain();
-  lck_trace(LCK_TRACE_FENCE, NULL, 0, 0);
 }
 
 /* ---- stores ------------------------------------------------------------------------------- */
@@ -223,8 +210,9 @@ int lck_persist_touch(lck_region *region, uint64_t offset, uint64_t length) {
 
 /* ---- order -------------------------------------------------------------------------------- */
 
-void lck_persist_fence(lck_region *region) {
-  fence_here(region);
+void lck_persist_fence(void) {
+  fence(current_method());
+  lck_trace(LCK_TRACE_FENCE, NULL, 0, 0);
 }
 
 /* After a failed sync the kernel may count dirty pages as clean: a retry that succeeds would
@@ -244,7 +232,7 @@ static int sync_file(lck_region *region) {
 }
 
 int lck_persist_sync(lck_region *region) {
-  fence_here(region);
+  lck_persist_fence();
   if (region->granularity != LCK_GRAN_PAGE)
     return 0;
   pthread_mutex_lock(&region->sync);

@@ -32,9 +32,9 @@ int lck_persist_publish(lck_region *region, uint64_t offset, uint64_t word);
  * not stored but count the turns there, odd while the rest changes. */
 int lck_persist_note(lck_region *region, uint64_t offset, const void *bytes, uint64_t length);
 
-/* Drain the calling thread's stores, also those outside any region (NULL). On page media this
- * orders nothing on the medium: see sync. */
-void lck_persist_fence(lck_region *region);
+/* Drain the calling thread's stores, also those outside any region. On page media this orders
+ * nothing on the medium: see sync. */
+void lck_persist_fence(void);
 
 /* On page media: fdatasync; returns when the file's data is on the medium. Elsewhere: a fence.
  * A failure latches the region; it is never retried, and every later sync fails. Any thread. */

@@ -214,7 +214,7 @@ static int fill(lck_region *region, const superblock_disk *super) {
                                   : LCK_MUTANT(MUTANT_OLD_RECORDS_KEPT))
       continue;
     rc = lck_persist_store(region, at, zeros, sizeof(zeros));
-    lck_persist_fence(region);
+    lck_persist_fence();
   }
   if (rc == 0 && lck_medium_fixed(region) && !LCK_MUTANT(MUTANT_OLD_JOURNAL_KEPT))
     rc = lck_journal_blank(region, super);

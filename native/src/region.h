@@ -33,9 +33,7 @@ struct lck_region {
 #endif
   int fd, lock_fd; /* own duplicates */
   uint32_t flags, medium, granularity;
-  void (*flush)(const void *address, size_t length); /* a backing's, or NULL: our own */
-  void (*drain)(void);                               /* a backing's, besides our own fence */
-  uint64_t page_bytes;                               /* of the mapping: 4 KiB, or a huge page */
+  uint64_t page_bytes;      /* of the mapping: 4 KiB, or a huge page */
   uint64_t granule;         /* mapped lengths are multiples: LCK_GRANULE, or a larger huge page */
   pthread_mutex_t mutex;    /* guards `super` and `layouts`: a commit may run beside a growth */
   pthread_mutex_t sync;     /* one at a time: the kernel tells one caller only of a lost page */

@@ -132,7 +132,7 @@ static inline int write_snapshot(lck_region *region, uint32_t slot, uint64_t seq
   if (rc == 0) {
     rc = lck_persist_payload(region, slot_start(region, slot) + 8192, payload, sizeof(payload),
                              &crc);
-    lck_persist_fence(region);
+    lck_persist_fence();
     if (rc == 0)
       rc = lck_slot_commit(region, slot, &record, layout_text, manifest_text);
   }

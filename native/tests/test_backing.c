@@ -1,4 +1,4 @@
-/* A region on a mapping that somebody else made: the same life, nothing moved, nothing believed. */
+/* A region on a mapping that somebody else made: the same life, nothing moved. */
 #include <sys/mman.h>
 
 #include "region_fixture.h"
@@ -21,14 +21,14 @@ typedef struct provider {
   lck_backing backing;
 } provider;
 
-static provider provide(const char *path, uint64_t skew, uint64_t length, uint32_t granularity) {
+static provider provide(const char *path, uint64_t skew, uint64_t length) {
   provider p = {.path = path, .file_bytes = skew + length};
   p.fd = open_file(path, O_RDWR | O_CREAT);
   p.lock_fd = open_file(path, O_RDWR);
   CHECK(posix_fallocate(p.fd, 0, (off_t)p.file_bytes) == 0, "%s", path);
   p.start = mmap(NULL, p.file_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, p.fd, 0);
   CHECK(p.start != MAP_FAILED, "%s: %s", path, strerror(errno));
-  p.backing = (lck_backing){.base = p.start + skew, .length = length, .granularity = granularity};
+  p.backing = (lck_backing){.base = p.start + skew, .length = length};
   return p;
 }
 
@@ -64,11 +64,13 @@ static uint64_t measured(void) {
 
 static void test_lives_like_any_other(const char *path) {
   uint64_t bytes = measured();
-  provider p = provide(path, SKEW, bytes + (3 << 20), 0);
+  provider p = provide(path, SKEW, bytes + (3 << 20));
   memset(p.start, 0xa5, p.file_bytes); /* what was there before means nothing */
   lck_region *region = create_on(&p);
   lck_region_info info = describe(region);
   CHECK(info.base == p.backing.base && info.size == bytes, "%lu", info.size);
+  uint32_t medium = path == disk_path ? LCK_GRAN_PAGE : LCK_GRAN_NONE;
+  CHECK(info.granularity == medium, "%u", info.granularity);
   lck_record record;
   for (uint32_t slot = 0; slot < 2; slot++)
     CHECK(lck_slot_read(region, slot, &record) == LCK_E_EMPTY, "%s", lck_last_error());
@@ -83,7 +85,7 @@ static void test_lives_like_any_other(const char *path) {
   CHECK(p.start[0] == 0xa5 && p.start[SKEW - 1] == 0xa5, "what lies before is not touched");
   withdraw(&p);
 
-  p = provide(path, SKEW, bytes + (3 << 20), 0);
+  p = provide(path, SKEW, bytes + (3 << 20));
   region = open_on(&p, 0);
   CHECK(sequence_in(region, 0) == 2 && sequence_in(region, 1) == 3, "both are there");
   lck_region *other = NULL;
@@ -115,7 +117,7 @@ static void see_nothing(void *argument) {
 }
 
 static void test_forked_children_have_nothing_of_it(const char *path) {
-  provider p = provide(path, 0, measured(), 0);
+  provider p = provide(path, 0, measured());
   lck_region *region = create_on(&p);
   in_child(see_nothing, &region);
   must_close(region);
@@ -124,7 +126,7 @@ static void test_forked_children_have_nothing_of_it(const char *path) {
 }
 
 static void test_a_failed_creation_gives_its_file_back_whole(const char *path) {
-  provider p = provide(path, 0, measured(), 0);
+  provider p = provide(path, 0, measured());
   lck_region_spec spec = small_spec();
   lck_region *region = NULL;
   CHECK(lck_fault_arm(LCK_FAULT_SYNC, 0, EIO) == 0, "arm");
@@ -136,89 +138,11 @@ static void test_a_failed_creation_gives_its_file_back_whole(const char *path) {
   unlink(path);
 }
 
-/* ---- flush and drain ----------------------------------------------------------------------- */
-
-/* A medium with nothing but the provider's flush and drain: what was flushed reaches it when it is
- * drained. */
-static unsigned char *shadow, *shadowed;
-static struct {
-  const unsigned char *address;
-  size_t length;
-} pending[4096];
-static unsigned pending_count, drains;
-
-static void shadow_flush(const void *address, size_t length) {
-  CHECK(pending_count < 4096, "too many flushes without a drain");
-  pending[pending_count].address = address;
-  pending[pending_count++].length = length;
-}
-
-static void shadow_drain(void) {
-  for (unsigned i = 0; i < pending_count; i++)
-    memcpy(shadow + (pending[i].address - shadowed), pending[i].address, pending[i].length);
-  pending_count = 0;
-  drains++;
-}
-
-static void test_its_flush_and_drain_make_everything_durable(const char *path) {
-  const char *name;
-  uint64_t bytes = measured();
-  CHECK(lck_kernel("portable", &name) == 0, "its payload goes through the cache");
-  provider p = provide(path, SKEW, bytes, LCK_GRAN_LINE);
-  p.backing.flush = shadow_flush;
-  p.backing.drain = shadow_drain;
-  shadowed = p.backing.base;
-  shadow = calloc(1, bytes);
-  CHECK(shadow != NULL, "memory");
-  lck_region *region = create_on(&p);
-  CHECK(memcmp(shadow, shadowed, bytes) == 0 && drains > 0, "created");
-  for (uint64_t sequence = 1; sequence <= 4; sequence++) {
-    CHECK(write_snapshot(region, sequence % 2, sequence) == 0, "%s", lck_last_error());
-    CHECK(memcmp(shadow, shadowed, bytes) == 0, "after commit %lu", sequence);
-  }
-  CHECK(lck_region_branch(region, 9, NULL, 0) == 0, "%s", lck_last_error());
-  CHECK(memcmp(shadow, shadowed, bytes) == 0, "timeline");
-  must_close(region);
-  free(shadow);
-  withdraw(&p);
-  unlink(path);
-}
-
-/* ---- what is believed ---------------------------------------------------------------------- */
-
-typedef struct promise {
-  uint32_t given, on_memory, on_disk;
-} promise;
-
-static const promise promises[] = {{0, LCK_GRAN_NONE, LCK_GRAN_PAGE},
-                                   {LCK_GRAN_PAGE, LCK_GRAN_NONE, LCK_GRAN_PAGE},
-                                   {LCK_GRAN_LINE, LCK_GRAN_NONE, LCK_GRAN_NONE},
-                                   {LCK_GRAN_BYTE, LCK_GRAN_NONE, LCK_GRAN_NONE}};
-
-static void test_a_promise_without_map_sync_is_not_believed(const char *path, int on_disk) {
-  for (unsigned i = 0; i < sizeof(promises) / sizeof(promises[0]); i++) {
-    uint32_t expected = on_disk ? promises[i].on_disk : promises[i].on_memory;
-    provider p = provide(path, 0, measured(), promises[i].given);
-    lck_region *region = create_on(&p);
-    CHECK(describe(region).granularity == expected, "promise %u: %u", promises[i].given,
-          describe(region).granularity);
-    must_close(region);
-    /* The superblock tells every later reader; a later owner is bound by its own sync only. */
-    region = must_open(path, LCK_READ_ONLY);
-    CHECK(describe(region).granularity == expected, "promise %u, read: %u", promises[i].given,
-          describe(region).granularity);
-    must_close(region);
-    region = must_open(path, 0);
-    CHECK(describe(region).granularity == (on_disk ? LCK_GRAN_PAGE : LCK_GRAN_NONE), "owner");
-    must_close(region);
-    withdraw(&p);
-    unlink(path);
-  }
-}
+/* ---- refusals ------------------------------------------------------------------------------ */
 
 static void test_what_cannot_hold_a_region_is_refused(const char *path) {
   uint64_t bytes = measured();
-  provider p = provide(path, 0, bytes, 0);
+  provider p = provide(path, 0, bytes);
   lck_region_spec spec = small_spec();
   lck_region *region = NULL;
   lck_backing given = p.backing;
@@ -233,8 +157,6 @@ static void test_what_cannot_hold_a_region_is_refused(const char *path) {
   REFUSED(LCK_E_INVALID, "the mapping starts at");
   given.length = 4096;
   REFUSED(LCK_E_INVALID, "a mapping of 4096 bytes");
-  given.granularity = 4;
-  REFUSED(LCK_E_INVALID, "granularity 4");
   spec.numa_node = 0;
   REFUSED(LCK_E_INVALID, "NUMA node 0");
   given.length = bytes - 4096;
@@ -264,9 +186,6 @@ int main(void) {
   test_lives_like_any_other(disk_path);
   test_forked_children_have_nothing_of_it(memory_path);
   test_a_failed_creation_gives_its_file_back_whole(disk_path);
-  test_a_promise_without_map_sync_is_not_believed(memory_path, 0);
-  test_a_promise_without_map_sync_is_not_believed(disk_path, 1);
   test_what_cannot_hold_a_region_is_refused(memory_path);
-  test_its_flush_and_drain_make_everything_durable(memory_path);
   return checks_end();
 }

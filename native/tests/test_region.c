@@ -308,7 +308,7 @@ static void fill_extents(lck_region *region, unsigned char *source, lck_read *re
     reads[i] = (lck_read){.offset = at, .length = length, .crc = crc};
     at += (length + 63) / 64 * 64;
   }
-  lck_persist_fence(region);
+  lck_persist_fence();
 }
 
 static void test_fetch(void) {

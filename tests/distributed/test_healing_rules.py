@@ -23,7 +23,7 @@ from lightck.distributed.halves import Half
 from lightck.distributed.healing import Plan, plan
 from lightck.distributed.holdings import Holdings
 from lightck.distributed.lineage import Key
-from lightck.distributed.majority import is_own
+from lightck.distributed.replicas import is_own
 from lightck.distributed.shares import Sharing
 from lightck.distributed.topology import Topology
 from lightck.distributed.transfer import CHUNK, END, FAILURE, TABLE, described, receive, stream
@@ -34,11 +34,11 @@ from lightck.region import place
 K8 = Key(T1, 8, 3)
 
 
-def node(*steps: int, early: bool = False, halves: tuple[int, ...] = (), name: str = "") -> View:
+def node(*steps: int, early: bool = False, halves: tuple[int, ...] = ()) -> View:
     seen = view(*steps, world=3)
     offers = tuple(replace(offer, alike=True, early=early) for offer in seen.offers)
     own = tuple((Key(T1, step, 3), early) for step in halves)
-    return replace(seen, offers=offers, halves=own, node=name)
+    return replace(seen, offers=offers, halves=own)
 
 
 def test_whoever_lacks_the_newest_step_gets_it_from_the_lowest_rank_that_has_it() -> None:
@@ -54,13 +54,13 @@ def test_whoever_lacks_the_newest_step_gets_it_from_the_lowest_rank_that_has_it(
 
 
 def test_every_rank_hears_the_same_plan() -> None:
-    views = [node(5, halves=(8,), name="a"), node(8, 5, name="b"), node(8, name="c")]
+    views = [node(5, halves=(8,)), node(8, 5), node(8)]
     for rank, size in ((1, 30), (2, 40)):
         offers = tuple(replace(offer, size=size) for offer in views[rank].offers)
         views[rank] = replace(views[rank], offers=offers)
     choice = Choice.heard(decide_restore([each.said() for each in views]))
     assert choice == decide(views) and choice.size == 40, "the largest one's"
-    assert choice.heals == ((0, 1),) and choice.bare == () and choice.compare
+    assert choice.heals == ((0, 1),) and choice.bare == ()
 
 
 def test_a_plan_is_of_one_instant() -> None:
@@ -107,13 +107,6 @@ def test_a_region_that_cannot_be_opened_is_named_unless_its_rank_is_healed() -> 
     assert decide([node(8), node(8), broken]).heals == ((2, 0),)
     with pytest.raises(CoordinationError, match="rank 2: RegionFormatError: truncated"):
         decide([view(8, world=3), view(8, world=3), broken])
-
-
-def test_replicas_are_compared_only_where_several_nodes_have_one() -> None:
-    assert not decide([node(8, name="a")] * 3).compare
-    assert decide([node(8, name="a"), node(8, name="b"), node(8, name="b")]).compare
-    assert not decide([node(8, name="a"), node(name="b"), node(name="c")]).compare
-    assert not decide([replace(view(8, world=3), node=name) for name in "abc"]).compare
 
 
 @pytest.mark.parametrize("peers", [(0,), (0, 1)])

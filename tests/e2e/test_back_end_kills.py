@@ -1,4 +1,4 @@
-"""Training through PMDK's back ends: killed anywhere, resumed, bit by bit the uninterrupted run."""
+"""Training in a libpmemobj pool: killed anywhere, resumed, bit by bit the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from back_ends import make_pool, needs_pmdk
 from jobs import Plain
-from pmdk_jobs import InAPool, ThroughPmem2
+from pmdk_jobs import InAPool
 from resume import KILLS, Bed, same_end, same_steps
 
 import lightck
@@ -25,16 +24,14 @@ def disk_bed(bed: Bed) -> Iterator[Bed]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("job", [ThroughPmem2, InAPool])
-def test_a_killed_training_resumes_bit_by_bit_on_memory(bed: Bed, job: Any) -> None:
-    needs_pmdk(job.settings["backend"])
-    bed.check(job)
+def test_a_killed_training_resumes_bit_by_bit_on_memory(bed: Bed) -> None:
+    needs_pmdk("pmemobj")
+    bed.check(InAPool)
 
 
-@pytest.mark.parametrize("job", [ThroughPmem2, InAPool])
-def test_a_killed_training_resumes_bit_by_bit_on_a_disk(disk_bed: Bed, job: Any) -> None:
-    needs_pmdk(job.settings["backend"])
-    disk_bed.check(job, kills=("backward", "after"))
+def test_a_killed_training_resumes_bit_by_bit_on_a_disk(disk_bed: Bed) -> None:
+    needs_pmdk("pmemobj")
+    disk_bed.check(InAPool, kills=("backward", "after"))
 
 
 def test_a_sites_own_pool_serves_run_after_run(bed: Bed) -> None:

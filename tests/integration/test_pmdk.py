@@ -1,4 +1,4 @@
-"""PMDK alone has these: pools of a site, refusals, forced granularity, media; or it is missing."""
+"""PMDK alone has these: pools of a site, refusals, media; or it is missing."""
 
 from __future__ import annotations
 
@@ -63,15 +63,17 @@ def without_pmdk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # ---- without PMDK ----
 
 
-@pytest.mark.parametrize(
-    ("backend", "package"), [("pmem2", "libpmem2"), ("pmemobj", "libpmemobj1")]
-)
-def test_without_its_library_a_back_end_names_the_package_and_makes_nothing(
-    without_pmdk: None, run_dir: Path, backend: str, package: str
+def test_without_its_library_the_back_end_names_the_package_and_makes_nothing(
+    without_pmdk: None, run_dir: Path
 ) -> None:
-    with pytest.raises(PmdkMissingError, match=f"apt-get install {package}$"):
-        lightck.attach(torch.nn.Linear(2, 2), path=run_dir, backend=backend)
+    with pytest.raises(PmdkMissingError, match="apt-get install libpmemobj1$"):
+        lightck.attach(torch.nn.Linear(2, 2), path=run_dir, backend="pmemobj")
     assert not list(run_dir.iterdir())
+
+
+def test_a_back_end_that_is_none_is_refused_with_those_that_exist(run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="must be one of 'auto', 'pmemobj'"):
+        lightck.attach(torch.nn.Linear(2, 2), path=run_dir, backend="pmem2")
 
 
 def test_without_pmdk_everything_else_works(
@@ -97,40 +99,6 @@ def test_a_pool_without_its_library_is_told_from_an_empty_path(
 # ---- whose region it is ----
 
 
-def test_what_libpmem2_mapped_anyone_reads_and_carries_on(
-    with_pmem2: None, run_dir: Path, rng: np.random.Generator
-) -> None:
-    for i, backend in enumerate(("pmem2", "auto", "pmem2", "auto")):
-        with Book(run_dir, backend=backend) as book:  # type: ignore[arg-type]
-            if i == 0:
-                book.region.begin_timeline(None)
-            assert book.commit(i + 1, random_contents(rng, SIZES))
-    assert list(stored(run_dir)) == [4, 3]
-
-
-def test_holes_in_a_copied_region_are_filled_before_libpmem2_maps_it(
-    with_pmem2: None, region_dir: Path, rng: np.random.Generator
-) -> None:
-    with Book(region_dir / "run", backend="pmem2") as book:
-        book.region.begin_timeline(None)
-        book.commit(1, random_contents(rng, SIZES))
-    data = book.where.file.read_bytes()
-    (region_dir / "copy").mkdir(mode=0o700)
-    copy = region_dir / "copy" / book.where.file.name
-    with copy.open("wb") as file:
-        copy.chmod(0o600)
-        for at in range(0, len(data), 4096):
-            if any(data[at : at + 4096]):
-                file.seek(at)
-                file.write(data[at : at + 4096])
-        file.truncate(len(data))
-    assert copy.stat().st_blocks * 512 < len(data)
-    with Book(copy.parent, backend="pmem2") as book:
-        assert copy.stat().st_blocks * 512 >= len(data)
-        assert book.commit(2, random_contents(rng, SIZES))
-    assert list(stored(copy.parent)) == [2, 1]
-
-
 def test_a_snapshot_in_a_pool_is_read_as_from_anywhere(
     with_pmemobj: None, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,22 +118,6 @@ def test_a_snapshot_in_a_pool_is_read_as_from_anywhere(
         assert handle.step == 3
 
 
-def test_a_region_grows_again_when_lightck_maps_it_itself(
-    with_pmem2: None, run_dir: Path, rng: np.random.Generator
-) -> None:
-    large = random_contents(rng, {"large": 9 << 20})
-    with Book(run_dir, backend="pmem2") as book:
-        book.region.begin_timeline(None)
-        book.commit(1, random_contents(rng, SIZES))
-        with pytest.raises(RegionFullError):
-            book.open(large)
-    with Book(run_dir) as book:
-        assert book.commit(2, large)
-    with Book(run_dir, backend="pmem2") as book:
-        assert book.commit(3, large)
-    assert list(stored(run_dir)) == [3, 2]
-
-
 def test_a_region_of_one_back_end_is_not_hidden_by_one_of_another(
     with_pmemobj: None, region_dir: Path
 ) -> None:
@@ -173,17 +125,14 @@ def test_a_region_of_one_back_end_is_not_hidden_by_one_of_another(
     with pytest.raises(RegionError, match="is a region outside of a pool; choose another path"):
         place.locate(region_dir / "file", 0, create=True, backend="pmemobj")
     Book(region_dir / "pool", backend="pmemobj").close()
-    with pytest.raises(RegionError, match="is a libpmemobj pool; use the back end pmemobj"):
-        place.locate(region_dir / "pool", 0, create=True, backend="pmem2")
     os.link(region_dir / "file" / "region-00000.lck", region_dir / "pool" / "region-00000.lck")
     with pytest.raises(RegionError, match="beside the pool region-00000.obj"):
         place.locate(region_dir / "pool", 0, create=False)
 
 
-@pytest.mark.parametrize("backend", ["pmem2", "pmemobj"])
-def test_a_numa_node_is_refused_because_pmdk_maps_the_memory(run_dir: Path, backend: str) -> None:
+def test_a_numa_node_is_refused_because_pmdk_maps_the_memory(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="numa_node = 0: with backend"):
-        lightck.attach(torch.nn.Linear(2, 2), path=run_dir, backend=backend, numa_node=0)
+        lightck.attach(torch.nn.Linear(2, 2), path=run_dir, backend="pmemobj", numa_node=0)
 
 
 # ---- pools ----
@@ -294,9 +243,9 @@ def test_a_refusal_for_want_of_a_shutdown_counter_says_what_to_set(
 
 
 def test_a_process_that_was_forked_and_exits_leaves_pool_and_mapping_alone(
-    with_pmem2: None, with_pmemobj: None, region_dir: Path
+    with_pmemobj: None, region_dir: Path
 ) -> None:
-    """The process ends with Python's and both libraries' own ends, not `os._exit`."""
+    """The process ends with Python's and the library's own ends, not `os._exit`."""
     code = f"""
 import os, sys
 sys.path[:0] = {[p for p in sys.path if p]!r}
@@ -304,19 +253,18 @@ import numpy as np
 from pathlib import Path
 from regions import Book, random_contents, newest
 rng = np.random.default_rng(1)
-for backend in ("pmem2", "pmemobj"):
-    book = Book(Path({str(region_dir)!r}) / backend, backend=backend)
-    book.region.begin_timeline(None)
-    assert book.commit(1, random_contents(rng, {SIZES!r}))
-    pid = os.fork()
-    if pid == 0:
-        again = Book(Path({str(region_dir)!r}) / (backend + "-child"), backend=backend)
-        again.close()
-        sys.exit(0)
-    assert os.waitpid(pid, 0)[1] == 0, backend
-    assert book.commit(2, random_contents(rng, {SIZES!r}))
-    assert newest(book.region)[0] == 2
-    book.close()
+book = Book(Path({str(region_dir)!r}) / "own", backend="pmemobj")
+book.region.begin_timeline(None)
+assert book.commit(1, random_contents(rng, {SIZES!r}))
+pid = os.fork()
+if pid == 0:
+    again = Book(Path({str(region_dir)!r}) / "child", backend="pmemobj")
+    again.close()
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+assert book.commit(2, random_contents(rng, {SIZES!r}))
+assert newest(book.region)[0] == 2
+book.close()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
@@ -336,60 +284,42 @@ def test_handles_of_one_process_share_a_pool_and_the_last_one_closes_it(
 # ---- media ----
 
 
-def test_a_forced_granularity_is_told_and_makes_nothing_durable(
+def test_a_forced_granularity_is_told(
     with_pmem2: None, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PMEM2_FORCE_GRANULARITY", "CACHE_LINE")
-    handle = lightck.attach(torch.nn.Linear(2, 2), path=disk_dir, backend="pmem2")
-    assert handle.survives == "process death"
-    (report,) = lightck.pmdk.media_report(disk_dir)
-    assert (report.granularity, report.forced) == ("cache line", True)
-    handle.close()
-    monkeypatch.delenv("PMEM2_FORCE_GRANULARITY")
+    Book(disk_dir).close()
     (report,) = lightck.pmdk.media_report(disk_dir)
     assert (report.granularity, report.forced) == ("page", False)
-    handle = lightck.attach(torch.nn.Linear(2, 2), path=disk_dir, backend="pmem2")
-    assert handle.survives == "power loss"
-    handle.close()
+    monkeypatch.setenv("PMEM2_FORCE_GRANULARITY", "CACHE_LINE")
+    (report,) = lightck.pmdk.media_report(disk_dir)
+    assert (report.granularity, report.forced) == ("cache line", True)
 
 
-def test_an_unsafe_shutdown_since_the_last_owner_is_said_once(
+def test_unsafe_shutdowns_and_bad_blocks_are_reported(
     with_pmem2: None,
     run_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    count, real = 5, pmem2.media_of
+    real = pmem2.media_of
 
     def counted(fd: int, label: str) -> pmem2.Media:
         found = real(fd, label)
-        return pmem2.Media(
-            found.granularity, "8089-a2-1837", 0, ((4096, 512),), count, found.unknown
-        )
+        return pmem2.Media(found.granularity, "8089-a2-1837", 0, ((4096, 512),), 5, found.unknown)
 
-    def opened() -> list[dict[str, Any]]:
-        caplog.clear()
-        Book(run_dir, backend="pmem2").close()
-        events = [r for r in caplog.records if getattr(r, "lightck_event", "") == "unsafe_shutdown"]
-        return [r.lightck for r in events]  # type: ignore[attr-defined]
-
+    Book(run_dir).close()
     monkeypatch.setattr(pmem2, "media_of", counted)
-    assert opened() == []
-    count = 7
     (report,) = lightck.pmdk.media_report(run_dir)
-    assert report.shut_down_unsafely
-    assert (report.unsafe_shutdowns, report.unsafe_shutdowns_before) == (7, 5)
+    assert (report.device, report.unsafe_shutdowns) == ("8089-a2-1837", 5)
     assert report.bad_blocks == ((4096, 512),)
-    (said,) = opened()
-    assert (said["device"], said["times"]) == ("8089-a2-1837", 2)
-    assert opened() == []
-    assert not lightck.pmdk.media_report(run_dir)[0].shut_down_unsafely
+    assert main(["inspect", str(run_dir), "--json"]) == 0
+    assert '"unsafe_shutdowns": 5' in capsys.readouterr().out
 
 
 def test_what_libpmem2_cannot_tell_is_none_with_its_reason(with_pmem2: None, run_dir: Path) -> None:
     with pytest.raises(lightck.NoSnapshotError, match="no lightck region"):
         lightck.pmdk.media_report(run_dir)
-    Book(run_dir, backend="pmem2").close()
+    Book(run_dir).close()
     (report,) = lightck.pmdk.media_report(run_dir)
     assert report.granularity == "page"  # tmpfs: what it would do, were it a disk
     assert report.unsafe_shutdowns is None

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightck.capture import staging
-from lightck.capture.ahead import RUN
+from lightck.capture.arrange import _RUN as RUN
 from lightck.capture.arrange import Arrangement, Part, Sources, sources
 from lightck.capture.holders import holder
 from lightck.capture.state import Live

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lightck
-from lightck.capture import boundary, parcel, peek, rng
+from lightck.capture import boundary, parcel, rng
 from lightck.errors import CorruptSnapshotError, StateError
 
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -123,9 +123,10 @@ def test_a_seed_and_a_kept_normal_number_of_python_show_in_the_next_answer() -> 
     states.append(random.getstate())
     random.gauss(0, 1)  # the words are those of before
     states.append(random.getstate())
+    states += [(*states[0][:2], zero) for zero in (0.0, -0.0)]
     for state in (*states, *reversed(states)):
         random.setstate(state)
-        assert rng.unpacked(rng.capture()["python"]) == state
+        assert repr(rng.unpacked(rng.capture()["python"])) == repr(state)
 
 
 def test_another_generator_of_the_same_kind_is_not_taken_for_the_last_one() -> None:
@@ -141,14 +142,6 @@ def test_another_generator_of_the_same_kind_is_not_taken_for_the_last_one() -> N
         np.random.set_bit_generator(before)  # type: ignore[attr-defined]
 
 
-def test_memory_is_looked_at_here_and_undrawn_generators_give_the_same_objects() -> None:
-    assert peek.python() is not None and peek.numpy() is not None
+def test_undrawn_generators_give_the_same_objects() -> None:
     one, other = rng.capture(), rng.capture()
     assert one["python"] is other["python"] and one["numpy"] is other["numpy"]
-
-
-def test_where_memory_tells_nothing_generators_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peek, "python", lambda: None)
-    monkeypatch.setattr(peek, "numpy", lambda: None)
-    test_every_draw_shows_in_the_next_answer("numpy, normal", 1)
-    test_every_draw_shows_in_the_next_answer("python, normal", 1)
