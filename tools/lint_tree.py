@@ -1,8 +1,7 @@
 """Say where the sources break a rule of this project that no other tool knows.
 
-    python tools/lint_tree.py                check the tree; `make lint` does
-    python tools/lint_tree.py FILE...        check these files only
-    python tools/lint_tree.py --count-words  list docstrings that begin with no subject or verb
+    python tools/lint_tree.py          check the tree; `make lint` does
+    python tools/lint_tree.py FILE...  check these files only
 
 Prints `path:line: what is wrong` and exits 1 if there is anything. A warning alone exits 0. A rule
 is a function from a source to findings and a line in `RULES`.
@@ -250,16 +249,14 @@ def first_words(source: Source) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Rule:
-    """A check, and what it is for. One that is not `on` has to be asked for."""
+    """A check, and the kinds of files that it is for."""
 
     check: Callable[[Source], Iterable[Finding]]
     kinds: frozenset[str]
-    on: bool = True
 
 
 _CODE = frozenset({PYTHON, C})
 _TEXT = frozenset({PYTHON, C, MARKDOWN})
-WORDS = Rule(first_words, frozenset({PYTHON}), on=False)
 RULES = (
     Rule(file_length, _CODE),
     Rule(python_function_length, frozenset({PYTHON})),
@@ -269,7 +266,7 @@ RULES = (
     Rule(lettered_instants, _TEXT),
     Rule(bare_invariants, _TEXT),
     Rule(references_elsewhere, _TEXT),
-    WORDS,
+    Rule(first_words, frozenset({PYTHON})),
 )
 
 
@@ -283,11 +280,11 @@ def read(file: Path) -> Source:
     return Source(str(shown), KINDS[file.suffix], file.read_text("utf-8", "replace"))
 
 
-def check(source: Source, rules: Iterable[Rule]) -> list[Finding]:
+def check(source: Source) -> list[Finding]:
     """Return what is wrong with one file, by line."""
     found: list[Finding] = []
     try:
-        for rule in rules:
+        for rule in RULES:
             if source.kind in rule.kinds:
                 found += rule.check(source)
     except SyntaxError as error:
@@ -308,21 +305,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", nargs="*", type=Path, help="default: the whole tree")
-    parser.add_argument(
-        "--count-words", action="store_true",
-        help=f"only list and count docstrings that begin with {', '.join(sorted(FIRST_WORDS))}",
-    )  # fmt: skip
     chosen = parser.parse_args(arguments)
     for file in chosen.files:
         if file.suffix not in KINDS:
             parser.error(f"{file}: no rule for this kind of file")
-    rules = [WORDS] if chosen.count_words else [rule for rule in RULES if rule.on]
-    found = [each for file in chosen.files or tree() for each in check(read(file), rules)]
+    found = [each for file in chosen.files or tree() for each in check(read(file))]
     for each in found:
         print(each)
-    if chosen.count_words:
-        print(f"{len(found)} docstrings")
-        return 0
     return int(any(not each.warning for each in found))
 
 

@@ -23,10 +23,10 @@ NAMED = f"{FIVE} (never commit a torn snapshot)"
 def said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Check one file of this name and text; returns its lines of output, without the path."""
 
-    def run(name: str, text: str, *options: str, fails: bool = True) -> list[str]:
+    def run(name: str, text: str, fails: bool = True) -> list[str]:
         file = tmp_path / name
         file.write_text(text)
-        assert lint_tree.main([str(file), *options]) == fails
+        assert lint_tree.main([str(file)]) == fails
         return [line.removeprefix(f"{file}:") for line in capsys.readouterr().out.splitlines()]
 
     return run
@@ -145,14 +145,14 @@ def test_what_is_not_in_the_repository_is_not_referred_to(said, name: str, place
     assert said(name, f"{mark}DESIGN.md, tests/distributed/shared.py\n", fails=False) == []
 
 
-def test_first_words_are_counted_only_when_asked_for(said) -> None:
-    text = '"""{} it is."""\n\n\nclass X:\n    """{} it has."""\n\n    y = 1\n    """Likewise."""\n'
-    assert said("x.py", text.format("What", "Whether"), fails=False) == []
-    assert said("x.py", text.format("What", "Says"), "--count-words", fails=False) == [
-        "1: the docstring begins with 'What': begin with a subject or a verb",
-        "8: the docstring begins with 'Likewise': begin with a subject or a verb",
-        "2 docstrings",
-    ]
+@pytest.mark.parametrize("word", sorted(lint_tree.FIRST_WORDS))
+def test_a_docstring_begins_with_a_subject_or_a_verb(said, word: str) -> None:
+    attribute = '    y = 1\n    """{0}."""\n'
+    text = '"""{0} it is."""\n\n\nclass X:\n    """\n    {0} it has."""\n\n' + attribute
+    wrong = f"the docstring begins with '{word}': begin with a subject or a verb"
+    assert said("x.py", text.format(word)) == [f"{line}: {wrong}" for line in (1, 5, 9)]
+    assert said("x.py", text.format(f"{word}ever"), fails=False) == []
+    assert said("x.py", f'x = 1  # {word}\ny = "{word}"\n', fails=False) == []
 
 
 def test_what_is_no_python_is_said_so(said) -> None:
