@@ -5,9 +5,7 @@ A manifest is written with every snapshot.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +26,6 @@ SCHEMA = pa.schema(
 _HEAD: bytes = SCHEMA.serialize().to_pybytes()
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """The end of an Arrow IPC stream, as a stream writer writes it."""
-_NUMBERS = struct.Struct("<QQii")
-"""The binary form of step, sequence, and first and last offset of the list of checksums."""
-_OFFSETS = struct.Struct("<qq")
-_ZEROS = bytes(8)
 
 
 @dataclass(frozen=True)
@@ -51,48 +45,8 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Serialize to an Arrow IPC stream.
-
-    The bytes that Arrow puts before the values depend only on the values' lengths: they are
-    computed once for each set of lengths.
-    """
-    head = _head(len(manifest.crcs), len(manifest.at_step), len(manifest.at_forward))
-    if head is None:
-        return b"".join((_HEAD, _serialize(manifest), _END))
-    return b"".join((_HEAD, head, *_body(manifest), _END))
-
-
-def _body(manifest: Manifest) -> list[bytes]:
-    """Return the buffers of the row, each padded to eight bytes.
-
-    No column has a validity bitmap.
-    """
-    crcs = manifest.crcs.tobytes()
-    one, other = manifest.at_step, manifest.at_forward
-    return [
-        _NUMBERS.pack(manifest.step, manifest.sequence, 0, len(manifest.crcs)),
-        crcs,
-        _ZEROS[: -len(crcs) % 8],
-        _OFFSETS.pack(0, len(one)),
-        one,
-        _ZEROS[: -len(one) % 8],
-        _OFFSETS.pack(0, len(other)),
-        other,
-        _ZEROS[: -len(other) % 8],
-    ]
-
-
-@lru_cache(maxsize=16)
-def _head(count: int, at_step_bytes: int, at_forward_bytes: int) -> bytes | None:
-    """Return the bytes that precede values of these lengths.
-
-    Returns None if this version of Arrow lays the values out in another way.
-    """
-    crcs = np.zeros(count, np.uint32)
-    blank = Manifest(0, 0, crcs, bytes(at_step_bytes), bytes(at_forward_bytes))
-    row = _serialize(blank)
-    body = b"".join(_body(blank))
-    return row[: len(row) - len(body)] if row.endswith(body) else None
+    """Serialize to an Arrow IPC stream."""
+    return b"".join((_HEAD, _serialize(manifest), _END))
 
 
 def _serialize(manifest: Manifest) -> bytes:

@@ -54,15 +54,6 @@ def test_a_manifest_is_byte_for_byte_what_arrow_writes(made: Manifest) -> None:
     assert manifest.encode(made) == _arrow(made)
 
 
-def test_an_arrow_with_another_layout_writes_the_manifest_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(manifest, "_ZEROS", b"")  # nothing is padded
-    manifest._head.cache_clear()
-    assert manifest.encode(sample()) == _arrow(sample())
-    manifest._head.cache_clear()
-
-
 def _arrow(made: Manifest) -> bytes:
     values = {
         "step": [made.step],
