@@ -1,8 +1,8 @@
 """Encode and decode entries of the boundary journal; `journaled.py` describes their content.
 
 When a step ends, code and data are out of the caches: whatever is done costs ten times what it does
-in a loop, so as little as possible is done. Most of a state is what it was at the instant before;
-while all of it are the same objects, only the bytes of generators and tensors are encoded anew.
+in a loop, so as little as possible is done. Most of a state is what it was at the instant before:
+parts that are the same objects are pickled once (`parcel.Kept`).
 """
 
 from __future__ import annotations
@@ -31,40 +31,13 @@ class ExtrasFullError(RegionFullError):
     """Raised when extras have more bytes than may be written at every step; names the largest."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Last:
-    """Pickles of the last entry, and the very objects that they were made of."""
-
-    objects: list[Any]
-    at: list[int]
-    """Offsets where the bytes of torch's generators begin, and where the last one's end."""
-    pickles: list[bytes]
-
-
-@dataclass(frozen=True, eq=False)
-class _Extras:
-    """Encoded extras of the last entry, and the very objects that they were made of."""
-
-    objects: list[Any]
-    at: int
-    """Offset where their bytes begin."""
-    pickled: bytes
-    parts: list[memoryview | bytes]
-
-
 @dataclass(eq=False)
 class Sealing:
     """Encodes entries. For one thread at a time."""
 
     _kept: Kept = field(default_factory=Kept)
-    _last: dict[int, _Last] = field(default_factory=dict)
-    """Pickles of the last entry, by the number of instants whose generators it has."""
-    _extras: dict[int, _Extras] = field(default_factory=dict)
-    """Extras of the last entry, by the number of instants whose generators it has."""
     _names: dict[int, list[list[str]]] = field(default_factory=dict)
     """Names of each optimizer's parameters by group, by the optimizer's index."""
-    _states: dict[int, tuple[torch.Tensor, bytes]] = field(default_factory=dict)
-    """State of torch's generator, and its bytes, at each instant of an entry."""
 
     def sealed(
         self,
@@ -88,20 +61,13 @@ class Sealing:
         held = Parcel(self._kept)
         said = shelf.packed(held, copies)
         drawn = [first["rng"], second["rng"]] if "rng" in second else [first["rng"]]
-        objects = [said, second["optimizers"], second.get("share"), share_digest]
         at = []
-        for i, states in enumerate(drawn):
-            objects += [state for name, state in states.items() if name not in _AS_BYTES]
+        for states in drawn:
             at.append(held.size)
-            held.add(self._bytes(i, states["torch"]))
-        at.append(held.size)
+            held.add(states["torch"].numpy().tobytes())
         changing = self._changing(held, first["extras"], second["extras"], drawn)
-        last = self._last.get(len(drawn))
-        if last is None or last.at != at or not _identical(last.objects, objects):
-            fixed = [said, second["optimizers"], second.get("share"), share_digest]
-            last = _Last(objects, at, self._pickled(fixed, drawn, at))
-            self._last[len(drawn)] = last
-        return held.sealed([changing, *last.pickles])
+        fixed = [said, second["optimizers"], second.get("share"), share_digest]
+        return held.sealed([changing, *self._pickled(fixed, drawn, at)])
 
     def _changing(
         self,
@@ -115,27 +81,13 @@ class Sealing:
         Raises:
             ExtrasFullError: extras have more than `MOST_EXTRA_BYTES`.
         """
+        at = held.size
         cuda = [states.get("cuda") for states in drawn]
-        objects, at = [*first.values(), *second.values(), *cuda], held.size
-        known = self._extras.get(len(drawn))
-        if known is not None and known.at == at and _identical(known.objects, objects):
-            for each in known.parts:
-                held.add(each)
-            return known.pickled
-        begun = len(held.parts)
         pickled = held.pickled({"first": first, "second": second, "cuda": cuda})
         if len(pickled) + held.size - at > MOST_EXTRA_BYTES:
             raise ExtrasFullError(_too_much(first, second))
         self._kept.parcels = held.parcels or {}
-        self._extras[len(drawn)] = _Extras(objects, at, pickled, held.parts[begun:])
         return pickled
-
-    def _bytes(self, i: int, state: torch.Tensor) -> bytes:
-        """Return the bytes of a generator's state, which step end and forward start may share."""
-        known = self._states.get(i)
-        if known is None or known[0] is not state:
-            known = self._states[i] = state, state.numpy().tobytes()
-        return known[1]
 
     def _pickled(self, fixed: list[Any], drawn: list[dict[str, Any]], at: list[int]) -> list[bytes]:
         """Pickle all but what changes at every instant."""
