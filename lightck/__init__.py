@@ -37,23 +37,23 @@ from lightck.errors import (
 from lightck.types import Failure, Layerwise, Moment, Policy, RestoreInfo, Saved, Stats
 
 if TYPE_CHECKING:
-    from lightck.capture.extras import at_forward, at_step
-    from lightck.capture.prefetched import Prefetched
-    from lightck.capture.sampler import ResumableSampler
-    from lightck.checkpointer import attach
+    from lightck.attach import attach
+    from lightck.data.prefetched import Prefetched
+    from lightck.data.sampler import ResumableSampler
     from lightck.handle import Handle
     from lightck.load import load, snapshots
     from lightck.restore import restore
+    from lightck.state.extras import at_forward, at_step
 
     __version__: str
 
 _LATE = {
     "Handle": "lightck.handle",
-    "Prefetched": "lightck.capture.prefetched",
-    "ResumableSampler": "lightck.capture.sampler",
-    "at_forward": "lightck.capture.extras",
-    "at_step": "lightck.capture.extras",
-    "attach": "lightck.checkpointer",
+    "Prefetched": "lightck.data.prefetched",
+    "ResumableSampler": "lightck.data.sampler",
+    "at_forward": "lightck.state.extras",
+    "at_step": "lightck.state.extras",
+    "attach": "lightck.attach",
     "load": "lightck.load",
     "restore": "lightck.restore",
     "snapshots": "lightck.load",
@@ -113,7 +113,7 @@ class _Package(ModuleType):
 def _made(name: str, module: ModuleType) -> Any:
     value = getattr(module, name)
     if name == "restore" and "LIGHTCK_CHAOS" in os.environ:  # set by `lightck chaos`
-        from lightck.failure.chaos import around_restore
+        from lightck.failure.fault_plan import around_restore
 
         value = around_restore(value)
     return value

@@ -11,11 +11,10 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from lightck.capture import lookahead
-from lightck.capture.assembled import Assembled
 from lightck.config import Config
-from lightck.distributed.choice import decide
-from lightck.distributed.holdings import Holdings
+from lightck.data import lookahead
+from lightck.distributed.restore.selection import decide
+from lightck.distributed.restore.survey import Holdings
 from lightck.errors import (
     CorruptSnapshotError,
     NoSnapshotError,
@@ -23,9 +22,10 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.load import SNAPSHOTS, region_files, row
-from lightck.region import native, place
+from lightck.reader.assembly import Assembled
+from lightck.region import location, native_region
 from lightck.region.layout import Entry, Shard
-from lightck.region.pool import usual_threads
+from lightck.region.native_pool import usual_threads
 from lightck.region.region import Candidate, Region, survey
 
 TENSORS = pa.schema(
@@ -116,7 +116,7 @@ def contents(
     root = Config.resolve(path=path).path
     if not files:
         raise NoSnapshotError(f"{root}: nothing is there")
-    with Holdings.everything(place.locate(root, 0, create=False), files) as held:
+    with Holdings.everything(location.locate(root, 0, create=False), files) as held:
         wanted = None if step == "latest" else step
         choice = decide([held.view(wanted)])
         if choice.key is not None:
@@ -270,7 +270,7 @@ def _damaged(region: Region, candidate: Candidate, progress: Callable[[int], obj
 def _rows_of(candidate: Candidate) -> tuple[np.ndarray[Any, Any], list[str]]:
     """Return the reads that check what one region has of a snapshot, and the name of each row."""
     entries = candidate.layout.entries
-    rows = np.zeros(len(entries), native.READ_DTYPE)
+    rows = np.zeros(len(entries), native_region.READ_DTYPE)
     rows["offset"], rows["length"] = candidate.layout.offsets, candidate.layout.lengths
     rows["crc"] = candidate.manifest.crcs
     chosen = np.flatnonzero(candidate.layout.lengths > 0)

@@ -17,24 +17,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from lightck.capture.asked import finish_last_step, left_off, open_now
-from lightck.capture.counted import stats_of
-from lightck.capture.hooks import Hooks
-from lightck.capture.recorder import Recorder
-from lightck.capture.replacement import replaced
-from lightck.capture.report import Reporter
-from lightck.capture.sight import Sight
-from lightck.capture.waiting import POLL_S, drain_for_close, settle_for_close, wait
 from lightck.config import Config
 from lightck.errors import LightckError
 from lightck.events import event
-from lightck.failure import unhandled
+from lightck.failure import triggers
 from lightck.failure.budget import usable_s
-from lightck.failure.joint import JointRescue
+from lightck.failure.jit_save import Rescue
+from lightck.failure.jit_save_ranks import JointRescue
 from lightck.failure.measuring import measured
-from lightck.failure.rescue import Rescue
 from lightck.failure.saving import Guard
 from lightck.failure.watchdog import WATCHDOG
+from lightck.loop.checkpointer import Recorder
+from lightck.loop.counted import stats_of
+from lightck.loop.hooks import Hooks
+from lightck.loop.publisher import Sight
+from lightck.loop.replacement import replaced
+from lightck.loop.report import Reporter
+from lightck.loop.requests import finish_last_step, left_off, open_now
+from lightck.loop.waiting import POLL_S, drain_for_close, settle_for_close, wait
 from lightck.region.region import Region
 from lightck.restore import Progress
 from lightck.types import Failure, Saved, Stats
@@ -96,7 +96,7 @@ class Handle:
         _handles.add(self)
         atexit.register(self._at_exit)
         if self._rescue is not None:
-            unhandled.tell(self._failed)
+            triggers.tell(self._failed)
             self._watch(self._rescue)
         region = self.region
         takes = f"{region.info.slot_count} slots x {region.slot_bytes} bytes"
@@ -292,7 +292,7 @@ class Handle:
         trace: TracebackType | None,
     ) -> None:
         signalled = error is not None and self._guard is not None and self._guard.knows(error)
-        if error is None or (unhandled.ends_well(error) and not signalled):
+        if error is None or (triggers.ends_well(error) and not signalled):
             self.close()
             return
         self._failed(error)
@@ -389,7 +389,7 @@ class Handle:
         if held:
             said = {"memory_bytes": held, "until": f"lightck rm {path}"}
         event("closed", path=path, step=self.step, **said)
-        unhandled.forget(self._failed)
+        triggers.forget(self._failed)
         self._recorder.enabled = False
         self._progress.step, self._progress.early = self.step, False
         self._progress.attached.remove(self._recorder.steps)

@@ -15,23 +15,25 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from lightck.capture import boundary, lookahead, orders
-from lightck.capture.assembled import Assembled, Part
-from lightck.capture.extra_state import PREFIX
-from lightck.capture.filling import fresh
-from lightck.capture.state import labelled_key
 from lightck.config import Config
-from lightck.distributed.gather import gather
-from lightck.distributed.halves import key_of
-from lightck.distributed.holdings import Holdings
-from lightck.distributed.meeting import Meeting
-from lightck.distributed.recall import Found, recall
-from lightck.distributed.unequal import unequal
+from lightck.data import lookahead
+from lightck.distributed.rendezvous import Meeting
+from lightck.distributed.restore.gather_shards import gather
+from lightck.distributed.restore.local_state import key_of
+from lightck.distributed.restore.protocol import Found, recall
+from lightck.distributed.restore.survey import Holdings
+from lightck.distributed.restore.unequal_ranks import unequal
 from lightck.errors import NoSnapshotError
 from lightck.events import event
-from lightck.region import backing, place
+from lightck.reader.assembly import Assembled, Part
+from lightck.reader.fill import fresh
+from lightck.region import location
+from lightck.region.backends import select
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate, Region
+from lightck.state import boundary, key_order
+from lightck.state.inventory import labelled_key
+from lightck.state.module_extra_state import PREFIX
 
 _NAMED = 8
 SNAPSHOTS = pa.schema(
@@ -54,7 +56,7 @@ SNAPSHOTS = pa.schema(
 )
 
 
-region_files = backing.region_files
+region_files = select.region_files
 
 
 def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
@@ -71,7 +73,7 @@ def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
     """
     files = region_files(path)
     rows: list[dict[str, Any]] = []
-    where = place.locate(Config.resolve(path=path).path, 0, create=False)
+    where = location.locate(Config.resolve(path=path).path, 0, create=False)
     with Holdings.everything(where, files) as held:
         for holding in held.regions:
             region, recovery = holding.region, holding.recovery
@@ -180,7 +182,7 @@ def load_tensors(
 def _found(
     path: str | os.PathLike[str] | None, step: int | Literal["latest"], rank: int, whole: bool
 ) -> tuple[Assembled, dict[str, torch.Tensor]]:
-    where = place.locate(Config.resolve(path=path).path, rank, create=False)
+    where = location.locate(Config.resolve(path=path).path, rank, create=False)
     wanted = None if step == "latest" else step
     taking = partial(_mapped, whole=whole)
     found = recall(Meeting("load", rank), where, wanted, taking)
@@ -254,7 +256,7 @@ def _alone(part: Part, snapshot: Assembled) -> list[int]:
 
 
 def _mapping(region: Region) -> _Mapping:
-    with place.opened(region.place, writable=False) as (fd, _):
+    with location.opened(region.place, writable=False) as (fd, _):
         return _Mapping(
             fd, region.info.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
@@ -315,6 +317,6 @@ def _optimizer(
             if parts[3] not in tree["state"].get(name, {}):
                 found.setdefault(name, {})[_unescape(parts[3])] = tensors(full)
     said = tree.get("order", {})
-    labels = (name for name in orders.outer(said, keys) if name in found)
-    state = {keys[name]: orders.arranged(said, name, found[name]) for name in labels}
+    labels = (name for name in key_order.outer(said, keys) if name in found)
+    state = {keys[name]: key_order.arranged(said, name, found[name]) for name in labels}
     return {"state": state, "param_groups": groups}

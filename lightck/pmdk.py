@@ -12,7 +12,8 @@ from pathlib import Path
 
 from lightck.errors import NoSnapshotError, PmdkMissingError
 from lightck.load import region_files
-from lightck.region import place, pmdk, pmem2
+from lightck.region import location
+from lightck.region.backends import libpmem2, pmdk
 
 GRANULARITIES = {1: "byte", 2: "cache line", 3: "page"}
 
@@ -58,9 +59,9 @@ def media_report(path: str | os.PathLike[str] | None = None) -> list[MediaReport
     return [_report(where) for where in files]
 
 
-def _report(where: place.Place) -> MediaReport:
-    with place.opened(where, writable=False) as (fd, _):
-        media = pmem2.media_of(fd, str(where.file))
+def _report(where: location.Place) -> MediaReport:
+    with location.opened(where, writable=False) as (fd, _):
+        media = libpmem2.media_of(fd, str(where.file))
     return MediaReport(
         file=where.file,
         granularity=GRANULARITIES.get(media.granularity or 0),

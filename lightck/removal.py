@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightck.config import Config
 from lightck.errors import RegionBusyError, RegionError
-from lightck.region import claim, place
+from lightck.region import claim, location
 
 _OF_A_RUN = re.compile(r"region-\d{5,}\.((lck|obj)(\.damaged\d*)?|new)")
 """The names of a run's files: regions, damaged ones that were renamed, a killed attach's drafts."""
@@ -49,13 +49,13 @@ def remove(path: str | os.PathLike[str]) -> list[RunFile]:
         for each in found:
             os.unlink(each.path)
         if found:
-            place.sync_folder(found[0].path.parent)
+            location.sync_folder(found[0].path.parent)
         return found
 
 
 def _seized(path: str | os.PathLike[str], held: contextlib.ExitStack) -> list[RunFile]:
     root = Config.resolve(path=path).path
-    where = place.locate(root, 0, create=False)
+    where = location.locate(root, 0, create=False)
     if where.path == where.file:
         kind = "a device" if where.is_device else "a libpmemobj pool of its own"
         raise RegionError(
@@ -67,15 +67,15 @@ def _seized(path: str | os.PathLike[str], held: contextlib.ExitStack) -> list[Ru
     for name in filter(_OF_A_RUN.fullmatch, names):
         file = where.path / name
         try:
-            fd = held.enter_context(place.seized(file))
+            fd = held.enter_context(location.seized(file))
         except RegionBusyError as error:
             raise _in_words(error, file) from error
-        found.append(RunFile(file, place.taken_bytes(fd)))
+        found.append(RunFile(file, location.taken_bytes(fd)))
     return found
 
 
 def _in_words(error: RegionBusyError, file: Path) -> RegionBusyError:
-    every = place.every_rank(place.locate(file.parent, 0, create=False))
+    every = location.every_rank(location.locate(file.parent, 0, create=False))
     where = next((each for each in every if each.file == file), None)
     named = error if where is None else claim.naming_owner(error, where)
     return RegionBusyError(f"{named}; nothing was removed: end it first")

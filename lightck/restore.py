@@ -16,28 +16,29 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightck.capture import boundary, lookahead, rng
-from lightck.capture.arguments import check, refuse_unknown
-from lightck.capture.extra_state import extra_states
-from lightck.capture.extras import parse
-from lightck.capture.filling import Filling
-from lightck.capture.hooks import before_next_forward
-from lightck.capture.modules import innermost
-from lightck.capture.optimizer import Saved
-from lightck.capture.state import Inventory
-from lightck.capture.steps import Steps
 from lightck.config import Config
-from lightck.distributed.healed import Healed
-from lightck.distributed.holdings import Holdings
-from lightck.distributed.lineage import Key
-from lightck.distributed.meeting import meeting
-from lightck.distributed.recall import Found, recall
-from lightck.distributed.unequal import unequal
+from lightck.data import lookahead
+from lightck.distributed.rendezvous import meeting
+from lightck.distributed.restore.lineage import Key
+from lightck.distributed.restore.protocol import Found, recall
+from lightck.distributed.restore.received_snapshot import Healed
+from lightck.distributed.restore.survey import Holdings
+from lightck.distributed.restore.unequal_ranks import unequal
 from lightck.errors import ConfigError, LightckError
 from lightck.events import event
-from lightck.region import place
+from lightck.loop.hooks import before_next_forward
+from lightck.loop.steps import Steps
+from lightck.reader.fill import Filling
+from lightck.reader.optimizer import Saved
+from lightck.region import location
 from lightck.region.continuation import Continuation
-from lightck.region.native import Record
+from lightck.region.native_region import Record
+from lightck.state import boundary, rng
+from lightck.state.arguments import check, refuse_unknown
+from lightck.state.extras import parse
+from lightck.state.inventory import Inventory
+from lightck.state.module_extra_state import extra_states
+from lightck.state.modules import innermost
 from lightck.types import RestoreInfo
 
 _ARGUMENTS = ("model", "optimizer", "path", "extras", "step", "strict")
@@ -151,7 +152,7 @@ def restore(
         wanted = _wanted(step, strict)
         if progress(root).attached:
             raise LightckError("a handle records this model: close() or detach() the handle first")
-        where = place.locate(Config.resolve(path=path).path, ranks.rank, create=False)
+        where = location.locate(Config.resolve(path=path).path, ranks.rank, create=False)
         live = Inventory(root, optimizers, parse(extras) + extra_states(root))
         fill = partial(_filled, live=live, strict=strict)
         info = recall(ranks, where, wanted, fill, progress(root).continuation)

@@ -7,12 +7,12 @@ import time
 from typing import Any
 
 from lightck.errors import CorruptSnapshotError, NoSnapshotError
-from lightck.region import statistics
-from lightck.region.backing import region_files
-from lightck.region.native import Record
-from lightck.region.place import Place
+from lightck.region import stats_page
+from lightck.region.backends.select import region_files
+from lightck.region.location import Place
+from lightck.region.native_region import Record
 from lightck.region.region import Region
-from lightck.region.statistics import Reading
+from lightck.region.stats_page import Reading
 
 RUNNING, ENDED, GONE, ELSEWHERE, NONE = "running", "ended", "gone", "unknown owner", "idle"
 
@@ -35,7 +35,7 @@ def readings(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]
 def _reading(where: Place) -> dict[str, Any]:
     region = Region.open(where, writable=False)
     try:
-        said = statistics.read(region.native)
+        said = stats_page.read(region.native)
         newest, problems = _newest(region)
         return {
             "file": str(where.file),

@@ -15,8 +15,8 @@ import pytest
 from regions import Book
 
 from lightck.errors import PmdkMissingError
-from lightck.region import pmdk
-from lightck.region.place import Backend
+from lightck.region.backends import pmdk
+from lightck.region.location import Backend
 from lightck.region.survival import POWER_LOSS, PROCESS_DEATH
 
 _OVERCOMMIT = Path("/proc/sys/vm/nr_overcommit_hugepages")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightck.capture import holders
+from lightck.device import lookup
 from lightck.errors import DeviceError
 
 GARBAGE = 0xDD
@@ -117,7 +117,7 @@ class _Reserved:
 
 
 class EmulatedDevice:
-    """See `lightck.capture.device.Device`."""
+    """See `lightck.device.base.Device`."""
 
     def __init__(self, name: str = "emulated:0", memory_bytes: int = 64 << 20) -> None:
         self.name = name
@@ -396,12 +396,12 @@ def devices(*made: EmulatedDevice) -> Iterator[None]:
     def find(tensor: torch.Tensor) -> Any:
         return next((device for device in made if device.holds(tensor)), None)
 
-    holders.finders.append(find)
+    lookup.finders.append(find)
     try:
         yield
     finally:
         _let_go()
-        holders.finders.remove(find)
+        lookup.finders.remove(find)
         _registered.clear()
         for device in made:
             device.close()

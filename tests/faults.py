@@ -14,7 +14,7 @@ from typing import Any
 
 from cffi import FFI
 
-from lightck.region.library import library_path
+from lightck.region._ffi import library_path
 
 (
     ALLOCATE, SYNC, COPY, INVALIDATE, COMMIT, RECORD,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from lightck.region.native import crc32c
+from lightck.region.native_region import crc32c
 
 PAGE = 4096
 SUPER_BYTES, RECORD_BYTES = 960, 256

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.errors import CorruptSnapshotError
-from lightck.region import allocator, backing, native, place
+from lightck.region import allocator, location, native_region
+from lightck.region.backends import select
 from lightck.region.layout import Entry
-from lightck.region.native import RegionSpec
-from lightck.region.pool import NativePool
+from lightck.region.native_pool import NativePool
+from lightck.region.native_region import RegionSpec
 from lightck.region.region import Candidate, Region, survey
-from lightck.region.writer import SlotWriter
+from lightck.region.slot_writer import SlotWriter
 
 Bytes = npt.NDArray[np.uint8]
 Contents = Mapping[str, Bytes]
@@ -44,10 +45,10 @@ class Book:
         slots: int = 2,
         slot_bytes: int = 1 << 20,
         durable: bool = False,
-        backend: place.Backend = "auto",
+        backend: location.Backend = "auto",
     ) -> None:
-        self.where = place.locate(folder, 0, create=True, backend=backend)
-        if self.where.exists and not backing.is_blank(self.where):
+        self.where = location.locate(folder, 0, create=True, backend=backend)
+        if self.where.exists and not select.is_blank(self.where):
             self.region = Region.open(self.where, writable=True, process_durable=not durable)
             self.region.recover()
         else:
@@ -107,7 +108,7 @@ def contents_of(region: Region, candidate: Candidate) -> dict[str, Bytes]:
     """
     layout = candidate.layout
     found = {entry.name: np.zeros(entry.length, np.uint8) for entry in layout.entries}
-    rows = np.zeros(len(layout.entries), native.READ_DTYPE)
+    rows = np.zeros(len(layout.entries), native_region.READ_DTYPE)
     rows["offset"], rows["length"] = layout.offsets, layout.lengths
     rows["crc"] = candidate.manifest.crcs
     rows["destination"] = [found[entry.name].ctypes.data for entry in layout.entries]
@@ -139,7 +140,7 @@ def newest(region: Region) -> tuple[int | None, dict[str, Bytes], list[str]]:
 
 def stored(folder: Path) -> dict[int, dict[str, Bytes]]:
     """Every whole snapshot at a path, by step, verified."""
-    region, recovery = survey(place.locate(folder, 0, create=False))
+    region, recovery = survey(location.locate(folder, 0, create=False))
     try:
         return {c.record.step: contents_of(region, c) for c in recovery.candidates}
     finally:

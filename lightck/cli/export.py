@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightck.cli.arguments import add_step, rows_at, step_of
+from lightck.cli.atomic_file import replaced
 from lightck.cli.output import OK, Refusal, print_json, progress, size
-from lightck.cli.place import add_step, rows_at, step_of
-from lightck.cli.replace import replaced
 from lightck.load import load, load_tensors, region_files
 
 DESCRIPTION = """\

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
+from lightck.cli.arguments import add_path, add_step, rows_at, step_of
 from lightck.cli.output import BAD_DATA, OK, age, pairs, print_json, size, table, timeline
-from lightck.cli.place import add_path, add_step, rows_at, step_of
 from lightck.errors import PmdkMissingError
 from lightck.examine import Contents, contents, regions
 from lightck.pmdk import media_report

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from lightck.cli.arguments import add_path, rows_at
 from lightck.cli.output import BAD_DATA, OK, age, print_json, size, table, timeline
-from lightck.cli.place import add_path, rows_at
 from lightck.config import Config
 
 DESCRIPTION = """\

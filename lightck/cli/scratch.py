@@ -13,7 +13,7 @@ from pathlib import Path
 from lightck.cli.output import Refusal
 
 
-def add_path(parser: argparse.ArgumentParser) -> None:
+def add_folder(parser: argparse.ArgumentParser) -> None:
     """Declare `--path`, for `folder`."""
     parser.add_argument(
         "--path",
@@ -24,7 +24,7 @@ def add_path(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def folder(path: Path | None, command: str) -> Iterator[Path]:
+def run_folder(path: Path | None, command: str) -> Iterator[Path]:
     """Yield `path`, new or empty, which stays; or a temporary folder, which is removed.
 
     Raises:

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from lightck.cli.atomic_file import replaced
 from lightck.cli.output import OK, Refusal, print_json, size, table
-from lightck.cli.recording import PHASES, Recording, read, row_of
-from lightck.cli.replace import replaced
+from lightck.cli.timeline_data import PHASES, Recording, read, row_of
 
 DESCRIPTION = """\
 Show what the training thread, the copying threads and the commits did in each step of a trace; with
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(recording: Recording, arguments: argparse.Namespace) -> None:
     try:
-        from lightck.cli.draw import SUFFIXES, draw
+        from lightck.cli.timeline_plot import SUFFIXES, draw
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise

@@ -14,8 +14,8 @@ from datetime import datetime
 from types import FrameType
 from typing import Any
 
+from lightck.cli.arguments import add_path
 from lightck.cli.output import OK, Refusal, pairs, size, table
-from lightck.cli.place import add_path
 from lightck.config import Config
 from lightck.watch import ELSEWHERE, ENDED, GONE, NONE, RUNNING, readings
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from lightck.cli.arguments import add_path, add_step, rows_at
 from lightck.cli.output import BAD_DATA, OK, print_json, progress, size, table
-from lightck.cli.place import add_path, add_step, rows_at
 from lightck.config import Config
 from lightck.examine import check
 

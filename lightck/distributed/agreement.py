@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from lightck.distributed.exchange import Rounds, Said
+from lightck.distributed.rounds import Rounds, Said
 from lightck.errors import CoordinationError
 
-_NAMED = 8
+_NAMED_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,5 +69,5 @@ def decide_attach(said: Sequence[Said]) -> Said:
 
 def named(ranks: Sequence[int]) -> str:
     """List ranks for a message: the first 8, and how many more."""
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return ", ".join(str(r) for r in ranks[:_NAMED]) + more
+    more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+    return ", ".join(str(r) for r in ranks[:_NAMED_RANKS]) + more

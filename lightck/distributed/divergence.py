@@ -21,13 +21,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightck.capture import staging
-from lightck.capture.state import Live
 from lightck.distributed.sample import Rotation
 from lightck.distributed.store import Store
 from lightck.errors import CoordinationError, DivergenceError, LightckError
-from lightck.region.native import crc32c, crc32c_at
+from lightck.region.native_region import crc32c, crc32c_at
 from lightck.region.region import Region
+from lightck.state import tensor_layout
+from lightck.state.inventory import Live
 
 ROLES = frozenset({"parameter", "optimizer"})
 """The roles of the tensors that are compared: buffers, extras and boundary state are rank-local."""
@@ -136,7 +136,7 @@ def _has_plain_bytes(live: Live) -> bool:
         and live.alias_of is None
         and tensor.is_cpu
         and tensor.nbytes > 0
-        and staging.is_dense(tensor)
+        and tensor_layout.is_dense(tensor)
     )
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from lightck.capture.boundary import join
-from lightck.capture.state import Inventory, Live, held_parameters
 from lightck.region.layout import Entry
+from lightck.state.boundary import join
+from lightck.state.inventory import Inventory, Live, held_parameters
 
 _AVERAGES_LATER = "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer"
 _REDUCES_NOTHING = {"noop_hook", "post_localSGD_hook"}

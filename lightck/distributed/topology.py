@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightck.distributed.exchange import Rounds, Said
+from lightck.distributed.rounds import Rounds, Said
 from lightck.errors import CoordinationError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

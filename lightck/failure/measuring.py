@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightck.capture.placement import dram_rate
-from lightck.capture.recorder import Recorder
 from lightck.failure.budget import Measured
+from lightck.loop.checkpointer import Recorder
+from lightck.pipeline.placement import dram_rate
 
 _SLOW_RATE = 1e9
 """A rate that any memory exceeds: if a snapshot fits at this rate, it need not be measured."""

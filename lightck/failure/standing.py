@@ -10,10 +10,10 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from lightck.capture.behind import Before
-from lightck.capture.recorder import Recorder
+from lightck.journal.device_lag import Before
+from lightck.loop.checkpointer import Recorder
 
-PATIENCE_S = 1.0
+DEVICE_PATIENCE_S = 1.0
 """Seconds without progress, and three steps, after which a device is taken to hang.
 
 At most half of the time left.
@@ -79,7 +79,7 @@ class Standing:
         if before is not self._last:
             self._last, self._since = before, now
         step_s = max(behind.pace_s, self.recorder.cadence.step_s or 0.0)
-        patience = max(PATIENCE_S, _STEPS * step_s)
+        patience = max(DEVICE_PATIENCE_S, _STEPS * step_s)
         known = hangs or before is behind.taken
         if before is None or (not known and now < min(self._since + patience, self.most)):
             raise Later(f"a device has not come to the end of step {step}", Waits.DEVICE)

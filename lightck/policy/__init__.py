@@ -7,7 +7,7 @@ Any object with a method `due(moment: Moment) -> bool` is a policy. Those here c
 from lightck.policy.combined import AllOf, AnyOf
 from lightck.policy.hybrid import Hybrid
 from lightck.policy.parsing import parse
-from lightck.policy.periodic import AtSteps, EveryEpochs, EverySeconds, EverySteps
+from lightck.policy.policies import AtSteps, EveryEpochs, EverySeconds, EverySteps
 from lightck.policy.waste import Waste
 
 __all__ = [

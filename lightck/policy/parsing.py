@@ -9,7 +9,7 @@ from typing import Any
 from lightck.errors import ConfigError
 from lightck.policy.combined import AllOf, AnyOf
 from lightck.policy.hybrid import Hybrid
-from lightck.policy.periodic import AtSteps, EveryEpochs, EverySeconds, EverySteps
+from lightck.policy.policies import AtSteps, EveryEpochs, EverySeconds, EverySteps
 from lightck.types import Policy
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.region.layout import Entry, encode
-from lightck.region.native import LINE_BYTES, Segment
+from lightck.region.native_region import LINE_BYTES, Segment
 
 PAGE_BYTES = 4096
 LARGE_BYTES = 64 << 10

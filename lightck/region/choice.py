@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightck.errors import CorruptSnapshotError, NoSnapshotError, RegionIOError
-from lightck.region.place import Place
+from lightck.region.location import Place
 from lightck.region.region import Candidate, Recovery, Region
 
 

@@ -24,7 +24,8 @@ from lightck.errors import (
     UnrestoredError,
 )
 from lightck.events import event
-from lightck.region import allocator, backing, place, statistics
+from lightck.region import allocator, location, stats_page
+from lightck.region.backends import select
 from lightck.region.continuation import Continuation
 from lightck.region.layout import Entry
 from lightck.region.region import Region
@@ -40,7 +41,7 @@ and one to write."""
 class Claim:
     """A location that this process may write to, and the region in it, if there is one."""
 
-    where: place.Place
+    where: location.Place
     region: Region | None
     """The region, owned by this process; None: it has to be made."""
     continuation: Continuation = field(default_factory=Continuation)
@@ -72,7 +73,7 @@ class Seat:
     run_id: bytes | None = None
 
 
-def _move_away(where: place.Place, why: LightckError) -> None:
+def _move_away(where: location.Place, why: LightckError) -> None:
     """Rename the damaged file, and keep every earlier one: its user may want to look at it."""
     every = (where.file.with_name(f"{where.file.name}.damaged{n or ''}") for n in count())
     aside = next(path for path in every if not os.path.lexists(path))
@@ -93,13 +94,13 @@ def find(config: Config, rank: int, continuation: Continuation) -> Claim:
         RegionBusyError: another process owns the region.
         RegionError: it is another rank's.
     """
-    where = place.locate(config.path, rank, create=True, backend=config.backend)
+    where = location.locate(config.path, rank, create=True, backend=config.backend)
     if where.backend != "native" and config.numa_node is not None:
         raise ConfigError(
             f"numa_node = {config.numa_node}: with backend {where.backend!r} PMDK maps the memory;"
             ' only backend = "auto" binds it to a node'
         )
-    if not where.exists or backing.is_blank(where):
+    if not where.exists or select.is_blank(where):
         return Claim(where, None, continuation)
     durable = config.durability == "process"
     try:
@@ -158,7 +159,7 @@ def take(
 
 
 def _make(
-    where: place.Place,
+    where: location.Place,
     config: Config,
     seat: Seat,
     slots: int,
@@ -190,14 +191,14 @@ def _check_rank(region: Region, rank: int) -> None:
         )
 
 
-def naming_owner(error: RegionBusyError, where: place.Place) -> RegionBusyError:
+def naming_owner(error: RegionBusyError, where: location.Place) -> RegionBusyError:
     """Return the same error with the process number of the owner, where that is known."""
     try:
         region = Region.open(where, writable=False)
     except LightckError:
         return error  # only a message depends on it, and a pool is one process's
     try:
-        owner = statistics.owner(region.native)
+        owner = stats_page.owner(region.native)
     finally:
         region.close()
     if owner is None:
@@ -208,7 +209,7 @@ def naming_owner(error: RegionBusyError, where: place.Place) -> RegionBusyError:
     return named
 
 
-def _page_bytes(where: place.Place) -> int:
+def _page_bytes(where: location.Place) -> int:
     """Return the page size of the mapping to come.
 
     Devices and hugetlbfs (its block size says so) have huge pages.

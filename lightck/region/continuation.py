@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightck.region.native import Record
+from lightck.region.native_region import Record
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Layout
-from lightck.region.native import LINE_BYTES, Record, Segment
+from lightck.region.native_region import LINE_BYTES, Record, Segment
 
 Numbers = npt.NDArray[np.uint64]
 

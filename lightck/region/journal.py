@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightck.region.library import check, ffi, library
-from lightck.region.native import E_EMPTY, E_FULL, RECORD_EARLY, NativeRegion
+from lightck.region._ffi import check, ffi, library
+from lightck.region.native_region import E_EMPTY, E_FULL, RECORD_EARLY, NativeRegion
 
 STEP_END, FORWARD, FENCE = 1, 2, 3
 

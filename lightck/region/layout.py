@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lightck.errors import CorruptSnapshotError
-from lightck.region.table import read
+from lightck.region.arrow import read
 
 SCHEMA = pa.schema(
     [

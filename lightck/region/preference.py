@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from lightck.region.native import Record
+from lightck.region.native_region import Record
 
 
 class _HasRecord(Protocol):

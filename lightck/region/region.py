@@ -18,14 +18,15 @@ from lightck.errors import (
     RegionFullError,
     RegionIOError,
 )
-from lightck.region import allocator, backing, extents, layout, manifest, native, survival
+from lightck.region import allocator, extents, layout, manifest, native_region, survival
+from lightck.region.backends import select
 from lightck.region.container import enlarging
 from lightck.region.continuation import Continuation
 from lightck.region.layout import Entry, Layout
+from lightck.region.location import Place
 from lightck.region.manifest import Manifest
-from lightck.region.native import NativeRegion, Record
-from lightck.region.place import Place
-from lightck.region.pool import NativePool, NativeSnapshot
+from lightck.region.native_pool import NativePool, NativeSnapshot
+from lightck.region.native_region import NativeRegion, Record
 from lightck.region.preference import preferred, replaces, worth
 from lightck.region.slot import Slot
 from lightck.region.spec import PROCESS_DURABLE, RegionSpec
@@ -99,7 +100,7 @@ class Region:
         """
         handle: NativeRegion | None = None
         try:
-            with enlarging(where.path), backing.created(where, spec) as (fd, lock_fd, given):
+            with enlarging(where.path), select.created(where, spec) as (fd, lock_fd, given):
                 handle = NativeRegion.create(fd, lock_fd, spec, str(where.file), given)
                 file = os.fstat(fd)
         except BaseException:  # the region could not be published
@@ -120,8 +121,10 @@ class Region:
         numa_node: int | None = None,
     ) -> Region:
         """Open an existing region; a writer becomes its owner."""
-        flags = (PROCESS_DURABLE if process_durable else 0) | (0 if writable else native.READ_ONLY)
-        with backing.opened(where, writable=writable) as (fd, lock_fd, given):
+        flags = (PROCESS_DURABLE if process_durable else 0) | (
+            0 if writable else native_region.READ_ONLY
+        )
+        with select.opened(where, writable=writable) as (fd, lock_fd, given):
             label = str(where.file)
             found = cls(NativeRegion.open(fd, lock_fd, flags, numa_node, label, given), where)
             found._file = os.fstat(fd)
@@ -293,7 +296,7 @@ class Region:
                 if sequence < continued.sequence and timeline != continued.timeline
             ]
         self.timeline = timeline or secrets.randbits(63) | 1
-        self.native.branch(self.timeline, lineage[: native.MAX_LINEAGE])
+        self.native.branch(self.timeline, lineage[: native_region.MAX_LINEAGE])
         self.info = self.native.describe()
         self.protected = continued.slot if continued is not None else None
         for slot in self.slots:
@@ -318,7 +321,9 @@ class Region:
         # part.
         largest = max((entry.length for entry in entries), default=0) + page
         for missing in (lack, lack + len(self.info.segments) * largest, needed.needed_bytes):
-            more = allocator.Space([*self.info.segments, native.Segment(0, missing, missing)])
+            more = allocator.Space(
+                [*self.info.segments, native_region.Segment(0, missing, missing)]
+            )
             if allocator.plan(entries, more, manifest_bytes, page) is not None:
                 break
         # A quarter more avoids the next growths; later it is more, as there can be 16 segments at

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from lightck.region import allocator
 from lightck.region.layout import Layout
-from lightck.region.native import Record
-from lightck.region.pool import NativeSnapshot
+from lightck.region.native_pool import NativeSnapshot
+from lightck.region.native_region import Record
 
 
 @dataclass(eq=False)

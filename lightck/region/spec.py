@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightck.region.library import check, ffi, library
+from lightck.region._ffi import check, ffi, library
 
 PROCESS_DURABLE = 2
 JOURNAL_BYTES = 3 << 19

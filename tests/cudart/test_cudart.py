@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 import lightck
-from lightck.capture import contest, cuda, offload, transfers, ways
+from lightck.device import cuda
+from lightck.pipeline import device_offload, device_placement, device_transfer, trial
 
 if "LIGHTCK_CUDART" not in os.environ:
     pytest.skip("run by tests/cudart/run.py, with torch for CUDA", allow_module_level=True)
@@ -39,7 +40,7 @@ _kept: list[torch.Tensor] = []
 @pytest.fixture(autouse=True)
 def nothing_forbidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing that CUDA forbids, or may block in, is done; and nothing goes on."""
-    monkeypatch.setattr(offload, "PEAK_STEPS", 0)
+    monkeypatch.setattr(device_offload, "PEAK_STEPS", 0)
     before = [stand.stand_count(each) for each in FOUND]
     yield
     stand.stand_go_on(), stand.stand_fail(0), stand.stand_slow(0), stand.stand_refuse(0)
@@ -158,10 +159,10 @@ def test_every_snapshot_is_of_one_step(
 def test_a_region_that_is_slow_to_store_into_is_left_for_the_ring(
     devices: tuple[str, ...], spare: bool, region_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "LOAD_BYTES", 1 << 16)
-    monkeypatch.setattr(transfers, "RING_BYTES", 1 << 20)
-    monkeypatch.setattr(ways, "TOO_SLOW", 0.0)  # whatever they take
-    monkeypatch.setattr(contest, "WORTH", 1e9)
+    monkeypatch.setattr(device_transfer, "LOAD_BYTES", 1 << 16)
+    monkeypatch.setattr(device_transfer, "RING_BYTES", 1 << 20)
+    monkeypatch.setattr(device_placement, "TOO_SLOW", 0.0)  # whatever they take
+    monkeypatch.setattr(trial, "WORTH", 1e9)
     if not spare:
         monkeypatch.setattr(cuda.Cuda, "spare", lambda self, size: None)
     model, optimizer = made(*devices)
@@ -179,7 +180,7 @@ def test_a_region_that_is_slow_to_store_into_is_left_for_the_ring(
         optimizer.step()
     assert (stats.torn, stats.failed) == (0, 0), stats
     first, then = ("device", "device") if spare else ("direct", "host")
-    assert went == [(first, False)] * contest.LOOKS + [(then, True)] * (8 - contest.LOOKS)
+    assert went == [(first, False)] * trial.LOOKS + [(then, True)] * (8 - trial.LOOKS)
 
 
 @pytest.mark.parametrize("aside", [False, True])

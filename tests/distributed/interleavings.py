@@ -11,9 +11,9 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from lightck.distributed.calls import Add, Claim, Delete, Read
-from lightck.distributed.ledger import Due, Ledger
-from lightck.distributed.words import SUSPECT
+from lightck.distributed.commit.calls import Add, Claim, Delete, Read
+from lightck.distributed.commit.protocol import Due, Ledger
+from lightck.distributed.commit.words import SUSPECT
 
 NEVER = 1e9  # patience is a case of its own
 

@@ -17,7 +17,7 @@ import torch
 from written import Crew, Rank, differences
 
 import lightck
-from lightck.region import place
+from lightck.region import location
 from lightck.region.region import Region
 from lightck.types import RestoreInfo
 
@@ -95,7 +95,7 @@ class Islands:
 
     def alter(self, rank: int, step: int, name: str | None) -> None:
         """Flip a bit of a tensor in a rank's region; None: of its share of parameters."""
-        where = place.locate(self.file(rank).parent, rank, create=False)
+        where = location.locate(self.file(rank).parent, rank, create=False)
         region = Region.open(where, writable=False)
         held = next(c for c in region.recover().candidates if c.record.step == step)
         if name is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ranks import LONG_S
 
-from lightck.distributed.exchange import Rounds
+from lightck.distributed.rounds import Rounds
 
 
 def never_come(

@@ -13,16 +13,16 @@ from typing import Any
 
 from written import Crew, replicated
 
-from lightck.capture.extras import parse
-from lightck.capture.instants import Instants
-from lightck.capture.state import Inventory, Live
 from lightck.distributed.topology import Topology
-from lightck.failure.inferred import Own
-from lightck.failure.takeover import Survivor, Taken, Takeover
-from lightck.region import place
+from lightck.failure.takeover.inference import Own
+from lightck.failure.takeover.takeover import Survivor, Taken, Takeover
+from lightck.journal.boundary_state import Instants
+from lightck.region import location
 from lightck.region.journal import FORWARD, STEP_END, JournalEntry, write_entry
-from lightck.region.native import RECORD_JIT
+from lightck.region.native_region import RECORD_JIT
 from lightck.region.region import survey
+from lightck.state.extras import parse
+from lightck.state.inventory import Inventory, Live
 
 LONG_S = 100.0
 JIT = RECORD_JIT
@@ -93,7 +93,7 @@ class Node:
 
     def steps(self, rank: int) -> list[tuple[int, int]]:
         """(step, flags) of what a dead rank's region holds."""
-        region, recovery = survey(place.locate(self.crew.folder, rank, create=False))
+        region, recovery = survey(location.locate(self.crew.folder, rank, create=False))
         region.close()
         assert not recovery.problems, recovery.problems
         return sorted((c.record.step, c.record.flags) for c in recovery.candidates)

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightck.capture import staging
-from lightck.capture.pieces import Assembly, assemble, peers_of
-from lightck.capture.pipeline import Pipeline
-from lightck.capture.placement import Mode, Placement
-from lightck.capture.release import Eager
-from lightck.capture.state import Collected, Live
-from lightck.distributed.shares import Sharing
+from lightck.distributed.sharding import Sharing
 from lightck.distributed.topology import Topology
-from lightck.region import native, place
-from lightck.region.pool import NativePool
+from lightck.pipeline.pipeline import Pipeline
+from lightck.pipeline.placement import Mode, Placement
+from lightck.pipeline.schedule import Eager
+from lightck.reader.pieces import Assembly, assemble, peers_of
+from lightck.region import location, native_region
+from lightck.region.native_pool import NativePool
 from lightck.region.region import Candidate, Region, survey
 from lightck.region.spec import RegionSpec
+from lightck.state import tensor_layout
+from lightck.state.inventory import Collected, Live
 
 TIMELINE = 5
 
@@ -45,7 +45,7 @@ class Writer:
         self, folder: Path, rank: int, world: int, mode: Mode = "direct", *, proof: bool = True
     ) -> None:
         self.share = sharing(rank, world)
-        where = place.locate(folder, rank, create=True)
+        where = location.locate(folder, rank, create=True)
         spec = RegionSpec(bytes(16), 3, 1 << 16, rank, world, process_durable=True)
         self.region = Region.create(where, spec)
         self.region.native.branch(TIMELINE, [])
@@ -59,7 +59,7 @@ class Writer:
         """Open a snapshot at forward start; sources must not change until the fence."""
         shared = self.share(lives)
         collected = Collected(shared.lives, {}, shared.digest)
-        self.pipeline.placement.prepare(sum(staging.describe(v).length for v in shared.lives))
+        self.pipeline.placement.prepare(sum(tensor_layout.describe(v).length for v in shared.lives))
         flight = self.pipeline.open(step, collected, b"a", b"b")
         assert not isinstance(flight, str), flight
 
@@ -94,7 +94,7 @@ class Readers:
     """Every rank's region, opened for reading; a context manager."""
 
     def __init__(self, folder: Path, world: int) -> None:
-        self._looks = [survey(place.locate(folder, r, create=False)) for r in range(world)]
+        self._looks = [survey(location.locate(folder, r, create=False)) for r in range(world)]
 
     def __enter__(self) -> Readers:
         return self
@@ -123,7 +123,7 @@ class Readers:
             data = np.zeros(entry.length, np.uint8)
             for piece in assembly.pieces.get(name, ()):
                 candidate = candidates[piece.source]
-                rows = np.zeros(1, native.READ_DTYPE)
+                rows = np.zeros(1, native_region.READ_DTYPE)
                 rows["offset"] = candidate.layout.offsets[piece.position]
                 rows["length"], rows["crc"] = piece.length, candidate.manifest.crcs[piece.position]
                 rows["destination"] = data.ctypes.data + piece.begin
@@ -137,7 +137,7 @@ class Readers:
 
 def stored(tensor: torch.Tensor) -> bytes:
     """The bytes that a region holds of a tensor."""
-    if not staging.is_dense(tensor):
+    if not tensor_layout.is_dense(tensor):
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

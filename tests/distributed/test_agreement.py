@@ -13,10 +13,10 @@ from memory import MemoryStore, Server
 from missing import never_come
 
 from lightck.distributed.agreement import Identity, agree_on_attach
-from lightck.distributed.choice import decide_restore
-from lightck.distributed.exchange import MAX_BYTES, Rounds
+from lightck.distributed.restore.offers import View
+from lightck.distributed.restore.selection import decide_restore
+from lightck.distributed.rounds import MAX_BYTES, Rounds
 from lightck.distributed.topology import Topology, find, place, settle
-from lightck.distributed.views import View
 from lightck.errors import CoordinationError
 
 T1 = 11

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightck.distributed.announce import POLL_S, Announcer, Calendar
-from lightck.distributed.ledger import Due, Ledger
+from lightck.distributed.commit.due_steps import POLL_S, Announcer, Calendar
+from lightck.distributed.commit.protocol import Due, Ledger
 
 
 def test_a_period_needs_no_message_and_counts_from_attach() -> None:

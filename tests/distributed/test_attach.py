@@ -9,7 +9,7 @@ import pytest
 import ranks
 from training import Training
 
-from lightck.region.place import locate
+from lightck.region.location import locate
 from lightck.region.region import survey
 
 

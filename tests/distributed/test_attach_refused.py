@@ -19,8 +19,8 @@ from missing import never_come
 from training import Training
 
 import lightck
-from lightck.capture import staging
 from lightck.errors import CoordinationError
+from lightck.state import tensor_layout
 
 Outcomes = list[Any]
 
@@ -62,7 +62,7 @@ def test_a_rank_with_snapshots_that_it_did_not_restore(region_dir: Path) -> None
 
 def test_a_rank_whose_medium_is_full(region_dir: Path) -> None:
     def attach(me: ranks.Me, training: Training) -> Any:
-        staging.MUCH_BYTES = 1 << 60
+        tensor_layout.MUCH_BYTES = 1 << 60
         if me.rank == 2:
             big = torch.empty(1, dtype=torch.uint8).expand(1 << 50)
             training.module.register_buffer("big", big)
@@ -150,7 +150,7 @@ def test_a_rank_that_never_attaches_is_named(region_dir: Path) -> None:
 
 def test_a_rank_that_restores_while_others_attach(region_dir: Path) -> None:
     def attach(me: ranks.Me, training: Training) -> Any:
-        from lightck.distributed.meeting import meeting
+        from lightck.distributed.rendezvous import meeting
 
         if me.rank == 1:
             with meeting("restore") as others:

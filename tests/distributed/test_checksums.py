@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from written import Crew
 
-from lightck.capture.assembled import Assembled
-from lightck.distributed.holdings import Holdings
-from lightck.distributed.lineage import Key
 from lightck.distributed.replicas import is_own
-from lightck.distributed.transfer import whole_sums
-from lightck.region import place
-from lightck.region.checksum import combine
-from lightck.region.native import crc32c
+from lightck.distributed.restore.lineage import Key
+from lightck.distributed.restore.replica_transfer import whole_sums
+from lightck.distributed.restore.survey import Holdings
+from lightck.reader.assembly import Assembled
+from lightck.region import location
+from lightck.region.crc32c import combine
+from lightck.region.native_region import crc32c
 
 
 def test_checksums_of_parts_give_that_of_the_whole() -> None:
@@ -31,7 +31,7 @@ def test_a_replica_has_the_same_sums_however_many_ranks_wrote_it(tmp_path: Path)
         torch.manual_seed(3)
         with Crew(tmp_path / str(world), world) as crew:
             crew.train(1)
-        where = place.locate(tmp_path / str(world), 0, create=False)
+        where = location.locate(tmp_path / str(world), 0, create=False)
         with Holdings.opened(where, 0, world) as held:
             state = held.assembled(Key(crew.records[0, 1].timeline, 1, world))
             assert isinstance(state, Assembled) and state.replica == 0

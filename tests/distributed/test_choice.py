@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightck.distributed.choice import Choice, decide, decide_restore
-from lightck.distributed.exchange import MAX_BYTES
-from lightck.distributed.lineage import Key, Lineage, branch_points, rule
-from lightck.distributed.views import Offer, View
+from lightck.distributed.restore.lineage import Key, Lineage, branch_points, rule
+from lightck.distributed.restore.offers import Offer, View
+from lightck.distributed.restore.selection import Choice, decide, decide_restore
+from lightck.distributed.rounds import MAX_BYTES
 from lightck.errors import CoordinationError
 
 T1, T2, T3 = 11, 12, 13

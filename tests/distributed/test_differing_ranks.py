@@ -15,7 +15,7 @@ from training import Training
 
 import lightck
 from lightck.distributed import sample
-from lightck.distributed.fates import GlobalCommit
+from lightck.distributed.commit.coordinator import GlobalCommit
 from lightck.errors import DivergenceError, LightckError
 
 FIRST, LAST = 4, 9

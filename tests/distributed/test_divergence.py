@@ -12,12 +12,12 @@ import pytest
 import torch
 from memory import MemoryStore, Server
 
-from lightck.capture.state import Inventory, Live
 from lightck.distributed import divergence, sample
-from lightck.distributed.calls import Add, Call, Claim, Delete, Read
+from lightck.distributed.commit.calls import Add, Call, Claim, Delete, Read
+from lightck.distributed.commit.protocol import Due, Ledger
 from lightck.distributed.divergence import Divergence, Samples, Verdict, decide, inquire
-from lightck.distributed.ledger import Due, Ledger
 from lightck.errors import CoordinationError, DivergenceError, LightckError, RegionIOError
+from lightck.state.inventory import Inventory, Live
 
 LONG_S = 100.0
 

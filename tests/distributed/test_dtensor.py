@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from lightck.capture import dtensor, staging
-from lightck.capture.arrange import Arrangement, sources
-from lightck.capture.state import Inventory, Live
 from lightck.errors import StateError
+from lightck.pipeline.copy_plan import Arrangement, sources
 from lightck.region import allocator
 from lightck.region.layout import Entry
+from lightck.state import tensor_layout, tensor_support
+from lightck.state.inventory import Inventory, Live
 
 SHAPE = (7, 5)
 PLACED: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...]]] = {
@@ -67,7 +67,7 @@ def test_the_parts_of_all_ranks_lie_where_they_say_in_the_whole(case: str) -> No
 
     def part(me: Me) -> tuple[Entry, torch.Tensor]:
         whole = distribute_tensor(numbers(*shape), mesh_of(*sizes), placements)
-        return staging.describe(of(whole)), held(whole)
+        return tensor_layout.describe(of(whole)), held(whole)
 
     found = torch.zeros(shape)
     for entry, values in on_ranks(math.prod(sizes), part):
@@ -81,7 +81,7 @@ def test_the_parts_of_all_ranks_lie_where_they_say_in_the_whole(case: str) -> No
 def test_words_name_mesh_place_and_placements() -> None:
     def words(me: Me) -> str:
         whole = distribute_tensor(numbers(4, 4), mesh_of(2, 2), [Replicate(), Shard(1)])
-        return dtensor.shard_of(whole).placements  # type: ignore[union-attr]
+        return tensor_support.shard_of(whole).placements  # type: ignore[union-attr]
 
     assert on_ranks(4, words) == [
         f"mesh dp=2 x tp=2 at ({dp}, {tp}): Replicate(), Shard(1)" for dp in (0, 1) for tp in (0, 1)
@@ -94,9 +94,9 @@ def test_a_part_becomes_the_same_dtensor_again_over_its_own_memory() -> None:
         for placements in ([Shard(0), Replicate()], [Shard(1), Shard(0)], [Shard(0), Shard(0)]):
             straight = distribute_tensor(numbers(*SHAPE), mesh, placements)
             for whole in (straight, straight.t()):
-                entry = staging.describe(of(whole))
+                entry = tensor_layout.describe(of(whole))
                 memory = held(whole).clone(memory_format=torch.preserve_format)
-                made = dtensor.whole(entry, memory, dtensor.meshes([whole]))
+                made = tensor_support.whole(entry, memory, tensor_support.meshes([whole]))
                 assert isinstance(made, DTensor)
                 assert made._spec == whole._spec and made.stride() == whole.stride()
                 assert held(made).data_ptr() == memory.data_ptr()
@@ -124,7 +124,7 @@ def test_a_part_of_another_size_than_its_placement_gives_is_refused() -> None:
             torch.ones(rows, 2), mesh_of(2), [Shard(0)], shape=torch.Size((4, 2)), stride=(2, 1)
         )
         with pytest.raises(StateError, match=rf"local tensor has shape \[{rows}, 2\], where Shard"):
-            staging.describe(of(part))
+            tensor_layout.describe(of(part))
 
     on_ranks(2, refused)
 
@@ -135,7 +135,7 @@ def test_a_rank_outside_of_the_mesh_is_told_so() -> None:
 
         whole = distribute_tensor(numbers(4), DeviceMesh("cpu", [0]), [Shard(0)])
         if me.rank:
-            assert "which this rank is not part of" in str(dtensor.refusal(whole))
+            assert "which this rank is not part of" in str(tensor_support.refusal(whole))
 
     on_ranks(2, refused)
 
@@ -183,17 +183,17 @@ def test_another_mesh_or_placement_is_arranged_anew_though_the_part_looks_the_sa
         for placement in (Shard(0), Shard(1), Replicate()):
             live = of(distribute_tensor(numbers(3, 3), mesh, [placement]))
             arranged.update([live], 0)
-            assert arranged.entries == (staging.describe(live),)
+            assert arranged.entries == (tensor_layout.describe(live),)
         plain = of(numbers(3, 3))
         arranged.update([plain], 0)
-        assert arranged.entries == (staging.describe(plain),)
+        assert arranged.entries == (tensor_layout.describe(plain),)
 
     on_ranks(1, anew)
 
 
 def test_without_dtensors_no_tensor_is_looked_at() -> None:
     tensors = [torch.ones(3), nn.Parameter(torch.ones(3))]
-    assert dtensor.locals_of(tensors) is tensors
+    assert tensor_support.locals_of(tensors) is tensors
 
 
 # ---- What does not fit -------------------------------------------------------------------------
@@ -209,10 +209,10 @@ def test_each_way_to_differ_is_told_with_both_sides() -> None:
             numbers(2, 4),
             distribute_tensor(numbers(4, 4), mesh_of(2, 1), [Shard(0), Shard(0)]),
         ]
-        entry = staging.describe(of(rows))
-        assert dtensor.difference(entry, rows) == ""
-        assert dtensor.difference(staging.describe(of(others[2])), others[2]) == ""
-        return [dtensor.difference(entry, other) for other in others]
+        entry = tensor_layout.describe(of(rows))
+        assert tensor_support.difference(entry, rows) == ""
+        assert tensor_support.difference(tensor_layout.describe(of(others[2])), others[2]) == ""
+        return [tensor_support.difference(entry, other) for other in others]
 
     for rank, (placed, shape, plain, mesh) in enumerate(on_ranks(2, told)):
         here = f"saved mesh dp=2 at ({rank}): Shard(0)"
@@ -228,20 +228,20 @@ def test_a_mesh_whose_dimensions_have_other_names_is_the_same() -> None:
     def same(me: Me) -> None:
         renamed = init_device_mesh("cpu", (2,), mesh_dim_names=("shards",))
         one, other = (distribute_tensor(numbers(4), m, [Shard(0)]) for m in (mesh_of(2), renamed))
-        entry = staging.describe(of(one))
-        assert dtensor.difference(entry, other) == ""
-        known = dtensor.meshes([other])
-        assert dtensor.homeless([entry], known) == {}
-        assert dtensor.whole(entry, held(one), known)._spec == other._spec  # type: ignore[attr-defined]
+        entry = tensor_layout.describe(of(one))
+        assert tensor_support.difference(entry, other) == ""
+        known = tensor_support.meshes([other])
+        assert tensor_support.homeless([entry], known) == {}
+        assert tensor_support.whole(entry, held(one), known)._spec == other._spec  # type: ignore[attr-defined]
 
     on_ranks(2, same)
 
 
 def test_a_part_that_no_live_mesh_can_take_is_named() -> None:
     def named(me: Me) -> dict[str, str]:
-        entry = staging.describe(of(distribute_tensor(numbers(4), mesh_of(2), [Shard(0)])))
-        assert dtensor.homeless([entry], {"mesh 2 at (%d)" % me.rank: None}) == {}
-        return dtensor.homeless([entry], {})
+        entry = tensor_layout.describe(of(distribute_tensor(numbers(4), mesh_of(2), [Shard(0)])))
+        assert tensor_support.homeless([entry], {"mesh 2 at (%d)" % me.rank: None}) == {}
+        return tensor_support.homeless([entry], {})
 
     for rank, found in enumerate(on_ranks(2, named)):
         (why,) = found.values()

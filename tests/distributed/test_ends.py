@@ -19,10 +19,10 @@ from test_fates_of_steps import settled, step, until
 from training import Training
 
 import lightck.policy
-from lightck.capture import asked
-from lightck.distributed.exchange import Rounds
+from lightck.distributed.rounds import Rounds
 from lightck.distributed.store import JobStore
 from lightck.errors import CoordinationError
+from lightck.loop import requests
 
 SHORT = timedelta(seconds=3)
 
@@ -60,7 +60,7 @@ def test_close_takes_the_last_step_again_where_it_was_lost(region_dir: Path) -> 
                 handle._recorder.due = False
                 handle._recorder.pipeline.barrier.lost(3, "for the test")
             else:
-                asked.open_missed(handle._recorder)
+                requests.open_missed(handle._recorder)
             until(lambda: settled(handle))
             dead = handle.stats().dead
         return dead, handle.last_committed_step

@@ -17,10 +17,10 @@ from test_attach import records
 from training import Training
 
 import lightck
-from lightck.capture.pipeline import Pipeline
 from lightck.errors import CoordinationError
+from lightck.pipeline.pipeline import Pipeline
 from lightck.region.region import Region
-from lightck.region.writer import SlotWriter
+from lightck.region.slot_writer import SlotWriter
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -30,16 +30,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 import lightck
-from lightck.capture import predict
-from lightck.capture.assembled import Assembled
-from lightck.capture.hooks import Watched
-from lightck.capture.state import Inventory
 from lightck.cli.main import main
-from lightck.distributed.holdings import Holdings
-from lightck.distributed.lineage import Key
+from lightck.distributed.restore.lineage import Key
+from lightck.distributed.restore.survey import Holdings
 from lightck.errors import ConfigError, NoSnapshotError, RestoreMismatchError, StateError
+from lightck.loop import state_prediction
+from lightck.loop.hooks import Watched
+from lightck.reader.assembly import Assembled
 from lightck.region.layout import Entry
 from lightck.region.layout import Shard as Part
+from lightck.state.inventory import Inventory
 
 
 def on_ranks(world: int, code: Callable[[Me], Any]) -> list[Any]:
@@ -131,9 +131,9 @@ def test_the_size_of_state_that_does_not_exist_yet_is_predicted_per_rank() -> No
             model = net(mesh_of(me.world))
             optimizer = OPTIMIZERS[kind](model)
             inventory = Inventory(model, [optimizer])
-            before = {e.name: e for e in predict.expected(inventory)[0]}
+            before = {e.name: e for e in state_prediction.expected(inventory)[0]}
             list(train(me, model, optimizer, range(1, 2)))
-            after = {e.name: e for e in predict.expected(inventory)[0]}
+            after = {e.name: e for e in state_prediction.expected(inventory)[0]}
             assert before.keys() == after.keys()
             for name, entry in after.items():
                 guess = before[name]

@@ -10,7 +10,7 @@ import ranks
 from test_peer_death import FORWARD, LAST, LONG_S, LOOP, Mortal, first_life, go_on, stand
 from training import Training
 
-from lightck.distributed.fates import GlobalCommit
+from lightck.distributed.commit.coordinator import GlobalCommit
 
 
 def count_nothing_behind_step_1() -> None:

@@ -25,10 +25,10 @@ from test_resume import same, state_of
 from torch import nn
 from torch.autograd import Variable
 
-from lightck.capture.asked import left_standing
 from lightck.failure import watchdog
 from lightck.failure.watchdog import HANG_STATUS
-from lightck.region import place
+from lightck.loop.requests import left_standing
+from lightck.region import location
 from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
 from lightck.region.region import survey
 from lightck.types import Failure, Saved
@@ -117,7 +117,7 @@ def hangs(me: Me, handle: Any) -> None:
 
 def held(path: Path, rank: int) -> set[tuple[int, bool]]:
     """Steps of which a rank's region holds a snapshot, and whether each is early."""
-    region, recovery = survey(place.locate(path, rank, create=False))
+    region, recovery = survey(location.locate(path, rank, create=False))
     region.close()
     return {(each.record.step, each.record.early) for each in recovery.candidates}
 

@@ -16,7 +16,7 @@ from written import Crew, Net, Rank
 
 import lightck
 from lightck.errors import CoordinationError, NoSnapshotError, RegionFormatError
-from lightck.region.native import RECORD_EARLY, RECORD_SUSPECT
+from lightck.region.native_region import RECORD_EARLY, RECORD_SUSPECT
 
 SHAPES = [(2, 2), (3, 3), (4, 2)]
 """Ranks, and nodes that they are spread over."""

@@ -18,11 +18,11 @@ import torch
 from islands import Islands, check
 from written import Crew
 
-from lightck.capture.assembled import Assembled
-from lightck.distributed import channel, gifts, recall, transfer
-from lightck.distributed.channel import Channel
+from lightck.distributed.restore import channel, gifts, protocol, replica_transfer
+from lightck.distributed.restore.channel import Channel
 from lightck.distributed.store import JobStore
 from lightck.errors import CoordinationError, NoSnapshotError
+from lightck.reader.assembly import Assembled
 
 NAME = "model/second.weight"
 
@@ -51,18 +51,18 @@ def on(rank: int, change: Any) -> Any:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send many messages, though the state is small; ranks are forked from here."""
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(replica_transfer, "CHUNK_BYTES", 10_000)
 
 
 def damage_when_sending(islands: Islands, rank: int) -> Any:
     """Damage the source after it was found good, and after some of it has gone."""
-    send = transfer.Giving.send
+    send = replica_transfer.Giving.send
 
-    def sending(giving: transfer.Giving) -> int:
+    def sending(giving: replica_transfer.Giving) -> int:
         islands.alter(rank, 3, NAME)
         return send(giving)
 
-    return lambda: setattr(transfer.Giving, "send", sending)
+    return lambda: setattr(replica_transfer.Giving, "send", sending)
 
 
 def test_a_source_that_is_damaged_while_it_is_sent_is_an_error_on_every_rank(
@@ -86,16 +86,16 @@ def test_another_rank_gives_what_the_first_one_cannot(tmp_path: Path) -> None:
 def test_a_rank_that_dies_while_it_gives_is_named_on_every_other(tmp_path: Path, dies: str) -> None:
     islands, _ = lacking(tmp_path, 3)
 
-    def dying(giving: transfer.Giving) -> int:
+    def dying(giving: replica_transfer.Giving) -> int:
         if dies == "while it sends":
-            giving._to_all(transfer.CHUNK, next(transfer.stream(giving.state)))
+            giving._to_all(replica_transfer.CHUNK, next(replica_transfer.stream(giving.state)))
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
     def before(me: ranks.Me) -> None:
         if me.rank == 0:
-            transfer.Giving.send = dying
-        agreed = recall._Attempt._all_well
+            replica_transfer.Giving.send = dying
+        agreed = protocol._Attempt._all_well
 
         def later(attempt: Any, *args: Any) -> Any:
             me.send("waits for rank 0")
@@ -103,7 +103,7 @@ def test_a_rank_that_dies_while_it_gives_is_named_on_every_other(tmp_path: Path,
             attempt.ranks.rounds.timeout_s = 0.5  # nobody else is waited for
             return agreed(attempt, *args)
 
-        recall._Attempt._all_well = later
+        protocol._Attempt._all_well = later
 
     def during(job: ranks.Job) -> None:
         (dead,) = job.outcomes([0])
@@ -121,10 +121,10 @@ def test_a_rank_that_gives_nothing_in_time_is_named_with_the_one_that_waits(
     islands, _ = lacking(tmp_path, 2, 1, 3)
 
     def before(me: ranks.Me) -> None:
-        table, receive = transfer._table, transfer.receive
+        table, receive = replica_transfer._table, replica_transfer.receive
         number, tables = itertools.count(), itertools.count(1)
 
-        def silent(giving: transfer.Giving) -> int:
+        def silent(giving: replica_transfer.Giving) -> int:
             me.store.wait([f"lost patience/{next(number)}"])
             return 0
 
@@ -141,7 +141,11 @@ def test_a_rank_that_gives_nothing_in_time_is_named_with_the_one_that_waits(
             finally:
                 me.store.set(f"lost patience/{next(number)}", "")
 
-        transfer.Giving.send, transfer._table, transfer.receive = silent, hasty, receiving
+        replica_transfer.Giving.send, replica_transfer._table, replica_transfer.receive = (
+            silent,
+            hasty,
+            receiving,
+        )
 
     for result in islands.restored(before=before):
         assert isinstance(result, NoSnapshotError), result
@@ -167,22 +171,22 @@ def test_bytes_that_change_on_the_way_are_noticed(tmp_path: Path) -> None:
 def test_a_tensor_that_is_not_what_the_donors_region_says_is_noticed(tmp_path: Path) -> None:
     """Every message is what was sent, and yet the bytes are not those of the snapshot."""
     islands, _ = lacking(tmp_path)
-    stream = transfer.stream
+    stream = replica_transfer.stream
 
     def altered(state: Assembled) -> Iterator[torch.Tensor]:
         for chunk in stream(state):
             chunk[5] ^= 1
             yield chunk
 
-    change = on(0, lambda: setattr(transfer, "stream", altered))
+    change = on(0, lambda: setattr(replica_transfer, "stream", altered))
     for result in islands.restored(before=change):
         assert isinstance(result, NoSnapshotError), result
         assert "from rank 0 have checksum" in str(result)
 
 
 def test_a_model_that_does_not_fit_on_the_donor_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    from lightck.capture.filling import Filling
     from lightck.errors import RestoreMismatchError
+    from lightck.reader.fill import Filling
 
     islands, _ = lacking(tmp_path)
 
@@ -254,7 +258,7 @@ def test_a_slow_store_takes_nothing_from_the_time_to_connect(tmp_path: Path) -> 
 def test_a_rank_whose_gift_fails_at_once_waits_for_those_that_are_still_given_theirs(
     tmp_path: Path, fails: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (gifts, recall):  # what is believed of a medium is scaled with the state
+    for module in (gifts, protocol):  # what is believed of a medium is scaled with the state
         monkeypatch.setattr(module, "SLOWEST_BYTES_S", 1e4)
     islands = Islands(tmp_path, 3, 3)
     with islands.crew() as crew:
@@ -264,7 +268,7 @@ def test_a_rank_whose_gift_fails_at_once_waits_for_those_that_are_still_given_th
     islands.settle(crew)
 
     def before(me: ranks.Me) -> None:
-        agreed = recall._Attempt._all_well
+        agreed = protocol._Attempt._all_well
 
         def receive(channel: Channel) -> Any:
             raise CoordinationError(f"{channel.label}: changed on the way")
@@ -276,7 +280,7 @@ def test_a_rank_whose_gift_fails_at_once_waits_for_those_that_are_still_given_th
 
         if me.rank == fails:
             Channel.receive = receive
-        recall._Attempt._all_well = waiting
+        protocol._Attempt._all_well = waiting
 
     def during(job: ranks.Job) -> None:
         waits = {job.receive(rank) for rank in range(3)}

@@ -13,23 +13,31 @@ import torch
 from test_choice import T1, view
 from written import Crew, Rank, replicated
 
-from lightck.capture.assembled import Assembled
-from lightck.capture.extras import parse
-from lightck.capture.filling import fresh
-from lightck.capture.state import Inventory
-from lightck.distributed.choice import Choice, decide, decide_restore
-from lightck.distributed.gifts import _fits
-from lightck.distributed.halves import Half
-from lightck.distributed.healing import Plan, plan
-from lightck.distributed.holdings import Holdings
-from lightck.distributed.lineage import Key
 from lightck.distributed.replicas import is_own
-from lightck.distributed.shares import Sharing
+from lightck.distributed.restore.gifts import _fits
+from lightck.distributed.restore.healing import Plan, plan
+from lightck.distributed.restore.lineage import Key
+from lightck.distributed.restore.local_state import Half
+from lightck.distributed.restore.offers import View
+from lightck.distributed.restore.replica_transfer import (
+    CHUNK,
+    END,
+    FAILURE,
+    TABLE,
+    described,
+    receive,
+    stream,
+)
+from lightck.distributed.restore.selection import Choice, decide, decide_restore
+from lightck.distributed.restore.survey import Holdings
+from lightck.distributed.sharding import Sharing
 from lightck.distributed.topology import Topology
-from lightck.distributed.transfer import CHUNK, END, FAILURE, TABLE, described, receive, stream
-from lightck.distributed.views import View
 from lightck.errors import CoordinationError, CorruptSnapshotError
-from lightck.region import place
+from lightck.reader.assembly import Assembled
+from lightck.reader.fill import fresh
+from lightck.region import location
+from lightck.state.extras import parse
+from lightck.state.inventory import Inventory
 
 K8 = Key(T1, 8, 3)
 
@@ -141,7 +149,7 @@ def messages(tmp_path: Path) -> Iterator[tuple[Key, list[tuple[int, torch.Tensor
     with Crew(tmp_path / "run", 1) as crew:
         crew.train(1)
     key = Key(crew.records[0, 1].timeline, 1, 1)
-    with Holdings.opened(place.locate(tmp_path / "run", 0, create=False), 0, 1) as held:
+    with Holdings.opened(location.locate(tmp_path / "run", 0, create=False), 0, 1) as held:
         state = held.assembled(key)
         assert isinstance(state, Assembled)
         table = [(TABLE, part) for part in described(state)]

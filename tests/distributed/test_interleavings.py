@@ -8,9 +8,9 @@ import interleavings
 import pytest
 from interleavings import Rank, explore, world
 
-from lightck.distributed import announce as module
-from lightck.distributed.calls import Add, Claim
-from lightck.distributed.ledger import Due, Ledger
+from lightck.distributed.commit import due_steps as module
+from lightck.distributed.commit.calls import Add, Claim
+from lightck.distributed.commit.protocol import Due, Ledger
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from test_peers import LONG_S, NOWHERE, until
 
 from lightck.distributed.topology import Topology
 from lightck.errors import DeviceError
-from lightck.failure.joint import JointRescue
-from lightck.failure.peers import Heard, Peers
-from lightck.failure.rescue import Rescue
+from lightck.failure.jit_save import Rescue
+from lightck.failure.jit_save_ranks import JointRescue
+from lightck.failure.peer_monitor import Heard, Peers
 from lightck.types import Saved
 
 

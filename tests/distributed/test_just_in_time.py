@@ -20,8 +20,8 @@ from test_resume import LAST, attach, begin, golden, losses_of, restore, same, s
 from training import Training
 
 import lightck
-from lightck.region import place
-from lightck.region.place import Place
+from lightck.region import location
+from lightck.region.location import Place
 from lightck.region.region import survey
 
 AT = 4
@@ -209,7 +209,7 @@ def test_what_was_saved_at_a_failure_and_is_damaged_is_not_given_up_in_silence(
 
     with ranks.started(2, train) as job:
         assert [job.receive(rank) for rank in range(2)] == [3, 3]
-    damage(place.locate(region_dir, 1, create=False))
+    damage(location.locate(region_dir, 1, create=False))
     with ranks.started(2, train) as job:
         assert {type(each) for each in job.outcomes()} == {lightck.NoSnapshotError}
 

@@ -14,8 +14,8 @@ from written import T1, Crew, differences
 
 import lightck
 from lightck.cli.main import main
-from lightck.distributed.holdings import Holdings
-from lightck.distributed.lineage import Key
+from lightck.distributed.restore.lineage import Key
+from lightck.distributed.restore.survey import Holdings
 from lightck.errors import NoSnapshotError
 from lightck.load import load_tensors
 

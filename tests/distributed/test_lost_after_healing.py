@@ -12,7 +12,7 @@ from test_healed_jobs import begin, losses_of
 from written import Rank
 
 import lightck
-from lightck.region import place
+from lightck.region import location
 from lightck.region.region import Region
 
 
@@ -127,7 +127,7 @@ def test_a_rank_healed_with_its_own_journal_keeps_its_older_snapshot(tmp_path: P
         assert [job.receive(0), job.receive(1)] == [5, 5]
         job.kill(0)
         job.kill(1)
-    region = Region.open(place.locate(two.file(1).parent, 1, create=False), writable=False)
+    region = Region.open(location.locate(two.file(1).parent, 1, create=False), writable=False)
     assert [each.record.step for each in region.recover().candidates] == [3]
     region.close()
 

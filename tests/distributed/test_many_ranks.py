@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from simulation import Costs, Simulation, measure
 
-from lightck.distributed.calls import Add, Claim
-from lightck.distributed.ledger import Due, Ledger
+from lightck.distributed.commit.calls import Add, Claim
+from lightck.distributed.commit.protocol import Due, Ledger
 from lightck.distributed.store import JobStore
 from lightck.types import Fate
 

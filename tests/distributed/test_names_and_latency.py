@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Training
 
 import lightck
-from lightck.capture.barrier import Alone
-from lightck.capture.modules import innermost, named_buffers, named_parameters
-from lightck.capture.pipeline import Pipeline
+from lightck.pipeline.commit_barrier import Alone
+from lightck.pipeline.pipeline import Pipeline
 from lightck.restore import progress
+from lightck.state.modules import innermost, named_buffers, named_parameters
 
 
 def plain() -> nn.Module:

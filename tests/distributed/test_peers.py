@@ -17,9 +17,9 @@ from training import Training
 
 from lightck.distributed.topology import Topology
 from lightck.errors import StoreError
-from lightck.failure.peers import Heard, Peers, Word
-from lightck.region import place
-from lightck.region.place import Place
+from lightck.failure.peer_monitor import Heard, Peers, Word
+from lightck.region import location
+from lightck.region.location import Place
 from lightck.region.region import Region
 from lightck.region.spec import RegionSpec
 
@@ -62,7 +62,7 @@ def looked(peers: Peers) -> Heard:
 
 
 def made(folder: Path, rank: int, world: int = 2) -> Region:
-    where = place.locate(folder, rank, create=True)
+    where = location.locate(folder, rank, create=True)
     spec = RegionSpec(bytes(16), 2, 1 << 16, rank, world, process_durable=True)
     return Region.create(where, spec)
 
@@ -187,7 +187,7 @@ def test_a_file_system_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
         return done.wait(LONG_S)
 
     peer = SimpleNamespace(rank=1, is_dead=hangs, closed=False)
-    monkeypatch.setattr("lightck.failure.peers._peers", lambda topology, where: [peer])
+    monkeypatch.setattr("lightck.failure.peer_monitor._peers", lambda topology, where: [peer])
     with listening(Server()) as peers:
         assert asked.wait(LONG_S)
         began = time.monotonic()
@@ -202,7 +202,7 @@ def test_a_file_system_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
 
 def test_a_free_lock_is_a_dead_rank_only_once_it_was_held(region_dir: Path) -> None:
     def where(rank: int) -> Place:
-        return place.locate(region_dir, rank, create=False)
+        return location.locate(region_dir, rank, create=False)
 
     made(region_dir, 1).close()  # of an earlier life
     with listening(Server(), 2, where) as peers:
@@ -216,7 +216,7 @@ def test_a_free_lock_is_a_dead_rank_only_once_it_was_held(region_dir: Path) -> N
 
 def test_a_folder_that_goes_away_is_no_failure(region_dir: Path) -> None:
     region = made(region_dir, 1)
-    with listening(Server(), 2, lambda r: place.locate(region_dir, r, create=False)) as peers:
+    with listening(Server(), 2, lambda r: location.locate(region_dir, r, create=False)) as peers:
         assert looked(peers[0]).is_quiet
         region.place.file.unlink()
         region.close()
@@ -236,7 +236,7 @@ def test_a_killed_rank_is_seen_and_one_that_closed_is_not(region_dir: Path, way:
             me.send("closed")
             me.pause()
             return None
-        where = place.locate(region_dir / "run", 0, create=False)
+        where = location.locate(region_dir / "run", 0, create=False)
         topology = Topology(0, 2, 0, 2, peers=(0, 1))
         peers = Peers(MemoryStore(Server()), topology, where, look_s=0.01)
         assert looked(peers).is_quiet

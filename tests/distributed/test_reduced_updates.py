@@ -17,9 +17,9 @@ from replicas import OPTIMIZERS, Case, compared, made, micro_batch, register, sa
 from torch.nn.parallel import DistributedDataParallel
 
 import lightck
-from lightck.capture import layer_updates
-from lightck.capture.units import step_only
 from lightck.errors import ConfigError
+from lightck.layerwise import updates as layer_updates
+from lightck.layerwise.units import step_only
 
 KINDS = ("checkpointed", "tied", "half", "mixed")
 VIEW: dict[str, Any] = {"gradient_as_bucket_view": True}

@@ -21,10 +21,10 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
-from lightck.capture.state import Inventory, Shared
 from lightck.distributed.replicas import Replicas
-from lightck.distributed.shares import Sharing
+from lightck.distributed.sharding import Sharing
 from lightck.distributed.topology import Topology
+from lightck.state.inventory import Inventory, Shared
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit

@@ -17,8 +17,8 @@ from written import T2, Crew, Rank, differences
 
 import lightck
 from lightck.errors import CoordinationError, NoSnapshotError, RegionFormatError
-from lightck.region import place
-from lightck.region.native import RECORD_EARLY, RECORD_SUSPECT
+from lightck.region import location
+from lightck.region.native_region import RECORD_EARLY, RECORD_SUSPECT
 from lightck.region.region import Region
 from lightck.types import RestoreInfo
 
@@ -255,7 +255,7 @@ def test_a_job_killed_while_it_began_anew_finds_nothing_to_restore(
     """The second life had begun its timeline on one rank only."""
     with Crew(folder, 2) as crew:
         crew.train(1, absent=[0])
-    where = place.locate(folder, first, create=False)
+    where = location.locate(folder, first, create=False)
     with contextlib.closing(Region.open(where, writable=True, process_durable=True)) as region:
         region.recover()
         region.begin_timeline(None, T2)
@@ -304,7 +304,7 @@ def test_a_rank_that_does_not_restore_is_named_in_time(
 def test_a_rank_that_fails_while_it_fills_is_named_on_every_other(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightck.capture.filling import Filling
+    from lightck.reader.fill import Filling
 
     with Crew(folder, 2) as crew:
         crew.train(1)

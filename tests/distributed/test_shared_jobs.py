@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Training
 
 import lightck
-from lightck.capture.state import Inventory
 from lightck.errors import CoordinationError
 from lightck.region.layout import Entry
-from lightck.region.place import locate
+from lightck.region.location import locate
 from lightck.region.region import survey
+from lightck.state.inventory import Inventory
 
 PAGE = 4096
 METADATA = 256 << 10

@@ -15,13 +15,13 @@ from node import JIT, LONG_S, Node
 from test_restore import check, restore
 from written import T2
 
-from lightck.capture.state import Live
 from lightck.errors import TornSnapshotError
-from lightck.failure import inheritance
-from lightck.failure.takeover import Taken
-from lightck.region import place
+from lightck.failure.takeover import coordinator
+from lightck.failure.takeover.takeover import Taken
+from lightck.region import location
 from lightck.region.journal import FORWARD, STEP_END
 from lightck.region.region import survey
+from lightck.state.inventory import Live
 from lightck.types import Saved
 
 
@@ -140,14 +140,14 @@ def test_a_region_in_hand_is_waited_for_only_while_its_part_is_missing(
 ) -> None:
     """A process that ends lets go of its memory first, and of its lock only then."""
     waits: list[float] = []
-    monkeypatch.setattr(inheritance, "_owns_itself", lambda where: False)
-    monkeypatch.setattr(inheritance, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(coordinator, "_owns_itself", lambda where: False)
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(sleep=waits.append))
     with Node(folder, 2) as node:
         node.train(1)
         node.train(2, absent=[] if saved else [1])
-        heir = inheritance.Inheritance(node.takeover(0), Saves(), clock=lambda: sum(waits))
+        heir = coordinator.Inheritance(node.takeover(0), Saves(), clock=lambda: sum(waits))
         assert heir.settle(LONG_S) == []
-    assert not waits if saved else sum(waits) >= 2 * inheritance.TURN_S
+    assert not waits if saved else sum(waits) >= 2 * coordinator.TURN_S
 
 
 def test_a_second_takeover_finds_it_done(folder: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_tensor_that_changes_under_the_copy_is_never_committed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, torn_before: bool
 ) -> None:
     """A tensor copied at forward start, since it was found torn, is copied from its place, too."""
-    from lightck.region.writer import SlotWriter
+    from lightck.region.slot_writer import SlotWriter
 
     with Node(folder, 2) as node:
         node.train(1)
@@ -386,7 +386,7 @@ def test_no_free_slot_is_a_reason_and_no_harm(folder: Path) -> None:
         node.train(1)
         node.train(2, absent=[1])
         node.die(1)
-        reader, _ = survey(place.locate(folder, 1, create=False))
+        reader, _ = survey(location.locate(folder, 1, create=False))
         for slot in reader.slots:
             reader.native.lease(slot.index, True)
         assert "every slot is protected or leased" in node.take(0, 1).why

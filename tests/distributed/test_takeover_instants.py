@@ -12,9 +12,9 @@ from node import JIT, Node
 from test_restore import check, restore
 from written import NoSlotError
 
-from lightck.failure.takeover import Taken, common
+from lightck.failure.takeover.takeover import Taken, common
 from lightck.region.journal import FENCE, STEP_END
-from lightck.region.native import RECORD_EARLY
+from lightck.region.native_region import RECORD_EARLY
 from lightck.region.region import Region
 
 

@@ -14,11 +14,11 @@ from ranks import Me
 from replicas import STEPS, Case, made, micro_batch, train
 
 import lightck
-from lightck.capture.perfetto import document
-from lightck.capture.trace import Event, Recorded
-from lightck.capture.traffic import Traffic
-from lightck.cli import recording
-from lightck.region.pool import MOMENT_DTYPE
+from lightck.cli import timeline_data
+from lightck.distributed.traffic import Traffic
+from lightck.region.native_pool import MOMENT_DTYPE
+from lightck.tracing.perfetto import document
+from lightck.tracing.trace import Event, Recorded
 
 
 def traced(me: Me, case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
@@ -167,22 +167,22 @@ def test_a_bucket_is_drawn_from_when_the_one_before_has_landed() -> None:
 
 def test_a_picture_has_a_row_for_the_reduction(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from lightck.cli import draw
+    from lightck.cli import timeline_plot
 
     with ranks.started(2, lambda me: traced(me, Case(), tmp_path, schedule="comm")) as job:
         job.results()
-    shown = recording.read(tmp_path / "0.json")
-    assert recording.REDUCTION in shown.tracks
-    draw.draw(shown, tmp_path / "picture.svg", ".svg")
+    shown = timeline_data.read(tmp_path / "0.json")
+    assert timeline_data.REDUCTION in shown.tracks
+    timeline_plot.draw(shown, tmp_path / "picture.svg", ".svg")
     text = (tmp_path / "picture.svg").read_text()
-    assert recording.REDUCTION in text and ">wait<" in text
+    assert timeline_data.REDUCTION in text and ">wait<" in text
 
 
 def test_a_wait_is_a_phase_of_its_own_in_the_table(tmp_path: Path) -> None:
     with ranks.started(2, lambda me: traced(me, Case(), tmp_path)) as job:
         job.results()
-    shown = recording.read(tmp_path / "1.json")
-    assert all(recording.row_of(shown, step)["wait"] > 0 for step in shown.steps)
+    shown = timeline_data.read(tmp_path / "1.json")
+    assert all(timeline_data.row_of(shown, step)["wait"] > 0 for step in shown.steps)
 
 
 def test_without_data_parallel_nothing_is_listened_to(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightck
-from lightck.region import place
+from lightck.region import location
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its own
@@ -152,7 +152,7 @@ def test_what_another_rank_held_is_not_taken_for_alike_when_its_region_is_gone(
     region_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank on a node of its own: rank 0's region is whole, and proves nothing of others'."""
-    monkeypatch.setattr(place.Place, "reach", "")
+    monkeypatch.setattr(location.Place, "reach", "")
     with ranks.started(2, record(region_dir, mixture)) as job:
         job.results()
     model, optimizer = mixture(7)

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared import Readers, sharing, whole, writers
 
-from lightck.capture.pieces import assemble
-from lightck.capture.placement import Mode
-from lightck.capture.state import Live
 from lightck.errors import CorruptSnapshotError
+from lightck.pipeline.placement import Mode
+from lightck.reader.pieces import assemble
+from lightck.state.inventory import Live
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool, torch.complex64,

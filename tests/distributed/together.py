@@ -11,8 +11,8 @@ from unittest import mock
 
 from memory import MemoryStore, Server
 
-from lightck.distributed import meeting
-from lightck.distributed.exchange import Rounds
+from lightck.distributed import rendezvous
+from lightck.distributed.rounds import Rounds
 
 PATIENCE_S = 20.0
 _here = threading.local()
@@ -51,7 +51,7 @@ def together(
 @contextmanager
 def _patched() -> Iterator[None]:
     """Let `meeting` ask these, in place of torch.distributed."""
-    module = sys.modules[meeting.__name__]
+    module = sys.modules[rendezvous.__name__]
     seat = mock.patch.object(module, "here", lambda: getattr(_here, "seat", (0, 1)))
     rounds = mock.patch.object(module, "_over_default_store", lambda rank, world: _here.rounds)
     with seat, rounds:

@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightck.capture.arrange import Arrangement, sources
-from lightck.capture.extras import parse
-from lightck.capture.instants import Instants
-from lightck.capture.state import Inventory, Live
-from lightck.distributed.shares import Sharing
+from lightck.distributed.sharding import Sharing
 from lightck.distributed.topology import Topology
-from lightck.region import place
-from lightck.region.native import Record
-from lightck.region.pool import NativePool
+from lightck.journal.boundary_state import Instants
+from lightck.pipeline.copy_plan import Arrangement, sources
+from lightck.region import location
+from lightck.region.native_pool import NativePool
+from lightck.region.native_region import Record
 from lightck.region.region import Region
+from lightck.region.slot_writer import SlotWriter
 from lightck.region.spec import RegionSpec
-from lightck.region.writer import SlotWriter
+from lightck.state.extras import parse
+from lightck.state.inventory import Inventory, Live
 
 RUN = b"run of the tests"
 T1, T2, T3 = 1001, 1002, 1003
@@ -127,7 +127,7 @@ class Crew:
             rank.net.load_state_dict(first)
             for past in range(1, step + 1):
                 rank.train(past)
-            where = place.locate(folder, rank.rank, create=True)
+            where = location.locate(folder, rank.rank, create=True)
             if where.exists:
                 region = Region.open(where, writable=True, process_durable=True)
                 region.recover()

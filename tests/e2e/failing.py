@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from trainer import Job, Run
 
 import lightck
-from lightck.capture.hooks import layers
+from lightck.loop.hooks import layers
 
 PHASES = (
     "data",  # before the next batch is drawn

@@ -11,9 +11,9 @@ import pytest
 from chaos_runs import NEVER, TRAINER, TWO, chaos, faults
 from proof import record
 
-from lightck.cli.chaos_watch import descendants, network_refusal
+from lightck.cli.chaos.runner import descendants, network_refusal
 from lightck.cli.main import main
-from lightck.failure.chaos import PHASES
+from lightck.failure.fault_plan import PHASES
 
 _ENDING = {"exception", "term", "kill", "corrupt", "hang"}
 
@@ -171,7 +171,8 @@ def test_without_the_variable_nothing_of_it_is_loaded() -> None:
     code = (
         "import sys, torch, lightck; m = torch.nn.Linear(2, 2);"
         "lightck.attach(m, torch.optim.SGD(m.parameters()), sys.argv[1]).detach();"
-        "assert not {'lightck.failure.chaos', 'lightck.failure.injector'} & set(sys.modules)"
+        "unwanted = {'lightck.failure.fault_plan', 'lightck.failure.fault_injector'};"
+        "assert not unwanted & set(sys.modules)"
     )
     clean = {k: v for k, v in os.environ.items() if k != "LIGHTCK_CHAOS"}
     where = f"/dev/shm/lightck-test-{os.getpid()}-none"

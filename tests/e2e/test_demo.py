@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightck.cli.demo_watch import Kill, Run, Trainer, differences
+from lightck.cli.demo.runner import Kill, Run, Trainer, differences
 from lightck.cli.main import main
 from lightck.cli.output import Refusal
 

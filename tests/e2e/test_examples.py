@@ -20,7 +20,7 @@ from typing import IO
 import pytest
 
 import lightck
-from lightck.cli.chaos_watch import descendants
+from lightck.cli.chaos.runner import descendants
 
 pytestmark = pytest.mark.timeout(600)
 

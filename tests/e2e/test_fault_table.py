@@ -10,9 +10,9 @@ import pytest
 from chaos_runs import NEVER, TRAINER, TWO, chaos, faults
 from proof import record
 
-from lightck.cli import chaos_plan
-from lightck.cli.chaos_watch import network_refusal
-from lightck.failure.chaos import NOT_IN
+from lightck.cli.chaos import plan as chaos_plan
+from lightck.cli.chaos.runner import network_refusal
+from lightck.failure.fault_plan import NOT_IN
 
 PARTS = {
     "before": ["forward", "backward"],

@@ -98,7 +98,7 @@ def test_without_matplotlib_the_extra_is_named(
     traced: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "lightck.cli.draw", raising=False)
+    monkeypatch.delitem(sys.modules, "lightck.cli.timeline_plot", raising=False)
     assert main(["timeline", str(traced), "-o", str(tmp_path / "run.png")]) == 2
     assert "pip install 'lightck[timeline]'" in capsys.readouterr().err
     assert not (tmp_path / "run.png").exists()

@@ -18,7 +18,7 @@ _package = types.ModuleType("lightck")
 _package.__path__ = [str(ROOT / "lightck")]
 sys.modules["lightck"] = _package
 
-from lightck.region import native, place  # noqa: E402
+from lightck.region import location, native_region  # noqa: E402
 from lightck.region.region import Region, survey  # noqa: E402
 from tests.regions import Book, Contents, newest, same  # noqa: E402
 
@@ -48,7 +48,7 @@ def describe(region: Region) -> None:
 
 def write(folder: Path) -> None:
     """Commit one snapshot after the other."""
-    say(f"CREATING {folder} with kernel {native.kernel()}")
+    say(f"CREATING {folder} with kernel {native_region.kernel()}")
     with Book(folder, durable=True) as book:
         describe(book.region)
         candidates = book.region.recover().candidates
@@ -64,7 +64,7 @@ def write(folder: Path) -> None:
 
 def verify(folder: Path) -> None:
     """Recover as a reader and as the owner; both must find the same, contents compared."""
-    where = place.locate(folder, 0, create=False)
+    where = location.locate(folder, 0, create=False)
     if not where.exists:
         say("RECOVERED none")
         return

@@ -13,7 +13,7 @@ from loops import Loop, adam_loop, attach, mlp, of_live, restored, still_there, 
 from torch import nn
 
 import lightck
-from lightck.region.native import crc32c
+from lightck.region.native_region import crc32c
 
 VERSION_AT, CRC_AT, COPY_AT = 8, 956, (0, 4096)  # of a superblock; a test compares with format.h
 

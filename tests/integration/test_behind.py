@@ -17,7 +17,8 @@ from test_devices import assert_exact
 
 import lightck
 from lightck.errors import TornSnapshotError
-from lightck.failure import inheritance, standing
+from lightck.failure import standing
+from lightck.failure.takeover import coordinator
 from lightck.types import Saved
 
 WAYS = ("host", "direct", "device")
@@ -27,7 +28,7 @@ SPARE = 16 << 20
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     """One device, known to lightck; that it hangs is believed soon."""
-    monkeypatch.setattr(standing, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(standing, "DEVICE_PATIENCE_S", 0.1)
     monkeypatch.setattr(standing, "_STEPS", 0.0)
     made = EmulatedDevice()
     made.spare_bytes = SPARE
@@ -184,7 +185,7 @@ def test_a_device_that_is_only_behind_is_waited_for(device: EmulatedDevice, run_
 def test_training_that_goes_on_is_not_waited_for(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standing, "PATIENCE_S", 1000.0)
+    monkeypatch.setattr(standing, "DEVICE_PATIENCE_S", 1000.0)
     job = Job(device)
     handle = attached(job, run_dir, close_timeout_s=900.0)  # by then the test has failed
     for _ in range(3):
@@ -374,16 +375,16 @@ def test_who_completes_a_dead_rank_s_share_takes_that_step(
     for _ in range(3):
         job.step()
     gate = ahead(job)
-    assert inheritance._stands(recorder) == 4, "no save has looked"
+    assert coordinator._stands(recorder) == 4, "no save has looked"
     assert save(handle).step == 3
-    before = inheritance._behind(recorder)
-    assert before is not None and inheritance._stands(recorder) == 3
+    before = coordinator._behind(recorder)
+    assert before is not None and coordinator._stands(recorder) == 3
     before.must_stand(False)
     counts = before.counts.by_name()
     assert len(counts) == 5 and all(int(count) == 3 for count in counts.values())
     gate.reach()
     device.compute.finish()
-    assert (inheritance._stands(recorder), inheritance._behind(recorder) is None) == (4, True)
+    assert (coordinator._stands(recorder), coordinator._behind(recorder) is None) == (4, True)
     with pytest.raises(TornSnapshotError, match="updated meanwhile"):
         before.must_stand(False)
     handle.detach()

@@ -17,7 +17,7 @@ from loops import Digests, Loop, mlp, of_live
 from regions import Book, Contents, newest, random_contents, same
 
 import lightck
-from lightck.region import place
+from lightck.region import location
 from lightck.region.region import Region
 
 SUPERBLOCK_BYTES, RECORD_BYTES, PAGE = 960, 256, 4096
@@ -76,7 +76,7 @@ class Written:
             for step in (OLDER, NEWEST):
                 self.expected[step] = random_contents(rng, SIZES)
                 assert book.commit(step, self.expected[step])
-        self.where = place.locate(folder, 0, create=False)
+        self.where = location.locate(folder, 0, create=False)
         self.flipper = Flipper(self.where.file)
         self.parts: dict[str, list[range]] = {}
         self.region = Region.open(self.where, writable=False)
@@ -257,7 +257,7 @@ def trained(run_dir: Path) -> tuple[Path, dict[int, Digests]]:
 
 def used_bytes(path: Path) -> list[range]:
     """Bits of everything that a snapshot of the region at `path` consists of."""
-    region = Region.open(place.locate(path, 0, create=False), writable=False)
+    region = Region.open(location.locate(path, 0, create=False), writable=False)
     found = [bits_of(copy * PAGE, SUPERBLOCK_BYTES) for copy in (0, 1)]
     for c in region.recover().candidates:
         found.append(bits_of((2 + c.record.slot) * PAGE, RECORD_BYTES))
@@ -316,7 +316,7 @@ def test_damage_to_every_snapshot_is_an_error_that_names_each_and_changes_nothin
 ) -> None:
     path, _ = trained
     flipper = Flipper(path / "region-00000.lck")
-    region = Region.open(place.locate(path, 0, create=False), writable=False)
+    region = Region.open(location.locate(path, 0, create=False), writable=False)
     bits = [int(c.layout.offsets[0]) * 8 for c in region.recover().candidates]
     region.close()
     model = mlp(16, 2)
@@ -337,7 +337,7 @@ def test_after_a_fallback_training_goes_on_and_the_damaged_slot_is_used_first(
 ) -> None:
     path, seen = trained
     flipper = Flipper(path / "region-00000.lck")
-    region = Region.open(place.locate(path, 0, create=False), writable=False)
+    region = Region.open(location.locate(path, 0, create=False), writable=False)
     flipper._flip(int(region.recover().candidates[0].layout.offsets[0]) * 8 + 3)
     region.close()
     os.close(flipper.fd)

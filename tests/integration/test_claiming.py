@@ -12,11 +12,11 @@ import torch
 from loops import adam_loop, attach, train
 
 import lightck
-from lightck.region import native, place
+from lightck.region import location, native_region
 
 
 def test_a_region_being_made_is_taken_for_no_leftover(run_dir: Path) -> None:
-    create = native.NativeRegion.create
+    create = native_region.NativeRegion.create
     loop = adam_loop()
 
     def job(parent: processes.Parent) -> None:
@@ -25,7 +25,7 @@ def test_a_region_being_made_is_taken_for_no_leftover(run_dir: Path) -> None:
             parent.pause()  # before the native library locks it
             return create(*arguments)
 
-        native.NativeRegion.create = late  # type: ignore[method-assign]
+        native_region.NativeRegion.create = late  # type: ignore[method-assign]
         train(run_dir, loop, 2)
         parent.send(loop.seen)
 
@@ -46,14 +46,14 @@ def test_a_region_being_made_is_taken_for_no_leftover(run_dir: Path) -> None:
 def test_a_maker_whose_draft_was_discarded_is_told_that_the_path_is_busy(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    winner, own = adam_loop(), place._own
+    winner, own = adam_loop(), location._own
 
     def overtaken(fd: int) -> bool:
         monkeypatch.undo()
         winner.seen = processes.run(lambda: (train(run_dir, winner, 2), winner.seen)[1])
         return own(fd)
 
-    monkeypatch.setattr(place, "_own", overtaken)
+    monkeypatch.setattr(location, "_own", overtaken)
     with pytest.raises(lightck.RegionBusyError):
         attach(run_dir, adam_loop())
     winner.check(run_dir, [1, 2])
@@ -63,13 +63,13 @@ def test_a_maker_whose_draft_was_discarded_is_told_that_the_path_is_busy(
 def test_a_region_made_by_another_since_one_looked_is_not_replaced(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create = native.NativeRegion.create
+    create = native_region.NativeRegion.create
 
     def overtaken(*arguments: Any) -> Any:
         (run_dir / "region-00000.lck").write_bytes(b"another's")
         return create(*arguments)
 
-    monkeypatch.setattr(native.NativeRegion, "create", overtaken)
+    monkeypatch.setattr(native_region.NativeRegion, "create", overtaken)
     with pytest.raises(lightck.RegionBusyError, match="by another process"):
         attach(run_dir, adam_loop())
     assert os.listdir(run_dir) == ["region-00000.lck"]
@@ -78,7 +78,7 @@ def test_a_region_made_by_another_since_one_looked_is_not_replaced(
 
 def test_the_draft_of_a_process_that_died_is_in_nobodys_way(run_dir: Path) -> None:
     def job() -> None:
-        native.NativeRegion.create = lambda *arguments: os._exit(0)  # type: ignore[method-assign]
+        native_region.NativeRegion.create = lambda *arguments: os._exit(0)  # type: ignore[method-assign]
         attach(run_dir, adam_loop())
 
     with pytest.raises(AssertionError, match="without a word"):

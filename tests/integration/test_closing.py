@@ -17,12 +17,12 @@ from loops import Loop, adam_loop, attach, steps_at
 
 import lightck
 from lightck import handle as handle_module
-from lightck.capture import staging
-from lightck.capture.hooks import Hooks
-from lightck.capture.pipeline import Pipeline
-from lightck.capture.recorder import Recorder
-from lightck.region.native import NativeRegion
-from lightck.region.pool import NativePool
+from lightck.loop.checkpointer import Recorder
+from lightck.loop.hooks import Hooks
+from lightck.pipeline.pipeline import Pipeline
+from lightck.region.native_pool import NativePool
+from lightck.region.native_region import NativeRegion
+from lightck.state import tensor_layout
 
 
 class Broken(Exception):
@@ -120,7 +120,7 @@ def test_a_warning_that_is_an_error_makes_attach_fail_before_anything_is_made(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with monkeypatch.context() as patched:
-            patched.setattr(staging, "MUCH_BYTES", 1)
+            patched.setattr(tensor_layout, "MUCH_BYTES", 1)
             with pytest.raises(UserWarning, match="copies 0 MiB at the start of a forward"):
                 attach(run_dir, loop)
     assert not run_dir.exists()
@@ -130,7 +130,7 @@ def test_a_warning_that_is_an_error_makes_attach_fail_before_anything_is_made(
 def test_the_warning_about_synchronous_copies_points_at_the_call_of_attach(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "MUCH_BYTES", 1)
+    monkeypatch.setattr(tensor_layout, "MUCH_BYTES", 1)
     loop = adam_loop()
     loop.model.register_buffer("statistics", torch.zeros(8))
     with pytest.warns(UserWarning, match="at the start of a forward") as caught:

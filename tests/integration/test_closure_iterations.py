@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lightck
-from lightck.capture import closures
-from lightck.capture.closures import CALL_FIRST
+from lightck.loop import closures
+from lightck.loop.closures import CALL_FIRST
 from lightck.policy import AtSteps
 from lightck.region.journal import FORWARD, read_entry
 

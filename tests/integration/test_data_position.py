@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightck
-from lightck.capture import lookahead
+from lightck.data import lookahead
 
 TORCHDATA = "torchdata.stateful_dataloader"
 # torchdata's own, with new versions of torch.

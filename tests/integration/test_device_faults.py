@@ -16,12 +16,13 @@ from emulated import EmulatedDevice, Event, devices
 from emulated_job import Job, value, wrong
 
 import lightck
-from lightck.capture import cuda, pipeline, transfer, transfers
-from lightck.capture.arrange import Arrangement
+from lightck.device import cuda
 from lightck.errors import DeviceError, LightckError, WaitTimeoutError
-from lightck.failure import slots
-from lightck.region.pool import SNAP_COMMITTED, NativeSnapshot
-from lightck.region.writer import SlotWriter
+from lightck.failure.takeover import slots
+from lightck.pipeline import device_transfer, pipeline, transfer
+from lightck.pipeline.copy_plan import Arrangement
+from lightck.region.native_pool import SNAP_COMMITTED, NativeSnapshot
+from lightck.region.slot_writer import SlotWriter
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_large_tensors_are_copied_on_the_device_in_parts(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "MOST_BYTES", 2048)
-    monkeypatch.setattr(transfers, "LOAD_BYTES", 4096)
+    monkeypatch.setattr(device_transfer, "LOAD_BYTES", 4096)
     device.spare_bytes, device.copy_s = 16 << 20, 0.0
     job = Job(device)
     with job.attach(run_dir, placement="device") as handle:
@@ -254,8 +255,8 @@ def test_private_copies_are_on_the_cpu_whatever_the_default_device_is(run_dir: P
 def test_a_snapshot_is_not_freed_while_its_places_are_asked_for(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "LOAD_BYTES", 8192)
-    monkeypatch.setattr(transfers, "RING_BYTES", 16384)
+    monkeypatch.setattr(device_transfer, "LOAD_BYTES", 8192)
+    monkeypatch.setattr(device_transfer, "RING_BYTES", 16384)
     asks, go_on, freed = threading.Event(), threading.Event(), threading.Event()
     taken, free = NativeSnapshot.taken, NativeSnapshot.free
 
@@ -309,7 +310,7 @@ def test_no_place_of_the_ring_is_waited_for_that_could_not_be_pinned(
 
     pinned = device.pinned
     monkeypatch.setattr(device, "pinned", refused)
-    monkeypatch.setattr(transfers, "RING_BYTES", 0)  # two places
+    monkeypatch.setattr(device_transfer, "RING_BYTES", 0)  # two places
     told: list[BaseException] = []
     job = Job(device)
     handle = job.attach(run_dir, placement="host", on_error=told.append)

@@ -15,8 +15,8 @@ from emulated_job import Job, value, write, wrong
 from loops import steps_at
 
 import lightck
-from lightck.capture import offload, pipeline, transfers, ways
 from lightck.errors import TornSnapshotError
+from lightck.pipeline import device_offload, device_placement, device_transfer, pipeline
 
 WAYS = ("host", "direct", "device")
 SPARE = 16 << 20
@@ -32,7 +32,7 @@ def slow() -> EmulatedDevice:
 @pytest.fixture(autouse=True)
 def peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the peak be known from the first snapshot on."""
-    monkeypatch.setattr(offload, "PEAK_STEPS", 0)
+    monkeypatch.setattr(device_offload, "PEAK_STEPS", 0)
 
 
 @pytest.fixture
@@ -167,8 +167,8 @@ def test_memory_that_the_loop_lets_go_of_is_not_reused_under_a_copy(
 def test_a_ring_smaller_than_the_state_is_bounded_and_loses_nothing(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "LOAD_BYTES", 8192)
-    monkeypatch.setattr(transfers, "RING_BYTES", 16384)
+    monkeypatch.setattr(device_transfer, "LOAD_BYTES", 8192)
+    monkeypatch.setattr(device_transfer, "RING_BYTES", 16384)
     device.copy_s = 0.0
     job = Job(device, layers=9)
     handle = job.attach(run_dir, placement="host", threads=1)
@@ -213,7 +213,7 @@ def test_what_is_registered_is_given_back(device: EmulatedDevice, run_dir: Path)
 def test_no_copy_lies_over_the_edge_of_a_registered_piece(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.setattr(ways, "PIECE_BYTES", 12288)
+    monkeypatch.setattr(device_placement, "PIECE_BYTES", 12288)
     job = Job(device)
     handle = job.attach(run_dir, placement=way)
     for _ in range(3):
@@ -229,7 +229,7 @@ def test_no_copy_lies_over_the_edge_of_a_registered_piece(
 def test_a_region_that_is_registered_in_part_only_is_not_at_all(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "PIECE_BYTES", 12288)
+    monkeypatch.setattr(device_placement, "PIECE_BYTES", 12288)
     device.most_pieces = 7
     job = Job(device)
     with job.attach(run_dir, placement="direct") as handle:

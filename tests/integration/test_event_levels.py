@@ -14,7 +14,7 @@ import pytest
 from loops import adam_loop, attach
 
 import lightck
-from lightck.capture import summary
+from lightck.loop import log_summary
 
 
 def _fields(records: list[logging.LogRecord], name: str) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def test_a_long_run_says_how_it_goes_once_a_minute(
 ) -> None:
     caplog.set_level(logging.INFO, "lightck")
     now = [0.0]
-    monkeypatch.setattr(summary, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(log_summary, "time", SimpleNamespace(monotonic=lambda: now[0]))
     loop = adam_loop()
     handle = attach(run_dir, loop, failure="off")
     for _ in range(30):

@@ -15,7 +15,7 @@ from test_rescue import Broken, attach, counting_loop
 
 import lightck
 from lightck import handle as handle_module
-from lightck.capture.recorder import Recorder
+from lightck.loop.checkpointer import Recorder
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -15,8 +15,8 @@ from loops import adam_loop, attach, mlp, steps_at
 from torch.utils.data import DataLoader
 
 import lightck
-from lightck.capture import movement
-from lightck.capture.extras import parse
+from lightck.loop import extra_movement
+from lightck.state.extras import parse
 
 BOTH = r"lightck\.at_step\(it\) takes it .* drawn.*lightck\.at_forward\(it\) takes it .* forward"
 
@@ -204,10 +204,10 @@ def test_movement_later_in_a_run_is_told_once_and_counted(
     run_dir: Path, moved: list[dict[str, Any]]
 ) -> None:
     counters: dict[str, Any] = {}
-    job = Job(lambda: job.loop.step > movement.FIRST_STEPS and advance(counters))
+    job = Job(lambda: job.loop.step > extra_movement.FIRST_STEPS and advance(counters))
     extras = {"data": job.sampler, "counters": lightck.at_forward(counters)}
     with attach(run_dir, job.loop, extras=extras) as handle:
-        job.run(movement.FIRST_STEPS + 5)
+        job.run(extra_movement.FIRST_STEPS + 5)
         assert handle.stats().moved_in_draws == 4
     assert [each["name"] for each in moved] == ["counters"]
     assert "at_step" in moved[0]["why"]
@@ -217,19 +217,19 @@ def test_what_takes_long_to_look_at_is_looked_at_in_the_first_steps_only(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []
-    original = movement._mark_of
+    original = extra_movement._mark_of
 
     def look(extra: Any) -> Any:
         looks.append(job.loop.step)
         return original(extra)
 
-    monkeypatch.setattr(movement, "_mark_of", look)
-    monkeypatch.setattr(movement, "MOST_S", 0.0)
+    monkeypatch.setattr(extra_movement, "_mark_of", look)
+    monkeypatch.setattr(extra_movement, "MOST_S", 0.0)
     job = Job(lambda: None)
     extras = {"data": job.sampler, "counters": {}, "told": lightck.at_forward({})}
     with attach(run_dir, job.loop, extras=extras):
-        job.run(movement.FIRST_STEPS + 4)
-    assert set(looks) == {*range(movement.FIRST_STEPS + 1)}
+        job.run(extra_movement.FIRST_STEPS + 4)
+    assert set(looks) == {*range(extra_movement.FIRST_STEPS + 1)}
 
 
 @pytest.mark.parametrize("told", [None, lightck.at_step, lightck.at_forward])
@@ -269,6 +269,8 @@ def test_a_dict_that_moves_before_a_draw_that_is_seen_is_the_step_s(
 )  # fmt: skip
 def test_what_has_not_moved_looks_as_before(value: Any) -> None:
     same = copy.deepcopy(value)
-    assert movement._mark({"v": value}) == movement._mark({"v": same})
-    assert movement._mark([value, np.arange(3)]) != movement._mark([value, np.arange(1, 4)])
-    assert movement._mark([value, 1]) != movement._mark([value, True])
+    assert extra_movement._mark({"v": value}) == extra_movement._mark({"v": same})
+    assert extra_movement._mark([value, np.arange(3)]) != extra_movement._mark(
+        [value, np.arange(1, 4)]
+    )
+    assert extra_movement._mark([value, 1]) != extra_movement._mark([value, True])

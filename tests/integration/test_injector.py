@@ -17,11 +17,11 @@ from torch import nn
 
 import lightck
 from lightck.examine import check
-from lightck.failure import chaos
-from lightck.failure.chaos import ANY_NEWER, PHASES, Chaos, Fault, InjectedError
-from lightck.failure.injector import flip
+from lightck.failure import fault_plan
+from lightck.failure.fault_injector import flip
+from lightck.failure.fault_plan import ANY_NEWER, PHASES, Chaos, Fault, InjectedError
 from lightck.handle import Handle
-from lightck.region.pool import NativePool
+from lightck.region.native_pool import NativePool
 
 _PARTS = 4
 
@@ -72,10 +72,10 @@ class Loop:
 def _under(folder: Path, faults: list[Fault], code: Callable[[], Any], hold_s: float = 60.0) -> Any:
     """Run `code` in a process under a plan."""
     (folder / "chaos").mkdir()
-    chaos.write_plan(folder / "chaos", faults, hold_s)
+    fault_plan.write_plan(folder / "chaos", faults, hold_s)
 
     def inside() -> Any:
-        os.environ[chaos.VARIABLE] = str(folder / "chaos")
+        os.environ[fault_plan.VARIABLE] = str(folder / "chaos")
         return code()
 
     return processes.run(inside)
@@ -162,7 +162,7 @@ def test_each_fault_comes_once_over_all_lives(region_dir: Path) -> None:
 
 
 def test_every_rank_has_its_own_of_a_fault_for_all(tmp_path: Path) -> None:
-    chaos.write_plan(tmp_path, [Fault("gil", 2, "fence", rank=None)], 0.0)
+    fault_plan.write_plan(tmp_path, [Fault("gil", 2, "fence", rank=None)], 0.0)
     came = []
     for rank in (0, 1, 0):
         each = Chaos(tmp_path, rank)

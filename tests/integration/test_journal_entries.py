@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import lightck
-from lightck.capture import boundary, extras, parcel, rng
-from lightck.capture.entry import unpacked
-from lightck.capture.state import Inventory
+from lightck.journal.entry import unpacked
 from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
+from lightck.state import boundary, boundary_blob, extras, rng
+from lightck.state.inventory import Inventory
 
 Tree = dict[str, Any]
 STEADY = 3
@@ -107,7 +107,7 @@ class Job:
         assert found is not None and (found.kind, found.step) == (kind, step)
         held = unpacked(found, context="test")
         first, second = (
-            boundary.rebuild(parcel.opened(each, context="test"))
+            boundary.rebuild(boundary_blob.opened(each, context="test"))
             for each in (held.at_step, held.at_forward)
         )
         for generators in (first["rng"], second.get("rng")):

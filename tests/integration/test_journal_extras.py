@@ -13,7 +13,7 @@ from test_journal_entries import STEADY, Job, Never, with_peers
 from torch import nn
 
 import lightck
-from lightck.capture.journaled import REST_STEPS
+from lightck.journal.step_journal import REST_STEPS
 from lightck.region.journal import FENCE, STEP_END, read_entry
 
 Tree = dict[str, Any]

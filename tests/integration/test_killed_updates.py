@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import lightck
-from lightck.capture import parcel
-from lightck.capture.entry import unpacked
-from lightck.failure.inferred import Own, Unknown, _same, inferred
+from lightck.failure.takeover.inference import Own, Unknown, _same, inferred
+from lightck.journal.entry import unpacked
 from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
+from lightck.state import boundary_blob
 
 NEVER = 10**6
 
@@ -104,7 +104,9 @@ def test_the_end_of_a_step_is_told_as_the_dead_rank_would_have_kept_it(
     wanted = dead[STEP_END]
     assert _same(list(found.lives), list(wanted.lives))
     for blob, other in ((found.at_step, wanted.at_step), (found.at_forward, wanted.at_forward)):
-        assert _same(parcel.opened(blob, context=""), parcel.opened(other, context=""))
+        assert _same(
+            boundary_blob.opened(blob, context=""), boundary_blob.opened(other, context="")
+        )
     assert found.at_step != alive[STEP_END].at_step, "the ranks differ in something"
     # A first update makes state, and with it the order of its keys.
     made = steps == 1 and name in ("AdamW", "tensor lr")

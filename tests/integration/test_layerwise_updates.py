@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lightck
-from lightck.capture.layer_updates import ALLOWED
+from lightck.layerwise.updates import ALLOWED
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{"t0": 2.0, "lambd": 0.01}],

@@ -11,8 +11,8 @@ from emulated import GARBAGE, EmulatedDevice, devices
 from emulated_job import Job
 from test_devices import assert_exact
 
-from lightck.capture import contest, offload, transfers, ways
-from lightck.capture.contest import LOOKS
+from lightck.pipeline import device_offload, device_placement, device_transfer, trial
+from lightck.pipeline.trial import LOOKS
 
 SPARE = 16 << 20
 SLOW, FAST = 0.0, 1e9
@@ -22,10 +22,10 @@ SLOW, FAST = 0.0, 1e9
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     """Make a device whose transfers have many loads; any trial is won."""
-    monkeypatch.setattr(transfers, "LOAD_BYTES", 4096)
-    monkeypatch.setattr(transfers, "RING_BYTES", 65536)
-    monkeypatch.setattr(contest, "WORTH", 1e9)
-    monkeypatch.setattr(offload, "PEAK_STEPS", 0)
+    monkeypatch.setattr(device_transfer, "LOAD_BYTES", 4096)
+    monkeypatch.setattr(device_transfer, "RING_BYTES", 65536)
+    monkeypatch.setattr(trial, "WORTH", 1e9)
+    monkeypatch.setattr(device_offload, "PEAK_STEPS", 0)
     made = EmulatedDevice()
     with devices(made):
         yield made
@@ -58,7 +58,7 @@ def test_a_region_that_is_slow_to_store_into_is_left_for_the_ring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO, "lightck")
-    monkeypatch.setattr(ways, "TOO_SLOW", SLOW)
+    monkeypatch.setattr(device_placement, "TOO_SLOW", SLOW)
     went = train(Job(device), run_dir, 10, "auto")
     assert [way for way, _ in went] == ["direct"] * LOOKS + ["host"] * (10 - LOOKS)
     assert "ring not known" in went[LOOKS][1]
@@ -69,8 +69,8 @@ def test_a_region_that_is_slow_to_store_into_is_left_for_the_ring(
 def test_updates_of_less_than_one_load_each_are_judged_together(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "LOAD_BYTES", 32768)
-    monkeypatch.setattr(ways, "TOO_SLOW", SLOW)
+    monkeypatch.setattr(device_transfer, "LOAD_BYTES", 32768)
+    monkeypatch.setattr(device_placement, "TOO_SLOW", SLOW)
     went = [way for way, _ in train(Job(device, optimizers=5), run_dir, 6, "auto")]
     assert went == ["direct"] * LOOKS + ["host"] * (6 - LOOKS)
 
@@ -79,7 +79,7 @@ def test_updates_of_less_than_one_load_each_are_judged_together(
 def test_a_copy_on_the_device_leaves_it_through_the_better_way_too(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
-    monkeypatch.setattr(ways, "TOO_SLOW", SLOW)
+    monkeypatch.setattr(device_placement, "TOO_SLOW", SLOW)
     device.spare_bytes = SPARE
     went = train(Job(device), run_dir, 8, placement)
     assert {way for way, _ in went} == {"device"}
@@ -90,8 +90,8 @@ def test_a_copy_on_the_device_leaves_it_through_the_better_way_too(
 def test_a_ring_that_does_not_help_is_given_up(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "TOO_SLOW", SLOW)
-    monkeypatch.setattr(contest, "WORTH", 0.0)
+    monkeypatch.setattr(device_placement, "TOO_SLOW", SLOW)
+    monkeypatch.setattr(trial, "WORTH", 0.0)
     went = [way for way, _ in train(Job(device), run_dir, 10, "auto")]
     assert went == ["direct"] * LOOKS + ["host"] * LOOKS + ["direct"] * (10 - 2 * LOOKS)
 
@@ -104,7 +104,7 @@ def test_a_region_that_is_fast_and_a_way_that_was_asked_for_are_kept(
     placement: str,
     limit: float,
 ) -> None:
-    monkeypatch.setattr(ways, "TOO_SLOW", limit)
+    monkeypatch.setattr(device_placement, "TOO_SLOW", limit)
     went = train(Job(device), run_dir, 8, placement)
     assert [way for way, _ in went] == ["direct"] * 8
 
@@ -112,7 +112,7 @@ def test_a_region_that_is_fast_and_a_way_that_was_asked_for_are_kept(
 def test_spare_memory_is_taken_beside_a_known_peak_and_let_go_when_that_grows(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload, "PEAK_STEPS", 1)
+    monkeypatch.setattr(device_offload, "PEAK_STEPS", 1)
     device.spare_bytes = SPARE
     job, went = Job(device), []
     handle = job.attach(run_dir, placement="device")

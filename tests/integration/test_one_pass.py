@@ -16,11 +16,12 @@ from emulated_job import Job
 from loops import adam_loop, attach, of_live, of_stored
 
 import lightck
-from lightck.capture import filling, staging
-from lightck.capture.assembled import Assembled
-from lightck.capture.holders import holder
-from lightck.region import place
+from lightck.device.lookup import holder
+from lightck.reader import fill
+from lightck.reader.assembly import Assembled
+from lightck.region import location
 from lightck.region.region import Region, survey
+from lightck.state import tensor_layout
 
 
 class Passes:
@@ -97,7 +98,7 @@ def test_nothing_that_exists_is_filled_before_all_is_verified(
 
 def damage(path: Path, step: int, name: str | None = None) -> None:
     """One bit of a tensor; else of the last extent, come to when the others are filled."""
-    region, recovery = survey(place.locate(path, 0, create=False))
+    region, recovery = survey(location.locate(path, 0, create=False))
     candidate = next(c for c in recovery.candidates if c.record.step == step)
     ends = candidate.layout.offsets + candidate.layout.lengths
     last = int(ends[candidate.layout.lengths > 0].max())
@@ -115,7 +116,7 @@ def test_what_was_read_of_a_damaged_snapshot_is_gone_before_the_older_one_is_rea
     damage(run_dir, 2)
     made: list[tuple[int, weakref.ref[torch.Tensor]]] = []
     alive: list[list[int]] = []
-    fresh, verify, attempt = filling.fresh, Assembled.verify, [0]
+    fresh, verify, attempt = fill.fresh, Assembled.verify, [0]
 
     def noted(entry: Any) -> torch.Tensor:
         tensor = fresh(entry)
@@ -127,7 +128,7 @@ def test_what_was_read_of_a_damaged_snapshot_is_gone_before_the_older_one_is_rea
         attempt[0] += 1
         verify(snapshot, *given)
 
-    monkeypatch.setattr(filling, "fresh", noted)
+    monkeypatch.setattr(fill, "fresh", noted)
     monkeypatch.setattr(Assembled, "verify", verifies)
     loop = adam_loop()
     gc.disable()
@@ -159,13 +160,13 @@ def of_device(job: Job, step: int) -> dict[str, tuple[torch.Tensor, torch.Tensor
 def test_what_is_made_on_a_device_is_poured_into_it_and_checked_in_one_pass(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    device, describe = EmulatedDevice(), staging.describe
+    device, describe = EmulatedDevice(), tensor_layout.describe
 
     def described(live: Any) -> Any:
         held = holder(live.local) is not None
         return replace(describe(live), device="emulated" if held else "cpu")
 
-    monkeypatch.setattr(staging, "describe", described)
+    monkeypatch.setattr(tensor_layout, "describe", described)
     with devices(device):
         job = Job(device, buffers=False)
         with job.attach(run_dir) as handle:
@@ -177,7 +178,7 @@ def test_what_is_made_on_a_device_is_poured_into_it_and_checked_in_one_pass(
             damage(run_dir, 2, momentum)
         resumed, passes = Job(device, buffers=False), Passes(monkeypatch)
         before = [device.read(layer.weight) for layer in resumed.layers]
-        pour, poured = filling.pour, list[tuple[int, list[bool]]]()
+        pour, poured = fill.pour, list[tuple[int, list[bool]]]()
 
         def noted(parts: Any, targets: Any, names: Any) -> None:
             now = [device.read(layer.weight) for layer in resumed.layers]
@@ -185,7 +186,7 @@ def test_what_is_made_on_a_device_is_poured_into_it_and_checked_in_one_pass(
             pour(parts, targets, names)
             poured.append((len(targets), same))
 
-        monkeypatch.setattr(filling, "pour", noted)
+        monkeypatch.setattr(fill, "pour", noted)
         info = lightck.restore(resumed.model, resumed.optimizers, run_dir)
         assert info is not None and info.step == (2 if whole else 1)
         assert len(info.fell_back) == (0 if whole else 1)

@@ -28,7 +28,8 @@ from lightck.errors import (
     RegionError,
     RegionFullError,
 )
-from lightck.region import backing, place, pmdk, pmem2, pmemobj
+from lightck.region import location
+from lightck.region.backends import libpmem2, libpmemobj, pmdk, select
 from lightck.region.region import Region
 
 SIZES = {"a": 1, "d": 100_000}
@@ -123,11 +124,11 @@ def test_a_region_of_one_back_end_is_not_hidden_by_one_of_another(
 ) -> None:
     Book(region_dir / "file").close()
     with pytest.raises(RegionError, match="is a region outside of a pool; choose another path"):
-        place.locate(region_dir / "file", 0, create=True, backend="pmemobj")
+        location.locate(region_dir / "file", 0, create=True, backend="pmemobj")
     Book(region_dir / "pool", backend="pmemobj").close()
     os.link(region_dir / "file" / "region-00000.lck", region_dir / "pool" / "region-00000.lck")
     with pytest.raises(RegionError, match="beside the pool region-00000.obj"):
-        place.locate(region_dir / "pool", 0, create=False)
+        location.locate(region_dir / "pool", 0, create=False)
 
 
 def test_a_numa_node_is_refused_because_pmdk_maps_the_memory(run_dir: Path) -> None:
@@ -163,7 +164,7 @@ def test_a_pool_that_is_too_small_names_the_bytes_and_still_takes_a_smaller_regi
     make_pool(pool)
     with pytest.raises(RegionFullError, match=rf"\d+ bytes needed .* a pool of {POOL_BYTES} bytes"):
         Book(pool, slot_bytes=16 << 20)
-    assert backing.is_blank(place.locate(pool, 0, create=False))
+    assert select.is_blank(location.locate(pool, 0, create=False))
     assert lightck.restore(torch.nn.Linear(2, 2), path=pool) is None
     # Twice: what a failed attempt took is given back.
     with Book(pool, slot_bytes=9 << 20) as book:
@@ -175,7 +176,7 @@ def test_a_pool_that_is_too_small_names_the_bytes_and_still_takes_a_smaller_regi
 def test_more_than_libpmemobj_can_give_in_one_piece_is_refused_before_it_is_tried(
     with_pmemobj: None, run_dir: Path
 ) -> None:
-    with pytest.raises(RegionFullError, match=f"largest has {pmemobj.MOST_BYTES}"):
+    with pytest.raises(RegionFullError, match=f"largest has {libpmemobj.MOST_BYTES}"):
         Book(run_dir, slot_bytes=8 << 30, backend="pmemobj")
     assert not list(run_dir.iterdir())
 
@@ -187,15 +188,15 @@ def test_a_creation_that_was_killed_is_done_again(
     """Killed when space was allocated, and when the region in it was whole but not yet named."""
 
     def make(parent: processes.Parent) -> None:
-        real = getattr(pmemobj.Pool, moment)
+        real = getattr(libpmemobj.Pool, moment)
 
-        def stopped(self: pmemobj.Pool, *arguments: int) -> None:
+        def stopped(self: libpmemobj.Pool, *arguments: int) -> None:
             if moment == "allocate":
                 real(self, *arguments)
             parent.send("there")
             parent.pause()
 
-        setattr(pmemobj.Pool, moment, stopped)
+        setattr(libpmemobj.Pool, moment, stopped)
         Book(run_dir, backend="pmemobj")
 
     child = processes.start(make)
@@ -215,12 +216,12 @@ def test_files_that_are_no_pools_are_refused_with_what_they_are(region_dir: Path
     some.write_bytes(b"PMEMOBJECTIONS" + bytes(5000))
     pool_set.write_text("PMEMPOOLSET\n100M /dev/shm/part0\n")
     with pytest.raises(RegionError, match="is a file but no libpmemobj pool, expected a folder"):
-        place.locate(some, 0, create=True)
+        location.locate(some, 0, create=True)
     with pytest.raises(RegionError, match="is a pool set"):
-        place.locate(pool_set, 0, create=True)
+        location.locate(pool_set, 0, create=True)
     (region_dir / "link").symlink_to(some)
     with pytest.raises(RegionError, match="is a symbolic link"):
-        place.locate(region_dir / "link", 0, create=True)
+        location.locate(region_dir / "link", 0, create=True)
 
 
 def test_a_damaged_pool_is_an_error_in_libpmemobjs_words(with_pmemobj: None, run_dir: Path) -> None:
@@ -235,11 +236,11 @@ def test_a_damaged_pool_is_an_error_in_libpmemobjs_words(with_pmemobj: None, run
 def test_a_refusal_for_want_of_a_shutdown_counter_says_what_to_set(
     with_pmemobj: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(pmemobj, "text_of", lambda _: "Cannot read unsafe shutdown count")
-    error = pmemobj._refusal(tmp_path, 5)
+    monkeypatch.setattr(libpmemobj, "text_of", lambda _: "Cannot read unsafe shutdown count")
+    error = libpmemobj._refusal(tmp_path, 5)
     assert "PMEMOBJ_CONF=sds.at_create=0" in str(error)
-    monkeypatch.setattr(pmemobj, "text_of", lambda _: "no space")
-    assert "PMEMOBJ_CONF" not in str(pmemobj._refusal(tmp_path, 5))
+    monkeypatch.setattr(libpmemobj, "text_of", lambda _: "no space")
+    assert "PMEMOBJ_CONF" not in str(libpmemobj._refusal(tmp_path, 5))
 
 
 def test_a_process_that_was_forked_and_exits_leaves_pool_and_mapping_alone(
@@ -301,14 +302,16 @@ def test_unsafe_shutdowns_and_bad_blocks_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real = pmem2.media_of
+    real = libpmem2.media_of
 
-    def counted(fd: int, label: str) -> pmem2.Media:
+    def counted(fd: int, label: str) -> libpmem2.Media:
         found = real(fd, label)
-        return pmem2.Media(found.granularity, "8089-a2-1837", 0, ((4096, 512),), 5, found.unknown)
+        return libpmem2.Media(
+            found.granularity, "8089-a2-1837", 0, ((4096, 512),), 5, found.unknown
+        )
 
     Book(run_dir).close()
-    monkeypatch.setattr(pmem2, "media_of", counted)
+    monkeypatch.setattr(libpmem2, "media_of", counted)
     (report,) = lightck.pmdk.media_report(run_dir)
     assert (report.device, report.unsafe_shutdowns) == ("8089-a2-1837", 5)
     assert report.bad_blocks == ((4096, 512),)
@@ -324,4 +327,4 @@ def test_what_libpmem2_cannot_tell_is_none_with_its_reason(with_pmem2: None, run
     assert report.granularity == "page"  # tmpfs: what it would do, were it a disk
     assert report.unsafe_shutdowns is None
     assert any(text.startswith("device_usc: ") for text in report.unknown)
-    assert newest(Region.open(place.locate(run_dir, 0, create=False), writable=False))[0] is None
+    assert newest(Region.open(location.locate(run_dir, 0, create=False), writable=False))[0] is None

@@ -11,10 +11,10 @@ from loops import Loop, attach
 from torch import nn
 
 import lightck
-from lightck.capture import predict
-from lightck.capture.extras import parse
-from lightck.capture.state import Inventory
+from lightck.loop import state_prediction
 from lightck.region import allocator
+from lightck.state.extras import parse
+from lightck.state.inventory import Inventory
 
 
 class Nested(nn.Module):
@@ -40,7 +40,7 @@ def nested_loop(depth: int) -> Loop:
 
 def plan(loop: Loop) -> allocator.Plan:
     inventory = Inventory(loop.model, list(loop.optimizers), parse(None))
-    entries, manifest_bytes = predict.expected(inventory)
+    entries, manifest_bytes = state_prediction.expected(inventory)
     found = allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, allocator.PAGE_BYTES)
     assert found is not None
     return found

@@ -12,7 +12,7 @@ import pytest
 from loops import adam_loop, attach, restored, steps_at, train
 
 import lightck
-from lightck.region import native
+from lightck.region import native_region
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_a_region_that_is_removed_while_it_is_opened_is_not_written(
     """`lightck rm` beside an attach: the file had no owner yet."""
     train(run_dir, adam_loop(), 2)
     _, loop = restored(run_dir)
-    real = native.NativeRegion.open
+    real = native_region.NativeRegion.open
 
     def removed(*arguments: Any) -> Any:
         (run_dir / "region-00000.lck").unlink()
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(native.NativeRegion, "open", removed)
+        patch.setattr(native_region.NativeRegion, "open", removed)
         with pytest.raises(lightck.RegionBusyError, match="removed while it was opened"):
             attach(run_dir, loop)
     train(run_dir, loop, 1)

@@ -255,7 +255,7 @@ def test_a_slot_that_nobody_writes_is_waited_for_a_moment_only(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader may hold it, or a step of open fate, for good: not until a far deadline."""
-    monkeypatch.setattr("lightck.failure.rescue.FATES_S", 0.05)
+    monkeypatch.setattr("lightck.failure.jit_save.FATES_S", 0.05)
     loop = counting_loop()
     with attach(run_dir, loop, policy=1, close_timeout_s=1e6) as handle:
         loop.run(3)
@@ -321,7 +321,7 @@ def test_what_was_restored_is_not_written_again(run_dir: Path) -> None:
 
 
 def test_the_journal_has_both_instants_of_the_last_step(run_dir: Path) -> None:
-    from lightck.capture.entry import unpacked
+    from lightck.journal.entry import unpacked
 
     loop = counting_loop()
     with attach(run_dir, loop) as handle:
@@ -386,10 +386,10 @@ def test_on_failure_hears_what_was_saved_and_the_exception_goes_on(run_dir: Path
 
 @contextmanager
 def _region(path: Path) -> Iterator[Any]:
-    from lightck.region import place
+    from lightck.region import location
     from lightck.region.region import Region
 
-    region = Region.open(place.locate(path, 0, create=False), writable=False)
+    region = Region.open(location.locate(path, 0, create=False), writable=False)
     try:
         yield region
     finally:

@@ -13,7 +13,7 @@ import torch
 from loops import adam_loop, attach, of_live, of_stored
 
 import lightck
-from lightck.distributed import holdings
+from lightck.distributed.restore import survey as holdings
 from lightck.errors import StateError
 from lightck.region.region import Region
 

@@ -12,8 +12,8 @@ import torch
 from loops import Loop, adam_loop, attach, mlp, steps_at
 
 import lightck
-from lightck.capture import contest, placement
-from lightck.region.pool import NativePool
+from lightck.pipeline import placement, trial
+from lightck.region.native_pool import NativePool
 
 HUGE_PAGE = 2 << 20
 SLOW = 4 << 20  # bytes per second
@@ -118,7 +118,7 @@ def test_auto_finds_out_that_the_medium_is_too_slow(
 ) -> None:
     caplog.set_level(logging.INFO, "lightck")
     monkeypatch.setattr(placement, "TOO_SLOW", 0.0)  # any wait is worth a trial
-    monkeypatch.setattr(contest, "WORTH", 1e9)  # and any trial is won
+    monkeypatch.setattr(trial, "WORTH", 1e9)  # and any trial is won
     loop = adam_loop()
     handle = lightck.attach(loop.model, list(loop.optimizers), run_dir, write_limit=SLOW)
     for _ in range(200):

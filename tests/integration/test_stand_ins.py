@@ -14,9 +14,9 @@ from test_rescue import Broken, Counting, attach, check, counting_loop
 from torch import nn
 
 import lightck
-from lightck.capture.entry import unpacked
+from lightck.journal.entry import unpacked
 from lightck.region.journal import STEP_END, read_entry
-from lightck.region.writer import SlotWriter
+from lightck.region.slot_writer import SlotWriter
 
 SOON_S = 60.0
 Swap = Callable[[nn.Parameter, torch.Tensor], None]

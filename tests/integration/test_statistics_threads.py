@@ -11,7 +11,7 @@ import pytest
 from loops import adam_loop, attach
 
 import lightck
-from lightck.region.pool import NativePool
+from lightck.region.native_pool import NativePool
 
 GROWING = ("captured", "committed", "slipped", "torn", "failed", "dead", "bytes_copied")
 

@@ -15,7 +15,7 @@ from regions import Book, newest, random_contents
 import lightck
 from lightck.cli.main import main
 from lightck.errors import RegionIOError
-from lightck.region import place
+from lightck.region import location
 from lightck.region.region import Region, survey
 
 SIZES = {"a": 1000, "b": 70000}
@@ -33,7 +33,7 @@ def marked(folder: Path, steps: range, first: int, slots: int = 4) -> None:
 
 
 def order(folder: Path) -> list[tuple[int, bool]]:
-    region, recovery = survey(place.locate(folder, 0, create=False))
+    region, recovery = survey(location.locate(folder, 0, create=False))
     region.close()
     return [(c.record.step, c.record.suspect) for c in recovery.candidates]
 
@@ -56,7 +56,7 @@ def test_without_another_the_newest_suspect_one_is_taken(region_dir: Path) -> No
 def test_a_mark_survives_kill_9_at_once_after_it(region_dir: Path) -> None:
     def job(parent: processes.Parent) -> None:
         marked(region_dir, range(1, 4), 0)
-        region = Region.open(place.locate(region_dir, 0, create=False), writable=True)
+        region = Region.open(location.locate(region_dir, 0, create=False), writable=True)
         region.native.suspect(3)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -85,7 +85,7 @@ def trained(run_dir: Path) -> Path:
         for _ in range(4):
             loop.run(1)
             handle.wait()
-    region = Region.open(place.locate(run_dir, 0, create=False), writable=True)
+    region = Region.open(location.locate(run_dir, 0, create=False), writable=True)
     records = sorted(c.record.sequence for c in region.recover().candidates)
     region.native.suspect(records[-2])
     region.close()
@@ -130,7 +130,7 @@ def test_ls_inspect_and_verify_show_it(trained: Path, capsys: pytest.CaptureFixt
 
 def test_a_reader_marks_nothing(region_dir: Path) -> None:
     marked(region_dir, range(1, 4), 0)
-    region = Region.open(place.locate(region_dir, 0, create=False), writable=False)
+    region = Region.open(location.locate(region_dir, 0, create=False), writable=False)
     with pytest.raises(Exception, match="read-only") as refused:
         region.native.suspect(1)
     assert not isinstance(refused.value, RegionIOError)

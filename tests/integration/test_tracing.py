@@ -15,8 +15,9 @@ import torch
 from loops import adam_loop, attach, mlp, train
 
 import lightck
-from lightck.capture import perfetto, phases, trace
-from lightck.capture.recorder import Recorder
+from lightck.loop import trace_listener
+from lightck.loop.checkpointer import Recorder
+from lightck.tracing import perfetto, trace
 
 Document = dict[str, Any]
 
@@ -193,7 +194,7 @@ def test_without_a_trace_there_is_nothing_to_write_and_nothing_is_kept(
         loop.run(3)
         taken = tracemalloc.take_snapshot()
         tracemalloc.stop()
-        names = (trace.__file__, phases.__file__, perfetto.__file__)
+        names = (trace.__file__, trace_listener.__file__, perfetto.__file__)
         allocated = taken.filter_traces([tracemalloc.Filter(True, name) for name in names])
         assert not allocated.statistics("lineno")
         assert isinstance(handle._hooks.listener, Recorder), "something stands in between"

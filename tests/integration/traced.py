@@ -16,7 +16,7 @@ from cffi import FFI
 from torch import nn
 
 import lightck
-from lightck.region.library import library_path
+from lightck.region._ffi import library_path
 
 STEPS = 6
 MARK, STARTED, ACKED, SEGMENTS = 10, 1, 2, 5

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightck.region import allocator
 from lightck.region.allocator import UNBOUNDED, Plan, Space, plan
 from lightck.region.layout import Entry
-from lightck.region.native import LINE_BYTES, Segment
+from lightck.region.native_region import LINE_BYTES, Segment
 
 GRANULE = 2 << 20
 MIB = 1 << 20

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightck.capture import staging
-from lightck.capture.arrange import _RUN as RUN
-from lightck.capture.arrange import Arrangement, Part, Sources, sources
-from lightck.capture.holders import holder
-from lightck.capture.state import Live
+from lightck.device.lookup import holder
+from lightck.pipeline.copy_plan import _RUN as RUN
+from lightck.pipeline.copy_plan import Arrangement, Part, Sources, sources
 from lightck.region import allocator
 from lightck.region.layout import Entry
+from lightck.state import tensor_layout
+from lightck.state.inventory import Live
 
 PAGE = 4096
 
@@ -48,7 +48,7 @@ def parameter(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def entries_now(lives: Sequence[Live]) -> tuple[Entry, ...]:
-    return tuple(staging.describe(live) for live in lives)
+    return tuple(tensor_layout.describe(live) for live in lives)
 
 
 def elsewhere(device: str) -> torch.Tensor:
@@ -77,7 +77,7 @@ def test_a_tensor_whose_data_takes_another_form_is_described_anew(case: str) -> 
     live.tensor.data = then
     arranged.update([live], 0)
     assert arranged.entries == entries_now([live])
-    assert [part.owned for part in arranged.parts] == [staging.must_own(live)]
+    assert [part.owned for part in arranged.parts] == [tensor_layout.must_own(live)]
 
 
 @pytest.mark.parametrize("where", ["cpu to meta", "meta to cpu", "cuda to xpu"])
@@ -89,7 +89,7 @@ def test_a_tensor_that_is_on_another_device_now_is_described_anew(where: str) ->
         lives = lives_of([of[device](3, 3) if device in of else elsewhere(device)])
         arranged.update(lives, 0)
         assert [entry.device for entry in arranged.entries] == [device]
-        owned = staging.must_own(lives[0], holder(lives[0].local))
+        owned = tensor_layout.must_own(lives[0], holder(lives[0].local))
         assert [part.owned for part in arranged.parts] == [owned]
 
 

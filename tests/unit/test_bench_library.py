@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench import library as ours
-from lightck.region import library as package
+from lightck.region import _ffi as package
 
 
 def _statements(cdef: str) -> set[str]:

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightck.capture import boundary, parcel
 from lightck.errors import CorruptSnapshotError, StateError
+from lightck.state import boundary, boundary_blob
 
 keys = st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.tuples(st.integers()))
 scalars = st.one_of(
@@ -51,7 +51,9 @@ trees = st.recursive(
 
 
 def there_and_back(tree: Any) -> Any:
-    return boundary.rebuild(parcel.opened(parcel.closed(boundary.plain(tree, "x")), context=""))
+    return boundary.rebuild(
+        boundary_blob.opened(boundary_blob.closed(boundary.plain(tree, "x")), context="")
+    )
 
 
 def archived(tree: Any) -> bytes:
@@ -220,7 +222,7 @@ class Odd(torch.Tensor):
 def test_what_could_not_be_restored_is_named_with_its_path(value: Any, path: str) -> None:
     with pytest.raises(StateError) as caught:
         tree = boundary.plain(value, "extras/x")
-        parcel.prove(tree, "extras/x")
+        boundary_blob.prove(tree, "extras/x")
     assert caught.value.path == path
     assert path in str(caught.value)
 
@@ -241,7 +243,7 @@ def test_no_code_in_boundary_state_is_run(
     if framed:
         data = archived(Bomb())
     with pytest.raises(CorruptSnapshotError, match="slot 3"):
-        parcel.opened(data, context="slot 3")
+        boundary_blob.opened(data, context="slot 3")
     assert not (tmp_path / "exploded").exists()
 
 
@@ -249,21 +251,21 @@ def test_no_code_in_boundary_state_is_run(
 @settings(deadline=None, max_examples=300)
 def test_damaged_boundary_state_is_corrupt_or_loads_and_nothing_else(data: st.DataObject) -> None:
     tree = {"a": [1, 2.5, "x"], "t": torch.arange(5), "many": list(range(300))}
-    blob = bytearray(data.draw(st.sampled_from([archived, parcel.closed]))(tree))
+    blob = bytearray(data.draw(st.sampled_from([archived, boundary_blob.closed]))(tree))
     for _ in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(0, len(blob) - 1))
         blob[at] = data.draw(st.integers(0, 255))
     if data.draw(st.booleans()):
         del blob[data.draw(st.integers(0, len(blob))) :]
     try:
-        parcel.opened(bytes(blob), context="slot 3")
+        boundary_blob.opened(bytes(blob), context="slot 3")
     except CorruptSnapshotError as error:
         assert "slot 3" in str(error)
 
 
 @pytest.mark.parametrize("known", [{}, {"a": [1, 2.5, "x"], "t": torch.arange(5)}])
 def test_an_archive_in_the_manifest_of_an_older_region_still_loads(known: dict[str, Any]) -> None:
-    found = parcel.opened(archived(known), context="")
+    found = boundary_blob.opened(archived(known), context="")
     assert found.keys() == known.keys()
     assert all(torch.equal(found["t"], known["t"]) for _ in found)
 
@@ -272,7 +274,7 @@ def test_an_archive_in_the_manifest_of_an_older_region_still_loads(known: dict[s
 @settings(deadline=None)
 def test_any_bytes_that_are_no_boundary_state_are_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptSnapshotError, match="slot 3"):
-        parcel.opened(data, context="slot 3")
+        boundary_blob.opened(data, context="slot 3")
 
 
 def test_an_archive_of_something_else_is_corrupt() -> None:
@@ -280,7 +282,7 @@ def test_an_archive_of_something_else_is_corrupt() -> None:
     with zipfile.ZipFile(sink, "w") as archive:
         archive.writestr("readme", "nothing")
     with pytest.raises(CorruptSnapshotError, match="slot 3"):
-        parcel.opened(sink.getvalue(), context="slot 3")
+        boundary_blob.opened(sink.getvalue(), context="slot 3")
 
 
 @given(trees)
@@ -298,7 +300,7 @@ def test_types_stay_the_same_while_only_values_change(tree: Any) -> None:
 
 def refused(data: bytes) -> str:
     with pytest.raises(CorruptSnapshotError) as caught:
-        parcel.opened(data, context="slot 3")
+        boundary_blob.opened(data, context="slot 3")
     return str(caught.value)
 
 
@@ -339,7 +341,7 @@ def test_what_is_nested_too_deeply_to_come_back_is_told_at_attach() -> None:
     for _ in range(boundary.DEEPEST + 10):
         tree = [tree]
     with pytest.raises(StateError, match=r"extras\.x could not be restored"):
-        parcel.prove(boundary.plain(tree, "extras.x"), "extras.x")
+        boundary_blob.prove(boundary.plain(tree, "extras.x"), "extras.x")
 
 
 def test_a_tensor_that_claims_more_than_its_memory_is_refused() -> None:
@@ -368,6 +370,6 @@ def test_a_tensor_that_claims_more_than_its_memory_is_refused() -> None:
 )
 def test_a_value_that_no_encoder_made_is_corrupt(tagged: dict[str, Any]) -> None:
     kind = tagged.pop("kind")
-    loaded = parcel.opened(parcel.closed({boundary.TAG: kind, **tagged}), context="")
+    loaded = boundary_blob.opened(boundary_blob.closed({boundary.TAG: kind, **tagged}), context="")
     with pytest.raises(CorruptSnapshotError):
         boundary.rebuild(loaded, {}.__getitem__)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightck.cli import chaos_plan
-from lightck.cli.chaos_verdict import (
+from lightck.cli.chaos import plan
+from lightck.cli.chaos.runner import Job, Limits, Run
+from lightck.cli.chaos.verdict import (
     _leaves,
     _same,
     differing_losses,
@@ -17,35 +18,34 @@ from lightck.cli.chaos_verdict import (
     rows,
     unseeded,
 )
-from lightck.cli.chaos_watch import Job, Limits, Run
 from lightck.cli.output import Refusal
-from lightck.failure.chaos import KINDS, PHASES, Fault
+from lightck.failure.fault_plan import KINDS, PHASES, Fault
 
 
 def test_a_plan_is_a_pure_function_of_its_seed() -> None:
     kinds = list(KINDS)
-    first = chaos_plan.draw(7, kinds, 40, 2)
-    assert chaos_plan.draw(7, kinds, 40, 2) == first
-    assert chaos_plan.draw(8, kinds, 40, 2) != first
+    first = plan.draw(7, kinds, 40, 2)
+    assert plan.draw(7, kinds, 40, 2) == first
+    assert plan.draw(8, kinds, 40, 2) != first
 
 
 def test_each_kind_comes_once_with_a_step_between_two_faults() -> None:
     for seed in range(200):
-        faults = chaos_plan.draw(seed, list(KINDS), 22, 3)
+        faults = plan.draw(seed, list(KINDS), 22, 3)
         assert sorted(each.kind for each in faults) == sorted(KINDS)
         steps = [each.step for each in faults]
         assert steps[0] > 1 and steps[-1] < 22
         assert all(b - a > 1 for a, b in zip(steps, steps[1:], strict=False)), steps
-        chaos_plan.check(faults, 22, 3)
-    drawn = [chaos_plan.draw(seed, ["kill"], 9, 3)[0] for seed in range(200)]
+        plan.check(faults, 22, 3)
+    drawn = [plan.draw(seed, ["kill"], 9, 3)[0] for seed in range(200)]
     assert {each.phase for each in drawn} == set(PHASES) - {"evaluation", "restore", "save"}
     assert {each.rank for each in drawn} == {0, 1, 2}
 
 
 def test_too_few_steps_are_refused_with_how_many_are_needed() -> None:
     with pytest.raises(Refusal, match="3 faults in a run of 7 steps: at least 8 are needed"):
-        chaos_plan.draw(1, ["kill", "stop", "term"], 7, 1)
-    assert len(chaos_plan.draw(1, ["kill", "stop", "term"], 8, 1)) == 3
+        plan.draw(1, ["kill", "stop", "term"], 7, 1)
+    assert len(plan.draw(1, ["kill", "stop", "term"], 8, 1)) == 3
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_too_few_steps_are_refused_with_how_many_are_needed() -> None:
     ],
 )
 def test_faults_are_read_as_they_are_spelled(text: str, fault: Fault) -> None:
-    assert chaos_plan.parse(text) == fault
-    assert chaos_plan.parse(chaos_plan.spelled(fault)) == fault
+    assert plan.parse(text) == fault
+    assert plan.parse(plan.spelled(fault)) == fault
 
 
 @pytest.mark.parametrize(
@@ -78,16 +78,16 @@ def test_faults_are_read_as_they_are_spelled(text: str, fault: Fault) -> None:
 )
 def test_bad_faults_are_refused_with_what_is_allowed(text: str, named: str) -> None:
     with pytest.raises(Refusal) as caught:
-        chaos_plan.parse(text)
+        plan.parse(text)
     assert named in str(caught.value)
 
 
 def test_faults_beyond_the_training_are_refused() -> None:
     with pytest.raises(Refusal, match="kill:9:forward:0: the training has only 8 steps"):
-        chaos_plan.check([Fault("kill", 9)], 8, 1)
+        plan.check([Fault("kill", 9)], 8, 1)
     with pytest.raises(Refusal, match="kill:3:forward:2: the training has only ranks 0 to 1"):
-        chaos_plan.check([Fault("kill", 3, rank=2)], 8, 2)
-    chaos_plan.check([Fault("kill", 8, rank=None)], 8, 1)
+        plan.check([Fault("kill", 3, rank=2)], 8, 2)
+    plan.check([Fault("kill", 8, rank=None)], 8, 1)
 
 
 # ---- the report ----------------------------------------------------------------------------------

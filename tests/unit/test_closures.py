@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightck.capture import closures
-from lightck.capture.closures import CALL_FIRST
-from lightck.capture.hooks import Hooks, Watched
+from lightck.loop import closures
+from lightck.loop.closures import CALL_FIRST
+from lightck.loop.hooks import Hooks, Watched
 
 
 class Noting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightck.capture.contest import LOOKS, PATIENCE, Contest, Turn
+from lightck.pipeline.trial import LOOKS, PATIENCE, Contest, Turn
 
 
 def run(contest: Contest, count: int, first: float, other: float, limit: float) -> list[bool]:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightck.capture import boundary, cuda, rng
+from lightck.device import cuda
 from lightck.errors import DeviceError
+from lightck.state import boundary, rng
 
 
 class Recorded:

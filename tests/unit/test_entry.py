@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from lightck.capture import parcel, rng
-from lightck.capture.entry import Sealing, unpacked
-from lightck.capture.live import Live
-from lightck.capture.shelf import Shelf
+from lightck.journal.copy_buffer import Shelf
+from lightck.journal.entry import Sealing, unpacked
 from lightck.region.journal import STEP_END, JournalEntry
+from lightck.state import boundary_blob, rng
+from lightck.state.live import Live
 
 
 def test_thousands_of_groups_have_entries_that_are_read() -> None:
@@ -21,7 +21,7 @@ def test_thousands_of_groups_have_entries_that_are_read() -> None:
         groups[2000] = {**groups[2000], "options": {"lr": 2.0 + step}}
         blob = sealing.sealed(Shelf(()), {}, (first, {**second, "optimizers": [*optimizers]}), b"d")
         found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
-        assert parcel.opened(found.at_forward, context="test") == {**second, "step": step}
+        assert boundary_blob.opened(found.at_forward, context="test") == {**second, "step": step}
 
 
 def test_what_extras_have_is_found_wherever_it_begins() -> None:
@@ -34,7 +34,7 @@ def test_what_extras_have_is_found_wherever_it_begins() -> None:
         blob = sealing.sealed(shelf, shelf.fill(), (first, second), b"d")
         found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         assert torch.equal(found.lives[0].tensor, live.tensor)
-        held = parcel.opened(found.at_step, context="test")
+        held = boundary_blob.opened(found.at_step, context="test")
         assert held["extras"] == first["extras"]
-        held = parcel.opened(found.at_forward, context="test")
+        held = boundary_blob.opened(found.at_forward, context="test")
         assert held["extras"] == second["extras"]

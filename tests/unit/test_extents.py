@@ -6,7 +6,7 @@ import pytest
 from lightck.errors import CorruptSnapshotError
 from lightck.region import extents
 from lightck.region.layout import Entry, Layout
-from lightck.region.native import Record, Segment
+from lightck.region.native_region import Record, Segment
 
 SEGMENTS = (Segment(1 << 21, 1 << 21, 8192), Segment(1 << 22, 1 << 21, 4096))
 SLOT = 1

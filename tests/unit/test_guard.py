@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from regions import Book, random_contents
 
-from lightck.region.library import library_path
+from lightck.region._ffi import library_path
 
 SIZES = {"a": 5000, "b": 200_000}
 

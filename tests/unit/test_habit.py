@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightck.capture.extras import parse
-from lightck.capture.habit import EVERY, Habit
-from lightck.capture.instants import Instants
-from lightck.capture.state import Inventory
+from lightck.journal.boundary_state import Instants
+from lightck.journal.pre_fence import EVERY, Habit
+from lightck.state.extras import parse
+from lightck.state.inventory import Inventory
 
 GRADIENTS = 4
 

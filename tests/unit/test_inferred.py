@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from lightck.capture import parcel
-from lightck.capture.boundary import TAG
-from lightck.capture.state import Live
-from lightck.failure.inferred import Own, Unknown, inferred
+from lightck.failure.takeover.inference import Own, Unknown, inferred
+from lightck.state import boundary_blob
+from lightck.state.boundary import TAG
+from lightck.state.inventory import Live
 
 
 def own(first: Any, second: Any = None, **tensors: torch.Tensor) -> Own:
     lives = tuple(Live(name, "buffer", "", tensor, sync=True) for name, tensor in tensors.items())
-    return Own(parcel.closed(first), parcel.closed(second), lives)
+    return Own(boundary_blob.closed(first), boundary_blob.closed(second), lives)
 
 
 def told(dead: Any, before: Any, after: Any) -> Any:
     """Tell what an update leaves, of plain trees."""
     found = inferred(own(dead), own(before), own(after))
-    return parcel.opened(found.at_step, context="test")
+    return boundary_blob.opened(found.at_step, context="test")
 
 
 def test_what_the_update_leaves_alone_stays_the_dead_rank_s_own() -> None:
@@ -119,7 +119,7 @@ def test_a_tensor_of_another_form_or_bit_is_another(other: torch.Tensor) -> None
 
 def test_the_values_of_the_next_forward_are_told_as_well() -> None:
     found = inferred(own({}, {"step": 4, "k": 1}), own({}, {"step": 4, "k": 1}), own({}, {"k": 2}))
-    assert parcel.opened(found.at_forward, context="test") == {"k": 2}
+    assert boundary_blob.opened(found.at_forward, context="test") == {"k": 2}
 
 
 def test_it_agrees_with_any_update_that_is_the_same_on_both_ranks() -> None:

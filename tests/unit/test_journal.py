@@ -20,8 +20,8 @@ from lightck.errors import (
     RegionFullError,
     RegionIOError,
 )
-from lightck.region import journal, native
-from lightck.region.pool import NativePool, NativeSnapshot
+from lightck.region import journal, native_region
+from lightck.region.native_pool import NativePool, NativeSnapshot
 
 JOURNAL_OFFSET = 131072
 JOURNAL_BYTES = 1 << 16
@@ -29,11 +29,11 @@ ENTRY_BYTES = 128
 
 
 @contextmanager
-def _opened(path: Path, flags: int = 0) -> Iterator[native.NativeRegion]:
-    mode = os.O_RDONLY if flags & native.READ_ONLY else os.O_RDWR
+def _opened(path: Path, flags: int = 0) -> Iterator[native_region.NativeRegion]:
+    mode = os.O_RDONLY if flags & native_region.READ_ONLY else os.O_RDWR
     fds = os.open(path, mode), os.open(path, mode)
     try:
-        region = native.NativeRegion.open(*fds, flags, None, str(path))
+        region = native_region.NativeRegion.open(*fds, flags, None, str(path))
     finally:
         for fd in fds:
             os.close(fd)
@@ -45,10 +45,10 @@ def _opened(path: Path, flags: int = 0) -> Iterator[native.NativeRegion]:
 def path(region_dir: Path) -> Path:
     file = region_dir / "region"
     fds = os.open(file, os.O_RDWR | os.O_CREAT), os.open(file, os.O_RDWR)
-    spec = native.RegionSpec(
+    spec = native_region.RegionSpec(
         run_id=b"journal", slot_count=2, slot_bytes=4096, journal_bytes=JOURNAL_BYTES
     )
-    region = native.NativeRegion.create(*fds, spec, str(file))
+    region = native_region.NativeRegion.create(*fds, spec, str(file))
     for fd in fds:
         os.close(fd)
     region.branch(5, [])
@@ -63,7 +63,7 @@ def test_the_newest_entry_and_the_two_before_it_come_back(path: Path) -> None:
             journal.write_entry(region, journal.FENCE, step, 5, b"f" * step * 10)
             journal.write_entry(region, journal.STEP_END, step, 5, b"a" * step * 1000)
             journal.write_entry(region, journal.FORWARD, step, 5, b"b" * step)
-    with _opened(path, native.READ_ONLY) as region:
+    with _opened(path, native_region.READ_ONLY) as region:
         found = journal.read_entry(region)
         before = journal.read_entry(region, journal.STEP_END)
         fence = journal.read_entry(region, journal.FENCE)
@@ -100,7 +100,7 @@ def test_damage_is_an_error_and_never_an_entry(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(JOURNAL_OFFSET + ENTRY_BYTES)
         file.write(b"O")
-    with _opened(path, native.READ_ONLY) as region, pytest.raises(CorruptSnapshotError):
+    with _opened(path, native_region.READ_ONLY) as region, pytest.raises(CorruptSnapshotError):
         journal.read_entry(region)
 
 
@@ -144,7 +144,7 @@ def test_a_writer_killed_at_any_instant_leaves_the_two_newest_entries(path: Path
         )
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
-        with _opened(path, native.READ_ONLY) as reader:
+        with _opened(path, native_region.READ_ONLY) as reader:
             beside = journal.read_entry(reader)
             assert beside is not None and beside.step >= 49
             writer.send_signal(signal.SIGKILL)

@@ -16,8 +16,8 @@ from typing import Any
 import cffi
 import pytest
 
-from lightck.region import library, native, pool
-from lightck.region.pool import COPY_DTYPE, MOMENT_DTYPE
+from lightck.region import _ffi, native_pool, native_region
+from lightck.region.native_pool import COPY_DTYPE, MOMENT_DTYPE
 
 _ROOT = Path(__file__).parents[2]
 _HEADER = _ROOT / "native/include/lightck.h"
@@ -90,24 +90,26 @@ def test_library_exports_exactly_the_header() -> None:
 
 
 def test_cdef_declares_exactly_the_header() -> None:
-    assert _functions(library.CDEF) == _functions(_declarations())
+    assert _functions(_ffi.CDEF) == _functions(_declarations())
 
 
 def test_cdef_lays_out_every_struct_as_the_header() -> None:
-    assert _structs(library.CDEF) == _structs(_declarations())
+    assert _structs(_ffi.CDEF) == _structs(_declarations())
 
 
 def test_python_constants_equal_the_headers() -> None:
     constants = _constants()
     assert constants["LCK_E_STATE"] == -14  # the header was really read
     mirrored = {
-        f"LCK_{n}": v for n, v in (vars(native) | vars(pool)).items() if f"LCK_{n}" in constants
+        f"LCK_{n}": v
+        for n, v in (vars(native_region) | vars(native_pool)).items()
+        if f"LCK_{n}" in constants
     }
     assert mirrored == {name: constants[name] for name in mirrored}
     assert len(mirrored) >= 10
-    assert constants["LCK_ABI"] == library.ABI
-    assert constants["LCK_LINE"] == native.LINE_BYTES
-    for code, medium in native.MEDIA.items():
+    assert constants["LCK_ABI"] == _ffi.ABI
+    assert constants["LCK_LINE"] == native_region.LINE_BYTES
+    for code, medium in native_region.MEDIA.items():
         assert constants[f"LCK_{medium.upper()}"] == code
 
 
@@ -115,7 +117,7 @@ def test_python_constants_equal_the_headers() -> None:
     ("struct", "dtype"),
     [
         ("lck_copy", COPY_DTYPE),
-        ("lck_read", native.READ_DTYPE),
+        ("lck_read", native_region.READ_DTYPE),
         ("lck_moment", MOMENT_DTYPE),
     ],
 )

@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightck.capture import boundary, parcel
-from lightck.capture.parcel import Kept, Parcel
 from lightck.errors import CorruptSnapshotError
+from lightck.state import boundary, boundary_blob
+from lightck.state.boundary_blob import Kept, Parcel
 
 TENSORS = {
     "scalar": torch.tensor(3.5, dtype=torch.float64),
@@ -42,12 +42,12 @@ def sealed() -> bytes:
 
 
 def test_a_tree_comes_back_with_its_tensors() -> None:
-    found = parcel.opened(sealed(), context="test")
+    found = boundary_blob.opened(sealed(), context="test")
     assert found["plain"] == PLAIN
     for name, tensor in TENSORS.items():
         back = found["tensors"][name]
         assert back.dtype == tensor.dtype and back.stride() == tensor.stride()
-        assert parcel.raw(back) == parcel.raw(tensor)
+        assert boundary_blob.raw(back) == boundary_blob.raw(tensor)
 
 
 def test_a_part_that_stays_the_same_is_pickled_once_and_comes_back() -> None:
@@ -58,11 +58,11 @@ def test_a_part_that_stays_the_same_is_pickled_once_and_comes_back() -> None:
         tree = {"i": i, "one": held.part("x", part), "two": held.part("y", part)}
         held.pickled(tree)
         blobs.append(held.sealed(held.pickles))
-        assert parcel.opened(blobs[-1], context="test") == {"i": i, "one": part, "two": part}
+        assert boundary_blob.opened(blobs[-1], context="test") == {"i": i, "one": part, "two": part}
     assert len(blobs[1]) == len(blobs[3]) and blobs[1].count(b"names") == 1
     held = Parcel(kept)
     held.pickled({"i": 5, "one": held.part("x", {**part, "n": 4}), "two": held.part("y", part)})
-    found = parcel.opened(held.sealed(held.pickles), context="test")
+    found = boundary_blob.opened(held.sealed(held.pickles), context="test")
     assert found == {"i": 5, "one": {**part, "n": 4}, "two": part}
 
 
@@ -70,14 +70,14 @@ def test_a_part_that_stays_the_same_is_pickled_once_and_comes_back() -> None:
 def test_a_part_that_is_not_there_is_an_error(number: Any) -> None:
     held = Parcel()
     held.pickled({"n": 1})
-    held.pickled({"part": {**parcel.part(0), "number": number}})
+    held.pickled({"part": {**boundary_blob.part(0), "number": number}})
     with pytest.raises(CorruptSnapshotError):
-        parcel.opened(held.sealed(held.pickles), context="test")
+        boundary_blob.opened(held.sealed(held.pickles), context="test")
 
 
 def refused(blob: bytes) -> str:
     with pytest.raises(CorruptSnapshotError, match="test: ") as caught:
-        parcel.opened(blob, context="test")
+        boundary_blob.opened(blob, context="test")
     return str(caught.value)
 
 
@@ -85,7 +85,7 @@ def test_a_part_that_is_meant_over_and_over_is_an_error() -> None:
     """All that is done with the tree would take as long as if it were there as often."""
     held = Parcel()
     held.pickled([0] * 200)
-    held.pickled({"parts": [parcel.part(0) for _ in range(200)]})
+    held.pickled({"parts": [boundary_blob.part(0) for _ in range(200)]})
     assert "unfolds" in refused(held.sealed(held.pickles))
 
 
@@ -93,7 +93,7 @@ def test_a_part_that_is_meant_over_and_over_is_an_error() -> None:
 def test_a_tree_that_is_too_deep_in_all_its_parts_together_is_an_error(levels: int) -> None:
     held, tree = Parcel(), cast(Any, None)
     for number in range(2):
-        tree = parcel.part(0) if number else []
+        tree = boundary_blob.part(0) if number else []
         for _ in range(levels):
             tree = [tree]
         held.bare(tree)
@@ -122,7 +122,7 @@ def test_a_tensor_of_a_form_that_none_has_is_an_error(said: dict[str, Any]) -> N
 
 def test_parcels_of_next_to_nothing_are_an_error() -> None:
     """Each would take a loader of its own."""
-    held, least = Parcel(), parcel.closed(None)
+    held, least = Parcel(), boundary_blob.closed(None)
     said = [{boundary.TAG: "parcel", "at": 0, "length": len(least)}]
     held.add(least)
     assert "a parcel of" in refused(held.sealed([held.bare(said)]))
@@ -131,10 +131,10 @@ def test_parcels_of_next_to_nothing_are_an_error() -> None:
 def test_a_part_of_a_part_is_an_error() -> None:
     held = Parcel()
     held.pickled({"n": 1})
-    held.pickled({"part": parcel.part(0)})
-    held.pickled({"part": parcel.part(1)})
+    held.pickled({"part": boundary_blob.part(0)})
+    held.pickled({"part": boundary_blob.part(1)})
     with pytest.raises(CorruptSnapshotError):
-        parcel.opened(held.sealed(held.pickles), context="test")
+        boundary_blob.opened(held.sealed(held.pickles), context="test")
 
 
 def test_tensors_that_mean_the_same_bytes_are_an_error_before_they_take_memory() -> None:
@@ -142,7 +142,10 @@ def test_tensors_that_mean_the_same_bytes_are_an_error_before_they_take_memory()
     said = held.put(torch.zeros(1 << 20, dtype=torch.uint8))
     tree = [[{**said} for _ in range(32)] for _ in range(32)]
     with pytest.raises(CorruptSnapshotError, match="claim more than the 1048576 bytes there are"):
-        _within(64 << 20, lambda: parcel.opened(held.sealed([held.pickled(tree)]), context="test"))
+        _within(
+            64 << 20,
+            lambda: boundary_blob.opened(held.sealed([held.pickled(tree)]), context="test"),
+        )
 
 
 def test_what_is_large_is_put_in_once_while_it_is_the_same_object() -> None:
@@ -153,20 +156,20 @@ def test_what_is_large_is_put_in_once_while_it_is_the_same_object() -> None:
         blobs.append(held.sealed([held.pickled({**PLAIN, "i": i})]))
         before, kept.parcels = kept.parcels, held.parcels or {}
         counts.append(sum(known is before.get(at) for at, known in kept.parcels.items()))
-        assert parcel.opened(blobs[-1], context="test") == {**PLAIN, "i": i}
+        assert boundary_blob.opened(blobs[-1], context="test") == {**PLAIN, "i": i}
     assert counts == [0, 2, 2] and len(blobs[0]) == len(blobs[2])
 
 
 def test_a_parcel_in_a_parcel_in_a_parcel_is_an_error() -> None:
-    blob = parcel.closed({"n": 1, "text": "as long as many values" * 20})
+    blob = boundary_blob.closed({"n": 1, "text": "as long as many values" * 20})
     for levels in range(3):
         if levels < 2:
-            assert parcel.opened(blob, context="test")
+            assert boundary_blob.opened(blob, context="test")
         else:
             with pytest.raises(CorruptSnapshotError, match="in one that is in another"):
-                parcel.opened(blob, context="test")
+                boundary_blob.opened(blob, context="test")
         held = Parcel()
-        said = {**parcel.part(0), boundary.TAG: "parcel", "at": 0, "length": len(blob)}
+        said = {**boundary_blob.part(0), boundary.TAG: "parcel", "at": 0, "length": len(blob)}
         del said["number"]
         held.add(blob)
         blob = held.sealed([held.pickled({"inner": said})])
@@ -198,11 +201,11 @@ def test_a_pickle_that_asks_for_memory_is_an_error_before_it_gets_any(
     call: Any, beside: Any
 ) -> None:
     tree = {"first": [1, beside if beside is None else "text"], "asks": Asks(*call)}
-    blobs = [parcel.closed(tree)]
+    blobs = [boundary_blob.closed(tree)]
     sink = io.BytesIO()
     torch.save({**tree, "beside": beside, "again": beside}, sink)
     for opened in (
-        lambda: parcel.opened(blobs[0], context="test"),
+        lambda: boundary_blob.opened(blobs[0], context="test"),
         lambda: boundary.decode(sink.getvalue(), context="test"),
     ):
         with pytest.raises(CorruptSnapshotError, match="which no boundary state needs|for someth"):
@@ -211,13 +214,13 @@ def test_a_pickle_that_asks_for_memory_is_an_error_before_it_gets_any(
 
 def test_text_that_looks_like_a_call_comes_back() -> None:
     tree = {"text": "cbuiltins\nbytearray\n", "also": "abcd\nef\n", "bytes": b"cos\nsystem\n"}
-    assert parcel.opened(parcel.closed(tree), context="test") == tree
+    assert boundary_blob.opened(boundary_blob.closed(tree), context="test") == tree
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e5m2, torch.complex64, torch.bool])
 def test_tensors_of_every_kind_come_back_from_a_manifest(dtype: torch.dtype) -> None:
     tree = {"a": torch.zeros(3).to(dtype), "b": [torch.zeros(2).to(dtype)] * 2, "dtype": dtype}
-    found = parcel.opened(parcel.closed(tree), context="test")
+    found = boundary_blob.opened(boundary_blob.closed(tree), context="test")
     assert found["a"].dtype == dtype and found["b"][1].shape == (2,) and found["dtype"] is dtype
 
 
@@ -249,19 +252,19 @@ def _within(most: int, work: Callable[[], object]) -> None:
 )
 def test_what_is_not_beside_a_tree_is_an_error(kind: str, change: dict[str, Any]) -> None:
     held, tree = Parcel(), {"n": "as long as many values" * 20}
-    inner = parcel.closed(tree)
+    inner = boundary_blob.closed(tree)
     held.add(inner)
     said = {boundary.TAG: kind, "at": 0, "length": len(inner)}
     whole = held.sealed([held.bare({"said": said})])
-    assert parcel.opened(whole, context="test")["said"] in (tree, inner)
+    assert boundary_blob.opened(whole, context="test")["said"] in (tree, inner)
     with pytest.raises(CorruptSnapshotError):
-        parcel.opened(held.sealed([held.bare({"said": {**said, **change}})]), context="test")
+        boundary_blob.opened(held.sealed([held.bare({"said": {**said, **change}})]), context="test")
 
 
 @pytest.mark.parametrize("length", [0, 4, 8, 20, -1])
 def test_what_is_cut_is_an_error(length: int) -> None:
     with pytest.raises(CorruptSnapshotError):
-        parcel.opened(sealed()[:length], context="test")
+        boundary_blob.opened(sealed()[:length], context="test")
 
 
 def test_what_is_damaged_is_an_error_or_of_the_same_form() -> None:
@@ -270,7 +273,7 @@ def test_what_is_damaged_is_an_error_or_of_the_same_form() -> None:
         damaged = bytearray(whole)
         damaged[dice.randrange(len(damaged))] ^= 1 << dice.randrange(8)
         try:
-            parcel.opened(bytes(damaged), context="test")
+            boundary_blob.opened(bytes(damaged), context="test")
         except CorruptSnapshotError:
             continue
 
@@ -293,4 +296,4 @@ def test_a_tensor_that_is_not_there_is_an_error(change: dict[str, Any]) -> None:
     held = Parcel()
     said = {**held.put(torch.ones(3)), **change}
     with pytest.raises(CorruptSnapshotError):
-        parcel.opened(held.sealed([held.pickled({"tensor": said})]), context="test")
+        boundary_blob.opened(held.sealed([held.pickled({"tensor": said})]), context="test")

@@ -9,10 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightck.capture import boundary, parcel, parts, rng
 from lightck.errors import CorruptSnapshotError
+from lightck.reader import validation
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate
+from lightck.state import boundary, boundary_blob, rng
 
 Tree = dict[str, Any]
 Edit = Callable[[Tree, Tree], object]
@@ -45,14 +46,14 @@ def candidate(edit: Edit = lambda a, b: None, names: tuple[str, ...] = (), step:
         record=SimpleNamespace(step=step),
         layout=SimpleNamespace(entries=tuple(entry(name) for name in held)),
         manifest=SimpleNamespace(
-            step=5, at_step=parcel.closed(first), at_forward=parcel.closed(second)
+            step=5, at_step=boundary_blob.closed(first), at_forward=boundary_blob.closed(second)
         ),
     )
     return cast("Candidate", made)
 
 
 def _read(held: Candidate) -> tuple[dict[str, Any], dict[str, Any]]:
-    return parts.read(held, held.layout.entries, context="snapshot 5")
+    return validation.read(held, held.layout.entries, context="snapshot 5")
 
 
 def test_what_capture_writes_is_read_as_it_was_written() -> None:
@@ -132,4 +133,4 @@ def test_a_share_of_ranks_that_there_are_not_is_damage(named: Any) -> None:
     with pytest.raises(
         CorruptSnapshotError, match=r"snapshot 5: its share is one of ranks .* of 2"
     ):
-        parts.peers(held, context="snapshot 5")
+        validation.peers(held, context="snapshot 5")

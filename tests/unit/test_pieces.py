@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightck.capture import pieces
-from lightck.capture.pieces import Assembly, Piece, assemble, peers_of
 from lightck.errors import CorruptSnapshotError
+from lightck.reader import pieces
+from lightck.reader.pieces import Assembly, Piece, assemble, peers_of
 from lightck.region.layout import Entry, Layout
 from lightck.region.manifest import Manifest
-from lightck.region.native import HOLDS_ALL, RECORD_EARLY, Record
+from lightck.region.native_region import HOLDS_ALL, RECORD_EARLY, Record
 from lightck.region.region import Candidate
 
 OWN = Entry("model/bn.mean", "buffer", "float32", (4,), (1,), 16)

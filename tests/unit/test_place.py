@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightck.errors import RegionBusyError, RegionError
-from lightck.region import place
+from lightck.region import location
 
 
 def mode_of(path: Path) -> int:
@@ -25,26 +25,26 @@ def generous_umask() -> object:
 
 def test_a_folder_is_made_only_on_request_and_only_for_its_owner(region_dir: Path) -> None:
     run = region_dir / "run"
-    where = place.locate(run, 3, create=False)
+    where = location.locate(run, 3, create=False)
     assert not run.exists() and not where.exists
     assert where.file == run / "region-00003.lck"
-    assert place.locate(run, 3, create=True) == where
+    assert location.locate(run, 3, create=True) == where
     assert mode_of(run) == 0o700
-    assert place.locate(run, 3, create=True) == where
+    assert location.locate(run, 3, create=True) == where
 
 
 def test_relative_paths_are_made_absolute(
     region_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(region_dir)
-    where = place.locate("run/../run", 0, create=False)
+    where = location.locate("run/../run", 0, create=False)
     monkeypatch.chdir("/")
     assert where.path == region_dir / "run"
 
 
 def test_a_region_appears_under_its_name_whole_or_not_at_all(region_dir: Path) -> None:
-    where = place.locate(region_dir, 0, create=True)
-    with place.created(where) as (fd, lock_fd):
+    where = location.locate(region_dir, 0, create=True)
+    with location.created(where) as (fd, lock_fd):
         assert not where.exists
         os.write(fd, b"a region")
         assert os.fstat(fd).st_ino == os.fstat(lock_fd).st_ino
@@ -55,20 +55,20 @@ def test_a_region_appears_under_its_name_whole_or_not_at_all(region_dir: Path) -
 
 
 def test_a_region_that_could_not_be_made_leaves_nothing_behind(region_dir: Path) -> None:
-    where = place.locate(region_dir, 0, create=True)
-    with pytest.raises(ZeroDivisionError), place.created(where):
+    where = location.locate(region_dir, 0, create=True)
+    with pytest.raises(ZeroDivisionError), location.created(where):
         raise ZeroDivisionError
     assert not list(region_dir.iterdir())
-    with place.created(where):
+    with location.created(where):
         pass
     assert where.exists
 
 
 def test_a_region_that_is_there_is_never_replaced(region_dir: Path) -> None:
-    where = place.locate(region_dir, 0, create=True)
-    with place.created(where) as (fd, _):
+    where = location.locate(region_dir, 0, create=True)
+    with location.created(where) as (fd, _):
         os.write(fd, b"first")
-    with pytest.raises(RegionBusyError, match="made by another process"), place.created(where):
+    with pytest.raises(RegionBusyError, match="made by another process"), location.created(where):
         pass
     assert where.file.read_bytes() == b"first"
     assert list(region_dir.iterdir()) == [where.file]
@@ -77,40 +77,40 @@ def test_a_region_that_is_there_is_never_replaced(region_dir: Path) -> None:
 def test_the_two_descriptors_are_of_one_file_and_carry_locks_of_their_own(
     region_dir: Path,
 ) -> None:
-    where = place.locate(region_dir, 0, create=True)
-    with place.created(where) as (fd, _):
+    where = location.locate(region_dir, 0, create=True)
+    with location.created(where) as (fd, _):
         os.write(fd, b"a region")
-    with place.opened(where, writable=True) as (fd, lock_fd):
+    with location.opened(where, writable=True) as (fd, lock_fd):
         os.lseek(fd, 3, os.SEEK_SET)
         assert os.lseek(lock_fd, 0, os.SEEK_CUR) == 0  # not a duplicate
         assert not os.get_inheritable(fd) and not os.get_inheritable(lock_fd)
     with pytest.raises(OSError):
         os.fstat(fd)
-    with place.opened(where, writable=False) as (fd, _), pytest.raises(OSError):
+    with location.opened(where, writable=False) as (fd, _), pytest.raises(OSError):
         os.write(fd, b"x")
 
 
 def test_descriptors_are_closed_when_a_check_fails(region_dir: Path) -> None:
-    where = place.locate(region_dir, 0, create=True)
-    with place.created(where):
+    where = location.locate(region_dir, 0, create=True)
+    with location.created(where):
         pass
     where.file.chmod(0o666)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(RegionError, match="writable by others"):
-        with place.opened(where, writable=True):
+        with location.opened(where, writable=True):
             pass
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_missing_region_is_an_error_of_ours(region_dir: Path) -> None:
-    where = place.locate(region_dir, 0, create=True)
+    where = location.locate(region_dir, 0, create=True)
     with pytest.raises(RegionError, match="cannot open: No such file"):
-        with place.opened(where, writable=False):
+        with location.opened(where, writable=False):
             pass
 
 
 def test_a_character_device_counts_as_devdax_and_needs_no_folder() -> None:
-    where = place.locate("/dev/null", 0, create=False)
+    where = location.locate("/dev/null", 0, create=False)
     assert where.is_device and where.exists
     assert where.file == where.path == Path("/dev/null")
 
@@ -118,18 +118,18 @@ def test_a_character_device_counts_as_devdax_and_needs_no_folder() -> None:
 def test_every_rank_is_found_in_order_and_nothing_else(region_dir: Path) -> None:
     for name in ("region-00001.lck", "region-00000.lck", "region-00002.new", "notes", "x.lck"):
         (region_dir / name).touch()
-    where = place.locate(region_dir, 0, create=False)
-    assert [p.file.name for p in place.every_rank(where)] == [
+    where = location.locate(region_dir, 0, create=False)
+    assert [p.file.name for p in location.every_rank(where)] == [
         "region-00000.lck",
         "region-00001.lck",
     ]
-    assert place.every_rank(place.locate(region_dir / "none", 0, create=False)) == []
+    assert location.every_rank(location.locate(region_dir / "none", 0, create=False)) == []
 
 
 def test_a_folder_reaches_as_far_as_it_is_the_same_one_and_a_pool_nowhere(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
-    here = [place.locate(one, rank, create=True) for rank in (0, 1)]
-    assert here[0].reach == here[1].reach != place.locate(other, 0, create=True).reach
+    here = [location.locate(one, rank, create=True) for rank in (0, 1)]
+    assert here[0].reach == here[1].reach != location.locate(other, 0, create=True).reach
     assert "" not in (here[0].reach, here[0].common)
     assert dataclasses.replace(here[0], backend="pmemobj").reach == ""
     assert dataclasses.replace(here[0], path=here[0].file).reach == ""

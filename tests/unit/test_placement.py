@@ -8,9 +8,9 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from lightck.capture.contest import LOOKS, PATIENCE
-from lightck.capture.placement import SPARE, Mode, Placement, behind
-from lightck.region import library as native
+from lightck.pipeline.placement import SPARE, Mode, Placement, behind
+from lightck.pipeline.trial import LOOKS, PATIENCE
+from lightck.region import _ffi as native
 
 LENGTHS = np.array([600, 300, 100], np.uint64)
 PAYLOAD = 1000

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from lightck.region.pool import NativePool
+from lightck.region.native_pool import NativePool
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from lightck.errors import (
     RegionFullError,
     RegionIOError,
 )
-from lightck.region import native, place
+from lightck.region import location, native_region
 from lightck.region.region import Region, survey
 
 MAX_SEGMENTS = 16
@@ -39,12 +39,12 @@ def run(region_dir: Path) -> Path:
 
 
 def test_this_floor_does_not_import_torch() -> None:
-    package = Path(native.__file__).parent.parent
+    package = Path(native_region.__file__).parent.parent
     code = [
         "import sys, types",
         "package = sys.modules['lightck'] = types.ModuleType('lightck')",  # not its __init__
         f"package.__path__ = [{str(package)!r}]",
-        "import lightck.region.writer",
+        "import lightck.region.slot_writer",
         "assert 'torch' not in sys.modules",
     ]
     subprocess.run([sys.executable, "-c", "\n".join(code)], check=True, timeout=250)
@@ -144,7 +144,7 @@ def test_growth_keeps_what_is_there_and_offers_more(run: Path, rng: np.random.Ge
         after = book.region.info
         assert len(after.segments) == len(before.segments) + 1
         assert after.segments[:1] == before.segments
-        assert after.size == place.locate(run, 0, create=False).file.stat().st_size
+        assert after.size == location.locate(run, 0, create=False).file.stat().st_size
         assert same(stored(run)[1], small) and same(stored(run)[2], large)
         book.commit(3, large)
         book.commit(4, small)
@@ -202,7 +202,7 @@ def test_a_branch_lets_go_of_what_came_after_it_and_keeps_its_ancestors(
         book.commit(3, other)
         assert sorted(stored(run)) == [1, 2, 3]
         assert same(stored(run)[3], other)
-    region = Region.open(place.locate(run, 0, create=False), writable=False)
+    region = Region.open(location.locate(run, 0, create=False), writable=False)
     recovery = region.recover()
     # The slot of the abandoned third step was used first.
     assert recovery.abandoned == ()
@@ -233,7 +233,7 @@ def test_more_branches_than_the_superblock_holds_lose_only_the_oldest_ancestors(
     with Book(run, slots=3) as book:
         book.region.begin_timeline(None)
         book.commit(1, random_contents(rng, SIZES))
-    for step in range(2, native.MAX_LINEAGE + 8):
+    for step in range(2, native_region.MAX_LINEAGE + 8):
         with Book(run) as book:
             best = book.region.recover().candidates[0]
             assert best.record.step == step - 1
@@ -249,7 +249,7 @@ def test_a_restart_that_commits_nothing_does_not_use_up_the_ancestors(
     with Book(run) as book:
         book.region.begin_timeline(None)
         book.commit(1, kept)
-    for _ in range(native.MAX_LINEAGE + 8):
+    for _ in range(native_region.MAX_LINEAGE + 8):
         with Book(run) as book:
             best = book.region.recover().candidates[0]
             book.region.begin_timeline(best.record)
@@ -262,9 +262,9 @@ def test_a_restart_that_commits_nothing_does_not_use_up_the_ancestors(
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({2: native.RECORD_EARLY}, [1, 2]),
-        ({1: native.RECORD_EARLY}, [2, 1]),
-        ({1: native.RECORD_EARLY, 2: native.RECORD_EARLY}, [2, 1]),
+        ({2: native_region.RECORD_EARLY}, [1, 2]),
+        ({1: native_region.RECORD_EARLY}, [2, 1]),
+        ({1: native_region.RECORD_EARLY, 2: native_region.RECORD_EARLY}, [2, 1]),
         ({}, [2, 1]),
     ],
 )
@@ -355,7 +355,7 @@ def commit_marked(book: Book, rng: np.random.Generator, text: str) -> None:
     """Commit a snapshot of a step; `e` marks an early one."""
     writer = book.open(random_contents(rng, SIZES))
     assert writer is not None
-    writer.seal(int(text.rstrip("e")), b"", b"", native.RECORD_EARLY if "e" in text else 0)
+    writer.seal(int(text.rstrip("e")), b"", b"", native_region.RECORD_EARLY if "e" in text else 0)
     writer.wait(None)
     assert writer.record is not None
     book.region.committed(writer.slot, writer.record)

@@ -14,7 +14,7 @@ from regions import Book, Bytes, contents_of, random_contents, same
 
 from lightck.errors import PersistError, RegionIOError
 from lightck.region.region import Candidate, survey
-from lightck.region.writer import SlotWriter
+from lightck.region.slot_writer import SlotWriter
 
 OPERATIONS = 120
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightck.capture.release import (
+from lightck.pipeline.schedule import (
     LAST_TICK,
     ROUNDS,
     Auto,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import lightck
-from lightck.capture import boundary, parcel, rng
 from lightck.errors import CorruptSnapshotError, StateError
+from lightck.state import boundary, boundary_blob, rng
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.rand(()).item(),
@@ -65,10 +65,10 @@ def global_generator() -> Iterator[None]:
 def test_a_generator_of_any_kind_comes_back_whatever_is_there_then(kind: str, here: str) -> None:
     np.random.set_bit_generator(getattr(np.random, kind)(3))  # type: ignore[attr-defined]
     np.random.randn(3)  # a normal number is kept
-    blob = parcel.closed(rng.capture())
+    blob = boundary_blob.closed(rng.capture())
     drawn = [np.random.randn(), np.random.random(), np.random.randn()]
     np.random.set_bit_generator(getattr(np.random, here)(4))  # type: ignore[attr-defined]
-    states = boundary.rebuild(parcel.opened(blob, context="test"))
+    states = boundary.rebuild(boundary_blob.opened(blob, context="test"))
     rng.check(states)
     rng.restore(states)
     assert [np.random.randn(), np.random.random(), np.random.randn()] == drawn

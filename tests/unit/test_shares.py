@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightck.distributed.shares import PAGE_BYTES, Cut, Item, divide
+from lightck.distributed.sharding import PAGE_BYTES, Cut, Item, divide
 
 LENGTHS = st.one_of(
     st.just(0),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightck.capture.flight import Slip
-from lightck.capture.slips import SlipWatch
+from lightck.loop.slip_warning import SlipWatch
+from lightck.pipeline.inflight import Slip
 
 
 def _noted(caplog: pytest.LogCaptureFixture, fates: dict[int, str | None]) -> list[dict[str, Any]]:

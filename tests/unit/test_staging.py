@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightck.capture import staging
-from lightck.capture.state import Live
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry
+from lightck.state import tensor_layout
+from lightck.state.inventory import Live
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64]
 
@@ -38,24 +38,24 @@ def test_what_is_described_is_the_copy_that_is_owned_and_holds_the_same(
     tensor: torch.Tensor,
 ) -> None:
     live = Live("model/a", "parameter", "", tensor)
-    entry = staging.describe(live)
-    staging.check([entry], context="")
-    copy = staging.owned(live, entry)
+    entry = tensor_layout.describe(live)
+    tensor_layout.check([entry], context="")
+    copy = tensor_layout.owned(live, entry)
     assert copy.untyped_storage().nbytes() == entry.length or entry.length == 0
-    assert staging.is_dense(copy)
+    assert tensor_layout.is_dense(copy)
     assert tuple(copy.stride()) == entry.strides
     assert torch.equal(copy, tensor.resolve_conj())
-    if not staging.must_own(live):
+    if not tensor_layout.must_own(live):
         assert tuple(tensor.stride()) == entry.strides
 
 
 def test_a_buffer_is_owned_and_a_dense_parameter_is_not() -> None:
     tensor = torch.ones(3)
-    assert staging.must_own(Live("model/a", "buffer", "", tensor, sync=True))
-    assert not staging.must_own(Live("model/a", "parameter", "", tensor))
-    assert not staging.must_own(Live("model/a", "parameter", "", torch.ones(3, 4).t()))
-    assert staging.must_own(Live("model/a", "parameter", "", torch.ones(3, 4)[:, :2]))
-    assert staging.must_own(Live("model/a", "parameter", "", torch.ones(3).expand(2, 3)))
+    assert tensor_layout.must_own(Live("model/a", "buffer", "", tensor, sync=True))
+    assert not tensor_layout.must_own(Live("model/a", "parameter", "", tensor))
+    assert not tensor_layout.must_own(Live("model/a", "parameter", "", torch.ones(3, 4).t()))
+    assert tensor_layout.must_own(Live("model/a", "parameter", "", torch.ones(3, 4)[:, :2]))
+    assert tensor_layout.must_own(Live("model/a", "parameter", "", torch.ones(3).expand(2, 3)))
 
 
 GOOD = Entry("model/a", "parameter", "float32", (3, 4), (4, 1), 48)
@@ -80,6 +80,6 @@ GOOD = Entry("model/a", "parameter", "float32", (3, 4), (4, 1), 48)
 def test_entries_that_would_be_read_past_their_tensor_are_corrupt(
     change: dict[str, object],
 ) -> None:
-    staging.check([GOOD], context="")
+    tensor_layout.check([GOOD], context="")
     with pytest.raises(CorruptSnapshotError, match="slot 3: model/a"):
-        staging.check([dataclasses.replace(GOOD, **change)], context="slot 3")  # type: ignore[arg-type]
+        tensor_layout.check([dataclasses.replace(GOOD, **change)], context="slot 3")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from lightck.capture.state import Inventory
+from lightck.state.inventory import Inventory
 
 
 def inventory() -> tuple[nn.Sequential, SGD, Inventory]:

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from lightck.region.library import ffi
-from lightck.region.statistics import Page
+from lightck.region._ffi import ffi
+from lightck.region.stats_page import Page
 
 ROOM = 560  # bytes of last_error, its terminating zero included
 

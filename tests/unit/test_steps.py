@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightck.capture.steps import Steps
 from lightck.errors import ConfigError
+from lightck.loop.steps import Steps
 
 
 def job(optimizers: int, **settings: object) -> Steps:

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightck.capture import perfetto, trace
-from lightck.capture.trace import Event, Opening, Recorded, Trace
 from lightck.region.layout import Entry
-from lightck.region.pool import (
+from lightck.region.native_pool import (
     DID_COPY,
     DID_DRAIN,
     DID_INVALIDATE,
@@ -25,7 +23,9 @@ from lightck.region.pool import (
     THREAD_KEEPER,
     NativePool,
 )
-from lightck.region.writer import Batch
+from lightck.region.slot_writer import Batch
+from lightck.tracing import perfetto, trace
+from lightck.tracing.trace import Event, Opening, Recorded, Trace
 
 ME = threading.get_ident()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightck.failure import unhandled
+from lightck.failure import triggers
 
 
 def test_a_hook_put_over_ours_that_outlives_a_handle_is_no_circle(
@@ -18,22 +18,22 @@ def test_a_hook_put_over_ours_that_outlives_a_handle_is_no_circle(
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: None)
     monkeypatch.setattr(sys, "__excepthook__", lambda kind, error, trace: shown.append(error))
-    unhandled.tell(told.append)
+    triggers.tell(told.append)
     ours = sys.excepthook
 
     def theirs(kind: Any, error: Any, trace: Any) -> None:
         ours(kind, error, trace)
 
     sys.excepthook = theirs
-    unhandled.forget(told.append)  # another handle's; theirs stays, and calls through
+    triggers.forget(told.append)  # another handle's; theirs stays, and calls through
     told_later: list[BaseException] = []
-    unhandled._told.clear()
-    unhandled.tell(told_later.append)
+    triggers._told.clear()
+    triggers.tell(told_later.append)
     error = KeyError("the user's")
     try:
         sys.excepthook(KeyError, error, None)
     finally:
-        unhandled._told.clear()
+        triggers._told.clear()
     assert told_later == [error] and shown == [error]
 
 
@@ -44,15 +44,15 @@ def test_a_mistyped_line_at_a_prompt_is_no_failure(
     told: list[BaseException] = []
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
-    unhandled.tell(told.append)
+    triggers.tell(told.append)
     if at:
         monkeypatch.setattr(sys if at == "ps1" else builtins, at, ">>> ", raising=False)
     error = NameError("a typo")
     try:
         sys.excepthook(NameError, error, None)
     finally:
-        unhandled.forget(told.append)
-        unhandled._told.clear()
+        triggers.forget(told.append)
+        triggers._told.clear()
     assert shown == [error] and told == ([] if at else [error])
 
 
@@ -68,4 +68,4 @@ def test_a_mistyped_line_at_a_prompt_is_no_failure(
     ],
 )
 def test_an_exit_ends_well_by_its_code(error: BaseException, well: bool) -> None:
-    assert unhandled.ends_well(error) is well
+    assert triggers.ends_well(error) is well

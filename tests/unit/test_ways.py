@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightck.capture import transfer, ways
-from lightck.capture.contest import LOOKS
-from lightck.capture.transfer import Load, Transfer, Way, took
+from lightck.pipeline import device_placement, transfer
+from lightck.pipeline.transfer import Load, Transfer, Way, took
+from lightck.pipeline.trial import LOOKS
 
 DEVICE: Any = SimpleNamespace(name="here:0")
 
@@ -29,7 +29,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The one that both modules read."""
     made = Clock()
-    for module in (transfer, ways):
+    for module in (transfer, device_placement):
         monkeypatch.setattr(module, "time", made)
     return made
 
@@ -52,15 +52,15 @@ class Copies:
         return SimpleNamespace(wait=lambda: None)
 
 
-def chosen(clock: Clock, *, wanted: str = "auto") -> ways.Ways:
+def chosen(clock: Clock, *, wanted: str = "auto") -> device_placement.Ways:
     """Knows that a plain copy takes one second a byte."""
-    made = ways.Ways(Any, wanted)  # type: ignore[arg-type]
+    made = device_placement.Ways(Any, wanted)  # type: ignore[arg-type]
     made._refused["SimpleNamespace"] = ""
-    made._plain["here:0"], made._contests["here:0"] = 1.0, ways.Contest()
+    made._plain["here:0"], made._contests["here:0"] = 1.0, device_placement.Contest()
     return made
 
 
-def paid(of: ways.Ways, *costs: float) -> None:
+def paid(of: device_placement.Ways, *costs: float) -> None:
     """Snapshots that went the way in use."""
     for cost in costs:
         of.paid(DEVICE, cost, in_place=not of._beaten(DEVICE))
@@ -69,8 +69,8 @@ def paid(of: ways.Ways, *costs: float) -> None:
 def test_a_plain_copy_is_the_best_of_three_of_at_most_the_sample(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "SAMPLE_BYTES", 1000)
-    made, device = ways.Ways(Any), Copies(clock, [0.5, 0.25, 0.75])  # type: ignore[arg-type]
+    monkeypatch.setattr(device_placement, "SAMPLE_BYTES", 1000)
+    made, device = device_placement.Ways(Any), Copies(clock, [0.5, 0.25, 0.75])  # type: ignore[arg-type]
     tensors = [torch.zeros(650, dtype=torch.uint8) for _ in range(5)]
     for _ in range(2):  # the second time it is known
         made.measure(device, tensors, 400)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_a_plain_copy_is_the_best_of_three_of_at_most_the_sample(
 
 
 def test_less_than_one_load_is_too_little_to_judge_by(clock: Clock) -> None:
-    made, device = ways.Ways(Any), Copies(clock, [])  # type: ignore[arg-type]
+    made, device = device_placement.Ways(Any), Copies(clock, [])  # type: ignore[arg-type]
     made.measure(device, [torch.zeros(399, dtype=torch.uint8)], 400)  # type: ignore[arg-type]
     assert not made._plain
     made.paid(DEVICE, 1e9, in_place=True)
@@ -118,8 +118,8 @@ def test_what_went_before_the_turn_is_not_counted_for_the_other_way(clock: Clock
 def test_a_region_that_was_asked_for_by_name_is_not_judged(
     monkeypatch: pytest.MonkeyPatch, wanted: str, judged: bool
 ) -> None:
-    monkeypatch.setattr(ways.Ways, "_refuses", lambda self, device: "")
-    made = ways.Ways(Any, wanted)  # type: ignore[arg-type]
+    monkeypatch.setattr(device_placement.Ways, "_refuses", lambda self, device: "")
+    made = device_placement.Ways(Any, wanted)  # type: ignore[arg-type]
     assert made.judged(DEVICE) is judged
     assert made.in_place(DEVICE, Way.DEVICE) is made.in_place(DEVICE, Way.DIRECT) is True
 

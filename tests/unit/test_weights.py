@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightck.capture.live import Live
-from lightck.capture.weights import MOST_SPOTS, SPOT_BYTES, Held
+from lightck.journal.weight_guard import MOST_SPOTS, SPOT_BYTES, Held
+from lightck.state.live import Live
 
 _ELEMENTS = 64
 

@@ -1,0 +1,1 @@
+"""`lightck chaos`: run a job, break it on purpose, and say whether it came back."""

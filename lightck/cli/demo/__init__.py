@@ -1,0 +1,1 @@
+"""`lightck demo`: train a small model, kill it, and watch it come back."""

@@ -1,0 +1,1 @@
+"""The interface that lightck needs of a device that holds tensors, and CUDA behind it."""

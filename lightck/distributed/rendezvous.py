@@ -1,0 +1,119 @@
+"""The meeting of all ranks at attach and restore: an error on one rank is raised on all of them.
+
+No rank waits for ever for one that failed.
+
+    with meeting("attach") as ranks:
+        ...                                # whatever may fail here, on this rank alone
+        ranks.agree(lambda rounds: ...)    # a round; raises the same on every rank
+        ...
+        ranks.part()                       # from here on no rank waits for another
+
+A single rank holds no meeting: `rounds` is None, and nothing happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightck.distributed.rounds import Rounds
+from lightck.distributed.store import JobStore, bounded, default_store
+from lightck.distributed.topology import here
+from lightck.errors import StoreError
+
+MOST_S = 120.0
+"""The longest wait of ranks for each other at attach and restore, unless torch's own is less."""
+_GRACE_S = 10.0  # for messages after the last rank has come
+
+T = TypeVar("T")
+
+_rounds: tuple[Any, Rounds] | None = None
+"""The default process group and the rounds over its store: one count for the process's life."""
+
+
+@dataclass(eq=False)
+class Meeting:
+    """One meeting of the ranks, seen from this rank."""
+
+    kind: str
+    rank: int = 0
+    world: int = 1
+    rounds: Rounds | None = None
+    parted: bool = False
+
+    @property
+    def store(self) -> JobStore:
+        """Return the job's store; with several ranks only."""
+        assert self.rounds is not None and isinstance(self.rounds.store, JobStore)
+        return self.rounds.store
+
+    def agree(self, ask: Callable[[Rounds | None], T]) -> T:
+        """Hold a round, if there are several ranks; every rank must, in the same order.
+
+        Args:
+            ask: called with the rounds, or None with one rank; an exception that it raises is
+                raised on every rank.
+
+        Raises:
+            CoordinationError: names the ranks that failed or did not come, and why; on every rank.
+            StoreError: the store does not answer.
+        """
+        if self.rounds is None:
+            return ask(None)
+        rounds, seconds = self.rounds, 1.5 * self.rounds.timeout_s + _GRACE_S
+        try:
+            return bounded(f"{self.kind} on rank {self.rank}", seconds, lambda: ask(rounds))
+        except BaseException:
+            self.parted = True  # the others raise, too, or wait in vain for a bounded time
+            raise
+
+    def part(self) -> None:
+        """End the meeting for this rank: a failure from here on is this rank's own."""
+        self.parted = True
+
+
+@contextmanager
+def meeting(kind: str) -> Iterator[Meeting]:
+    """Hold a meeting; a failure inside, before `part`, makes every other rank fail, too.
+
+    Args:
+        kind: what the ranks want to do together, for messages.
+    """
+    rank, world = here()
+    if world == 1:
+        yield Meeting(kind)
+        return
+    rounds = _over_default_store(rank, world)
+    ranks = Meeting(kind, rank, world, rounds)
+    try:
+        yield ranks
+    except BaseException as error:
+        if not ranks.parted:
+            ranks.part()
+            why = f"{type(error).__name__}: {error}"
+            # A store that is away must not hide the error of this rank.
+            with suppress(StoreError):
+                bounded(kind, _GRACE_S, lambda: rounds.fail(kind, why))
+        raise
+
+
+def _over_default_store(rank: int, world: int) -> Rounds:
+    global _rounds
+    group = dist.group.WORLD
+    if _rounds is None or _rounds[0] is not group:
+        # A new group may have the old group's store: keys go on from the last round.
+        number = _rounds[1].number if _rounds else 0
+        rounds = Rounds(default_store(), rank, world, _patience(), number=number)
+        _rounds = (group, rounds)
+    return _rounds[1]
+
+
+def _patience() -> float:
+    store: Any = dist.distributed_c10d._get_default_store()
+    own: timedelta = store.timeout
+    return min(MOST_S, own.total_seconds())

@@ -1,0 +1,239 @@
+"""The restore by all ranks: choose a snapshot, verify it on every rank, and only then restore it.
+
+    scan -> [send views -> choose -> send it to ranks that lack it -> verify -> report]
+         -> restore -> report
+
+The steps in brackets are repeated. A snapshot that one rank finds damaged is missing there from
+then on: other ranks send it, or all restore an older one. If a rank cannot go on at all, every rank
+raises an error that names it (`meeting`); before the last two steps nothing has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from lightck.distributed.rendezvous import Meeting
+from lightck.distributed.restore.gifts import SLOWEST_BYTES_S, GiftError, Gifts
+from lightck.distributed.restore.lineage import Key
+from lightck.distributed.restore.received_snapshot import Healed
+from lightck.distributed.restore.selection import Choice, decide_restore
+from lightck.distributed.restore.survey import Holdings
+from lightck.distributed.rounds import Decide, Said
+from lightck.errors import (
+    CoordinationError,
+    CorruptSnapshotError,
+    NoSnapshotError,
+    RegionBusyError,
+    RegionIOError,
+)
+from lightck.events import event
+from lightck.reader.assembly import Assembled
+from lightck.region.continuation import Continuation
+from lightck.region.location import Place
+
+_TRIES = 8
+"""The most scans of the regions: a running job may overwrite a snapshot before it is leased."""
+_PASSED_OVER = (CorruptSnapshotError, RegionBusyError, RegionIOError)
+_LETTERS = 1000  # the longest failure text that is sent to the others, in characters
+
+_LISTED = 12
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A snapshot that was chosen, with this rank's state in it."""
+
+    key: Key
+    snapshot: Assembled | Healed
+    why: str
+    """The reason for the choice, in one sentence."""
+    fell_back: tuple[str, ...]
+    """The reasons why newer snapshots were not whole."""
+    holdings: Holdings
+    healed: list[str] = field(default_factory=list)
+    """The replicas that ranks received, and from whom, in words; known only when it is restored."""
+
+
+class Taking(Protocol[T_co]):
+    """The two-phase action that restores a chosen snapshot."""
+
+    def __call__(self, found: Found, /) -> contextlib.AbstractContextManager[Callable[[], T_co]]:
+        """Hold the snapshot and verify it, changing nothing; yield the callable that restores it.
+
+        Raises:
+            CorruptSnapshotError, RegionIOError, RegionBusyError: an older snapshot is needed.
+        """
+        ...
+
+
+def recall(
+    ranks: Meeting,
+    where: Place,
+    step: int | None,
+    taking: Taking[T],
+    continuation: Continuation | None = None,
+) -> T | None:
+    """Return the result of `taking` for the best snapshot that every rank can restore.
+
+    Args:
+        ranks: the meeting; every rank calls this with the same step.
+        where: the place of this rank's own region.
+        step: only this step; None for the newest.
+        taking: see `Taking`.
+        continuation: of the model that is restored; None for a reader, which is no rank of a job.
+            With one, a rank beyond the former world takes another's own state.
+
+    Returns:
+        None when nothing was ever whole: the model may then overwrite what single ranks hold.
+
+    Raises:
+        NoSnapshotError: snapshots are there, but none is whole, or not the wanted step.
+        CoordinationError: a rank failed, or did not come; on every other rank.
+        RegionError: the place is not safe or not a region.
+    """
+    for _ in range(_TRIES):
+        lends = continuation is not None
+        with Holdings.opened(where, ranks.rank, ranks.world, lends=lends) as holdings:
+            attempt = _Attempt(ranks, holdings, step)
+            choice = attempt.choose()
+            while choice.key is not None:
+                taken = attempt.take(choice, choice.key, taking)
+                if taken:
+                    return taken[0]
+                choice = attempt.choose()
+            if choice.void and not attempt.damaged:
+                if left := [*choice.fell_back, *choice.left]:
+                    event(
+                        "begins_anew",
+                        logging.WARNING,
+                        path=holdings.where.path,
+                        why="; ".join(left),
+                    )
+                if continuation is not None:
+                    holdings.give_up(continuation)
+                return None
+            problems = [*choice.fell_back, *attempt.damaged, *choice.left]
+            text = holdings.nothing_whole(step, problems)
+        if not choice.overtaken:
+            break
+    ranks.part()  # every rank comes to the same result by itself
+    raise NoSnapshotError(text)
+
+
+@dataclass
+class _Attempt:
+    """One scan of the regions, and the attempts to restore a snapshot of it."""
+
+    ranks: Meeting
+    holdings: Holdings
+    step: int | None
+    damaged: list[str] = field(default_factory=list)
+    """Why chosen snapshots could not be read; the same on every rank."""
+
+    def choose(self) -> Choice:
+        """Agree on the next snapshot to try, the same on every rank."""
+        while True:
+            view = self.holdings.view(self.step)
+            try:
+                choice = Choice.heard(self._together("restore", view.said(), decide_restore))
+            except CoordinationError:
+                if self.holdings.broken is not None and self.ranks.rounds is not None:
+                    raise self.holdings.broken from None
+                raise
+            if not choice.widen:
+                return choice
+            self.holdings.widen()
+
+    def take(self, choice: Choice, key: Key, taking: Taking[T]) -> list[T]:
+        """Restore the chosen snapshot; return [its result], or [] if a rank finds it damaged."""
+        heals = dict(choice.heals)
+        usual = self.ranks.rounds.timeout_s if self.ranks.rounds is not None else 0.0
+        gifts = Gifts(self.ranks, self.holdings, key, choice.early, heals, usual)
+        fell_back = (*choice.fell_back, *self.damaged)
+        with contextlib.ExitStack() as held:
+            taken: list[T] = []
+            problem: Exception | None = None
+            finish: Callable[[], T] | None = None
+            found: Found | None = None
+            try:
+                # A rank that fails at once must wait for the others as long as those that do not.
+                held.enter_context(self._patient(choice.size, len(heals)))
+                with gifts.exchanged() as snapshot:
+                    found = Found(key, snapshot, choice.why, fell_back, self.holdings)
+                    finish = held.enter_context(taking(found))
+                    gifts.give()
+            except (*_PASSED_OVER, GiftError) as error:
+                problem = error.with_traceback(None)  # which holds the data read so far
+            # A rank that learns here of damage has changed nothing.
+            well, healed = self._all_well("restore: verified", key, problem, gifts)
+            if well:
+                assert finish is not None and found is not None
+                found.healed.extend(healed)
+                try:
+                    taken.append(finish())
+                except _PASSED_OVER as error:  # the medium fails on the second read
+                    problem = error
+                if self._all_well("restore: filled", key, problem, gifts)[0]:
+                    return taken
+        return []
+
+    @contextlib.contextmanager
+    def _patient(self, size: int, heals: int) -> Iterator[None]:
+        """Wait longer for ranks that read: another rank's medium may be much slower."""
+        rounds = self.ranks.rounds
+        if rounds is None:
+            yield
+            return
+        usual = rounds.timeout_s
+        rounds.timeout_s = usual + (1 + heals) * size / SLOWEST_BYTES_S
+        try:
+            yield
+        finally:
+            rounds.timeout_s = usual
+
+    def _all_well(
+        self, kind: str, key: Key, problem: Exception | None, gifts: Gifts
+    ) -> tuple[bool, list[str]]:
+        """Return whether no rank met a problem, and what ranks received; the same on every rank.
+
+        A rank whose own snapshot is damaged lacks it from here on, and the others may send it
+        theirs. If no rank's own snapshot is damaged, and a replica did not come well, the snapshot
+        counts no more.
+        """
+        self.holdings.overtaken |= isinstance(problem, RegionBusyError)
+        text = str(problem).encode("ascii", "replace").decode()[:_LETTERS] if problem else None
+        own = gifts.mine is not None
+        said = {"problem": text, "own": own, "healed": gifts.in_words()}
+        verdict = self._together(kind, said, _problems)
+        for text in verdict["problems"]:
+            event("fell_back", logging.WARNING, step=key.step, why=text)
+        self.damaged += verdict["problems"]
+        if verdict["problems"] and not verdict["own"]:
+            self.holdings.drop(key)
+        elif problem is not None and gifts.mine is not None:
+            self.holdings.failed(gifts.mine)
+        return not verdict["problems"], verdict["healed"]
+
+    def _together(self, kind: str, said: Said, decide: Decide) -> Said:
+        return self.ranks.agree(
+            lambda rounds: decide([said]) if rounds is None else rounds.agree(kind, said, decide)
+        )
+
+
+def _problems(said: Sequence[Said]) -> Said:
+    """Decide the round on rank 0: collect the problems and the replicas received."""
+    met = [(rank, each) for rank, each in enumerate(said) if each["problem"]]
+    told = [e["problem"] if len(said) == 1 else f"rank {r}: {e['problem']}" for r, e in met]
+    healed = [each["healed"] for each in said if each["healed"]]
+    return {
+        "problems": told[:_LISTED],
+        "own": any(each["own"] for _, each in met),
+        "healed": healed[:_LISTED],
+    }

@@ -1,0 +1,214 @@
+"""Transfer of replicated state from one rank to others: the donor's side and the receiver's.
+
+    table -> chunks ... -> end          or, at any point: failure, and why
+
+The donor reads its regions a chunk at a time, into one buffer, and verifies every extent on the
+way; a chunk is sent to all receivers before the next one is read. A receiver keeps the chunks in
+private memory, and trusts nothing before the end has come and every tensor's checksum holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightck.distributed.restore.channel import CHUNK_BYTES, Channel, as_bytes
+from lightck.distributed.restore.lineage import Key
+from lightck.distributed.restore.received_snapshot import Given, Healed
+from lightck.errors import CoordinationError, CorruptSnapshotError, LightckError
+from lightck.reader.assembly import Assembled, Part
+from lightck.region import layout
+from lightck.region.crc32c import combine
+from lightck.region.native_region import Record, crc32c_at
+from lightck.state import tensor_layout
+
+TABLE, CHUNK, END, FAILURE = 1, 2, 3, 4
+
+
+def described(state: Assembled) -> list[torch.Tensor]:
+    """Encode the table as two messages: a JSON head, and the layout table, checksums and blobs.
+
+    The blobs are those of both boundary states.
+    """
+    candidate = state.parts[0].candidate
+    table = layout.encode(state.entries, np.zeros(len(state.entries), np.uint64))
+    record = {**asdict(state.record), "share_digest": state.record.share_digest.hex()}
+    blobs = (candidate.manifest.at_step, candidate.manifest.at_forward)
+    parts = [table, whole_sums(state).tobytes(), *blobs]
+    head = json.dumps({"record": record, "lengths": [len(part) for part in parts]}).encode()
+    return [as_bytes(head), as_bytes(b"".join(parts))]
+
+
+def whole_sums(state: Assembled) -> npt.NDArray[np.uint32]:
+    """Return the CRC32C of each entry's bytes, which may lie in several ranks' parts."""
+    sums = np.zeros(len(state.entries), np.uint32)
+    held = [(p.entries, p.begins, p.rows["length"], p.rows["crc"]) for p in state.parts]
+    entries, begins, lengths, crcs = map(np.concatenate, zip(*held, strict=True))
+    last = -1
+    for row in np.lexsort((begins, entries)):
+        i, crc = int(entries[row]), int(crcs[row])
+        sums[i] = crc if i != last else combine(int(sums[i]), crc, int(lengths[row]))
+        last = i
+    return sums
+
+
+def understood(head: torch.Tensor, body: torch.Tensor, key: Key, label: str) -> Given:
+    """Decode a table, the inverse of `described`; check it before memory is allocated from it.
+
+    Raises:
+        CorruptSnapshotError: it is no such table, or of another snapshot.
+    """
+    try:
+        said = json.loads(bytes(head.numpy()))
+        record = said["record"]
+        record = Record(**{**record, "share_digest": bytes.fromhex(record["share_digest"])})
+        data, pieces, at = bytes(body.numpy()), [], 0
+        for length in said["lengths"]:
+            pieces.append(data[at : at + length])
+            at += length
+        table, sums, at_step, at_forward = pieces
+        crcs = tuple(map(int, np.frombuffer(sums, np.uint32)))
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptSnapshotError(f"{label}: what came is no table: {error!r}") from error
+    if Key(record.timeline, record.step, record.world) != key:
+        raise CorruptSnapshotError(f"{label}: step {record.step} came, of another timeline or job")
+    entries = layout.decode(table, context=label).entries
+    tensor_layout.check(entries, context=label)
+    if len(crcs) != len(entries) or any(e.begin is not None or e.shard for e in entries):
+        raise CorruptSnapshotError(f"{label}: {len(crcs)} checksums for {len(entries)} tensors")
+    return Given(record, at_step, at_forward, entries, crcs)
+
+
+@dataclass(eq=False)
+class Giving:
+    """The donor's side of a transfer. Used by one thread."""
+
+    state: Assembled
+    channels: list[Channel]
+    lost: list[str] = field(default_factory=list)
+    """Descriptions of receivers that are gone; the others get what they need."""
+
+    def announce(self) -> None:
+        """Send the table to every receiver."""
+        for part in described(self.state):
+            self._to_all(TABLE, part)
+
+    def send(self) -> int:
+        """Send every byte, read from leased slots; return how many.
+
+        Raises:
+            CorruptSnapshotError, RegionIOError: the source cannot be read; the receivers are told.
+        """
+        sent = 0
+        try:
+            for chunk in stream(self.state):
+                self._to_all(CHUNK, chunk)
+                sent += chunk.numel()
+        except LightckError as error:
+            self.fail(str(error))
+            raise
+        self._to_all(END, as_bytes(b""))
+        return sent
+
+    def fail(self, why: str) -> None:
+        """Tell every receiver that nothing more will come, and why."""
+        self._to_all(FAILURE, as_bytes(why.encode("ascii", "replace")[:1000]))
+
+    def _to_all(self, kind: int, data: torch.Tensor) -> None:
+        begun = []
+        for channel in [*self.channels]:
+            with self._losing(channel):
+                begun.append((channel, channel.begin_send(kind, data)))
+        for channel, works in begun:
+            with self._losing(channel):
+                channel.wait(works)
+
+    @contextlib.contextmanager
+    def _losing(self, channel: Channel) -> Iterator[None]:
+        try:
+            yield
+        except CoordinationError as error:
+            self.lost.append(str(error))
+            self.channels.remove(channel)
+
+
+def stream(state: Assembled) -> Iterator[torch.Tensor]:
+    """Yield the bytes of all entries, end to end, a chunk at a time in one buffer.
+
+    Raises:
+        CorruptSnapshotError: an extent does not match its checksum; the bytes sent of it are
+            invalid.
+        RegionIOError: the medium cannot read it.
+    """
+    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+    filled = 0
+    for part, row in _in_order(state):
+        extent, done, crc = part.rows[row], 0, 0
+        while done < int(extent["length"]):
+            take = min(CHUNK_BYTES - filled, int(extent["length"]) - done)
+            address = buffer.data_ptr() + filled
+            part.region.native.peek(int(extent["offset"]) + done, take, address)
+            crc = crc32c_at(address, take, crc)
+            done, filled = done + take, filled + take
+            if done == int(extent["length"]) and crc != int(extent["crc"]):
+                name = state.entries[part.entries[row]].name
+                raise CorruptSnapshotError(
+                    f"{part.label}: the bytes of {name} do not match their checksum any more"
+                )
+            if filled == CHUNK_BYTES:
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
+
+
+def _in_order(state: Assembled) -> list[tuple[Part, int]]:
+    rows = [
+        (int(entry), int(begin), which, row)
+        for which, part in enumerate(state.parts)
+        for row, (entry, begin) in enumerate(zip(part.entries, part.begins, strict=True))
+    ]
+    return [(state.parts[which], row) for _, _, which, row in sorted(rows)]
+
+
+def receive(channel: Channel, key: Key, donor: int, slow_bytes_s: float) -> Healed:
+    """Receive the whole snapshot into private memory; its checksums are not yet verified.
+
+    Raises:
+        CorruptSnapshotError: the donor's source is damaged, or a message is not what was announced.
+        CoordinationError: a message did not come, or was changed on the way.
+    """
+    given = understood(_table(channel), _table(channel), key, channel.label)
+    found = Healed(given, None, donor, channel.label)
+    usual, came = channel.seconds, 0
+    channel.seconds += given.payload_bytes / slow_bytes_s  # the donor verifies all of it first
+    while True:
+        kind, data = channel.receive()
+        channel.seconds = usual
+        if kind == END and came == given.payload_bytes:
+            return found
+        _expect(kind, CHUNK, data, channel)
+        came += data.numel()
+        if came > given.payload_bytes:
+            raise CorruptSnapshotError(f"{channel.label}: more than was announced")
+        found.chunks.append(data)
+
+
+def _table(channel: Channel) -> torch.Tensor:
+    kind, data = channel.receive()
+    _expect(kind, TABLE, data, channel)
+    return data
+
+
+def _expect(kind: int, wanted: int, data: torch.Tensor, channel: Channel) -> None:
+    if kind == FAILURE:
+        why = bytes(data.numpy()).decode("ascii", "replace")
+        raise CorruptSnapshotError(f"{channel.label}: {why}")
+    if kind != wanted:
+        raise CorruptSnapshotError(f"{channel.label}: a message of kind {kind}, expected {wanted}")

@@ -1,0 +1,174 @@
+"""The division of replicated state among the ranks that hold it: no byte is written twice.
+
+It is a pure function of the state's description, so that ranks with the same state agree without a
+message. The tensors, sorted by name, are laid end to end and cut into ranges of equal size. A cut
+falls on a page of the tensor it cuts; the largest element has 16 bytes, so it is between elements,
+too. A tensor without plain bytes cannot be cut and goes to one rank whole. Tensors that no
+optimizer changes are divided by themselves: they are written once and then skipped, and no rank
+shall have more of the rest for it.
+
+Ranks whose descriptions differ cut differently. The digest of the map tells: shares are put
+together only with those of the same map (`reader/pieces.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from lightck.distributed.topology import Topology
+from lightck.reader import pieces
+from lightck.state import tensor_layout
+from lightck.state.inventory import Live, Shared
+
+PAGE_BYTES = 4096
+"""The unit of cuts, in bytes: no page of a live tensor is read by two ranks' copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A tensor that all ranks hold."""
+
+    name: str
+    length: int
+    may_cut: bool
+    held: bool
+    """True if an optimizer changes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The bytes that one rank writes of one tensor."""
+
+    name: str
+    place: int
+    """The index of the rank among those that share."""
+    begin: int
+    end: int
+
+
+def divide(items: Sequence[Item], ranks: int) -> list[Cut]:
+    """Divide tensors among ranks; every byte, and every empty tensor, goes to exactly one.
+
+    Without tensors that cannot be cut, no rank has more than two pages above its part of the sum.
+    The order of the items does not matter.
+    """
+    cuts: list[Cut] = []
+    for held in (True, False):
+        alike = sorted((i for i in items if i.held is held), key=lambda item: item.name)
+        whole = [item for item in alike if not item.may_cut]
+        loads = [0] * ranks
+        for item in sorted(whole, key=lambda item: -item.length):
+            place = loads.index(min(loads))
+            loads[place] += item.length
+            cuts.append(Cut(item.name, place, 0, item.length))
+        cuts += _ranges([item for item in alike if item.may_cut], loads)
+    return cuts
+
+
+def _ranges(items: Sequence[Item], loads: Sequence[int]) -> list[Cut]:
+    """Cut consecutive ranges, of such sizes that all ranks end with the same load if they can."""
+    starts = [0, *accumulate(item.length for item in items)]
+    bounds = [0, *accumulate(_quotas(loads, starts[-1]))]
+    bounds[1:-1] = [_rounded(bound, starts) for bound in bounds[1:-1]]
+    cuts = []
+    for item, start in zip(items, starts, strict=False):
+        # The last rank whose range begins here or before: the next one begins further on.
+        place = min(bisect_right(bounds, start), len(loads)) - 1
+        at, end = start, start + item.length
+        while True:
+            until = min(end, bounds[place + 1])
+            if until > at or not item.length:
+                cuts.append(Cut(item.name, place, at - start, until - start))
+            at, place = until, place + 1
+            if at == end:
+                break
+    return cuts
+
+
+def _rounded(bound: int, starts: Sequence[int]) -> int:
+    """Return the nearest position where a tensor may be cut, or one begins."""
+    i = bisect_right(starts, bound) - 1
+    if i == len(starts) - 1:
+        return starts[-1]
+    low = starts[i] + (bound - starts[i]) // PAGE_BYTES * PAGE_BYTES
+    high = min(low + PAGE_BYTES, starts[i + 1])
+    return low if bound - low <= high - bound else high
+
+
+def _quotas(loads: Sequence[int], free: int) -> list[int]:
+    """Return how much each rank takes of `free` bytes: the least loaded are filled to one level."""
+    order = sorted(range(len(loads)), key=lambda place: loads[place])
+    count, total = len(loads), free + sum(loads)
+    while loads[order[count - 1]] * count > total:
+        count -= 1
+        total -= loads[order[count]]
+    quotas = [0] * len(loads)
+    for i, place in enumerate(order[:count]):
+        quotas[place] = (total + i) // count - loads[place]
+    return quotas
+
+
+@dataclass(eq=False)
+class Sharing:
+    """The choice of this rank's share of an inventory's tensors (`Inventory.share`)."""
+
+    topology: Topology
+    replicated: Callable[[Sequence[Live]], set[str]]
+    """Returns the names of the tensors that hold the same on every rank."""
+
+    def __call__(self, lives: Sequence[Live]) -> Shared:
+        """Drop the tensors that peers write; set the spans of those that this rank writes in part.
+
+        Every tensor that is shared gets a span, also one that this rank writes whole. An alias is
+        kept where a part of its target is.
+        """
+        peers, world = self.topology.peers, self.topology.world
+        alike = self.replicated(lives) if world > 1 else set()
+        told = {"rank": self.topology.rank, "world": world, "peers": list(peers)}
+        told["alike"] = all(v.name in alike for v in lives if _may_be_alike(v))
+        if len(peers) == 1:
+            return Shared(tuple(lives), told=told if world > 1 else None)
+        entries = {
+            live.name: tensor_layout.describe(live)
+            for live in lives
+            if live.name in alike and not live.alias_of
+        }
+        if not entries:
+            return Shared(tuple(lives), told=told)
+        items = [
+            Item(v.name, entries[v.name].length, tensor_layout.is_dense(v.tensor), bool(v.holders))
+            for v in lives
+            if v.name in entries
+        ]
+        cuts = divide(items, len(peers))
+        mine = {c.name: (c.begin, c.end) for c in cuts if peers[c.place] == self.topology.rank}
+        # An alias has no bytes: it is in the map once, on whichever rank its target is.
+        aliases = [(-1, tensor_layout.describe(v), None, 0) for v in lives if v.alias_of in entries]
+        placed = [(peers[c.place], entries[c.name], c.begin, c.end - c.begin) for c in cuts]
+        # The form knows no ranks, but everything that determines the cuts.
+        whole = [(-1 - i.held - 2 * i.may_cut, entries[i.name], None, i.length) for i in items]
+        return Shared(
+            tuple(_kept(lives, entries.keys(), mine)),
+            pieces.digest(world, [*placed, *aliases]),
+            pieces.digest(world, [*whole, *aliases]),
+            told,
+        )
+
+
+def _may_be_alike(live: Live) -> bool:
+    """Tell whether DDP may keep a tensor alike; buffers and extras are rank-local by rule."""
+    return live.role in ("parameter", "optimizer") and live.alias_of is None
+
+
+def _kept(
+    lives: Sequence[Live], shared: Set[str], mine: Mapping[str, tuple[int, int]]
+) -> Iterator[Live]:
+    for live in lives:
+        target = live.alias_of or live.name
+        if target not in shared:
+            yield live
+        elif target in mine:
+            yield live if live.alias_of else replace(live, span=mine[target])

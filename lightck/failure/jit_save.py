@@ -1,0 +1,418 @@
+"""Just-in-time snapshots of the last complete step, on any thread, wherever the training is.
+
+Everything is done under the recorder's lock. The forward hook takes it at forward start, and an
+update begins with the fence, which takes it: while it is held, and no update has begun, parameters
+are those of the last complete step. Before forward start all state is live, and the snapshot is
+`early`: it is not made while other tensors stand in for the weights
+(`journal/weight_guard.py`). After forward start, state that a forward changes comes from the copies
+made then (`journal/step_journal.py`). Inside an update the state is mixed: another thread waits for
+its end, the training thread cannot.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from lightck.errors import LightckError
+from lightck.failure.hang import HangWatch
+from lightck.failure.standing import Later, Standing, Waits
+from lightck.journal.boundary_state import holding
+from lightck.journal.device_lag import Before
+from lightck.loop.checkpointer import Recorder
+from lightck.pipeline.copy_plan import versions_of
+from lightck.pipeline.inflight import Flight
+from lightck.region.native_region import RECORD_EARLY, RECORD_JIT, Record
+from lightck.region.slot import Slot
+from lightck.state.inventory import Collected
+from lightck.types import Saved
+
+POLL_S = 0.002
+PATIENCE_S = 1.0
+"""Seconds that another thread waits for forward start before it takes an early snapshot.
+
+At forward start a snapshot is exact. The wait is at most a quarter of the time left.
+"""
+FATES_S = 3.0
+"""Seconds to wait for a slot while nothing is written.
+
+With a dead rank, an open outcome may never be settled.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The progress of the training loop, as its hooks report it.
+
+    Attributes:
+        step: the last complete step.
+        updating: inside an update, or between those of several optimizers.
+        inside: the next iteration's forward has begun.
+        ticks: grows with every hook.
+        step_s: seconds of the last step; None: not known yet.
+        thread: the identifier of the training thread.
+    """
+
+    step: int
+    updating: bool
+    inside: bool
+    ticks: int
+    step_s: float | None
+    thread: int
+
+
+@dataclass(eq=False)
+class Rescue:
+    """Just-in-time saves of the last complete step of one handle. Any thread."""
+
+    recorder: Recorder
+    leaving: bool = False
+    """True if the training thread is closing the handle, so that it will make no more progress."""
+    hang: HangWatch | None = None
+    """The hang detection of the training thread."""
+    _pid: int = field(default_factory=os.getpid)
+
+    @property
+    def last_step(self) -> int:
+        """Return the last complete step, or the step that hanging devices have, if it was saved."""
+        behind = self.recorder.behind
+        taken = behind.taken if behind is not None else None
+        return self.recorder.steps.step if taken is None else taken.step
+
+    def progress(self) -> Progress:
+        """Return the progress of the training loop; takes no lock."""
+        recorder = self.recorder
+        return Progress(
+            recorder.steps.step,
+            recorder.mixed,
+            recorder.inside,
+            recorder.ticks,
+            recorder.cadence.step_s,
+            recorder.thread,
+        )
+
+    def hold(self, until: float | None) -> None:
+        """Let training go no further than it must until the given time; None: release it.
+
+        Any thread.
+        """
+        if until is None:
+            self.recorder.hold.end()
+        else:
+            self.recorder.hold.begin(until, at_fence=self.recorder.pipeline.barrier.alone)
+
+    def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
+        """Commit the last complete step, unless it is committed; return by the deadline.
+
+        State that is captured or committed is not copied again, so that any number of triggers may
+        come for one step. A snapshot that is being persisted already is finished first, and kept.
+
+        Args:
+            reason: for `Saved`.
+            deadline: a time of `time.monotonic`; what is sealed is still written after it.
+            early: save the state at the step's end, even if the next forward has begun.
+
+        An expected failure is not raised: `Saved.why` states it.
+        """
+        began, why, asked = time.monotonic(), "", self.recorder.steps.step
+        try:
+            if os.getpid() != self._pid:
+                raise LightckError("a forked child must not write")
+            step, flight = self._captured(deadline, early)
+            asked = min(asked, step)
+            if flight is not None and not self._durable(flight, deadline):
+                why = f"step {flight.step} was not committed by the deadline"
+        except LightckError as error:
+            why = str(error)
+        except Exception as error:  # noqa: BLE001 - user's code: state_dict, on_error
+            why = f"the state cannot be taken: {error!r}"
+        return self._saved(reason, why, began, asked)
+
+    def _saved(self, reason: str, why: str, began: float, asked: int) -> Saved:
+        """Describe the outcome of a save from the snapshots that are there now."""
+        newest = self._newest()
+        step = newest.step if newest is not None else None
+        fresh = not why and step is not None and step >= asked
+        if not fresh and not why:
+            why = f"step {self.last_step} has no snapshot"
+        return Saved(
+            reason=reason,
+            step=step,
+            fresh=fresh,
+            early=fresh and newest is not None and newest.early,
+            why=why,
+            seconds=time.monotonic() - began,
+        )
+
+    def _newest(self) -> Record | None:
+        """Return the newest record that is committed on this rank and counts."""
+        records = [slot.record for slot in self.recorder.pipeline.region.slots if slot.record]
+        return max(records, key=lambda record: record.sequence, default=None)
+
+    # ---- capture ---------------------------------------------------------------------------
+
+    def _captured(self, deadline: float, early: bool) -> tuple[int, Flight | None]:
+        """Return the last complete step and its sealed flight, or None if it is committed already.
+
+        Raises:
+            LightckError: it cannot be saved; says why.
+        """
+        here = threading.get_ident() == self.recorder.thread
+        began, left = time.monotonic(), deadline - time.monotonic()
+        patience = began + (0.0 if here else min(PATIENCE_S, left / 4))
+        standing = Standing(self.recorder, began + left / 2)
+        while True:
+            hangs = self.hang is not None and self.hang.has_stood(self.progress())
+            # Before the try: only progress made until then counts.
+            leaving, stuck = self.leaving, self.recorder.mixed and self.is_stuck()
+            try:
+                with self._locked(deadline):
+                    before = standing.before(hangs=hangs)
+                    found = self._try(early, here, 0.0 if leaving else patience, before)
+                    standing.take(before)
+                    return found
+            except Later as later:
+                training = later.waits is Waits.TRAINING
+                idle = later.waits is Waits.SLOT and not self.recorder.pipeline.persisting
+                gone = training and (here or leaving or stuck)
+                gone = gone or (idle and time.monotonic() > began + FATES_S)
+                if gone or time.monotonic() >= deadline:
+                    self._finish_others(deadline)
+                    why = ", and the training stands still" if stuck and training else ""
+                    raise LightckError(f"{later}{why}") from None
+            time.sleep(POLL_S)
+
+    def is_stuck(self) -> bool:
+        """Tell whether to wait no longer for an update that stands still: a peer may finish it."""
+        return False
+
+    @contextmanager
+    def _locked(self, deadline: float) -> Iterator[None]:
+        lock = self.recorder.lock
+        # A signal's handler, or `on_error`, inside code that the lock guards: its state is half
+        # done.
+        if lock._is_owned():  # type: ignore[attr-defined]
+            raise LightckError("it was asked for inside lightck itself, which is half done")
+        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise LightckError("another thread was busy with a snapshot until the deadline")
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _try(
+        self, early: bool, here: bool, patience: float, before: Before | None
+    ) -> tuple[int, Flight | None]:
+        recorder, pipeline = self.recorder, self.recorder.pipeline
+        if not recorder.enabled:
+            raise LightckError("the handle is closed")
+        recorder.poll()
+        if pipeline.window is not None and (before is None or not self._waits()):
+            # In any case: the fence of an update comes before it changes anything.
+            with recorder.outcomes.reported():
+                pipeline.fence(None, aside=not here)
+        step = recorder.steps.step if before is None else before.step
+        for flight in pipeline.in_flight:
+            if flight.step == step and early <= bool(flight.flags & RECORD_EARLY):
+                return step, flight
+        if self._holds(step, early):
+            return step, None
+        self._check(step, before)
+        room = pipeline.region.has_room(due=False) or (early and self._exact(step))
+        if pipeline.taken_up is not None or not room:
+            raise Later("no slot became free", Waits.SLOT)
+        if before is not None:
+            return step, self._open_before(before, early)
+        if recorder.inside:
+            return step, self._open_late(early)
+        if time.monotonic() < patience:
+            raise Later(f"step {step} has not come to its boundary", Waits.TRAINING)
+        return step, self._open_early(here)
+
+    def _waits(self) -> bool:
+        """Tell whether copies from devices wait for a device that hangs."""
+        return self.recorder.pipeline.offload.transfers.waits
+
+    def _holds(self, step: int, early: bool) -> bool:
+        """Tell whether the step is committed since attach, or is the one that was restored.
+
+        With `early`, an exact snapshot does not count.
+        """
+        region, began = self.recorder.pipeline.region, self.recorder.cadence.began
+        restored = region.continued
+        if not began and restored is not None and restored.step == step:
+            return True
+        records = [slot.record for slot in region.slots if slot.record is not None]
+        alike = (r for r in records if r.step == step and r.timeline == region.timeline)
+        return any(early <= record.early for record in alike)
+
+    def _check(self, step: int, before: Before | None) -> None:
+        recorder, kept = self.recorder, self.recorder.journaled
+        assert kept is not None, "not armed"
+        if step == 0:
+            raise LightckError("no step is complete yet")
+        if before is not None:
+            if self._waits():
+                why = "copies of a later step wait for it"
+                raise Later(f"step {step} is what a device has that hangs, and {why}", Waits.DEVICE)
+            return
+        if not recorder.settled:
+            raise LightckError(f"at step {step} the optimizers are not all known yet")
+        if recorder.steps.gave_up(recorder.thread):
+            raise LightckError(f"the update after step {step} was given up half done")
+        if recorder.mixed or kept.step != step:
+            raise Later(f"the update after step {step} is half done", Waits.TRAINING)
+        if kept.ended is None and kept.begun is None:
+            told = kept.unwritten or "the state was replaced inside an iteration"
+            raise LightckError(f"step {step} has no boundary state: {told}")
+
+    def _open_late(self, early: bool) -> Flight:
+        """Open a snapshot after the next forward has begun, of the state when it began."""
+        kept = self.recorder.journaled
+        assert kept is not None
+        instant = kept.late(early=early)
+        blobs = self.recorder.instants.encoded(instant.first, instant.second)
+        moved = partial(kept.moved, early=instant.early)
+        step, state = self.recorder.steps.step, instant.collected
+        return self._sealed(self._opened(step, state, blobs, instant.flags, moved))
+
+    def _open_before(self, before: Before, early: bool) -> Flight:
+        """Open a snapshot of the state before an update that devices have not made.
+
+        Training has queued that update, or is about to.
+
+        Raises:
+            Later: the state has changed.
+        """
+        if moved := before.moved():  # it will be the same afterwards: nothing is copied for that
+            why = f"step {before.step}, which a device has: {moved} is not what it was"
+            raise Later(why, Waits.DEVICE)
+        instant = before.instant(early=early)
+        blobs = self.recorder.instants.encoded(instant.first, instant.second)
+        with self.recorder.pipeline.offload.back_at(before.standing):
+            flight = self._opened(
+                before.step, instant.collected, blobs, instant.flags, before.moved
+            )
+            return self._sealed(flight)
+
+    def _open_early(self, here: bool) -> Flight:
+        """Open a snapshot before forward start.
+
+        Another thread reads the state twice, as the loop may change it.
+
+        Raises:
+            Later: the loop changes the state, or other tensors stand in for the weights.
+        """
+        kept, step = self.recorder.journaled, self.recorder.steps.step
+        assert kept is not None
+        moved = partial(kept.moved, early=True)
+        state, blobs = self._before_forward()
+        versions, name = _versions(state), moved()
+        if name:
+            why = f"{name} is not what it was when step {step} ended: its snapshot has to wait for"
+            raise Later(f"{why} the next forward", Waits.TRAINING)
+        flight = self._opened(step, state, blobs, RECORD_EARLY, moved)
+        try:
+            again, said = (state, blobs) if here else self._before_forward()
+            changed = not here and (_versions(again) != versions or said != blobs)
+        except BaseException:
+            self.recorder.pipeline.drop("the state cannot be taken")
+            raise
+        if changed:
+            self.recorder.pipeline.drop("the loop has changed something meanwhile")
+            raise Later("the loop kept changing the state", Waits.TRAINING)
+        return self._sealed(flight)
+
+    def _exact(self, step: int) -> list[Slot]:
+        """Return the slots of this rank's snapshots of the step that no other rank counts on.
+
+        If the early instant is wanted, some rank has no exact snapshot and can have none: exact
+        ones count nowhere, and the early one may replace one of them.
+        """
+        region = self.recorder.pipeline.region
+        held = [(slot, slot.record) for slot in region.slots if slot.kept and slot.record]
+        return [slot for slot, r in held if (r.timeline, r.step) == (region.timeline, step)]
+
+    def _before_forward(self) -> tuple[Collected, tuple[bytes, bytes]]:
+        """Return the state between step end and forward start, and its blobs.
+
+        With one rank it is the live state. With several ranks, values and buffers are those of step
+        end: a killed rank leaves only these, and a rank which has gone on to the forward has them,
+        too. The loop's work between step end and forward start is then to be done on every rank.
+        """
+        recorder = self.recorder
+        instants, kept = recorder.instants, recorder.journaled
+        if recorder.forward_unseen and kept is not None and kept.ended is not None:
+            instants.forward_missed(kept.ended.copies)  # the forward may have begun
+        collected = instants.collect()
+        ended = kept.ended if kept is not None and not recorder.pipeline.barrier.alone else None
+        if ended is None or ended.copies is None:
+            return collected, instants.encode(collected, recorder.steps.step, seen=False)
+        return holding(collected, ended.copies), instants.encoded(ended.first, ended.second)
+
+    def _opened(
+        self,
+        step: int,
+        state: Collected,
+        blobs: tuple[bytes, bytes],
+        flags: int,
+        moved: Callable[[], str],
+    ) -> Flight:
+        pipeline = self.recorder.pipeline
+        if not pipeline.region.has_room(due=False):
+            for slot in self._exact(step):
+                pipeline.region.dead(slot)
+        with pipeline.pacing:
+            flight = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT)
+        if isinstance(flight, str):
+            raise Later(f"step {step} has no snapshot: {flight}", Waits.SLOT)
+        flight.moved = moved
+        return flight
+
+    def _sealed(self, flight: Flight) -> Flight:
+        """Return the flight with all of its copies made.
+
+        Raises:
+            Later: the loop has changed something meanwhile; it may succeed the next time.
+        """
+        if not self.recorder.pipeline.fence(None):
+            first, more = flight.torn[0], len(flight.torn) - 1
+            names = f"{first} and {more} more" if more else first
+            why = f"step {flight.step}: {names} changed while it was copied"
+            raise Later(why, Waits.TRAINING)
+        return flight
+
+    # ---- commit ----------------------------------------------------------------------------
+
+    def _durable(self, flight: Flight, deadline: float) -> bool:
+        """Wait for a sealed flight's commit on this rank; False at the deadline.
+
+        Raises:
+            LightckError: it failed.
+        """
+        pipeline = self.recorder.pipeline
+        while not flight.durable_s:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            with self._locked(deadline):
+                self.recorder.poll()
+                if not flight.durable_s and flight not in pipeline.persisting:
+                    raise LightckError(f"step {flight.step} could not be written")
+            time.sleep(min(POLL_S, left))  # the training thread may need the lock
+        return True
+
+    def _finish_others(self, deadline: float) -> None:
+        """Wait for the snapshots that are sealed already: a restart finds the newest of them."""
+        for flight in [*self.recorder.pipeline.persisting]:
+            self._durable(flight, deadline)
+
+
+def _versions(collected: Collected) -> list[tuple[str, int]]:
+    names = [live.name for live in collected.lives]
+    return list(zip(names, versions_of([live.tensor for live in collected.lives]), strict=True))

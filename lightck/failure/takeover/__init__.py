@@ -1,0 +1,1 @@
+"""A survivor writes a dead rank's share of the last step."""

@@ -1,0 +1,1 @@
+"""The small state of every step, kept for the moment of a failure."""

@@ -1,0 +1,394 @@
+"""Keep the boundary state of every step, due or not, while the failure path is armed.
+
+That is I10 (the boundary journal). The state is taken at step end and at forward start, and kept
+twice: in private memory, for a just-in-time snapshot that this process makes (`held`), and in the
+region's journal, for one that a survivor of its node makes when this process has been killed. What
+only an update changes is not in it: that stays live.
+
+An entry of the journal is this tree as a blob (`parcel.py`); `entry.unpacked` decodes one.
+
+    first         as `Instants.trees` gives it: what `at_step` of a manifest decodes to
+    second        what `at_forward` decodes to. Of kind STEP_END: values as they are where the step
+                  ends, without generators; of kind FORWARD: as at forward start, with generators
+                  if one was seen; of kind FENCE: as of STEP_END, as if the step ended at the fence
+    tensors       name -> {role, layer, holders, tensor}: this rank's own small tensors as they are
+                  then: all that a snapshot copies at forward start (buffers, small tensors of
+                  extras, what was found torn twice), and small ones of optimizers' options and
+                  attributes. Neither ties, which have no bytes, nor shares, shards, large tensors
+                  of extras, and what a device holds
+    share_digest  digest of the share map then
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightck.errors import (
+    LightckError,
+    RegionFullError,
+    RegionIOError,
+    TornSnapshotError,
+)
+from lightck.events import event
+from lightck.journal.boundary_state import Instants, holding, users_code
+from lightck.journal.copy_buffer import Shelf, is_readable
+from lightck.journal.entry import ExtrasFullError, Sealing
+from lightck.journal.kept import Instant, watched
+from lightck.journal.pre_fence import Habit
+from lightck.journal.weight_guard import Weights
+from lightck.pipeline import copy_plan
+from lightck.pipeline.copy_plan import Sources
+from lightck.region.journal import FENCE, FORWARD, STEP_END, JournalEntry, write_entry
+from lightck.region.native_region import RECORD_EARLY
+from lightck.region.region import Region
+from lightck.state import tensor_support
+from lightck.state.inventory import Collected
+from lightck.state.live import SMALL_EXTRA_BYTES, Live
+
+MOST_BYTES = 8 << 20
+"""Bytes copied at each instant at most: more would cost every step a millisecond."""
+
+DOUBT_STEPS = 8
+"""All tensors are looked up once in so many steps, and in each of so many after a change."""
+
+REST_STEPS = 64
+"""Steps without an entry after one that was too large: finding that out costs, too."""
+
+
+def _torn(step: int, why: str) -> TornSnapshotError:
+    return TornSnapshotError(f"step {step} cannot be saved any more: {why}")
+
+
+@dataclass(eq=False)
+class _Sorted:
+    """Tensors sorted by what is done with them, for as long as the tuple is the same."""
+
+    lives: tuple[Live, ...]
+    own: list[Live] = field(init=False)
+    watched: list[torch.Tensor] = field(init=False)
+    """Tensors that are watched for changes: all but those that change in the window."""
+
+    def __post_init__(self) -> None:
+        """Sort the tensors."""
+        self.own = [live for live in self.lives if is_own(live)]
+        self.watched = [live.tensor for live in watched(self.lives, private=True)]
+
+
+def is_own(live: Live) -> bool:
+    """Tell whether it is copied at each instant: it changes in the window, or is a small option."""
+    option = "/@group/" in live.name or "/@attribute/" in live.name
+    small = option and live.local.nbytes <= SMALL_EXTRA_BYTES and is_readable(live.local)
+    return live.alias_of is None and (live.sync or small)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare the tensors; False also if a device, which may hang, holds one."""
+    readable = all(is_readable(tensor_support.local(each)) for each in (one, other))
+    return readable and torch.equal(one, other)
+
+
+@dataclass(eq=False)
+class Journaled:
+    """Keeps the boundary state of each step. On the training thread, under the recorder's lock."""
+
+    instants: Instants
+    region: Region
+    region_lost: Callable[[LightckError], None]
+    """Called with the error when the region takes no more."""
+    habit: Habit
+    """Predicts, for several ranks, whether an iteration that is left off has come to its fence."""
+    stood: Callable[[bool], None] = lambda begun: None
+    """Called at each instant; says whether it is forward start."""
+    step: int = -1
+    """Step that the kept state is of, or whose state could not be kept."""
+    ended: Instant | None = None
+    """The step end of the last step that ended; None: taking it failed."""
+    begun: Instant | None = None
+    """The forward start after it; None: that has not come, or taking it failed."""
+    unwritten: LightckError | None = None
+    """The last error that kept an instant, or its entry, from being taken."""
+    peers: bool = False
+    """True if other ranks may have to finish the update that this one is killed in."""
+    weights: Weights = field(default_factory=Weights)
+    _writes: bool = False
+    """True once the timeline is durable: entries can be of it."""
+    _doubts: int = 0
+    """Number of steps for which all tensors are still looked up, since some were replaced."""
+    _base: _Sorted = field(default_factory=lambda: _Sorted(()))
+    """Tensors of model and optimizers."""
+    _more: _Sorted = field(default_factory=lambda: _Sorted(()))
+    """Tensors of extras, and of optimizers' options and attributes."""
+    _shelf: Shelf | None = None
+    """Copy buffer for what changes in the window, and what an entry has besides; None: too much."""
+    _sealing: Sealing = field(default_factory=Sealing)
+    _told: set[type[LightckError]] = field(default_factory=set)
+    once: _Once = field(init=False)
+    _rests_until: int = 0
+    """Step from which on entries are written again."""
+    _fenced: int = -1
+    """Step that the last update completes, or is to complete."""
+    _left: tuple[int, bytes] = (-1, b"")
+    """Step and blob of the last entry written before a fence; no blob if it is void."""
+    _update: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    """Step and blob, by kind, of the last fence entry and of a step's first step-end entry."""
+
+    def __post_init__(self) -> None:
+        """Make the context that reports errors."""
+        self.once = _Once(self._tell)
+
+    def entry(self, kind: int) -> JournalEntry | None:
+        """Return the entry before the last update (FENCE), or the first one behind it (STEP_END).
+
+        None: there is none. The journal has these no more where position and generators have been
+        taken again since. Any thread.
+        """
+        step, blob = self._update.get(kind, (0, b""))
+        timeline = self.region.timeline
+        return JournalEntry(kind, step, timeline, 0, 0, RECORD_EARLY, blob) if blob else None
+
+    def forget(self, step: int) -> None:
+        """Forget what is kept of an older step: `step` has ended."""
+        self.step, self.ended, self.begun = step, None, None
+        self.weights.forget()
+
+    def step_ended(self, step: int) -> None:
+        """Take the step end; once more where position and generators have been taken again.
+
+        Not while others, an average say, stand in for the weights: the first one serves then.
+        """
+        before, self.ended = self.ended, None
+        if self.peers and self._fenced != step:  # no fence came: a scaler left the update out
+            self.habit.no_fence()
+            if self._left[0] == step:
+                self._update[FENCE] = self._left
+        with self.once:
+            with users_code():
+                collected = self.instants.inventory.glance()
+            own = self.weights.step_ended(collected.base)
+            self.ended = self._take(STEP_END, step, collected, seen=False) if own else before
+
+    def forward(self, step: int, *, seen: bool, sure: bool) -> Instant | None:
+        """Take the forward start, where it is seen or was missed; None if that failed.
+
+        Unless `sure`, which the due snapshot needs, tensors that were the same for some steps are
+        looked up only once in `DOUBT_STEPS`. If one has been replaced by then, `late` finds it.
+        """
+        self.begun = None
+        sure = sure or self._doubts > 0 or step % DOUBT_STEPS == 0
+        with self.once:
+            before = self._base
+            self.begun = self._take(FORWARD, step, self.instants.collect(sure=sure), seen=seen)
+            if sure:
+                same = before is self._base
+                self._doubts = max(self._doubts - 1, 0) if same else DOUBT_STEPS
+        return self.begun
+
+    def late(self, *, early: bool = False) -> Instant:
+        """Return the last step as it was, though its next forward has begun.
+
+        Args:
+            early: as of step end, even if forward start is kept, too.
+
+        Raises:
+            TornSnapshotError: that state is not known any more.
+        """
+        kept = self.ended if early or self.begun is None else self.begun
+        if kept is None:
+            raise _torn(self.step, f"its boundary state is not kept: {self.unwritten}")
+        newest = self.begun or kept
+        why = newest.changed(self.instants.inventory.shared())
+        name = "" if why else self.moved(early=kept.early)
+        if why or name:
+            raise _torn(self.step, why or f"{name} is not what it was at the instant to be saved")
+        state = newest.collected
+        return replace(kept, collected=holding(state, kept.copies) if kept.copies else state)
+
+    def moved(self, *, early: bool) -> str:
+        """Name a weight that is not what it was at forward start, or if `early` at step end.
+
+        For forward start only bytes are compared. Empty: none, as far as can be seen.
+        """
+        return self.weights.moved(self.instants.inventory.shared(), early=early)
+
+    def untouched(self) -> bool:
+        """Tell whether what a forward may change is as at forward start: all is of one instant."""
+        if self.begun is None or self.begun.copies is None:
+            return False
+        live = {each.name: each.tensor for each in self.instants.inventory.collect().lives}
+        kept = self.begun.copies
+        same = (name in live and _equal(live[name], kept[name]) for name in kept)
+        return all(same)
+
+    def fenced(self, step: int) -> None:
+        """Write the fence entry: an update begins that completes `step`.
+
+        It has what the end of `step` will have, as it is now, for survivors of a process that is
+        killed inside the update; without other ranks nothing is written. What is kept of the last
+        step stays as it is.
+        """
+        if self.peers:
+            self.habit.fence(step)
+            self._fenced = step
+            self._at_fence(step)
+
+    def leave(self, step: int) -> None:
+        """Write the fence entry of `step` before its fence: by habit, nothing changes in between.
+
+        If training goes on, its fence writes again only if something has changed after all. `entry`
+        still gives that of the last update: a rank that waits here, with all of its own gradients,
+        may wait for one that is killed in that update.
+        """
+        if self._left[0] != step:
+            self._left = step, b""
+        self._at_fence(step)
+
+    def take_back(self, step: int) -> None:
+        """Void the entry written before the fence of `step`: it is not what the fence will have.
+
+        Peers cannot be ahead yet: the gradient that shows this is in no allreduce.
+        """
+        if self._left[0] == step and self._left[1]:
+            self._left = step, b""
+            with self.once:
+                write_entry(self.region.native, FENCE, step, self.region.timeline, b"")
+
+    def _at_fence(self, step: int) -> None:
+        if not (self.peers and self._writes):
+            return
+        with self.once:
+            with users_code():
+                collected = self.instants.inventory.glance()
+            trees = self.instants.standing(), {**collected.tree, "step": step}
+            shelf = self._sort(collected)
+            if shelf is not None:
+                copies = shelf.fill(aside=True)
+                self._write(FENCE, step, trees, collected.share_digest, shelf, copies)
+
+    def _take(self, kind: int, step: int, collected: Collected, *, seen: bool) -> Instant:
+        trees = self.instants.trees(collected, step, seen=seen)
+        shelf = self._sort(collected)
+        copies = sources = None
+        if kind == FORWARD:
+            self.weights.forward()
+            tensors = self._watched_now(collected)
+            sources = Sources(tensors, *copy_plan.read(tensors), [])
+        if shelf is not None:
+            every = shelf.fill()
+            copies = shelf.changing(every)
+            with self.once:
+                self._write(kind, step, trees, collected.share_digest, shelf, every)
+        self.stood(kind == FORWARD)
+        return Instant(kind, step, *trees, collected, copies, sources)
+
+    def _sort(self, collected: Collected) -> Shelf | None:
+        """Sort the tensors, as far as they are others now, and return a copy buffer for them.
+
+        It is the last one if that fits. None: an entry would have too much.
+        """
+        base, more = collected.base, collected.lives[len(collected.base) :]
+        if self._base.lives is not base:
+            self._base = _Sorted(base)
+        if len(more) != len(self._more.lives) or not all(map(operator.is_, more, self._more.lives)):
+            self._more = _Sorted(more)
+        own = [*self._base.own, *self._more.own]
+        if self._shelf is None or not self._shelf.fits(own):
+            small = sum(live.local.nbytes for live in own) <= MOST_BYTES
+            self._shelf = Shelf(own) if small else None
+        return self._shelf
+
+    def _watched_now(self, collected: Collected) -> list[torch.Tensor]:
+        if self._shelf is None:
+            return [live.tensor for live in collected.lives]
+        return (
+            [*self._base.watched, *self._more.watched] if self._more.watched else self._base.watched
+        )
+
+    def _write(
+        self,
+        kind: int,
+        step: int,
+        trees: tuple[dict[str, Any], dict[str, Any]],
+        share_digest: bytes,
+        shelf: Shelf,
+        copies: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Write an entry of what has just been copied to the buffer, and the rest."""
+        if not self._writes:
+            return
+        if step < self._rests_until:
+            return
+        try:
+            blob = self._sealing.sealed(shelf, copies, trees, share_digest)
+            first = kind == STEP_END and self._update.get(kind, (-1,))[0] != step
+            if first or (kind == FENCE and step == self._fenced):
+                self._update[kind] = step, blob
+            if kind == FENCE and self._left == (step, blob):
+                return  # the journal has it
+            write_entry(self.region.native, kind, step, self.region.timeline, blob)
+            if kind == FENCE and self._left[0] == step:
+                self._left = step, blob
+        except RegionFullError:
+            self._rests_until = step + REST_STEPS
+            if self.peers:  # without them nobody reads it
+                raise
+
+    def begin(self, step: int, *, peers: bool) -> None:
+        """Write the first entry, as the timeline is durable, and warn of what cannot be kept."""
+        self._writes, self.peers = True, peers
+        self.step_ended(step)
+        if isinstance(self.unwritten, RegionFullError):
+            what = "a region that is made anew has room for it"
+            if isinstance(self.unwritten, ExtrasFullError):
+                what = "give what they are made of instead (a seed and a position, not an order)"
+            warnings.warn(
+                f"lightck: {self.unwritten}: what a killed process leaves cannot be completed;"
+                f" {what}",
+                stacklevel=5,
+            )
+        if self.ended is not None and self.ended.copies is None:
+            warnings.warn(
+                f"lightck: what a forward changes (buffers, extras) is more than {MOST_BYTES >> 20}"
+                " MiB, too much to be kept at every step: once a forward has changed it, nothing"
+                " can be saved until the step ends",
+                stacklevel=5,
+            )
+
+    def _tell(self, raised: Exception) -> None:
+        """Report an error, and warn of each kind once: it would come at every step.
+
+        It is only logged, for nothing is lost yet: a due snapshot will fail by itself, and a
+        just-in-time save says why it fails. A region that takes no more is reported as well.
+        """
+        error = raised
+        if not isinstance(error, LightckError):
+            error = LightckError(f"the boundary state cannot be kept: {raised!r}")
+        self.unwritten = error
+        new = type(error) not in self._told
+        self._told.add(type(error))
+        event("not_kept", logging.WARNING if new else logging.DEBUG, step=self.step, why=error)
+        if new and isinstance(error, RegionIOError):
+            self.region_lost(error)
+
+
+@dataclass(frozen=True, eq=False)
+class _Once:
+    """Context that reports errors and does not raise them: nobody asked for this work."""
+
+    tell: Callable[[Exception], None]
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Report every error that is no interrupt, and suppress it."""
+        if isinstance(error, Exception):
+            self.tell(error)
+            return True
+        return False

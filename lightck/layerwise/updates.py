@@ -1,0 +1,294 @@
+"""Layer-wise updates: which jobs may use them, when a layer is due, and what the loop must keep to.
+
+Two plain steps first show what the loop does between a gradient and its update. Then each unit is
+updated as soon as its gradients are final, and the user's `step()` becomes the check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightck.errors import ConfigError
+from lightck.layerwise.gradients import (
+    Accumulated,
+    Finality,
+    Listener,
+    Noted,
+    Options,
+    alike,
+    option_changed,
+    options_of,
+)
+from lightck.layerwise.units import OwnSteps, Unit, Units, step_only
+from lightck.state.inventory import Inventory, held_parameters
+
+PLAIN_STEPS = 2
+"""The number of steps that are taken plainly first."""
+ALLOWED = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
+    *(torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
+    *(torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adafactor, torch.optim.SparseAdam),
+)
+"""Optimizers that treat every parameter by itself, with state and counters of its own."""
+REFUSED = {
+    "LBFGS": "evaluates the whole model several times within a step",
+    "Muon": "may need whole matrices that ranks hold parts of",
+}
+_ASKED = 'update="layerwise" was asked for, but '
+_PLAINLY = 'use update="plain"'
+
+
+@dataclass(eq=False)
+class Updates:
+    """Decides when each unit is updated, and checks that the loop agrees.
+
+    The thread that runs the backward uses it, which is the training thread on a CPU.
+    """
+
+    units: Units
+    accumulation: int
+    final: Finality = field(default_factory=Accumulated)
+    step: int = 0
+    """The number of complete steps since attach."""
+    failed: str = ""
+    """Why the state is mixed for good: some layers are updated, and the step cannot be
+    completed."""
+    _come: dict[int, int] = field(default_factory=dict)
+    """The number of gradients in this step, by the parameter's identity."""
+    _noted: dict[int, Noted] = field(default_factory=dict)
+    _options: dict[int, Options] = field(default_factory=dict)
+    """The options of each optimizer when its first gradient was final, by the optimizer's index."""
+    _updated: set[int] = field(default_factory=set)
+    """The numbers of the units that were updated in this step."""
+    own: OwnSteps = field(default_factory=OwnSteps)
+    _heard: list[RemovableHandle] = field(default_factory=list)
+
+    def arrange(self, listener: Listener) -> None:
+        """Find the units and listen for their gradients; anew when the parameters have changed."""
+        if self.units.find():
+            self._silence()
+            every = (p for unit in self.units.all for p in unit.parameters)
+            self._heard = self.final.listen(every, listener)
+
+    def _silence(self) -> None:
+        for handle in self._heard:
+            handle.remove()
+        self._heard.clear()
+
+    def stop(self) -> None:
+        """Stop listening. Idempotent."""
+        self.own.put_back()
+        self._silence()
+        self.final.stop()
+
+    @property
+    def active(self) -> bool:
+        """Tell whether layers are updated by themselves: the plain steps are over."""
+        return self.step >= PLAIN_STEPS
+
+    def come(
+        self, parameter: torch.Tensor, *, inside_update: bool, final: bool = True
+    ) -> Unit | None:
+        """Take note of a gradient that was added; return the unit to be updated now, if any.
+
+        Raises:
+            ConfigError: it comes too late, or inside an update.
+        """
+        unit = self.units.of(parameter)
+        if unit is None:
+            return None
+        self._go_on()
+        name = self.units.names[id(parameter)]
+        if inside_update:
+            raise self.wrong(f"{name} gets a gradient inside an update (a closure?)")
+        if unit.number in self._updated:
+            raise self.wrong(
+                f"{name} gets another gradient after its update: a backward of this step has"
+                f" failed half-way, or there are more than accumulation={self.accumulation}"
+                " backward passes per step"
+            )
+        if any(p.grad is None for p in unit.parameters if p is parameter or id(p) in self._come):
+            raise self.wrong(f"a gradient of {unit.layer or name} is cleared inside the backward")
+        self._come[id(parameter)] = self._come.get(id(parameter), 0) + 1
+        if not final:
+            if self._come[id(parameter)] >= self.accumulation:
+                raise self.wrong(
+                    f"gradient {self._come[id(parameter)]} of {name} in this step, of"
+                    f" accumulation={self.accumulation}, is this rank's alone: no_sync(), or DDP"
+                    " still waits for parameters without a gradient"
+                )
+            return None
+        if not self.active:
+            self._note(unit, (parameter,))
+            return None
+        whole = all(self._come.get(id(p), 0) == self.accumulation for p in unit.parameters)
+        return unit if whole else None
+
+    def update(self, unit: Unit) -> None:
+        """Update one unit, whose copies have left its memory."""
+        self._updated.add(unit.number)
+        with self.final.in_place(unit.parameters):
+            self._step(unit.optimizer, unit.parameters)
+        self._note(unit, unit.parameters)
+
+    def _step(self, i: int, parameters: Sequence[torch.Tensor]) -> None:
+        optimizer = self.units.inventory.optimizers[i]
+        try:
+            step_only(optimizer, parameters)
+        except BaseException as error:
+            self.failed = f"the update of {self._label(parameters)} failed: {error!r}"
+            raise
+
+    def _label(self, parameters: Sequence[torch.Tensor]) -> str:
+        names = [self.units.names.get(id(p), "a parameter") for p in parameters[:1]]
+        return names[0] + (f" and {len(parameters) - 1} more" if len(parameters) > 1 else "")
+
+    def _note(self, unit: Unit, parameters: Iterable[torch.Tensor]) -> None:
+        if unit.optimizer not in self._options:
+            optimizer = self.units.inventory.optimizers[unit.optimizer]
+            self._options[unit.optimizer] = options_of(optimizer)
+        self._noted |= {id(p): Noted.of(p) for p in parameters}
+
+    def filled(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
+        """Take the gradient as the backward leaves it: from now on only the loop writes it.
+
+        Raises:
+            ConfigError: it is not the one that was used.
+        """
+        noted = self._noted.get(id(parameter))
+        if noted is None:
+            return
+        if parameter.grad is not noted.gradient or not alike(noted.gradient, final):
+            name = self.units.names[id(parameter)]
+            raise self.wrong(f"the gradient of {name} is not the one that was reduced")
+        self._noted[id(parameter)] = Noted.of(parameter)
+
+    def check(self, i: int) -> None:
+        """Check, as the user's step begins, that what its update is made from has not changed.
+
+        Raises:
+            ConfigError: something has changed in between; with layers updated, for good.
+        """
+        self._go_on()
+        self.final.step_begins()
+        optimizer = self.units.inventory.optimizers[i]
+        wrong = self._difference(i, optimizer)
+        if wrong is None and not self.active:
+            wrong = self._miscounted(i)
+        if wrong is not None:
+            raise self.wrong(wrong)
+
+    def _difference(self, i: int, optimizer: Optimizer) -> str | None:
+        if getattr(optimizer, "grad_scale", None) is not None:
+            return "a GradScaler leaves the unscaling to the optimizer's step"
+        for parameter in held_parameters(optimizer):
+            noted = self._noted.get(id(parameter))
+            changed = None if noted is None else noted.changed(parameter)
+            if changed is not None:
+                name = self.units.names[id(parameter)]
+                return (
+                    f"{changed}, that of {name}, between the backward and step() (clipping,"
+                    " unscaling, zero_grad, averaging?)"
+                )
+        if i in self._options:
+            changed = option_changed(self._options[i], options_of(optimizer))
+            if changed is not None:
+                return (
+                    f"{changed} of optimizer {i} between the backward and step(): set it"
+                    " before the backward"
+                )
+        return None
+
+    def _miscounted(self, i: int) -> str | None:
+        mine = [p for unit in self.units.all if unit.optimizer == i for p in unit.parameters]
+        counts = {id(p): self._come[id(p)] for p in mine if id(p) in self._come}
+        if not counts or max(counts.values()) == self.accumulation:
+            return None
+        most = max(counts, key=counts.__getitem__)
+        return (
+            f"{self.units.names[most]} got {counts[most]} gradients in one step, and"
+            f" accumulation={self.accumulation} was stated:"
+            " update=lightck.Layerwise(accumulation=<backward passes per step>)"
+        )
+
+    def rest(self, i: int) -> None:
+        """Update what had no update of its own, and leave the user's step nothing to do."""
+        optimizer = self.units.inventory.optimizers[i]
+        rest = [p for p in held_parameters(optimizer) if not self._updated_alone(p)]
+        if rest:
+            self._step(i, rest)
+        self.own.take(optimizer)
+
+    def _updated_alone(self, parameter: torch.Tensor) -> bool:
+        unit = self.units.of(parameter)
+        return unit is not None and self.done(unit)
+
+    def done(self, unit: Unit) -> bool:
+        """Tell whether a unit was updated in this step."""
+        return unit.number in self._updated
+
+    def step_ended(self) -> None:
+        """Take note that every optimizer has stepped: a step is complete."""
+        self.step += 1
+        for held in (self._come, self._noted, self._options, self._updated):
+            held.clear()
+
+    def _go_on(self) -> None:
+        if self.failed:
+            raise ConfigError(f"the state is mixed: {self.failed}. Restore the last snapshot")
+
+    def wrong(self, why: str) -> ConfigError:
+        """Make the error for a loop that layer-wise update cannot follow; note a mixed state."""
+        if not self._updated:
+            return ConfigError(f"{_ASKED}{why}; {_PLAINLY}. No layer of this step is updated yet")
+        self.failed = why
+        return ConfigError(
+            f"{_ASKED}{why}; {len(self._updated)} layers of this step are updated already:"
+            f" {_PLAINLY} and restore the last snapshot"
+        )
+
+
+def refuse(final: Finality, inventory: Inventory, *, boundary: bool) -> None:
+    """Refuse, at attach, a job that cannot have layer-wise update.
+
+    Raises:
+        ConfigError: the reason.
+    """
+    why = _reason(inventory, boundary) or final.refusal()
+    if why is not None:
+        raise ConfigError(f"{_ASKED}{why}; {_PLAINLY}")
+
+
+def _reason(inventory: Inventory, boundary: bool) -> str | None:
+    optimizers = inventory.optimizers
+    if not optimizers or not inventory.covered():
+        return "it needs all optimizers: give attach every one, for every trainable parameter"
+    if boundary:
+        return "boundary= means that optimizers step at different rates"
+    holders: dict[int, int] = {}
+    for i, optimizer in enumerate(optimizers):
+        why = _kind(optimizer)
+        if why is not None:
+            return f"{type(optimizer).__name__} (optimizer {i}) {why}"
+        for p in held_parameters(optimizer):
+            if holders.setdefault(id(p), i) != i:
+                return f"optimizers {holders[id(p)]} and {i} share a parameter"
+            if type(p) not in (nn.Parameter, torch.Tensor) or p.device.type != "cpu":
+                return f"a parameter is a {type(p).__name__} on {p.device}: not supported yet"
+    return None
+
+
+def _kind(optimizer: Optimizer) -> str | None:
+    name = type(optimizer).__name__
+    if type(optimizer) not in ALLOWED:
+        known = ", ".join(kind.__name__ for kind in ALLOWED)
+        return REFUSED.get(name, f"is not known to treat parameters one by one, as {known} do")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "is differentiable: its step belongs to a graph"
+    return None

@@ -1,0 +1,482 @@
+"""Follows the training loop: steps end, forwards begin, updates come; snapshots follow them.
+
+Decides when the pipeline does what keeps these: I1 (when a step is complete), I2 (the two
+instants), I3 (window and fence), I4 (captured before the forward) and I5 (never commit a torn
+snapshot). Runs on the training thread; what becomes of the snapshots is for `Outcomes`, whose lock
+guards what a waiter's thread touches, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightck.data.lookahead import Lookahead
+from lightck.data.prefetched import Prefetched
+from lightck.errors import StateError
+from lightck.events import event
+from lightck.journal.boundary_state import Instants
+from lightck.journal.device_lag import Behind
+from lightck.journal.kept import Instant
+from lightck.journal.step_journal import Journaled
+from lightck.loop.due import Due
+from lightck.loop.extra_movement import Movement
+from lightck.loop.hold import Hold
+from lightck.loop.hooks import Watched
+from lightck.loop.outcomes import Outcomes
+from lightck.loop.stall_timer import Stalls
+from lightck.loop.steps import Steps
+from lightck.pipeline.commit_barrier import is_final
+from lightck.pipeline.pipeline import Pipeline
+from lightck.state import data_loaders
+from lightck.state.inventory import Collected, Inventory
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Listens to one training loop and opens, fences and seals its snapshots."""
+
+    inventory: Inventory
+    instants: Instants
+    pipeline: Pipeline
+    steps: Steps
+    cadence: Due
+    watched: Watched
+    outcomes: Outcomes
+    settled: bool
+    """True once all optimizers of the job are known."""
+    on_found: Callable[[int, Optimizer], None]
+    """Called before the first step of an optimizer that was found by itself."""
+    arm: Callable[[bool], None] = lambda on: None
+    """Reports the next forwards (True), or stops that (False)."""
+    on_step: Callable[[], None] = lambda: None
+    """Called when a step has ended and its due snapshot is decided."""
+    journaled: Journaled | None = None
+    """The boundary state of every step, kept while the failure path is armed; else None."""
+    behind: Behind | None = None
+    """The states that devices still have, while the failure path is armed; else None."""
+    hold: Hold = field(default_factory=Hold)
+    """Pauses training while a thread that will end the process saves."""
+    ticks: int = 0
+    """A counter that moves with every hook, which shows that training makes progress."""
+    thread: int = field(default_factory=threading.get_ident)
+    """The id of the training thread, as far as the hooks have seen it."""
+    stalls: Stalls = field(default_factory=Stalls)
+    enabled: bool = True
+    """True but in forked children and after detach."""
+    due: bool = False
+    """True if the last complete step gets a snapshot that is not opened yet."""
+    _gradients: int = 0
+    """The number of gradient hooks since the last step ended; > 0 inside an iteration."""
+    _ended_in: int = -1
+    """The id of the backward inside which the last step ended, if optimizers step in it; else
+    -1."""
+    _room_made: bool = False
+    forward_unseen: bool = True
+    """True if the last forward ran where no hook can see it (a compiled loop, a CUDA graph), or if
+    none has run yet: buffers are then taken at the step's end, in case the next one goes unseen,
+    too."""
+    _warned: bool = False
+    buffers: list[int] | None = None
+    """The buffers' version counters when this forward began, empty if their values are kept; None
+    before the forward."""
+    movement: Movement = field(init=False)
+    """The check for extras that change from a step's end to the next forward."""
+
+    def __post_init__(self) -> None:
+        """Make the check for all extras."""
+        self.movement = Movement(self.inventory.extras)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The lock that guards what a waiter's thread uses, too."""
+        return self.outcomes.lock
+
+    # ---- hooks -----------------------------------------------------------------------------
+
+    def update_begins(
+        self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
+    ) -> None:
+        """Fence an update: wait until what this optimizer changes has been copied."""
+        index = self._index(optimizer)
+        if index is None:
+            return
+        self._tick()
+        if not self.settled and self.steps.counts[index] > self.steps.step:
+            with self.lock:  # a save changes the copy plan, too
+                self._settle()
+        if unseen:
+            self.outcomes.overtaken(due=self.due)
+            self.due = False
+        else:
+            self._stand_at_fence()
+        self._begin(index, frame, seen=not unseen)
+
+    def _begin(self, who: int, frame: FrameType | None = None, *, seen: bool = True) -> None:
+        first = not self.steps.between_updates
+        outermost = self.steps.begin(who, frame)
+        self.fence(None if who == Steps.MARK else who)
+        if first and outermost:
+            self.fenced()
+        if outermost and self.enabled and self.behind is not None and self.behind.has_devices:
+            with self.stalls.of("fence"), self.lock:
+                self.behind.update_begins(self.steps.step, first=first, seen=seen)
+
+    def update_ends(self, optimizer: Optimizer) -> None:
+        """Take note that an update has ended; a step may be complete."""
+        index = self._index(optimizer)
+        self._tick()
+        if index is not None:
+            with self.lock:  # no save may see a new step with the old one's boundary state
+                if self.steps.end(index):
+                    self._step_ended()
+
+    def update_skipped(self, optimizer: Optimizer) -> None:
+        """Take note that the gradient scaler left an update out: the step counts all the same."""
+        index = self._index(optimizer)
+        if index is not None:
+            with self.lock:
+                if self.steps.skipped(index):
+                    self._step_ended()
+
+    def forward(self, training: bool) -> None:
+        """Take forward start if gradients are on; else RNG states and buffers, once."""
+        if not self.enabled or self.steps.updating:
+            return
+        self._tick()
+        # A save on another thread takes buffers as they are before the forward, or as kept here.
+        with self.stalls.of("boundary"), self.lock:
+            if training:
+                self.forward_unseen = False
+                self.instants.forward_seen()
+                self.arm(False)
+                self._window_begins(seen=True)
+            elif self.due or self.journaled is not None:
+                self.instants.before_forward(generators=True)
+        if training:
+            self.hold.here(fence=False)
+
+    def _window_begins(self, *, seen: bool) -> None:
+        """Keep the state at forward start, seen or missed, and open the due snapshot."""
+        self.movement.forward(self.steps.step)
+        kept = None
+        if self.journaled is None:
+            self.buffers = [buffer._version for buffer in self.inventory.buffers()]
+        else:
+            self.buffers = []
+            kept = self.journaled.forward(self.steps.step, seen=seen, sure=self.due)
+        if self.due:
+            self.open(kept, seen=seen)
+
+    def gradient(self, layer: str) -> None:
+        """Take note that a layer's gradient is ready, and let more copies run."""
+        if self._ended_in >= 0 and torch._C._current_graph_task_id() == self._ended_in:
+            return  # the rest of the backward whose last update ended the step
+        self._gradients += 1
+        if not self.enabled:
+            return
+        self.ticks += 1  # on a GPU by autograd's own thread
+        unkept = self.journaled is not None and self.buffers is None
+        if (self.due or unkept) and not self.steps.updating:
+            self._missed_forward("a gradient hook")
+        self.pipeline.pace(self.pipeline.schedule.tick)
+
+    def iterating(self, loader: Any, drawing: bool = False) -> None:
+        """Take RNG states where a loader starts anew, or draws, from step end to forward start."""
+        self._look(loader, drawing)
+        if isinstance(loader, Prefetched) and self.forward_unseen and self.instants.ended:
+            return  # whether the forward has begun cannot be told
+        self.instants.draws.iterating(drawing=drawing, inside=self.inside)
+        if self.enabled and not self.inside and not self.steps.updating:
+            self._tick()
+            with self.stalls.of("boundary"), self.lock:
+                taken = self.instants.iterating(loader, drawing)
+                if taken and self.journaled is not None and self.buffers is None:
+                    self.journaled.step_ended(self.steps.step)
+
+    def _look(self, loader: Any, drawing: bool) -> None:
+        """Note the extras before a draw, or that there is none."""
+        ahead = isinstance(loader, Prefetched) or data_loaders.running() is not None
+        within = isinstance(loader, Prefetched) and self.inside
+        if self.enabled and (within or not (self.inside or self.steps.updating)):
+            with self.stalls.of("boundary"), self.lock:
+                if drawing:
+                    self.movement.drawing(loader, ahead=ahead, within=within)
+                else:
+                    self.movement.drawing_none()
+
+    def drawn(self) -> None:
+        """Take note that a batch has been drawn, with or without an error."""
+        if self.enabled:
+            try:
+                with self.stalls.of("boundary"), self.lock:
+                    self.movement.drawn(self.steps.step)
+            except StateError as error:
+                self.instants.refused = error
+                raise
+
+    def drawing_ahead(self, iterator: Lookahead) -> None:
+        """Take note that a loader draws a batch ahead of the one that it gives."""
+        if self.enabled:
+            if self.instants.goes_on(iterator):
+                self.iterating(iterator, drawing=True)
+            with self.stalls.of("boundary"), self.lock:
+                self.instants.drawing_ahead(iterator)
+
+    # ---- the instants ----------------------------------------------------------------------
+
+    def mark_begin(self) -> None:
+        """Begin an update that the loop marks itself: `handle.before_update()`."""
+        self.steps.marked = self.settled = True
+        self._stand_at_fence()
+        self._begin(Steps.MARK)
+
+    def mark_end(self) -> None:
+        """End an update that the loop marks itself: `handle.after_update()`."""
+        with self.lock:
+            if self.steps.end(Steps.MARK):
+                self._step_ended()
+
+    def start(self) -> None:
+        """Take the state at attach as that of a step end."""
+        with self.lock:
+            self._take_step_end()
+        self.arm(True)
+
+    def _take_step_end(self) -> None:
+        if self.journaled is not None:
+            self.journaled.forget(self.steps.step)
+        self.instants.step_ended(self.steps.step)
+        if self.journaled is not None:
+            self.journaled.step_ended(self.steps.step)
+
+    def forget(self) -> None:
+        """Forget the last step: nothing of it can be saved any more. Call it under the lock."""
+        self.due = False
+        self.outcomes.why_not_last = "the state was replaced"
+        self.instants.forget()
+        self.movement.forget()
+        if self.journaled is not None:
+            self.journaled.forget(self.steps.step)
+        if self.behind is not None:
+            self.behind.forget()
+
+    def go_on_from(self, step: int) -> None:
+        """Go on from `step`, by whose state the live one has been replaced. Call it under the lock.
+
+        Inside an iteration the boundary state of `step` is not known: the next step is the first to
+        be saved.
+        """
+        self.steps.go_on_from(step)
+        self.cadence.go_on_from(step)
+        self.forget()
+        if not self.inside:
+            with self.outcomes.reported():
+                self._take_step_end()
+            self.arm(True)
+            # Asked for at the step that ended before: it waits for the next boundary still.
+            self.due = bool(self.outcomes.wanted) and self.pipeline.barrier.request(step)
+
+    def check_state(self, collected: Collected) -> None:
+        """Show that the boundary state can be restored, before training relies on it.
+
+        Raises:
+            StateError: its path is named.
+        """
+        self.instants.encode(collected, self.steps.step, seen=True)
+
+    def fence(self, optimizer: int | None) -> None:
+        """Wait, and help, until what `optimizer` (None: any) will change has been copied."""
+        if not self.enabled:
+            return
+        with self.stalls.of("fence"), self.lock, self.outcomes.reported():
+            if self.due:
+                self._missed_forward("the update")
+            self.pipeline.fence(optimizer)
+
+    def _stand_at_fence(self) -> None:
+        """Pause here while a save is to end the process: the update that comes would be lost."""
+        kept = self.journaled
+        # A save waits for the end of an update that has begun, and for a kept boundary state.
+        if kept is not None and not self.mixed and kept.step == self.steps.step:
+            self.hold.here(fence=True)
+
+    def fenced(self) -> None:
+        """Record, with other ranks, that the iteration's first update is about to begin."""
+        kept = self.journaled
+        if self.enabled and self.settled and kept is not None and kept.peers:
+            with self.stalls.of("fence"), self.lock:
+                kept.fenced(self.steps.step + 1)
+
+    def _step_ended(self) -> None:
+        """Take step end, and ask whether it gets a snapshot. Called under the lock."""
+        if not self.enabled:
+            return
+        with self.stalls.of("step"):
+            # Step end first: whatever is raised below, a later snapshot must not find the old one.
+            self._gradients, self.buffers = 0, None
+            self._ended_in = torch._C._current_graph_task_id()
+            with self.outcomes.reported():
+                self._take_step_end()
+            self.movement.step_ended()
+            self.arm(True)
+            self.outcomes.tell_troubles()
+            self.outcomes.surface()
+            self.poll()
+            if not self._room_made:
+                self._make_room()
+            counters = self.pipeline.counters
+            cost = self.stalls.cost(self.steps.step, counters.captured)
+            if self.cadence.ask(
+                self.steps.step, cost, counters.persist_s, bool(self.outcomes.wanted)
+            ):
+                self.due = True
+                if self.forward_unseen:
+                    self.instants.before_forward(generators=False)
+            with self.outcomes.reported():
+                self.on_step()
+
+    def _make_room(self) -> None:
+        """Plan room for snapshots at the end of the first step: all optimizer state exists then.
+
+        Raises:
+            RegionFullError: whatever `on_error` says: attach would have raised it.
+        """
+        collected = self.inventory.collect()
+        at_step, at_forward = self.instants.encode(collected, self.steps.step, seen=True)
+        self.pipeline.prepare(collected.lives, len(at_step) + len(at_forward), self.steps.step)
+        self._room_made = True
+
+    def open(
+        self,
+        kept: Instant | None = None,
+        *,
+        flags: int = 0,
+        seen: bool = True,
+        synchronous: bool = False,
+    ) -> None:
+        """Open the due snapshot; without a slot or DRAM for it, it is skipped (slips).
+
+        Args:
+            kept: the forward start, where it has just been taken already.
+            flags: of the record.
+            seen: a forward is about to run, so that the RNG states are those of forward start.
+            synchronous: copy everything before this returns.
+        """
+        with self.lock, self.outcomes.reported():
+            self.due = False
+            step, barrier, outcomes = self.steps.step, self.pipeline.barrier, self.outcomes
+            try:
+                if self.pipeline.window is not None:
+                    self.pipeline.fence(None)
+                self.poll(self.pipeline.behind_s())
+                if kept is not None:
+                    collected, trees = kept.collected, (kept.first, kept.second)
+                else:
+                    collected = self.instants.collect()
+                    trees = self.instants.trees(collected, step, seen=seen)
+                at_step, at_forward = self.instants.encoded(*trees)
+                flight = self.pipeline.open(step, collected, at_step, at_forward, flags=flags)
+                if isinstance(flight, str):
+                    outcomes.slipped(step, flight)
+                    self.cadence.overdue = barrier.alone
+                    return
+                outcomes.slips.note(step, None)
+                barrier.sample(step)
+                # What was asked for is copied at once: its future may be waited for on this
+                # thread, which then never comes to the fence.
+                if outcomes.synchronous or synchronous or outcomes.wanted:
+                    outcomes.synchronous = False
+                    flight.futures, outcomes.wanted = outcomes.wanted, []
+                    self.pipeline.fence(None)
+            except BaseException as error:
+                barrier.lost(step, f"failed: {error}", for_good=is_final(error))
+                raise
+
+    def _missed_forward(self, where: str) -> None:
+        """Open the due snapshot here, with what is still exact: no forward was seen."""
+        self.forward_unseen = True
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"lightck saw no forward of the model before {where} (compiled loop, CUDA graph?):"
+                " snapshots open there, with buffers and generators as they were at the step's end",
+                stacklevel=2,
+            )
+        with self.stalls.of("boundary"), self.lock:
+            if self.journaled is not None and self.journaled.ended is not None:
+                self.instants.forward_missed(self.journaled.ended.copies)
+            self._window_begins(seen=False)
+
+    # ---- optimizers ------------------------------------------------------------------------
+
+    def _index(self, optimizer: Optimizer) -> int | None:
+        """Return the index of one of the job's optimizers, adding it if it is new; else None."""
+        if not self.enabled:
+            return None
+        for i, known in enumerate(self.inventory.optimizers):
+            if known is optimizer:
+                return i
+        self.watched.refresh()
+        if not self.watched.owns(optimizer):
+            return None
+        return self.add_optimizer(optimizer)
+
+    def add_optimizer(self, optimizer: Optimizer) -> int:
+        """Add an optimizer that was found at its first step."""
+        self.inventory.optimizers.append(optimizer)
+        self.inventory.invalidate()
+        index = self.steps.add(late=not self._gradients)
+        self._room_made = False
+        self.settled = self.steps.settled = self.settled or self.inventory.covered()
+        self.on_found(index, optimizer)
+        return index
+
+    def _settle(self) -> None:
+        """Take note that all optimizers are known: one steps for the second time.
+
+        The step in which they were found has no snapshot.
+        """
+        self.settled = self.steps.settled = True
+        self.steps.step += 1
+        event("skipped", step=self.steps.step, why="the optimizers were found during it")
+        self._make_room()
+
+    def poll(self, timeout_s: float | None = 0.0) -> None:
+        """Take note of commits and aborts. Any thread."""
+        self.outcomes.poll(timeout_s)
+
+    def _tick(self) -> None:
+        self.ticks += 1
+        self.thread = threading.get_ident()
+
+    # ---- on request, see `asked` -----------------------------------------------------------
+
+    def can_open_now(self) -> bool:
+        """Tell whether the live state is that of the last complete step, with no forward since."""
+        return not self.mixed and not self.inside and self.instants.step == self.steps.step
+
+    @property
+    def mixed(self) -> bool:
+        """True if some parameters are updated and others not, so that the state is of no step."""
+        return self.steps.updating or self.steps.between_updates
+
+    @property
+    def inside(self) -> bool:
+        """True if the next iteration's forward has begun: generators and buffers may be its own."""
+        return self._gradients > 0 or self.buffers is not None
+
+    def finish_window(self) -> None:
+        """Capture what is open; inside an update, drop it."""
+        with self.stalls.of("request"), self.lock, self.outcomes.reported():
+            if self.steps.updating:
+                self.pipeline.drop()
+            else:
+                self.pipeline.fence(None)

@@ -1,0 +1,79 @@
+"""Ask the policy, with what was measured, whether the step that has just ended is due."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from lightck.pipeline.commit_barrier import Alone, Barrier
+from lightck.types import Moment, Policy
+
+
+@dataclass(eq=False)
+class Due:
+    """Asks the policy, through the barrier of all ranks, and remembers its last due step."""
+
+    policy: Policy
+    barrier: Barrier = field(default_factory=Alone)
+    epoch: int = 0
+    """Number of epochs that the loop has marked."""
+    overdue: bool = False
+    """True if a due snapshot was skipped: the next step is due instead."""
+    step_s: float | None = None
+    early: bool = False
+    """True if the state at attach was an early snapshot's.
+
+    What the loop has made up for since is in no snapshot then.
+    """
+    replaced: bool = False
+    """True if the state has been replaced since attach."""
+    _last: Moment | None = None
+    _ended_s: float | None = None
+
+    @property
+    def began(self) -> bool:
+        """Tell whether a step has ended since attach, or the state was replaced."""
+        return self.replaced or self._ended_s is not None
+
+    @property
+    def moved(self) -> bool:
+        """Tell whether the last complete step may differ from all snapshots since before attach."""
+        return self.began or self.early
+
+    def go_on_from(self, step: int) -> None:
+        """Note that the state has been replaced by that of `step`."""
+        self.replaced, self.overdue = True, False
+        if self._last is not None and self._last.step >= step:
+            self._last = None
+
+    def ask(self, step: int, cost_s: float | None, persist_s: float | None, wanted: bool) -> bool:
+        """Tell whether `step`, which ends now, is due, and remember it if it is.
+
+        Args:
+            step: the last complete step.
+            cost_s: training-thread seconds per snapshot so far.
+            persist_s: seconds from opening to commit of the last snapshot.
+            wanted: somebody has asked for a snapshot at the next boundary.
+        """
+        now = time.monotonic()
+        if self._ended_s is not None:
+            self.step_s = now - self._ended_s
+        self._ended_s = now
+        last = self._last
+        moment = Moment(
+            step=step,
+            time_s=now,
+            epoch=self.epoch,
+            last_step=last.step if last else None,
+            last_time_s=last.time_s if last else None,
+            last_epoch=last.epoch if last else None,
+            cost_s=cost_s,
+            persist_s=persist_s,
+            step_s=self.step_s,
+        )
+        due = self.barrier.due(moment, self.policy) or self.overdue
+        due = due or (wanted and self.barrier.request(step))
+        if due:
+            self._last = moment
+            self.overdue = False
+        return due

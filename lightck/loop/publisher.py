@@ -1,0 +1,141 @@
+"""Publishes a handle's statistics after every step, and keeps a trace if one is wanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightck.config import Config
+from lightck.errors import LightckError, RegionIOError
+from lightck.loop.checkpointer import Recorder
+from lightck.loop.hooks import Watched
+from lightck.loop.log_summary import Summary
+from lightck.loop.report import Reporter
+from lightck.loop.trace_listener import Phases
+from lightck.pipeline.inflight import Flight
+from lightck.region.native_region import RECORD_JIT
+from lightck.region.process import Process
+from lightck.region.stats_page import NO_STEP, Page
+from lightck.tracing import perfetto
+from lightck.tracing.trace import Trace
+
+
+@dataclass(eq=False)
+class Sight:
+    """Publishes statistics and traces. Used by the training thread."""
+
+    config: Config
+    recorder: Recorder
+    reporter: Reporter
+    watched: Watched
+    trace: Trace | None = field(default=None, init=False)
+    listener: Recorder | Phases = field(init=False)
+    """The listener that the hooks and the loop's own marks call."""
+
+    def __post_init__(self) -> None:
+        """Open the statistics page, and insert the trace's listener if a trace is wanted."""
+        recorder, pipeline = self.recorder, self.recorder.pipeline
+        self.listener = recorder
+        self._page = Page(pipeline.pool, pipeline.region.native)
+        self._page.said.began_ns = time.time_ns()
+        self._page.said.began_step = recorder.steps.step
+        self._summary = Summary(recorder)
+        recorder.on_step = self._step_ended
+        if self.config.trace is not False:
+            self.trace = Trace(self._about(), recorder.steps.step + 1, pipeline.pool)
+            self.listener = Phases(recorder, self.trace, self.watched)
+            recorder.stalls.tell = self.trace.stall
+            pipeline.trace = self.trace
+
+    def _about(self) -> dict[str, object]:
+        region, config = self.recorder.pipeline.region, self.config
+        return {
+            "rank": region.info.rank,
+            "world": region.world,
+            "process": Process.this().number,
+            "region": str(region.place.file),
+            "medium": region.info.medium,
+            "survives": region.survives,
+            "threads": self.recorder.pipeline.pool.threads,
+            "chunk_bytes": config.chunk_bytes,
+            "schedule": config.schedule,
+        }
+
+    def install(self) -> None:
+        """Publish for the first time, and install the trace's hooks."""
+        self.publish()
+        if isinstance(self.listener, Phases):
+            self.listener.install()
+
+    def remove(self) -> None:
+        """Stop watching the loop."""
+        if isinstance(self.listener, Phases):
+            self.listener.remove()
+
+    def _step_ended(self) -> None:
+        self.publish()
+        self._summary.step_ended()
+
+    def publish(self, *, ended: bool = False) -> None:
+        """Publish the statistics for `lightck top`; takes a few microseconds."""
+        recorder, page = self.recorder, self._page
+        counters, said = recorder.pipeline.counters, page.said
+        record = recorder.pipeline.region.continued
+        captured, committed = counters.last_captured_step, counters.last_committed_step
+        said.ended = ended
+        said.updated_ns = time.time_ns()
+        said.step = recorder.steps.step
+        said.captured_step = NO_STEP if captured is None else captured
+        said.committed_step = NO_STEP if committed is None else committed
+        said.step_ns = int((recorder.cadence.step_s or 0.0) * 1e9)
+        said.captured, said.committed = counters.captured, counters.committed
+        said.slipped, said.torn, said.failed = counters.slipped, counters.torn, counters.failed
+        said.payload_bytes = record.payload_bytes if record is not None else 0
+        said.errors = self.reporter.count
+        page.stalls(recorder.stalls.seconds)
+        page.error(self.reporter.latest)
+        try:
+            page.publish()
+        except RegionIOError as error:
+            self.recorder.outcomes.region_lost(error)
+
+    def torn(self, flight: Flight, names: Sequence[str]) -> None:
+        """Count a torn snapshot that the pipeline has dropped.
+
+        One made just in time is not counted, and only its maker is told: the loop went on
+        meanwhile, which is no fault of the loop.
+        """
+        if flight.flags & RECORD_JIT:
+            return
+        if self.trace is not None:
+            self.trace.lost_snapshot("torn", flight.step, names[0])
+        self.recorder.outcomes.torn(flight, names)
+
+    def ended(self) -> None:
+        """Publish the last statistics and log the last summary, while the pool is still there."""
+        self.publish(ended=True)
+        self._summary.tell()
+
+    def write(self, path: Path) -> Path:
+        """Write the trace as it is now.
+
+        Raises:
+            LightckError: there is none, or it cannot be written there.
+        """
+        if self.trace is None:
+            raise LightckError("there is no trace: attach with trace=True or trace=<file>")
+        try:
+            perfetto.write(self.trace.recorded(), path)
+        except OSError as error:
+            raise LightckError(f"cannot write the trace to {path}: {error.strerror}") from error
+        return path
+
+    def write_wanted(self) -> None:
+        """Write the trace to the file that the config names; a failure is a background error."""
+        if isinstance(self.config.trace, Path):
+            try:
+                self.write(self.config.trace)
+            except LightckError as error:
+                self.reporter(error)

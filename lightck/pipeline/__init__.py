@@ -1,0 +1,1 @@
+"""Live tensors into a region: planned, queued, copied in the background, sealed and committed."""

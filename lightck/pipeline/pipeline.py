@@ -1,0 +1,440 @@
+"""Copies live tensors through the pool, one snapshot at a time, fenced before the update.
+
+A snapshot under way (`flight.py`) is opened at forward start, captured by the fence and sealed,
+made durable by the pool, and counts once the barrier knows that every rank has it (`landing.py`).
+The barrier is told of every step that a snapshot was due for: of its opening and its loss here, of
+its commit there.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Lock, RLock, Thread
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck.config import Config
+from lightck.errors import LightckError, TornSnapshotError, WaitTimeoutError
+from lightck.pipeline.commit_barrier import is_final
+from lightck.pipeline.copy_plan import Arrangement, Part, sources
+from lightck.pipeline.device_offload import Offload
+from lightck.pipeline.device_placement import Ways
+from lightck.pipeline.device_transfer import Transfers
+from lightck.pipeline.inflight import Flight, Group, Slip
+from lightck.pipeline.landing import Landing
+from lightck.pipeline.placement import Placement, behind, in_dram
+from lightck.region.native_pool import NativePool
+from lightck.region.native_region import RECORD_EARLY, RECORD_JIT
+from lightck.region.region import Region
+from lightck.region.slot_writer import SlotWriter
+from lightck.state.inventory import Collected, Live
+from lightck.tracing.trace import moments_of, now_ns
+from lightck.types import ReleaseSchedule
+
+_RELEASES = 16
+"""The most parts in which a window's bytes are released: waking workers takes longer than many
+copies do."""
+BEHIND_S = 1.0
+"""The most seconds that a loop which never waits for its device waits for it here; after that, a
+snapshot is skipped."""
+
+
+@dataclass(eq=False)
+class Pipeline(Landing):
+    """Owns the snapshots under way into one region.
+
+    The training thread uses it; autograd's thread calls `pace`.
+    """
+
+    pool: NativePool
+    schedule: ReleaseSchedule
+    placement: Placement = field(default_factory=Placement)
+    proof: bool = False
+    window: Flight | None = None
+    """The snapshot whose sources must not change: it is opened, and not yet captured."""
+    on_torn: Callable[[Flight, Sequence[str]], None] = lambda flight, names: None
+    pacing: RLock = field(default_factory=RLock)
+    """Held while a snapshot opens or ends: one made just in time does so while a backward may
+    run."""
+    _abandoning: list[tuple[Thread, Flight]] = field(default_factory=list)
+    """Snapshots that were dropped on page media or with copies from devices under way, and the
+    threads that end them; the memory they read is kept."""
+    _mapping: Future[None] | None = None
+    """The mapping of DRAM, in the pool, that was begun last."""
+    _last_stats: dict[str, int] | None = None
+    _counting: Lock = field(default_factory=Lock)
+    """Held while a thread asks the pool for its counters, so that the pool is not closed
+    meanwhile."""
+    _dice: random.Random = field(default_factory=random.Random)
+    """Random numbers for audits only; the global generators belong to the user."""
+
+    def __post_init__(self) -> None:
+        """Begin with nothing planned."""
+        self.arrangement = Arrangement(self.region)
+        self.offload = Offload(Ways(self.region), Transfers(self.pool.chunk_bytes))
+
+    @classmethod
+    def start(cls, region: Region, schedule: ReleaseSchedule, config: Config) -> Pipeline:
+        """Make the pool, which starts the workers, and a pipeline with the config's settings."""
+        idle, moments = config.priority == "idle", moments_of(config)
+        pool = NativePool(config.threads, config.chunk_bytes, idle=idle, moments=moments)
+        pool.limit(config.write_limit)
+        pipeline = cls(region, pool, schedule, proof=config.proof)
+        pipeline.arrangement.may_wait = not config.write_limit
+        chosen = in_dram(config.placement)
+        pipeline.placement = Placement(chosen, region.staged, pipeline._map_dram)
+        ways = pipeline.offload.ways
+        ways.wanted, ways.limited = config.placement, bool(config.write_limit)
+        return pipeline
+
+    def prepare(self, lives: Sequence[Live], boundary_bytes: int, step: int) -> None:
+        """Plan the layout and make room for it, before training relies on it.
+
+        Raises:
+            RegionFullError: the bytes needed and free are named.
+        """
+        self.arrangement.update(lives, boundary_bytes)
+        self.placement.prepare(sum(entry.length for entry in self.arrangement.entries))
+        self.offload.prepare(self.arrangement, step)
+
+    def stand(self, begun: bool) -> None:
+        """Note that training is at an instant: forward start if `begun`, else step end.
+
+        A thread that saves just in time starts from there.
+        """
+        self.offload.stand(self.arrangement, begun=begun)
+
+    def open(
+        self, step: int, state: Collected, at_step: bytes, at_forward: bytes, *, flags: int = 0
+    ) -> Flight | str:
+        """Open the snapshot of `step`: from now to the fence the sources must not change.
+
+        Buffers and other sources that cannot wait are copied before this returns. If a text is
+        returned, it says why the snapshot is skipped: nothing was done, and the barrier was told,
+        unless the snapshot is a RECORD_JIT one of several ranks, of which it never hears.
+
+        Raises:
+            RegionFullError: the state has outgrown the medium.
+            PreviousPersistError: the region is latched.
+        """
+        assert self.window is None, "two snapshots in one window"
+        self.offload.check()
+        self._reap()
+        local = bool(flags & RECORD_JIT) and not self.barrier.alone
+        slip: str | None = self.taken_up
+        if slip is None and not local:
+            slip = self.barrier.opening(step)
+        writer = None
+        if slip is None:
+            plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
+            begin = now_ns()
+            writer = SlotWriter.open(self.region, self.pool, plan, due=not local, kept=local)
+        if writer is None:
+            slip = slip or Slip.SLOTS
+            if not local:
+                self.barrier.lost(step, f"slipped: {slip}")
+            return slip
+        self._taken(writer)
+        if self.trace is not None:
+            self.trace.opened(step, writer, begin)
+        said = at_step, at_forward, flags, state.share_digest, state.form, local
+        flight = self.window = Flight(step, writer, *said)
+        try:
+            staged = self._placed(flight, self.arrangement)
+            with self.offload.aside():
+                for part in self.arrangement.parts:
+                    self._queue(flight, part, staged)
+                self.offload.depart(flight)
+        except BaseException as error:
+            self.offload.noted(error)
+            self.drop(f"failed: {error}", for_good=is_final(error))
+            raise
+        held = flight.held_bytes = sum(g.batch.total_bytes for g in flight.groups if g.is_held)
+        self._release(flight, self.schedule.open(held))
+        return flight
+
+    def _taken(self, writer: SlotWriter) -> None:
+        """Forget the newest durable snapshot if this writer has taken its slot (it was aborted)."""
+        if self.newest is not None and self.newest.writer.slot is writer.slot:
+            self.newest = None
+
+    def pace(self, says: Callable[[], int]) -> None:
+        """Let as many copies run as the schedule says, in a few parts: each wakes workers.
+
+        Any thread.
+        """
+        with self.pacing:
+            flight = self.window
+            if flight is not None:
+                total, held = says(), flight.held_bytes
+                part = held // _RELEASES if total < held else 0
+                if total - flight.released_bytes > part:
+                    self._release(flight, total)
+
+    def fence(self, optimizer: int | None = None, *, aside: bool = False) -> bool:
+        """Return when every copy of what `optimizer` (None: anyone) changes has left its source.
+
+        The training thread helps. Once all groups are captured the snapshot is sealed and the
+        commit goes on in the background. Returns False when the snapshot was torn and dropped.
+
+        Raises:
+            LightckError: a copy failed; the snapshot is dropped, older ones are intact.
+        """
+        flight = self.window
+        if flight is None:
+            return True
+        wanted = [g for g in flight.groups if not g.captured and self._concerns(g, optimizer)]
+        began = time.perf_counter()
+        try:
+            for group in wanted:
+                begin = now_ns()
+                if group.transfer is None:
+                    flight.writer.capture(group.batch)
+                else:
+                    # `aside`: by another thread than the one whose stream updates.
+                    self.offload.fence(group, wait=aside or bool(flight.flags & RECORD_JIT))
+                captured = now_ns()
+                torn = self._torn(flight, group)
+                if self.trace is not None:
+                    self.trace.fenced(begin, captured)
+                if torn:
+                    self.drop(f"torn: {torn[0]}")
+                    flight.torn = tuple(torn)
+                    self.on_torn(flight, torn)
+                    return False
+                group.sources = None
+            flight.waited_s += time.perf_counter() - began
+            if all(group.captured for group in flight.groups):
+                self._leave_window(flight)
+        except BaseException as error:
+            self.offload.noted(error)
+            self.drop(f"failed: {error}", for_good=is_final(error))
+            flight.fail(error)
+            raise
+        return True
+
+    def pool_stats(self) -> dict[str, int]:
+        """Return the pool's counters, or the last ones once it is closed. Any thread."""
+        with self._counting:
+            return self.pool.stats() if self._last_stats is None else self._last_stats
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether a due snapshot must wait until one that persists is committed."""
+        return self.taken_up is not None or not self.region.has_room(due=True)
+
+    def behind_s(self) -> float:
+        """Return the seconds to wait for a device, so that the next snapshot need not be skipped.
+
+        They are 0 unless the CPU has run ahead of a device that has not yet done the last
+        snapshot's copies.
+        """
+        under_way = any(not flight.sealed for flight in self.persisting)
+        return BEHIND_S if under_way and self.busy else 0.0
+
+    @property
+    def taken_up(self) -> Slip | None:
+        """The reason why no snapshot can be opened, lack of slots apart; None if there is none."""
+        if self.placement.staging and self.persisting:
+            return Slip.DRAM
+        if self.offload.recording(self.arrangement):
+            return Slip.GRAPH
+        return Slip.COPY if self.offload.copy_taken else None
+
+    def drop(self, why: str = "given up", *, for_good: bool = False) -> None:
+        """Give up the snapshot in the window; its slot stays invalid and is reused first."""
+        with self.pacing:
+            flight, self.window = self.window, None
+            if flight is None:
+                return
+            self.schedule.close()
+        self._lost(flight, why, for_good=for_good)
+        self._abandon(flight)
+
+    def forget(self, why: str) -> None:
+        """Give up what is open: the state was replaced."""
+        flight = self.window
+        self.drop(why)
+        if flight is not None:
+            flight.fail(TornSnapshotError(f"step {flight.step} has no snapshot: {why}"))
+
+    def _abandon(self, flight: Flight) -> None:
+        if not self.region.staged and not flight.transfers:
+            flight.writer.abandon()
+            return
+        # On page media giving up waits for the slot's invalidation, perhaps in a sync; with copies
+        # under way, for a device. The training thread does not: I9 (the training thread waits only
+        # at the fence). Both may still read, and a device may write the slot: it and the flight's
+        # memory are kept.
+        thread = Thread(target=self._end, args=(flight,), name="lightck-abandon")
+        self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]
+        self._abandoning.append((thread, flight))
+        thread.start()
+
+    def _end(self, flight: Flight) -> None:
+        """End a dropped snapshot, on a thread of its own."""
+        for transfer in flight.transfers:
+            transfer.device.enter_thread()
+        self.offload.give_up(flight)
+        flight.writer.abandon()
+        self.offload.forget(flight)
+
+    def await_abandoned(self, deadline: float | None = None) -> bool:
+        """Wait until dropped snapshots have let go of their slots and of devices' spare memory.
+
+        False if they had not by the `deadline`, in seconds of `time.monotonic`.
+        """
+        for thread, _ in self._abandoning:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]
+        return not self._abandoning
+
+    def _map_dram(self, size: int) -> Future[None]:
+        """Map DRAM for staging off the training thread."""
+        self._mapping = behind(self.pool.stage, size)
+        return self._mapping
+
+    def _reap(self) -> None:
+        """Free snapshots in slots that an interrupt (Ctrl-C) left without a `Flight`."""
+        flights = [*self.persisting, *(flight for _, flight in self._abandoning)]
+        known = {id(flight.writer.slot) for flight in flights}
+        for slot in self.region.slots:
+            if slot.writer is not None and id(slot) not in known:
+                slot.writer.free()
+                slot.writer = None
+        self.pool.reap([slot.writer for slot in self.region.slots if slot.writer is not None])
+
+    def close(self) -> None:
+        """Drop what is not sealed and stop the workers. Idempotent."""
+        self.drop("closed")
+        for flight in self.persisting:
+            if flight.sealed:
+                flight.writer.abandon()
+            else:
+                self._abandon(flight)
+        for flight in self.in_flight:
+            flight.fail(WaitTimeoutError(f"step {flight.step} was not committed before the close"))
+        self.persisting.clear()
+        self.awaiting.clear()
+        self.await_abandoned()
+        if self._mapping is not None:
+            wait([self._mapping])
+        if self._last_stats is None:
+            self._reap()
+            with self._counting:  # from here on nobody asks the pool, which is closed below
+                self._last_stats = self.pool.stats()
+            self.offload.close()
+            if self.trace is not None:
+                self.trace.finish()
+            self.pool.close()
+
+    def _queue(self, flight: Flight, part: Part, staged: npt.NDArray[np.bool_]) -> Group:
+        """Queue one group's copies.
+
+        Those from private copies may run at once; those that must not wait are done on return.
+        """
+        chosen, at = sources(part, self.arrangement), part.positions
+        if part.device is not None:
+            return self.offload.queue(flight, part, chosen, staged, self.arrangement)
+        pointers = chosen.pointers + part.begins
+        may_skip = part.unmoved(chosen.versions)
+        batch = flight.writer.add(at, pointers, may_skip, staged[at])
+        group = Group(part.holders, batch, chosen, part.owned)
+        flight.groups.append(group)
+        if part.at_once:
+            began = time.perf_counter()
+            flight.writer.capture(batch)
+            flight.waited_s += time.perf_counter() - began
+            group.sources = None
+        elif part.owned:
+            flight.writer.release(batch)
+        return group
+
+    def _placed(self, flight: Flight, arrangement: Arrangement) -> npt.NDArray[np.bool_]:
+        """Return, for each entry, whether its copy goes through DRAM.
+
+        Should DRAM be short, the first ones in copy order do.
+        """
+        staged = np.zeros(len(arrangement.entries), np.bool_)
+        if arrangement.parts:
+            order = np.concatenate([part.positions for part in arrangement.parts])
+            staged[order] = self.placement.choose(flight.writer.layout.lengths[order])
+        return staged
+
+    def _release(self, flight: Flight, total_bytes: int) -> None:
+        flight.released_bytes = total_bytes
+        if self.trace is not None:
+            self.trace.released(flight.step, total_bytes)
+        for group in flight.groups:
+            if not group.is_held:
+                continue
+            if total_bytes <= 0:
+                break
+            # A failed snapshot is told at the fence, once, and never out of somebody's backward.
+            with suppress(LightckError):
+                flight.writer.release(group.batch, min(total_bytes, group.batch.total_bytes))
+            total_bytes -= group.batch.total_bytes
+
+    def _concerns(self, group: Group, optimizer: int | None) -> bool:
+        """Tell whether a group has a tensor that `optimizer` (None: any) is about to change."""
+        return optimizer is None or optimizer in group.holders or not group.holders
+
+    def _torn(self, flight: Flight, group: Group) -> list[str]:
+        """Name the tensors that changed inside the window, as far as can be seen."""
+        if group.owned:
+            return []
+        assert group.sources is not None
+        moved, entries = group.sources.changed(), flight.writer.layout.entries
+        if moved:
+            return [entries[int(group.batch.positions[i])].name for i in moved]
+        if group.transfer is not None:
+            i = self.offload.differs(group) if self.proof else None
+            differs = None if i is None else entries[int(group.batch.positions[i])].name
+        else:
+            differs = flight.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
+        return [*filter(None, [differs or flight.moved()])]
+
+    def _leave_window(self, flight: Flight) -> None:
+        """Take the captured snapshot out of the window, and seal it.
+
+        With copies on their way from a device it is sealed later, when they have arrived.
+        """
+        if not flight.transfers:
+            self._seal(flight)
+        with self.pacing:
+            self.window = None
+            self.schedule.close()
+        if not flight.transfers:  # what the fence waits for says nothing of the medium then
+            self.placement.waited(flight.waited_s, flight.writer.layout.payload_bytes)
+        self.persisting.append(flight)
+        if flight.transfers:
+            self.offload.transfers.look()
+
+    def _arrived(self, flight: Flight, timeout_s: float | None) -> bool:
+        try:
+            if not self.offload.arrived(flight, timeout_s):
+                return False
+        except LightckError as error:
+            self.offload.noted(error)
+            raise
+        self._seal(flight)
+        self.offload.forget(flight)
+        return True
+
+    def _seal(self, flight: Flight) -> None:
+        begin = now_ns()
+        said = (flight.at_step, flight.at_forward, flight.flags, flight.share_digest)
+        flight.writer.seal(flight.step, *said)
+        if self.trace is not None:
+            self.trace.note("part", "seal", begin, now_ns())
+        flight.sealed, flight.captured_s = True, time.monotonic()
+        self.counters.captured += 1
+        self.counters.last_captured_step = flight.step
+        if not flight.flags & RECORD_EARLY:
+            self.counters.last_exact_step = flight.step

@@ -1,0 +1,1 @@
+"""A snapshot back into live objects: put together, checked, and filled in."""

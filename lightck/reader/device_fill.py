@@ -1,0 +1,116 @@
+"""Copies from a region into a device's memory, through pinned DRAM, with checksums verified."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from lightck.device.base import Device, Mark
+from lightck.device.lookup import flat, holder
+from lightck.errors import CorruptSnapshotError
+from lightck.reader.assembly import Part
+from lightck.region.native_pool import usual_threads
+from lightck.region.native_region import crc32c_at
+
+PIECE_BYTES = 4 << 20
+_PLACES = 4
+"""The number of places of PIECE_BYTES for each thread: while one is filled, the device reads
+others."""
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """One extent and the tensor, or the part of one, that it fills."""
+
+    part: Part
+    name: str
+    offset: int
+    crc: int
+    target: torch.Tensor
+    """The bytes to fill, on the device."""
+    device: Device
+
+
+@dataclass(eq=False)
+class _Places:
+    """Pinned DRAM of one thread; a place is written again when the device has read it."""
+
+    free: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """The places that nobody reads, by the device's name."""
+    busy: deque[tuple[str, torch.Tensor, Mark]] = field(default_factory=deque)
+
+    def next(self, device: Device) -> torch.Tensor:
+        """Return a place that nobody reads, waiting for one if need be."""
+        mine = [each for each in self.busy if each[0] == device.name]
+        if not self.free.get(device.name) and len(mine) < _PLACES:
+            return device.pinned(PIECE_BYTES)
+        while not self.free.get(device.name):
+            self.take_back()
+        return self.free[device.name].pop()
+
+    def take_back(self) -> None:
+        """Wait until the device has read the oldest place, and free it."""
+        name, place, mark = self.busy.popleft()
+        mark.wait()
+        self.free.setdefault(name, []).append(place)
+
+
+def pour(parts: Sequence[Part], targets: Mapping[int, torch.Tensor], names: Sequence[str]) -> None:
+    """Fill tensors on devices with what a snapshot has of them; all of it is there on return.
+
+    The copies come after what the calling thread's streams had to do before, and before what they
+    are given later.
+
+    Args:
+        parts: of the snapshot, held.
+        targets: by entry: dense, with the entry's strides.
+        names: of the entries.
+
+    Raises:
+        CorruptSnapshotError: bytes are not those of the checksum; the tensors are then undefined.
+        DeviceError: the device failed.
+    """
+    stretches = []
+    for part in parts:
+        for row, entry, begin in zip(part.rows, part.entries, part.begins, strict=True):
+            target = targets.get(int(entry))
+            device = None if target is None else holder(target)
+            if target is not None and device is not None:
+                there = flat(target.detach(), int(begin), int(row["length"]))
+                said = (int(row["offset"]), int(row["crc"]), there, device)
+                stretches.append(_Stretch(part, names[int(entry)], *said))
+    for device in {each.device.name: each.device for each in stretches}.values():
+        device.follow(device.mark())
+    stretches.sort(key=lambda each: -each.target.numel())
+    threads = usual_threads()
+    with ThreadPoolExecutor(threads, "lightck-pour") as workers:
+        shares = [stretches[i::threads] for i in range(threads)]
+        for done in [workers.submit(_pour, share) for share in shares]:
+            done.result()
+
+
+def _pour(stretches: Sequence[_Stretch]) -> None:
+    places = _Places()
+    try:
+        for stretch in stretches:
+            stretch.device.enter_thread()
+            crc, at = 0, stretch.offset
+            for target in stretch.target.split(PIECE_BYTES):
+                place, size = places.next(stretch.device), target.numel()
+                stretch.part.region.native.peek(at, size, place.data_ptr())
+                crc = crc32c_at(place.data_ptr(), size, crc)
+                mark = stretch.device.copy([target], [place[:size]])
+                places.busy.append((stretch.device.name, place, mark))
+                at += size
+            if crc != stretch.crc:
+                raise CorruptSnapshotError(
+                    f"{stretch.part.label}: {stretch.name} is damaged: CRC 0x{crc:08x}, expected"
+                    f" 0x{stretch.crc:08x}"
+                )
+    finally:
+        while places.busy:
+            places.take_back()

@@ -1,0 +1,335 @@
+"""Match a snapshot with the live objects by name, then fill them: tensors, optimizers, extras."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightck.data import lookahead
+from lightck.device.lookup import holder
+from lightck.errors import RestoreMismatchError
+from lightck.reader.assembly import Assembled, Snapshot
+from lightck.reader.device_fill import pour
+from lightck.reader.optimizer import Saved, install, match
+from lightck.region.layout import Entry
+from lightck.state import boundary, rng, tensor_support
+from lightck.state.extras import Extra
+from lightck.state.inventory import Inventory, Live
+from lightck.state.tensor_layout import fill, is_dense
+
+_DIFFERS = "does not fit (strict=False restores the rest)"
+_OTHER_RANKS = (
+    ": restore it on as many ranks as wrote it, for what these did not hold alike has no place on"
+    " another number of them"
+)
+
+
+class Filling:
+    """Matches one snapshot with the live objects, then fills them."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        live: Inventory,
+        second: dict[str, Any],
+        strict: bool,
+        *,
+        lent: str = "",
+        unequal: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Match by name; nothing is changed until `finish`.
+
+        Args:
+            snapshot: the state that is filled in.
+            live: the objects that are filled.
+            second: the snapshot's state at forward start.
+            strict: refuse what differs.
+            lent: why the snapshot's own state is another rank's, so that generators, which must
+                not draw alike on two ranks, stay as they are; empty if it is this rank's.
+            unequal: tensors by their saved names that belong to other ranks as well, each with
+                another content, and why: never filled in.
+        """
+        self.snapshot, self.live, self.second, self.strict = snapshot, live, second, strict
+        self.lent, self.unequal = lent, unequal
+        self.lives = {v.name: v for v in live.collect().lives}
+        self.meshes = tensor_support.meshes(v.tensor for v in self.lives.values())
+        self.targets: dict[str, torch.Tensor] = {}
+        """Tensors that entries' bytes are read to, by saved name."""
+        self.fresh: set[str] = set()
+        """Saved names of the targets that were made for this restore."""
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Live tensors that cannot be read into directly, each with the one to copy from."""
+        self.skipped: dict[str, str] = {}
+        self.stateless: set[tuple[int, str]] = set()
+        """Saved optimizer's index and part of the path of each parameter whose state is skipped."""
+        self.matched = match(second["optimizers"], live.optimizers, live.names())
+        self.pending: list[Saved] = []
+
+    def check(self, first: dict[str, Any]) -> None:
+        """Find what differs between the snapshot and the live objects.
+
+        Raises:
+            RestoreMismatchError: something differs, when strict, or no name is in both, or a shard
+                fits no mesh here; has every name. Nothing was changed.
+        """
+        index, entries = self.snapshot.index, self.snapshot.entries
+        missing, different = self._compare_model()
+        for entry in entries:  # parameters in no module but in an optimizer
+            name = self._live_name(entry.name)
+            if name.startswith("optim/") and entry.role == "parameter" and name in self.lives:
+                difference = tensor_support.difference(entry, self.lives[name].tensor)
+                if difference:
+                    different[name] = difference
+        unexpected = [
+            name for name in index if name.startswith("model/") and name not in self.lives
+        ]
+        held = {**self.second["extras"], **first["extras"]}
+        missing += [f"extras/{e.name}" for e in self.live.extras if e.name not in held]
+        for i, optimizer in enumerate(self.live.optimizers):
+            if i not in self.matched.values():
+                missing.append(f"optim/{i} ({type(optimizer).__name__} over these parameters)")
+        different |= {self._live_name(name) or name: why for name, why in self.unequal.items()}
+        why = ""
+        if self.strict and (missing or unexpected or different):
+            why = _DIFFERS + (_OTHER_RANKS if self.unequal else "")
+        elif missing and index.keys().isdisjoint(self.lives):
+            why = "has nothing of this model: is it that of another run?"
+        if why:
+            raise RestoreMismatchError(
+                f"the snapshot of step {self.snapshot.record.step} {why}",
+                missing=missing,
+                unexpected=unexpected,
+                different=different,
+            )
+        self.skipped |= dict.fromkeys(missing, "not in the snapshot")
+        self.skipped |= dict.fromkeys(unexpected, "not in the live model")
+        self.skipped |= different
+        self._skip_tied()
+        self._skip_state(different)
+        lost = tensor_support.homeless(
+            (e for e in entries if e.name not in self.skipped), self.meshes
+        )
+        if lost:
+            raise RestoreMismatchError("sharded state has no place to go to", different=lost)
+
+    def _compare_model(self) -> tuple[list[str], dict[str, str]]:
+        """Return the model's tensors that the snapshot lacks, and those that differ, with why."""
+        missing, different = [], {}
+        roots: dict[str, str] = {}
+        """Name of the saved tensor whose bytes each live tensor takes."""
+        index, entries = self.snapshot.index, self.snapshot.entries
+        for name, live in self.lives.items():
+            if not name.startswith("model/"):
+                continue
+            if name not in index:
+                missing.append(name)
+                continue
+            entry = entries[index[name]]
+            difference = tensor_support.difference(entry, live.tensor)
+            if not difference:  # one memory can take the bytes of one saved tensor only
+                tied, own = live.alias_of or name, entry.alias_of or name
+                if roots.setdefault(tied, own) != own:
+                    difference = f"tied to {tied} here, not in the snapshot"
+            if difference:
+                different[name] = difference
+        return missing, different
+
+    def _skip_tied(self) -> None:
+        """Skip saved aliases, which have no bytes of their own, of tensors that are skipped."""
+        for entry in self.snapshot.entries:
+            if entry.name in self.lives and entry.alias_of in self.skipped:
+                why = f"the snapshot has it as {entry.alias_of}, which was not restored"
+                self.skipped.setdefault(entry.name, why)
+
+    def _skip_state(self, different: Iterable[str]) -> None:
+        """Skip the state of parameters that are not restored: it does not fit them either."""
+        for path in different:
+            kind, _, rest = path.partition("/")
+            for i in range(len(self.second["optimizers"])):
+                owner = f"optim/{self.matched.get(i)}/"
+                if kind == "model":
+                    self.stateless.add((i, boundary.join("", rest)))
+                elif path.startswith(owner):
+                    self.stateless.add((i, path.removeprefix(owner)))
+        unequal = (path.split("/") for path in self.unequal)
+        self.stateless |= {(int(parts[1]), parts[2]) for parts in unequal if parts[0] == "optim"}
+        for entry in self.snapshot.entries:
+            if self._is_stateless(entry.name):
+                self.skipped.setdefault(entry.name, "its parameter was not restored")
+
+    def _is_stateless(self, name: str) -> bool:
+        parts = name.split("/")
+        return parts[0] == "optim" and (int(parts[1]), parts[2]) in self.stateless
+
+    def unowned(self) -> npt.NDArray[np.uint64]:
+        """Return where bytes can be read to before anything may change, for `Assembled.verify`.
+
+        That is memory that nobody but this object has yet. 0: an entry has none; or the snapshot is
+        in memory already, and is not to be there twice.
+        """
+        self._make_targets()
+        return self._addresses(ahead=True)
+
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Return where the rest is read to by `Assembled.read`, after `unowned`; 0: nowhere."""
+        return self._addresses(ahead=False)
+
+    def _addresses(self, *, ahead: bool) -> npt.NDArray[np.uint64]:
+        found = np.zeros(len(self.snapshot.entries), np.uint64)
+        index = self.snapshot.index
+        for name, target in self.targets.items():
+            if holder(target) is None and ahead == (name in self.fresh and self._poured):
+                found[index[name]] = target.data_ptr()
+        return found
+
+    def pour(self, *, ahead: bool) -> npt.NDArray[np.bool_]:
+        """Fill tensors that devices hold, checking bytes on the way; `unowned` comes first.
+
+        Args:
+            ahead: fill only tensors that nobody but this object has yet, which need not be verified
+                beforehand; if False, the rest.
+
+        Returns:
+            Per entry, whether it was filled.
+
+        Raises:
+            CorruptSnapshotError: names file, step and tensor, whose bytes are then undefined.
+        """
+        index, entries = self.snapshot.index, self.snapshot.entries
+        filled = np.zeros(len(entries), np.bool_)
+        held = {
+            index[name]: target
+            for name, target in self.targets.items()
+            if holder(target) and ahead == (name in self.fresh)
+        }
+        if held:
+            assert isinstance(self.snapshot, Assembled)
+            pour(self.snapshot.parts, held, [entry.name for entry in entries])
+            filled[[*held]] = True
+        return filled
+
+    def _make_targets(self) -> None:
+        """Choose what is read to: live memory if the bytes fit as they are, else fresh tensors."""
+        for entry in self.snapshot.entries:
+            name = self._live_name(entry.name)
+            live = self.lives.get(name)
+            if name in self.skipped or self._is_stateless(entry.name):
+                continue
+            fits = live is not None and not tensor_support.difference(entry, live.tensor)
+            if live is not None and fits and not entry.alias_of and self._direct(entry, live.local):
+                self.targets[entry.name] = live.local
+                continue
+            if entry.alias_of is None:
+                self.targets[entry.name] = self._fresh(entry, name)
+                self.fresh.add(entry.name)
+            if live is not None and fits:
+                source = self.targets.get(entry.alias_of or entry.name)
+                if source is not None and source is not live.local:
+                    self.copies.append((live.local, source))
+
+    def _direct(self, entry: Entry, tensor: torch.Tensor) -> bool:
+        """Tell whether the bytes can be read straight into the tensor's memory."""
+        reach = tensor.device.type == "cpu" or self._poured and holder(tensor) is not None
+        return reach and is_dense(tensor) and tuple(tensor.stride()) == entry.strides
+
+    def _fresh(self, entry: Entry, live_name: str) -> torch.Tensor:
+        """Make an empty tensor; optimizer state goes to its parameter's device if it was on one."""
+        near = self.lives.get("model/" + "/".join(live_name.split("/")[2:3]))
+        device = holder(near.local) if near is not None and self._poured else None
+        if entry.role != "optimizer" or entry.device == "cpu" or device is None:
+            return fresh(entry)
+        return device.empty(entry.shape, getattr(torch, entry.dtype), entry.strides)
+
+    @property
+    def _poured(self) -> bool:
+        """Tell whether the snapshot's bytes are in regions here, and can be copied to a device."""
+        return isinstance(self.snapshot, Assembled)
+
+    def _live_name(self, name: str) -> str:
+        """Return the live name of a saved tensor, whose optimizer may have another index now."""
+        if name.startswith("optim/"):
+            _, i, rest = name.split("/", 2)
+            if int(i) in self.matched:
+                return f"optim/{self.matched[int(i)]}/{rest}"
+            return ""  # kept until its optimizer is found
+        return name
+
+    def finish(self, first: dict[str, Any]) -> None:
+        """Fill what could not be read into, then optimizers and extras, once all bytes are read."""
+        with torch.no_grad():
+            for held, source in self.copies:
+                fill(held, source)
+            for name, target in self.targets.items():
+                live = self.lives.get(self._live_name(name))
+                whole = target if live is None else live.tensor
+                torch.autograd.graph.increment_version({target, whole})
+        for i, saved in enumerate(self.second["optimizers"]):
+            kept = {
+                name: tree
+                for name, tree in saved["state"].items()
+                if (i, boundary.join("", name)) not in self.stateless
+            }
+            holding = Saved(i, {**saved, "state": kept}, *self._optimizer_tensors(i))
+            if i in self.matched:
+                j = self.matched[i]
+                install(holding, j, self.live.optimizers[j], self.live.names())
+            else:
+                self.pending.append(holding)
+        for extra in self.live.extras:
+            if self.lent and extra.is_generator:
+                self.skipped[f"extras/{extra.name}"] = self.lent
+            else:
+                self._load_extra(extra, first)
+        if self.lent:
+            self.skipped["rng"] = self.lent
+        else:
+            why = rng.restore(boundary.rebuild(first["rng"]))
+            if why:
+                self.skipped["rng/cuda"] = why
+
+    def _optimizer_tensors(self, i: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return saved optimizer i's tensors by saved name, live if possible, and device kinds."""
+        prefix = f"optim/{i}/"
+        found, devices = {}, {}
+        for name in self.targets:
+            if name.startswith(prefix):
+                live: Live | None = self.lives.get(self._live_name(name))
+                entry = self.snapshot.entries[self.snapshot.index[name]]
+                usable = live is not None and not tensor_support.difference(entry, live.tensor)
+                found[name] = live.tensor if live is not None and usable else self.tensor(name)
+                devices[name] = entry.device
+        return found, devices
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor that was read, by its saved name: the live one if that was filled."""
+        part, live = self.targets[name], self.lives.get(self._live_name(name))
+        if live is not None and live.local is part:
+            return live.tensor
+        return tensor_support.whole(
+            self.snapshot.entries[self.snapshot.index[name]], part, self.meshes
+        )
+
+    def _load_extra(self, extra: Extra, first: dict[str, Any]) -> None:
+        early, late = first["extras"], self.second["extras"]
+        order = (early, late) if extra.instant != "forward" else (late, early)
+        for held in order:
+            if extra.name in held:
+                extra.load(boundary.rebuild(held[extra.name], self.tensor))
+                return
+
+    def leftover(self, first: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of extras in the snapshot that no live extra has."""
+        given = {extra.name for extra in self.live.extras}
+        saved = {*first["extras"], *self.second["extras"]} - given - {lookahead.NAME}
+        return tuple(sorted(saved))
+
+
+def fresh(entry: Entry) -> torch.Tensor:
+    """Make an empty CPU tensor for an entry."""
+    dtype = getattr(torch, entry.dtype)
+    return torch.empty_strided(entry.shape, entry.strides, dtype=dtype, device="cpu")

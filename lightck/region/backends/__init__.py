@@ -1,0 +1,1 @@
+"""The libraries that may map a region: the native code itself, or PMDK's."""

@@ -1,0 +1,120 @@
+"""Read and write the region's statistics page: what a trainer reports, for observers.
+
+It proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightck.errors import CorruptSnapshotError, NoSnapshotError
+from lightck.region._ffi import check, ffi, library
+from lightck.region.native_pool import NativePool
+from lightck.region.native_region import NativeRegion
+from lightck.region.process import Process
+
+NO_STEP = 2**64 - 1
+_CAUSE_BYTES, _ERROR_BYTES, _CAUSES = 15, 559, 8
+_NUMBERS = (
+    *("ended", "began_ns", "updated_ns", "began_step", "step", "step_ns", "payload_bytes"),
+    *("captured", "committed", "slipped", "torn", "failed", "errors"),
+    *("bytes_copied", "bytes_skipped", "bytes_helped", "copy_ns", "commit_ns", "staging_bytes"),
+    *("bytes_drained", "drain_ns"),
+)
+
+
+class Page:
+    """The publisher of one trainer's statistics. Used by the training thread."""
+
+    def __init__(self, pool: NativePool, region: NativeRegion) -> None:
+        """Prepare the page of a region; `said` keeps its values from one `publish` to the next."""
+        self._pool, self._region = pool, region
+        self.said = ffi.new("lck_statistics *")
+        """The fields of `lck_statistics`; the pool's counters are filled in by `publish`."""
+        process = Process.this()
+        self.said.process, self.said.process_start = process.number, process.start
+        self.said.boot_id = process.boot
+        self._causes: tuple[str, ...] = ()
+        self._error: BaseException | None = None
+
+    def stalls(self, seconds: Mapping[str, float]) -> None:
+        """Set the stalls by cause, given in seconds."""
+        if len(seconds) != len(self._causes):
+            self._causes = tuple(seconds)[:_CAUSES]
+            for row, cause in zip(self.said.stalls, self._causes, strict=False):
+                row.cause = cause.encode()[:_CAUSE_BYTES]
+        for row, cause in zip(self.said.stalls, self._causes, strict=False):
+            row.ns = int(seconds[cause] * 1e9)
+
+    def error(self, latest: BaseException | None) -> None:
+        """Set the last error's text."""
+        if latest is not self._error:
+            self._error = latest
+            text = f"{type(latest).__name__}: {latest}".encode()[:_ERROR_BYTES]
+            self.said.last_error = text.decode(errors="ignore").encode()
+
+    def publish(self) -> None:
+        """Write the fields to the page; never waits for the medium."""
+        code = library().lck_pool_publish(self._pool.handle, self._region.handle, self.said)
+        check(code, f"publish statistics in {self._region.label}")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The content of a page when it was read."""
+
+    owned: bool
+    """Some process owns the region now."""
+    process: Process | None
+    """The process that wrote the page; None: no process has (a region made by an older build), or
+    the page is torn."""
+    numbers: dict[str, int]
+    """The fields of `lck_statistics` by name; empty without a page."""
+    captured_step: int | None = None
+    committed_step: int | None = None
+    stalls_ns: Mapping[str, int] | None = None
+    last_error: str = ""
+    problem: str = ""
+    """The reason why there is no page."""
+
+
+def read(region: NativeRegion) -> Reading:
+    """Read the page of a region that another process may be writing."""
+    raw, owned = ffi.new("lck_statistics *"), ffi.new("int *")
+    code = library().lck_region_statistics(region.handle, raw, owned)
+    try:
+        check(code, region.label)
+    except (NoSnapshotError, CorruptSnapshotError) as error:
+        return Reading(bool(owned[0]), None, {}, problem=str(error))
+    return Reading(
+        owned=bool(owned[0]),
+        process=Process(raw.process, raw.process_start, bytes(raw.boot_id)),
+        numbers={name: int(getattr(raw, name)) for name in _NUMBERS},
+        captured_step=_step(raw.captured_step),
+        committed_step=_step(raw.committed_step),
+        stalls_ns={_text(row.cause): int(row.ns) for row in raw.stalls if row.cause[0] != b"\0"},
+        last_error=_text(raw.last_error),
+    )
+
+
+def owner(region: NativeRegion) -> Process | None:
+    """Return the living process that owns the region, if its own page tells; None: not known.
+
+    The owner lock does not say who holds it. A page that its writer has closed, or whose writer is
+    not seen here, is a predecessor's: the owner has not published yet.
+    """
+    said = read(region)
+    if not said.owned or said.process is None or said.numbers["ended"]:
+        return None
+    return said.process if said.process.is_running else None
+
+
+def _step(raw: int) -> int | None:
+    return None if raw == NO_STEP else int(raw)
+
+
+def _text(raw: Any) -> str:
+    text: bytes = ffi.string(raw)
+    return text.decode(errors="replace")

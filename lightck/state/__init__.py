@@ -1,0 +1,1 @@
+"""State to save: tensors of modules and optimizers, extras, generators, and their form."""

@@ -1,0 +1,385 @@
+"""Collects what a snapshot captures: every tensor by name, and the values around them.
+
+Names are paths: `model/<parameter>`, `optim/<i>/<parameter>/<key>`, `extras/<name>/<path>`. A
+tensor in an optimizer but in no module is `optim/<i>/@<group>.<position>`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightck.errors import StateError
+from lightck.region.native_region import HOLDS_ALL
+from lightck.state import fsdp
+from lightck.state.boundary import join, plain
+from lightck.state.dense import must_be_dense
+from lightck.state.extras import Extra
+from lightck.state.key_order import noted
+from lightck.state.live import Live as Live
+from lightck.state.live import Placing
+from lightck.state.modules import (
+    buffers_of,
+    every_module,
+    held_buffers,
+    named_buffers,
+    named_parameters,
+    persistent_buffers,
+)
+from lightck.state.options import Options
+
+_TOLD_BY_IDENTITY = (torch.Tensor, int, float, str, type(None))
+"""Types of which this is known: while an optimizer's state holds the same object, what is captured
+of it is the same."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The tensors that this rank captures, where other ranks capture the rest."""
+
+    lives: tuple[Live, ...]
+    digest: bytes = HOLDS_ALL
+    """The digest of the share map, for the commit record."""
+    form: bytes = b""
+    """A fingerprint of the state that all ranks hold alike; every rank must have the same one."""
+    told: dict[str, Any] | None = None
+    """The ranks that share, and whether all that could be held alike is, for the boundary state."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The tensors and other values of the state at one instant."""
+
+    lives: tuple[Live, ...]
+    tree: dict[str, Any]
+    """Everything but the tensors, in types that the restricted loader takes."""
+    share_digest: bytes = HOLDS_ALL
+    form: bytes = b""
+    """A fingerprint of the state that all ranks hold alike, see `Shared`."""
+    base: tuple[Live, ...] = ()
+    """The first part of `lives`, of model and optimizers: the same object while they are the same.
+    Empty: not known."""
+
+
+@dataclass(eq=False)
+class _Cache:
+    """The tensors and names found before; they serve while `objects` are the same ones."""
+
+    modules: list[nn.Module]
+    objects: list[Any]
+    everything: tuple[Live, ...]
+    shared: Shared
+    """This rank's share of `everything`."""
+    states: list[dict[str, Any]]
+    orders: list[dict[str, Any]]
+    """The order of the keys of each of these states."""
+    held: list[list[list[str]]]
+    """The names of the parameters, per optimizer and group."""
+    bare: list[dict[str, Any]]
+    """The buffer dicts of the modules that had no buffer."""
+    holding: list[dict[str, Any]]
+    """The buffer dicts of the modules that had buffers."""
+    buffers: list[Any]
+    """The buffers in `holding`, persistent or not."""
+    persistent: list[torch.Tensor]
+    """The buffers that a snapshot holds."""
+    sizes: list[int]
+    """The sizes of the optimizers' groups and states."""
+
+
+@dataclass(eq=False)
+class Inventory:
+    """The objects whose state is captured. Used by the training thread."""
+
+    model: nn.Module
+    optimizers: list[Optimizer] = field(default_factory=list)
+    extras: tuple[Extra, ...] = ()
+    always_sync: set[str] = field(default_factory=set)
+    """Names of tensors that were found torn twice: they are copied before the forward goes on."""
+    assign: Callable[[list[Live]], list[Live]] = lambda lives: lives
+    """Says which unit's update changes each tensor, where that is not the whole optimizer's; called
+    again after `invalidate`."""
+    share: Callable[[Sequence[Live]], Shared] = lambda lives: Shared(tuple(lives))
+    """Chooses what this rank captures of what several ranks hold alike; called again after
+    `invalidate`."""
+    depends: Callable[[], Sequence[Any]] = lambda: ()
+    """Returns other objects that `share` depends on."""
+    _taken: dict[str, Any] = field(default_factory=dict, init=False)
+    """The state of each extra, by name, as it was last taken for forward start."""
+    _cache: _Cache | None = field(default=None, init=False)
+    _options: list[Options] = field(default_factory=list, init=False)
+    _placed: dict[str, dict[str, Live]] = field(default_factory=dict, init=False)
+    """The tensors of each extra, by the extra's name and the tensor's path."""
+    _last_joined: tuple[tuple[Live, ...], tuple[Live, ...]] = field(default=((), ()), init=False)
+
+    def __post_init__(self) -> None:
+        """Note what is sharded, before a forward gathers it."""
+        fsdp.remember(self.model)
+
+    def collect(self) -> Collected:
+        """Return every tensor and value, as of now.
+
+        Raises:
+            StateError: something could not be restored; its path is named.
+        """
+        return self._collected(self._known())
+
+    def glance(self) -> Collected:
+        """Collect as `collect` does, but look only at values and buffers, where that is enough.
+
+        Other tensors are returned as they were found last, if there are as many.
+        """
+        cache = self._cache
+        if cache is None or any(cache.states) or _sizes(self.optimizers) != cache.sizes:
+            cache = self._known()
+        elif not _same_buffers(cache):
+            cache = self._known()
+        return self._collected(cache)
+
+    def _collected(self, cache: _Cache) -> Collected:
+        more: list[Live] = []
+        optimizers = self._optimizer_trees(cache, more)
+        extras = {e.name: self._extra(e, more) for e in self.extras if e.instant != "step"}
+        shared = cache.shared
+        tree: dict[str, Any] = {"optimizers": optimizers, "extras": extras}
+        if shared.told is not None:
+            tree["share"] = shared.told
+        lives = self._joined(shared.lives, more)
+        return Collected(lives, tree, shared.digest, shared.form, shared.lives)
+
+    def _optimizer_trees(self, cache: _Cache, more: list[Live]) -> list[dict[str, Any]]:
+        if [options.optimizer for options in self._options] != self.optimizers:
+            each = enumerate(self.optimizers)
+            self._options = [Options(i, optimizer, self.always_sync) for i, optimizer in each]
+        rows = zip(self._options, cache.held, cache.states, cache.orders, strict=True)
+        return [options.take(held, state, order, more) for options, held, state, order in rows]
+
+    def _joined(self, base: tuple[Live, ...], more: list[Live]) -> tuple[Live, ...]:
+        """Join two sequences into one tuple; the last one made, if it is of the same tensors."""
+        if not more:
+            return base
+        last, begun = self._last_joined, len(base)
+        if last[0] is not base or not _identical(last[1][begun:], more):
+            self._last_joined = last = base, (*base, *more)
+        return last[1]
+
+    def everything(self) -> tuple[Live, ...]:
+        """Return every tensor of model and optimizers, also those that other ranks capture."""
+        return self._known().everything
+
+    def shared(self) -> tuple[Live, ...]:
+        """Return the tensors of model and optimizers that this rank captures."""
+        return self._known().shared.lives
+
+    def found(self) -> tuple[Live, ...]:
+        """Return what `everything` was at the last `collect`, which must have been just now."""
+        return self._cache.everything if self._cache is not None else self.everything()
+
+    def invalidate(self) -> None:
+        """Forget what was found before: tensors were added, or found torn."""
+        self._cache = None
+
+    def covered(self) -> bool:
+        """Tell whether known optimizers hold every trainable parameter: no other is expected."""
+        held = {id(p) for optimizer in self.optimizers for p in held_parameters(optimizer)}
+        return all(id(p) in held for _, p in named_parameters(self.model) if p.requires_grad)
+
+    def buffers(self, *, anew: bool = False) -> list[torch.Tensor]:
+        """Return the model's persistent buffers.
+
+        Unless `anew`, those of a module added since the last look may be missing.
+        """
+        cache = self._cache
+        if anew or cache is None or not _same_buffers(cache):
+            return persistent_buffers(every_module(self.model))
+        return cache.persistent
+
+    def names(self) -> dict[int, str]:
+        """Return the name of each of the model's parameters, by identity; the first name counts."""
+        found: dict[int, str] = {}
+        for name, parameter in named_parameters(self.model):
+            found.setdefault(id(parameter), name)
+        return found
+
+    def _objects(self, modules: list[nn.Module]) -> tuple[list[Any], bool]:
+        """Return every object that the cache depends on, and whether identity proves each the same.
+
+        While the children of all modules are the same, `modules` are still all there are.
+        """
+        objects: list[Any] = [*self.depends(), *modules]
+        for kept in map(operator.attrgetter, ("_parameters", "_buffers", "_modules")):
+            found = list(map(kept, modules))
+            objects += [*chain.from_iterable(found), *chain.from_iterable(map(dict.values, found))]
+        kinds: set[type] = set()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                objects.append(group)
+                objects += group["params"]
+            states = optimizer.state.values()
+            dicts = [state for state in states if isinstance(state, dict)]
+            values = list(chain.from_iterable(map(dict.values, dicts)))
+            objects += [*optimizer.state, *states, *chain.from_iterable(dicts), *values]
+            kinds.update(map(type, values))
+        return objects, all(issubclass(kind, _TOLD_BY_IDENTITY) for kind in kinds)
+
+    def _known(self) -> _Cache:
+        """Return what was found before if nothing has changed since, else look it up anew."""
+        cache = self._cache
+        if cache is not None:
+            objects, reusable = self._objects(cache.modules)
+            if _identical(cache.objects, objects):
+                self._cache = cache if reusable else None
+                return cache
+        modules = every_module(self.model)
+        objects, reusable = self._objects(modules)
+        cache = self._find(modules, objects)
+        self._cache = cache if reusable else None
+        return cache
+
+    def _find(self, modules: list[nn.Module], objects: list[Any]) -> _Cache:
+        """Find all tensors, values and names anew."""
+        lives = list(self._model_lives())
+        found = [self._optimizer_state(i, o, lives) for i, o in enumerate(self.optimizers)]
+        states, orders = [state for state, _ in found], [order for _, order in found]
+        names = self.names()
+        known = [parameter_names(i, o, names) for i, o in enumerate(self.optimizers)]
+        held = [
+            [[labels[parameter] for parameter in group["params"]] for group in o.param_groups]
+            for o, labels in zip(self.optimizers, known, strict=True)
+        ]
+        assigned, kept = tuple(self.assign(lives)), buffers_of(modules)
+        shared, sizes = self.share(assigned), _sizes(self.optimizers)
+        bare, holding = [each for each in kept if not each], [each for each in kept if each]
+        buffers = held_buffers(holding), persistent_buffers(modules)
+        rest = (states, orders, held, bare, holding, *buffers, sizes)
+        return _Cache(modules, objects, assigned, shared, *rest)
+
+    def _model_lives(self) -> Iterator[Live]:
+        holders: dict[int, set[int]] = {}
+        for i, optimizer in enumerate(self.optimizers):
+            for parameter in held_parameters(optimizer):
+                holders.setdefault(id(parameter), set()).add(i)
+        first: dict[int, str] = {}
+        for name, parameter in named_parameters(self.model):
+            path = join("model", name)
+            alias = first.setdefault(id(parameter), path)
+            layer = name.rpartition(".")[0]
+            held = frozenset(holders.get(id(parameter), ()))
+            sync = path in self.always_sync
+            alias_of = None if alias == path else alias
+            must_be_dense(path, parameter)
+            yield Live(path, "parameter", layer, parameter, held, sync, alias_of)
+        for name, buffer in named_buffers(self.model):
+            path = join("model", name)
+            alias = first.setdefault(id(buffer), path)
+            layer = name.rpartition(".")[0]
+            alias_of = None if alias == path else alias
+            must_be_dense(path, buffer)
+            yield Live(path, "buffer", layer, buffer, frozenset(), True, alias_of)
+
+    def _optimizer_state(
+        self, i: int, optimizer: Optimizer, lives: list[Live]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Add the state's tensors to `lives`; return its other values, and the order of its keys.
+
+        Both are by parameter name; for the order see `orders.noted`.
+        """
+        names = self.names()
+        known = parameter_names(i, optimizer, names)
+        held = frozenset((i,))
+        for parameter, name in known.items():
+            if id(parameter) not in names:
+                path = f"optim/{i}/{join('', name)}"
+                lives.append(
+                    Live(path, "parameter", name, parameter, held, path in self.always_sync)
+                )
+        rest: dict[str, Any] = {}
+        keys: dict[str, list[Any]] = {}
+        for key, state in optimizer.state.items():
+            label = known.get(key) if isinstance(key, torch.Tensor) else key_label(i, key)
+            if label is None:
+                continue  # state of a parameter that left the groups: no step can read it
+            layer = label.rpartition(".")[0]
+            base = f"optim/{i}/{join('', label)}"
+            place = Placing(lives, "optimizer", layer, held, self.always_sync)
+            others = {}
+            if not isinstance(state, dict):
+                raise StateError(f"{base} is a {type(state).__name__}, expected a dict", path=base)
+            keys[label] = list(state)
+            for entry, value in state.items():
+                if isinstance(value, torch.Tensor) and isinstance(entry, str):
+                    place(join(base, entry), value)
+                else:
+                    others[entry] = plain(value, join(base, entry), place)
+            # A key that is no parameter is known by its entry here.
+            if others or not state or not isinstance(key, torch.Tensor):
+                rest[label] = others
+        return rest, noted(keys, known.values())
+
+    def _extra(self, extra: Extra, lives: list[Live]) -> Any:
+        layer, known = f"extras.{extra.name}", self._placed.setdefault(extra.name, {})
+        place = Placing(lives, "extra", layer, frozenset(), self.always_sync, known)
+        begun = len(lives)
+        last = self._taken.get(extra.name)
+        tree = plain(extra.state(), join("extras", extra.name), place, last)
+        self._taken[extra.name] = tree
+        if len(known) > len(lives) - begun:  # some are gone
+            self._placed[extra.name] = {live.name: live for live in lives[begun:]}
+        return tree
+
+
+def key_label(i: int, key: Any) -> str:
+    """Return the name of state that is kept under something else than a parameter.
+
+    Raises:
+        StateError: a key that could not come back.
+    """
+    if type(key) is int:
+        return f"@#{key}"
+    if type(key) is str and not key.startswith("#"):
+        return f"@{key}"
+    raise StateError(f"optim/{i} keeps state under {key!r}; use a parameter, string or integer")
+
+
+def labelled_key(label: str) -> str | int:
+    """Return the key whose name `key_label` made."""
+    return int(label[2:]) if label.startswith("@#") else label.removeprefix("@")
+
+
+def held_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield every tensor that the optimizer's groups hold."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def parameter_names(i: int, optimizer: Optimizer, names: dict[int, str]) -> dict[torch.Tensor, str]:
+    """Return the name of each held parameter: the model's, or `@<group>.<position>`."""
+    found = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for k, parameter in enumerate(group["params"]):
+            found[parameter] = names.get(id(parameter), f"@{g}.{k}")
+    return found
+
+
+def _sizes(optimizers: Sequence[Optimizer]) -> list[int]:
+    found: list[int] = []
+    for optimizer in optimizers:
+        found += [len(group["params"]) for group in optimizer.param_groups]
+        found.append(sum(map(len, filter(None, optimizer.state.values()))))
+    return found
+
+
+def _same_buffers(cache: _Cache) -> bool:
+    """Tell whether modules hold the same buffers as before."""
+    return not any(cache.bare) and _identical(held_buffers(cache.holding), cache.buffers)
+
+
+def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))

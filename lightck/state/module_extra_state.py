@@ -1,0 +1,44 @@
+"""Capture modules' extra state (`get_extra_state`), which `state_dict` has beside tensors.
+
+It is taken as an extra at forward start: what forwards count or measure, as the scales of quantized
+layers, is in no parameter and no buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightck.state.extras import Extra
+from lightck.state.modules import named_modules
+
+PREFIX = "model/"
+"""Prefix of the names of such extras; behind it is the key that torch's `state_dict` has."""
+_KEY = "_extra_state"
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleState:
+    """A module's extra state, as a stateful object."""
+
+    module: nn.Module
+
+    def state_dict(self) -> Any:
+        """Return the module's extra state."""
+        return self.module.get_extra_state()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Set the module's extra state."""
+        self.module.set_extra_state(state)
+
+
+def extra_states(model: nn.Module) -> tuple[Extra, ...]:
+    """Make an extra of every module that has extra state, once of each."""
+    found: dict[int, Extra] = {}
+    for path, module in named_modules(model):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            name = f"{PREFIX}{path}.{_KEY}" if path else f"{PREFIX}{_KEY}"
+            found.setdefault(id(module), Extra(name, ModuleState(module), "forward"))
+    return tuple(found.values())

@@ -1,0 +1,102 @@
+"""The module tree as the user wrote it: names do not depend on what wraps a module.
+
+`DistributedDataParallel` instances are looked through wherever they are. torch.compile and
+activation checkpointing put prefixes into names, which are taken off.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightck.state import fsdp
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""Prefixes that torch.compile and activation checkpointing put into names; they come and go."""
+_BUFFERS = operator.attrgetter("_buffers")
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside of `DistributedDataParallel`, else itself."""
+    while isinstance(module, DistributedDataParallel):
+        module = module.module
+    return module
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """Return the user's own module, under every wrapper."""
+    while True:
+        module = unwrapped(module)
+        within = (getattr(module, prefix[:-1], None) for prefix in WRAPPERS)
+        inner = next((each for each in within if isinstance(each, nn.Module)), None)
+        if inner is None:
+            return module
+        module = inner
+
+
+def named_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module under every path it has, parents first."""
+    model = unwrapped(model)
+    yield strip(path), model
+    for name, child in model._modules.items():
+        if child is not None:
+            yield from named_modules(child, f"{path}.{name}" if path else name)
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's parameters under every name; of FSDP2 always the sharded ones."""
+    for path, module in named_modules(model):
+        for name, parameter in fsdp.parameters(module):
+            yield f"{path}.{name}" if path else name, parameter
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's persistent buffers under every name they have."""
+    for path, module in named_modules(model):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def every_module(model: nn.Module) -> list[nn.Module]:
+    """Return every module once.
+
+    It runs at every step, so it avoids the nested generators of `nn.Module.modules`.
+    """
+    found, seen = [model], {id(model)}
+    for module in found:
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> list[dict[str, torch.Tensor | None]]:
+    """Return the dict in which each module keeps its buffers."""
+    return list(map(_BUFFERS, modules))
+
+
+def held_buffers(holding: Iterable[dict[str, torch.Tensor | None]]) -> list[torch.Tensor | None]:
+    """Return every buffer in these dicts, persistent or not."""
+    return list(chain.from_iterable(map(dict.values, holding)))
+
+
+def persistent_buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Return the buffers that belong to the model's state."""
+    return [
+        buffer
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+def strip(path: str) -> str:
+    """Remove what torch.compile and activation checkpointing add to a path."""
+    return ".".join(part for part in path.split(".") if f"{part}." not in WRAPPERS)

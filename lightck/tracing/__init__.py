@@ -1,0 +1,1 @@
+"""A trace of every thread, and its form for Perfetto."""
