@@ -15,12 +15,10 @@ from torch.optim import Optimizer
 from lightck.config import Config, setting_names
 from lightck.device import lookup
 from lightck.distributed.commit import distributed_barrier
-from lightck.distributed.ddp import Communication
+from lightck.distributed.ddp import Communication, Traffic
 from lightck.distributed.divergence import Samples
 from lightck.distributed.rendezvous import Meeting, meeting
-from lightck.distributed.replicas import Replicas
-from lightck.distributed.sharding import Sharing
-from lightck.distributed.traffic import Traffic
+from lightck.distributed.sharding import Replicas, Sharing
 from lightck.events import Subscriber, event
 from lightck.failure.jit_save import Rescue
 from lightck.failure.jit_save_ranks import JointRescue
@@ -34,13 +32,12 @@ from lightck.layerwise.ddp import finality
 from lightck.loop import state_prediction
 from lightck.loop.checkpointer import Recorder
 from lightck.loop.hooks import Hooks, Listener, Watched, layers
-from lightck.loop.outcomes import Outcomes
+from lightck.loop.outcomes import Outcomes, Reporter
 from lightck.loop.publisher import Sight
-from lightck.loop.report import Reporter
 from lightck.loop.requests import gradients_complete
 from lightck.loop.steps import Steps
 from lightck.pipeline.schedule import schedule
-from lightck.reader.optimizer import install_pending, tell_unfilled
+from lightck.reader.fill import install_pending, tell_unfilled
 from lightck.region import claim
 from lightck.region.region import Region
 from lightck.restore import progress

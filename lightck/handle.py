@@ -21,20 +21,24 @@ from lightck.config import Config
 from lightck.errors import LightckError
 from lightck.events import event
 from lightck.failure import triggers
-from lightck.failure.budget import usable_s
+from lightck.failure.budget import measured, usable_s
 from lightck.failure.jit_save import Rescue
 from lightck.failure.jit_save_ranks import JointRescue
-from lightck.failure.measuring import measured
-from lightck.failure.saving import Guard
-from lightck.failure.watchdog import WATCHDOG
+from lightck.failure.watchdog import WATCHDOG, Guard
 from lightck.loop.checkpointer import Recorder
-from lightck.loop.counted import stats_of
 from lightck.loop.hooks import Hooks
-from lightck.loop.publisher import Sight
+from lightck.loop.outcomes import Reporter
+from lightck.loop.publisher import Sight, stats_of
 from lightck.loop.replacement import replaced
-from lightck.loop.report import Reporter
-from lightck.loop.requests import finish_last_step, left_off, open_now
-from lightck.loop.waiting import POLL_S, drain_for_close, settle_for_close, wait
+from lightck.loop.requests import (
+    POLL_S,
+    drain_for_close,
+    finish_last_step,
+    left_off,
+    open_now,
+    settle_for_close,
+    wait,
+)
 from lightck.region.region import Region
 from lightck.restore import Progress
 from lightck.types import Failure, Saved, Stats

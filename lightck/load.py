@@ -31,7 +31,7 @@ from lightck.region import location
 from lightck.region.backends import select
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate, Region
-from lightck.state import boundary, key_order
+from lightck.state import boundary_codec, key_order
 from lightck.state.inventory import labelled_key
 from lightck.state.module_extra_state import PREFIX
 
@@ -276,7 +276,7 @@ def as_state_dict(snapshot: Assembled, tensors: Callable[[str], torch.Tensor]) -
     names = [entry.name for entry in snapshot.entries]
     every = {**second["extras"], **first["extras"]}
     every.pop(lookahead.NAME, None)
-    extras = {name: boundary.rebuild(tree, tensors) for name, tree in every.items()}
+    extras = {name: boundary_codec.rebuild(tree, tensors) for name, tree in every.items()}
     of_modules = {name: value for name, value in extras.items() if name.startswith(PREFIX)}
     return {
         "step": snapshot.record.step,
@@ -288,7 +288,7 @@ def as_state_dict(snapshot: Assembled, tensors: Callable[[str], torch.Tensor]) -
             _optimizer(i, tree, names, tensors) for i, tree in enumerate(second["optimizers"])
         ],
         "extras": {name: value for name, value in extras.items() if name not in of_modules},
-        "rng": boundary.rebuild(first["rng"]),
+        "rng": boundary_codec.rebuild(first["rng"]),
     }
 
 
@@ -304,12 +304,14 @@ def _optimizer(
     order: list[str] = []
     for group in tree["groups"]:
         positions = range(len(order), len(order) + len(group["params"]))
-        groups.append({**boundary.rebuild(group["options"], tensors), "params": list(positions)})
+        groups.append(
+            {**boundary_codec.rebuild(group["options"], tensors), "params": list(positions)}
+        )
         order += group["params"]
     keys: dict[str, Any] = {name: k for k, name in enumerate(order)}
     keys |= {name: labelled_key(name) for name in tree["state"] if name not in keys}
-    escaped = {boundary.join("", name): name for name in keys}
-    found = {name: boundary.rebuild(rest, tensors) for name, rest in tree["state"].items()}
+    escaped = {boundary_codec.join("", name): name for name in keys}
+    found = {name: boundary_codec.rebuild(rest, tensors) for name, rest in tree["state"].items()}
     for full in names:
         parts = full.split("/")
         if full.startswith(f"optim/{i}/") and len(parts) == 4 and parts[2] in escaped:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightck.config import Config
 from lightck.data import lookahead
 from lightck.distributed.rendezvous import meeting
-from lightck.distributed.restore.lineage import Key
+from lightck.distributed.restore.offers import Key
 from lightck.distributed.restore.protocol import Found, recall
 from lightck.distributed.restore.received_snapshot import Healed
 from lightck.distributed.restore.survey import Holdings
@@ -28,12 +28,11 @@ from lightck.errors import ConfigError, LightckError
 from lightck.events import event
 from lightck.loop.hooks import before_next_forward
 from lightck.loop.steps import Steps
-from lightck.reader.fill import Filling
-from lightck.reader.optimizer import Saved
+from lightck.reader.fill import Filling, Saved
 from lightck.region import location
 from lightck.region.continuation import Continuation
 from lightck.region.native_region import Record
-from lightck.state import boundary, rng
+from lightck.state import boundary_codec, rng
 from lightck.state.arguments import check, refuse_unknown
 from lightck.state.extras import parse
 from lightck.state.inventory import Inventory
@@ -302,11 +301,11 @@ def _arm_forward(
     if "rng" not in second:
         return
     generators = [
-        (extra, boundary.rebuild(second["extras"][extra.name], tensors))
+        (extra, boundary_codec.rebuild(second["extras"][extra.name], tensors))
         for extra in live.extras
         if extra.instant == "both" and extra.name in second["extras"]
     ]
-    states = boundary.rebuild(second["rng"])
+    states = boundary_codec.rebuild(second["rng"])
 
     def action() -> None:
         rng.restore(states)

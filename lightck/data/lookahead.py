@@ -21,7 +21,7 @@ import torch
 from lightck.data.worker_seeds import SeedingBatch
 from lightck.errors import ConfigError, StateError
 from lightck.events import event
-from lightck.state import boundary, data_loaders
+from lightck.state import boundary_codec, data_loaders
 from lightck.state.extras import Extra, generators, stand
 
 NAME = "@ahead"
@@ -229,7 +229,7 @@ class Lookahead(data_loaders.Ahead):
         redraw = self.redraw
         if redraw is not None and redraw.held and self._drawn == self.loader.skip_batches:
             self._back = generators(redraw.extras)
-            stand(boundary.rebuild(redraw.held), redraw.extras)
+            stand(boundary_codec.rebuild(redraw.held), redraw.extras)
         self.holds = True
 
     def drawn(self) -> None:
@@ -247,7 +247,7 @@ class Lookahead(data_loaders.Ahead):
     def _stand_back(self) -> None:
         back, self._back = self._back, None
         if back is not None and self.redraw is not None:
-            stand(boundary.rebuild(back), self.redraw.extras)
+            stand(boundary_codec.rebuild(back), self.redraw.extras)
 
 
 def _given(original: Callable[..., Any]) -> Callable[..., Any]:

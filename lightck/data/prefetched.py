@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightck.errors import RestoreMismatchError, StateError
-from lightck.state import boundary, data_loaders
+from lightck.state import boundary_codec, data_loaders
 from lightck.state.extras import generators, stand
 
 
@@ -64,7 +64,7 @@ class Prefetched(data_loaders.Telling):
         self._is_outside = not data_loaders.is_heard(self)
         data_loaders.tell(self, drawing=True)  # which calls `outside`
         if self._again is None:
-            self._last = boundary.rebuild(generators(self.draws_from))
+            self._last = boundary_codec.rebuild(generators(self.draws_from))
             return self._made()
         if not self._is_outside:
             raise StateError(
@@ -77,7 +77,7 @@ class Prefetched(data_loaders.Telling):
         try:
             return self._made()
         finally:
-            stand(boundary.rebuild(here), self.draws_from)
+            stand(boundary_codec.rebuild(here), self.draws_from)
 
     def _made(self) -> Any:
         try:

@@ -21,19 +21,142 @@ before ours follows. With SIG_DFL or SIG_IGN set later the kernel acts and no si
 
 from __future__ import annotations
 
+import ctypes
+import enum
 import logging
 import os
 import select
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 from lightck.events import event, event_aside
-from lightck.failure import disposition
-from lightck.failure.earlier import Outcome, Taken
+
+# The kernel's action at a signal, read and set from any thread.
+#
+# `signal.signal` works on the main thread only, which may be stuck, and knows nothing of handlers
+# that C code has installed (faulthandler, MPI, ...).
+
+_ROOM = 512  # more than `struct sigaction` has anywhere: 152 bytes with glibc on x86-64
+DEFAULT = bytes(_ROOM)
+"""The default action, as `write` takes it."""
+_HARMLESS = {signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH}
+_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def read(number: int) -> bytes:
+    """Return the action of a signal, as the C library keeps it."""
+    return _sigaction(number, None)
+
+
+def write(number: int, action: bytes) -> None:
+    """Set a signal's action to one that was read before. Any thread."""
+    _sigaction(number, action)
+
+
+def _sigaction(number: int, action: bytes | None) -> bytes:
+    before = ctypes.create_string_buffer(_ROOM)
+    after = None if action is None else ctypes.create_string_buffer(action, _ROOM)
+    if _libc.sigaction(number, after, before) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"sigaction of signal {number}: {os.strerror(error)}")
+    return before.raw
+
+
+def is_function(action: bytes) -> bool:
+    """Tell whether a handler runs: the action is neither the default nor to ignore."""
+    return _handler(action) not in (signal.SIG_DFL, signal.SIG_IGN)
+
+
+def is_ignored(action: bytes) -> bool:
+    """Tell whether the kernel drops the signal."""
+    return _handler(action) == signal.SIG_IGN
+
+
+def same_handler(one: bytes, other: bytes) -> bool:
+    """Tell whether both actions lead to the same handler."""
+    return _handler(one) == _handler(other)
+
+
+def _handler(action: bytes) -> int:
+    """Return `sa_handler`, the first word on x86-64 and aarch64, with glibc and musl."""
+    return int.from_bytes(action[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)
+
+
+def ends_by_default(number: int) -> bool:
+    """Tell whether the default action ends the process, not only stops or continues it."""
+    return number not in _HARMLESS | _STOPS
+
+
+def raise_here(number: int) -> None:
+    """Deliver a signal to this thread, whatever it blocks; handlers have run when this returns."""
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    try:
+        signal.pthread_kill(threading.get_ident(), number)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+# The handler that a signal had before lightck's, and what it does to the process.
+
+_ASK = {signal.SIGUSR1, signal.SIGUSR2}
+"""Signals that only request a snapshot: their default, to end the process, is never meant."""
+
+
+class Outcome(enum.IntEnum):
+    """The effect of a signal on the process; the most final is the greatest."""
+
+    GOES_ON = 0
+    FUNCTION = 1
+    """A Python function runs on the main thread."""
+    KERNEL = 2
+    """A handler that C code has installed runs, or the process stops."""
+    ENDS = 3
+
+
+@dataclass(eq=False)
+class Taken:
+    """A signal that lightck handles, and its handler before."""
+
+    before: Any
+    """The result of `signal.getsignal`: a function, SIG_DFL, SIG_IGN; None: set by C code."""
+    action: bytes
+    """The same action as the C library keeps it."""
+    ours: bytes = b""
+    """The action since lightck took the signal: Python's own handler."""
+    trips: int = 0
+    """Trips since the last call. Like the following fields, used by the listening thread only."""
+    echo: bool = False
+    """True if the next trip is one that lightck itself has caused."""
+    chained: bool = False
+    """True if a handler installed after lightck's has called it for the last signal."""
+    owed: bool = False
+    """True if the last signal is answered, so that the earlier handler runs if lightck's is called.
+
+    A handler installed later may still call lightck's.
+    """
+
+    @property
+    def foreign(self) -> bool:
+        """Tell whether C code had installed a handler without Python's knowledge."""
+        return not callable(self.before) and is_function(self.action)
+
+    def outcome(self, number: int) -> Outcome:
+        """Return what the signal would do to the process without lightck."""
+        if callable(self.before):
+            return Outcome.FUNCTION
+        if self.foreign:
+            return Outcome.KERNEL
+        if number in _ASK or is_ignored(self.action):
+            return Outcome.GOES_ON
+        return Outcome.ENDS if ends_by_default(number) else Outcome.KERNEL
+
 
 _TRIP, _CALL, _PASSED, _CHAINED = range(4)
 _NUMBERS = 64  # signals on Linux; a byte, whose 0 is 256, holds a number and which of four it is
@@ -101,10 +224,10 @@ class Signals:
             self._restore(number, self._past[number])
         for number in wanted - self._taken.keys():
             # The action first: it is gone once Python has set its own.
-            taken = Taken(signal.getsignal(number), disposition.read(number))
+            taken = Taken(signal.getsignal(number), read(number))
             self._taken[number] = taken
             signal.signal(number, self._handler)
-            taken.ours = disposition.read(number)
+            taken.ours = read(number)
         return True
 
     def give_back(self) -> None:
@@ -142,11 +265,11 @@ class Signals:
         """
         if signal.getsignal(number) is not self._handler:
             return False
-        if not disposition.same_handler(disposition.read(number), taken.ours):
+        if not same_handler(read(number), taken.ours):
             return False
         signal.signal(number, signal.SIG_DFL if taken.before is None else taken.before)
         if taken.foreign:
-            disposition.write(number, taken.action)
+            write(number, taken.action)
         return True
 
     def _release_fd(self) -> None:
@@ -335,20 +458,20 @@ class Signals:
 
     def _deliver(self, number: int, taken: Taken) -> None:
         """Raise the signal with its earlier action on this thread, then set ours again."""
-        ours = disposition.read(number)
-        disposition.write(number, taken.action)
+        ours = read(number)
+        write(number, taken.action)
         try:
-            disposition.raise_here(number)
+            raise_here(number)
         finally:
-            disposition.write(number, ours)
+            write(number, ours)
 
     def end(self, number: int) -> None:
         """End the process by a signal's default action, so that its parent sees that signal.
 
         Does not need the main thread. Python cleans up nothing, as without us.
         """
-        disposition.write(number, disposition.DEFAULT)
-        disposition.raise_here(number)
+        write(number, DEFAULT)
+        raise_here(number)
         # The first process of a PID namespace (a container) is spared by default actions.
         os._exit(128 + number)
 

@@ -16,7 +16,7 @@ from lightck.data import lookahead
 from lightck.data.batch_ahead import Draws
 from lightck.data.prefetched import Prefetched
 from lightck.errors import LightckError, StateError
-from lightck.state import boundary, boundary_blob, rng, tensor_layout
+from lightck.state import boundary_blob, boundary_codec, rng, tensor_layout
 from lightck.state.extras import Extra, generators
 from lightck.state.inventory import Collected, Inventory
 
@@ -92,8 +92,8 @@ class Instants:
 
         It is the same object as last time, if it has not changed.
         """
-        path, last = boundary.join("extras", extra.name), self._taken.get(extra.name)
-        taken = self._taken[extra.name] = boundary.plain(extra.state(), path, last=last)
+        path, last = boundary_codec.join("extras", extra.name), self._taken.get(extra.name)
+        taken = self._taken[extra.name] = boundary_codec.plain(extra.state(), path, last=last)
         return taken
 
     def standing(self) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class Instants:
         """
         if self.refused is not None:
             raise StateError(f"{self.refused}", path=self.refused.path)
-        types = (boundary.types_of(first), boundary.types_of(second))
+        types = (boundary_codec.types_of(first), boundary_codec.types_of(second))
         if types != self._types:
             boundary_blob.prove(first, "at_step")
             boundary_blob.prove(second, "at_forward")

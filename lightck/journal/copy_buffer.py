@@ -12,7 +12,7 @@ import torch
 from lightck.device.lookup import holder
 from lightck.state import tensor_layout, tensor_support
 from lightck.state.boundary_blob import Parcel, form, raw
-from lightck.state.live import Live
+from lightck.state.inventory import Live
 
 _ALIGNED_BYTES = 16
 """The alignment of each tensor's copy, which suits the widest dtype."""

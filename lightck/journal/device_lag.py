@@ -23,12 +23,11 @@ from lightck.device.lookup import holder
 from lightck.errors import LightckError, TornSnapshotError
 from lightck.journal.boundary_state import holding
 from lightck.journal.copy_buffer import is_readable
-from lightck.journal.kept import Instant
-from lightck.journal.step_journal import MOST_BYTES, Journaled
+from lightck.journal.step_journal import MOST_BYTES, Instant, Journaled
 from lightck.pipeline.copy_plan import Sources, read, versions_of
 from lightck.pipeline.device_offload import Offload, Standing
 from lightck.state import tensor_support
-from lightck.state.live import Live
+from lightck.state.inventory import Live
 from lightck.state.tensor_layout import must_own
 
 MOST = 8

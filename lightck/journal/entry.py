@@ -19,7 +19,7 @@ from lightck.journal.copy_buffer import Shelf
 from lightck.region.journal import JournalEntry
 from lightck.state import boundary_blob
 from lightck.state.boundary_blob import Kept, Parcel, form, part
-from lightck.state.live import Live
+from lightck.state.inventory import Live
 
 MOST_EXTRA_BYTES = 1 << 20
 """Bytes of extras in an entry at most: more would cost every step a millisecond."""

@@ -17,7 +17,7 @@ import torch
 from lightck.device.lookup import holder
 from lightck.pipeline.copy_plan import Sources, read
 from lightck.state import tensor_layout, tensor_support
-from lightck.state.live import Live
+from lightck.state.inventory import Live
 
 MOST_SPOTS = 32
 SPOT_BYTES = 64

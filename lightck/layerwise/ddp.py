@@ -24,12 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightck.distributed.ddp import (
+    Seat,
     after_backward,
     backward_now,
+    leave,
     reduced_parameters,
     replicated,
+    seated,
+    sit,
 )
-from lightck.distributed.seat import Seat, leave, seated, sit
 from lightck.errors import ConfigError
 from lightck.layerwise.gradients import Accumulated, Finality, Listener
 from lightck.loop.hooks import untraced

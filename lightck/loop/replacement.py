@@ -7,7 +7,7 @@ import logging
 from lightck.errors import ConfigError, LightckError
 from lightck.events import event
 from lightck.loop.checkpointer import Recorder
-from lightck.loop.waiting import drain
+from lightck.loop.requests import drain
 
 
 def replaced(recorder: Recorder, step: int) -> None:

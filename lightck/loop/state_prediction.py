@@ -18,9 +18,9 @@ from lightck.journal.boundary_state import Instants
 from lightck.journal.entry import MOST_EXTRA_BYTES
 from lightck.region import allocator
 from lightck.region.layout import Entry
-from lightck.region.spec import JOURNAL_BYTES
+from lightck.region.native_region import JOURNAL_BYTES
 from lightck.state import boundary_blob, tensor_layout, tensor_support
-from lightck.state.boundary import join
+from lightck.state.boundary_codec import join
 from lightck.state.inventory import Inventory, Live, parameter_names
 
 _SMALL = (2, 3, 5, 7, 11, 13)

@@ -17,9 +17,8 @@ from lightck.device.base import Device, Mark
 from lightck.errors import DeviceError, LightckError
 from lightck.pipeline.copy_plan import Arrangement, Part, Sources, sources
 from lightck.pipeline.device_placement import Ways
-from lightck.pipeline.device_transfer import Transfers
+from lightck.pipeline.device_transfer import Transfer, Transfers, Way, took
 from lightck.pipeline.inflight import Flight, Group
-from lightck.pipeline.transfer import Transfer, Way, took
 from lightck.region.native_region import crc32c_at
 
 PEAK_STEPS = 1

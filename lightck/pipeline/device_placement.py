@@ -16,7 +16,7 @@ import torch
 
 from lightck.device.base import Device
 from lightck.events import event
-from lightck.pipeline.transfer import Way
+from lightck.pipeline.device_transfer import Way
 from lightck.pipeline.trial import Contest, Turn
 from lightck.region.region import Region
 

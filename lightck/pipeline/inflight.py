@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from lightck.errors import TornSnapshotError
 from lightck.pipeline.copy_plan import Sources
-from lightck.pipeline.transfer import Transfer
+from lightck.pipeline.device_transfer import Transfer
 from lightck.region.native_region import HOLDS_ALL, RECORD_EARLY
 from lightck.region.slot_writer import Batch, SlotWriter
 

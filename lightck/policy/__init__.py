@@ -4,11 +4,9 @@ Any object with a method `due(moment: Moment) -> bool` is a policy. Those here c
 `&`: `EverySteps(100) | EveryEpochs()`.
 """
 
-from lightck.policy.combined import AllOf, AnyOf
-from lightck.policy.hybrid import Hybrid
+from lightck.policy.hybrid import Hybrid, Waste
 from lightck.policy.parsing import parse
-from lightck.policy.policies import AtSteps, EveryEpochs, EverySeconds, EverySteps
-from lightck.policy.waste import Waste
+from lightck.policy.policies import AllOf, AnyOf, AtSteps, EveryEpochs, EverySeconds, EverySteps
 
 __all__ = [
     "AllOf",

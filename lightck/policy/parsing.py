@@ -7,9 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from lightck.errors import ConfigError
-from lightck.policy.combined import AllOf, AnyOf
 from lightck.policy.hybrid import Hybrid
-from lightck.policy.policies import AtSteps, EveryEpochs, EverySeconds, EverySteps
+from lightck.policy.policies import AllOf, AnyOf, AtSteps, EveryEpochs, EverySeconds, EverySteps
 from lightck.types import Policy
 
 

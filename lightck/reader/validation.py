@@ -16,8 +16,8 @@ import torch
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate
-from lightck.state import boundary, boundary_blob, key_order, rng, tensor_layout
-from lightck.state.options import BASE_ATTRIBUTES
+from lightck.state import boundary_blob, boundary_codec, key_order, rng, tensor_layout
+from lightck.state.inventory import BASE_ATTRIBUTES
 
 _NAME = re.compile(r"(model|extras|optim/(0|[1-9][0-9]{0,8}))/.*", re.DOTALL)
 _INDEXED = re.compile(r"@#-?[0-9]{1,300}")
@@ -90,12 +90,12 @@ def _check(candidate: Candidate, first: Any, second: Any, tensors: set[str]) -> 
         )
     for held in (first["extras"], second["extras"]):
         _keys(held, "extras")
-        boundary.rebuild(held, _finder(tensors, "extras/"))
+        boundary_codec.rebuild(held, _finder(tensors, "extras/"))
     for i, tree in enumerate(second["optimizers"]):
         _optimizer(i, tree, tensors)
-    rng.check(boundary.rebuild(first["rng"]))
+    rng.check(boundary_codec.rebuild(first["rng"]))
     if "rng" in second:
-        rng.check(boundary.rebuild(_fields(second, "the state", {"rng": dict})["rng"]))
+        rng.check(boundary_codec.rebuild(_fields(second, "the state", {"rng": dict})["rng"]))
 
 
 def _optimizer(i: int, tree: Any, tensors: set[str]) -> None:
@@ -108,22 +108,22 @@ def _optimizer(i: int, tree: Any, tensors: set[str]) -> None:
         if not all(type(name) is str for name in group["params"]):
             raise CorruptSnapshotError(f"{label} has parameters without a name")
         _keys(group["options"], f"{label} options")
-        boundary.rebuild(group["options"], find)
+        boundary_codec.rebuild(group["options"], find)
     for name, state in _keys(tree["state"], f"{label} state").items():
         if name.startswith("@#") and not _INDEXED.fullmatch(name):
             raise CorruptSnapshotError(f"{label} has state under {name!r}")
-        boundary.rebuild(_fields(state, f"{label} state", {}), find)
+        boundary_codec.rebuild(_fields(state, f"{label} state", {}), find)
     if "order" in tree:
         key_order.check(tree["order"], label)
     for name, value in _keys(tree["attributes"], f"{label} attributes").items():
         taken = name in BASE_ATTRIBUTES or hasattr(torch.optim.Optimizer, name)
         if taken or not name.isidentifier():
             raise CorruptSnapshotError(f"{label} has an attribute {name!r}")
-        boundary.rebuild(value, find)
+        boundary_codec.rebuild(value, find)
 
 
 def _fields(tree: Any, label: str, kinds: Mapping[str, type]) -> dict[str, Any]:
-    if type(tree) is not dict or boundary.TAG in tree:
+    if type(tree) is not dict or boundary_codec.TAG in tree:
         raise CorruptSnapshotError(f"{label} is a {type(tree).__name__}, expected a plain dict")
     for name, kind in kinds.items():
         if type(tree.get(name)) is not kind:
@@ -133,7 +133,7 @@ def _fields(tree: Any, label: str, kinds: Mapping[str, type]) -> dict[str, Any]:
 
 
 def _keys(tree: dict[Any, Any], label: str) -> dict[str, Any]:
-    if boundary.TAG in tree or not all(type(key) is str for key in tree):
+    if boundary_codec.TAG in tree or not all(type(key) is str for key in tree):
         raise CorruptSnapshotError(f"{label} has a key that is no name")
     return tree
 

@@ -28,8 +28,8 @@ from lightck.region import allocator, location, stats_page
 from lightck.region.backends import select
 from lightck.region.continuation import Continuation
 from lightck.region.layout import Entry
+from lightck.region.native_region import JOURNAL_BYTES, RegionSpec
 from lightck.region.region import Region
-from lightck.region.spec import JOURNAL_BYTES, RegionSpec
 
 HUGE_PAGE_BYTES = 2 << 20
 _SHARED = 3

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from lightck.errors import (
@@ -18,18 +19,109 @@ from lightck.errors import (
     RegionFullError,
     RegionIOError,
 )
-from lightck.region import allocator, extents, layout, manifest, native_region, survival
+from lightck.region import allocator, layout, manifest, native_region
 from lightck.region.backends import select
 from lightck.region.container import enlarging
 from lightck.region.continuation import Continuation
-from lightck.region.layout import Entry, Layout
+from lightck.region.layout import Entry, Layout, check
 from lightck.region.location import Place
 from lightck.region.manifest import Manifest
 from lightck.region.native_pool import NativePool, NativeSnapshot
-from lightck.region.native_region import NativeRegion, Record
-from lightck.region.preference import preferred, replaces, worth
-from lightck.region.slot import Slot
-from lightck.region.spec import PROCESS_DURABLE, RegionSpec
+from lightck.region.native_region import (
+    GRAN_PAGE,
+    PROCESS_DURABLE,
+    NativeRegion,
+    Record,
+    RegionSpec,
+    survives,
+)
+
+# Order whole snapshots by which recovery takes first.
+
+
+class _HasRecord(Protocol):
+    @property
+    def record(self) -> Record: ...
+
+
+T = TypeVar("T", bound=_HasRecord)
+
+
+def is_near(inexact: int, exact: int) -> bool:
+    """Return whether an inexact snapshot yields to an exact one.
+
+    The exact one must be a step older at most.
+    """
+    return 0 <= inexact - exact <= 1  # a newer one's state may be of an older step
+
+
+def replaces(record: Record, held: Record | None) -> bool:
+    """Return whether recovery prefers the snapshot of `record` to `held`, the best before it."""
+    return held is None or not _yields(record, held)
+
+
+def worth(record: Record | None, held: Record | None) -> tuple[bool, int]:
+    """Return the sort key by which slots are reused: the least first.
+
+    Args:
+        record: the slot's snapshot; None: none that counts.
+        held: the protected snapshot; if it is early, an exact one near it is worth more.
+    """
+    if record is None:
+        return False, 0
+    return held is not None and _yields(held, record), record.sequence
+
+
+def _yields(newer: Record, older: Record) -> bool:
+    return newer.early and not older.early and is_near(newer.step, older.step)
+
+
+def preferred(candidates: Sequence[T]) -> list[T]:
+    """Order candidates, given newest first: those that are not suspect come before all others.
+
+    Where replicas differ, one of them is wrong, and nothing in the bytes tells which.
+    """
+    trusted = [c for c in candidates if not c.record.suspect]
+    return [*_exact_first(trusted), *(c for c in candidates if c.record.suspect)]
+
+
+def _exact_first(candidates: list[T]) -> list[T]:
+    """Put an exact snapshot before the early ones that are near it."""
+    ordered: list[T] = []
+    waiting: list[T] = []  # early ones: an exact one near them may still come
+    for each in candidates:
+        if each.record.early:
+            waiting.append(each)
+            continue
+        near = [e for e in waiting if is_near(e.record.step, each.record.step)]
+        ordered += [*(e for e in waiting if e not in near), each, *near]
+        waiting = []
+    return [*ordered, *waiting]
+
+
+# The state that this process knows of one slot of a region.
+
+
+@dataclass(eq=False)
+class Slot:
+    """The state that this process knows of one slot."""
+
+    index: int
+    record: Record | None = None
+    """The record of the committed snapshot in the slot; None: none that counts."""
+    fate_open: bool = False
+    """Other ranks decide whether the snapshot counts, and their decision has not arrived here."""
+    table_digest: bytes = b""
+    """The digest of the layout table that the slot's last commit made durable."""
+    digests: tuple[bytes, npt.NDArray[np.uint32]] | None = None
+    """Layout digest and CRCs of content that this process wrote completely or read and verified."""
+    layout: tuple[allocator.Plan, Layout, list[int]] | None = field(default=None, repr=False)
+    """The plan last used here, its layout with extents in this slot, and the offsets of table and
+    manifest."""
+    writer: NativeSnapshot | None = field(default=None, repr=False)
+    kept: bool = False
+    """The snapshot was begun for a failure: no other rank was asked about it, see `Region.keep`."""
+
 
 _LOOKS = 4
 """How often a reader looks at a region at most before it believes that something is missing."""
@@ -148,7 +240,7 @@ class Region:
     @property
     def survives(self) -> str:
         """Return what a committed snapshot survives, in the words of the README's table."""
-        return survival.survives(self.info.granularity)
+        return survives(self.info.granularity)
 
     @property
     def slot_bytes(self) -> int:
@@ -166,7 +258,7 @@ class Region:
     @property
     def staged(self) -> bool:
         """Return whether copies go through DRAM and slots are invalidated in the background."""
-        return self.info.medium == "file" or self.info.granularity == survival.GRAN_PAGE
+        return self.info.medium == "file" or self.info.granularity == GRAN_PAGE
 
     @property
     def continued(self) -> Record | None:
@@ -202,7 +294,7 @@ class Region:
             written = f"rank {record.rank} of {record.world}"
             raise CorruptSnapshotError(f"{context}: of {written}, not of rank {self.info.rank}")
         found = layout.decode(table, context=context)
-        extents.check(found, record, self.info.segments, context=context)
+        check(found, record, self.info.segments, context=context)
         state = manifest.decode(
             blob, count=len(found.entries), sequence=record.sequence, context=context
         )
@@ -459,3 +551,31 @@ def _look(where: Place) -> tuple[Region, Recovery]:
     except LightckError:
         region.close()
         raise
+
+
+# Tell whether a snapshot that was found is still there while a trainer may overwrite it.
+
+
+def is_there(region: Region, candidate: Candidate) -> bool:
+    """Return whether no trainer has overwritten the snapshot and this mapping reaches all of it."""
+    ends = candidate.layout.offsets + candidate.layout.lengths
+    if len(ends) and int(ends.max()) > region.info.size:
+        return False  # the region grew after it was opened here
+    try:
+        return region.native.read_record(candidate.record.slot) == candidate.record
+    except (NoSnapshotError, CorruptSnapshotError):
+        return False
+    except RegionIOError:
+        return True  # reading it will raise, and the error says why
+
+
+def nothing_whole(
+    where: Place, recovery: Recovery, step: int | str, problems: Sequence[str]
+) -> str:
+    """Describe why no snapshot can be given, and what the region holds."""
+    there = sorted(c.record.step for c in recovery.candidates)
+    left = sorted(c.record.step for c in recovery.abandoned)
+    lines = [f"{where.file}: no whole snapshot (wanted: {step}; steps there: {there or 'none'})"]
+    if left:
+        lines.append(f"steps left behind by a later restore or overwrite: {left}")
+    return "\n  ".join([*lines, *problems])

@@ -23,8 +23,7 @@ from lightck.region.native_pool import (
     NativeSnapshot,
 )
 from lightck.region.native_region import HOLDS_ALL, Record
-from lightck.region.region import Region
-from lightck.region.slot import Slot
+from lightck.region.region import Region, Slot
 
 
 @dataclass(eq=False)

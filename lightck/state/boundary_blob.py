@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from lightck.errors import CorruptSnapshotError, StateError
-from lightck.state import boundary
+from lightck.state import boundary_codec
 from lightck.state.boundary_codec import FLAT, TAG
-from lightck.state.dense import DTYPES
+from lightck.state.tensor_support import DTYPES
 
 _WORD = 8
 _PART = "part"
@@ -175,7 +175,7 @@ def prove(tree: Any, path: str) -> None:
         StateError: the restricted loader refuses it.
     """
     try:
-        boundary.rebuild(opened(closed(tree), context=path))
+        boundary_codec.rebuild(opened(closed(tree), context=path))
     except (CorruptSnapshotError, StateError) as error:
         raise StateError(f"{path} could not be restored: {error}", path=path) from error
 
@@ -218,10 +218,10 @@ def opened(data: bytes, *, context: str) -> Any:
         CorruptSnapshotError: it is not what `sealed` makes.
     """
     if data.startswith(_ARCHIVE):
-        return boundary.decode(data, context=context)
+        return boundary_codec.decode(data, context=context)
     try:
         tree = _tree(data, context, inner=False)
-        boundary.check_tree(tree, len(data))  # one part may be used many times
+        boundary_codec.check_tree(tree, len(data))  # one part may be used many times
         return tree
     # As in `decode`: torch's errors are of every kind.
     except CorruptSnapshotError:
@@ -232,7 +232,7 @@ def opened(data: bytes, *, context: str) -> Any:
 
 def _tree(data: bytes, context: str, *, inner: bool) -> Any:
     pickles, data = _opened(data, 1 if inner else _MOST_PARTS)
-    trees = [boundary.decode(_archive(pickled), context=context) for pickled in pickles]
+    trees = [boundary_codec.decode(_archive(pickled), context=context) for pickled in pickles]
     held = _Held(data, context, inner)
     parts = [_unpacked(tree, held, ()) for tree in trees[:-1]]
     return _unpacked(trees[-1], held, parts)

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from lightck.errors import StateError
-from lightck.state import boundary, data_loaders, rng
+from lightck.state import boundary_codec, data_loaders, rng
 from lightck.types import Stateful
 
 Instant = Literal["step", "forward", "both"]
@@ -109,7 +109,7 @@ class Extra:
 def generators(extras: Sequence[Extra]) -> dict[str, Any]:
     """Return the states, plain, of all generators that a batch may be made with."""
     own = {
-        extra.name: boundary.plain(extra.state(), boundary.join("extras", extra.name))
+        extra.name: boundary_codec.plain(extra.state(), boundary_codec.join("extras", extra.name))
         for extra in extras
         if extra.is_generator
     }

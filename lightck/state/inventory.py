@@ -7,7 +7,8 @@ tensor in an optimizer but in no module is `optim/<i>/@<group>.<position>`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -18,13 +19,10 @@ from torch.optim import Optimizer
 
 from lightck.errors import StateError
 from lightck.region.native_region import HOLDS_ALL
-from lightck.state import fsdp
-from lightck.state.boundary import join, plain
-from lightck.state.dense import must_be_dense
+from lightck.state import tensor_support
+from lightck.state.boundary_codec import join, plain, reference
 from lightck.state.extras import Extra
 from lightck.state.key_order import noted
-from lightck.state.live import Live as Live
-from lightck.state.live import Placing
 from lightck.state.modules import (
     buffers_of,
     every_module,
@@ -32,8 +30,229 @@ from lightck.state.modules import (
     named_buffers,
     named_parameters,
     persistent_buffers,
+    remember,
 )
-from lightck.state.options import Options
+from lightck.state.tensor_support import must_be_dense
+
+# One live tensor: its name, its role, and which optimizers change it.
+
+SMALL_EXTRA_BYTES = 64 << 10
+"""An extra's tensor up to this size is copied at forward start: cheaper than finding it torn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """One live tensor and what is known about the optimizers that change it."""
+
+    name: str
+    role: str
+    layer: str
+    tensor: torch.Tensor = field(compare=False)
+    holders: frozenset[int] = frozenset()
+    """Optimizers whose step changes the tensor; with none, any optimizer's step ends its window."""
+    sync: bool = False
+    """True if the tensor changes inside the window, as buffers do, and is copied at forward
+    start."""
+    alias_of: str | None = None
+    span: tuple[int, int] | None = None
+    """First byte and end of what this rank captures of a tensor that other ranks hold, too; None:
+    all."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The tensor that holds the bytes: of a DTensor this rank's part, else itself."""
+        return tensor_support.local(self.tensor)
+
+
+@dataclass(eq=False)
+class Placing:
+    """Collects the tensors found in a tree for the region, and leaves references in their place."""
+
+    lives: list[Live]
+    role: str
+    layer: str
+    holders: frozenset[int]
+    always_sync: set[str]
+    known: dict[str, Live] = field(default_factory=dict)
+    """The last `Live` of each path; it serves while the tensor is the same object."""
+
+    def __call__(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
+        """Collect one tensor, and return what stands for it in the tree; see `boundary.Place`."""
+        must_be_dense(path, tensor)
+        small = self.role == "extra" and tensor_support.local(tensor).nbytes <= SMALL_EXTRA_BYTES
+        sync = small or path in self.always_sync
+        live = self.known.get(path)
+        if live is None or live.tensor is not tensor or live.sync is not sync:
+            live = Live(path, self.role, self.layer, tensor, self.holders, sync)
+            self.known[path] = live
+        self.lives.append(live)
+        return reference(path)
+
+
+# An optimizer's values besides parameters and their state: groups' options, and attributes.
+#
+# They are taken at every instant of every step. A value that is immutable and still the same
+# object is not looked at again, and the last result is returned.
+
+BASE_ATTRIBUTES = frozenset({"defaults", "state", "param_groups"})
+_CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass(eq=False)
+class _Entries:
+    """The keys and values of a dict when they were taken (the very objects), and the result.
+
+    With one group per parameter, 112 of them, taking all of them anew at each instant would cost a
+    step 1.5 ms more (busy machine); with two groups 0.1 to 0.2 ms.
+    """
+
+    keys: list[str]
+    values: list[Any]
+    taken: Any
+    """The result that was made of them."""
+    constant: bool
+    """True if nothing in them can change, except that one of `empty` may get content."""
+    empty: list[Any] = field(default_factory=list)
+
+    def serve(self, entries: Mapping[str, Any]) -> bool:
+        """Tell whether these entries still give the same result."""
+        return (
+            self.constant
+            and self.keys == list(entries)
+            and all(map(operator.is_, self.values, entries.values()))
+            and not any(map(bool, self.empty))
+        )
+
+
+@dataclass(eq=False)
+class Options:
+    """Takes the options and attributes of one optimizer, and remembers the last result."""
+
+    index: int
+    optimizer: Optimizer
+    sync: set[str]
+    """Names of tensors that are always copied at forward start."""
+    _groups: list[_Entries] = field(default_factory=list)
+    _attributes: _Entries | None = None
+    _lives: dict[str, Live] = field(default_factory=dict)
+
+    def take(
+        self,
+        held: Sequence[list[str]],
+        state: dict[str, Any],
+        order: dict[str, Any],
+        lives: list[Live],
+    ) -> dict[str, Any]:
+        """Return everything of the optimizer that is no tensor; add the tensors found to `lives`.
+
+        Args:
+            held: the names of each group's parameters.
+            state: what its state holds besides tensors.
+            order: the order of all of the state's keys, found together with `state`.
+            lives: receives the tensors of options and attributes.
+        """
+        groups = self._take_groups(held, lives)
+        known = self._attributes
+        if known is None or not known.serve(vars(self.optimizer)):
+            known = self._attributes = self._take_attributes(lives)
+        kind = type(self.optimizer)
+        return {
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+            "groups": groups,
+            "state": state,
+            "order": order,
+            "attributes": known.taken,
+        }
+
+    def _take_groups(self, held: Sequence[list[str]], lives: list[Live]) -> list[dict[str, Any]]:
+        now = self.optimizer.param_groups
+        if len(self._groups) != len(now):
+            self._groups = [_Entries([], [], None, constant=False) for _ in now]
+        place = self._placing(lives)
+        for g, (group, names, known) in enumerate(zip(now, held, self._groups, strict=True)):
+            if known.serve(group) and known.taken["params"] is names:
+                continue
+            base = f"optim/{self.index}/@group/{g}"
+            options = {k: plain(v, join(base, k), place) for k, v in group.items() if k != "params"}
+            constant = all(_is_constant(v) for k, v in group.items() if k != "params")
+            taken = {"params": names, "options": options}
+            self._groups[g] = _Entries(list(group), list(group.values()), taken, constant)
+        return [known.taken for known in self._groups]
+
+    def _take_attributes(self, lives: list[Live]) -> _Entries:
+        """Take what custom optimizers keep as attributes: public plain values, and any tensor."""
+        i, optimizer = self.index, self.optimizer
+        kept: dict[str, Any] = {}
+        empty, constant = [], True
+        for name, value in vars(optimizer).items():
+            if name in BASE_ATTRIBUTES or callable(value):
+                continue
+            constant_one = _is_constant(value)
+            if (
+                name[0] == "_"
+                and not isinstance(value, torch.Tensor)
+                and (not value or value is True)
+            ):
+                if not constant_one:
+                    empty.append(value)
+                continue  # nothing that could hold a tensor
+            constant = constant and constant_one
+            found: list[Live] = []
+            try:
+                tree = plain(value, f"optim/{i}/@attribute/{name}", self._placing(found))
+            except StateError as error:
+                self._must_hold_no_tensors(name, value, error)
+                continue  # configuration objects (process groups, hooks): nothing a step computes
+            tensors = {id(live.tensor) for live in found}
+            own = (id(p) for group in optimizer.param_groups for p in group["params"])
+            if tensors and not tensors.isdisjoint(own):
+                continue  # LBFGS keeps its parameters again
+            if found or not name.startswith("_"):
+                lives += found
+                kept[name] = tree
+        held = vars(optimizer)
+        return _Entries(list(held), list(held.values()), kept, constant, empty)
+
+    def _must_hold_no_tensors(self, name: str, value: Any, why: StateError) -> None:
+        """Refuse to leave out an attribute that a step may have computed.
+
+        Raises:
+            StateError: containers hold tensors that are neither parameters nor in the state.
+        """
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for state in self.optimizer.state.values():
+            known.update(map(id, state.values() if isinstance(state, dict) else ()))
+        if all(id(tensor) in known for tensor in _tensors_in(value)):
+            return
+        kind, path = type(self.optimizer).__qualname__, f"optim/{self.index}/@attribute/{name}"
+        raise StateError(
+            f"{kind}.{name} holds tensors and could not be restored: {why}. Keep them in"
+            f" {kind}.state[parameter], or in lists and dicts with strings as keys",
+            path=path,
+        ) from why
+
+    def _placing(self, lives: list[Live]) -> Placing:
+        return Placing(lives, "optimizer", "", frozenset((self.index,)), self.sync, self._lives)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in containers, also among their keys; each container once."""
+    waiting, seen = [value], set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, Mapping | list | tuple | set | frozenset | deque):
+            if id(each) not in seen:
+                seen.add(id(each))
+                waiting += each
+                waiting += each.values() if isinstance(each, Mapping) else ()
+
+
+def _is_constant(value: Any) -> bool:
+    """Tell whether nothing that is done to a value later can change it."""
+    return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))
+
 
 _TOLD_BY_IDENTITY = (torch.Tensor, int, float, str, type(None))
 """Types of which this is known: while an optimizer's state holds the same object, what is captured
@@ -121,7 +340,7 @@ class Inventory:
 
     def __post_init__(self) -> None:
         """Note what is sharded, before a forward gathers it."""
-        fsdp.remember(self.model)
+        remember(self.model)
 
     def collect(self) -> Collected:
         """Return every tensor and value, as of now.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lightck.errors import CorruptSnapshotError, DeviceError, StateError
-from lightck.state import boundary
+from lightck.state import boundary_codec
 
 _NAMES = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _KINDS: dict[str, Any] = {name: getattr(np.random, name) for name in _NAMES}
@@ -42,7 +42,7 @@ def capture() -> dict[str, Any]:
 
 
 def _of_numpy() -> dict[str, Any]:
-    state: dict[str, Any] = boundary.plain(np.random.get_state(legacy=False), "rng/numpy")
+    state: dict[str, Any] = boundary_codec.plain(np.random.get_state(legacy=False), "rng/numpy")
     if state["bit_generator"] not in _KINDS:
         raise StateError(
             f"NumPy's global generator is a {state['bit_generator']}, which a restore could not"

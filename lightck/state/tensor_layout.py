@@ -13,8 +13,8 @@ from lightck.device.lookup import holder
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry
 from lightck.state import tensor_support
-from lightck.state.dense import DTYPES
 from lightck.state.inventory import Live
+from lightck.state.tensor_support import DTYPES
 
 
 def describe(live: Live) -> Entry:

@@ -11,9 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from lightck.distributed.commit.calls import Add, Claim, Delete, Read
-from lightck.distributed.commit.protocol import Due, Ledger
-from lightck.distributed.commit.words import SUSPECT
+from lightck.distributed.commit.protocol import SUSPECT, Add, Claim, Delete, Due, Ledger, Read
 
 NEVER = 1e9  # patience is a case of its own
 

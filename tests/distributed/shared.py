@@ -14,11 +14,11 @@ from lightck.distributed.topology import Topology
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.placement import Mode, Placement
 from lightck.pipeline.schedule import Eager
-from lightck.reader.pieces import Assembly, assemble, peers_of
+from lightck.reader.assembly import Assembly, assemble, peers_of
 from lightck.region import location, native_region
 from lightck.region.native_pool import NativePool
+from lightck.region.native_region import RegionSpec
 from lightck.region.region import Candidate, Region, survey
-from lightck.region.spec import RegionSpec
 from lightck.state import tensor_layout
 from lightck.state.inventory import Collected, Live
 

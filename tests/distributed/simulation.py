@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightck.distributed.commit.calls import Add, Call, Claim, Read
-from lightck.distributed.commit.protocol import Due, Ledger
+from lightck.distributed.commit.protocol import Add, Call, Claim, Due, Ledger, Read
 from lightck.distributed.store import Store
 from lightck.types import Fate
 

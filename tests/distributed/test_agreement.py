@@ -12,10 +12,9 @@ import pytest
 from memory import MemoryStore, Server
 from missing import never_come
 
-from lightck.distributed.agreement import Identity, agree_on_attach
 from lightck.distributed.restore.offers import View
 from lightck.distributed.restore.selection import decide_restore
-from lightck.distributed.rounds import MAX_BYTES, Rounds
+from lightck.distributed.rounds import MAX_BYTES, Identity, Rounds, agree_on_attach
 from lightck.distributed.topology import Topology, find, place, settle
 from lightck.errors import CoordinationError
 

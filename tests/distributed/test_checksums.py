@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from written import Crew
 
-from lightck.distributed.replicas import is_own
-from lightck.distributed.restore.lineage import Key
+from lightck.distributed.restore.offers import Key
 from lightck.distributed.restore.replica_transfer import whole_sums
 from lightck.distributed.restore.survey import Holdings
+from lightck.distributed.sharding import is_own
 from lightck.reader.assembly import Assembled
 from lightck.region import location
 from lightck.region.crc32c import combine

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightck.distributed.restore.lineage import Key, Lineage, branch_points, rule
-from lightck.distributed.restore.offers import Offer, View
+from lightck.distributed.restore.offers import Key, Lineage, Offer, View, branch_points, rule
 from lightck.distributed.restore.selection import Choice, decide, decide_restore
 from lightck.distributed.rounds import MAX_BYTES
 from lightck.errors import CoordinationError

@@ -14,7 +14,7 @@ from test_fates_of_steps import until
 from training import Training
 
 import lightck
-from lightck.distributed import sample
+from lightck.distributed import divergence
 from lightck.distributed.commit.coordinator import GlobalCommit
 from lightck.errors import DivergenceError, LightckError
 
@@ -29,9 +29,9 @@ Momentum = partial(torch.optim.SGD, momentum=0.9)
 
 @pytest.fixture(autouse=True)
 def _short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "ROTATION", TURNS)
-    monkeypatch.setattr(sample, "LEAST_BYTES", 512)
-    monkeypatch.setattr(sample, "PIECE_BYTES", 64)
+    monkeypatch.setattr(divergence, "ROTATION", TURNS)
+    monkeypatch.setattr(divergence, "LEAST_BYTES", 512)
+    monkeypatch.setattr(divergence, "PIECE_BYTES", 64)
 
 
 def flip(training: Training, name: str) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from memory import MemoryStore, Server
 
-from lightck.distributed import divergence, sample
-from lightck.distributed.commit.calls import Add, Call, Claim, Delete, Read
-from lightck.distributed.commit.protocol import Due, Ledger
+from lightck.distributed import divergence
+from lightck.distributed import divergence as sample
+from lightck.distributed.commit.protocol import Add, Call, Claim, Delete, Due, Ledger, Read
 from lightck.distributed.divergence import Divergence, Samples, Verdict, decide, inquire
 from lightck.errors import CoordinationError, DivergenceError, LightckError, RegionIOError
 from lightck.state.inventory import Inventory, Live

@@ -10,11 +10,9 @@ from contextlib import contextmanager
 import pytest
 from memory import Fault, MemoryStore, Server
 
-from lightck.distributed.commit.calls import Add, Claim
 from lightck.distributed.commit.coordinator import LATE, GlobalCommit, Limits
 from lightck.distributed.commit.due_steps import Calendar, Due
-from lightck.distributed.commit.protocol import BLOCK, Ledger
-from lightck.distributed.commit.words import WHOLE, Death
+from lightck.distributed.commit.protocol import BLOCK, WHOLE, Add, Claim, Death, Ledger
 from lightck.errors import CoordinationError
 from lightck.types import Fate
 

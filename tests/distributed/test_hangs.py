@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightck.failure.hang import Place, collective
-from lightck.failure.saving import Guard
-from lightck.failure.watchdog import HANG_STATUS, WATCHDOG
+from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, Guard
 from lightck.types import Failure, Saved
 
 

@@ -18,8 +18,10 @@ import torch
 from islands import Islands, check
 from written import Crew
 
-from lightck.distributed.restore import channel, gifts, protocol, replica_transfer
-from lightck.distributed.restore.channel import Channel
+from lightck.distributed.restore import protocol, replica_transfer
+from lightck.distributed.restore import protocol as gifts
+from lightck.distributed.restore import replica_transfer as channel
+from lightck.distributed.restore.replica_transfer import Channel
 from lightck.distributed.store import JobStore
 from lightck.errors import CoordinationError, NoSnapshotError
 from lightck.reader.assembly import Assembled

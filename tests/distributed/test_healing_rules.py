@@ -13,12 +13,9 @@ import torch
 from test_choice import T1, view
 from written import Crew, Rank, replicated
 
-from lightck.distributed.replicas import is_own
-from lightck.distributed.restore.gifts import _fits
-from lightck.distributed.restore.healing import Plan, plan
-from lightck.distributed.restore.lineage import Key
 from lightck.distributed.restore.local_state import Half
-from lightck.distributed.restore.offers import View
+from lightck.distributed.restore.offers import Key, View
+from lightck.distributed.restore.protocol import _fits
 from lightck.distributed.restore.replica_transfer import (
     CHUNK,
     END,
@@ -28,9 +25,9 @@ from lightck.distributed.restore.replica_transfer import (
     receive,
     stream,
 )
-from lightck.distributed.restore.selection import Choice, decide, decide_restore
+from lightck.distributed.restore.selection import Choice, Plan, decide, decide_restore, plan
 from lightck.distributed.restore.survey import Holdings
-from lightck.distributed.sharding import Sharing
+from lightck.distributed.sharding import Sharing, is_own
 from lightck.distributed.topology import Topology
 from lightck.errors import CoordinationError, CorruptSnapshotError
 from lightck.reader.assembly import Assembled

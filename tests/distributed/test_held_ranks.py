@@ -22,7 +22,7 @@ from ranks import Me
 from test_golden import Job, golden
 from test_resume import state_of
 
-from lightck.failure.saving import Saving
+from lightck.failure.watchdog import Saving
 from lightck.types import Failure
 
 WORLD, NEVER = 2, 10**6

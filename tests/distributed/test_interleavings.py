@@ -9,8 +9,7 @@ import pytest
 from interleavings import Rank, explore, world
 
 from lightck.distributed.commit import due_steps as module
-from lightck.distributed.commit.calls import Add, Claim
-from lightck.distributed.commit.protocol import Due, Ledger
+from lightck.distributed.commit.protocol import Add, Claim, Due, Ledger
 
 
 @pytest.mark.parametrize(

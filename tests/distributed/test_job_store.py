@@ -14,11 +14,10 @@ import torch.distributed as dist
 from processes import Child, Parent, start
 
 from lightck.distributed import store as module
-from lightck.distributed.agreement import Identity, agree_on_attach
 from lightck.distributed.commit.coordinator import GlobalCommit, Limits
 from lightck.distributed.commit.due_steps import Calendar
 from lightck.distributed.commit.protocol import Ledger
-from lightck.distributed.rounds import Rounds
+from lightck.distributed.rounds import Identity, Rounds, agree_on_attach
 from lightck.distributed.store import JobStore, bounded, default_store
 from lightck.distributed.topology import find, here
 from lightck.errors import CoordinationError, StoreError

@@ -14,7 +14,7 @@ from written import T1, Crew, differences
 
 import lightck
 from lightck.cli.main import main
-from lightck.distributed.restore.lineage import Key
+from lightck.distributed.restore.offers import Key
 from lightck.distributed.restore.survey import Holdings
 from lightck.errors import NoSnapshotError
 from lightck.load import load_tensors

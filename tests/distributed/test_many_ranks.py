@@ -13,8 +13,7 @@ import pytest
 import torch.distributed as dist
 from simulation import Costs, Simulation, measure
 
-from lightck.distributed.commit.calls import Add, Claim
-from lightck.distributed.commit.protocol import Due, Ledger
+from lightck.distributed.commit.protocol import Add, Claim, Due, Ledger
 from lightck.distributed.store import JobStore
 from lightck.types import Fate
 

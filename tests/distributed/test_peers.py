@@ -20,8 +20,8 @@ from lightck.errors import StoreError
 from lightck.failure.peer_monitor import Heard, Peers, Word
 from lightck.region import location
 from lightck.region.location import Place
+from lightck.region.native_region import RegionSpec
 from lightck.region.region import Region
-from lightck.region.spec import RegionSpec
 
 LONG_S = 100.0
 NOWHERE = Place(Path("/nowhere"), Path("/nowhere"), is_device=True)

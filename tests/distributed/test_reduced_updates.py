@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightck
 from lightck.errors import ConfigError
 from lightck.layerwise import updates as layer_updates
-from lightck.layerwise.units import step_only
+from lightck.layerwise.updates import step_only
 
 KINDS = ("checkpointed", "tied", "half", "mixed")
 VIEW: dict[str, Any] = {"gradient_as_bucket_view": True}

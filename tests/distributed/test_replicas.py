@@ -21,8 +21,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
-from lightck.distributed.replicas import Replicas
-from lightck.distributed.sharding import Sharing
+from lightck.distributed.sharding import Replicas, Sharing
 from lightck.distributed.topology import Topology
 from lightck.state.inventory import Inventory, Shared
 

@@ -15,7 +15,7 @@ from replicas import STEPS, Case, made, micro_batch, train
 
 import lightck
 from lightck.cli import timeline_data
-from lightck.distributed.traffic import Traffic
+from lightck.distributed.ddp import Traffic
 from lightck.region.native_pool import MOMENT_DTYPE
 from lightck.tracing.perfetto import document
 from lightck.tracing.trace import Event, Recorded

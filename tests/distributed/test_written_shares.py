@@ -16,7 +16,7 @@ from shared import Readers, sharing, whole, writers
 
 from lightck.errors import CorruptSnapshotError
 from lightck.pipeline.placement import Mode
-from lightck.reader.pieces import assemble
+from lightck.reader.assembly import assemble
 from lightck.state.inventory import Live
 
 DTYPES = [

@@ -21,10 +21,9 @@ from lightck.journal.boundary_state import Instants
 from lightck.pipeline.copy_plan import Arrangement, sources
 from lightck.region import location
 from lightck.region.native_pool import NativePool
-from lightck.region.native_region import Record
+from lightck.region.native_region import Record, RegionSpec
 from lightck.region.region import Region
 from lightck.region.slot_writer import SlotWriter
-from lightck.region.spec import RegionSpec
 from lightck.state.extras import parse
 from lightck.state.inventory import Inventory, Live
 

@@ -18,7 +18,7 @@ from loops import Loop, adam_loop, attach, steps_at
 from processes import run
 
 import lightck
-from lightck.failure import disposition
+from lightck.failure import signals
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STEPS = 3
@@ -30,7 +30,7 @@ def state() -> list[object]:
     signal.set_wakeup_fd(fd)
     return [
         *(signal.getsignal(number) for number in NUMBERS),
-        *(disposition.read(number)[:8] for number in NUMBERS),  # the handler
+        *(signals.read(number)[:8] for number in NUMBERS),  # the handler
         fd,
         sys.excepthook,
     ]

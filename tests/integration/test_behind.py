@@ -17,7 +17,7 @@ from test_devices import assert_exact
 
 import lightck
 from lightck.errors import TornSnapshotError
-from lightck.failure import standing
+from lightck.failure import jit_save
 from lightck.failure.takeover import coordinator
 from lightck.types import Saved
 
@@ -28,8 +28,8 @@ SPARE = 16 << 20
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     """One device, known to lightck; that it hangs is believed soon."""
-    monkeypatch.setattr(standing, "DEVICE_PATIENCE_S", 0.1)
-    monkeypatch.setattr(standing, "_STEPS", 0.0)
+    monkeypatch.setattr(jit_save, "DEVICE_PATIENCE_S", 0.1)
+    monkeypatch.setattr(jit_save, "_STEPS", 0.0)
     made = EmulatedDevice()
     made.spare_bytes = SPARE
     with devices(made):
@@ -185,7 +185,7 @@ def test_a_device_that_is_only_behind_is_waited_for(device: EmulatedDevice, run_
 def test_training_that_goes_on_is_not_waited_for(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standing, "DEVICE_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(jit_save, "DEVICE_PATIENCE_S", 1000.0)
     job = Job(device)
     handle = attached(job, run_dir, close_timeout_s=900.0)  # by then the test has failed
     for _ in range(3):
@@ -334,7 +334,7 @@ def test_what_has_been_found_once_is_not_waited_for_again(
     def waits(*_: Any) -> None:
         raise AssertionError("it waits again")
 
-    monkeypatch.setattr(standing, "Later", waits)
+    monkeypatch.setattr(jit_save, "Later", waits)
     saved = save(handle, "SIGTERM")
     assert (saved.step, saved.fresh, saved.why) == (3, True, "")
     gate.reach()

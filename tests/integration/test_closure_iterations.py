@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lightck
-from lightck.loop import closures
-from lightck.loop.closures import CALL_FIRST
+from lightck.loop import hooks
+from lightck.loop.hooks import CALL_FIRST
 from lightck.policy import AtSteps
 from lightck.region.journal import FORWARD, read_entry
 
@@ -81,7 +81,7 @@ class ClosedOverwriter(Overwriter):
 @pytest.fixture
 def believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken for one of torch's own."""
-    monkeypatch.setattr(closures, "CALL_FIRST", frozenset({*CALL_FIRST, ClosedOverwriter}))
+    monkeypatch.setattr(hooks, "CALL_FIRST", frozenset({*CALL_FIRST, ClosedOverwriter}))
 
 
 # ---- an ordinary iteration -----------------------------------------------------------------------

@@ -18,8 +18,9 @@ from emulated_job import Job, value, wrong
 import lightck
 from lightck.device import cuda
 from lightck.errors import DeviceError, LightckError, WaitTimeoutError
-from lightck.failure.takeover import slots
-from lightck.pipeline import device_transfer, pipeline, transfer
+from lightck.failure.takeover import takeover
+from lightck.pipeline import device_transfer, pipeline
+from lightck.pipeline import device_transfer as transfer
 from lightck.pipeline.copy_plan import Arrangement
 from lightck.region.native_pool import SNAP_COMMITTED, NativeSnapshot
 from lightck.region.slot_writer import SlotWriter
@@ -38,7 +39,7 @@ def device() -> Iterator[EmulatedDevice]:
 def test_a_survivor_copies_what_a_device_holds(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch, buffers: bool
 ) -> None:
-    monkeypatch.setattr(slots, "_FETCHED_BYTES", 1000)
+    monkeypatch.setattr(takeover, "_FETCHED_BYTES", 1000)
     job = Job(device, buffers=buffers)
     handle = job.attach(run_dir, placement="host")
     for _ in range(2):
@@ -55,7 +56,7 @@ def test_a_survivor_copies_what_a_device_holds(
         writer = SlotWriter.open(region, pool, arrangement.update(lives, 4096))
         assert writer is not None
         assert any(part.device is not None for part in arrangement.parts)
-        slots.copy(writer, arrangement, time.monotonic() + 100)
+        takeover.copy(writer, arrangement, time.monotonic() + 100)
         names = [entry.name for entry in writer.layout.entries]
         i = names.index("model/3.weight")
         there = recorder.pipeline.offload.ways.extents(
@@ -85,7 +86,7 @@ def test_a_survivor_does_not_wait_for_a_device_past_its_deadline(
         writer = SlotWriter.open(region, pool, plan)
         assert writer is not None
         with pytest.raises(WaitTimeoutError, match="emulated:0"):
-            slots.copy(writer, arrangement, time.monotonic() + 0.1)
+            takeover.copy(writer, arrangement, time.monotonic() + 0.1)
         writer.abandon()
         gate.reach()
     handle.close()

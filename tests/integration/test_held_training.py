@@ -19,7 +19,7 @@ from test_signalled_training import AT, LAST, NEVER, PHASES, Training, golden, s
 from watched import process
 
 import lightck
-from lightck.loop.hold import Hold
+from lightck.loop.checkpointer import Hold
 from lightck.types import Failure, Saved
 
 TERM = signal.SIGTERM

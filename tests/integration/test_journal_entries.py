@@ -16,7 +16,7 @@ from torch import nn
 import lightck
 from lightck.journal.entry import unpacked
 from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
-from lightck.state import boundary, boundary_blob, extras, rng
+from lightck.state import boundary_blob, boundary_codec, extras, rng
 from lightck.state.inventory import Inventory
 
 Tree = dict[str, Any]
@@ -87,7 +87,9 @@ class Job:
         """Return both instants as if step end were now, and the rank's own small tensors."""
         parsed = extras.parse(self.extras)
         collected = Inventory(self.model, [self.optimizer], parsed).collect()
-        position = {e.name: boundary.plain(e.state(), "") for e in parsed if e.instant != "forward"}
+        position = {
+            e.name: boundary_codec.plain(e.state(), "") for e in parsed if e.instant != "forward"
+        }
         generators = {
             "torch": torch.get_rng_state(),
             "numpy": np.random.get_state(legacy=False),
@@ -98,8 +100,8 @@ class Job:
             for live in collected.lives
             if live.sync or "/@group/" in live.name or "/@attribute/" in live.name
         }
-        first = {"rng": generators, "extras": boundary.rebuild(position)}
-        return first, boundary.rebuild(collected.tree), dict(sorted(own.items()))
+        first = {"rng": generators, "extras": boundary_codec.rebuild(position)}
+        return first, boundary_codec.rebuild(collected.tree), dict(sorted(own.items()))
 
     def entry(self, kind: int, step: int) -> tuple[Tree, Tree, Tree]:
         """The newest of a kind."""
@@ -107,7 +109,7 @@ class Job:
         assert found is not None and (found.kind, found.step) == (kind, step)
         held = unpacked(found, context="test")
         first, second = (
-            boundary.rebuild(boundary_blob.opened(each, context="test"))
+            boundary_codec.rebuild(boundary_blob.opened(each, context="test"))
             for each in (held.at_step, held.at_forward)
         )
         for generators in (first["rng"], second.get("rng")):

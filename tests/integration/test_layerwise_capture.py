@@ -14,7 +14,7 @@ from loops import Loop, digest, mlp, of_live, of_stored, steps_at
 from torch import nn
 
 import lightck
-from lightck.layerwise.layer_pipeline import LayerPipeline
+from lightck.layerwise.checkpointer import LayerPipeline
 
 WIDTH = 32
 

@@ -31,8 +31,7 @@ from watched import (
     watched,
 )
 
-from lightck.failure.saving import Guard, Saving
-from lightck.failure.watchdog import HANG_STATUS, WATCHDOG
+from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, Guard, Saving
 from lightck.types import Failure, Saved
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1

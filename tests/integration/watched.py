@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from processes import Child, Parent, start
 
-from lightck.failure.saving import Guard
-from lightck.failure.watchdog import WATCHDOG
+from lightck.failure.watchdog import WATCHDOG, Guard
 from lightck.types import Failure, Saved
 
 

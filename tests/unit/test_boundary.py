@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightck.errors import CorruptSnapshotError, StateError
-from lightck.state import boundary, boundary_blob
+from lightck.state import boundary_blob, boundary_codec
 
 keys = st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.tuples(st.integers()))
 scalars = st.one_of(
@@ -51,8 +51,8 @@ trees = st.recursive(
 
 
 def there_and_back(tree: Any) -> Any:
-    return boundary.rebuild(
-        boundary_blob.opened(boundary_blob.closed(boundary.plain(tree, "x")), context="")
+    return boundary_codec.rebuild(
+        boundary_blob.opened(boundary_blob.closed(boundary_codec.plain(tree, "x")), context="")
     )
 
 
@@ -111,12 +111,12 @@ def test_generator_states_come_back() -> None:
 def test_a_plain_tree_shares_nothing_with_the_state() -> None:
     state = {"list": [1], "deque": collections.deque([1])}
     state |= {"tensor": torch.zeros(2), "array": np.zeros(2)}
-    tree = boundary.plain(state, "")
+    tree = boundary_codec.plain(state, "")
     state["list"].append(2)
     state["tensor"].fill_(1)
     state["array"].fill(1)
     state["deque"].append(2)
-    back = boundary.rebuild(tree)
+    back = boundary_codec.rebuild(tree)
     assert back["list"] == [1] and list(back["deque"]) == [1]
     assert not back["tensor"].any() and not back["array"].any()
 
@@ -134,19 +134,19 @@ def _rich() -> dict[str, Any]:
 
 def test_of_what_has_not_changed_the_very_objects_are_given_again() -> None:
     state = _rich()
-    last = boundary.plain(state, "")
-    assert boundary.plain({k: v for k, v in state.items() if k != "small"}, "", last=last)
+    last = boundary_codec.plain(state, "")
+    assert boundary_codec.plain({k: v for k, v in state.items() if k != "small"}, "", last=last)
     for name in ("list", "array", "tensor", "ordered"):
         other = {**state, "at": 4}
-        found = boundary.plain(other, "", last=last)
+        found = boundary_codec.plain(other, "", last=last)
         assert found is not last and found["at"] == 4 and last["at"] == 3
         assert found[name] is last[name]
-    found = boundary.plain({"b": 1, "a": 1}, "", last={"a": 1, "b": 1})
+    found = boundary_codec.plain({"b": 1, "a": 1}, "", last={"a": 1, "b": 1})
     assert [*found] == ["b", "a"]
     del state["small"]
-    last = boundary.plain(state, "")
+    last = boundary_codec.plain(state, "")
     copied = {**state, "array": state["array"].copy(), "tensor": state["tensor"].clone()}
-    assert boundary.plain(copied, "", last=last) is last
+    assert boundary_codec.plain(copied, "", last=last) is last
 
 
 def test_what_comes_back_is_the_same_whatever_was_before(rng: np.random.Generator) -> None:
@@ -166,7 +166,7 @@ def test_what_comes_back_is_the_same_whatever_was_before(rng: np.random.Generato
     last = None
     for _ in range(3000):
         state = drawn(3)
-        alone, last = boundary.plain(state, ""), boundary.plain(state, "", last=last)
+        alone, last = boundary_codec.plain(state, ""), boundary_codec.plain(state, "", last=last)
         assert pickle.dumps(_unshared(last)) == pickle.dumps(_unshared(alone))
 
 
@@ -184,12 +184,12 @@ def test_tensors_are_placed_by_path_and_found_again() -> None:
 
     def place(path: str, tensor: torch.Tensor) -> Any:
         placed[path] = tensor
-        return boundary.reference(path)
+        return boundary_codec.reference(path)
 
     tree = {"a": [torch.ones(1)], "b/c": {"%": torch.zeros(1)}}
-    flat = boundary.plain(tree, "extras/x", place)
+    flat = boundary_codec.plain(tree, "extras/x", place)
     assert set(placed) == {"extras/x/a/0", "extras/x/b%2Fc/%25"}
-    back = boundary.rebuild(flat, placed.__getitem__)
+    back = boundary_codec.rebuild(flat, placed.__getitem__)
     assert back["a"][0] is tree["a"][0]
     assert back["b/c"]["%"] is tree["b/c"]["%"]
 
@@ -213,7 +213,7 @@ class Odd(torch.Tensor):
         ({"a": {object(): 1}}, "extras/x/a"),
         ({"a": collections.defaultdict(lambda: 1)}, "extras/x/a"),
         ({"a": collections.deque([{1: iter([])}])}, "extras/x/a/0/1"),
-        ({"a": {boundary.TAG: "set"}}, "extras/x/a"),
+        ({"a": {boundary_codec.TAG: "set"}}, "extras/x/a"),
         ({"a": torch.eye(3).to_sparse()}, "extras/x/a"),
         ({"a": [torch.empty(3, device="meta")]}, "extras/x/a/0"),
         ({"a": torch.zeros(2).as_subclass(Odd)}, "extras/x/a"),
@@ -221,7 +221,7 @@ class Odd(torch.Tensor):
 )
 def test_what_could_not_be_restored_is_named_with_its_path(value: Any, path: str) -> None:
     with pytest.raises(StateError) as caught:
-        tree = boundary.plain(value, "extras/x")
+        tree = boundary_codec.plain(value, "extras/x")
         boundary_blob.prove(tree, "extras/x")
     assert caught.value.path == path
     assert path in str(caught.value)
@@ -288,11 +288,15 @@ def test_an_archive_of_something_else_is_corrupt() -> None:
 @given(trees)
 @settings(deadline=None)
 def test_types_stay_the_same_while_only_values_change(tree: Any) -> None:
-    flat = boundary.plain(tree, "")
-    assert boundary.types_of(flat) == boundary.types_of(boundary.plain(tree, ""))
-    assert boundary.types_of({"a": flat, "b": 1}) == boundary.types_of({"a": flat, "b": 2})
-    assert boundary.types_of({"a": flat, "b": 1}) != boundary.types_of({"a": flat, "b": "2"})
-    assert boundary.types_of([flat, 1]) != boundary.types_of([flat, 1.5, object])
+    flat = boundary_codec.plain(tree, "")
+    assert boundary_codec.types_of(flat) == boundary_codec.types_of(boundary_codec.plain(tree, ""))
+    assert boundary_codec.types_of({"a": flat, "b": 1}) == boundary_codec.types_of(
+        {"a": flat, "b": 2}
+    )
+    assert boundary_codec.types_of({"a": flat, "b": 1}) != boundary_codec.types_of(
+        {"a": flat, "b": "2"}
+    )
+    assert boundary_codec.types_of([flat, 1]) != boundary_codec.types_of([flat, 1.5, object])
 
 
 # ---- Right checksums around what lightck never writes --------------------------------------------
@@ -338,10 +342,10 @@ def test_a_tree_deeper_than_any_stack_is_refused(levels: int) -> None:
 
 def test_what_is_nested_too_deeply_to_come_back_is_told_at_attach() -> None:
     tree: list[Any] = []
-    for _ in range(boundary.DEEPEST + 10):
+    for _ in range(boundary_codec.DEEPEST + 10):
         tree = [tree]
     with pytest.raises(StateError, match=r"extras\.x could not be restored"):
-        boundary_blob.prove(boundary.plain(tree, "extras.x"), "extras.x")
+        boundary_blob.prove(boundary_codec.plain(tree, "extras.x"), "extras.x")
 
 
 def test_a_tensor_that_claims_more_than_its_memory_is_refused() -> None:
@@ -370,6 +374,8 @@ def test_a_tensor_that_claims_more_than_its_memory_is_refused() -> None:
 )
 def test_a_value_that_no_encoder_made_is_corrupt(tagged: dict[str, Any]) -> None:
     kind = tagged.pop("kind")
-    loaded = boundary_blob.opened(boundary_blob.closed({boundary.TAG: kind, **tagged}), context="")
+    loaded = boundary_blob.opened(
+        boundary_blob.closed({boundary_codec.TAG: kind, **tagged}), context=""
+    )
     with pytest.raises(CorruptSnapshotError):
-        boundary.rebuild(loaded, {}.__getitem__)
+        boundary_codec.rebuild(loaded, {}.__getitem__)

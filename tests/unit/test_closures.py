@@ -16,9 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightck.loop import closures
-from lightck.loop.closures import CALL_FIRST
-from lightck.loop.hooks import Hooks, Watched
+from lightck.loop import hooks as closures
+from lightck.loop.hooks import CALL_FIRST, Hooks, Watched
 
 
 class Noting:

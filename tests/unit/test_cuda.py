@@ -11,7 +11,7 @@ import torch
 
 from lightck.device import cuda
 from lightck.errors import DeviceError
-from lightck.state import boundary, rng
+from lightck.state import boundary_codec, rng
 
 
 class Recorded:
@@ -88,6 +88,6 @@ def test_generators_of_other_devices_are_not_set_and_that_is_said(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
-    states = {**boundary.rebuild(rng.capture()), "cuda": [torch.get_rng_state()]}
+    states = {**boundary_codec.rebuild(rng.capture()), "cuda": [torch.get_rng_state()]}
     why = f"of 1 CUDA device(s) in the snapshot, {there} here: they stay as they are"
     assert rng.restore(states) == why

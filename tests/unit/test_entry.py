@@ -8,7 +8,7 @@ from lightck.journal.copy_buffer import Shelf
 from lightck.journal.entry import Sealing, unpacked
 from lightck.region.journal import STEP_END, JournalEntry
 from lightck.state import boundary_blob, rng
-from lightck.state.live import Live
+from lightck.state.inventory import Live
 
 
 def test_thousands_of_groups_have_entries_that_are_read() -> None:

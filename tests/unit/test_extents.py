@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightck.errors import CorruptSnapshotError
-from lightck.region import extents
+from lightck.region import layout
 from lightck.region.layout import Entry, Layout
 from lightck.region.native_region import Record, Segment
 
@@ -23,7 +23,7 @@ def checked(*places: tuple[int, int], payload: int | None = None) -> None:
         payload_bytes=sum(lengths) if payload is None else payload, rank=0, world=1,
     )  # fmt: skip
     offsets = np.array([at for at, _ in places], np.uint64)
-    extents.check(Layout(entries, offsets), record, SEGMENTS, context="slot 1")
+    layout.check(Layout(entries, offsets), record, SEGMENTS, context="slot 1")
 
 
 def test_extents_inside_the_parts_of_the_slot_are_good() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from lightck.failure.takeover.inference import Own, Unknown, inferred
 from lightck.state import boundary_blob
-from lightck.state.boundary import TAG
+from lightck.state.boundary_codec import TAG
 from lightck.state.inventory import Live
 
 

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from lightck.errors import LightckError
-from lightck.failure.notice import Notice
+from lightck.failure.triggers import Notice
 
 LONG_S = 100.0
 

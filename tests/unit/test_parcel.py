@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightck.errors import CorruptSnapshotError
-from lightck.state import boundary, boundary_blob
+from lightck.state import boundary_blob, boundary_codec
 from lightck.state.boundary_blob import Kept, Parcel
 
 TENSORS = {
@@ -123,7 +123,7 @@ def test_a_tensor_of_a_form_that_none_has_is_an_error(said: dict[str, Any]) -> N
 def test_parcels_of_next_to_nothing_are_an_error() -> None:
     """Each would take a loader of its own."""
     held, least = Parcel(), boundary_blob.closed(None)
-    said = [{boundary.TAG: "parcel", "at": 0, "length": len(least)}]
+    said = [{boundary_codec.TAG: "parcel", "at": 0, "length": len(least)}]
     held.add(least)
     assert "a parcel of" in refused(held.sealed([held.bare(said)]))
 
@@ -169,7 +169,7 @@ def test_a_parcel_in_a_parcel_in_a_parcel_is_an_error() -> None:
             with pytest.raises(CorruptSnapshotError, match="in one that is in another"):
                 boundary_blob.opened(blob, context="test")
         held = Parcel()
-        said = {**boundary_blob.part(0), boundary.TAG: "parcel", "at": 0, "length": len(blob)}
+        said = {**boundary_blob.part(0), boundary_codec.TAG: "parcel", "at": 0, "length": len(blob)}
         del said["number"]
         held.add(blob)
         blob = held.sealed([held.pickled({"inner": said})])
@@ -206,7 +206,7 @@ def test_a_pickle_that_asks_for_memory_is_an_error_before_it_gets_any(
     torch.save({**tree, "beside": beside, "again": beside}, sink)
     for opened in (
         lambda: boundary_blob.opened(blobs[0], context="test"),
-        lambda: boundary.decode(sink.getvalue(), context="test"),
+        lambda: boundary_codec.decode(sink.getvalue(), context="test"),
     ):
         with pytest.raises(CorruptSnapshotError, match="which no boundary state needs|for someth"):
             _within(64 << 20, opened)
@@ -232,7 +232,7 @@ def test_a_tensor_larger_than_its_bytes_is_an_error() -> None:
     at = whole.index(b"K\x04\x85")  # its shape
     forged = whole[:at] + b"M\xff\x85" + whole[at + 3 :]
     with pytest.raises(CorruptSnapshotError):
-        boundary.decode(forged, context="test")
+        boundary_codec.decode(forged, context="test")
 
 
 def _within(most: int, work: Callable[[], object]) -> None:
@@ -254,7 +254,7 @@ def test_what_is_not_beside_a_tree_is_an_error(kind: str, change: dict[str, Any]
     held, tree = Parcel(), {"n": "as long as many values" * 20}
     inner = boundary_blob.closed(tree)
     held.add(inner)
-    said = {boundary.TAG: kind, "at": 0, "length": len(inner)}
+    said = {boundary_codec.TAG: kind, "at": 0, "length": len(inner)}
     whole = held.sealed([held.bare({"said": said})])
     assert boundary_blob.opened(whole, context="test")["said"] in (tree, inner)
     with pytest.raises(CorruptSnapshotError):

@@ -13,7 +13,7 @@ from lightck.errors import CorruptSnapshotError
 from lightck.reader import validation
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate
-from lightck.state import boundary, boundary_blob, rng
+from lightck.state import boundary_blob, boundary_codec, rng
 
 Tree = dict[str, Any]
 Edit = Callable[[Tree, Tree], object]
@@ -30,10 +30,10 @@ def states() -> tuple[Tree, Tree]:
     optimizer = {
         "class": "torch.optim.AdamW",
         "groups": [{"params": ["weight"], "options": {"lr": 0.1}}],
-        "state": {"weight": {"exp_avg": boundary.reference(MOMENT)}, "@#0": {}},
+        "state": {"weight": {"exp_avg": boundary_codec.reference(MOMENT)}, "@#0": {}},
         "attributes": {"calls": 3},
     }
-    extras = {"log": {"history": boundary.reference("extras/log/history")}}
+    extras = {"log": {"history": boundary_codec.reference("extras/log/history")}}
     first = {"rng": taken, "extras": extras}
     return first, {"optimizers": [optimizer], "extras": {}, "step": 5, "rng": taken}
 
@@ -74,22 +74,24 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "another step": (lambda a, b: b.update(step=6), "record of step 5.* state of step 6"),
     "an extra without a name": (lambda a, b: a["extras"].update({1: 2}), "a key that is no name"),
     "a tensor that is not there": (
-        lambda a, b: a["extras"].update(x=boundary.reference("extras/x")), "refers to 'extras/x'",
+        lambda a, b: a["extras"].update(x=boundary_codec.reference("extras/x")),
+        "refers to 'extras/x'",
     ),
     "an extra that is the model's": (
-        lambda a, b: a["extras"].update(x=boundary.reference("model/weight")),
+        lambda a, b: a["extras"].update(x=boundary_codec.reference("model/weight")),
         "under extras/ refers to 'model/weight'",
     ),
     "an optimizer that is a list": (
         lambda a, b: b.update(optimizers=[[]]), "optimizer 0 is a list, expected a plain dict",
     ),
-    "a tagged optimizer": (optimizer(**{boundary.TAG: "deque"}), "expected a plain dict"),
+    "a tagged optimizer": (optimizer(**{boundary_codec.TAG: "deque"}), "expected a plain dict"),
     "a group without parameters": (optimizer(groups=[{"options": {}}]), "group: params is NoneT"),
     "a parameter without a name": (
         optimizer(groups=[{"params": [1], "options": {}}]), "parameters without a name",
     ),
     "another optimizer's moment": (
-        optimizer(state={"w": {"m": boundary.reference("extras/log/history")}}), "under optim/0/",
+        optimizer(state={"w": {"m": boundary_codec.reference("extras/log/history")}}),
+        "under optim/0/",
     ),
     "a state under no index": (optimizer(state={"@#1e3": {}}), "state under '@#1e3'"),
     "a state under a huge index": (optimizer(state={"@#" + "9" * 301: {}}), "state under '@#99"),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lightck.errors import CorruptSnapshotError
-from lightck.reader import pieces
-from lightck.reader.pieces import Assembly, Piece, assemble, peers_of
+from lightck.reader import assembly
+from lightck.reader.assembly import Assembly, Piece, assemble, peers_of
 from lightck.region.layout import Entry, Layout
 from lightck.region.manifest import Manifest
 from lightck.region.native_region import HOLDS_ALL, RECORD_EARLY, Record
@@ -29,7 +29,7 @@ def part(entry: Entry, begin: int = 0, end: int | None = None) -> Entry:
 
 
 def digest(world: int, placed: Sequence[tuple[int, Entry]]) -> bytes:
-    return pieces.digest(world, [(rank, e, e.begin, e.length) for rank, e in placed])
+    return assembly.digest(world, [(rank, e, e.begin, e.length) for rank, e in placed])
 
 
 SHARES = {

@@ -13,7 +13,7 @@ import torch
 
 import lightck
 from lightck.errors import CorruptSnapshotError, StateError
-from lightck.state import boundary, boundary_blob, rng
+from lightck.state import boundary_blob, boundary_codec, rng
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.rand(()).item(),
@@ -30,11 +30,11 @@ def test_every_draw_shows_in_the_next_answer(name: str, before: int) -> None:
     draw = DRAWS[name]
     for _ in range(before):
         draw()
-    states = [boundary.rebuild(rng.capture())]
+    states = [boundary_codec.rebuild(rng.capture())]
     drawn = []
     for _ in range(4):
         drawn.append(draw())
-        states.append(boundary.rebuild(rng.capture()))
+        states.append(boundary_codec.rebuild(rng.capture()))
     for i in range(4):
         rng.restore(states[i])
         assert [draw() for _ in range(4 - i)] == drawn[i:]
@@ -45,11 +45,11 @@ def test_another_kind_of_generator_is_taken_too() -> None:
     rng.capture()
     np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]
     try:
-        states = boundary.rebuild(rng.capture())
+        states = boundary_codec.rebuild(rng.capture())
         assert states["numpy"]["bit_generator"] == "PCG64"
     finally:
         np.random.set_bit_generator(before)  # type: ignore[attr-defined]
-    assert boundary.rebuild(rng.capture())["numpy"]["bit_generator"] == "MT19937"
+    assert boundary_codec.rebuild(rng.capture())["numpy"]["bit_generator"] == "MT19937"
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_generator_of_any_kind_comes_back_whatever_is_there_then(kind: str, he
     blob = boundary_blob.closed(rng.capture())
     drawn = [np.random.randn(), np.random.random(), np.random.randn()]
     np.random.set_bit_generator(getattr(np.random, here)(4))  # type: ignore[attr-defined]
-    states = boundary.rebuild(boundary_blob.opened(blob, context="test"))
+    states = boundary_codec.rebuild(boundary_blob.opened(blob, context="test"))
     rng.check(states)
     rng.restore(states)
     assert [np.random.randn(), np.random.random(), np.random.randn()] == drawn
@@ -112,7 +112,7 @@ def test_a_state_that_is_set_shows_in_the_next_answer(
     for state in (first, second, first, second, second):
         np.random.set_state(state)
         rng.capture()
-        taken = boundary.rebuild(rng.capture())["numpy"]
+        taken = boundary_codec.rebuild(rng.capture())["numpy"]
         assert repr(taken) == repr(np.random.get_state(legacy=False))
 
 
@@ -135,7 +135,7 @@ def test_another_generator_of_the_same_kind_is_not_taken_for_the_last_one() -> N
     np.random.set_bit_generator(np.random.MT19937(3))  # type: ignore[attr-defined]
     try:
         for _ in range(3):
-            taken = boundary.rebuild(rng.capture())["numpy"]
+            taken = boundary_codec.rebuild(rng.capture())["numpy"]
             assert repr(taken) == repr(np.random.get_state(legacy=False))
             np.random.random()
     finally:

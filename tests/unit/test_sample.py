@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightck.distributed import sample
-from lightck.distributed.sample import LEAST_BYTES, MOST_BYTES, PIECE_BYTES, ROTATION, Rotation
+from lightck.distributed import divergence
+from lightck.distributed.divergence import LEAST_BYTES, MOST_BYTES, PIECE_BYTES, ROTATION, Rotation
 
 LENGTHS = st.lists(st.integers(1, 3 * LEAST_BYTES), min_size=1, max_size=40)
 
@@ -58,8 +58,8 @@ def test_many_small_tensors_do_not_make_many_pieces() -> None:
 def test_a_rotation_that_leaves_a_byte_out_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Rotation.pieces
 
-    def short(self: Rotation, turn: int) -> list[sample.Piece]:
-        return [sample.Piece(p.tensor, p.begin, p.end - 1) for p in right(self, turn)]
+    def short(self: Rotation, turn: int) -> list[divergence.Piece]:
+        return [divergence.Piece(p.tensor, p.begin, p.end - 1) for p in right(self, turn)]
 
     monkeypatch.setattr(Rotation, "pieces", short)
     assert 0 in covered(Rotation([1000, 5]), [1000, 5], 0)

@@ -9,9 +9,8 @@ from unittest import mock
 
 import pytest
 
-from lightck.failure import disposition
-from lightck.failure.earlier import Outcome
-from lightck.failure.signals import Signals
+from lightck.failure import signals as disposition
+from lightck.failure.signals import Outcome, Signals
 
 NUMBER = signal.SIGUSR1
 LAST = signal.SIGRTMAX

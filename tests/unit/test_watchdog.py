@@ -12,9 +12,8 @@ from proof import record
 from lightck.errors import LightckError
 from lightck.failure.budget import Measured
 from lightck.failure.hang import Place
-from lightck.failure.saving import ALONE_LOOK_S, LOOK_S, Guard, Saving
 from lightck.failure.signals import Signals
-from lightck.failure.watchdog import HANG_STATUS, Watchdog
+from lightck.failure.watchdog import ALONE_LOOK_S, HANG_STATUS, LOOK_S, Guard, Saving, Watchdog
 from lightck.types import Failure, Saved
 
 LOOKS = 2000

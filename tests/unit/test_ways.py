@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightck.pipeline import device_placement, transfer
-from lightck.pipeline.transfer import Load, Transfer, Way, took
+from lightck.pipeline import device_placement, device_transfer
+from lightck.pipeline.device_transfer import Load, Transfer, Way, took
 from lightck.pipeline.trial import LOOKS
 
 DEVICE: Any = SimpleNamespace(name="here:0")
@@ -29,7 +29,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The one that both modules read."""
     made = Clock()
-    for module in (transfer, device_placement):
+    for module in (device_transfer, device_placement):
         monkeypatch.setattr(module, "time", made)
     return made
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightck.journal.weight_guard import MOST_SPOTS, SPOT_BYTES, Held
-from lightck.state.live import Live
+from lightck.state.inventory import Live
 
 _ELEMENTS = 64
 

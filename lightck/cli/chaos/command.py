@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightck.cli import scratch
+from lightck.cli.arguments import add_folder, run_folder
 from lightck.cli.chaos import plan
 from lightck.cli.chaos.runner import Event, Job, Limits, Run, network_refusal
 from lightck.cli.chaos.verdict import (
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ]:
         text = f"{what}; default: {value:.0f}"
         parser.add_argument(f"--{name}", type=float, default=value, metavar="S", help=text)
-    scratch.add_folder(parser)
+    add_folder(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not (given or arguments.command):  # refuse before training if the steps are too few
         plan.draw(seed, kinds, arguments.steps or _STEPS, arguments.ranks or 1)
     begin = time.monotonic()
-    with scratch.run_folder(arguments.path, "chaos") as folder:
+    with run_folder(arguments.path, "chaos") as folder:
         say(f"lightck chaos: {' '.join(command)}\n")
         reference = _reference(command, folder, limits)
         steps, world = reference.steps(), reference.world()

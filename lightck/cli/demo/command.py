@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightck.cli import scratch
+from lightck.cli.arguments import add_folder, run_folder
 from lightck.cli.demo.runner import Kill, Run, Trainer, differences
 from lightck.cli.output import BAD_DATA, OK, Refusal, pairs, print_json, progress, size, table
 from lightck.examine import check, contents, regions
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, metavar="S", help="of the training and of the kills; default: random"
     )
-    scratch.add_folder(parser)
+    add_folder(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     kills = [Kill(steps * part // 3, dice.uniform(0.05, 0.95)) for part in (1, 2)]
     say: Callable[..., None] = _nothing if arguments.json else _say
     begin = time.monotonic()
-    with scratch.run_folder(arguments.path, "demo") as folder:
+    with run_folder(arguments.path, "demo") as folder:
         say(f"lightck demo: {steps} steps, seed {seed} (repeat with --seed {seed})\n")
         demo = _Demo(folder, steps, seed, say)
         reference = demo.reference()

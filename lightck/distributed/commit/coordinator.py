@@ -14,10 +14,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightck.distributed.commit.calls import Add, Call, Claim, Delete, Read, Traffic
 from lightck.distributed.commit.due_steps import Announcer, Calendar, Due, key
-from lightck.distributed.commit.protocol import UNLIKE, Ledger
-from lightck.distributed.commit.words import Death
+from lightck.distributed.commit.protocol import (
+    UNLIKE,
+    Add,
+    Call,
+    Claim,
+    Death,
+    Delete,
+    Ledger,
+    Read,
+    Traffic,
+)
 from lightck.distributed.store import Store
 from lightck.errors import CoordinationError, StoreError
 from lightck.events import event

@@ -8,24 +8,109 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from lightck.config import Config
-from lightck.distributed.agreement import Identity, agree_on_attach
-from lightck.distributed.commit.closing import Closing
 from lightck.distributed.commit.coordinator import GlobalCommit, Limits
 from lightck.distributed.commit.due_steps import Calendar, Due
-from lightck.distributed.commit.protocol import Ledger
-from lightck.distributed.commit.words import Death
+from lightck.distributed.commit.protocol import UNLIKE, Death, Ledger
 from lightck.distributed.divergence import Divergence, Marks, Samples
 from lightck.distributed.rendezvous import Meeting
+from lightck.distributed.rounds import Identity, Rounds, Said, agree_on_attach
+from lightck.distributed.store import Store, bounded
 from lightck.distributed.topology import Topology, find
-from lightck.errors import CoordinationError, LightckError
+from lightck.errors import CoordinationError, LightckError, StoreError
 from lightck.pipeline.commit_barrier import Alone, Barrier
 from lightck.policy import EverySteps
 from lightck.region.claim import Claim
 from lightck.region.region import Region
 from lightck.types import Fate, Moment, Policy
+
+# The round at close: the last step counts if every rank holds it, whatever its outcome was before.
+#
+# Restore counts the content of the regions. So a step that one rank lost while training went on,
+# and has copied again at its close, counts.
+
+_SEE_OFF_S = 5.0
+_SHORT_S = 5.0
+
+
+class Closing:
+    """The closing round of one attach. Used on the training thread."""
+
+    def __init__(self, store: Store, topology: Topology) -> None:
+        """Use `store`, which must be below a prefix of its own."""
+        self._store = store
+        self._rounds = Rounds(store, topology.rank, topology.world)
+
+    def agree(self, last: int | None, form: bytes, why: str, seconds: float) -> int | None:
+        """Agree on the last step with all ranks.
+
+        Args:
+            last: the step that this rank holds a durable snapshot of; None if it holds none.
+            form: a digest of the state's form, which must be the same on every rank.
+            why: why this rank holds no snapshot; empty if there was nothing to copy.
+            seconds: how long to wait for the other ranks, about.
+
+        Returns:
+            The step that every rank holds; None if no rank had anything to copy.
+
+        Raises:
+            CoordinationError: a rank lacks the step, has other state, has left or did not come; on
+                every rank.
+        """
+        self._rounds.timeout_s = seconds / 1.5  # the others wait half as long again as rank 0
+        said = {
+            "step": last,
+            "form": form.hex() if last is not None else "",
+            "why": why.encode("ascii", "replace").decode()[:1000],
+        }
+        answer = bounded(
+            "close", seconds + _SHORT_S, lambda: self._rounds.agree("close", said, decide_close)
+        )
+        step = answer["step"]
+        return None if step is None else int(step)
+
+    def leave(self, why: str, seconds: float) -> None:
+        """Tell the other ranks that this one takes no part in the round; waits for none."""
+        # A store that is away cannot be reached; the others find out by their time-out.
+        with suppress(CoordinationError):
+            bounded("leave", min(seconds, _SHORT_S), lambda: self._rounds.fail("close", why))
+
+    def see_off(self) -> None:
+        """Count this rank as gone.
+
+        Rank 0, whose process may serve the store, waits up to 5 s until all have read the decision.
+        """
+        with suppress(StoreError):
+            bounded("close", _SEE_OFF_S + 1, self._see_off)
+
+    def _see_off(self) -> None:
+        rank, world = self._rounds.rank, self._rounds.world
+        if self._store.add("gone") == world:
+            self._store.set("empty", b"1")
+        elif rank == 0:
+            self._store.wait("empty", _SEE_OFF_S)
+
+
+def decide_close(said: Sequence[Said]) -> Said:
+    """Decide the closing round on rank 0: the common step, or an error that names the ranks."""
+    steps = {each["step"] for each in said}
+    if len(steps) == 1 and not any(each["why"] for each in said):
+        if len({each["form"] for each in said}) > 1:
+            raise CoordinationError(UNLIKE)
+        return {"step": steps.pop()}
+    found = [
+        f"rank {rank}: {each['why'] or 'nothing to copy'}"
+        if each["step"] is None
+        else f"rank {rank} holds step {each['step']}"
+        for rank, each in enumerate(said)
+    ]
+    more = f" and {len(found) - 16} more" if len(found) > 16 else ""
+    raise CoordinationError("; ".join(found[:16]) + more)
+
 
 _FATES_S = 10.0  # for outcomes, when all ranks have reported everything
 _GONE_S = 2.0  # the same, when a rank or the store is gone

@@ -27,10 +27,99 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightck.distributed.commit.calls import Add, Call, Claim, Delete, Read
 from lightck.distributed.commit.due_steps import BLOCK, Due
-from lightck.distributed.commit.words import SUSPECT, WHOLE, Death
 from lightck.types import Fate
+
+# The calls that the commit protocol makes to the job's store.
+#
+# All of them may be repeated, except `Add`.
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Add `amount` to `key`; must not be repeated."""
+
+    key: str
+    amount: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Set `key` to `value` unless it has one."""
+
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read `key` without waiting for it."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete keys that no rank will touch again."""
+
+    keys: tuple[str, ...]
+
+
+Call = Add | Claim | Read | Delete
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counts of the calls that this rank has made to the store so far."""
+
+    reports: int = 0
+    claims: int = 0
+    watches: int = 0
+    looks: int = 0
+    deletions: int = 0
+    failures: int = 0
+
+
+# The values of a fate key: whole, whole but suspect, or dead and why.
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The reason why a step is dead.
+
+    Attributes:
+        rank: the rank that claimed it.
+        why: the reason, in words.
+        for_good: that rank takes no more snapshots.
+    """
+
+    rank: int
+    why: str
+    for_good: bool = False
+
+    def encode(self) -> bytes:
+        """Return the value of the fate key."""
+        return f"dead {self.rank} {int(self.for_good)} {self.why}".encode("ascii", "replace")[:200]
+
+    @staticmethod
+    def decode(value: bytes) -> Death | None:
+        """Decode a fate key's value; None if the step is whole.
+
+        Raises:
+            ValueError: the value is not that of a fate key.
+        """
+        if value == WHOLE or value.startswith(SUSPECT):
+            return None
+        word, rank, for_good, why = value.decode("ascii").split(" ", 3)
+        if word != "dead":
+            raise ValueError(f"a fate must be 'whole' or 'dead ...', not {value!r}")
+        return Death(int(rank), why, for_good == "1")
+
+
+WHOLE = b"whole"
+SUSPECT = b"whole suspect "
+"""The prefix of a whole but suspect step; the step whose digests differed follows."""
+
 
 UNLIKE = "replicated state differs between the ranks in names, shapes or dtypes"  # a death's reason
 _COUNT_BITS = 20  # bits of a sum that count ranks

@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from lightck.distributed.replicas import is_own
-from lightck.distributed.restore.lineage import Key
+from lightck.distributed.restore.offers import Key
+from lightck.distributed.sharding import is_own
 from lightck.errors import LightckError
 from lightck.journal.entry import unpacked
 from lightck.reader.fill import fresh

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.distributed.replicas import is_own
 from lightck.distributed.restore.local_state import Half
+from lightck.distributed.sharding import is_own
 from lightck.errors import CorruptSnapshotError
 from lightck.reader import validation
 from lightck.region.layout import Entry, Layout

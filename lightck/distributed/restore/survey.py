@@ -13,9 +13,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightck.distributed.restore.lineage import Key, Lineage, branch_points, rule
 from lightck.distributed.restore.local_state import Half, Halves, key_of
-from lightck.distributed.restore.offers import Offer, View
+from lightck.distributed.restore.offers import Key, Lineage, Offer, View, branch_points, rule
 from lightck.errors import (
     CoordinationError,
     CorruptSnapshotError,
@@ -24,14 +23,13 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.reader import validation
-from lightck.reader.assembly import Assembled
-from lightck.reader.pieces import peers_of
-from lightck.region import choice, location
+from lightck.reader.assembly import Assembled, peers_of
+from lightck.region import location
 from lightck.region.backends import select
 from lightck.region.continuation import Continuation
 from lightck.region.location import Place
 from lightck.region.native_region import HOLDS_ALL, RECORD_JIT, Record
-from lightck.region.region import Candidate, Recovery, Region, survey
+from lightck.region.region import Candidate, Recovery, Region, is_there, nothing_whole, survey
 
 _LISTED = 12
 
@@ -253,7 +251,7 @@ class Holdings:
         wanted: int | Literal["latest"] = "latest" if step is None else step
         if len(self.regions) == 1:
             held = self.regions[0]
-            return choice.nothing_whole(held.region.place, held.recovery, wanted, problems)
+            return nothing_whole(held.region.place, held.recovery, wanted, problems)
         lines = [f"{self.where.path}: no whole snapshot (wanted: {wanted})"]
         return "\n  ".join([*lines, *problems])
 
@@ -349,7 +347,7 @@ class Holdings:
 
     def _is_overtaken(self, step: int | None) -> bool:
         return not all(
-            choice.is_there(h.region, c)
+            is_there(h.region, c)
             for h in self.regions
             for c in h.recovery.candidates
             if step in (None, c.record.step)

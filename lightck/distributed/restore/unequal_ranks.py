@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightck.distributed.replicas import is_own
 from lightck.distributed.restore.protocol import Found
+from lightck.distributed.sharding import is_own
 from lightck.reader.assembly import Assembled
 from lightck.region.region import Candidate
 

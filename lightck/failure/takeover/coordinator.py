@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from lightck.distributed.replicas import Replicas
+from lightck.distributed.sharding import Replicas
 from lightck.distributed.topology import Topology
 from lightck.errors import LightckError
 from lightck.events import event

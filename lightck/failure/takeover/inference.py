@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lightck.state import boundary_blob
-from lightck.state.boundary import TAG, join
+from lightck.state.boundary_codec import TAG, join
 from lightck.state.inventory import Live
 
 

@@ -17,7 +17,7 @@ from lightck.errors import RegionBusyError, RegionError, RegionFormatError, Regi
 from lightck.region import location
 from lightck.region.backends.pmdk import ffi, forget, keep_from_children, pmemobj, text_of
 from lightck.region.location import Place
-from lightck.region.spec import Backing
+from lightck.region.native_region import Backing
 
 MOST_BYTES = 0x3FFDFFFC0
 """The largest allocation in a pool, libpmemobj's PMEMOBJ_MAX_ALLOC_SIZE: just under 16 GiB."""

@@ -10,7 +10,7 @@ from lightck.config import Config
 from lightck.region import location
 from lightck.region.backends import libpmemobj
 from lightck.region.location import Place
-from lightck.region.spec import Backing, RegionSpec
+from lightck.region.native_region import Backing, RegionSpec
 
 Given = tuple[int, int, Backing | None]
 """Two descriptors, one to sync and one that carries the locks, and the mapping unless the native
