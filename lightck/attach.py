@@ -15,25 +15,25 @@ from torch.optim import Optimizer
 from lightck.config import Config, setting_names
 from lightck.device import lookup
 from lightck.distributed.commit import distributed_barrier
-from lightck.distributed.ddp import Communication, Traffic
-from lightck.distributed.divergence import Samples
-from lightck.distributed.rendezvous import Meeting, meeting
-from lightck.distributed.sharding import Replicas, Sharing
+from lightck.distributed.ddp import CommObserver, Communication
+from lightck.distributed.divergence import ReplicaSamples
+from lightck.distributed.rendezvous import Rendezvous, meeting
+from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
 from lightck.events import Subscriber, event
-from lightck.failure.jit_save import Rescue
-from lightck.failure.jit_save_ranks import JointRescue
-from lightck.handle import Engine, Handle, release
-from lightck.journal.boundary_state import Instants
-from lightck.journal.device_lag import Behind
-from lightck.journal.pre_fence import Habit
-from lightck.journal.step_journal import Journaled
+from lightck.failure.jit_save import JitSaver
+from lightck.failure.jit_save_ranks import RankJitSaver
+from lightck.handle import Components, Handle, release
+from lightck.journal.boundary_state import BoundaryState
+from lightck.journal.device_lag import DeviceLag
+from lightck.journal.pre_fence import PreFencePredictor
+from lightck.journal.step_journal import StepJournal
 from lightck.layerwise.checkpointer import Kinds
 from lightck.layerwise.ddp import finality
 from lightck.loop import state_prediction
-from lightck.loop.checkpointer import Recorder
+from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Hooks, Listener, Watched, layers
-from lightck.loop.outcomes import Outcomes, Reporter
-from lightck.loop.publisher import Sight
+from lightck.loop.outcomes import ErrorReporter, Outcomes
+from lightck.loop.publisher import StatusPublisher
 from lightck.loop.requests import gradients_complete
 from lightck.loop.steps import Steps
 from lightck.pipeline.schedule import schedule
@@ -135,12 +135,12 @@ class _Parts:
     """
 
     def __init__(
-        self, ranks: Meeting, config: Config, model: nn.Module, extras: tuple[Extra, ...]
+        self, ranks: Rendezvous, config: Config, model: nn.Module, extras: tuple[Extra, ...]
     ) -> None:
         """Prepare attach: nothing is owned yet, and nothing of the user's has changed."""
         self.ranks, self.config = ranks, config
         self.undo: list[Callable[[], object]] = []
-        self.reporter = Reporter(config.on_error)
+        self.reporter = ErrorReporter(config.on_error)
         self.progress = progress(model)
         self.inventory = Inventory(model, [], extras)
         self.watched = Watched(model)
@@ -151,7 +151,7 @@ class _Parts:
         if on_event is not None:
             self.undo.append(Subscriber(on_event, self.reporter.not_told).stop)
 
-    def compose(self, optimizers: list[Optimizer], ends_step: Optimizer | None) -> Engine:
+    def compose(self, optimizers: list[Optimizer], ends_step: Optimizer | None) -> Components:
         """Build all parts and return them as an Engine."""
         steps = self._take_in(optimizers, ends_step)
         final = partial(finality, self.inventory.model)
@@ -194,18 +194,18 @@ class _Parts:
         found = claim.find(self.config, self.ranks.rank, self.progress.continuation)
         self.undo.append(found.close)
         self.topology = distributed_barrier.place_of(self.ranks, self.config, found)
-        replicas = Replicas(self.inventory, self.topology.world)
-        self.inventory.share = Sharing(self.topology, replicas)
-        self.samples = Samples(self.inventory.found, replicas)
+        replicas = ReplicatedTensors(self.inventory, self.topology.world)
+        self.inventory.share = SharePartitioner(self.topology, replicas)
+        self.samples = ReplicaSamples(self.inventory.found, replicas)
         self.inventory.depends = replicas.hooks
         self.inventory.invalidate()
         entries, manifest_bytes = state_prediction.expected(self.inventory)
         run_id = self.topology.run_id if self.topology.world > 1 else None
-        seat = claim.Seat(self.topology.rank, self.topology.world, run_id)
+        seat = claim.RankIdentity(self.topology.rank, self.topology.world, run_id)
         room = (manifest_bytes, state_prediction.journal_bytes(self.inventory))
         return claim.take(found, self.config, seat, entries, *room)
 
-    def _wire(self, region: Region, steps: Steps, kinds: Kinds) -> Engine:
+    def _wire(self, region: Region, steps: Steps, kinds: Kinds) -> Components:
         config, reporter, inventory, undo = self.config, self.reporter, self.inventory, self.undo
         collected = inventory.collect()
         communication = Communication(inventory.model)
@@ -214,15 +214,15 @@ class _Parts:
         pipeline = kinds.pipeline.start(region, release_when, config)
         outcomes = Outcomes(pipeline, inventory, steps, reporter, reporter.surface)
         pipeline.offload.transfers.sealed = outcomes.seal_arrived
-        instants = Instants(inventory)
-        habit = Habit(instants, lambda: outcomes.lock, len([*layers(inventory.model)]))
+        instants = BoundaryState(inventory)
+        habit = PreFencePredictor(instants, lambda: outcomes.lock, len([*layers(inventory.model)]))
         armed = config.failure != "off"
-        journaled = Journaled(instants, region, outcomes.region_lost, habit, pipeline.stand)
+        journaled = StepJournal(instants, region, outcomes.region_lost, habit, pipeline.stand)
         recorder = kinds.recorder(
             inventory=inventory,
             instants=instants,
             journaled=journaled if armed else None,
-            behind=Behind(journaled, pipeline.offload) if armed else None,
+            behind=DeviceLag(journaled, pipeline.offload) if armed else None,
             pipeline=pipeline,
             steps=steps,
             cadence=kinds.due(config.policy),
@@ -232,7 +232,7 @@ class _Parts:
             on_found=self._found,
         )
         habit.on_last = partial(gradients_complete, recorder)
-        sight = Sight(config, recorder, reporter, self.watched)
+        sight = StatusPublisher(config, recorder, reporter, self.watched)
         undo += [sight.write_wanted, outcomes.stop, sight.ended]
         pipeline.on_torn = sight.torn
         loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
@@ -257,25 +257,27 @@ class _Parts:
         if recorder.journaled is not None:
             recorder.journaled.begin(steps.step, peers=not barrier.alone)
         hooks.install()
-        communication.install(Traffic(recorder))
+        communication.install(CommObserver(recorder))
         sight.install()
         rescue = self._rescue(recorder, timeline) if armed else None
-        return Engine(config, region, recorder, reporter, hooks, sight, self.progress, rescue, undo)
+        return Components(
+            config, region, recorder, reporter, hooks, sight, self.progress, rescue, undo
+        )
 
-    def _rescue(self, recorder: Recorder, timeline: int | None) -> Rescue:
+    def _rescue(self, recorder: Checkpointer, timeline: int | None) -> JitSaver:
         """Return what saves the last complete step.
 
         With several ranks it also completes it for dead ranks.
         """
         if timeline is None:
-            return Rescue(recorder)
+            return JitSaver(recorder)
         store = self.ranks.store.below(f"t{timeline:x}/failure")
         durable = self.config.durability == "process"
-        rescue = JointRescue.among(recorder, self.topology, store, process_durable=durable)
+        rescue = RankJitSaver.among(recorder, self.topology, store, process_durable=durable)
         self.undo.append(rescue.stop)
         return rescue
 
-    def _listener(self, sight: Sight) -> Listener:
+    def _listener(self, sight: StatusPublisher) -> Listener:
         """Return the object that the hooks call.
 
         `lightck chaos` puts its fault injector before it.

@@ -14,7 +14,7 @@ import pyarrow as pa
 from lightck.config import Config
 from lightck.data import lookahead
 from lightck.distributed.restore.selection import decide
-from lightck.distributed.restore.survey import Holdings
+from lightck.distributed.restore.survey import RegionSurvey
 from lightck.errors import (
     CorruptSnapshotError,
     NoSnapshotError,
@@ -22,11 +22,11 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.load import SNAPSHOTS, region_files, row
-from lightck.reader.assembly import Assembled
+from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import location, native_region
 from lightck.region.layout import Entry, Shard
 from lightck.region.native_pool import usual_threads
-from lightck.region.region import Candidate, Region, survey
+from lightck.region.region import Candidate, Region, open_and_recover
 
 TENSORS = pa.schema(
     [
@@ -60,7 +60,7 @@ def regions(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     for where in region_files(path):
-        region, _ = survey(where)
+        region, _ = open_and_recover(where)
         info = region.info
         found.append(
             {
@@ -116,21 +116,23 @@ def contents(
     root = Config.resolve(path=path).path
     if not files:
         raise NoSnapshotError(f"{root}: nothing is there")
-    with Holdings.everything(location.locate(root, 0, create=False), files) as held:
+    with RegionSurvey.everything(location.locate(root, 0, create=False), files) as held:
         wanted = None if step == "latest" else step
         choice = decide([held.view(wanted)])
         if choice.key is not None:
             snapshot = held.assembled(choice.key)
-            assert isinstance(snapshot, Assembled), "chosen, but not offered"
+            assert isinstance(snapshot, AssembledSnapshot), "chosen, but not offered"
             return _contents(snapshot, "whole", len(files) > 1)
         for holding in held.regions[:1]:
             for candidate in holding.recovery.abandoned:
                 if step == candidate.record.step:
-                    return _contents(Assembled.of([(holding.region, candidate)]), "abandoned")
+                    return _contents(
+                        AssembledSnapshot.of([(holding.region, candidate)]), "abandoned"
+                    )
         raise NoSnapshotError(held.nothing_whole(wanted, choice.fell_back))
 
 
-def _contents(snapshot: Assembled, state: str, ranks: bool = False) -> Contents:
+def _contents(snapshot: AssembledSnapshot, state: str, ranks: bool = False) -> Contents:
     first, second = snapshot.trees()
     own = snapshot.parts[0]
     described = row(own.region, own.candidate, state)
@@ -147,7 +149,7 @@ def _contents(snapshot: Assembled, state: str, ranks: bool = False) -> Contents:
     )
 
 
-def _tensor_rows(snapshot: Assembled) -> list[dict[str, Any]]:
+def _tensor_rows(snapshot: AssembledSnapshot) -> list[dict[str, Any]]:
     """Return a row for every piece, in the order of the tensors and their bytes."""
     numbered: list[tuple[int, int, dict[str, Any]]] = []
     for i, entry in enumerate(snapshot.entries):
@@ -204,7 +206,7 @@ def check(
     """
     results: list[dict[str, Any]] = []
     for where in region_files(path):
-        region, recovery = survey(where)
+        region, recovery = open_and_recover(where)
         try:
             every = (*recovery.candidates, *recovery.abandoned)
             chosen = [c for c in every if step in (None, c.record.step)]

@@ -22,13 +22,13 @@ from lightck.errors import LightckError
 from lightck.events import event
 from lightck.failure import triggers
 from lightck.failure.budget import measured, usable_s
-from lightck.failure.jit_save import Rescue
-from lightck.failure.jit_save_ranks import JointRescue
-from lightck.failure.watchdog import WATCHDOG, Guard
-from lightck.loop.checkpointer import Recorder
+from lightck.failure.jit_save import JitSaver
+from lightck.failure.jit_save_ranks import RankJitSaver
+from lightck.failure.watchdog import WATCHDOG, HandleGuard
+from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Hooks
-from lightck.loop.outcomes import Reporter
-from lightck.loop.publisher import Sight, stats_of
+from lightck.loop.outcomes import ErrorReporter
+from lightck.loop.publisher import StatusPublisher, collect_stats
 from lightck.loop.replacement import replaced
 from lightck.loop.requests import (
     POLL_S,
@@ -50,17 +50,17 @@ _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
-class Engine:
+class Components:
     """The parts that attach has put together."""
 
     config: Config
     region: Region
-    recorder: Recorder
-    reporter: Reporter
+    recorder: Checkpointer
+    reporter: ErrorReporter
     hooks: Hooks
-    sight: Sight
+    sight: StatusPublisher
     progress: Progress
-    rescue: Rescue | None
+    rescue: JitSaver | None
     """The saver of the last complete step, while the failure path is armed."""
     undo: list[Callable[[], object]]
     """The functions that release the parts; the last one is called first."""
@@ -80,13 +80,13 @@ def release(undo: list[Callable[[], object]], first: BaseException | None = None
 class Handle:
     """A running engine. Methods are for the training thread unless they say otherwise."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Components) -> None:
         """Take over a complete engine, whose hooks are installed; see `attach`."""
         self.config, self.region = engine.config, engine.region
         self._recorder, self._reporter = engine.recorder, engine.reporter
         self._hooks, self._sight, self._progress = engine.hooks, engine.sight, engine.progress
         self._rescue = engine.rescue
-        self._guard: Guard | None = None
+        self._guard: HandleGuard | None = None
         """The watchdog's guard of this handle."""
         self._closed = False
         self._failed_at: int | None = None
@@ -150,7 +150,7 @@ class Handle:
         if not self._inherited:
             if threading.get_ident() == self._recorder.thread:
                 self._recorder.poll()
-            self._stats = stats_of(self._recorder)
+            self._stats = collect_stats(self._recorder)
         return self._stats
 
     def trace(self, path: str | os.PathLike[str]) -> Path:
@@ -309,15 +309,15 @@ class Handle:
 
     # ---- failures --------------------------------------------------------------------------
 
-    def _watch(self, rescue: Rescue) -> None:
+    def _watch(self, rescue: JitSaver) -> None:
         """Begin to listen for signals, hangs and notices."""
         recorder, config, failure = self._recorder, self.config, self.config.failure
         assert isinstance(failure, Failure)
         limits = config.write_limit, usable_s(failure.grace_s)
         measure = partial(measured, recorder, *limits)
-        self._guard = Guard(rescue, failure, self._reporter, self.region.world, measure)
+        self._guard = HandleGuard(rescue, failure, self._reporter, self.region.world, measure)
         self._guard.hold, rescue.hang = rescue.hold, self._guard.hang
-        if isinstance(rescue, JointRescue):
+        if isinstance(rescue, RankJitSaver):
             self._guard.elsewhere, self._guard.settled = rescue.elsewhere, rescue.is_settled
             self._guard.waits = rescue.waits
         WATCHDOG.watch(self._guard)

@@ -17,15 +17,15 @@ import torch
 
 from lightck.config import Config
 from lightck.data import lookahead
-from lightck.distributed.rendezvous import Meeting
+from lightck.distributed.rendezvous import Rendezvous
 from lightck.distributed.restore.gather_shards import gather
 from lightck.distributed.restore.local_state import key_of
-from lightck.distributed.restore.protocol import Found, recall
-from lightck.distributed.restore.survey import Holdings
+from lightck.distributed.restore.protocol import ChosenSnapshot, restore_together
+from lightck.distributed.restore.survey import RegionSurvey
 from lightck.distributed.restore.unequal_ranks import unequal
 from lightck.errors import NoSnapshotError
 from lightck.events import event
-from lightck.reader.assembly import Assembled, Part
+from lightck.reader.assembly import AssembledSnapshot, RegionPart
 from lightck.reader.fill import fresh
 from lightck.region import location
 from lightck.region.backends import select
@@ -74,7 +74,7 @@ def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
     files = region_files(path)
     rows: list[dict[str, Any]] = []
     where = location.locate(Config.resolve(path=path).path, 0, create=False)
-    with Holdings.everything(where, files) as held:
+    with RegionSurvey.everything(where, files) as held:
         for holding in held.regions:
             region, recovery = holding.region, holding.recovery
             rows += [row(region, c, **_standing(held, c)) for c in recovery.candidates]
@@ -88,7 +88,7 @@ def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SNAPSHOTS)
 
 
-def _standing(held: Holdings, candidate: Candidate) -> dict[str, str]:
+def _standing(held: RegionSurvey, candidate: Candidate) -> dict[str, str]:
     """Return the state of a rank's snapshot: abandoned, partial (with the problem), or whole."""
     key = key_of(candidate.record)
     if held.excludes(key):
@@ -181,11 +181,11 @@ def load_tensors(
 
 def _found(
     path: str | os.PathLike[str] | None, step: int | Literal["latest"], rank: int, whole: bool
-) -> tuple[Assembled, dict[str, torch.Tensor]]:
+) -> tuple[AssembledSnapshot, dict[str, torch.Tensor]]:
     where = location.locate(Config.resolve(path=path).path, rank, create=False)
     wanted = None if step == "latest" else step
     taking = partial(_mapped, whole=whole)
-    found = recall(Meeting("load", rank), where, wanted, taking)
+    found = restore_together(Rendezvous("load", rank), where, wanted, taking)
     if found is None:
         raise NoSnapshotError(f"{where.file}: no whole snapshot: none was ever written")
     return found
@@ -193,11 +193,11 @@ def _found(
 
 @contextlib.contextmanager
 def _mapped(
-    found: Found, whole: bool
-) -> Iterator[Callable[[], tuple[Assembled, dict[str, torch.Tensor]]]]:
+    found: ChosenSnapshot, whole: bool
+) -> Iterator[Callable[[], tuple[AssembledSnapshot, dict[str, torch.Tensor]]]]:
     """Verify a snapshot; yield a function that makes the tensors over its slots."""
     snapshot = found.snapshot
-    assert isinstance(snapshot, Assembled), "nobody else is here to give it"
+    assert isinstance(snapshot, AssembledSnapshot), "nobody else is here to give it"
     # Decode before the caller has it: only here can an older one replace one that is unreadable.
     snapshot.trees()
     if differing := unequal(found):
@@ -209,7 +209,7 @@ def _mapped(
         snapshot.verify()
         wholes = gather(found) if whole else {}
 
-        def take() -> tuple[Assembled, dict[str, torch.Tensor]]:
+        def take() -> tuple[AssembledSnapshot, dict[str, torch.Tensor]]:
             tensors = _tensors(found, snapshot) | wholes
             leases.pop_all()  # the leases are dropped when their region is closed
             return snapshot, tensors
@@ -217,12 +217,12 @@ def _mapped(
         yield take
 
 
-def _tensors(found: Found, snapshot: Assembled) -> dict[str, torch.Tensor]:
+def _tensors(found: ChosenSnapshot, snapshot: AssembledSnapshot) -> dict[str, torch.Tensor]:
     """Make tensors over the slots where one piece holds all.
 
     Copy the others, and those of devices.
     """
-    over: list[tuple[Part, Sequence[int]]] = [
+    over: list[tuple[RegionPart, Sequence[int]]] = [
         (part, _alone(part, snapshot) if part.region.place.is_plain else [])
         for part in snapshot.parts
     ]
@@ -248,7 +248,7 @@ def _tensors(found: Found, snapshot: Assembled) -> dict[str, torch.Tensor]:
     return {entry.name: tensors[entry.name] for entry in snapshot.entries}
 
 
-def _alone(part: Part, snapshot: Assembled) -> list[int]:
+def _alone(part: RegionPart, snapshot: AssembledSnapshot) -> list[int]:
     """Return the rows whose bytes are all of their tensor."""
     sizes = np.array([snapshot.entries[i].length for i in part.entries], np.uint64)
     found: list[int] = np.flatnonzero(part.rows["length"] == sizes).tolist()
@@ -270,7 +270,9 @@ def _over(mapping: _Mapping, entry: Entry, offset: int) -> torch.Tensor:
     return flat.as_strided(entry.shape, entry.strides)
 
 
-def as_state_dict(snapshot: Assembled, tensors: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+def as_state_dict(
+    snapshot: AssembledSnapshot, tensors: Callable[[str], torch.Tensor]
+) -> dict[str, Any]:
     """Build the nested state dict of a snapshot; `tensors` returns each tensor by name."""
     first, second = snapshot.trees()
     names = [entry.name for entry in snapshot.entries]

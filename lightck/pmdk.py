@@ -59,7 +59,7 @@ def media_report(path: str | os.PathLike[str] | None = None) -> list[MediaReport
     return [_report(where) for where in files]
 
 
-def _report(where: location.Place) -> MediaReport:
+def _report(where: location.Location) -> MediaReport:
     with location.opened(where, writable=False) as (fd, _):
         media = libpmem2.media_of(fd, str(where.file))
     return MediaReport(

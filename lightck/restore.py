@@ -20,15 +20,15 @@ from lightck.config import Config
 from lightck.data import lookahead
 from lightck.distributed.rendezvous import meeting
 from lightck.distributed.restore.offers import Key
-from lightck.distributed.restore.protocol import Found, recall
-from lightck.distributed.restore.received_snapshot import Healed
-from lightck.distributed.restore.survey import Holdings
+from lightck.distributed.restore.protocol import ChosenSnapshot, restore_together
+from lightck.distributed.restore.received_snapshot import ReceivedSnapshot
+from lightck.distributed.restore.survey import RegionSurvey
 from lightck.distributed.restore.unequal_ranks import unequal
 from lightck.errors import ConfigError, LightckError
 from lightck.events import event
 from lightck.loop.hooks import before_next_forward
 from lightck.loop.steps import Steps
-from lightck.reader.fill import Filling, Saved
+from lightck.reader.fill import Saved, StateFiller
 from lightck.region import location
 from lightck.region.continuation import Continuation
 from lightck.region.native_region import Record
@@ -154,7 +154,7 @@ def restore(
         where = location.locate(Config.resolve(path=path).path, ranks.rank, create=False)
         live = Inventory(root, optimizers, parse(extras) + extra_states(root))
         fill = partial(_filled, live=live, strict=strict)
-        info = recall(ranks, where, wanted, fill, progress(root).continuation)
+        info = restore_together(ranks, where, wanted, fill, progress(root).continuation)
         ranks.part()
     return info
 
@@ -171,7 +171,9 @@ def _wanted(step: object, strict: object) -> int | None:
 
 
 @contextlib.contextmanager
-def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[], RestoreInfo]]:
+def _filled(
+    found: ChosenSnapshot, live: Inventory, strict: bool
+) -> Iterator[Callable[[], RestoreInfo]]:
     """Match and verify a snapshot; yield a function that fills the live objects with it.
 
     Tensors that are new, as the state of an optimizer that has none yet, are read while they are
@@ -180,7 +182,9 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
     snapshot = found.snapshot
     first, second = snapshot.trees()
     with snapshot.leased():
-        filling = Filling(snapshot, live, second, strict, lent=_lent(found), unequal=unequal(found))
+        filling = StateFiller(
+            snapshot, live, second, strict, lent=_lent(found), unequal=unequal(found)
+        )
         filling.check(first)
         unowned = filling.unowned()
         snapshot.verify(unowned, filling.pour(ahead=True))
@@ -204,12 +208,12 @@ def _filled(found: Found, live: Inventory, strict: bool) -> Iterator[Callable[[]
         yield take
 
 
-def _lent(found: Found) -> str:
+def _lent(found: ChosenSnapshot) -> str:
     """Describe why this rank's own state is another rank's; return "" if it is not."""
     rank, world, taken = found.holdings.rank, found.key.world, found.snapshot.record.rank
     if rank >= world:
         why = f"{world} rank(s) wrote the snapshot"
-    elif isinstance(found.snapshot, Healed) and found.snapshot.half is None:
+    elif isinstance(found.snapshot, ReceivedSnapshot) and found.snapshot.half is None:
         why = f"neither region nor journal has what was rank {rank}'s own in step {found.key.step}"
     else:
         return ""
@@ -219,7 +223,7 @@ def _lent(found: Found) -> str:
     )
 
 
-def _carry_on(found: Found, continuation: Continuation) -> None:
+def _carry_on(found: ChosenSnapshot, continuation: Continuation) -> None:
     """Record what attach may continue in this rank's region, and what it must protect there.
 
     A rank that has a part of the snapshot keeps it until a newer one is whole, also in another
@@ -231,7 +235,7 @@ def _carry_on(found: Found, continuation: Continuation) -> None:
         continuation.given_up.add(found.holdings.where.file)
     if own is not None:
         own.region.continuation = continuation
-    if isinstance(snapshot, Healed):
+    if isinstance(snapshot, ReceivedSnapshot):
         kept = snapshot.kept or _newest_before(found.holdings, found.key)
     else:
         there = own is not None and own.region is snapshot.parts[0].region
@@ -242,7 +246,7 @@ def _carry_on(found: Found, continuation: Continuation) -> None:
         own.region.leave_behind()
 
 
-def _newest_before(holdings: Holdings, key: Key) -> Record | None:
+def _newest_before(holdings: RegionSurvey, key: Key) -> Record | None:
     """Return the snapshot in this rank's region with the newest step before; it must count."""
     every = [c.record for c in holdings.own.recovery.candidates] if holdings.own is not None else []
     older = [
@@ -253,7 +257,7 @@ def _newest_before(holdings: Holdings, key: Key) -> Record | None:
     return max(older, key=lambda record: record.sequence, default=None)
 
 
-def _told(found: Found, filling: Filling, first: dict[str, Any]) -> RestoreInfo:
+def _told(found: ChosenSnapshot, filling: StateFiller, first: dict[str, Any]) -> RestoreInfo:
     record = found.snapshot.record
     info = RestoreInfo(
         step=record.step,

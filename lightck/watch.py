@@ -9,7 +9,7 @@ from typing import Any
 from lightck.errors import CorruptSnapshotError, NoSnapshotError
 from lightck.region import stats_page
 from lightck.region.backends.select import region_files
-from lightck.region.location import Place
+from lightck.region.location import Location
 from lightck.region.native_region import Record
 from lightck.region.region import Region
 from lightck.region.stats_page import Reading
@@ -32,7 +32,7 @@ def readings(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]
     return [_reading(where) for where in region_files(path)]
 
 
-def _reading(where: Place) -> dict[str, Any]:
+def _reading(where: Location) -> dict[str, Any]:
     region = Region.open(where, writable=False)
     try:
         said = stats_page.read(region.native)

@@ -14,7 +14,7 @@ from lightck.region.backends import select
 from lightck.region.layout import Entry
 from lightck.region.native_pool import NativePool
 from lightck.region.native_region import RegionSpec
-from lightck.region.region import Candidate, Region, survey
+from lightck.region.region import Candidate, Region, open_and_recover
 from lightck.region.slot_writer import SlotWriter
 
 Bytes = npt.NDArray[np.uint8]
@@ -140,7 +140,7 @@ def newest(region: Region) -> tuple[int | None, dict[str, Bytes], list[str]]:
 
 def stored(folder: Path) -> dict[int, dict[str, Bytes]]:
     """Every whole snapshot at a path, by step, verified."""
-    region, recovery = survey(location.locate(folder, 0, create=False))
+    region, recovery = open_and_recover(location.locate(folder, 0, create=False))
     try:
         return {c.record.step: contents_of(region, c) for c in recovery.candidates}
     finally:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """Event: a place in a stream's order. Any thread."""
 
     def passed(self) -> bool:
@@ -36,19 +36,19 @@ class Device(Protocol):
     def stream(self) -> Any:
         """Return the calling thread's current stream."""
 
-    def mark(self, stream: Any = None) -> Mark:
+    def mark(self, stream: Any = None) -> DeviceEvent:
         """Record an event behind what a stream, by default the calling thread's, has to do."""
 
-    def apart(self, mark: Mark) -> AbstractContextManager[object]:
+    def apart(self, mark: DeviceEvent) -> AbstractContextManager[object]:
         """Give the calling thread its own stream inside the block, which begins behind the mark."""
 
-    def hold(self, mark: Mark) -> None:
+    def hold(self, mark: DeviceEvent) -> None:
         """Make the calling thread's stream wait for the mark before it does anything more."""
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: DeviceEvent) -> None:
         """Make the copying stream wait for the mark before it does anything more."""
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Mark:
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> DeviceEvent:
         """Copy bytes on the copying stream; return an event behind the last of them.
 
         Args:

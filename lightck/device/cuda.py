@@ -112,7 +112,7 @@ class Cuda:
         """See `device.Device`."""
         return torch.cuda.current_stream(self.index)
 
-    def mark(self, stream: Any = None) -> base.Mark:
+    def mark(self, stream: Any = None) -> base.DeviceEvent:
         """See `device.Device`."""
         with _told(self.name, "an event was recorded"):
             return _Mark(self.name, stream or self.stream())
@@ -138,7 +138,9 @@ class Cuda:
         with _told(self.name, "the copies were made to wait"):
             self._copying.wait_event(mark.event)
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> base.Mark:
+    def copy(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> base.DeviceEvent:
         """See `device.Device`. One call queues all copies, without the GIL."""
         with _told(self.name, "copies were queued"), self._on(self._copying):
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)

@@ -23,7 +23,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightck.loop.checkpointer import Recorder
+from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import untraced
 from lightck.tracing.trace import Trace, now_ns
 
@@ -34,13 +34,13 @@ from lightck.tracing.trace import Trace, now_ns
 
 
 @dataclass(eq=False)
-class Traffic:
+class CommObserver:
     """Is told of gradient communication, paces copies by it, and notes it for the trace.
 
     Called by the thread that runs the backward, except `landed`: any thread. Never raises.
     """
 
-    recorder: Recorder
+    recorder: Checkpointer
 
     @property
     def trace(self) -> Trace | None:
@@ -91,7 +91,7 @@ class Traffic:
 Hook = Callable[[Any, Any], "Future[Any]"]
 
 
-class Watcher(Protocol):
+class BucketObserver(Protocol):
     """An observer of buckets.
 
     It is called on the backward's thread, inside DDP's lock, and must not wait.
@@ -102,12 +102,12 @@ class Watcher(Protocol):
 
 
 @dataclass(eq=False)
-class Seat:
+class CommHookProxy:
     """The proxy that a DDP module calls as its comm hook."""
 
     module: weakref.ref[DistributedDataParallel]
     """A weak reference to the module, because the module's reducer holds this for good."""
-    watchers: list[Watcher] = field(default_factory=list)
+    watchers: list[BucketObserver] = field(default_factory=list)
     clock: Callable[[], int] = lambda: 0
     taken: bool = False
     """True if torch calls this proxy."""
@@ -166,7 +166,9 @@ class Seat:
         return module
 
 
-_seats: weakref.WeakKeyDictionary[DistributedDataParallel, Seat] = weakref.WeakKeyDictionary()
+_seats: weakref.WeakKeyDictionary[DistributedDataParallel, CommHookProxy] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def register_comm_hook(self: DistributedDataParallel, state: object, hook: Hook) -> None:
@@ -181,11 +183,13 @@ def register_comm_hook(self: DistributedDataParallel, state: object, hook: Hook)
 register_comm_hook.__doc__ = DistributedDataParallel.register_comm_hook.__doc__
 
 
-def sit(module: DistributedDataParallel, watcher: Watcher, clock: Callable[[], int]) -> Seat:
+def sit(
+    module: DistributedDataParallel, watcher: BucketObserver, clock: Callable[[], int]
+) -> CommHookProxy:
     """Let the watcher observe the hook that the module has or will get; return the proxy."""
     seat = _seats.get(module)
     if seat is None:
-        seat = _seats[module] = Seat(weakref.ref(module))
+        seat = _seats[module] = CommHookProxy(weakref.ref(module))
     seat.clock = clock
     seat.watchers.append(watcher)
     module.__dict__["register_comm_hook"] = types.MethodType(register_comm_hook, module)
@@ -198,7 +202,7 @@ def seated(module: DistributedDataParallel) -> bool:
     return seat is not None and seat.taken
 
 
-def leave(module: DistributedDataParallel, watcher: Watcher) -> None:
+def leave(module: DistributedDataParallel, watcher: BucketObserver) -> None:
     """Stop observing, and leave the module as it was; idempotent.
 
     Where lightck's hook is registered, the method stays: torch cannot let go of a hook, and the
@@ -242,10 +246,10 @@ def backward_now() -> int:
 
 @dataclass(eq=False)
 class Buckets:
-    """Observer of the gradient buckets of one DDP module; a `Watcher` of the module's seat."""
+    """The gradient buckets of one DDP module, as a `BucketObserver` of its proxy sees them."""
 
     module: DistributedDataParallel
-    traffic: Traffic | None = None
+    traffic: CommObserver | None = None
     sizes: Sequence[int] = ()
     """The size of each bucket in bytes; empty while the sizes are not known."""
     came: Callable[[], None] = lambda: None
@@ -367,7 +371,7 @@ class Communication:
 
     model: nn.Module
     buckets: list[Buckets] = field(init=False)
-    _traffic: Traffic | None = None
+    _traffic: CommObserver | None = None
     _backward: int = -1
     _began_ns: int = 0
 
@@ -375,7 +379,7 @@ class Communication:
         """Find the DDP modules."""
         self.buckets = [Buckets(module) for module in replicated(self.model)]
 
-    def install(self, traffic: Traffic) -> None:
+    def install(self, traffic: CommObserver) -> None:
         """Start to report to `traffic`; without DDP there is nothing to observe."""
         self._traffic = traffic
         for each in self.buckets:

@@ -28,7 +28,7 @@ from lightck.errors import CoordinationError, DivergenceError, LightckError
 from lightck.region.native_region import crc32c, crc32c_at
 from lightck.region.region import Region
 from lightck.state import tensor_layout
-from lightck.state.inventory import Live
+from lightck.state.inventory import StateTensor
 
 # The bytes of replicated state compared at each snapshot: a pure function of the tensors' lengths.
 #
@@ -59,7 +59,7 @@ class Piece:
     end: int
 
 
-class Rotation:
+class SampleRotation:
     """The windows over tensors of given lengths."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ _NOTHING = "-"  # reported by a rank that has no sample of the step
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ReplicaSample:
     """The checksums that this rank computed of replicated state at a step.
 
     Attributes:
@@ -118,7 +118,7 @@ class Sample:
 
     @property
     def digest(self) -> bytes:
-        """Return the digest of the whole sample, for `Ledger.committed`."""
+        """Return the digest of the whole sample, for `CommitProtocol.committed`."""
         return f"{self.what}:{crc32c(self._sums().encode()):08x}".encode()
 
     def said(self) -> str:
@@ -130,24 +130,24 @@ class Sample:
 
 
 @dataclass(eq=False)
-class Samples:
+class ReplicaSamples:
     """The sampling of replicated state on this rank.
 
     Threads: `take` runs on the training thread, `of` on any.
     """
 
-    everything: Callable[[], Sequence[Live]]
+    everything: Callable[[], Sequence[StateTensor]]
     """Returns this rank's tensors, with other ranks' shares; the same object while unchanged."""
-    replicated: Callable[[Sequence[Live]], set[str]]
+    replicated: Callable[[Sequence[StateTensor]], set[str]]
     """Returns the names of the tensors that all ranks hold alike."""
     skipped: int = 0
     """Number of turns without a sample, for nothing here could be digested."""
-    _found: Sequence[Live] | None = None
+    _found: Sequence[StateTensor] | None = None
     """The tensors that the rotation was made for."""
-    _lives: list[Live] = field(default_factory=list)
+    _lives: list[StateTensor] = field(default_factory=list)
     _what: str = ""
-    _rotation: Rotation | None = None
-    _taken: deque[tuple[int, Sample]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _rotation: SampleRotation | None = None
+    _taken: deque[tuple[int, ReplicaSample]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def take(self, step: int, turn: int) -> None:
         """Digest the bytes whose turn it is.
@@ -172,14 +172,14 @@ class Samples:
                 for live, p in zip(chosen, pieces, strict=True)
             ]
             names = tuple(live.name for live in chosen)
-            self._taken.append((step, Sample(f"{self._what}.{turn}", names, tuple(crcs))))
+            self._taken.append((step, ReplicaSample(f"{self._what}.{turn}", names, tuple(crcs))))
 
-    def of(self, step: int) -> Sample | None:
+    def of(self, step: int) -> ReplicaSample | None:
         """Return the sample of a recent step; None if none was taken."""
         taken = reversed(list(self._taken))
         return next((sample for at, sample in taken if at == step), None)
 
-    def _arrange(self, lives: Sequence[Live]) -> Rotation:
+    def _arrange(self, lives: Sequence[StateTensor]) -> SampleRotation:
         alike = self.replicated(lives)
         self._lives = sorted(
             (live for live in lives if live.name in alike and _has_plain_bytes(live)),
@@ -190,10 +190,10 @@ class Samples:
             for v in self._lives
         ]
         self._what = hashlib.blake2b(json.dumps(forms).encode(), digest_size=8).hexdigest()
-        return Rotation([live.tensor.nbytes for live in self._lives])
+        return SampleRotation([live.tensor.nbytes for live in self._lives])
 
 
-def _has_plain_bytes(live: Live) -> bool:
+def _has_plain_bytes(live: StateTensor) -> bool:
     tensor = live.tensor
     return (
         live.role in ROLES
@@ -209,7 +209,7 @@ class Verdict:
     """The differences that the ranks found together.
 
     Attributes:
-        what: identifies the samples that were compared, as in `Sample`.
+        what: identifies the samples that were compared, as in `ReplicaSample`.
         odd: per tensor of the sample, by index, the ranks that differ from the majority; None where
             no value has a majority.
         silent: ranks without such a sample.
@@ -281,7 +281,7 @@ def inquire(store: Store, rank: int, world: int, step: int, said: str, seconds: 
 
 
 @dataclass(eq=False)
-class Marks:
+class SuspectMarks:
     """The suspect marks in this rank's region.
 
     Threads: `note` is called when a snapshot has been committed here; any thread may make a mark.
@@ -318,9 +318,9 @@ class Divergence:
     store: Store
     rank: int
     world: int
-    samples: Samples
+    samples: ReplicaSamples
     mark: Callable[[int], None]
-    """Marks the snapshots from a step on as suspect; see `Marks`."""
+    """Marks the snapshots from a step on as suspect; see `SuspectMarks`."""
     report: Callable[[LightckError], None]
     """Receives the errors that are found; called on a background thread."""
     patience_s: float = 60.0
@@ -370,7 +370,7 @@ class Divergence:
             self.report(told)
 
     def _error(
-        self, step: int, differed: int, found: Verdict, sample: Sample | None
+        self, step: int, differed: int, found: Verdict, sample: ReplicaSample | None
     ) -> DivergenceError | None:
         same = sample is not None and sample.what == found.what
         names = {i: sample.names[i] if sample and same else f"#{i}" for i in found.odd}

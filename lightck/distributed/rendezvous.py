@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightck.distributed.rounds import Rounds
+from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.store import JobStore, bounded, default_store
 from lightck.distributed.topology import here
 from lightck.errors import StoreError
@@ -32,18 +32,18 @@ _GRACE_S = 10.0  # for messages after the last rank has come
 
 T = TypeVar("T")
 
-_rounds: tuple[Any, Rounds] | None = None
+_rounds: tuple[Any, AgreementRounds] | None = None
 """The default process group and the rounds over its store: one count for the process's life."""
 
 
 @dataclass(eq=False)
-class Meeting:
+class Rendezvous:
     """One meeting of the ranks, seen from this rank."""
 
     kind: str
     rank: int = 0
     world: int = 1
-    rounds: Rounds | None = None
+    rounds: AgreementRounds | None = None
     parted: bool = False
 
     @property
@@ -52,7 +52,7 @@ class Meeting:
         assert self.rounds is not None and isinstance(self.rounds.store, JobStore)
         return self.rounds.store
 
-    def agree(self, ask: Callable[[Rounds | None], T]) -> T:
+    def agree(self, ask: Callable[[AgreementRounds | None], T]) -> T:
         """Hold a round, if there are several ranks; every rank must, in the same order.
 
         Args:
@@ -78,7 +78,7 @@ class Meeting:
 
 
 @contextmanager
-def meeting(kind: str) -> Iterator[Meeting]:
+def meeting(kind: str) -> Iterator[Rendezvous]:
     """Hold a meeting; a failure inside, before `part`, makes every other rank fail, too.
 
     Args:
@@ -86,10 +86,10 @@ def meeting(kind: str) -> Iterator[Meeting]:
     """
     rank, world = here()
     if world == 1:
-        yield Meeting(kind)
+        yield Rendezvous(kind)
         return
     rounds = _over_default_store(rank, world)
-    ranks = Meeting(kind, rank, world, rounds)
+    ranks = Rendezvous(kind, rank, world, rounds)
     try:
         yield ranks
     except BaseException as error:
@@ -102,13 +102,13 @@ def meeting(kind: str) -> Iterator[Meeting]:
         raise
 
 
-def _over_default_store(rank: int, world: int) -> Rounds:
+def _over_default_store(rank: int, world: int) -> AgreementRounds:
     global _rounds
     group = dist.group.WORLD
     if _rounds is None or _rounds[0] is not group:
         # A new group may have the old group's store: keys go on from the last round.
         number = _rounds[1].number if _rounds else 0
-        rounds = Rounds(default_store(), rank, world, _patience(), number=number)
+        rounds = AgreementRounds(default_store(), rank, world, _patience(), number=number)
         _rounds = (group, rounds)
     return _rounds[1]
 

@@ -29,7 +29,7 @@ Decide = Callable[[Sequence[Said]], Said]
 
 
 @dataclass
-class Rounds:
+class AgreementRounds:
     """The numbered rounds of one store prefix; no key is used twice.
 
     Every rank must take part in every round, in the same order, as in a collective. Used at attach,
@@ -203,7 +203,7 @@ class Identity:
     step: int = 0
 
 
-def agree_on_attach(rounds: Rounds, identity: Identity) -> int:
+def agree_on_attach(rounds: AgreementRounds, identity: Identity) -> int:
     """Compare the identities of all ranks; return the id of a new timeline, the same on all.
 
     Raises:

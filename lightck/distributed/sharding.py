@@ -29,7 +29,7 @@ from lightck.reader import assembly
 from lightck.region.layout import Entry
 from lightck.state import tensor_layout
 from lightck.state.boundary_codec import join
-from lightck.state.inventory import Inventory, Live, Shared, held_parameters
+from lightck.state.inventory import Inventory, RankShare, StateTensor, held_parameters
 
 # The tensors that are the same on every rank, because DistributedDataParallel keeps them alike.
 #
@@ -49,7 +49,7 @@ def is_own(entry: Entry) -> bool:
 
 
 @dataclass(eq=False)
-class Replicas:
+class ReplicatedTensors:
     """Finds the replicated tensors in an inventory.
 
     Parameters: those below a DistributedDataParallel over all ranks, frozen ones among them; not
@@ -69,7 +69,7 @@ class Replicas:
         """Return the present comm hooks: a model may get one at any time (`Inventory.depends`)."""
         return [hook for wrapper in self._wrappers for hook, _ in wrapper._comm_hooks]
 
-    def __call__(self, lives: Sequence[Live]) -> set[str]:
+    def __call__(self, lives: Sequence[StateTensor]) -> set[str]:
         """Return the names of the tensors that are the same on every rank, aliases excluded."""
         parameters = self._parameters()
         names = self.inventory.names()
@@ -134,7 +134,7 @@ PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class SharedTensor:
     """A tensor that all ranks hold."""
 
     name: str
@@ -145,7 +145,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ByteRange:
     """The bytes that one rank writes of one tensor."""
 
     name: str
@@ -155,13 +155,13 @@ class Cut:
     end: int
 
 
-def divide(items: Sequence[Item], ranks: int) -> list[Cut]:
+def divide(items: Sequence[SharedTensor], ranks: int) -> list[ByteRange]:
     """Divide tensors among ranks; every byte, and every empty tensor, goes to exactly one.
 
     Without tensors that cannot be cut, no rank has more than two pages above its part of the sum.
     The order of the items does not matter.
     """
-    cuts: list[Cut] = []
+    cuts: list[ByteRange] = []
     for held in (True, False):
         alike = sorted((i for i in items if i.held is held), key=lambda item: item.name)
         whole = [item for item in alike if not item.may_cut]
@@ -169,12 +169,12 @@ def divide(items: Sequence[Item], ranks: int) -> list[Cut]:
         for item in sorted(whole, key=lambda item: -item.length):
             place = loads.index(min(loads))
             loads[place] += item.length
-            cuts.append(Cut(item.name, place, 0, item.length))
+            cuts.append(ByteRange(item.name, place, 0, item.length))
         cuts += _ranges([item for item in alike if item.may_cut], loads)
     return cuts
 
 
-def _ranges(items: Sequence[Item], loads: Sequence[int]) -> list[Cut]:
+def _ranges(items: Sequence[SharedTensor], loads: Sequence[int]) -> list[ByteRange]:
     """Cut consecutive ranges, of such sizes that all ranks end with the same load if they can."""
     starts = [0, *accumulate(item.length for item in items)]
     bounds = [0, *accumulate(_quotas(loads, starts[-1]))]
@@ -187,7 +187,7 @@ def _ranges(items: Sequence[Item], loads: Sequence[int]) -> list[Cut]:
         while True:
             until = min(end, bounds[place + 1])
             if until > at or not item.length:
-                cuts.append(Cut(item.name, place, at - start, until - start))
+                cuts.append(ByteRange(item.name, place, at - start, until - start))
             at, place = until, place + 1
             if at == end:
                 break
@@ -218,14 +218,14 @@ def _quotas(loads: Sequence[int], free: int) -> list[int]:
 
 
 @dataclass(eq=False)
-class Sharing:
+class SharePartitioner:
     """The choice of this rank's share of an inventory's tensors (`Inventory.share`)."""
 
     topology: Topology
-    replicated: Callable[[Sequence[Live]], set[str]]
+    replicated: Callable[[Sequence[StateTensor]], set[str]]
     """Returns the names of the tensors that hold the same on every rank."""
 
-    def __call__(self, lives: Sequence[Live]) -> Shared:
+    def __call__(self, lives: Sequence[StateTensor]) -> RankShare:
         """Drop the tensors that peers write; set the spans of those that this rank writes in part.
 
         Every tensor that is shared gets a span, also one that this rank writes whole. An alias is
@@ -236,16 +236,18 @@ class Sharing:
         told = {"rank": self.topology.rank, "world": world, "peers": list(peers)}
         told["alike"] = all(v.name in alike for v in lives if _may_be_alike(v))
         if len(peers) == 1:
-            return Shared(tuple(lives), told=told if world > 1 else None)
+            return RankShare(tuple(lives), told=told if world > 1 else None)
         entries = {
             live.name: tensor_layout.describe(live)
             for live in lives
             if live.name in alike and not live.alias_of
         }
         if not entries:
-            return Shared(tuple(lives), told=told)
+            return RankShare(tuple(lives), told=told)
         items = [
-            Item(v.name, entries[v.name].length, tensor_layout.is_dense(v.tensor), bool(v.holders))
+            SharedTensor(
+                v.name, entries[v.name].length, tensor_layout.is_dense(v.tensor), bool(v.holders)
+            )
             for v in lives
             if v.name in entries
         ]
@@ -256,7 +258,7 @@ class Sharing:
         placed = [(peers[c.place], entries[c.name], c.begin, c.end - c.begin) for c in cuts]
         # The form knows no ranks, but everything that determines the cuts.
         whole = [(-1 - i.held - 2 * i.may_cut, entries[i.name], None, i.length) for i in items]
-        return Shared(
+        return RankShare(
             tuple(_kept(lives, entries.keys(), mine)),
             assembly.digest(world, [*placed, *aliases]),
             assembly.digest(world, [*whole, *aliases]),
@@ -264,14 +266,14 @@ class Sharing:
         )
 
 
-def _may_be_alike(live: Live) -> bool:
+def _may_be_alike(live: StateTensor) -> bool:
     """Tell whether DDP may keep a tensor alike; buffers and extras are rank-local by rule."""
     return live.role in ("parameter", "optimizer") and live.alias_of is None
 
 
 def _kept(
-    lives: Sequence[Live], shared: Set[str], mine: Mapping[str, tuple[int, int]]
-) -> Iterator[Live]:
+    lives: Sequence[StateTensor], shared: Set[str], mine: Mapping[str, tuple[int, int]]
+) -> Iterator[StateTensor]:
     for live in lives:
         target = live.alias_of or live.name
         if target not in shared:

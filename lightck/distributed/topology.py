@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightck.distributed.rounds import Rounds, Said
+from lightck.distributed.rounds import AgreementRounds, Said
 from lightck.errors import CoordinationError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -56,7 +56,7 @@ def run_digest(name: str) -> bytes:
 
 
 def find(
-    rounds: Rounds | None,
+    rounds: AgreementRounds | None,
     *,
     name: str | None = None,
     environment: Mapping[str, str] = os.environ,

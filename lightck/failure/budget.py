@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightck.loop.checkpointer import Recorder
+from lightck.loop.checkpointer import Checkpointer
 from lightck.pipeline.placement import dram_rate
 
 _KEPT = 0.1
@@ -79,7 +79,7 @@ _SLOW_RATE = 1e9
 """A rate that any memory exceeds: if a snapshot fits at this rate, it need not be measured."""
 
 
-def measured(recorder: Recorder, write_limit: int, usable_s: float) -> Measured | None:
+def measured(recorder: Checkpointer, write_limit: int, usable_s: float) -> Measured | None:
     """Return the cost of a snapshot, from those so far, or from a plain copy before the first one.
 
     None if not even the size is known. Runs on the watchdog's thread. The plain copy takes

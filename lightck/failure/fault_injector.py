@@ -21,17 +21,17 @@ from torch.optim import Optimizer
 from lightck.config import Config
 from lightck.data.lookahead import Lookahead
 from lightck.failure.fault_plan import Chaos, of_process
-from lightck.loop.checkpointer import Recorder
+from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Listener, is_weight, untraced
 from lightck.region.native_region import RECORD_JIT
-from lightck.region.region import survey
+from lightck.region.region import open_and_recover
 from lightck.state import rng
 from lightck.types import Failure
 
 _SLOWEST = 4096  # bytes per second
 
 
-def stand_before(listener: Listener, recorder: Recorder, config: Config) -> Listener:
+def stand_before(listener: Listener, recorder: Checkpointer, config: Config) -> Listener:
     """Put the planned faults between the hooks of a handle and its recorder."""
     return Injector(listener, recorder, of_process(), config)
 
@@ -44,7 +44,7 @@ class Injector:
     """
 
     inner: Listener
-    recorder: Recorder
+    recorder: Checkpointer
     chaos: Chaos
     config: Config
     _calls: list[int] = field(default_factory=lambda: [0, 0])
@@ -201,13 +201,13 @@ def _digest(state: Any) -> str:
     return hashlib.blake2b(shown, digest_size=8).hexdigest()
 
 
-def flip(recorder: Recorder) -> dict[str, Any]:
+def flip(recorder: Checkpointer) -> dict[str, Any]:
     """Flip a bit of the largest tensor in the newest snapshot of this rank's region.
 
     Returns:
         The step, tensor and offset; or why nothing was flipped.
     """
-    region, recovery = survey(recorder.pipeline.region.place)
+    region, recovery = open_and_recover(recorder.pipeline.region.place)
     try:
         if not region.place.is_plain or len(recovery.candidates) < 2:
             steps = [each.record.step for each in recovery.candidates]

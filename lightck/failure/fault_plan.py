@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from lightck.distributed.topology import here
 from lightck.events import log
-from lightck.reader.assembly import Assembled
+from lightck.reader.assembly import AssembledSnapshot
 
 F = TypeVar("F", bound=Callable[..., Any])
 VARIABLE = "LIGHTCK_CHAOS"
@@ -222,21 +222,21 @@ def of_process() -> Chaos:
 
 def around_restore(restore: F) -> F:
     """Wrap `restore` to inject faults after it has read tensors, before it restores the rest."""
-    read = Assembled.read
+    read = AssembledSnapshot.read
 
     @functools.wraps(restore)
     def restoring(*args: Any, **settings: Any) -> Any:
         chaos = of_process()
 
-        def read_half(self: Assembled, addresses: Any) -> None:
+        def read_half(self: AssembledSnapshot, addresses: Any) -> None:
             read(self, addresses)
             chaos.reach("restore", self.record.step, self.record.step, {})
 
-        Assembled.read = read_half  # type: ignore[method-assign]
+        AssembledSnapshot.read = read_half  # type: ignore[method-assign]
         try:
             return restore(*args, **settings)
         finally:
-            Assembled.read = read  # type: ignore[method-assign]
+            AssembledSnapshot.read = read  # type: ignore[method-assign]
 
     wrapped: Any = restoring
     return wrapped  # type: ignore[no-any-return]

@@ -23,13 +23,13 @@ from functools import partial
 from lightck.errors import LightckError
 from lightck.failure.hang import HangWatch
 from lightck.journal.boundary_state import holding
-from lightck.journal.device_lag import Before
-from lightck.loop.checkpointer import Recorder
+from lightck.journal.device_lag import PreUpdateState
+from lightck.loop.checkpointer import Checkpointer
 from lightck.pipeline.copy_plan import versions_of
-from lightck.pipeline.inflight import Flight
+from lightck.pipeline.inflight import InflightSnapshot
 from lightck.region.native_region import RECORD_EARLY, RECORD_JIT, Record
 from lightck.region.region import Slot
-from lightck.state.inventory import Collected
+from lightck.state.inventory import CollectedState
 from lightck.types import Saved
 
 # The conditions that one save waits for, and the step that devices have if they hang.
@@ -46,7 +46,7 @@ At most half of the time left.
 _STEPS = 3.0
 
 
-class Waits(Enum):
+class WaitFor(Enum):
     """The condition that a save waits for."""
 
     TRAINING = auto()
@@ -57,28 +57,28 @@ class Waits(Enum):
     """A device has to make the updates that training has queued."""
 
 
-class Later(Exception):  # noqa: N818 - no error
+class RetryLater(Exception):  # noqa: N818 - no error
     """The save cannot be made now: another condition has to hold first."""
 
-    def __init__(self, why: str, waits: Waits) -> None:
+    def __init__(self, why: str, waits: WaitFor) -> None:
         super().__init__(why)
         self.waits = waits
 
 
 @dataclass(eq=False)
-class Standing:
+class DeviceWait:
     """The observation of a recorder's devices for one save."""
 
-    recorder: Recorder
+    recorder: Checkpointer
     most: float
     """The time of `time.monotonic` at which it stops waiting."""
-    _first: tuple[int, Before | None] | None = None
+    _first: tuple[int, PreUpdateState | None] | None = None
     """The step and the devices' state at the first look."""
-    _last: Before | None = None
+    _last: PreUpdateState | None = None
     _since: float = field(default_factory=time.monotonic)
     """The time since which the devices have `_last`."""
 
-    def before(self, *, hangs: bool) -> Before | None:
+    def before(self, *, hangs: bool) -> PreUpdateState | None:
         """Return the state that hanging devices have; None if training's state is the one to save.
 
         Called under the recorder's lock.
@@ -107,10 +107,10 @@ class Standing:
         patience = max(DEVICE_PATIENCE_S, _STEPS * step_s)
         known = hangs or before is behind.taken
         if before is None or (not known and now < min(self._since + patience, self.most)):
-            raise Later(f"a device has not come to the end of step {step}", Waits.DEVICE)
+            raise RetryLater(f"a device has not come to the end of step {step}", WaitFor.DEVICE)
         return before
 
-    def take(self, before: Before | None) -> None:
+    def take(self, before: PreUpdateState | None) -> None:
         """Claim a state of hanging devices: a snapshot of it is committed or being written."""
         if before is not None and self.recorder.behind is not None:
             self.recorder.behind.take(before)
@@ -151,10 +151,10 @@ class Progress:
 
 
 @dataclass(eq=False)
-class Rescue:
+class JitSaver:
     """Just-in-time saves of the last complete step of one handle. Any thread."""
 
-    recorder: Recorder
+    recorder: Checkpointer
     leaving: bool = False
     """True if the training thread is closing the handle, so that it will make no more progress."""
     hang: HangWatch | None = None
@@ -240,7 +240,7 @@ class Rescue:
 
     # ---- capture ---------------------------------------------------------------------------
 
-    def _captured(self, deadline: float, early: bool) -> tuple[int, Flight | None]:
+    def _captured(self, deadline: float, early: bool) -> tuple[int, InflightSnapshot | None]:
         """Return the last complete step and its sealed flight, or None if it is committed already.
 
         Raises:
@@ -249,7 +249,7 @@ class Rescue:
         here = threading.get_ident() == self.recorder.thread
         began, left = time.monotonic(), deadline - time.monotonic()
         patience = began + (0.0 if here else min(PATIENCE_S, left / 4))
-        standing = Standing(self.recorder, began + left / 2)
+        standing = DeviceWait(self.recorder, began + left / 2)
         while True:
             hangs = self.hang is not None and self.hang.has_stood(self.progress())
             # Before the try: only progress made until then counts.
@@ -260,9 +260,9 @@ class Rescue:
                     found = self._try(early, here, 0.0 if leaving else patience, before)
                     standing.take(before)
                     return found
-            except Later as later:
-                training = later.waits is Waits.TRAINING
-                idle = later.waits is Waits.SLOT and not self.recorder.pipeline.persisting
+            except RetryLater as later:
+                training = later.waits is WaitFor.TRAINING
+                idle = later.waits is WaitFor.SLOT and not self.recorder.pipeline.persisting
                 gone = training and (here or leaving or stuck)
                 gone = gone or (idle and time.monotonic() > began + FATES_S)
                 if gone or time.monotonic() >= deadline:
@@ -290,8 +290,8 @@ class Rescue:
             lock.release()
 
     def _try(
-        self, early: bool, here: bool, patience: float, before: Before | None
-    ) -> tuple[int, Flight | None]:
+        self, early: bool, here: bool, patience: float, before: PreUpdateState | None
+    ) -> tuple[int, InflightSnapshot | None]:
         recorder, pipeline = self.recorder, self.recorder.pipeline
         if not recorder.enabled:
             raise LightckError("the handle is closed")
@@ -309,13 +309,13 @@ class Rescue:
         self._check(step, before)
         room = pipeline.region.has_room(due=False) or (early and self._exact(step))
         if pipeline.taken_up is not None or not room:
-            raise Later("no slot became free", Waits.SLOT)
+            raise RetryLater("no slot became free", WaitFor.SLOT)
         if before is not None:
             return step, self._open_before(before, early)
         if recorder.inside:
             return step, self._open_late(early)
         if time.monotonic() < patience:
-            raise Later(f"step {step} has not come to its boundary", Waits.TRAINING)
+            raise RetryLater(f"step {step} has not come to its boundary", WaitFor.TRAINING)
         return step, self._open_early(here)
 
     def _waits(self) -> bool:
@@ -335,7 +335,7 @@ class Rescue:
         alike = (r for r in records if r.step == step and r.timeline == region.timeline)
         return any(early <= record.early for record in alike)
 
-    def _check(self, step: int, before: Before | None) -> None:
+    def _check(self, step: int, before: PreUpdateState | None) -> None:
         recorder, kept = self.recorder, self.recorder.journaled
         assert kept is not None, "not armed"
         if step == 0:
@@ -343,19 +343,21 @@ class Rescue:
         if before is not None:
             if self._waits():
                 why = "copies of a later step wait for it"
-                raise Later(f"step {step} is what a device has that hangs, and {why}", Waits.DEVICE)
+                raise RetryLater(
+                    f"step {step} is what a device has that hangs, and {why}", WaitFor.DEVICE
+                )
             return
         if not recorder.settled:
             raise LightckError(f"at step {step} the optimizers are not all known yet")
         if recorder.steps.gave_up(recorder.thread):
             raise LightckError(f"the update after step {step} was given up half done")
         if recorder.mixed or kept.step != step:
-            raise Later(f"the update after step {step} is half done", Waits.TRAINING)
+            raise RetryLater(f"the update after step {step} is half done", WaitFor.TRAINING)
         if kept.ended is None and kept.begun is None:
             told = kept.unwritten or "the state was replaced inside an iteration"
             raise LightckError(f"step {step} has no boundary state: {told}")
 
-    def _open_late(self, early: bool) -> Flight:
+    def _open_late(self, early: bool) -> InflightSnapshot:
         """Open a snapshot after the next forward has begun, of the state when it began."""
         kept = self.recorder.journaled
         assert kept is not None
@@ -365,7 +367,7 @@ class Rescue:
         step, state = self.recorder.steps.step, instant.collected
         return self._sealed(self._opened(step, state, blobs, instant.flags, moved))
 
-    def _open_before(self, before: Before, early: bool) -> Flight:
+    def _open_before(self, before: PreUpdateState, early: bool) -> InflightSnapshot:
         """Open a snapshot of the state before an update that devices have not made.
 
         Training has queued that update, or is about to.
@@ -375,7 +377,7 @@ class Rescue:
         """
         if moved := before.moved():  # it will be the same afterwards: nothing is copied for that
             why = f"step {before.step}, which a device has: {moved} is not what it was"
-            raise Later(why, Waits.DEVICE)
+            raise RetryLater(why, WaitFor.DEVICE)
         instant = before.instant(early=early)
         blobs = self.recorder.instants.encoded(instant.first, instant.second)
         with self.recorder.pipeline.offload.back_at(before.standing):
@@ -384,7 +386,7 @@ class Rescue:
             )
             return self._sealed(flight)
 
-    def _open_early(self, here: bool) -> Flight:
+    def _open_early(self, here: bool) -> InflightSnapshot:
         """Open a snapshot before forward start.
 
         Another thread reads the state twice, as the loop may change it.
@@ -399,7 +401,7 @@ class Rescue:
         versions, name = _versions(state), moved()
         if name:
             why = f"{name} is not what it was when step {step} ended: its snapshot has to wait for"
-            raise Later(f"{why} the next forward", Waits.TRAINING)
+            raise RetryLater(f"{why} the next forward", WaitFor.TRAINING)
         flight = self._opened(step, state, blobs, RECORD_EARLY, moved)
         try:
             again, said = (state, blobs) if here else self._before_forward()
@@ -409,7 +411,7 @@ class Rescue:
             raise
         if changed:
             self.recorder.pipeline.drop("the loop has changed something meanwhile")
-            raise Later("the loop kept changing the state", Waits.TRAINING)
+            raise RetryLater("the loop kept changing the state", WaitFor.TRAINING)
         return self._sealed(flight)
 
     def _exact(self, step: int) -> list[Slot]:
@@ -422,7 +424,7 @@ class Rescue:
         held = [(slot, slot.record) for slot in region.slots if slot.kept and slot.record]
         return [slot for slot, r in held if (r.timeline, r.step) == (region.timeline, step)]
 
-    def _before_forward(self) -> tuple[Collected, tuple[bytes, bytes]]:
+    def _before_forward(self) -> tuple[CollectedState, tuple[bytes, bytes]]:
         """Return the state between step end and forward start, and its blobs.
 
         With one rank it is the live state. With several ranks, values and buffers are those of step
@@ -442,11 +444,11 @@ class Rescue:
     def _opened(
         self,
         step: int,
-        state: Collected,
+        state: CollectedState,
         blobs: tuple[bytes, bytes],
         flags: int,
         moved: Callable[[], str],
-    ) -> Flight:
+    ) -> InflightSnapshot:
         pipeline = self.recorder.pipeline
         if not pipeline.region.has_room(due=False):
             for slot in self._exact(step):
@@ -454,11 +456,11 @@ class Rescue:
         with pipeline.pacing:
             flight = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT)
         if isinstance(flight, str):
-            raise Later(f"step {step} has no snapshot: {flight}", Waits.SLOT)
+            raise RetryLater(f"step {step} has no snapshot: {flight}", WaitFor.SLOT)
         flight.moved = moved
         return flight
 
-    def _sealed(self, flight: Flight) -> Flight:
+    def _sealed(self, flight: InflightSnapshot) -> InflightSnapshot:
         """Return the flight with all of its copies made.
 
         Raises:
@@ -468,12 +470,12 @@ class Rescue:
             first, more = flight.torn[0], len(flight.torn) - 1
             names = f"{first} and {more} more" if more else first
             why = f"step {flight.step}: {names} changed while it was copied"
-            raise Later(why, Waits.TRAINING)
+            raise RetryLater(why, WaitFor.TRAINING)
         return flight
 
     # ---- commit ----------------------------------------------------------------------------
 
-    def _durable(self, flight: Flight, deadline: float) -> bool:
+    def _durable(self, flight: InflightSnapshot, deadline: float) -> bool:
         """Wait for a sealed flight's commit on this rank; False at the deadline.
 
         Raises:
@@ -497,6 +499,6 @@ class Rescue:
             self._durable(flight, deadline)
 
 
-def _versions(collected: Collected) -> list[tuple[str, int]]:
+def _versions(collected: CollectedState) -> list[tuple[str, int]]:
     names = [live.name for live in collected.lives]
     return list(zip(names, versions_of([live.tensor for live in collected.lives]), strict=True))

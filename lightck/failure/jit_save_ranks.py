@@ -16,10 +16,10 @@ from lightck.distributed.store import Store
 from lightck.distributed.topology import Topology
 from lightck.errors import LightckError
 from lightck.failure.hang import Place
-from lightck.failure.jit_save import Rescue
-from lightck.failure.peer_monitor import Heard, Peers, Word
-from lightck.failure.takeover.coordinator import Inheritance
-from lightck.loop.checkpointer import Recorder
+from lightck.failure.jit_save import JitSaver
+from lightck.failure.peer_monitor import FailureNotice, Peers, PeerStatus
+from lightck.failure.takeover.coordinator import TakeoverCoordinator
+from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.requests import left_standing
 from lightck.types import Saved
 
@@ -28,17 +28,17 @@ TELL_S = 1.0
 
 
 @dataclass(eq=False, kw_only=True)
-class JointRescue(Rescue):
-    """The `Rescue` of a rank among several. Any thread."""
+class RankJitSaver(JitSaver):
+    """The `JitSaver` of a rank among several. Any thread."""
 
-    inheritance: Inheritance
+    inheritance: TakeoverCoordinator
     peers: Peers
     _answered: int = 0
     """Number of other ranks' words that `elsewhere` has returned."""
     _mourned: set[int] = field(default_factory=set)
     """Ranks that have ended and that `elsewhere` has returned."""
     _finished: set[int] = field(default_factory=set)
-    """Ended ranks for which `Inheritance.settle` has been called since."""
+    """Ended ranks for which `TakeoverCoordinator.settle` has been called since."""
     _given: set[str] = field(default_factory=set)
     """Reasons that came from other ranks, which know them."""
     _told: tuple[str, int | None, bool] | None = None
@@ -47,8 +47,8 @@ class JointRescue(Rescue):
 
     @classmethod
     def among(
-        cls, recorder: Recorder, topology: Topology, store: Store, *, process_durable: bool
-    ) -> JointRescue:
+        cls, recorder: Checkpointer, topology: Topology, store: Store, *, process_durable: bool
+    ) -> RankJitSaver:
         """Create it for a handle of several ranks; listening begins.
 
         Args:
@@ -57,14 +57,14 @@ class JointRescue(Rescue):
             store: a connection of its own, below a prefix of this attach.
             process_durable: as in the config.
         """
-        inheritance = Inheritance.of(
-            recorder, topology, Rescue(recorder), process_durable=process_durable
+        inheritance = TakeoverCoordinator.of(
+            recorder, topology, JitSaver(recorder), process_durable=process_durable
         )
         peers = Peers(store, topology, recorder.pipeline.region.place)
         return cls(recorder, inheritance=inheritance, peers=peers)
 
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
-        """Save like `Rescue.save`; then tell the other ranks, and complete this node's dead ranks.
+        """Save like `JitSaver.save`; then tell other ranks, and complete this node's dead ranks.
 
         If another rank has an early snapshot of the step, this rank saves the early instant, too:
         states of two instants are no one state of the job.
@@ -154,12 +154,12 @@ class JointRescue(Rescue):
             if hang.has_stood(self.progress()):
                 left_standing(self.recorder)
 
-    def _wards(self, heard: Heard) -> set[int]:
+    def _wards(self, heard: PeerStatus) -> set[int]:
         """Return the ranks of this node whose share this one completes when they have ended."""
         mine = self._told[1] if self._told is not None else None
         return set() if mine is None else self._behind(heard).union(heard.dead)
 
-    def _behind(self, heard: Heard) -> set[int]:
+    def _behind(self, heard: PeerStatus) -> set[int]:
         """Return this node's ranks that have failed without the step that this one has saved."""
         mine = self._told[1] if self._told is not None else None
         last = {word.rank: word.step for word in heard.words}
@@ -172,7 +172,7 @@ class JointRescue(Rescue):
         """Stop listening to the other ranks."""
         self.peers.stop()
 
-    def _goes_before(self, word: Word) -> bool:
+    def _goes_before(self, word: FailureNotice) -> bool:
         step = self.last_step
         done = self._told is not None and self._told[1:] == (step, True)
         return word.early and word.step == step and not done

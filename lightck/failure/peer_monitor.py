@@ -1,10 +1,10 @@
 """Failures of the other ranks, as this rank learns of them, and its own, without a collective.
 
 A rank that fails, or has saved itself, announces it over the job's store, under keys of this
-attach: `count` numbers the announcements (`Word`), and each number is the key of one. A rank that
-was killed announces nothing, but its lock on its region is released, which any rank of its node can
-see. A store or a file system that does not answer is no rank's failure; each is polled on a thread
-of its own.
+attach: `count` numbers the announcements (`FailureNotice`), and each number is the key of one. A
+rank that was killed announces nothing, but its lock on its region is released, which any rank of
+its node can see. A store or a file system that does not answer is no rank's failure; each is polled
+on a thread of its own.
 
 A poll sends one message to the store, as long as no rank has announced anything.
 """
@@ -23,7 +23,7 @@ from lightck.distributed.topology import Topology
 from lightck.errors import LightckError, StoreError
 from lightck.events import event
 from lightck.region import location, stats_page
-from lightck.region.location import Place
+from lightck.region.location import Location
 from lightck.region.region import Region
 
 LOOK_S = 0.25
@@ -34,7 +34,7 @@ _MOST_WORDS = 16  # read in one poll: the first failures matter, and all ranks m
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class FailureNotice:
     """A rank's announcement of its own failure.
 
     Attributes:
@@ -55,7 +55,7 @@ class Word:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class PeerStatus:
     """The known state of the other ranks.
 
     Attributes:
@@ -65,7 +65,7 @@ class Heard:
         unreachable: why the store did not answer the last time; empty if it did.
     """
 
-    words: tuple[Word, ...] = ()
+    words: tuple[FailureNotice, ...] = ()
     dead: tuple[int, ...] = ()
     closed: tuple[int, ...] = ()
     unreachable: str = ""
@@ -81,7 +81,7 @@ class _Peer:
     """Another rank of this node, as its region shows it."""
 
     rank: int
-    where: Place
+    where: Location
     page: tuple[int, int, int] | None
     """The statistics page's process, attach time and end flag when this rank began to watch."""
     seen: bool = False
@@ -113,7 +113,7 @@ class Peers:
     """
 
     def __init__(
-        self, store: Store, topology: Topology, where: Place, *, look_s: float = LOOK_S
+        self, store: Store, topology: Topology, where: Location, *, look_s: float = LOOK_S
     ) -> None:
         """Start to watch, on threads of its own.
 
@@ -127,10 +127,10 @@ class Peers:
         self.topology = topology
         self.look_s = max(look_s, topology.world / _RANKS_PER_S)
         self._store = store
-        self._words: list[Word] = []
+        self._words: list[FailureNotice] = []
         self._unread: set[int] = set()
         self._count = 0
-        self._to_say: list[tuple[Word, threading.Event]] = []
+        self._to_say: list[tuple[FailureNotice, threading.Event]] = []
         self._unreachable = ""
         self._stopping = False
         self._changed = threading.Condition()
@@ -168,17 +168,19 @@ class Peers:
         Returns:
             Whether the store has it; else it will, once it answers.
         """
-        word = Word(self.topology.rank, _plain(reason)[:_LETTERS], step, early, heard, stood)
+        word = FailureNotice(
+            self.topology.rank, _plain(reason)[:_LETTERS], step, early, heard, stood
+        )
         said = threading.Event()
         with self._changed:
             self._to_say.append((word, said))
             self._changed.notify_all()
         return said.wait(seconds)
 
-    def look(self) -> Heard:
+    def look(self) -> PeerStatus:
         """Return the known state, from the store and from this node's locks; at once."""
         with self._changed:
-            return Heard(tuple(self._words), self._dead, self._closed, self._unreachable)
+            return PeerStatus(tuple(self._words), self._dead, self._closed, self._unreachable)
 
     def stop(self, seconds: float = 1.0) -> None:
         """Make the announcements that are still due, and stop watching. Idempotent.
@@ -260,15 +262,15 @@ class Peers:
                     self._words.append(word)
 
 
-def _word(said: bytes) -> Word | None:
+def _word(said: bytes) -> FailureNotice | None:
     """Decode an announcement; None if it is none of this job's."""
     try:
-        return Word(**json.loads(said))
+        return FailureNotice(**json.loads(said))
     except (TypeError, ValueError):
         return None
 
 
-def _peers(topology: Topology, where: Place) -> list[_Peer]:
+def _peers(topology: Topology, where: Location) -> list[_Peer]:
     """Return the other ranks of this node whose regions can be watched."""
     if not where.is_plain or where.path == where.file:
         return []
@@ -280,7 +282,7 @@ def _peers(topology: Topology, where: Place) -> list[_Peer]:
     return found
 
 
-def _page(where: Place) -> tuple[int, int, int] | None:
+def _page(where: Location) -> tuple[int, int, int] | None:
     """Return process number, attach time and end flag of a region's statistics page, or None."""
     region = Region.open(where, writable=False)
     try:

@@ -121,7 +121,7 @@ class Outcome(enum.IntEnum):
 
 
 @dataclass(eq=False)
-class Taken:
+class InstalledSignal:
     """A signal that lightck handles, and its handler before."""
 
     before: Any
@@ -173,8 +173,8 @@ class Signals:
     call the earlier ones), `wait` and `pass_on` for the one thread that listens.
     """
 
-    _taken: dict[int, Taken] = field(default_factory=dict)
-    _past: dict[int, Taken] = field(default_factory=dict)
+    _taken: dict[int, InstalledSignal] = field(default_factory=dict)
+    _past: dict[int, InstalledSignal] = field(default_factory=dict)
     """Signals that were given back: a library that has kept our handler may install it again."""
     _released: dict[int, bool] = field(default_factory=dict)
     """Signals for which the next call of our handler calls the earlier function."""
@@ -224,7 +224,7 @@ class Signals:
             self._restore(number, self._past[number])
         for number in wanted - self._taken.keys():
             # The action first: it is gone once Python has set its own.
-            taken = Taken(signal.getsignal(number), read(number))
+            taken = InstalledSignal(signal.getsignal(number), read(number))
             self._taken[number] = taken
             signal.signal(number, self._handler)
             taken.ours = read(number)
@@ -257,7 +257,7 @@ class Signals:
         for number in unanswered:
             signal.raise_signal(number)
 
-    def _restore(self, number: int, taken: Taken) -> bool:
+    def _restore(self, number: int, taken: InstalledSignal) -> bool:
         """Restore a signal's earlier handler; False if the present one is not ours, which stays.
 
         The present one may be C code's, too. Should it call ours, ours does what the one before
@@ -342,7 +342,7 @@ class Signals:
         except BlockingIOError:
             pass  # it is being woken already, by thousands of bytes
 
-    def wait(self, timeout_s: float, taken: dict[int, Taken] | None = None) -> list[int]:
+    def wait(self, timeout_s: float, taken: dict[int, InstalledSignal] | None = None) -> list[int]:
         """Return the signals that came, in order, each once; waits for the first, or a `wake`."""
         taken = self._taken if taken is None else taken
         if not self._poll.poll(max(0.0, timeout_s) * 1000):
@@ -370,7 +370,7 @@ class Signals:
         self.pass_on([number for number in overdue if number not in arrived])
         return list(arrived)
 
-    def _is_for_others(self, number: int, taken: Taken | None) -> bool:
+    def _is_for_others(self, number: int, taken: InstalledSignal | None) -> bool:
         """Tell whether the earlier owner of the descriptor (asyncio) is to get this trip.
 
         It gets one for each signal: if an earlier Python function will run after the save, it gets
@@ -380,7 +380,7 @@ class Signals:
             return True
         return signal.getsignal(number) not in (self._handler, taken.before)
 
-    def _arrives(self, kind: int, taken: Taken | None) -> bool:
+    def _arrives(self, kind: int, taken: InstalledSignal | None) -> bool:
         """Tell whether a byte of the stream means a signal that came and was not answered."""
         if taken is None:
             return False  # a signal that only the earlier owner of the descriptor wants
@@ -456,7 +456,7 @@ class Signals:
             elif outcome is Outcome.KERNEL:
                 self._deliver(number, taken)
 
-    def _deliver(self, number: int, taken: Taken) -> None:
+    def _deliver(self, number: int, taken: InstalledSignal) -> None:
         """Raise the signal with its earlier action on this thread, then set ours again."""
         ours = read(number)
         write(number, taken.action)

@@ -21,7 +21,7 @@ from lightck.errors import LightckError
 PERIOD_S = 1.0
 
 
-class Notice:
+class PreemptionNotice:
     """A preemption notice: a file that appears, or a function that turns true.
 
     Either may block (a dead network file system, a metadata server): this thread waits for it, and

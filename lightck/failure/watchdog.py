@@ -23,7 +23,7 @@ from lightck.failure import budget
 from lightck.failure.budget import Measured
 from lightck.failure.hang import HangWatch, Place, Progress, collective, standing
 from lightck.failure.signals import Outcome, Signals
-from lightck.failure.triggers import Notice
+from lightck.failure.triggers import PreemptionNotice
 from lightck.types import Failure, Saved
 
 # The watchdog's state for one handle, and one save for it, on a thread of its own.
@@ -47,7 +47,7 @@ class Rescue(Protocol):
 
 
 @dataclass(eq=False)
-class Guard:
+class HandleGuard:
     """The watchdog's state for one handle."""
 
     rescue: Rescue
@@ -65,14 +65,14 @@ class Guard:
     """Returns where a device may be waiting for other ranks, at once; None if none is."""
     hold: Callable[[float | None], object] = lambda until: None
     """Lets training go no further than a save needs until the given time; None releases it."""
-    notice: Notice | None = None
+    notice: PreemptionNotice | None = None
     noticed: bool = False
     """True if a notice has come and is not answered yet."""
     asked_at: int | None = None
     """The step at which `on_failure` was asked about a signal whose own handler may raise."""
     told_budget: bool = False
     measure_at_s: float = 0.0
-    hang_saving: Saving | None = None
+    hang_saving: SaveTask | None = None
     """The save for the hang that the loop is in."""
     exit_in_s: float | None = None
     """Seconds, as far as they count, after which the process is ended for the hang."""
@@ -110,14 +110,14 @@ class Guard:
 
 
 @dataclass(eq=False)
-class Saving:
+class SaveTask:
     """One save, and the user's decision about what follows, on a thread of its own.
 
     Everything is logged on that thread, too: whatever blocks it delays the watchdog until the
     deadline at most.
     """
 
-    guard: Guard
+    guard: HandleGuard
     reason: str
     deadline_s: float
     about: dict[str, object] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Saving:
     done: threading.Event = field(default_factory=threading.Event)
     thread: int = 0
 
-    def start(self) -> Saving:
+    def start(self) -> SaveTask:
         """Start the save; without a new thread if none can be started."""
         try:
             threading.Thread(target=self._run, name="lightck-save", daemon=True).start()
@@ -198,18 +198,18 @@ class Watchdog:
         """Reset it, without a thread: in a forked child, whose handles are dead."""
         self._lock = threading.Lock()
         """Guards the list of guards, and the thread's start and end."""
-        self._guards: list[Guard] = []
+        self._guards: list[HandleGuard] = []
         self._signals: Signals | None = None
         self._thread: threading.Thread | None = None
         self._leaving = False
         self._ended = threading.Event()
         """Set when the thread touches nothing any more."""
-        self._saving: list[Saving] = []
+        self._saving: list[SaveTask] = []
         self._failed = False
 
     # ---- for handles -------------------------------------------------------------------------
 
-    def watch(self, guard: Guard) -> None:
+    def watch(self, guard: HandleGuard) -> None:
         """Watch over one more handle."""
         with self._lock:
             signals = self._signals = self._signals or Signals()
@@ -230,10 +230,10 @@ class Watchdog:
                 guard.noticed = True
                 signals.wake()
 
-            guard.notice = Notice(source, tell, lambda error: guard.tell(error))
+            guard.notice = PreemptionNotice(source, tell, lambda error: guard.tell(error))
         self._measure(guard, time.monotonic())
 
-    def release(self, guard: Guard) -> None:
+    def release(self, guard: HandleGuard) -> None:
         """Stop watching over a handle; events that came until now are answered first.
 
         Returns when nothing is being saved for it, or the deadline of that has passed.
@@ -258,7 +258,7 @@ class Watchdog:
         else:
             self._part(guard, last, thread, signals)
 
-    def hear_out(self, guard: Guard) -> None:
+    def hear_out(self, guard: HandleGuard) -> None:
         """Wait until other ranks need no save of this one, before an exception leaves training.
 
         It waits `LINGER_S` at most, as before a signal ends the process. The watchdog saves what
@@ -268,7 +268,9 @@ class Watchdog:
         while not guard.settled() and time.monotonic() < until_s:
             time.sleep(_POLL_S)
 
-    def _part(self, guard: Guard, last: bool, thread: threading.Thread, signals: Signals) -> None:
+    def _part(
+        self, guard: HandleGuard, last: bool, thread: threading.Thread, signals: Signals
+    ) -> None:
         interrupted = None
         if last:
             signals.wake()
@@ -288,7 +290,7 @@ class Watchdog:
         if interrupted is not None:
             raise interrupted
 
-    def _end_or_go_on(self, guard: Guard, signals: Signals, *, ended: bool) -> None:
+    def _end_or_go_on(self, guard: HandleGuard, signals: Signals, *, ended: bool) -> None:
         with self._lock:
             if self._signals is not signals:
                 return  # another guard, released at the same time, has given them back
@@ -365,7 +367,7 @@ class Watchdog:
         deadline_s = self._deadline(guards)
         if {*arrived} == {signal.SIGINT}:  # a user waits at the keyboard
             deadline_s = min(deadline_s, time.monotonic() + INTERRUPT_S)
-        known: dict[Guard, Saved] = {}
+        known: dict[HandleGuard, Saved] = {}
         seen: set[int] = set()
         passed: dict[int, None] = {}
         try:
@@ -390,17 +392,19 @@ class Watchdog:
             signals.pass_on(passed)
             self._hold(guards, None)
 
-    def _ask_once(self, guards: Sequence[Guard], signals: Signals, numbers: Iterable[int]) -> None:
+    def _ask_once(
+        self, guards: Sequence[HandleGuard], signals: Signals, numbers: Iterable[int]
+    ) -> None:
         """Note the step at which `on_failure` is asked, if a signal's Python handler may raise."""
         if any(map(signals.runs_python, numbers)):
             for guard in guards:
                 guard.asked_at = guard.rescue.progress().step
 
-    def _hold(self, guards: Sequence[Guard], until_s: float | None) -> None:
+    def _hold(self, guards: Sequence[HandleGuard], until_s: float | None) -> None:
         for guard in guards:
             guard.hold(until_s)
 
-    def _linger(self, guards: Sequence[Guard], deadline_s: float) -> None:
+    def _linger(self, guards: Sequence[HandleGuard], deadline_s: float) -> None:
         """Before the end, save again if another rank needs another instant; `LINGER_S` at most."""
         until_s = min(deadline_s, time.monotonic() + LINGER_S)
         while time.monotonic() < until_s:
@@ -412,13 +416,17 @@ class Watchdog:
                 return
             time.sleep(_POLL_S)
 
-    def _deadline(self, guards: Iterable[Guard]) -> float:
+    def _deadline(self, guards: Iterable[HandleGuard]) -> float:
         grace_s = min((guard.failure.grace_s for guard in guards), default=0.0)
         return time.monotonic() + budget.usable_s(grace_s)
 
     def _save(
-        self, guards: Sequence[Guard], reason: str, deadline_s: float, known: dict[Guard, Saved]
-    ) -> list[Saving]:
+        self,
+        guards: Sequence[HandleGuard],
+        reason: str,
+        deadline_s: float,
+        known: dict[HandleGuard, Saved],
+    ) -> list[SaveTask]:
         """Save for all guards at once; returns when that is done, or at the deadline."""
         known = {**known}
         begun = []
@@ -435,25 +443,25 @@ class Watchdog:
 
     def _start(
         self,
-        guard: Guard,
+        guard: HandleGuard,
         reason: str,
         deadline_s: float,
         *,
         given: Saved | None = None,
         about: dict[str, object] | None = None,
-    ) -> Saving:
-        saving = Saving(guard, reason, deadline_s, about or {}, given)
+    ) -> SaveTask:
+        saving = SaveTask(guard, reason, deadline_s, about or {}, given)
         self._saving = [*self._under_way(), saving]
         return saving.start()
 
-    def _under_way(self, guard: Guard | None = None) -> list[Saving]:
+    def _under_way(self, guard: HandleGuard | None = None) -> list[SaveTask]:
         """Return the saves that have not ended, of one guard or of all."""
         every = [each for each in self._saving if not each.done.is_set()]
         return [each for each in every if guard is None or each.guard is guard]
 
     # ---- hangs -------------------------------------------------------------------------------
 
-    def _look(self, guard: Guard, now_s: float) -> None:
+    def _look(self, guard: HandleGuard, now_s: float) -> None:
         before = guard.hang.suspected
         progress = guard.rescue.progress()
         place = (collective(progress.thread) or guard.waits()) if guard.world > 1 else None
@@ -471,7 +479,7 @@ class Watchdog:
             event_aside("hang_over", after_s=round(before.still_s, 1))
         self._end_of(guard, now_s)
 
-    def _end_of(self, guard: Guard, now_s: float) -> None:
+    def _end_of(self, guard: HandleGuard, now_s: float) -> None:
         """End the process for a hang that goes on, if the user wants that.
 
         The rank that it waits for must first have noticed the same, and have ended, or have
@@ -497,7 +505,7 @@ class Watchdog:
 
     # ---- the budget --------------------------------------------------------------------------
 
-    def _measure(self, guard: Guard, now_s: float) -> None:
+    def _measure(self, guard: HandleGuard, now_s: float) -> None:
         """Warn once if a snapshot does not fit into the grace period, as soon as that is known."""
         if guard.told_budget or now_s < guard.measure_at_s:
             return

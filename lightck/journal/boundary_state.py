@@ -18,11 +18,11 @@ from lightck.data.prefetched import Prefetched
 from lightck.errors import LightckError, StateError
 from lightck.state import boundary_blob, boundary_codec, rng, tensor_layout
 from lightck.state.extras import Extra, generators
-from lightck.state.inventory import Collected, Inventory
+from lightck.state.inventory import CollectedState, Inventory
 
 
 @dataclass(eq=False)
-class Instants:
+class BoundaryState:
     """Takes the boundary state of each instant, and encodes both for the manifest."""
 
     inventory: Inventory
@@ -191,7 +191,7 @@ class Instants:
         if self._early is None and copies is not None:
             self._early = (None, dict(copies))
 
-    def collect(self, *, sure: bool = True) -> Collected:
+    def collect(self, *, sure: bool = True) -> CollectedState:
         """Return the state at forward start, with buffers as they were before any training forward.
 
         Unless `sure`, its tensors are those that the cheaper `Inventory.glance` finds.
@@ -200,12 +200,12 @@ class Instants:
             collected = self.inventory.collect() if sure else self.inventory.glance()
         return collected if self._early is None else holding(collected, self._early[1])
 
-    def encode(self, collected: Collected, step: int, *, seen: bool) -> tuple[bytes, bytes]:
+    def encode(self, collected: CollectedState, step: int, *, seen: bool) -> tuple[bytes, bytes]:
         """Return the encoded values of step end and forward start, see `trees`."""
         return self.encoded(*self.trees(collected, step, seen=seen))
 
     def trees(
-        self, collected: Collected, step: int, *, seen: bool
+        self, collected: CollectedState, step: int, *, seen: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the values of step end and of forward start, plain: nothing changes them later.
 
@@ -243,7 +243,7 @@ class Instants:
         return boundary_blob.closed(first), boundary_blob.closed(second)
 
 
-def holding(collected: Collected, kept: Mapping[str, torch.Tensor]) -> Collected:
+def holding(collected: CollectedState, kept: Mapping[str, torch.Tensor]) -> CollectedState:
     """Return the state with private copies of some tensors, by name, in place of the live ones."""
     lives = tuple(
         replace(live, tensor=kept[live.name], sync=True) if live.name in kept else live

@@ -11,8 +11,8 @@ import torch
 
 from lightck.device.lookup import holder
 from lightck.state import tensor_layout, tensor_support
-from lightck.state.boundary_blob import Parcel, form, raw
-from lightck.state.inventory import Live
+from lightck.state.boundary_blob import BlobWriter, form, raw
+from lightck.state.inventory import StateTensor
 
 _ALIGNED_BYTES = 16
 """The alignment of each tensor's copy, which suits the widest dtype."""
@@ -20,7 +20,7 @@ _ASIDE = 2
 
 
 @dataclass(eq=False)
-class Shelf:
+class CopyBuffer:
     """Copies small tensors into two buffers in turn: step end's copies outlive forward start's.
 
     A third buffer, aside, is for copies that are only written to the journal. Dense tensors in CPU
@@ -28,7 +28,7 @@ class Shelf:
     are cloned on it, and nobody waits for that.
     """
 
-    lives: Sequence[Live]
+    lives: Sequence[StateTensor]
     _together: list[int] = field(default_factory=list)
     _alone: list[int] = field(default_factory=list)
     _sources: list[torch.Tensor] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Shelf:
             if live.span is None
         }
 
-    def fits(self, lives: Sequence[Live]) -> bool:
+    def fits(self, lives: Sequence[StateTensor]) -> bool:
         """Tell whether the buffers have the names and forms of these tensors; then serve these."""
         if len(lives) != len(self.lives):
             return False
@@ -115,7 +115,7 @@ class Shelf:
             return self._changing[self._last]
         return {live.name: copies[live.name] for live in self.lives if live.sync}
 
-    def packed(self, parcel: Parcel, copies: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def packed(self, parcel: BlobWriter, copies: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Put the copies that `fill` has just made into an empty parcel; return their descriptions.
 
         Left out are shares, which others hold, too, shards, which are nothing without their mesh,
@@ -139,7 +139,7 @@ def _forms(tensors: Sequence[torch.Tensor]) -> list[Any]:
     return [shapes, list(map(torch.Tensor.stride, tensors)), [each.dtype for each in tensors]]
 
 
-def _said(live: Live, tensor: dict[str, Any]) -> dict[str, Any]:
+def _said(live: StateTensor, tensor: dict[str, Any]) -> dict[str, Any]:
     holders = sorted(live.holders)
     return {"role": live.role, "layer": live.layer, "holders": holders, "tensor": tensor}
 

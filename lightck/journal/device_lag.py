@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from lightck.device.base import Mark
+from lightck.device.base import DeviceEvent
 from lightck.device.lookup import holder
 from lightck.errors import LightckError, TornSnapshotError
 from lightck.journal.boundary_state import holding
 from lightck.journal.copy_buffer import is_readable
-from lightck.journal.step_journal import MOST_BYTES, Instant, Journaled
-from lightck.pipeline.copy_plan import Sources, read, versions_of
-from lightck.pipeline.device_offload import Offload, Standing
+from lightck.journal.step_journal import MOST_BYTES, BoundaryCapture, StepJournal
+from lightck.pipeline.copy_plan import CopySources, read, versions_of
+from lightck.pipeline.device_offload import DeviceOffload, StreamPosition
 from lightck.state import tensor_support
-from lightck.state.inventory import Live
+from lightck.state.inventory import StateTensor
 from lightck.state.tensor_layout import must_own
 
 MOST = 8
@@ -35,20 +35,20 @@ MOST = 8
 
 
 @dataclass(eq=False)
-class Before:
+class PreUpdateState:
     """The state before an update that has been queued."""
 
     step: int
     """Step that the state is of."""
-    ended: Instant | None
-    begun: Instant
-    at_end: Sources | None
+    ended: BoundaryCapture | None
+    begun: BoundaryCapture
+    at_end: CopySources | None
     """Addresses and versions of the weights when the step ended; None: not known."""
-    standing: Sequence[Standing]
+    standing: Sequence[StreamPosition]
     """Positions of forward start in the devices' streams."""
     counts: Counts
     """Copies of what is in DRAM, which an update changes as soon as it is queued."""
-    updates: dict[tuple[str, Any], Mark] = field(default_factory=dict)
+    updates: dict[tuple[str, Any], DeviceEvent] = field(default_factory=dict)
     """Event in every stream that updates are queued to, before the first update there."""
 
     @property
@@ -65,7 +65,7 @@ class Before:
         """Tell whether a device has reached an update, or none is marked. Raises as `stands`."""
         return not self.updates or any(mark.passed() for mark in self.updates.values())
 
-    def instant(self, *, early: bool) -> Instant:
+    def instant(self, *, early: bool) -> BoundaryCapture:
         """Return the state at forward start (`early`: step end), with copies of what has changed.
 
         Raises:
@@ -121,17 +121,17 @@ class Before:
 
 
 @dataclass(eq=False)
-class Behind:
+class DeviceLag:
     """Keeps the states before queued updates, for one recorder.
 
     Under its lock, unless a method says otherwise.
     """
 
-    kept: Journaled
-    offload: Offload
-    _befores: tuple[Before, ...] = ()
+    kept: StepJournal
+    offload: DeviceOffload
+    _befores: tuple[PreUpdateState, ...] = ()
     """Oldest first; replaced and never changed, since other threads read it without the lock."""
-    _taken: Before | None = None
+    _taken: PreUpdateState | None = None
     _began: tuple[float, ...] = ()
     """Times (`time.monotonic`) at which the training thread began the last updates."""
     _counting: _Counting | None = None
@@ -175,7 +175,7 @@ class Behind:
         return max(map(operator.sub, self._began[1:], self._began), default=0.0)
 
     @property
-    def taken(self) -> Before | None:
+    def taken(self) -> PreUpdateState | None:
         """State of hung devices that counts as the last complete step: a save has claimed it.
 
         None: the training thread's state counts, or counts again.
@@ -189,15 +189,15 @@ class Behind:
         """Forget what devices had before: the live state was replaced."""
         self._befores, self._taken = (), None
 
-    def take(self, before: Before) -> None:
+    def take(self, before: PreUpdateState) -> None:
         """Note that a save has claimed this state, see `taken`."""
         self._taken = before
 
-    def there(self) -> Before | None:
+    def there(self) -> PreUpdateState | None:
         """Return the state that devices still have, though the update behind it is queued.
 
         None: there is none. Any thread; takes no lock. Devices may be about to reach the update:
-        see `Before.stands`.
+        see `PreUpdateState.stands`.
 
         Raises:
             DeviceError: a device has failed.
@@ -214,7 +214,7 @@ class Behind:
         if self._taken not in self._befores:
             self._taken = None
 
-    def _before(self, step: int) -> Before | None:
+    def _before(self, step: int) -> PreUpdateState | None:
         """Collect the state before the update; None: not all of it is known."""
         kept, standing = self.kept, self.offload.standing
         begun, ended = kept.begun, kept.ended
@@ -230,9 +230,9 @@ class Behind:
         if counts is None:
             return None
         own = self._private(begun), kept.weights.at_end
-        return Before(step, ended, *own, standing, counts)
+        return PreUpdateState(step, ended, *own, standing, counts)
 
-    def _private(self, instant: Instant) -> Instant:
+    def _private(self, instant: BoundaryCapture) -> BoundaryCapture:
         """Return the instant with private copies that no later instant fills anew."""
         copies = instant.copies
         if copies is None:
@@ -248,7 +248,7 @@ class Behind:
 class Counts:
     """Copies of small tensors, stacked by dtype and shape."""
 
-    lives: Sequence[Sequence[Live]]
+    lives: Sequence[Sequence[StateTensor]]
     copies: Sequence[torch.Tensor]
 
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -265,11 +265,11 @@ class _Counting:
     """
 
     def __init__(
-        self, found: tuple[Live, ...], more: tuple[Live, ...], private: frozenset[str]
+        self, found: tuple[StateTensor, ...], more: tuple[StateTensor, ...], private: frozenset[str]
     ) -> None:
         """Group the tensors by dtype and shape, but for those in `private`, kept anyway."""
         self._found, self._more = found, more
-        groups: dict[Any, list[Live]] = {}
+        groups: dict[Any, list[StateTensor]] = {}
         self._plain, size = True, 0
         for live in (*found, *more):
             local = live.local
@@ -281,7 +281,7 @@ class _Counting:
         self._tensors = [[live.tensor for live in lives] for lives in self._lives]
         self._plain = self._plain and size <= MOST_BYTES
 
-    def serves(self, found: tuple[Live, ...], more: tuple[Live, ...]) -> bool:
+    def serves(self, found: tuple[StateTensor, ...], more: tuple[StateTensor, ...]) -> bool:
         """Tell whether these are the tensors that this was made for."""
         same = found is self._found and len(more) == len(self._more)
         return same and all(map(operator.is_, more, self._more))
@@ -294,7 +294,7 @@ class _Counting:
             return Counts(self._lives, [torch.stack(each) for each in self._tensors])
 
 
-def _not_copied(lives: Sequence[Live]) -> str:
+def _not_copied(lives: Sequence[StateTensor]) -> str:
     """Say which tensor should have been cloned at forward start, and was not; empty: none."""
     for live in lives:
         if not live.sync and must_own(live, holder(live.local)):
@@ -302,7 +302,7 @@ def _not_copied(lives: Sequence[Live]) -> str:
     return ""
 
 
-def _known(sources: Sources) -> dict[int, tuple[int, int]]:
+def _known(sources: CopySources) -> dict[int, tuple[int, int]]:
     """Return address and version of each tensor, by its identity."""
     said = zip(sources.pointers.tolist(), sources.versions.tolist(), strict=True)
     return dict(zip(map(id, sources.tensors), said, strict=True))

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from lightck.errors import CorruptSnapshotError, RegionFullError
-from lightck.journal.copy_buffer import Shelf
+from lightck.journal.copy_buffer import CopyBuffer
 from lightck.region.journal import JournalEntry
 from lightck.state import boundary_blob
-from lightck.state.boundary_blob import Kept, Parcel, form, part
-from lightck.state.inventory import Live
+from lightck.state.boundary_blob import BlobWriter, Kept, form, part
+from lightck.state.inventory import StateTensor
 
 MOST_EXTRA_BYTES = 1 << 20
 """Bytes of extras in an entry at most: more would cost every step a millisecond."""
@@ -32,7 +32,7 @@ class ExtrasFullError(RegionFullError):
 
 
 @dataclass(eq=False)
-class Sealing:
+class EntryEncoder:
     """Encodes entries. For one thread at a time."""
 
     _kept: Kept = field(default_factory=Kept)
@@ -41,7 +41,7 @@ class Sealing:
 
     def sealed(
         self,
-        shelf: Shelf,
+        shelf: CopyBuffer,
         copies: Mapping[str, torch.Tensor],
         trees: tuple[dict[str, Any], dict[str, Any]],
         share_digest: bytes,
@@ -58,7 +58,7 @@ class Sealing:
             ExtrasFullError: extras have more than `MOST_EXTRA_BYTES`.
         """
         first, second = trees
-        held = Parcel(self._kept)
+        held = BlobWriter(self._kept)
         said = shelf.packed(held, copies)
         drawn = [first["rng"], second["rng"]] if "rng" in second else [first["rng"]]
         at = []
@@ -71,7 +71,7 @@ class Sealing:
 
     def _changing(
         self,
-        held: Parcel,
+        held: BlobWriter,
         first: dict[str, Any],
         second: dict[str, Any],
         drawn: list[dict[str, Any]],
@@ -92,7 +92,7 @@ class Sealing:
     def _pickled(self, fixed: list[Any], drawn: list[dict[str, Any]], at: list[int]) -> list[bytes]:
         """Pickle all but what changes at every instant."""
         said, optimizers, share, digest = fixed
-        held = Parcel(self._kept)
+        held = BlobWriter(self._kept)
         held.bare(None)  # number 0 is what changes
         tree = {
             "tensors": held.part("tensors", said),
@@ -107,7 +107,7 @@ class Sealing:
         held.bare(tree)
         return held.pickles[1:]
 
-    def _optimizers(self, held: Parcel, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _optimizers(self, held: BlobWriter, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Split the parameters' names, which are the most, from what a schedule changes."""
         said = []
         for i, tree in enumerate(trees):
@@ -119,7 +119,9 @@ class Sealing:
             said.append({**tree, "groups": options, "params": held.part(f"{i}", self._names[i])})
         return said
 
-    def _generators(self, held: Parcel, i: int, states: dict[str, Any], at: int) -> dict[str, Any]:
+    def _generators(
+        self, held: BlobWriter, i: int, states: dict[str, Any], at: int
+    ) -> dict[str, Any]:
         plain = {
             name: held.part(f"{i}/{name}", state)
             for name, state in states.items()
@@ -136,7 +138,7 @@ class Unpacked:
     """Encoded values of step end, as in a manifest."""
     at_forward: bytes
     """Encoded values of forward start, as in a manifest."""
-    lives: tuple[Live, ...]
+    lives: tuple[StateTensor, ...]
     """Small tensors of the rank's own."""
     share_digest: bytes
 
@@ -160,11 +162,11 @@ def unpacked(found: JournalEntry, *, context: str) -> Unpacked:
     raise CorruptSnapshotError(f"{context}: no boundary state")
 
 
-def _live(name: str, said: dict[str, Any]) -> Live:
+def _live(name: str, said: dict[str, Any]) -> StateTensor:
     role, layer, tensor = said["role"], said["layer"], said["tensor"]
     if not isinstance(tensor, torch.Tensor) or {type(name), type(role), type(layer)} != {str}:
         raise TypeError(f"{name!r} is no tensor")
-    return Live(name, role, layer, tensor, frozenset(map(int, said["holders"])), sync=True)
+    return StateTensor(name, role, layer, tensor, frozenset(map(int, said["holders"])), sync=True)
 
 
 def _arranged(tree: Any, step: int) -> tuple[Any, Any, Any, Any]:

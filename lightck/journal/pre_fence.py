@@ -16,7 +16,7 @@ from pathlib import PurePath
 from types import FrameType, TracebackType
 from typing import Any
 
-from lightck.journal.boundary_state import Instants, users_code
+from lightck.journal.boundary_state import BoundaryState, users_code
 from lightck.pipeline.copy_plan import versions_of
 from lightck.state import boundary_blob
 
@@ -28,10 +28,10 @@ _CHANGING = (("nn", "modules", "module.py"), ("utils", "data", "dataloader.py"))
 
 
 @dataclass(eq=False)
-class Habit:
+class PreFencePredictor:
     """Predictor for one loop, which learns from the iterations that it examines."""
 
-    instants: Instants
+    instants: BoundaryState
     lock: Callable[[], AbstractContextManager[Any]]
     """Returns the lock that is held while the state is examined."""
     layers: int

@@ -7,7 +7,7 @@ only an update changes is not in it: that stays live.
 
 An entry of the journal is this tree as a blob (`parcel.py`); `entry.unpacked` decodes one.
 
-    first         as `Instants.trees` gives it: what `at_step` of a manifest decodes to
+    first         as `BoundaryState.trees` gives it: what `at_step` of a manifest decodes to
     second        what `at_forward` decodes to. Of kind STEP_END: values as they are where the step
                   ends, without generators; of kind FORWARD: as at forward start, with generators
                   if one was seen; of kind FENCE: as of STEP_END, as if the step ended at the fence
@@ -32,24 +32,24 @@ import torch
 
 from lightck.errors import LightckError, RegionFullError, RegionIOError, TornSnapshotError
 from lightck.events import event
-from lightck.journal.boundary_state import Instants, holding, users_code
-from lightck.journal.copy_buffer import Shelf, is_readable
-from lightck.journal.entry import ExtrasFullError, Sealing
-from lightck.journal.pre_fence import Habit
-from lightck.journal.weight_guard import Weights
+from lightck.journal.boundary_state import BoundaryState, holding, users_code
+from lightck.journal.copy_buffer import CopyBuffer, is_readable
+from lightck.journal.entry import EntryEncoder, ExtrasFullError
+from lightck.journal.pre_fence import PreFencePredictor
+from lightck.journal.weight_guard import WeightGuard
 from lightck.pipeline import copy_plan
-from lightck.pipeline.copy_plan import Sources
+from lightck.pipeline.copy_plan import CopySources
 from lightck.region.journal import FENCE, FORWARD, STEP_END, JournalEntry, write_entry
 from lightck.region.native_region import RECORD_EARLY
 from lightck.region.region import Region
 from lightck.state import tensor_support
-from lightck.state.inventory import SMALL_EXTRA_BYTES, Collected, Live
+from lightck.state.inventory import SMALL_EXTRA_BYTES, CollectedState, StateTensor
 
 # Keep the state of one instant of a step, and tell whether the live state is still of it.
 
 
 @dataclass(frozen=True, eq=False)
-class Instant:
+class BoundaryCapture:
     """State that is kept of one instant of one step."""
 
     kind: int
@@ -57,12 +57,12 @@ class Instant:
     step: int
     first: dict[str, Any]
     second: dict[str, Any]
-    """Values of step end (`first`) and of forward start (`second`), see `Instants.trees`."""
-    collected: Collected
+    """Values of step end (`first`) and of forward start (`second`), see `BoundaryState.trees`."""
+    collected: CollectedState
     """All state at forward start; at step end a new parameter or its state may be missing."""
     copies: dict[str, torch.Tensor] | None
     """Private copies, by name, of what changes in the window; None: too much for every step."""
-    watched: Sources | None = None
+    watched: CopySources | None = None
     """Every other tensor at forward start, with version and address, by which changes are seen."""
 
     @property
@@ -75,7 +75,7 @@ class Instant:
         """Flags for the commit record of a snapshot of this instant."""
         return RECORD_EARLY if self.early else 0
 
-    def changed(self, shared: Sequence[Live]) -> str:
+    def changed(self, shared: Sequence[StateTensor]) -> str:
         """Name what is seen to have changed since forward start; empty if nothing is.
 
         Args:
@@ -93,7 +93,7 @@ class Instant:
         return f"{lives[moved[0]].name} was changed" if moved else ""
 
 
-def watched(lives: Sequence[Live], *, private: bool) -> list[Live]:
+def watched(lives: Sequence[StateTensor], *, private: bool) -> list[StateTensor]:
     """Return all tensors; if `private`, without those that are copied privately."""
     return [live for live in lives if not (private and live.sync)]
 
@@ -116,8 +116,8 @@ def _torn(step: int, why: str) -> TornSnapshotError:
 class _Sorted:
     """Tensors sorted by what is done with them, for as long as the tuple is the same."""
 
-    lives: tuple[Live, ...]
-    own: list[Live] = field(init=False)
+    lives: tuple[StateTensor, ...]
+    own: list[StateTensor] = field(init=False)
     watched: list[torch.Tensor] = field(init=False)
     """Tensors that are watched for changes: all but those that change in the window."""
 
@@ -127,7 +127,7 @@ class _Sorted:
         self.watched = [live.tensor for live in watched(self.lives, private=True)]
 
 
-def is_own(live: Live) -> bool:
+def is_own(live: StateTensor) -> bool:
     """Tell whether it is copied at each instant: it changes in the window, or is a small option."""
     option = "/@group/" in live.name or "/@attribute/" in live.name
     small = option and live.local.nbytes <= SMALL_EXTRA_BYTES and is_readable(live.local)
@@ -141,28 +141,28 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @dataclass(eq=False)
-class Journaled:
+class StepJournal:
     """Keeps the boundary state of each step. On the training thread, under the recorder's lock."""
 
-    instants: Instants
+    instants: BoundaryState
     region: Region
     region_lost: Callable[[LightckError], None]
     """Called with the error when the region takes no more."""
-    habit: Habit
+    habit: PreFencePredictor
     """Predicts, for several ranks, whether an iteration that is left off has come to its fence."""
     stood: Callable[[bool], None] = lambda begun: None
     """Called at each instant; says whether it is forward start."""
     step: int = -1
     """Step that the kept state is of, or whose state could not be kept."""
-    ended: Instant | None = None
+    ended: BoundaryCapture | None = None
     """The step end of the last step that ended; None: taking it failed."""
-    begun: Instant | None = None
+    begun: BoundaryCapture | None = None
     """The forward start after it; None: that has not come, or taking it failed."""
     unwritten: LightckError | None = None
     """The last error that kept an instant, or its entry, from being taken."""
     peers: bool = False
     """True if other ranks may have to finish the update that this one is killed in."""
-    weights: Weights = field(default_factory=Weights)
+    weights: WeightGuard = field(default_factory=WeightGuard)
     _writes: bool = False
     """True once the timeline is durable: entries can be of it."""
     _doubts: int = 0
@@ -171,9 +171,9 @@ class Journaled:
     """Tensors of model and optimizers."""
     _more: _Sorted = field(default_factory=lambda: _Sorted(()))
     """Tensors of extras, and of optimizers' options and attributes."""
-    _shelf: Shelf | None = None
+    _shelf: CopyBuffer | None = None
     """Copy buffer for what changes in the window, and what an entry has besides; None: too much."""
-    _sealing: Sealing = field(default_factory=Sealing)
+    _sealing: EntryEncoder = field(default_factory=EntryEncoder)
     _told: set[type[LightckError]] = field(default_factory=set)
     once: _Once = field(init=False)
     _rests_until: int = 0
@@ -220,7 +220,7 @@ class Journaled:
             own = self.weights.step_ended(collected.base)
             self.ended = self._take(STEP_END, step, collected, seen=False) if own else before
 
-    def forward(self, step: int, *, seen: bool, sure: bool) -> Instant | None:
+    def forward(self, step: int, *, seen: bool, sure: bool) -> BoundaryCapture | None:
         """Take the forward start, where it is seen or was missed; None if that failed.
 
         Unless `sure`, which the due snapshot needs, tensors that were the same for some steps are
@@ -236,7 +236,7 @@ class Journaled:
                 self._doubts = max(self._doubts - 1, 0) if same else DOUBT_STEPS
         return self.begun
 
-    def late(self, *, early: bool = False) -> Instant:
+    def late(self, *, early: bool = False) -> BoundaryCapture:
         """Return the last step as it was, though its next forward has begun.
 
         Args:
@@ -317,23 +317,25 @@ class Journaled:
                 copies = shelf.fill(aside=True)
                 self._write(FENCE, step, trees, collected.share_digest, shelf, copies)
 
-    def _take(self, kind: int, step: int, collected: Collected, *, seen: bool) -> Instant:
+    def _take(
+        self, kind: int, step: int, collected: CollectedState, *, seen: bool
+    ) -> BoundaryCapture:
         trees = self.instants.trees(collected, step, seen=seen)
         shelf = self._sort(collected)
         copies = sources = None
         if kind == FORWARD:
             self.weights.forward()
             tensors = self._watched_now(collected)
-            sources = Sources(tensors, *copy_plan.read(tensors), [])
+            sources = CopySources(tensors, *copy_plan.read(tensors), [])
         if shelf is not None:
             every = shelf.fill()
             copies = shelf.changing(every)
             with self.once:
                 self._write(kind, step, trees, collected.share_digest, shelf, every)
         self.stood(kind == FORWARD)
-        return Instant(kind, step, *trees, collected, copies, sources)
+        return BoundaryCapture(kind, step, *trees, collected, copies, sources)
 
-    def _sort(self, collected: Collected) -> Shelf | None:
+    def _sort(self, collected: CollectedState) -> CopyBuffer | None:
         """Sort the tensors, as far as they are others now, and return a copy buffer for them.
 
         It is the last one if that fits. None: an entry would have too much.
@@ -346,10 +348,10 @@ class Journaled:
         own = [*self._base.own, *self._more.own]
         if self._shelf is None or not self._shelf.fits(own):
             small = sum(live.local.nbytes for live in own) <= MOST_BYTES
-            self._shelf = Shelf(own) if small else None
+            self._shelf = CopyBuffer(own) if small else None
         return self._shelf
 
-    def _watched_now(self, collected: Collected) -> list[torch.Tensor]:
+    def _watched_now(self, collected: CollectedState) -> list[torch.Tensor]:
         if self._shelf is None:
             return [live.tensor for live in collected.lives]
         return (
@@ -362,7 +364,7 @@ class Journaled:
         step: int,
         trees: tuple[dict[str, Any], dict[str, Any]],
         share_digest: bytes,
-        shelf: Shelf,
+        shelf: CopyBuffer,
         copies: Mapping[str, torch.Tensor],
     ) -> None:
         """Write an entry of what has just been copied to the buffer, and the rest."""

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from lightck.device.lookup import holder
-from lightck.pipeline.copy_plan import Sources, read
+from lightck.pipeline.copy_plan import CopySources, read
 from lightck.state import tensor_layout, tensor_support
-from lightck.state.inventory import Live
+from lightck.state.inventory import StateTensor
 
 MOST_SPOTS = 32
 SPOT_BYTES = 64
@@ -32,7 +32,7 @@ _IN_MEMORY: tuple[Callable[[torch.UntypedStorage], int], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Spot:
+class _Probe:
     """Some bytes of one weight, which are compared."""
 
     index: int
@@ -67,14 +67,14 @@ class _Place:
 
 
 @dataclass(eq=False)
-class Held:
+class WatchedWeights:
     """Picks the weights that an optimizer changes, and the bytes of them that are compared."""
 
-    lives: Sequence[Live]
+    lives: Sequence[StateTensor]
     """The tensors of model and optimizers."""
     names: list[str] = field(init=False)
     tensors: list[torch.Tensor] = field(init=False)
-    _spots: list[_Spot] = field(init=False)
+    _spots: list[_Probe] = field(init=False)
     _looked_at: list[torch.Tensor] = field(init=False)
     """The tensors that have the bytes in `_spots`."""
     _place: _Place | None = field(default=None, init=False)
@@ -116,16 +116,16 @@ class Held:
 
 
 @dataclass(eq=False)
-class Weights:
+class WeightGuard:
     """Remembers the weights as the last step ended, and as the forward after it began."""
 
-    _held: Held = field(default_factory=lambda: Held(()))
-    _ended: tuple[Sources, list[bytes]] | None = None
+    _held: WatchedWeights = field(default_factory=lambda: WatchedWeights(()))
+    _ended: tuple[CopySources, list[bytes]] | None = None
     _begun: list[bytes] | None = None
     """The bytes as the forward began; counters and addresses of then are kept elsewhere."""
 
     @property
-    def at_end(self) -> Sources | None:
+    def at_end(self) -> CopySources | None:
         """The counters and addresses of the weights as the last step ended; None: not taken yet."""
         return None if self._ended is None else self._ended[0]
 
@@ -133,7 +133,7 @@ class Weights:
         """Forget both instants: a step has ended, and what is known is of an older one."""
         self._ended = self._begun = None
 
-    def step_ended(self, lives: Sequence[Live]) -> bool:
+    def step_ended(self, lives: Sequence[StateTensor]) -> bool:
         """Take the weights, once for each step; False: they have been swapped since.
 
         Args:
@@ -142,16 +142,16 @@ class Weights:
         if self._ended is not None:
             return not self.moved(lives, early=True)
         if lives is not self._held.lives:
-            self._held = Held(lives)
+            self._held = WatchedWeights(lives)
         held = self._held
-        self._ended = Sources(held.tensors, *read(held.tensors), []), held.seen()
+        self._ended = CopySources(held.tensors, *read(held.tensors), []), held.seen()
         return True
 
     def forward(self) -> None:
         """Take the weights' bytes, where the forward begins."""
         self._begun = self._held.seen()
 
-    def moved(self, lives: Sequence[Live], *, early: bool) -> str:
+    def moved(self, lives: Sequence[StateTensor], *, early: bool) -> str:
         """Return the name of a weight that has visibly changed; empty: none has.
 
         Args:
@@ -165,24 +165,24 @@ class Weights:
             return self._held.changed(self._begun)
         return "a weight, for all that is known,"
 
-    def _replaced(self, lives: Sequence[Live]) -> str:
+    def _replaced(self, lives: Sequence[StateTensor]) -> str:
         """Return the name of a weight that is another object, new or gone; empty: none is."""
         if lives is self._held.lives:
             return ""
-        now, then = Held(lives).by_name(), self._held.by_name()
+        now, then = WatchedWeights(lives).by_name(), self._held.by_name()
         names = [*then, *(name for name in now if name not in then)]
         return next((name for name in names if now.get(name) is not then.get(name)), "")
 
-    def _touched(self, sources: Sources) -> str:
+    def _touched(self, sources: CopySources) -> str:
         moved = sources.changed()
         return self._held.names[moved[0]] if moved else ""
 
 
-def _is_held(live: Live) -> bool:
+def _is_held(live: StateTensor) -> bool:
     return live.role == "parameter" and bool(live.holders) and live.alias_of is None
 
 
-def _spot(index: int, tensor: torch.Tensor) -> _Spot | None:
+def _spot(index: int, tensor: torch.Tensor) -> _Probe | None:
     """Pick bytes in a weight, at another place in each; None if they cannot be read."""
     length = min(SPOT_BYTES, tensor.nbytes)
     readable = tensor.is_cpu and holder(tensor) is None
@@ -190,10 +190,10 @@ def _spot(index: int, tensor: torch.Tensor) -> _Spot | None:
         return None
     kind = _kinds.setdefault(length, ctypes.c_char * length)
     offset = int((index * _GOLDEN % 1.0) * (tensor.nbytes - length))
-    return _Spot(index, offset, kind, _form(tensor))
+    return _Probe(index, offset, kind, _form(tensor))
 
 
-def _view(spot: _Spot, tensor: torch.Tensor) -> memoryview | None:
+def _view(spot: _Probe, tensor: torch.Tensor) -> memoryview | None:
     """Return the bytes' memory; None if the tensor has another form now, or no storage.
 
     `p.data = ...` may have made it anything: what is elsewhere, or smaller, is not read.

@@ -20,14 +20,14 @@ from torch.optim import Optimizer
 
 from lightck.layerwise.gradients import Accumulated, Finality
 from lightck.layerwise.updates import Unit, Units, Updates, refuse
-from lightck.loop.checkpointer import Recorder
-from lightck.loop.due import Due
-from lightck.pipeline.copy_plan import Part
-from lightck.pipeline.inflight import Flight, Group
+from lightck.loop.checkpointer import Checkpointer
+from lightck.loop.due import DueCheck
+from lightck.pipeline.copy_plan import PlannedGroup
+from lightck.pipeline.inflight import CopyGroup, InflightSnapshot
 from lightck.pipeline.pipeline import Pipeline
 from lightck.region.native_region import RECORD_JIT
 from lightck.region.slot_writer import SlotWriter
-from lightck.state.inventory import Collected, Inventory
+from lightck.state.inventory import CollectedState, Inventory
 from lightck.tracing.trace import now_ns
 from lightck.types import Layerwise, Policy
 
@@ -46,11 +46,11 @@ MIXED = -1
 class Begun:
     """Holds a snapshot whose copies have begun before forward start."""
 
-    flight: Flight
-    parts: tuple[Part, ...]
+    flight: InflightSnapshot
+    parts: tuple[PlannedGroup, ...]
     """The groups of the copy plan that the snapshot was opened with."""
     staged: npt.NDArray[np.bool_]
-    done: dict[int, Group] = field(default_factory=dict)
+    done: dict[int, CopyGroup] = field(default_factory=dict)
     """The copies that are queued already, by position in `parts`."""
 
 
@@ -105,14 +105,14 @@ class LayerPipeline(Pipeline):
         self._taken(writer)
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
-        flight = Flight(step, writer, b"", b"", 0)
+        flight = InflightSnapshot(step, writer, b"", b"", 0)
         self.begun = Begun(flight, self.arrangement.parts, np.zeros(0, np.bool_))
         self.begun.staged = self._placed(flight, self.arrangement)
         return True
 
     def open(
-        self, step: int, state: Collected, at_step: bytes, at_forward: bytes, *, flags: int = 0
-    ) -> Flight | str:
+        self, step: int, state: CollectedState, at_step: bytes, at_forward: bytes, *, flags: int = 0
+    ) -> InflightSnapshot | str:
         """Open the snapshot of `step`, or go on with the one that has begun, if it still can."""
         begun, self.begun = self.begun, None
         if begun is None:
@@ -174,21 +174,21 @@ class LayerPipeline(Pipeline):
             )
         return not changed
 
-    def _concerns(self, group: Group, optimizer: int | None) -> bool:
+    def _concerns(self, group: CopyGroup, optimizer: int | None) -> bool:
         """Tell whether a group belongs to the fence of a unit, or of an optimizer and its units."""
         if optimizer in self.owners:
             return optimizer in group.holders
         mine = any(self.owners.get(unit) == optimizer for unit in group.holders)
         return mine or super()._concerns(group, optimizer)
 
-    def _torn(self, flight: Flight, group: Group) -> list[str]:
+    def _torn(self, flight: InflightSnapshot, group: CopyGroup) -> list[str]:
         """Name the tensors that are torn; a layer with another step's content counts as torn."""
         if self._of_other_step(group, flight.step):
             entries = flight.writer.layout.entries
             return [entries[int(i)].name for i in group.batch.positions]
         return super()._torn(flight, group)
 
-    def _of_other_step(self, group: Group, step: int) -> bool:
+    def _of_other_step(self, group: CopyGroup, step: int) -> bool:
         return any(self.content.get(unit, step) != step for unit in group.holders)
 
     def forget(self, why: str) -> None:
@@ -209,7 +209,7 @@ class LayerPipeline(Pipeline):
 
 
 @dataclass(eq=False)
-class AskedAhead(Due):
+class EarlyDueCheck(DueCheck):
     """Asks the policy, once a step, when the first layer is updated: copies can begin then."""
 
     _answer: tuple[int, bool] | None = None
@@ -231,7 +231,7 @@ class AskedAhead(Due):
 
 
 @dataclass(eq=False, kw_only=True)
-class LayerRecorder(Recorder):
+class LayerRecorder(Checkpointer):
     """Records a training loop whose layers it updates itself."""
 
     pipeline: LayerPipeline
@@ -372,8 +372,8 @@ class Kinds:
     """Holds the classes that attach makes, as the setting `update` asks for."""
 
     pipeline: type[Pipeline] = Pipeline
-    recorder: Callable[..., Recorder] = Recorder
-    due: Callable[[Policy], Due] = Due
+    recorder: Callable[..., Checkpointer] = Checkpointer
+    due: Callable[[Policy], DueCheck] = DueCheck
     defers: bool = True
     """True if an update may begin where its closure returns: the one given to the optimizer's
     `step`."""
@@ -399,4 +399,4 @@ class Kinds:
         refuse(updates.final, inventory, boundary=boundary)
         inventory.assign = updates.units.assign
         recorder = partial(LayerRecorder, updates=updates)
-        return cls(LayerPipeline, recorder, AskedAhead, False, updates.stop)
+        return cls(LayerPipeline, recorder, EarlyDueCheck, False, updates.stop)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightck.distributed.ddp import (
-    Seat,
+    CommHookProxy,
     after_backward,
     backward_now,
     leave,
@@ -150,7 +150,7 @@ class Reduced:
     """`Finality` of one model with DDP modules in it."""
 
     modules: list[DistributedDataParallel]
-    _seats: list[Seat] = field(default_factory=list)
+    _seats: list[CommHookProxy] = field(default_factory=list)
     _listener: Listener | None = None
     _pending: dict[int, torch.Tensor] = field(default_factory=dict)
     """Parameters whose gradient was added to here and has not been reduced, by id."""
@@ -202,7 +202,7 @@ class Reduced:
         handles = [p.register_post_accumulate_grad_hook(hook) for p in every if id(p) in shared]
         return handles + Accumulated().listen(own, listener)
 
-    def _sit(self, module: DistributedDataParallel) -> Seat:
+    def _sit(self, module: DistributedDataParallel) -> CommHookProxy:
         seat = sit(module, self, now_ns)
         if not seat.taken:
             plain = Plain(weakref.ref(module))

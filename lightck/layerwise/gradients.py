@@ -155,10 +155,10 @@ def _sample(gradient: torch.Tensor, first: int) -> torch.Tensor:
     return some.resolve_conj().clone().view(torch.uint8)
 
 
-Options = list[dict[str, Any]]
+GroupOptions = list[dict[str, Any]]
 
 
-def options_of(optimizer: Optimizer) -> Options:
+def options_of(optimizer: Optimizer) -> GroupOptions:
     """Return every group's options as they are: learning rate, weight decay, ..."""
     return [
         {
@@ -170,7 +170,7 @@ def options_of(optimizer: Optimizer) -> Options:
     ]
 
 
-def option_changed(then: Options, now: Options) -> str | None:
+def option_changed(then: GroupOptions, now: GroupOptions) -> str | None:
     """Describe the first option that differs; None if none does."""
     for g, (before, after) in enumerate(zip(then, now, strict=False)):
         for key in before.keys() | after.keys():

@@ -20,15 +20,15 @@ from lightck.errors import ConfigError
 from lightck.layerwise.gradients import (
     Accumulated,
     Finality,
+    GroupOptions,
     Listener,
     Noted,
-    Options,
     alike,
     option_changed,
     options_of,
 )
 from lightck.state.boundary_codec import join
-from lightck.state.inventory import Inventory, Live, held_parameters
+from lightck.state.inventory import Inventory, StateTensor, held_parameters
 
 # Units of layer-wise update: which parameters step together, and how they step alone.
 #
@@ -96,11 +96,11 @@ class Units:
         """Return the unit of a parameter, or None."""
         return self._of_parameter.get(id(parameter))
 
-    def assign(self, lives: Iterable[Live]) -> list[Live]:
+    def assign(self, lives: Iterable[StateTensor]) -> list[StateTensor]:
         """Return the same tensors, each held by the unit whose update changes it."""
         return [self._assign(live) for live in lives]
 
-    def _assign(self, live: Live) -> Live:
+    def _assign(self, live: StateTensor) -> StateTensor:
         unit = None
         if live.role == "parameter":
             unit = self._of_parameter.get(id(live.tensor))
@@ -207,7 +207,7 @@ class Updates:
     _come: dict[int, int] = field(default_factory=dict)
     """The number of gradients in this step, by the parameter's identity."""
     _noted: dict[int, Noted] = field(default_factory=dict)
-    _options: dict[int, Options] = field(default_factory=dict)
+    _options: dict[int, GroupOptions] = field(default_factory=dict)
     """The options of each optimizer when its first gradient was final, by the optimizer's index."""
     _updated: set[int] = field(default_factory=set)
     """The numbers of the units that were updated in this step."""

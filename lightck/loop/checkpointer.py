@@ -23,19 +23,19 @@ from lightck.data.lookahead import Lookahead
 from lightck.data.prefetched import Prefetched
 from lightck.errors import StateError
 from lightck.events import event
-from lightck.journal.boundary_state import Instants
-from lightck.journal.device_lag import Behind
-from lightck.journal.step_journal import Instant, Journaled
-from lightck.loop.due import Due
+from lightck.journal.boundary_state import BoundaryState
+from lightck.journal.device_lag import DeviceLag
+from lightck.journal.step_journal import BoundaryCapture, StepJournal
+from lightck.loop.due import DueCheck
 from lightck.loop.extra_movement import Movement
 from lightck.loop.hooks import Watched
 from lightck.loop.outcomes import Outcomes
-from lightck.loop.stall_timer import Stalls
+from lightck.loop.stall_timer import StallTimer
 from lightck.loop.steps import Steps
 from lightck.pipeline.commit_barrier import is_final
 from lightck.pipeline.pipeline import Pipeline
 from lightck.state import data_loaders
-from lightck.state.inventory import Collected, Inventory
+from lightck.state.inventory import CollectedState, Inventory
 
 # Pause the training thread, at the best place, while a save that ends the process runs.
 #
@@ -48,7 +48,7 @@ _LOOK_S = 0.05
 
 
 @dataclass(eq=False)
-class Hold:
+class TrainingPause:
     """Pause of the training thread, begun and ended by the thread that has the state saved."""
 
     at_fence: bool = False
@@ -79,14 +79,14 @@ class Hold:
 
 
 @dataclass(eq=False)
-class Recorder:
+class Checkpointer:
     """Listens to one training loop and opens, fences and seals its snapshots."""
 
     inventory: Inventory
-    instants: Instants
+    instants: BoundaryState
     pipeline: Pipeline
     steps: Steps
-    cadence: Due
+    cadence: DueCheck
     watched: Watched
     outcomes: Outcomes
     settled: bool
@@ -97,17 +97,17 @@ class Recorder:
     """Reports the next forwards (True), or stops that (False)."""
     on_step: Callable[[], None] = lambda: None
     """Called when a step has ended and its due snapshot is decided."""
-    journaled: Journaled | None = None
+    journaled: StepJournal | None = None
     """The boundary state of every step, kept while the failure path is armed; else None."""
-    behind: Behind | None = None
+    behind: DeviceLag | None = None
     """The states that devices still have, while the failure path is armed; else None."""
-    hold: Hold = field(default_factory=Hold)
+    hold: TrainingPause = field(default_factory=TrainingPause)
     """Pauses training while a thread that will end the process saves."""
     ticks: int = 0
     """A counter that moves with every hook, which shows that training makes progress."""
     thread: int = field(default_factory=threading.get_ident)
     """The id of the training thread, as far as the hooks have seen it."""
-    stalls: Stalls = field(default_factory=Stalls)
+    stalls: StallTimer = field(default_factory=StallTimer)
     enabled: bool = True
     """True but in forked children and after detach."""
     due: bool = False
@@ -323,7 +323,7 @@ class Recorder:
             # Asked for at the step that ended before: it waits for the next boundary still.
             self.due = bool(self.outcomes.wanted) and self.pipeline.barrier.request(step)
 
-    def check_state(self, collected: Collected) -> None:
+    def check_state(self, collected: CollectedState) -> None:
         """Show that the boundary state can be restored, before training relies on it.
 
         Raises:
@@ -395,7 +395,7 @@ class Recorder:
 
     def open(
         self,
-        kept: Instant | None = None,
+        kept: BoundaryCapture | None = None,
         *,
         flags: int = 0,
         seen: bool = True,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from lightck.pipeline.commit_barrier import Alone, Barrier
+from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
 from lightck.types import Moment, Policy
 
 
 @dataclass(eq=False)
-class Due:
+class DueCheck:
     """Asks the policy, through the barrier of all ranks, and remembers its last due step."""
 
     policy: Policy
-    barrier: Barrier = field(default_factory=Alone)
+    barrier: CommitBarrier = field(default_factory=SingleProcessBarrier)
     epoch: int = 0
     """Number of epochs that the loop has marked."""
     overdue: bool = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightck.events import event
-from lightck.loop.checkpointer import Recorder
+from lightck.loop.checkpointer import Checkpointer
 
 EVERY_S = 60.0
 _COUNTS = ("captured", "committed", "slipped", "torn", "failed", "dead")
@@ -17,7 +17,7 @@ _COUNTS = ("captured", "committed", "slipped", "torn", "failed", "dead")
 class Summary:
     """Sums up the counts from one `tell` to the next. Used by the training thread."""
 
-    recorder: Recorder
+    recorder: Checkpointer
     _since: tuple[float, int, dict[str, int], float] = field(init=False)
     """Time, step, counts and stall at the last `tell`."""
 

@@ -22,7 +22,7 @@ from lightck.events import event
 from lightck.loop.slip_warning import SlipWatch
 from lightck.loop.steps import Steps
 from lightck.pipeline.commit_barrier import is_final
-from lightck.pipeline.inflight import Counters, Flight, torn_error
+from lightck.pipeline.inflight import Counters, InflightSnapshot, torn_error
 from lightck.pipeline.pipeline import Pipeline
 from lightck.state.inventory import Inventory
 
@@ -129,7 +129,7 @@ class Outcomes:
         if not self.pipeline.barrier.alone:
             self.fail_wanted(RegionBusyError(f"step {step} has no snapshot: {why}"))
 
-    def torn(self, flight: Flight, names: Sequence[str]) -> None:
+    def torn(self, flight: InflightSnapshot, names: Sequence[str]) -> None:
         """Count a torn snapshot that the pipeline has dropped; the next one is copied at once."""
         step = flight.step
         self.pipeline.counters.torn += 1
@@ -211,7 +211,7 @@ class Outcomes:
 
 
 @dataclass(eq=False)
-class Reporter:
+class ErrorReporter:
     """Gives background errors to the user, never silently, and keeps the first one for `close`."""
 
     on_error: str | Callable[[BaseException], object]

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from lightck.config import Config
 from lightck.errors import LightckError, RegionIOError
-from lightck.loop.checkpointer import Recorder
+from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Watched
 from lightck.loop.log_summary import Summary
-from lightck.loop.outcomes import Reporter
-from lightck.loop.trace_listener import Phases
-from lightck.pipeline.inflight import Flight
+from lightck.loop.outcomes import ErrorReporter
+from lightck.loop.trace_listener import TraceListener
+from lightck.pipeline.inflight import InflightSnapshot
 from lightck.region.native_region import RECORD_JIT
 from lightck.region.stats_page import NO_STEP, Page, Process
 from lightck.tracing import perfetto
@@ -24,7 +24,7 @@ from lightck.types import Stats
 # Collect the statistics of `handle.stats()` from all counters.
 
 
-def stats_of(recorder: Recorder) -> Stats:
+def collect_stats(recorder: Checkpointer) -> Stats:
     """Return the statistics as of the last poll.
 
     Any thread: it neither waits for the training nor delays it.
@@ -62,15 +62,15 @@ def stats_of(recorder: Recorder) -> Stats:
 
 
 @dataclass(eq=False)
-class Sight:
+class StatusPublisher:
     """Publishes statistics and traces. Used by the training thread."""
 
     config: Config
-    recorder: Recorder
-    reporter: Reporter
+    recorder: Checkpointer
+    reporter: ErrorReporter
     watched: Watched
     trace: Trace | None = field(default=None, init=False)
-    listener: Recorder | Phases = field(init=False)
+    listener: Checkpointer | TraceListener = field(init=False)
     """The listener that the hooks and the loop's own marks call."""
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Sight:
         recorder.on_step = self._step_ended
         if self.config.trace is not False:
             self.trace = Trace(self._about(), recorder.steps.step + 1, pipeline.pool)
-            self.listener = Phases(recorder, self.trace, self.watched)
+            self.listener = TraceListener(recorder, self.trace, self.watched)
             recorder.stalls.tell = self.trace.stall
             pipeline.trace = self.trace
 
@@ -105,12 +105,12 @@ class Sight:
     def install(self) -> None:
         """Publish for the first time, and install the trace's hooks."""
         self.publish()
-        if isinstance(self.listener, Phases):
+        if isinstance(self.listener, TraceListener):
             self.listener.install()
 
     def remove(self) -> None:
         """Stop watching the loop."""
-        if isinstance(self.listener, Phases):
+        if isinstance(self.listener, TraceListener):
             self.listener.remove()
 
     def _step_ended(self) -> None:
@@ -140,7 +140,7 @@ class Sight:
         except RegionIOError as error:
             self.recorder.outcomes.region_lost(error)
 
-    def torn(self, flight: Flight, names: Sequence[str]) -> None:
+    def torn(self, flight: InflightSnapshot, names: Sequence[str]) -> None:
         """Count a torn snapshot that the pipeline has dropped.
 
         One made just in time is not counted, and only its maker is told: the loop went on

@@ -6,11 +6,11 @@ import logging
 
 from lightck.errors import ConfigError, LightckError
 from lightck.events import event
-from lightck.loop.checkpointer import Recorder
+from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.requests import drain
 
 
-def replaced(recorder: Recorder, step: int) -> None:
+def replaced(recorder: Checkpointer, step: int) -> None:
     """Go on from `step`: what is open is given up, what is sealed is committed.
 
     If a snapshot of `step` or newer has been opened since attach, a new timeline begins, so that
@@ -49,7 +49,7 @@ def replaced(recorder: Recorder, step: int) -> None:
     event("replaced", logging.INFO, step=step, was=was)
 
 
-def _branch(recorder: Recorder) -> None:
+def _branch(recorder: Checkpointer) -> None:
     """Begin a timeline that continues the newest snapshot that is committed."""
     pipeline, region = recorder.pipeline, recorder.pipeline.region
     drain(recorder, None, None)

@@ -16,17 +16,17 @@ from lightck.errors import (
     WaitTimeoutError,
 )
 from lightck.events import event
-from lightck.journal.step_journal import Instant
-from lightck.loop.checkpointer import Recorder
-from lightck.loop.outcomes import Reporter
-from lightck.pipeline.inflight import Slip
+from lightck.journal.step_journal import BoundaryCapture
+from lightck.loop.checkpointer import Checkpointer
+from lightck.loop.outcomes import ErrorReporter
+from lightck.pipeline.inflight import SlipReason
 from lightck.region.native_region import RECORD_EARLY
 
 FATE_S = 10.0
 """Seconds that a requested snapshot waits at most for other ranks to settle an older one."""
 
 
-def open_now(recorder: Recorder) -> None:
+def open_now(recorder: Checkpointer) -> None:
     """Declare forward start reached and copy the state of the last complete step at once.
 
     The generators are taken as they are: what is drawn next comes after the snapshot.
@@ -45,7 +45,7 @@ def open_now(recorder: Recorder) -> None:
         recorder.open(seen=False, synchronous=True)
 
 
-def _await_slot(recorder: Recorder) -> None:
+def _await_slot(recorder: Checkpointer) -> None:
     if recorder.pipeline.busy:
         recorder.poll(None)
         recorder.pipeline.await_abandoned()
@@ -53,7 +53,7 @@ def _await_slot(recorder: Recorder) -> None:
         recorder.poll()
 
 
-def _join(recorder: Recorder, step: int) -> None:
+def _join(recorder: Checkpointer, step: int) -> None:
     """Let those who wait for a snapshot of the step wait for the one that there is.
 
     Several ranks take one snapshot of a step at most.
@@ -70,7 +70,7 @@ def _join(recorder: Recorder, step: int) -> None:
     outcomes.fail_wanted(CoordinationError(f"step {step} has lost its snapshot already"))
 
 
-def has_missed(recorder: Recorder) -> bool:
+def has_missed(recorder: Checkpointer) -> bool:
     """Tell whether the last complete step is due, but has no open snapshot: one may be taken now.
 
     Its next forward is still to come, or no slot was free there; the latter counts for a single
@@ -80,7 +80,7 @@ def has_missed(recorder: Recorder) -> bool:
     return recorder.due or (slipped and recorder.pipeline.barrier.alone)
 
 
-def open_missed(recorder: Recorder) -> str:
+def open_missed(recorder: Checkpointer) -> str:
     """Take the due snapshot of the last step now, marked early if its next forward is to come.
 
     Returns why it cannot be taken; empty if it is taken.
@@ -101,7 +101,7 @@ def open_missed(recorder: Recorder) -> str:
     return f"{outcomes.slip}" if outcomes.slipped_step == recorder.steps.step else ""
 
 
-def finish_last_step(recorder: Recorder) -> None:
+def finish_last_step(recorder: Checkpointer) -> None:
     """Make sure the last complete step has an exact snapshot, due or not, if it can have one."""
     recorder.finish_window()
     recorder.pipeline.barrier.begin_close()
@@ -126,13 +126,13 @@ def finish_last_step(recorder: Recorder) -> None:
         event("skipped", step=step, why=why)
     if counters.slipped > slipped:
         slip = recorder.outcomes.slip
-        ask = " (is a reader holding one?)" if slip is Slip.SLOTS else ""
+        ask = " (is a reader holding one?)" if slip is SlipReason.SLOTS else ""
         has = "only an early" if captured else "no"
         text = f"step {step}, the last one, has {has} snapshot: {slip}{ask}"
         recorder.outcomes.report(RegionBusyError(text))
 
 
-def left_off(recorder: Recorder, error: BaseException) -> None:
+def left_off(recorder: Checkpointer, error: BaseException) -> None:
     """Write or void the pre-fence journal entry when an exception leaves the iteration.
 
     Other ranks may make the update that this one does not make.
@@ -147,7 +147,7 @@ def left_off(recorder: Recorder, error: BaseException) -> None:
             kept.take_back(recorder.steps.step + 1)
 
 
-def gradients_complete(recorder: Recorder, last: bool) -> None:
+def gradients_complete(recorder: Checkpointer, last: bool) -> None:
     """Write the pre-fence journal entry: all gradients of the iteration have come, by habit.
 
     Not `last`: one more has come after all, and the entry is voided. A rank that is killed from
@@ -165,7 +165,7 @@ def gradients_complete(recorder: Recorder, last: bool) -> None:
             kept.take_back(step)
 
 
-def left_standing(recorder: Recorder) -> None:
+def left_standing(recorder: Checkpointer) -> None:
     """Write or void the pre-fence journal entry when the training thread is stuck, maybe for good.
 
     Under the lock; any thread. If the training goes on after all, its fence writes what has
@@ -182,7 +182,7 @@ def left_standing(recorder: Recorder) -> None:
         kept.take_back(recorder.steps.step + 1)
 
 
-def _not_whole(recorder: Recorder) -> str:
+def _not_whole(recorder: Checkpointer) -> str:
     """Say why the last complete step cannot be copied any more; empty if it can."""
     if recorder.mixed:
         return "an update is half done"
@@ -192,7 +192,7 @@ def _not_whole(recorder: Recorder) -> str:
     return ""
 
 
-def _begun_step(recorder: Recorder) -> tuple[Instant | None, int]:
+def _begun_step(recorder: Checkpointer) -> tuple[BoundaryCapture | None, int]:
     """Return what is kept of the last step, whose next forward has begun, and record flags.
 
     None: the live state serves, for no forward has changed anything of it yet.
@@ -225,7 +225,7 @@ FATES_S = 600.0
 """Seconds: twice as long as a rank waits for the others before it claims a step dead (aborted)."""
 
 
-def drain(recorder: Recorder, step: int | None, deadline: float | None) -> bool:
+def drain(recorder: Checkpointer, step: int | None, deadline: float | None) -> bool:
     """Poll until nothing is open, or one of `step` or newer is committed; False at the deadline.
 
     Without a deadline the medium is waited for as long as it takes, other ranks for `FATES_S` at
@@ -246,7 +246,7 @@ def drain(recorder: Recorder, step: int | None, deadline: float | None) -> bool:
     return True
 
 
-def drain_for_close(recorder: Recorder, deadline: float) -> None:
+def drain_for_close(recorder: Checkpointer, deadline: float) -> None:
     """Wait for whatever is sealed, as it cannot be given up: after the deadline only warn."""
     recorder.poll()
     pipeline, told = recorder.pipeline, False
@@ -257,7 +257,7 @@ def drain_for_close(recorder: Recorder, deadline: float) -> None:
         recorder.poll(POLL_S)
 
 
-def settle_for_close(recorder: Recorder, deadline: float, *, last_step: bool) -> None:
+def settle_for_close(recorder: Checkpointer, deadline: float, *, last_step: bool) -> None:
     """Leave the other ranks: agree on the last step, or say that there is none; bounded."""
     pipeline, outcomes = recorder.pipeline, recorder.outcomes
     seconds = max(deadline - time.monotonic(), LEAST_S)
@@ -281,7 +281,9 @@ def settle_for_close(recorder: Recorder, deadline: float, *, last_step: bool) ->
         outcomes.tell_troubles()
 
 
-def wait(recorder: Recorder, reporter: Reporter, step: int | None, timeout: float | None) -> None:
+def wait(
+    recorder: Checkpointer, reporter: ErrorReporter, step: int | None, timeout: float | None
+) -> None:
     """Wait for a commit as `handle.wait` promises."""
     pipeline, counters = recorder.pipeline, recorder.pipeline.counters
     lost = counters.failed + counters.torn + counters.dead
@@ -312,6 +314,6 @@ def wait(recorder: Recorder, reporter: Reporter, step: int | None, timeout: floa
     )
 
 
-def _reached(recorder: Recorder, step: int) -> bool:
+def _reached(recorder: Checkpointer, step: int) -> bool:
     last = recorder.pipeline.counters.last_committed_step
     return last is not None and last >= step

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lightck.events import event
-from lightck.pipeline.inflight import Slip
+from lightck.pipeline.inflight import SlipReason
 
 STEPS = 100
 """The number of steps during which a slip counts."""
@@ -17,14 +17,14 @@ LEAST_DUE = 10
 """The number of due snapshots below which nothing can be said."""
 
 _REMEDIES: dict[str, str] = {
-    Slip.SLOTS: "the medium does not finish one before the next is due: take a rarer policy"
+    SlipReason.SLOTS: "the medium does not finish one before the next is due: take a rarer policy"
     " (policy=10), a slot more (slots=), a faster path (tmpfs, persistent memory), or"
     ' durability="process" on an ordinary file; a reader (lightck export) holds a slot, too',
-    Slip.DRAM: "the medium is slower than the steps: take a rarer policy (policy=10), a faster path"
-    " (tmpfs, persistent memory), or placement='direct' where the medium can be mapped",
-    Slip.COPY: "the device's copy is not written away before the next is due: take a rarer policy"
-    ' (policy=10) or placement="host"',
-    Slip.GRAPH: "snapshots begin outside of the recording of a graph: mark the update with"
+    SlipReason.DRAM: "the medium is slower than the steps: take a rarer policy (policy=10), a"
+    " faster path (tmpfs, persistent memory), or placement='direct' where the medium can be mapped",
+    SlipReason.COPY: "the device's copy is not written away before the next is due: take a rarer"
+    ' policy (policy=10) or placement="host"',
+    SlipReason.GRAPH: "snapshots begin outside of the recording of a graph: mark the update with"
     " handle.before_update() and handle.after_update()",
 }
 _ELSE = "take a rarer policy (policy=10); the event `slipped` of each has its reason"

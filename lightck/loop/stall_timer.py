@@ -13,7 +13,7 @@ _LAST = 9  # snapshots whose cost counts
 
 
 @dataclass(eq=False)
-class Stalls:
+class StallTimer:
     """Sums seconds per cause; where causes are nested, the outermost one counts."""
 
     seconds: dict[str, float] = field(default_factory=dict)

@@ -14,14 +14,14 @@ import torch
 from torch.optim import Optimizer
 
 from lightck.journal import step_journal
-from lightck.journal.boundary_state import Instants
+from lightck.journal.boundary_state import BoundaryState
 from lightck.journal.entry import MOST_EXTRA_BYTES
 from lightck.region import allocator
 from lightck.region.layout import Entry
 from lightck.region.native_region import JOURNAL_BYTES
 from lightck.state import boundary_blob, tensor_layout, tensor_support
 from lightck.state.boundary_codec import join
-from lightck.state.inventory import Inventory, Live, parameter_names
+from lightck.state.inventory import Inventory, StateTensor, parameter_names
 
 _SMALL = (2, 3, 5, 7, 11, 13)
 _Made = tuple[str, torch.dtype, tuple[int, ...]]
@@ -54,13 +54,15 @@ def journal_bytes(inventory: Inventory) -> int:
     rest = {**collected.tree, "extras": {}}
     size = boundary_blob.weight(rest) + BOUNDARY_RESERVE_BYTES
     # Larger extras are not written to the journal.
-    extras = Instants(inventory).standing()["extras"], collected.tree["extras"]
+    extras = BoundaryState(inventory).standing()["extras"], collected.tree["extras"]
     size += min(boundary_blob.weight(extras), MOST_EXTRA_BYTES)
     size += sum(live.local.nbytes for live in collected.lives if step_journal.is_own(live))
     return max(JOURNAL_BYTES, 6 * min(size, 2 * step_journal.MOST_BYTES))
 
 
-def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[Live, ...] | None:
+def missing_state(
+    i: int, optimizer: Optimizer, names: dict[int, str]
+) -> tuple[StateTensor, ...] | None:
     """Make tensors without bytes for the state that `optimizer` will create in its first step.
 
     Returns:
@@ -74,7 +76,7 @@ def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[
     ]  # fmt: skip
     kinds: dict[Any, list[_Made]] = {}
     known = parameter_names(i, optimizer, names)
-    lives: list[Live] = []
+    lives: list[StateTensor] = []
     for g, parameter in wanted:
         if parameter.dim() > len(_SMALL):
             return None
@@ -97,7 +99,7 @@ def missing_state(i: int, optimizer: Optimizer, names: dict[int, str]) -> tuple[
             if sharded and shape:
                 tensor = tensor_support.like(parameter, tensor)
             layer = known[parameter].rpartition(".")[0]  # the layout table tells it, too
-            lives.append(Live(join(base, key), "optimizer", layer, tensor, frozenset((i,))))
+            lives.append(StateTensor(join(base, key), "optimizer", layer, tensor, frozenset((i,))))
     return tuple(lives)
 
 

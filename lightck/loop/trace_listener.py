@@ -16,16 +16,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightck.data.lookahead import Lookahead
-from lightck.loop.checkpointer import Recorder
+from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Watched, is_weight, untraced
 from lightck.tracing.trace import Trace, now_ns
 
 
 @dataclass(eq=False)
-class Phases:
+class TraceListener:
     """Passes everything that the hooks tell on to the recorder, and notes when it was."""
 
-    recorder: Recorder
+    recorder: Checkpointer
     trace: Trace
     watched: Watched
     _updates: list[int] = field(default_factory=list)

@@ -4,7 +4,7 @@ Capture knows no ranks. It tells the barrier what becomes of every due step on t
 once: opened before the slot's invalidation, then committed here, or lost. The step's outcome over
 all ranks is its *fate*; a snapshot counts when that is `whole`: every rank has committed it. The
 barrier of several ranks is in `lightck.distributed.commit.distributed_barrier`, that of one is
-`Alone`.
+`SingleProcessBarrier`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightck.errors import DeviceError, LightckError, PreviousPersistError, Regi
 from lightck.types import Fate, Moment, Policy
 
 
-class Barrier(Protocol):
+class CommitBarrier(Protocol):
     """Commit barrier of the job, as capture sees it.
 
     For any thread, with the recorder's lock held. Only `wait`, `close` and `leave` wait.
@@ -104,13 +104,13 @@ class Barrier(Protocol):
         ...
 
 
-class Alone:
+class SingleProcessBarrier:
     """Barrier of a single rank: the policy decides, and what is committed here counts at once."""
 
     alone = True
 
     def due(self, moment: Moment, policy: Policy) -> bool:
-        """Ask the policy. See `Barrier` for this and the methods below."""
+        """Ask the policy. See `CommitBarrier` for this and the methods below."""
         return policy.due(moment)
 
     def request(self, step: int) -> bool:

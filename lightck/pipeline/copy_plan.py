@@ -25,7 +25,7 @@ from lightck.region import allocator
 from lightck.region.layout import Entry
 from lightck.region.region import Region
 from lightck.state import tensor_layout, tensor_support
-from lightck.state.inventory import Live
+from lightck.state.inventory import StateTensor
 
 _FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
     operator.attrgetter("shape"),
@@ -49,7 +49,7 @@ _RUN = 512
 
 
 @dataclass(frozen=True)
-class Sources:
+class CopySources:
     """Holds the tensors that one group's copies read, as at forward start, and their memory.
 
     The memory is held because `p.data = ...` would free it while workers still read it.
@@ -78,7 +78,7 @@ class Sources:
 
 
 @dataclass(eq=False)
-class Part:
+class PlannedGroup:
     """One planned group: copies of tensors that the same optimizers update, in order of release."""
 
     holders: frozenset[int]
@@ -98,7 +98,7 @@ class Part:
     total_bytes: int = 0
     versions: npt.NDArray[np.int64] | None = None
     """Versions of the live tensors at the last snapshot; None before the first."""
-    last: Sources | None = None
+    last: CopySources | None = None
     """Sources of the last snapshot; while no address has changed, its storages serve again."""
 
     def unmoved(self, versions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -115,15 +115,15 @@ class Part:
 
 
 @dataclass(eq=False)
-class Arrangement:
+class CopyPlan:
     """Copy plan for the tensors of the last snapshot. Used by the training thread."""
 
     region: Region
-    lives: tuple[Live, ...] = ()
+    lives: tuple[StateTensor, ...] = ()
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Tensors of `lives`, in the same order."""
     entries: tuple[Entry, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PlannedGroup, ...] = ()
     plan: allocator.Plan | None = None
     """Allocation of the entries in the region; None before the first snapshot."""
     may_wait: bool = True
@@ -135,7 +135,7 @@ class Arrangement:
     """For each of `_RARE_FORM`, the indices of the tensors that it concerns."""
     _rare_forms: list[list[Any]] = field(default_factory=list)
 
-    def update(self, lives: Sequence[Live], boundary_bytes: int) -> allocator.Plan:
+    def update(self, lives: Sequence[StateTensor], boundary_bytes: int) -> allocator.Plan:
         """Plan the copies of these tensors, and return their allocation in the region.
 
         While nothing has changed, the last plan serves.
@@ -182,7 +182,7 @@ class Arrangement:
             and _rare_forms(self._rare, tensors) == self._rare_forms
         )
 
-    def _known(self, found: tuple[Live, ...]) -> bool:
+    def _known(self, found: tuple[StateTensor, ...]) -> bool:
         """Tell whether what is known of the tensors is as last time, though objects may differ.
 
         Another object may have no version counter (an inference tensor); the same one keeps its
@@ -211,7 +211,9 @@ def _rare_forms(rare: list[list[int]], tensors: list[torch.Tensor]) -> list[list
     return [list(map(form, map(tensors.__getitem__, some))) for some, (_, form) in forms]
 
 
-def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...], may_wait: bool) -> tuple[Part, ...]:
+def _parts(
+    lives: tuple[StateTensor, ...], entries: tuple[Entry, ...], may_wait: bool
+) -> tuple[PlannedGroup, ...]:
     """Group the copies, in each group the largest first.
 
     The copies left for the fence are then small, whatever the model's order.
@@ -239,11 +241,11 @@ def _parts(lives: tuple[Live, ...], entries: tuple[Entry, ...], may_wait: bool) 
         positions = np.array(order, np.intp)
         total = sum(entries[i].length for i in order)
         at = positions, tuple(order), free, begins, total
-        parts.append(Part(holders, own, at_once, devices[where], *at))
+        parts.append(PlannedGroup(holders, own, at_once, devices[where], *at))
     return tuple(parts)
 
 
-def sources(part: Part, arrangement: Arrangement) -> Sources:
+def sources(part: PlannedGroup, arrangement: CopyPlan) -> CopySources:
     """Return what the group's copies read; private copies are made now."""
     live = [arrangement.tensors[i] for i in part.order]
     if part.owned and not part.at_once:
@@ -251,7 +253,7 @@ def sources(part: Part, arrangement: Arrangement) -> Sources:
         copies = [tensor_layout.owned(lives[i], entries[i], part.device) for i in part.order]
         flats = [flat(c, 0, c.nbytes) for c in copies] if part.device is not None else []
         versions = _versions(live, tensor_support.locals_of(live))
-        return Sources(copies, _addresses(copies), versions, [], flats)
+        return CopySources(copies, _addresses(copies), versions, [], flats)
     pointers, versions = read(live)
     # While the last storage at an address is held, no other storage can be there.
     if part.last is not None and np.array_equal(pointers, part.last.pointers):
@@ -263,7 +265,7 @@ def sources(part: Part, arrangement: Arrangement) -> Sources:
             lengths = [arrangement.entries[i].length for i in part.order]
             rows = zip(held, map(int, part.begins), lengths, strict=True)
             flats = [flat(*row) for row in rows]
-    part.last = Sources(live, pointers, versions, storages, flats)
+    part.last = CopySources(live, pointers, versions, storages, flats)
     return part.last
 
 

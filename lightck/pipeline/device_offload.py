@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.device.base import Device, Mark
+from lightck.device.base import Device, DeviceEvent
 from lightck.errors import DeviceError, LightckError
-from lightck.pipeline.copy_plan import Arrangement, Part, Sources, sources
-from lightck.pipeline.device_placement import Ways
-from lightck.pipeline.device_transfer import Transfer, Transfers, Way, took
-from lightck.pipeline.inflight import Flight, Group
+from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup, sources
+from lightck.pipeline.device_placement import DevicePlacement
+from lightck.pipeline.device_transfer import DeviceTransfer, TransferEngine, TransferMode, took
+from lightck.pipeline.inflight import CopyGroup, InflightSnapshot
 from lightck.region.native_region import crc32c_at
 
 PEAK_STEPS = 1
@@ -27,40 +27,40 @@ known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StreamPosition:
     """The position of the training thread's stream on a device at an instant, as an event."""
 
     device: Device
     stream: Any
-    mark: Mark
+    mark: DeviceEvent
 
 
 @dataclass(eq=False)
 class _Room:
     """One device's part of one snapshot: its transfer mode, and room in spare memory."""
 
-    way: Way
+    way: TransferMode
     copy: torch.Tensor | None
     """The room in the device's spare memory, for all groups; None: there is none."""
     used: int = 0
 
 
 @dataclass(eq=False)
-class Offload:
+class DeviceOffload:
     """Moves the tensors that devices hold into the region, and owns what does so.
 
     Used by the training thread, or by others under the recorder's lock.
     """
 
-    ways: Ways
-    transfers: Transfers
-    _flight: Flight | None = None
+    ways: DevicePlacement
+    transfers: TransferEngine
+    _flight: InflightSnapshot | None = None
     """The snapshot whose copies are being queued."""
     _rooms: dict[str, _Room] = field(default_factory=dict)
     """Each device's part of that snapshot, by the device's name."""
-    _copied: list[Transfer] = field(default_factory=list)
+    _copied: list[DeviceTransfer] = field(default_factory=list)
     """The transfers that use devices' spare memory."""
-    standing: tuple[Standing, ...] = ()
+    standing: tuple[StreamPosition, ...] = ()
     """The streams' positions at the last instant."""
     _begun: bool = False
     """True if the last instant was forward start (else step end)."""
@@ -93,7 +93,7 @@ class Offload:
         """
         return all(each.mark.passed() for each in self.standing)
 
-    def prepare(self, arrangement: Arrangement, step: int) -> None:
+    def prepare(self, arrangement: CopyPlan, step: int) -> None:
         """Choose each device's transfer mode at the end of a step; may take a second.
 
         Loading, pinning and registering are all done here, because later they might wait for a
@@ -125,7 +125,7 @@ class Offload:
         if self._failure is None and isinstance(error, DeviceError):
             self._failure = error
 
-    def stand(self, arrangement: Arrangement, *, begun: bool) -> None:
+    def stand(self, arrangement: CopyPlan, *, begun: bool) -> None:
         """Note that the training thread is at step end or, if `begun`, at forward start.
 
         A thread that saves just in time starts from there: see `aside`.
@@ -135,7 +135,7 @@ class Offload:
             self._begun, self.standing = (
                 begun,
                 tuple(
-                    Standing(device, device.stream(), device.mark())
+                    StreamPosition(device, device.stream(), device.mark())
                     for device, _ in _sizes(arrangement).values()
                 ),
             )
@@ -163,7 +163,7 @@ class Offload:
             yield
 
     @contextmanager
-    def back_at(self, standing: Sequence[Standing]) -> Iterator[None]:
+    def back_at(self, standing: Sequence[StreamPosition]) -> Iterator[None]:
         """Take this earlier forward start for the last instant, in the body."""
         before = self.standing, self._begun, self._back
         self.standing, self._begun, self._back = tuple(standing), True, True
@@ -182,7 +182,9 @@ class Offload:
         for each in self.standing:
             each.device.enter_thread()
 
-    def marked(self, marks: Mapping[tuple[str, Any], Mark]) -> dict[tuple[str, Any], Mark]:
+    def marked(
+        self, marks: Mapping[tuple[str, Any], DeviceEvent]
+    ) -> dict[tuple[str, Any], DeviceEvent]:
         """Return these events, and a new one in each of the thread's streams that has none.
 
         The new one comes before whatever is queued next; a stream that records a graph gets none.
@@ -194,18 +196,18 @@ class Offload:
                 found[device.name, stream] = device.mark(stream)
         return found
 
-    def recording(self, arrangement: Arrangement) -> bool:
+    def recording(self, arrangement: CopyPlan) -> bool:
         """Tell whether what is queued now is recorded into a graph."""
         return any(device.recording() for device, _ in _sizes(arrangement).values())
 
     def queue(
         self,
-        flight: Flight,
-        part: Part,
-        chosen: Sources,
+        flight: InflightSnapshot,
+        part: PlannedGroup,
+        chosen: CopySources,
         staged: npt.NDArray[np.bool_],
-        arrangement: Arrangement,
-    ) -> Group:
+        arrangement: CopyPlan,
+    ) -> CopyGroup:
         """Add one group's copies to a snapshot; nothing is copied before `depart`."""
         device = part.device
         assert device is not None
@@ -216,7 +218,7 @@ class Offload:
             ask = known and self._thread in (0, get_ident())
             way, copy = self.ways.choose(*_sizes(arrangement)[device.name], ask=ask)
             if copy is not None and self.copy_taken:
-                way, copy = Way.HOST, None
+                way, copy = TransferMode.HOST, None
             self._rooms[device.name] = _Room(way, copy)
         room, at, layout = self._rooms[device.name], part.positions, flight.writer.layout
         in_place = self.ways.in_place(device, room.way) and not staged[at].any()
@@ -230,12 +232,12 @@ class Offload:
             room.used += batch.total_bytes
         snapshot = flight.writer.snapshot
         pieces = self.ways.pieces(device)
-        transfer = Transfer(device, snapshot, batch, chosen.flats, extents, pieces, copy)
-        group = Group(part.holders, batch, chosen, part.owned, transfer)
+        transfer = DeviceTransfer(device, snapshot, batch, chosen.flats, extents, pieces, copy)
+        group = CopyGroup(part.holders, batch, chosen, part.owned, transfer)
         flight.groups.append(group)
         return group
 
-    def depart(self, flight: Flight) -> None:
+    def depart(self, flight: InflightSnapshot) -> None:
         """Start all copies, from where the calling thread's streams are now, at forward start."""
         self._flight, self._rooms, marks = None, {}, {}
         for transfer in flight.transfers:
@@ -248,7 +250,7 @@ class Offload:
         if flight.transfers:
             self.transfers.depart(flight.transfers)
 
-    def fence(self, group: Group, *, wait: bool) -> None:
+    def fence(self, group: CopyGroup, *, wait: bool) -> None:
         """Make the calling thread's stream wait for the group's copies before anything more.
 
         With `wait`, return only when they are done, so that every thread's stream may go on.
@@ -269,7 +271,7 @@ class Offload:
             transfer.device.enter_thread()
         self.transfers.fence(transfer, wait=wait)
 
-    def arrived(self, flight: Flight, timeout_s: float | None) -> bool:
+    def arrived(self, flight: InflightSnapshot, timeout_s: float | None) -> bool:
         """Tell, after waiting, whether the pool has read everything.
 
         Raises:
@@ -280,9 +282,9 @@ class Offload:
             self._learn(flight)
         return there
 
-    def _learn(self, flight: Flight) -> None:
+    def _learn(self, flight: InflightSnapshot) -> None:
         """Learn what each device's transfers cost, if enough of their bytes were seen arriving."""
-        ran: dict[str, list[list[Transfer]]] = {}
+        ran: dict[str, list[list[DeviceTransfer]]] = {}
         for name, run in groupby(flight.transfers, lambda each: each.device.name):
             ran.setdefault(name, []).append(list(run))
         for runs in ran.values():
@@ -292,7 +294,7 @@ class Offload:
                 in_place = all(each.in_place for each in of_it)
                 self.ways.paid(of_it[0].device, sum(seconds) / sum(sizes), in_place=in_place)
 
-    def give_up(self, flight: Flight) -> None:
+    def give_up(self, flight: InflightSnapshot) -> None:
         """Return when no copy of a snapshot is under way any more. Blocks; any thread.
 
         Free the snapshot after that, then call `forget`.
@@ -300,12 +302,12 @@ class Offload:
         for transfer in flight.transfers:
             self.transfers.give_up(transfer)
 
-    def forget(self, flight: Flight) -> None:
+    def forget(self, flight: InflightSnapshot) -> None:
         """Let go of a snapshot's transfers: the pool reads nothing of it any more. Any thread."""
         for transfer in flight.transfers:
             self.transfers.forget(transfer)
 
-    def differs(self, group: Group) -> int | None:
+    def differs(self, group: CopyGroup) -> int | None:
         """Return the index of the group's first copy that is not of the live bytes, or None.
 
         Waits for everything, and compares all bytes.
@@ -342,7 +344,7 @@ class Offload:
         self.ways.close()
 
 
-def _reserved(arrangement: Arrangement) -> list[torch.Tensor]:
+def _reserved(arrangement: CopyPlan) -> list[torch.Tensor]:
     """Allocate memory for one snapshot's private copies, on their devices."""
     found: list[torch.Tensor] = []
     for part in arrangement.parts:
@@ -352,7 +354,7 @@ def _reserved(arrangement: Arrangement) -> list[torch.Tensor]:
     return found
 
 
-def _live(arrangement: Arrangement, device: Device) -> list[torch.Tensor]:
+def _live(arrangement: CopyPlan, device: Device) -> list[torch.Tensor]:
     """Return the bytes of the tensors on a device, to be used at once."""
     found: list[torch.Tensor] = []
     for part in arrangement.parts:
@@ -363,7 +365,7 @@ def _live(arrangement: Arrangement, device: Device) -> list[torch.Tensor]:
     return found
 
 
-def _sizes(arrangement: Arrangement) -> dict[str, tuple[Device, int]]:
+def _sizes(arrangement: CopyPlan) -> dict[str, tuple[Device, int]]:
     """Return every device and the bytes that it holds, by name."""
     found: dict[str, tuple[Device, int]] = {}
     for part in arrangement.parts:

@@ -16,8 +16,8 @@ import torch
 
 from lightck.device.base import Device
 from lightck.events import event
-from lightck.pipeline.device_transfer import Way
-from lightck.pipeline.trial import Contest, Turn
+from lightck.pipeline.device_transfer import TransferMode
+from lightck.pipeline.trial import ABTrial, TrialResult
 from lightck.region.region import Region
 
 PIECE_BYTES = 1 << 30
@@ -34,7 +34,7 @@ _NO_PINS = {
 
 
 @dataclass(eq=False)
-class Ways:
+class DevicePlacement:
     """Chooses each device's transfer mode, and owns what the choice needs.
 
     Used by the training thread.
@@ -62,7 +62,7 @@ class Ways:
     _mapped: torch.Tensor | None = None
     _plain: dict[str, float] = field(default_factory=dict)
     """The seconds a byte of a copy to pinned DRAM, by device. A device without is not judged."""
-    _contests: dict[str, Contest] = field(default_factory=dict)
+    _contests: dict[str, ABTrial] = field(default_factory=dict)
     """The trial, by device, of the ring against stores into the region, in seconds a byte."""
 
     @property
@@ -70,7 +70,9 @@ class Ways:
         """The bytes of all devices' spare memory."""
         return sum(copy.numel() for copy in list(self._copies.values()))
 
-    def choose(self, device: Device, size: int, *, ask: bool) -> tuple[Way, torch.Tensor | None]:
+    def choose(
+        self, device: Device, size: int, *, ask: bool
+    ) -> tuple[TransferMode, torch.Tensor | None]:
         """Return the transfer mode of a device's bytes, and room for their copy, if any.
 
         May register the region, which blocks, when it is asked for the first time. The room is in
@@ -86,22 +88,22 @@ class Ways:
             copy = self._spare(device, size, ask)
             why_not = "" if copy is not None else f"{device.name} has no {size} bytes to spare"
             why_not += "" if copy is not None or ask else ", as far as is known by now"
-        way, why = Way.HOST, f"placement is {self.wanted!r}"
+        way, why = TransferMode.HOST, f"placement is {self.wanted!r}"
         if copy is not None:
-            way, why = Way.DEVICE, f"{device.name} has {size} bytes to spare"
+            way, why = TransferMode.DEVICE, f"{device.name} has {size} bytes to spare"
             why_not = self._beaten(device)
         elif self.wanted in ("auto", "direct"):
             avoided = self._refuses(device) or self._beaten(device)
-            way = Way.HOST if avoided else Way.DIRECT
+            way = TransferMode.HOST if avoided else TransferMode.DIRECT
             why = avoided or "the region is registered with the driver"
         self._say(device, way, "; ".join(filter(None, (why_not, why))))
         return way, copy
 
-    def in_place(self, device: Device, way: Way) -> bool:
+    def in_place(self, device: Device, way: TransferMode) -> bool:
         """Tell whether the device stores into the region itself."""
-        if way is Way.DEVICE:
+        if way is TransferMode.DEVICE:
             return not (self._refuses(device) or self._beaten(device))
-        return way is Way.DIRECT
+        return way is TransferMode.DIRECT
 
     def judged(self, device: Device) -> bool:
         """Tell whether the ring may be tried instead of stores into the region."""
@@ -125,7 +127,7 @@ class Ways:
             device.copy(places, loads).wait()
             best = min(best, time.perf_counter() - begin)
         self._plain[device.name] = best / size
-        self._contests[device.name] = Contest()
+        self._contests[device.name] = ABTrial()
 
     def paid(self, device: Device, cost: float, *, in_place: bool) -> None:
         """Learn what a snapshot's transfers from a device have cost.
@@ -139,11 +141,14 @@ class Ways:
         if contest is None or in_place is contest.other:  # from before the trial's last turn
             return
         turn = contest.saw(cost, lambda: TOO_SLOW * self._plain[device.name])
-        if turn is Turn.DOUBT:
+        if turn is TrialResult.DOUBT:
             contest.begin()
         elif turn is not None:
             event(
-                "device_ring", device=device.name, stays=turn is Turn.WON, rates=self._rates(device)
+                "device_ring",
+                device=device.name,
+                stays=turn is TrialResult.WON,
+                rates=self._rates(device),
             )
 
     def _beaten(self, device: Device) -> str:
@@ -185,7 +190,7 @@ class Ways:
                 device.unregister(address)
         self._registered.clear()
 
-    def _say(self, device: Device, way: Way, why: str) -> None:
+    def _say(self, device: Device, way: TransferMode, why: str) -> None:
         self.chosen = way, why
         if self._said.get(device.name) != (way, why):
             self._said[device.name] = (way, why)

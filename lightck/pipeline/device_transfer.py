@@ -20,7 +20,7 @@ from threading import Condition, Event, RLock, Thread
 
 import torch
 
-from lightck.device.base import Device, Mark
+from lightck.device.base import Device, DeviceEvent
 from lightck.errors import DeviceError, LightckError
 from lightck.region.native_pool import NativeSnapshot
 from lightck.region.slot_writer import Batch
@@ -44,7 +44,7 @@ MOST_BYTES = 1 << 30
 32 bits."""
 
 
-class Way(StrEnum):
+class TransferMode(StrEnum):
     """The transfer modes: how tensors on a device reach the region."""
 
     DIRECT = "direct"
@@ -53,22 +53,22 @@ class Way(StrEnum):
 
 
 @dataclass(eq=False)
-class Load:
+class TransferChunk:
     """The bytes of a transfer that are copied at once."""
 
     end: int
     """The end of its bytes in the batch."""
-    mark: Mark
+    mark: DeviceEvent
     """The mark (event) after its copy."""
     place: torch.Tensor | None
     """The place of the ring that it is in; None: the bytes are in their extents."""
 
 
 @dataclass(eq=False)
-class Transfer:
+class DeviceTransfer:
     """The copies of one group from a device.
 
-    Made by the training thread, moved by the threads of `Transfers`.
+    Made by the training thread, moved by the threads of `TransferEngine`.
     """
 
     device: Device
@@ -83,9 +83,9 @@ class Transfer:
     copy: torch.Tensor | None = None
     """Room in the device's spare memory for all of it, to be copied to first; None: there is
     none."""
-    begun: Mark | None = None
+    begun: DeviceEvent | None = None
     """The mark of forward start: nothing is copied before."""
-    left: Mark | None = None
+    left: DeviceEvent | None = None
     """The mark after the last copy from live memory; set once that copy is queued."""
     queued: Event = field(default_factory=Event)
     """Set once `left` is set, or `error`."""
@@ -122,7 +122,7 @@ class Transfer:
         self.error = self.error or error
         self.queued.set()
 
-    def came(self, load: Load) -> None:
+    def came(self, load: TransferChunk) -> None:
         """Note that a load has arrived. Called by the feeding thread."""
         self.arrivals[1:] = [(load.end, time.perf_counter())]
 
@@ -180,7 +180,7 @@ class Transfer:
         self.sources, self._live, self.copy, self.extents = [], [], None, None
 
 
-def took(run: Sequence[Transfer]) -> tuple[int, float]:
+def took(run: Sequence[DeviceTransfer]) -> tuple[int, float]:
     """Return bytes and seconds of transfers that were moved in turn, without the first load.
 
     That one waited for its turn. All transfers must be fed.
@@ -201,7 +201,7 @@ _LOOK_S = 0.05
 """Seconds between two looks, during a wait for the pool, whether the wait is still wanted."""
 
 
-class Transfers:
+class TransferEngine:
     """Owns the threads and the ring.
 
     Methods above the line are for other threads.
@@ -216,7 +216,7 @@ class Transfers:
         """The number of places of the ring that were made so far."""
         self._changed = Condition()
         """Guards the attributes that follow, and wakes the threads when they change."""
-        self._jobs: deque[Transfer] = deque()
+        self._jobs: deque[DeviceTransfer] = deque()
         """The transfers to be queued; the first one is being queued."""
         self._free: list[torch.Tensor] = []
         self._closing = False
@@ -226,15 +226,15 @@ class Transfers:
         self._again = False
         self._hurry = 0
         """The number of fences that wait for the queueing."""
-        self._out: deque[tuple[Transfer, Load]] = deque()
+        self._out: deque[tuple[DeviceTransfer, TransferChunk]] = deque()
         """The loads that are queued and not fed yet, with their transfers."""
         self._wanting = False
         """True if the ring is full, and a copy waits for a place."""
         self._threads: list[Thread] = []
-        self._followed: list[Mark] = []
+        self._followed: list[DeviceEvent] = []
         """The marks that the copying streams wait for, as far as they are not known to be
         passed."""
-        self._holding: deque[Transfer] = deque()
+        self._holding: deque[DeviceTransfer] = deque()
         """The transfers whose places of the ring are read next, in order; used by the feeding
         thread only."""
 
@@ -248,7 +248,7 @@ class Transfers:
         while (place := self._new_place(device)) is not None:
             self._give_back(place)
 
-    def depart(self, transfers: Sequence[Transfer]) -> None:
+    def depart(self, transfers: Sequence[DeviceTransfer]) -> None:
         """Begin the transfers, in this order, each from its mark.
 
         Raises:
@@ -269,7 +269,7 @@ class Transfers:
             self._jobs.extend(transfers)
             self._changed.notify_all()
 
-    def fence(self, transfer: Transfer, *, wait: bool) -> None:
+    def fence(self, transfer: DeviceTransfer, *, wait: bool) -> None:
         """Make the calling thread's stream wait until every copy has left live memory.
 
         Returns when all of them are queued; with `wait`, when they are done, so that every thread's
@@ -304,7 +304,7 @@ class Transfers:
             self._again = True
             self._changed.notify_all()
 
-    def arrived(self, transfer: Transfer, timeout_s: float | None) -> bool:
+    def arrived(self, transfer: DeviceTransfer, timeout_s: float | None) -> bool:
         """Tell, after waiting, whether all of it is in the region, or on its way from DRAM.
 
         Raises:
@@ -322,7 +322,7 @@ class Transfers:
             if not left:
                 return False
 
-    def give_up(self, transfer: Transfer) -> None:
+    def give_up(self, transfer: DeviceTransfer) -> None:
         """Give up a transfer; on return nothing of it is queued or fed, and no copy is under way.
 
         What was fed is the pool's until the snapshot is freed: see `forget`.
@@ -340,7 +340,7 @@ class Transfers:
         with transfer.touching:
             pass  # whoever asked the pool for a place of it has its answer, and asks no more
 
-    def forget(self, transfer: Transfer) -> None:
+    def forget(self, transfer: DeviceTransfer) -> None:
         """Free a transfer's places of the ring: the pool has read all, or its snapshot is freed."""
         with transfer.touching:
             transfer.given_up = True
@@ -395,7 +395,7 @@ class Transfers:
                 self._jobs.popleft()
                 self._settle(job)
 
-    def _queue(self, job: Transfer) -> None:
+    def _queue(self, job: DeviceTransfer) -> None:
         """Queue all loads of a transfer, as places of the ring become free."""
         assert job.begun is not None
         job.device.enter_thread()
@@ -424,12 +424,12 @@ class Transfers:
             mark = job.device.copy(targets, sources)
             self.moved_bytes += end - begin
             with self._changed:
-                self._out.append((job, Load(end, mark, place)))
+                self._out.append((job, TransferChunk(end, mark, place)))
                 self._changed.notify_all()
         if job.copy is None:
             job.left = mark
 
-    def _place(self, job: Transfer) -> torch.Tensor | None:
+    def _place(self, job: DeviceTransfer) -> torch.Tensor | None:
         """Return a free place of the ring, after waiting; None if the transfer is given up."""
         with self._changed:
             if not self._free and self.made == self.places:
@@ -485,7 +485,7 @@ class Transfers:
     def _idle(self) -> bool:
         return not (self._out or (self._wanting and self._holding))
 
-    def _feed(self, job: Transfer, load: Load) -> None:
+    def _feed(self, job: DeviceTransfer, load: TransferChunk) -> None:
         """Wait for the oldest copy and give it to the pool."""
         try:
             job.device.enter_thread()
@@ -505,7 +505,7 @@ class Transfers:
             self._settle(job)
             self._changed.notify_all()
 
-    def _settle(self, job: Transfer) -> None:
+    def _settle(self, job: DeviceTransfer) -> None:
         """Set `fed` if there is nothing more to do for a transfer. Called under the lock."""
         if job not in self._jobs and not any(job is other for other, _ in self._out):
             job.fed.set()
@@ -535,7 +535,7 @@ class Transfers:
         return False
 
 
-def raise_error(transfer: Transfer) -> None:
+def raise_error(transfer: DeviceTransfer) -> None:
     """Raise the error that a transfer has failed with, if any.
 
     Raises:

@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from lightck.errors import TornSnapshotError
-from lightck.pipeline.copy_plan import Sources
-from lightck.pipeline.device_transfer import Transfer
+from lightck.pipeline.copy_plan import CopySources
+from lightck.pipeline.device_transfer import DeviceTransfer
 from lightck.region.native_region import HOLDS_ALL, RECORD_EARLY
 from lightck.region.slot_writer import Batch, SlotWriter
 
 
 @dataclass(eq=False)
-class Group:
+class CopyGroup:
     """One group of copies, whose sources the same optimizers update."""
 
     holders: frozenset[int]
     batch: Batch
-    sources: Sources | None
+    sources: CopySources | None
     """Tensors that are copied, which keeps their memory alive; None once they are captured."""
     owned: bool
     """True if no copy can be torn: of private copies, or made before the opening returned."""
-    transfer: Transfer | None = None
+    transfer: DeviceTransfer | None = None
     """Transfer from the device that holds the sources; None: none does."""
 
     @property
@@ -48,7 +48,7 @@ class Group:
 
 
 @dataclass(eq=False)
-class Flight:
+class InflightSnapshot:
     """One snapshot, from its opening at forward start until its fate is known."""
 
     step: int
@@ -61,7 +61,7 @@ class Flight:
     """Fingerprint of state that all ranks hold alike, see `state.Shared`."""
     local: bool = False
     """True if no other rank was asked: at restore, what all of them hold decides."""
-    groups: list[Group] = field(default_factory=list)
+    groups: list[CopyGroup] = field(default_factory=list)
     held_bytes: int = 0
     """Bytes of all copies that run only when they are released."""
     released_bytes: int = 0
@@ -75,7 +75,7 @@ class Flight:
     torn: tuple[str, ...] = ()
     """Names of what changed while it was copied, for which the snapshot was dropped."""
     moved: Callable[[], str] = lambda: ""
-    """Names a tensor that is not what it was at an instant before the opening, see `Weights`."""
+    """Names a tensor that has changed since an instant before the opening, see `WeightGuard`."""
     futures: list[Future[int]] = field(default_factory=list)
     """Futures of those who wait for this very snapshot."""
 
@@ -90,7 +90,7 @@ class Flight:
         return self.share_digest != HOLDS_ALL and bool(self.flags & RECORD_EARLY)
 
     @property
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[DeviceTransfer]:
         """Transfers of its groups."""
         return [group.transfer for group in self.groups if group.transfer is not None]
 
@@ -124,7 +124,7 @@ class Counters:
     last_committed_step: int | None = None
 
 
-class Slip(StrEnum):
+class SlipReason(StrEnum):
     """Why a due snapshot cannot be opened now."""
 
     SLOTS = "every slot is busy"

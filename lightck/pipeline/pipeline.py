@@ -23,18 +23,18 @@ import numpy.typing as npt
 from lightck.config import Config
 from lightck.errors import CoordinationError, LightckError, TornSnapshotError, WaitTimeoutError
 from lightck.events import event
-from lightck.pipeline.commit_barrier import Alone, Barrier, is_final
-from lightck.pipeline.copy_plan import Arrangement, Part, sources
-from lightck.pipeline.device_offload import Offload
-from lightck.pipeline.device_placement import Ways
-from lightck.pipeline.device_transfer import Transfers
-from lightck.pipeline.inflight import Counters, Flight, Group, Slip
-from lightck.pipeline.placement import Placement, behind, in_dram
+from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier, is_final
+from lightck.pipeline.copy_plan import CopyPlan, PlannedGroup, sources
+from lightck.pipeline.device_offload import DeviceOffload
+from lightck.pipeline.device_placement import DevicePlacement
+from lightck.pipeline.device_transfer import TransferEngine
+from lightck.pipeline.inflight import CopyGroup, Counters, InflightSnapshot, SlipReason
+from lightck.pipeline.placement import HostPlacement, behind, in_dram
 from lightck.region.native_pool import NativePool
 from lightck.region.native_region import RECORD_EARLY, RECORD_JIT
 from lightck.region.region import Region
 from lightck.region.slot_writer import SlotWriter
-from lightck.state.inventory import Collected, Live
+from lightck.state.inventory import CollectedState, StateTensor
 from lightck.tracing.trace import Trace, moments_of, now_ns
 from lightck.types import Fate, ReleaseSchedule
 
@@ -49,19 +49,19 @@ class Landing:
     """
 
     region: Region
-    barrier: Barrier = field(default_factory=Alone, kw_only=True)
+    barrier: CommitBarrier = field(default_factory=SingleProcessBarrier, kw_only=True)
     counters: Counters = field(default_factory=Counters, kw_only=True)
-    persisting: list[Flight] = field(default_factory=list, kw_only=True)
+    persisting: list[InflightSnapshot] = field(default_factory=list, kw_only=True)
     """Snapshots past their fence, in commit order: sealed, so that the pool commits them, or to be
     sealed when the copies they wait for have arrived from a device."""
-    awaiting: list[Flight] = field(default_factory=list, kw_only=True)
+    awaiting: list[InflightSnapshot] = field(default_factory=list, kw_only=True)
     """Snapshots that are durable on this rank and not yet known to be durable on every other
     one."""
-    newest: Flight | None = field(default=None, kw_only=True)
+    newest: InflightSnapshot | None = field(default=None, kw_only=True)
     """The last snapshot that became durable on this rank."""
     trace: Trace | None = field(default=None, kw_only=True)
 
-    def poll(self, timeout_s: float | None = 0.0) -> Iterator[Flight]:
+    def poll(self, timeout_s: float | None = 0.0) -> Iterator[InflightSnapshot]:
         """Yield the snapshots that are committed now; wait up to `timeout_s` for this rank's own.
 
         Raises:
@@ -115,7 +115,7 @@ class Landing:
                         return not all(transfer.fed.is_set() for transfer in flight.transfers)
         return True
 
-    def _whole(self, flight: Flight) -> None:
+    def _whole(self, flight: InflightSnapshot) -> None:
         """Protect a snapshot that every rank has committed, and free the one protected before."""
         self.region.whole(flight.writer.slot)
         self.awaiting = [each for each in self.awaiting if each is not flight]
@@ -140,7 +140,7 @@ class Landing:
                 if not future.done():
                     future.set_result(flight.step)
 
-    def _dead(self, flight: Flight) -> None:
+    def _dead(self, flight: InflightSnapshot) -> None:
         """Abort a snapshot that another rank does not have; its slot is reused first."""
         self.region.dead(flight.writer.slot)
         self.awaiting.remove(flight)
@@ -152,7 +152,7 @@ class Landing:
         flight.fail(CoordinationError(f"snapshot of step {flight.step} does not count: {why}"))
 
     @property
-    def in_flight(self) -> list[Flight]:
+    def in_flight(self) -> list[InflightSnapshot]:
         """The snapshots past their fence that are neither committed on every rank nor given up."""
         return [*self.persisting, *self.awaiting]
 
@@ -162,15 +162,15 @@ class Landing:
         for flight in self.awaiting:
             self.barrier.wait(flight.step, max(0.0, deadline - time.monotonic()))
 
-    def _arrived(self, flight: Flight, timeout_s: float | None) -> bool:
+    def _arrived(self, flight: InflightSnapshot, timeout_s: float | None) -> bool:
         """Wait for a snapshot's copies from devices; seal it and return True if all are there."""
         raise NotImplementedError
 
-    def _abandon(self, flight: Flight) -> None:
+    def _abandon(self, flight: InflightSnapshot) -> None:
         """Give up a snapshot that is not sealed."""
         raise NotImplementedError
 
-    def _lost(self, flight: Flight, why: str, *, for_good: bool) -> None:
+    def _lost(self, flight: InflightSnapshot, why: str, *, for_good: bool) -> None:
         if not flight.local:
             self.barrier.lost(flight.step, why, for_good=for_good)
 
@@ -192,15 +192,15 @@ class Pipeline(Landing):
 
     pool: NativePool
     schedule: ReleaseSchedule
-    placement: Placement = field(default_factory=Placement)
+    placement: HostPlacement = field(default_factory=HostPlacement)
     proof: bool = False
-    window: Flight | None = None
+    window: InflightSnapshot | None = None
     """The snapshot whose sources must not change: it is opened, and not yet captured."""
-    on_torn: Callable[[Flight, Sequence[str]], None] = lambda flight, names: None
+    on_torn: Callable[[InflightSnapshot, Sequence[str]], None] = lambda flight, names: None
     pacing: RLock = field(default_factory=RLock)
     """Held while a snapshot opens or ends: one made just in time does so while a backward may
     run."""
-    _abandoning: list[tuple[Thread, Flight]] = field(default_factory=list)
+    _abandoning: list[tuple[Thread, InflightSnapshot]] = field(default_factory=list)
     """Snapshots that were dropped on page media or with copies from devices under way, and the
     threads that end them; the memory they read is kept."""
     _mapping: Future[None] | None = None
@@ -214,8 +214,10 @@ class Pipeline(Landing):
 
     def __post_init__(self) -> None:
         """Begin with nothing planned."""
-        self.arrangement = Arrangement(self.region)
-        self.offload = Offload(Ways(self.region), Transfers(self.pool.chunk_bytes))
+        self.arrangement = CopyPlan(self.region)
+        self.offload = DeviceOffload(
+            DevicePlacement(self.region), TransferEngine(self.pool.chunk_bytes)
+        )
 
     @classmethod
     def start(cls, region: Region, schedule: ReleaseSchedule, config: Config) -> Pipeline:
@@ -226,12 +228,12 @@ class Pipeline(Landing):
         pipeline = cls(region, pool, schedule, proof=config.proof)
         pipeline.arrangement.may_wait = not config.write_limit
         chosen = in_dram(config.placement)
-        pipeline.placement = Placement(chosen, region.staged, pipeline._map_dram)
+        pipeline.placement = HostPlacement(chosen, region.staged, pipeline._map_dram)
         ways = pipeline.offload.ways
         ways.wanted, ways.limited = config.placement, bool(config.write_limit)
         return pipeline
 
-    def prepare(self, lives: Sequence[Live], boundary_bytes: int, step: int) -> None:
+    def prepare(self, lives: Sequence[StateTensor], boundary_bytes: int, step: int) -> None:
         """Plan the layout and make room for it, before training relies on it.
 
         Raises:
@@ -249,8 +251,8 @@ class Pipeline(Landing):
         self.offload.stand(self.arrangement, begun=begun)
 
     def open(
-        self, step: int, state: Collected, at_step: bytes, at_forward: bytes, *, flags: int = 0
-    ) -> Flight | str:
+        self, step: int, state: CollectedState, at_step: bytes, at_forward: bytes, *, flags: int = 0
+    ) -> InflightSnapshot | str:
         """Open the snapshot of `step`: from now to the fence the sources must not change.
 
         Buffers and other sources that cannot wait are copied before this returns. If a text is
@@ -274,7 +276,7 @@ class Pipeline(Landing):
             begin = now_ns()
             writer = SlotWriter.open(self.region, self.pool, plan, due=not local, kept=local)
         if writer is None:
-            slip = slip or Slip.SLOTS
+            slip = slip or SlipReason.SLOTS
             if not local:
                 self.barrier.lost(step, f"slipped: {slip}")
             return slip
@@ -282,7 +284,7 @@ class Pipeline(Landing):
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
         said = at_step, at_forward, flags, state.share_digest, state.form, local
-        flight = self.window = Flight(step, writer, *said)
+        flight = self.window = InflightSnapshot(step, writer, *said)
         try:
             staged = self._placed(flight, self.arrangement)
             with self.offload.aside():
@@ -377,13 +379,13 @@ class Pipeline(Landing):
         return BEHIND_S if under_way and self.busy else 0.0
 
     @property
-    def taken_up(self) -> Slip | None:
+    def taken_up(self) -> SlipReason | None:
         """The reason why no snapshot can be opened, lack of slots apart; None if there is none."""
         if self.placement.staging and self.persisting:
-            return Slip.DRAM
+            return SlipReason.DRAM
         if self.offload.recording(self.arrangement):
-            return Slip.GRAPH
-        return Slip.COPY if self.offload.copy_taken else None
+            return SlipReason.GRAPH
+        return SlipReason.COPY if self.offload.copy_taken else None
 
     def drop(self, why: str = "given up", *, for_good: bool = False) -> None:
         """Give up the snapshot in the window; its slot stays invalid and is reused first."""
@@ -402,7 +404,7 @@ class Pipeline(Landing):
         if flight is not None:
             flight.fail(TornSnapshotError(f"step {flight.step} has no snapshot: {why}"))
 
-    def _abandon(self, flight: Flight) -> None:
+    def _abandon(self, flight: InflightSnapshot) -> None:
         if not self.region.staged and not flight.transfers:
             flight.writer.abandon()
             return
@@ -415,7 +417,7 @@ class Pipeline(Landing):
         self._abandoning.append((thread, flight))
         thread.start()
 
-    def _end(self, flight: Flight) -> None:
+    def _end(self, flight: InflightSnapshot) -> None:
         """End a dropped snapshot, on a thread of its own."""
         for transfer in flight.transfers:
             transfer.device.enter_thread()
@@ -439,7 +441,7 @@ class Pipeline(Landing):
         return self._mapping
 
     def _reap(self) -> None:
-        """Free snapshots in slots that an interrupt (Ctrl-C) left without a `Flight`."""
+        """Free snapshots in slots that an interrupt (Ctrl-C) left without a `InflightSnapshot`."""
         flights = [*self.persisting, *(flight for _, flight in self._abandoning)]
         known = {id(flight.writer.slot) for flight in flights}
         for slot in self.region.slots:
@@ -472,7 +474,9 @@ class Pipeline(Landing):
                 self.trace.finish()
             self.pool.close()
 
-    def _queue(self, flight: Flight, part: Part, staged: npt.NDArray[np.bool_]) -> Group:
+    def _queue(
+        self, flight: InflightSnapshot, part: PlannedGroup, staged: npt.NDArray[np.bool_]
+    ) -> CopyGroup:
         """Queue one group's copies.
 
         Those from private copies may run at once; those that must not wait are done on return.
@@ -483,7 +487,7 @@ class Pipeline(Landing):
         pointers = chosen.pointers + part.begins
         may_skip = part.unmoved(chosen.versions)
         batch = flight.writer.add(at, pointers, may_skip, staged[at])
-        group = Group(part.holders, batch, chosen, part.owned)
+        group = CopyGroup(part.holders, batch, chosen, part.owned)
         flight.groups.append(group)
         if part.at_once:
             began = time.perf_counter()
@@ -494,7 +498,7 @@ class Pipeline(Landing):
             flight.writer.release(batch)
         return group
 
-    def _placed(self, flight: Flight, arrangement: Arrangement) -> npt.NDArray[np.bool_]:
+    def _placed(self, flight: InflightSnapshot, arrangement: CopyPlan) -> npt.NDArray[np.bool_]:
         """Return, for each entry, whether its copy goes through DRAM.
 
         Should DRAM be short, the first ones in copy order do.
@@ -505,7 +509,7 @@ class Pipeline(Landing):
             staged[order] = self.placement.choose(flight.writer.layout.lengths[order])
         return staged
 
-    def _release(self, flight: Flight, total_bytes: int) -> None:
+    def _release(self, flight: InflightSnapshot, total_bytes: int) -> None:
         flight.released_bytes = total_bytes
         if self.trace is not None:
             self.trace.released(flight.step, total_bytes)
@@ -519,11 +523,11 @@ class Pipeline(Landing):
                 flight.writer.release(group.batch, min(total_bytes, group.batch.total_bytes))
             total_bytes -= group.batch.total_bytes
 
-    def _concerns(self, group: Group, optimizer: int | None) -> bool:
+    def _concerns(self, group: CopyGroup, optimizer: int | None) -> bool:
         """Tell whether a group has a tensor that `optimizer` (None: any) is about to change."""
         return optimizer is None or optimizer in group.holders or not group.holders
 
-    def _torn(self, flight: Flight, group: Group) -> list[str]:
+    def _torn(self, flight: InflightSnapshot, group: CopyGroup) -> list[str]:
         """Name the tensors that changed inside the window, as far as can be seen."""
         if group.owned:
             return []
@@ -538,7 +542,7 @@ class Pipeline(Landing):
             differs = flight.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
         return [*filter(None, [differs or flight.moved()])]
 
-    def _leave_window(self, flight: Flight) -> None:
+    def _leave_window(self, flight: InflightSnapshot) -> None:
         """Take the captured snapshot out of the window, and seal it.
 
         With copies on their way from a device it is sealed later, when they have arrived.
@@ -554,7 +558,7 @@ class Pipeline(Landing):
         if flight.transfers:
             self.offload.transfers.look()
 
-    def _arrived(self, flight: Flight, timeout_s: float | None) -> bool:
+    def _arrived(self, flight: InflightSnapshot, timeout_s: float | None) -> bool:
         try:
             if not self.offload.arrived(flight, timeout_s):
                 return False
@@ -565,7 +569,7 @@ class Pipeline(Landing):
         self.offload.forget(flight)
         return True
 
-    def _seal(self, flight: Flight) -> None:
+    def _seal(self, flight: InflightSnapshot) -> None:
         begin = now_ns()
         said = (flight.at_step, flight.at_forward, flight.flags, flight.share_digest)
         flight.writer.seal(flight.step, *said)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.events import event
-from lightck.pipeline.trial import Contest, Turn
+from lightck.pipeline.trial import ABTrial, TrialResult
 from lightck.region._ffi import free_dram_bytes
 
 TOO_SLOW = 2.0
@@ -70,7 +70,7 @@ def behind(map_dram: Callable[[int], None], size: int) -> Future[None]:
 
 
 @dataclass(eq=False)
-class Placement:
+class HostPlacement:
     """Chooses where copies go, snapshot by snapshot, and learns from the fence's wait.
 
     Used by the training thread.
@@ -89,7 +89,7 @@ class Placement:
     """The bytes of DRAM that staging may take."""
     _mapping: Future[None] | None = None
     """The mapping of DRAM for a trial, while it is under way."""
-    _contest: Contest = field(default_factory=Contest)
+    _contest: ABTrial = field(default_factory=ABTrial)
     """The trial of `staged` against `direct`, in seconds that the fence waits."""
     _rate: float = 0.0
 
@@ -123,16 +123,16 @@ class Placement:
             return
         contest = self._contest
         turn = contest.saw(fence_s, lambda: TOO_SLOW * payload_bytes / self._plain())
-        if turn is Turn.DOUBT:
+        if turn is TrialResult.DOUBT:
             self._mapping = self._make_room(payload_bytes)
         elif turn is not None:
             event(
                 "placement",
-                staged=turn is Turn.WON,
+                staged=turn is TrialResult.WON,
                 fence_direct_s=contest.first_cost,
                 fence_staged_s=contest.other_cost,
             )
-            if turn is Turn.LOST:
+            if turn is TrialResult.LOST:
                 self._let_go()
 
     def _plain(self) -> float:

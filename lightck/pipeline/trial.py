@@ -20,7 +20,7 @@ PATIENCE = 64
 """Number of costs between a lost trial and the next one; doubles every time."""
 
 
-class Turn(Enum):
+class TrialResult(Enum):
     """Decision that follows from a cost."""
 
     DOUBT = auto()
@@ -30,7 +30,7 @@ class Turn(Enum):
 
 
 @dataclass(eq=False)
-class Contest:
+class ABTrial:
     """Trial of two ways; it knows only what they cost, in any unit."""
 
     other: bool = False
@@ -45,7 +45,7 @@ class Contest:
     """Number of costs until the next trial may begin."""
     _patience: int = PATIENCE
 
-    def saw(self, cost: float, limit: Callable[[], float]) -> Turn | None:
+    def saw(self, cost: float, limit: Callable[[], float]) -> TrialResult | None:
         """Note what the way in use has cost once more, and return what follows, if anything.
 
         Args:
@@ -60,13 +60,13 @@ class Contest:
         if self._trying:
             self.other_cost, self._trying = median, False
             if median <= WORTH * self.first_cost:
-                return Turn.WON
+                return TrialResult.WON
             self.lose()
-            return Turn.LOST
+            return TrialResult.LOST
         if self.other or self._quiet or median <= limit():
             return None
         self.first_cost = median
-        return Turn.DOUBT
+        return TrialResult.DOUBT
 
     def begin(self) -> None:
         """Use the other way from now on, on trial."""

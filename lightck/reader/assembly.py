@@ -46,7 +46,7 @@ bytes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Piece:
+class ShardPiece:
     """A range of a tensor's bytes, in one rank's region."""
 
     begin: int
@@ -64,7 +64,7 @@ class Assembly:
 
     entries: dict[str, Entry]
     """Every tensor's entry by name, as if one region held all of it."""
-    pieces: dict[str, tuple[Piece, ...]]
+    pieces: dict[str, tuple[ShardPiece, ...]]
     """The pieces of each tensor, in the order of its bytes; none for an alias and an empty
     tensor."""
     missing: tuple[str, ...]
@@ -143,7 +143,7 @@ class _Found:
 
     forms: dict[str, Entry] = field(default_factory=dict)
     """The first entry found of each name."""
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    pieces: dict[str, list[ShardPiece]] = field(default_factory=dict)
 
     def take(self, source: int, candidate: Candidate) -> None:
         """Take all entries of the first candidate, and of the others only those of their shares."""
@@ -157,7 +157,7 @@ class _Found:
                     f" {candidate.record.rank}, which shares it"
                 )
             if entry.alias_of is None:
-                piece = Piece(entry.begin or 0, entry.length, source, position)
+                piece = ShardPiece(entry.begin or 0, entry.length, source, position)
                 self.pieces.setdefault(entry.name, []).append(piece)
 
 
@@ -178,7 +178,7 @@ def _whole(entry: Entry) -> Entry:
     return replace(entry, begin=None, length=0 if entry.alias_of else size)
 
 
-def _gaps(name: str, size: int, held: Sequence[Piece]) -> list[str]:
+def _gaps(name: str, size: int, held: Sequence[ShardPiece]) -> list[str]:
     """Describe the ranges of bytes that no piece holds.
 
     Raises:
@@ -267,7 +267,7 @@ class Snapshot(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class RegionPart:
     """Extents of the state that one region holds."""
 
     region: Region
@@ -286,16 +286,16 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Assembled:
+class AssembledSnapshot:
     """One rank's state from one or more regions, which their opener closes. For one thread."""
 
     entries: tuple[Entry, ...]
     """Entry of every tensor, as if one region held all of them."""
-    parts: tuple[Part, ...]
+    parts: tuple[RegionPart, ...]
     """Part in each region, the rank's own region first."""
 
     @classmethod
-    def of(cls, sources: Sequence[Source]) -> Assembled:
+    def of(cls, sources: Sequence[Source]) -> AssembledSnapshot:
         """Assemble the state from snapshots in one or more regions.
 
         Args:
@@ -446,7 +446,9 @@ class Assembled:
             rows["destination"] = starts[wanted] + part.begins[wanted]
             self._fetch(part, rows, part.entries[wanted])
 
-    def _fetch(self, part: Part, rows: npt.NDArray[Any], entries: npt.NDArray[np.intp]) -> None:
+    def _fetch(
+        self, part: RegionPart, rows: npt.NDArray[Any], entries: npt.NDArray[np.intp]
+    ) -> None:
         names = [self.entries[i].name for i in entries]
         part.region.fetch(part.candidate, rows, names, usual_threads())
 
@@ -457,9 +459,9 @@ def _part(
     positions: npt.NDArray[np.intp],
     entries: npt.NDArray[np.intp],
     begins: npt.NDArray[np.uint64],
-) -> Part:
+) -> RegionPart:
     rows = np.zeros(len(positions), native_region.READ_DTYPE)
     rows["offset"] = candidate.layout.offsets[positions]
     rows["length"] = candidate.layout.lengths[positions]
     rows["crc"] = candidate.manifest.crcs[positions]
-    return Part(region, candidate, rows, entries, begins)
+    return RegionPart(region, candidate, rows, entries, begins)

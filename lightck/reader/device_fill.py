@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightck.device.base import Device, Mark
+from lightck.device.base import Device, DeviceEvent
 from lightck.device.lookup import flat, holder
 from lightck.errors import CorruptSnapshotError
-from lightck.reader.assembly import Part
+from lightck.reader.assembly import RegionPart
 from lightck.region.native_pool import usual_threads
 from lightck.region.native_region import crc32c_at
 
@@ -26,7 +26,7 @@ others."""
 class _Stretch:
     """One extent and the tensor, or the part of one, that it fills."""
 
-    part: Part
+    part: RegionPart
     name: str
     offset: int
     crc: int
@@ -41,7 +41,7 @@ class _Places:
 
     free: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """The places that nobody reads, by the device's name."""
-    busy: deque[tuple[str, torch.Tensor, Mark]] = field(default_factory=deque)
+    busy: deque[tuple[str, torch.Tensor, DeviceEvent]] = field(default_factory=deque)
 
     def next(self, device: Device) -> torch.Tensor:
         """Return a place that nobody reads, waiting for one if need be."""
@@ -59,7 +59,9 @@ class _Places:
         self.free.setdefault(name, []).append(place)
 
 
-def pour(parts: Sequence[Part], targets: Mapping[int, torch.Tensor], names: Sequence[str]) -> None:
+def pour(
+    parts: Sequence[RegionPart], targets: Mapping[int, torch.Tensor], names: Sequence[str]
+) -> None:
     """Fill tensors on devices with what a snapshot has of them; all of it is there on return.
 
     The copies come after what the calling thread's streams had to do before, and before what they

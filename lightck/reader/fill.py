@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from lightck.data import lookahead
 from lightck.device.lookup import holder
 from lightck.errors import RestoreMismatchError
-from lightck.reader.assembly import Assembled, Snapshot
+from lightck.reader.assembly import AssembledSnapshot, Snapshot
 from lightck.reader.device_fill import pour
 from lightck.region.layout import Entry
 from lightck.state import boundary_codec, key_order, rng, tensor_support
 from lightck.state.boundary_codec import TAG, join, rebuild
 from lightck.state.extras import Extra
-from lightck.state.inventory import Inventory, Live, labelled_key, parameter_names
+from lightck.state.inventory import Inventory, StateTensor, labelled_key, parameter_names
 from lightck.state.tensor_layout import fill, is_dense
 
 # Restore captured optimizer state: matched by parameter names, filled in place or made anew.
@@ -216,7 +216,7 @@ _OTHER_RANKS = (
 )
 
 
-class Filling:
+class StateFiller:
     """Matches one snapshot with the live objects, then fills them."""
 
     def __init__(
@@ -354,7 +354,7 @@ class Filling:
         return parts[0] == "optim" and (int(parts[1]), parts[2]) in self.stateless
 
     def unowned(self) -> npt.NDArray[np.uint64]:
-        """Return where bytes can be read to before anything may change, for `Assembled.verify`.
+        """Return where `AssembledSnapshot.verify` can read to before anything may change.
 
         That is memory that nobody but this object has yet. 0: an entry has none; or the snapshot is
         in memory already, and is not to be there twice.
@@ -363,7 +363,7 @@ class Filling:
         return self._addresses(ahead=True)
 
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Return where the rest is read to by `Assembled.read`, after `unowned`; 0: nowhere."""
+        """Return where `AssembledSnapshot.read` puts the rest, after `unowned`; 0: nowhere."""
         return self._addresses(ahead=False)
 
     def _addresses(self, *, ahead: bool) -> npt.NDArray[np.uint64]:
@@ -395,7 +395,7 @@ class Filling:
             if holder(target) and ahead == (name in self.fresh)
         }
         if held:
-            assert isinstance(self.snapshot, Assembled)
+            assert isinstance(self.snapshot, AssembledSnapshot)
             pour(self.snapshot.parts, held, [entry.name for entry in entries])
             filled[[*held]] = True
         return filled
@@ -435,7 +435,7 @@ class Filling:
     @property
     def _poured(self) -> bool:
         """Tell whether the snapshot's bytes are in regions here, and can be copied to a device."""
-        return isinstance(self.snapshot, Assembled)
+        return isinstance(self.snapshot, AssembledSnapshot)
 
     def _live_name(self, name: str) -> str:
         """Return the live name of a saved tensor, whose optimizer may have another index now."""
@@ -485,7 +485,7 @@ class Filling:
         found, devices = {}, {}
         for name in self.targets:
             if name.startswith(prefix):
-                live: Live | None = self.lives.get(self._live_name(name))
+                live: StateTensor | None = self.lives.get(self._live_name(name))
                 entry = self.snapshot.entries[self.snapshot.index[name]]
                 usable = live is not None and not tensor_support.difference(entry, live.tensor)
                 found[name] = live.tensor if live is not None and usable else self.tensor(name)

@@ -38,10 +38,10 @@ and one to write."""
 
 
 @dataclass(eq=False)
-class Claim:
+class ClaimedLocation:
     """A location that this process may write to, and the region in it, if there is one."""
 
-    where: location.Place
+    where: location.Location
     region: Region | None
     """The region, owned by this process; None: it has to be made."""
     continuation: Continuation = field(default_factory=Continuation)
@@ -59,7 +59,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankIdentity:
     """The identity of the rank whose region is claimed.
 
     Attributes:
@@ -73,7 +73,7 @@ class Seat:
     run_id: bytes | None = None
 
 
-def _move_away(where: location.Place, why: LightckError) -> None:
+def _move_away(where: location.Location, why: LightckError) -> None:
     """Rename the damaged file, and keep every earlier one: its user may want to look at it."""
     every = (where.file.with_name(f"{where.file.name}.damaged{n or ''}") for n in count())
     aside = next(path for path in every if not os.path.lexists(path))
@@ -81,7 +81,7 @@ def _move_away(where: location.Place, why: LightckError) -> None:
     event("moved_aside", logging.WARNING, file=where.file, to=aside, why=why)
 
 
-def find(config: Config, rank: int, continuation: Continuation) -> Claim:
+def find(config: Config, rank: int, continuation: Continuation) -> ClaimedLocation:
     """Become the owner of the region that is there, if it may be written.
 
     Args:
@@ -101,7 +101,7 @@ def find(config: Config, rank: int, continuation: Continuation) -> Claim:
             ' only backend = "auto" binds it to a node'
         )
     if not where.exists or select.is_blank(where):
-        return Claim(where, None, continuation)
+        return ClaimedLocation(where, None, continuation)
     durable = config.durability == "process"
     try:
         region = Region.open(
@@ -114,7 +114,7 @@ def find(config: Config, rank: int, continuation: Continuation) -> Claim:
             raise
         _move_away(where, error)
         continuation.given_up.discard(where.file)
-        return Claim(where, None, continuation)
+        return ClaimedLocation(where, None, continuation)
     region.continuation = continuation
     try:
         _check_rank(region, rank)
@@ -122,13 +122,13 @@ def find(config: Config, rank: int, continuation: Continuation) -> Claim:
     except BaseException:
         region.close()
         raise
-    return Claim(where, region, continuation)
+    return ClaimedLocation(where, region, continuation)
 
 
 def take(
-    claim: Claim,
+    claim: ClaimedLocation,
     config: Config,
-    seat: Seat,
+    seat: RankIdentity,
     entries: tuple[Entry, ...],
     manifest_bytes: int,
     journal_bytes: int = JOURNAL_BYTES,
@@ -159,9 +159,9 @@ def take(
 
 
 def _make(
-    where: location.Place,
+    where: location.Location,
     config: Config,
-    seat: Seat,
+    seat: RankIdentity,
     slots: int,
     entries: tuple[Entry, ...],
     room: tuple[int, int],
@@ -191,7 +191,7 @@ def _check_rank(region: Region, rank: int) -> None:
         )
 
 
-def naming_owner(error: RegionBusyError, where: location.Place) -> RegionBusyError:
+def naming_owner(error: RegionBusyError, where: location.Location) -> RegionBusyError:
     """Return the same error with the process number of the owner, where that is known."""
     try:
         region = Region.open(where, writable=False)
@@ -209,7 +209,7 @@ def naming_owner(error: RegionBusyError, where: location.Place) -> RegionBusyErr
     return named
 
 
-def _page_bytes(where: location.Place) -> int:
+def _page_bytes(where: location.Location) -> int:
     """Return the page size of the mapping to come.
 
     Devices and hugetlbfs (its block size says so) have huge pages.

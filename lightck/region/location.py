@@ -27,7 +27,7 @@ _USUAL_BLOCKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """A checked location: a folder with one region file per rank, a pool, or a device."""
 
     path: Path
@@ -72,7 +72,7 @@ Backend = Literal["auto", "pmemobj"]
 
 def locate(
     path: str | os.PathLike[str], rank: int, *, create: bool, backend: Backend = "auto"
-) -> Place:
+) -> Location:
     """Check `path` and return the location of the rank's region.
 
     Args:
@@ -101,7 +101,7 @@ def locate(
     if stat.S_ISCHR(status.st_mode):
         if backend == "pmemobj":
             raise RegionError(f"{root} is a device; libpmemobj pools are taken from files only")
-        return Place(root, root, is_device=True)
+        return Location(root, root, is_device=True)
     if stat.S_ISREG(status.st_mode):
         return _pool_file(root, status)
     if not stat.S_ISDIR(status.st_mode):
@@ -113,7 +113,7 @@ def locate(
     return _in_folder(root, rank, backend)
 
 
-def _in_folder(root: Path, rank: int, backend: Backend) -> Place:
+def _in_folder(root: Path, rank: int, backend: Backend) -> Location:
     file, pool = root / f"region-{rank:05d}.lck", root / f"region-{rank:05d}.obj"
     is_file, is_pool = _status(file) is not None, _status(pool) is not None
     if is_file and (is_pool or backend == "pmemobj"):
@@ -123,11 +123,11 @@ def _in_folder(root: Path, rank: int, backend: Backend) -> Place:
                "; choose another path, or a back end other than pmemobj")
         )  # fmt: skip
     if is_pool or backend == "pmemobj":
-        return Place(root, pool, is_device=False, backend="pmemobj")
-    return Place(root, file, is_device=False)
+        return Location(root, pool, is_device=False, backend="pmemobj")
+    return Location(root, file, is_device=False)
 
 
-def _pool_file(root: Path, status: os.stat_result) -> Place:
+def _pool_file(root: Path, status: os.stat_result) -> Location:
     _check_owner(root, status, "file")
     fd = _open(root, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -140,10 +140,10 @@ def _pool_file(root: Path, status: os.stat_result) -> Place:
         raise RegionError(
             f"{root} is a file but no libpmemobj pool, expected a folder, a pool or a devdax device"
         )
-    return Place(root, root, is_device=False, backend="pmemobj")
+    return Location(root, root, is_device=False, backend="pmemobj")
 
 
-def every_rank(where: Place) -> list[Place]:
+def every_rank(where: Location) -> list[Location]:
     """Return the locations of the region files and pools in a folder.
 
     A device or a pool is one region.
@@ -161,7 +161,7 @@ def every_rank(where: Place) -> list[Place]:
         raise RegionError(f"{where.path}: cannot list the folder: {error.strerror}") from error
     backends: dict[str, Literal["native", "pmemobj"]] = {".lck": "native", ".obj": "pmemobj"}
     return [
-        Place(where.path, where.path / name, is_device=False, backend=backends[name[-4:]])
+        Location(where.path, where.path / name, is_device=False, backend=backends[name[-4:]])
         for name in names
         if name.startswith("region-") and name[-4:] in backends
     ]
@@ -204,7 +204,7 @@ def _check_owner(path: Path, status: os.stat_result, kind: str) -> None:
 
 
 @contextlib.contextmanager
-def opened(place: Place, *, writable: bool) -> Iterator[tuple[int, int]]:
+def opened(place: Location, *, writable: bool) -> Iterator[tuple[int, int]]:
     """Yield two descriptors of an existing region: one to map, one that carries the locks.
 
     Raises:
@@ -234,7 +234,7 @@ def _open(file: Path, flags: int) -> int:
         raise RegionError(f"{file}: cannot open: {error.strerror}") from error
 
 
-def _check_file(place: Place, pair: list[int]) -> None:
+def _check_file(place: Location, pair: list[int]) -> None:
     status, other = os.fstat(pair[0]), os.fstat(pair[1])
     if place.is_device:
         return
@@ -246,7 +246,7 @@ def _check_file(place: Place, pair: list[int]) -> None:
 
 
 @contextlib.contextmanager
-def created(place: Place) -> Iterator[tuple[int, int]]:
+def created(place: Location) -> Iterator[tuple[int, int]]:
     """Yield two descriptors of a new, empty region file, published under its name on success.
 
     The file is made beside its final name and linked there when the body ends, so that a crash in
@@ -285,7 +285,7 @@ def created(place: Place) -> Iterator[tuple[int, int]]:
         sync_folder(place.path)
 
 
-def draft_of(place: Place) -> Path:
+def draft_of(place: Location) -> Path:
     """Return the path at which `created` makes the file before linking it to its name."""
     return place.file.with_suffix(".new")
 
@@ -349,12 +349,12 @@ def seized(file: Path) -> Iterator[int]:
     """
     fd = _open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        _check_file(Place(file.parent, file, is_device=False), [fd, fd])
+        _check_file(Location(file.parent, file, is_device=False), [fd, fd])
         lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # length 0: to any end
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
         except (BlockingIOError, PermissionError) as error:
-            owned = is_owned(Place(file.parent, file, is_device=False))
+            owned = is_owned(Location(file.parent, file, is_device=False))
             who = "a trainer owns it" if owned else "a reader holds a snapshot in it"
             raise RegionBusyError(f"{file}: {who}") from error
         if not _is_same(file, fd):
@@ -364,7 +364,7 @@ def seized(file: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def is_owned(place: Place) -> bool:
+def is_owned(place: Location) -> bool:
     """Return whether a process owns the region now, without locking anything.
 
     Raises:
@@ -407,7 +407,7 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def is_blank(where: Place) -> bool:
+def is_blank(where: Location) -> bool:
     """Return whether no region was ever made on the device: its superblocks are all zeros."""
     if not where.is_device:
         return False

@@ -24,7 +24,7 @@ from lightck.region.backends import select
 from lightck.region.container import enlarging
 from lightck.region.continuation import Continuation
 from lightck.region.layout import Entry, Layout, check
-from lightck.region.location import Place
+from lightck.region.location import Location
 from lightck.region.manifest import Manifest
 from lightck.region.native_pool import NativePool, NativeSnapshot
 from lightck.region.native_region import (
@@ -159,7 +159,7 @@ class Recovery:
 class Region:
     """One open region. Only one thread uses it; the pool's workers run beside it."""
 
-    def __init__(self, handle: NativeRegion, where: Place) -> None:
+    def __init__(self, handle: NativeRegion, where: Location) -> None:
         """Wrap an open native region; see `create` and `open`."""
         self.native = handle
         self.place = where
@@ -183,7 +183,7 @@ class Region:
         made."""
 
     @classmethod
-    def create(cls, where: Place, spec: RegionSpec) -> Region:
+    def create(cls, where: Location, spec: RegionSpec) -> Region:
         """Make and own a region; on return it is durable under its name and every slot is empty.
 
         Raises:
@@ -206,7 +206,7 @@ class Region:
     @classmethod
     def open(
         cls,
-        where: Place,
+        where: Location,
         *,
         writable: bool,
         process_durable: bool = False,
@@ -529,7 +529,7 @@ class Region:
         self.native.close()
 
 
-def survey(where: Place) -> tuple[Region, Recovery]:
+def open_and_recover(where: Location) -> tuple[Region, Recovery]:
     """Open a region for reading and recover what it holds; the caller closes it.
 
     A trainer may overwrite slots, begin a timeline or grow the region between the reading of one
@@ -544,7 +544,7 @@ def survey(where: Place) -> tuple[Region, Recovery]:
     return _look(where)
 
 
-def _look(where: Place) -> tuple[Region, Recovery]:
+def _look(where: Location) -> tuple[Region, Recovery]:
     region = Region.open(where, writable=False)
     try:
         return region, region.recover()
@@ -570,7 +570,7 @@ def is_there(region: Region, candidate: Candidate) -> bool:
 
 
 def nothing_whole(
-    where: Place, recovery: Recovery, step: int | str, problems: Sequence[str]
+    where: Location, recovery: Recovery, step: int | str, problems: Sequence[str]
 ) -> str:
     """Describe why no snapshot can be given, and what the region holds."""
     there = sorted(c.record.step for c in recovery.candidates)

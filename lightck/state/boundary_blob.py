@@ -70,7 +70,7 @@ class Kept:
 
 
 @dataclass(eq=False)
-class Parcel:
+class BlobWriter:
     """Writes a tree and, beside it, the bytes of its tensors."""
 
     kept: Kept = field(default_factory=Kept)
@@ -115,7 +115,7 @@ class Parcel:
     def _apart(self, tree: Any) -> dict[str, Any]:
         known = self.kept.parcels.get(id(tree))
         if known is None or known[0] is not tree:
-            inner = Parcel(parcels=None)
+            inner = BlobWriter(parcels=None)
             known = tree, inner.sealed([inner.pickled(tree)])
         assert self.parcels is not None
         self.parcels[id(tree)] = known
@@ -160,7 +160,7 @@ def closed(tree: Any) -> bytes:
     Raises:
         StateError: a tensor in it has no plain bytes.
     """
-    held = Parcel()
+    held = BlobWriter()
     try:
         held.pickled(tree)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
@@ -182,7 +182,7 @@ def prove(tree: Any, path: str) -> None:
 
 def weight(tree: Any) -> int:
     """Return the number of bytes that a tree takes here."""
-    held = Parcel()
+    held = BlobWriter()
     return len(held.pickled(tree)) + held.size
 
 

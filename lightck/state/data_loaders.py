@@ -4,7 +4,7 @@ Knows torch's `DataLoader` and torchdata's `StatefulDataLoader`, without importi
 method of the iterators' classes is wrapped, once per process and only when somebody listens:
 workers run ahead, so that neither sampler nor dataset can tell what was consumed. Iterators of
 other kinds (generators) are replaced by a `Given`, which is followed. Loaders that draw ahead of
-the loop are for `lookahead.py`.
+the loop are for `data/lookahead.py`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ SMALL_EXTRA_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class StateTensor:
     """One live tensor and what is known about the optimizers that change it."""
 
     name: str
@@ -65,16 +65,16 @@ class Live:
 
 
 @dataclass(eq=False)
-class Placing:
+class TensorCollector:
     """Collects the tensors found in a tree for the region, and leaves references in their place."""
 
-    lives: list[Live]
+    lives: list[StateTensor]
     role: str
     layer: str
     holders: frozenset[int]
     always_sync: set[str]
-    known: dict[str, Live] = field(default_factory=dict)
-    """The last `Live` of each path; it serves while the tensor is the same object."""
+    known: dict[str, StateTensor] = field(default_factory=dict)
+    """The last `StateTensor` of each path; it serves while the tensor is the same object."""
 
     def __call__(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
         """Collect one tensor, and return what stands for it in the tree; see `boundary.Place`."""
@@ -83,7 +83,7 @@ class Placing:
         sync = small or path in self.always_sync
         live = self.known.get(path)
         if live is None or live.tensor is not tensor or live.sync is not sync:
-            live = Live(path, self.role, self.layer, tensor, self.holders, sync)
+            live = StateTensor(path, self.role, self.layer, tensor, self.holders, sync)
             self.known[path] = live
         self.lives.append(live)
         return reference(path)
@@ -125,7 +125,7 @@ class _Entries:
 
 
 @dataclass(eq=False)
-class Options:
+class OptimizerOptions:
     """Takes the options and attributes of one optimizer, and remembers the last result."""
 
     index: int
@@ -134,14 +134,14 @@ class Options:
     """Names of tensors that are always copied at forward start."""
     _groups: list[_Entries] = field(default_factory=list)
     _attributes: _Entries | None = None
-    _lives: dict[str, Live] = field(default_factory=dict)
+    _lives: dict[str, StateTensor] = field(default_factory=dict)
 
     def take(
         self,
         held: Sequence[list[str]],
         state: dict[str, Any],
         order: dict[str, Any],
-        lives: list[Live],
+        lives: list[StateTensor],
     ) -> dict[str, Any]:
         """Return everything of the optimizer that is no tensor; add the tensors found to `lives`.
 
@@ -164,7 +164,9 @@ class Options:
             "attributes": known.taken,
         }
 
-    def _take_groups(self, held: Sequence[list[str]], lives: list[Live]) -> list[dict[str, Any]]:
+    def _take_groups(
+        self, held: Sequence[list[str]], lives: list[StateTensor]
+    ) -> list[dict[str, Any]]:
         now = self.optimizer.param_groups
         if len(self._groups) != len(now):
             self._groups = [_Entries([], [], None, constant=False) for _ in now]
@@ -179,7 +181,7 @@ class Options:
             self._groups[g] = _Entries(list(group), list(group.values()), taken, constant)
         return [known.taken for known in self._groups]
 
-    def _take_attributes(self, lives: list[Live]) -> _Entries:
+    def _take_attributes(self, lives: list[StateTensor]) -> _Entries:
         """Take what custom optimizers keep as attributes: public plain values, and any tensor."""
         i, optimizer = self.index, self.optimizer
         kept: dict[str, Any] = {}
@@ -197,7 +199,7 @@ class Options:
                     empty.append(value)
                 continue  # nothing that could hold a tensor
             constant = constant and constant_one
-            found: list[Live] = []
+            found: list[StateTensor] = []
             try:
                 tree = plain(value, f"optim/{i}/@attribute/{name}", self._placing(found))
             except StateError as error:
@@ -231,8 +233,10 @@ class Options:
             path=path,
         ) from why
 
-    def _placing(self, lives: list[Live]) -> Placing:
-        return Placing(lives, "optimizer", "", frozenset((self.index,)), self.sync, self._lives)
+    def _placing(self, lives: list[StateTensor]) -> TensorCollector:
+        return TensorCollector(
+            lives, "optimizer", "", frozenset((self.index,)), self.sync, self._lives
+        )
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -260,10 +264,10 @@ of it is the same."""
 
 
 @dataclass(frozen=True)
-class Shared:
+class RankShare:
     """The tensors that this rank captures, where other ranks capture the rest."""
 
-    lives: tuple[Live, ...]
+    lives: tuple[StateTensor, ...]
     digest: bytes = HOLDS_ALL
     """The digest of the share map, for the commit record."""
     form: bytes = b""
@@ -273,16 +277,16 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectedState:
     """The tensors and other values of the state at one instant."""
 
-    lives: tuple[Live, ...]
+    lives: tuple[StateTensor, ...]
     tree: dict[str, Any]
     """Everything but the tensors, in types that the restricted loader takes."""
     share_digest: bytes = HOLDS_ALL
     form: bytes = b""
-    """A fingerprint of the state that all ranks hold alike, see `Shared`."""
-    base: tuple[Live, ...] = ()
+    """A fingerprint of the state that all ranks hold alike, see `RankShare`."""
+    base: tuple[StateTensor, ...] = ()
     """The first part of `lives`, of model and optimizers: the same object while they are the same.
     Empty: not known."""
 
@@ -293,8 +297,8 @@ class _Cache:
 
     modules: list[nn.Module]
     objects: list[Any]
-    everything: tuple[Live, ...]
-    shared: Shared
+    everything: tuple[StateTensor, ...]
+    shared: RankShare
     """This rank's share of `everything`."""
     states: list[dict[str, Any]]
     orders: list[dict[str, Any]]
@@ -322,10 +326,10 @@ class Inventory:
     extras: tuple[Extra, ...] = ()
     always_sync: set[str] = field(default_factory=set)
     """Names of tensors that were found torn twice: they are copied before the forward goes on."""
-    assign: Callable[[list[Live]], list[Live]] = lambda lives: lives
+    assign: Callable[[list[StateTensor]], list[StateTensor]] = lambda lives: lives
     """Says which unit's update changes each tensor, where that is not the whole optimizer's; called
     again after `invalidate`."""
-    share: Callable[[Sequence[Live]], Shared] = lambda lives: Shared(tuple(lives))
+    share: Callable[[Sequence[StateTensor]], RankShare] = lambda lives: RankShare(tuple(lives))
     """Chooses what this rank captures of what several ranks hold alike; called again after
     `invalidate`."""
     depends: Callable[[], Sequence[Any]] = lambda: ()
@@ -333,16 +337,18 @@ class Inventory:
     _taken: dict[str, Any] = field(default_factory=dict, init=False)
     """The state of each extra, by name, as it was last taken for forward start."""
     _cache: _Cache | None = field(default=None, init=False)
-    _options: list[Options] = field(default_factory=list, init=False)
-    _placed: dict[str, dict[str, Live]] = field(default_factory=dict, init=False)
+    _options: list[OptimizerOptions] = field(default_factory=list, init=False)
+    _placed: dict[str, dict[str, StateTensor]] = field(default_factory=dict, init=False)
     """The tensors of each extra, by the extra's name and the tensor's path."""
-    _last_joined: tuple[tuple[Live, ...], tuple[Live, ...]] = field(default=((), ()), init=False)
+    _last_joined: tuple[tuple[StateTensor, ...], tuple[StateTensor, ...]] = field(
+        default=((), ()), init=False
+    )
 
     def __post_init__(self) -> None:
         """Note what is sharded, before a forward gathers it."""
         remember(self.model)
 
-    def collect(self) -> Collected:
+    def collect(self) -> CollectedState:
         """Return every tensor and value, as of now.
 
         Raises:
@@ -350,7 +356,7 @@ class Inventory:
         """
         return self._collected(self._known())
 
-    def glance(self) -> Collected:
+    def glance(self) -> CollectedState:
         """Collect as `collect` does, but look only at values and buffers, where that is enough.
 
         Other tensors are returned as they were found last, if there are as many.
@@ -362,8 +368,8 @@ class Inventory:
             cache = self._known()
         return self._collected(cache)
 
-    def _collected(self, cache: _Cache) -> Collected:
-        more: list[Live] = []
+    def _collected(self, cache: _Cache) -> CollectedState:
+        more: list[StateTensor] = []
         optimizers = self._optimizer_trees(cache, more)
         extras = {e.name: self._extra(e, more) for e in self.extras if e.instant != "step"}
         shared = cache.shared
@@ -371,16 +377,20 @@ class Inventory:
         if shared.told is not None:
             tree["share"] = shared.told
         lives = self._joined(shared.lives, more)
-        return Collected(lives, tree, shared.digest, shared.form, shared.lives)
+        return CollectedState(lives, tree, shared.digest, shared.form, shared.lives)
 
-    def _optimizer_trees(self, cache: _Cache, more: list[Live]) -> list[dict[str, Any]]:
+    def _optimizer_trees(self, cache: _Cache, more: list[StateTensor]) -> list[dict[str, Any]]:
         if [options.optimizer for options in self._options] != self.optimizers:
             each = enumerate(self.optimizers)
-            self._options = [Options(i, optimizer, self.always_sync) for i, optimizer in each]
+            self._options = [
+                OptimizerOptions(i, optimizer, self.always_sync) for i, optimizer in each
+            ]
         rows = zip(self._options, cache.held, cache.states, cache.orders, strict=True)
         return [options.take(held, state, order, more) for options, held, state, order in rows]
 
-    def _joined(self, base: tuple[Live, ...], more: list[Live]) -> tuple[Live, ...]:
+    def _joined(
+        self, base: tuple[StateTensor, ...], more: list[StateTensor]
+    ) -> tuple[StateTensor, ...]:
         """Join two sequences into one tuple; the last one made, if it is of the same tensors."""
         if not more:
             return base
@@ -389,15 +399,15 @@ class Inventory:
             self._last_joined = last = base, (*base, *more)
         return last[1]
 
-    def everything(self) -> tuple[Live, ...]:
+    def everything(self) -> tuple[StateTensor, ...]:
         """Return every tensor of model and optimizers, also those that other ranks capture."""
         return self._known().everything
 
-    def shared(self) -> tuple[Live, ...]:
+    def shared(self) -> tuple[StateTensor, ...]:
         """Return the tensors of model and optimizers that this rank captures."""
         return self._known().shared.lives
 
-    def found(self) -> tuple[Live, ...]:
+    def found(self) -> tuple[StateTensor, ...]:
         """Return what `everything` was at the last `collect`, which must have been just now."""
         return self._cache.everything if self._cache is not None else self.everything()
 
@@ -480,7 +490,7 @@ class Inventory:
         rest = (states, orders, held, bare, holding, *buffers, sizes)
         return _Cache(modules, objects, assigned, shared, *rest)
 
-    def _model_lives(self) -> Iterator[Live]:
+    def _model_lives(self) -> Iterator[StateTensor]:
         holders: dict[int, set[int]] = {}
         for i, optimizer in enumerate(self.optimizers):
             for parameter in held_parameters(optimizer):
@@ -494,17 +504,17 @@ class Inventory:
             sync = path in self.always_sync
             alias_of = None if alias == path else alias
             must_be_dense(path, parameter)
-            yield Live(path, "parameter", layer, parameter, held, sync, alias_of)
+            yield StateTensor(path, "parameter", layer, parameter, held, sync, alias_of)
         for name, buffer in named_buffers(self.model):
             path = join("model", name)
             alias = first.setdefault(id(buffer), path)
             layer = name.rpartition(".")[0]
             alias_of = None if alias == path else alias
             must_be_dense(path, buffer)
-            yield Live(path, "buffer", layer, buffer, frozenset(), True, alias_of)
+            yield StateTensor(path, "buffer", layer, buffer, frozenset(), True, alias_of)
 
     def _optimizer_state(
-        self, i: int, optimizer: Optimizer, lives: list[Live]
+        self, i: int, optimizer: Optimizer, lives: list[StateTensor]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Add the state's tensors to `lives`; return its other values, and the order of its keys.
 
@@ -517,7 +527,7 @@ class Inventory:
             if id(parameter) not in names:
                 path = f"optim/{i}/{join('', name)}"
                 lives.append(
-                    Live(path, "parameter", name, parameter, held, path in self.always_sync)
+                    StateTensor(path, "parameter", name, parameter, held, path in self.always_sync)
                 )
         rest: dict[str, Any] = {}
         keys: dict[str, list[Any]] = {}
@@ -527,7 +537,7 @@ class Inventory:
                 continue  # state of a parameter that left the groups: no step can read it
             layer = label.rpartition(".")[0]
             base = f"optim/{i}/{join('', label)}"
-            place = Placing(lives, "optimizer", layer, held, self.always_sync)
+            place = TensorCollector(lives, "optimizer", layer, held, self.always_sync)
             others = {}
             if not isinstance(state, dict):
                 raise StateError(f"{base} is a {type(state).__name__}, expected a dict", path=base)
@@ -542,9 +552,9 @@ class Inventory:
                 rest[label] = others
         return rest, noted(keys, known.values())
 
-    def _extra(self, extra: Extra, lives: list[Live]) -> Any:
+    def _extra(self, extra: Extra, lives: list[StateTensor]) -> Any:
         layer, known = f"extras.{extra.name}", self._placed.setdefault(extra.name, {})
-        place = Placing(lives, "extra", layer, frozenset(), self.always_sync, known)
+        place = TensorCollector(lives, "extra", layer, frozenset(), self.always_sync, known)
         begun = len(lives)
         last = self._taken.get(extra.name)
         tree = plain(extra.state(), join("extras", extra.name), place, last)

@@ -13,11 +13,11 @@ from lightck.device.lookup import holder
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry
 from lightck.state import tensor_support
-from lightck.state.inventory import Live
+from lightck.state.inventory import StateTensor
 from lightck.state.tensor_support import DTYPES
 
 
-def describe(live: Live) -> Entry:
+def describe(live: StateTensor) -> Entry:
     """Return the layout entry of a live tensor.
 
     A dense tensor is stored byte for byte with its strides; any other (expanded, overlapping, with
@@ -113,7 +113,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def must_own(live: Live, device: Device | None = None) -> bool:
+def must_own(live: StateTensor, device: Device | None = None) -> bool:
     """Tell whether the copy cannot start from live memory, and needs a private copy.
 
     The tensor changes inside the window, is not dense, or is in memory that neither the workers nor
@@ -137,7 +137,7 @@ MUCH_BYTES = 64 << 20
 """The bytes copied synchronously at the boundary from which on the user is told."""
 
 
-def tell_synchronous(lives: Iterable[Live]) -> None:
+def tell_synchronous(lives: Iterable[StateTensor]) -> None:
     """Warn `attach`'s caller when much must be copied while training waits."""
     waits = (live for live in lives if holder(live.local) is None and must_own(live))
     size = sum(describe(live).length for live in waits)
@@ -157,7 +157,7 @@ def private(tensor: torch.Tensor) -> torch.Tensor:
     return device.private(held, held.shape, held.stride())
 
 
-def owned(live: Live, entry: Entry, device: Device | None = None) -> torch.Tensor:
+def owned(live: StateTensor, entry: Entry, device: Device | None = None) -> torch.Tensor:
     """Make a private copy of what the entry holds, as it is now.
 
     It is in CPU memory, made by this thread. Of a tensor that a device holds it is on that device,

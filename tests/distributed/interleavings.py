@@ -1,8 +1,8 @@
 """Every order in which a few ranks and a store can act, explored: the model behind the ledger.
 
-A rank is a real `Ledger` with slots. The scheduler picks who acts next: a rank's program (a due
-step: open or slip; a commit; a tear), one call to the store with or without effect and answer, or
-one read by its watcher. States that were seen are not visited again.
+A rank is a real `CommitProtocol` with slots. The scheduler picks who acts next: a rank's program (a
+due step: open or slip; a commit; a tear), one call to the store with or without effect and answer,
+or one read by its watcher. States that were seen are not visited again.
 """
 
 from __future__ import annotations
@@ -11,14 +11,22 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from lightck.distributed.commit.protocol import SUSPECT, Add, Claim, Delete, Due, Ledger, Read
+from lightck.distributed.commit.protocol import (
+    SUSPECT,
+    Add,
+    Claim,
+    CommitProtocol,
+    Delete,
+    Due,
+    Read,
+)
 
 NEVER = 1e9  # patience is a case of its own
 
 
 @dataclass
 class Rank:
-    ledger: Ledger
+    ledger: CommitProtocol
     slots: list[int | None]
     """Step whose snapshot a slot holds or gets; None: empty."""
     records: set[int] = field(default_factory=set)
@@ -70,7 +78,7 @@ def world(
 ) -> World:
     members = [
         Rank(
-            Ledger(
+            CommitProtocol(
                 r,
                 ranks,
                 patience_s=NEVER,

@@ -11,7 +11,7 @@ from typing import Any
 
 from ranks import LONG_S
 
-from lightck.distributed.rounds import Rounds
+from lightck.distributed.rounds import AgreementRounds
 
 
 def never_come(
@@ -29,9 +29,9 @@ def never_come(
         Where to find, later, how long the product would have waited, for each round.
     """
     waits: list[float] = []
-    decide, wait = Rounds._decide, Rounds._await
+    decide, wait = AgreementRounds._decide, AgreementRounds._await
 
-    def deciding(rounds: Rounds, base: str, *args: Any) -> Any:
+    def deciding(rounds: AgreementRounds, base: str, *args: Any) -> Any:
         for rank in range(rounds.world):
             if rank not in dead:
                 assert rounds.store.wait(f"{base}/in/{rank}", LONG_S), f"rank {rank} did not come"
@@ -39,18 +39,18 @@ def never_come(
         with _patience(rounds, seconds):
             return decide(rounds, base, *args)
 
-    def awaiting(rounds: Rounds, *args: Any) -> Any:
+    def awaiting(rounds: AgreementRounds, *args: Any) -> Any:
         waits.append(1.5 * rounds.timeout_s)
         with _patience(rounds, seconds if 0 in dead else LONG_S):
             return wait(rounds, *args)
 
-    put(Rounds, "_decide", deciding)
-    put(Rounds, "_await", awaiting)
+    put(AgreementRounds, "_decide", deciding)
+    put(AgreementRounds, "_await", awaiting)
     return waits
 
 
 @contextmanager
-def _patience(rounds: Rounds, seconds: float) -> Iterator[None]:
+def _patience(rounds: AgreementRounds, seconds: float) -> Iterator[None]:
     usual, rounds.timeout_s = rounds.timeout_s, seconds
     try:
         yield

@@ -14,15 +14,15 @@ from typing import Any
 from written import Crew, replicated
 
 from lightck.distributed.topology import Topology
-from lightck.failure.takeover.inference import Own
-from lightck.failure.takeover.takeover import Survivor, Taken, Takeover
-from lightck.journal.boundary_state import Instants
+from lightck.failure.takeover.inference import RankLocalState
+from lightck.failure.takeover.takeover import Takeover, TakeoverContext, TakeoverResult
+from lightck.journal.boundary_state import BoundaryState
 from lightck.region import location
 from lightck.region.journal import FORWARD, STEP_END, JournalEntry, write_entry
 from lightck.region.native_region import RECORD_JIT
-from lightck.region.region import survey
+from lightck.region.region import open_and_recover
 from lightck.state.extras import parse
-from lightck.state.inventory import Inventory, Live
+from lightck.state.inventory import Inventory, StateTensor
 
 LONG_S = 100.0
 JIT = RECORD_JIT
@@ -34,7 +34,7 @@ class Node:
     def __init__(self, folder: Path, world: int, **options: Any) -> None:
         self.crew = Crew(folder, world, **options)
         self.world = world
-        self.kept: dict[bytes, Own] = {}
+        self.kept: dict[bytes, RankLocalState] = {}
         self.stands: dict[int, int | None] = dict.fromkeys(range(world), 0)
 
     def __enter__(self) -> Node:
@@ -51,20 +51,22 @@ class Node:
             self.journal(rank, step, STEP_END)
             self.journal(rank, step, FORWARD)
 
-    def journal(self, rank: int, step: int, kind: int, lives: Sequence[Live] = ()) -> None:
+    def journal(self, rank: int, step: int, kind: int, lives: Sequence[StateTensor] = ()) -> None:
         """A rank's own state as it stands; its blob is a key into `kept`."""
         live, region = self.crew.ranks[rank], self.crew.regions[rank]
-        instants = Instants(Inventory(live.net, [live.optimizer], parse(live.extras)))
+        instants = BoundaryState(Inventory(live.net, [live.optimizer], parse(live.extras)))
         instants.inventory.share = self.crew.sharing(rank)
         instants.step_ended(0)
         collected = instants.collect()
         own = tuple(
-            Live(v.name, v.role, v.layer, v.tensor.clone(), sync=True)
+            StateTensor(v.name, v.role, v.layer, v.tensor.clone(), sync=True)
             for v in collected.lives
             if v.span is None and v.alias_of is None
         )
         blob = f"{rank} {step} {kind} {len(self.kept)}".encode()
-        self.kept[blob] = Own(*instants.encode(collected, step, seen=False), lives or own)
+        self.kept[blob] = RankLocalState(
+            *instants.encode(collected, step, seen=False), lives or own
+        )
         write_entry(region.native, kind, step, region.timeline, blob)
 
     def die(self, *ranks: int) -> None:
@@ -74,7 +76,7 @@ class Node:
     def takeover(self, rank: int) -> Takeover:
         live = self.crew.ranks[rank]
         peers = tuple(range(self.world))
-        survivor = Survivor(
+        survivor = TakeoverContext(
             self.crew.regions[rank],
             Inventory(live.net, [live.optimizer], parse(live.extras)),
             Topology(rank, self.world, rank, self.world, peers=peers),
@@ -85,15 +87,15 @@ class Node:
         )
         return Takeover(survivor, self.own, threads=1)
 
-    def own(self, entry: JournalEntry) -> Own:
+    def own(self, entry: JournalEntry) -> RankLocalState:
         return self.kept[entry.blob]
 
-    def take(self, rank: int, dead: int, early: bool | None = None) -> Taken:
+    def take(self, rank: int, dead: int, early: bool | None = None) -> TakeoverResult:
         return self.takeover(rank).of(dead, time.monotonic() + LONG_S, early)
 
     def steps(self, rank: int) -> list[tuple[int, int]]:
         """(step, flags) of what a dead rank's region holds."""
-        region, recovery = survey(location.locate(self.crew.folder, rank, create=False))
+        region, recovery = open_and_recover(location.locate(self.crew.folder, rank, create=False))
         region.close()
         assert not recovery.problems, recovery.problems
         return sorted((c.record.step, c.record.flags) for c in recovery.candidates)

@@ -9,26 +9,26 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightck.distributed.sharding import Sharing
+from lightck.distributed.sharding import SharePartitioner
 from lightck.distributed.topology import Topology
 from lightck.pipeline.pipeline import Pipeline
-from lightck.pipeline.placement import Mode, Placement
+from lightck.pipeline.placement import HostPlacement, Mode
 from lightck.pipeline.schedule import Eager
 from lightck.reader.assembly import Assembly, assemble, peers_of
 from lightck.region import location, native_region
 from lightck.region.native_pool import NativePool
 from lightck.region.native_region import RegionSpec
-from lightck.region.region import Candidate, Region, survey
+from lightck.region.region import Candidate, Region, open_and_recover
 from lightck.state import tensor_layout
-from lightck.state.inventory import Collected, Live
+from lightck.state.inventory import CollectedState, StateTensor
 
 TIMELINE = 5
 
 
-def sharing(rank: int, world: int, own: Sequence[str] = ()) -> Sharing:
+def sharing(rank: int, world: int, own: Sequence[str] = ()) -> SharePartitioner:
     """All ranks are on one node; everything is replicated but buffers and what is named."""
     place_of = Topology(rank, world, rank, world, 0, tuple(range(world)), bytes(16))
-    return Sharing(
+    return SharePartitioner(
         place_of,
         lambda lives: {
             v.name
@@ -53,12 +53,12 @@ class Writer:
         self.region.timeline = TIMELINE
         self.pool = NativePool(threads=1, chunk_bytes=4096, idle=False)
         self.pipeline = Pipeline(self.region, self.pool, Eager(), proof=proof)
-        self.pipeline.placement = Placement(mode, False, self.pipeline._map_dram)
+        self.pipeline.placement = HostPlacement(mode, False, self.pipeline._map_dram)
 
-    def open(self, step: int, lives: Sequence[Live]) -> None:
+    def open(self, step: int, lives: Sequence[StateTensor]) -> None:
         """Open a snapshot at forward start; sources must not change until the fence."""
         shared = self.share(lives)
-        collected = Collected(shared.lives, {}, shared.digest)
+        collected = CollectedState(shared.lives, {}, shared.digest)
         self.pipeline.placement.prepare(sum(tensor_layout.describe(v).length for v in shared.lives))
         flight = self.pipeline.open(step, collected, b"a", b"b")
         assert not isinstance(flight, str), flight
@@ -67,7 +67,7 @@ class Writer:
         """Say whether what was open is committed; otherwise it was torn."""
         return self.pipeline.fence() and bool(list(self.pipeline.poll(None)))
 
-    def write(self, step: int, lives: Sequence[Live]) -> None:
+    def write(self, step: int, lives: Sequence[StateTensor]) -> None:
         """Write and commit a whole snapshot."""
         self.open(step, lives)
         assert self.commit()
@@ -94,7 +94,9 @@ class Readers:
     """Every rank's region, opened for reading; a context manager."""
 
     def __init__(self, folder: Path, world: int) -> None:
-        self._looks = [survey(location.locate(folder, r, create=False)) for r in range(world)]
+        self._looks = [
+            open_and_recover(location.locate(folder, r, create=False)) for r in range(world)
+        ]
 
     def __enter__(self) -> Readers:
         return self
@@ -143,6 +145,6 @@ def stored(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def whole(lives: Sequence[Live]) -> dict[str, bytes]:
+def whole(lives: Sequence[StateTensor]) -> dict[str, bytes]:
     """The bytes of these tensors."""
     return {live.name: stored(live.tensor) for live in lives}

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightck.distributed.commit.protocol import Add, Call, Claim, Due, Ledger, Read
+from lightck.distributed.commit.protocol import Add, Call, Claim, CommitProtocol, Due, Read
 from lightck.distributed.store import Store
 from lightck.types import Fate
 
@@ -73,7 +73,7 @@ class Simulation:
         """Return what it took."""
         world = len(self.commit_at_s)
         self._ledgers = [
-            Ledger(r, world, patience_s=1e9, compares=self.digests) for r in range(world)
+            CommitProtocol(r, world, patience_s=1e9, compares=self.digests) for r in range(world)
         ]
         self._sent = [0] * world
         self._knew: list[float] = []

@@ -12,9 +12,9 @@ import pytest
 from memory import MemoryStore, Server
 from missing import never_come
 
-from lightck.distributed.restore.offers import View
+from lightck.distributed.restore.offers import RankView
 from lightck.distributed.restore.selection import decide_restore
-from lightck.distributed.rounds import MAX_BYTES, Identity, Rounds, agree_on_attach
+from lightck.distributed.rounds import MAX_BYTES, AgreementRounds, Identity, agree_on_attach
 from lightck.distributed.topology import Topology, find, place, settle
 from lightck.errors import CoordinationError
 
@@ -23,7 +23,7 @@ T1 = 11
 
 def together(
     world: int,
-    code: Callable[[Rounds], Any],
+    code: Callable[[AgreementRounds], Any],
     *,
     server: Server | None = None,
     absent: Sequence[int] = (),
@@ -35,7 +35,7 @@ def together(
 
     def run(rank: int) -> None:
         try:
-            results[rank] = code(Rounds(MemoryStore(server), rank, world, timeout_s))
+            results[rank] = code(AgreementRounds(MemoryStore(server), rank, world, timeout_s))
         except Exception as error:
             results[rank] = error
 
@@ -69,7 +69,7 @@ def test_all_ranks_share_the_timeline() -> None:
     ],
 )
 def test_every_rank_hears_which_rank_differs(field: str, value: object) -> None:
-    def attach(rounds: Rounds) -> int:
+    def attach(rounds: AgreementRounds) -> int:
         mine = replace(IDENTITY, **{field: value}) if rounds.rank == 2 else IDENTITY
         return agree_on_attach(rounds, mine)
 
@@ -94,9 +94,9 @@ def test_a_rank_that_does_not_come_is_named_on_every_other(
 
 
 def test_ranks_in_different_rounds_are_told_so() -> None:
-    def code(rounds: Rounds) -> object:
+    def code(rounds: AgreementRounds) -> object:
         if rounds.rank == 1:
-            return rounds.agree("restore", View("/mnt", None).said(), decide_restore)
+            return rounds.agree("restore", RankView("/mnt", None).said(), decide_restore)
         return agree_on_attach(rounds, IDENTITY)
 
     for result in together(2, code):
@@ -104,7 +104,7 @@ def test_ranks_in_different_rounds_are_told_so() -> None:
 
 
 def test_what_a_rank_cannot_say_every_rank_hears_of() -> None:
-    def code(rounds: Rounds) -> object:
+    def code(rounds: AgreementRounds) -> object:
         said = {"text": "x" * (MAX_BYTES * (rounds.rank == 1))}
         return rounds.agree("attach", said, lambda said: {})
 
@@ -141,7 +141,7 @@ def test_messages_per_rank_do_not_grow_with_the_world() -> None:
 
 
 def test_ranks_on_one_node_find_each_other() -> None:
-    def code(rounds: Rounds) -> Topology:
+    def code(rounds: AgreementRounds) -> Topology:
         return find(rounds, environment={}, node=f"host{rounds.rank % 2}")
 
     found = together(5, code)
@@ -158,7 +158,7 @@ def test_ranks_that_cannot_read_each_other_s_regions_share_nothing() -> None:
     """Pools are one process's at a time; containers mount other media at one path."""
 
     def peers(*reach: str | None) -> list[tuple[int, ...]]:
-        def code(rounds: Rounds) -> Topology:
+        def code(rounds: AgreementRounds) -> Topology:
             return find(rounds, environment={}, node="host", reach=reach[rounds.rank])
 
         return [place.peers for place in together(len(reach), code)]
@@ -190,6 +190,6 @@ def test_a_wait_that_ends_with_nothing_there_is_no_answer() -> None:
             time.sleep(0.02)
             return True
 
-    rounds = Rounds(Nervous(Server()), 1, 2, timeout_s=0.2)
+    rounds = AgreementRounds(Nervous(Server()), 1, 2, timeout_s=0.2)
     with pytest.raises(CoordinationError, match=r"rank\(s\) 0 of 2 did not come"):
         rounds.agree("restore", {}, lambda said: {})

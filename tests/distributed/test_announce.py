@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from lightck.distributed.commit.due_steps import POLL_S, Announcer, Calendar
-from lightck.distributed.commit.protocol import Due, Ledger
+from lightck.distributed.commit.due_steps import POLL_S, DueAnnouncer, DueCalendar
+from lightck.distributed.commit.protocol import CommitProtocol, Due
 
 
 def test_a_period_needs_no_message_and_counts_from_attach() -> None:
-    calendar = Calendar(every=5, start=12)
+    calendar = DueCalendar(every=5, start=12)
     due = [calendar.at(step) for step in range(13, 31)]
     assert [d for d in due if d] == [Due(15, 0), Due(20, 1), Due(25, 2), Due(30, 3)]
 
 
 def test_a_step_is_asked_for_once() -> None:
-    calendar = Calendar(every=1)
+    calendar = DueCalendar(every=1)
     calendar.at(1)
     with pytest.raises(ValueError, match="step 1 has been asked for already"):
         calendar.at(1)
 
 
 def test_an_announced_step_is_due_when_it_was_known_in_time() -> None:
-    calendar = Calendar()
+    calendar = DueCalendar()
     calendar.at(1)
     assert calendar.learn(3, 0.0) is None
     assert [calendar.at(2), calendar.at(3)] == [None, Due(3, 0, "a")]
@@ -30,14 +30,14 @@ def test_an_announced_step_is_due_when_it_was_known_in_time() -> None:
 
 
 def test_an_announced_step_that_was_passed_is_handed_back_as_lost() -> None:
-    calendar = Calendar()
+    calendar = DueCalendar()
     for step in (1, 2, 3):
         calendar.at(step)
     assert calendar.learn(3, 0.0) == Due(3, 0, "a")
 
 
 def test_looks_are_rarer_when_snapshots_are() -> None:
-    calendar = Calendar()
+    calendar = DueCalendar()
     calendar.learn(10, 0.0)
     assert calendar.poll_s(0.1) == POLL_S[0]
     assert calendar.poll_s(16.0) == 1.0
@@ -45,8 +45,8 @@ def test_looks_are_rarer_when_snapshots_are() -> None:
 
 
 def test_a_step_is_published_later_than_any_rank_looks() -> None:
-    calendar = Calendar()
-    announcer = Announcer(calendar)
+    calendar = DueCalendar()
+    announcer = DueAnnouncer(calendar)
     step_s = 0.1
     target = announcer.choose(100, step_s, now_s=0.0)
     assert target is not None
@@ -58,7 +58,7 @@ def test_a_step_is_published_later_than_any_rank_looks() -> None:
 
 
 def test_one_announcement_is_out_at_a_time() -> None:
-    announcer = Announcer(Calendar())
+    announcer = DueAnnouncer(DueCalendar())
     target = announcer.choose(1, 0.5, now_s=0.0)
     assert target is not None
     assert announcer.choose(2, 0.5, now_s=0.1) is None
@@ -67,11 +67,11 @@ def test_one_announcement_is_out_at_a_time() -> None:
 
 
 def test_nothing_is_announced_when_the_period_comes_no_later() -> None:
-    assert Announcer(Calendar(every=1)).choose(7, 10.0, now_s=0.0) is None
+    assert DueAnnouncer(DueCalendar(every=1)).choose(7, 10.0, now_s=0.0) is None
 
 
 def test_a_rank_that_was_late_makes_rank_0_look_further_ahead() -> None:
-    announcer = Announcer(Calendar())
+    announcer = DueAnnouncer(DueCalendar())
     first = announcer.choose(0, None, now_s=0.0)
     for _ in range(3):
         announcer.came_late()
@@ -86,7 +86,7 @@ def test_a_step_that_loops_asked_for_is_the_same_block_however_often_each_has_as
 
 
 def test_an_announcement_that_comes_late_does_not_lose_what_the_loop_asked_for() -> None:
-    ledger = Ledger(0, 2)
+    ledger = CommitProtocol(0, 2)
     ledger.opened(Due(9, 0, "r"), 0.0)
     ledger.committed(9, 0.0)
     ledger.lost(Due(9, 4, "a"), "not known in time", 0.0)

@@ -10,12 +10,12 @@ import ranks
 from training import Training
 
 from lightck.region.location import locate
-from lightck.region.region import survey
+from lightck.region.region import open_and_recover
 
 
 def records(path: Path, rank: int) -> dict[int, Any]:
     """The records in a rank's region, by step."""
-    region, recovery = survey(locate(path, rank, create=False))
+    region, recovery = open_and_recover(locate(path, rank, create=False))
     try:
         return {c.record.step: c.record for c in recovery.candidates}
     finally:
@@ -51,7 +51,7 @@ def test_regions_of_a_larger_world_stay_as_they_are(region_dir: Path) -> None:
     with ranks.started(2, train) as job:
         job.results()
     for rank in range(2):
-        region, recovery = survey(locate(region_dir, rank, create=False))
+        region, recovery = open_and_recover(locate(region_dir, rank, create=False))
         region.close()
         assert region.info.world == 3, "the region was made for three"
         assert {c.record.world for c in recovery.candidates} == {2}, "and is written by two"

@@ -10,9 +10,9 @@ from written import Crew
 
 from lightck.distributed.restore.offers import Key
 from lightck.distributed.restore.replica_transfer import whole_sums
-from lightck.distributed.restore.survey import Holdings
+from lightck.distributed.restore.survey import RegionSurvey
 from lightck.distributed.sharding import is_own
-from lightck.reader.assembly import Assembled
+from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import location
 from lightck.region.crc32c import combine
 from lightck.region.native_region import crc32c
@@ -32,9 +32,9 @@ def test_a_replica_has_the_same_sums_however_many_ranks_wrote_it(tmp_path: Path)
         with Crew(tmp_path / str(world), world) as crew:
             crew.train(1)
         where = location.locate(tmp_path / str(world), 0, create=False)
-        with Holdings.opened(where, 0, world) as held:
+        with RegionSurvey.opened(where, 0, world) as held:
             state = held.assembled(Key(crew.records[0, 1].timeline, 1, world))
-            assert isinstance(state, Assembled) and state.replica == 0
+            assert isinstance(state, AssembledSnapshot) and state.replica == 0
             sums = whole_sums(state)
             alike = {e.name: int(sums[i]) for i, e in enumerate(state.entries) if not is_own(e)}
             assert len(alike) > 4

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from lightck.distributed.restore.offers import Key, Lineage, Offer, View, branch_points, rule
+from lightck.distributed.restore.offers import (
+    Key,
+    Lineage,
+    RankView,
+    SnapshotOffer,
+    branch_points,
+    rule,
+)
 from lightck.distributed.restore.selection import Choice, decide, decide_restore
 from lightck.distributed.rounds import MAX_BYTES
 from lightck.errors import CoordinationError
@@ -19,17 +26,17 @@ def lineage(head: int, *ancestors: tuple[int, int], run: str = "aa", world: int 
     return Lineage(head, ancestors, world, run, f"region of {head}")
 
 
-def view(*steps: int, timeline: int = T1, world: int = 2) -> View:
-    offers = tuple(Offer(Key(timeline, step, world)) for step in steps)
-    return View("/mnt/run", None, offers, lineage(timeline))
+def view(*steps: int, timeline: int = T1, world: int = 2) -> RankView:
+    offers = tuple(SnapshotOffer(Key(timeline, step, world)) for step in steps)
+    return RankView("/mnt/run", None, offers, lineage(timeline))
 
 
-def marked(seen: View, step: int, **flags: bool) -> View:
+def marked(seen: RankView, step: int, **flags: bool) -> RankView:
     offers = [replace(o, **flags) if o.key.step == step else o for o in seen.offers]
     return replace(seen, offers=tuple(offers))
 
 
-def chosen(*views: View) -> tuple[int, int] | None:
+def chosen(*views: RankView) -> tuple[int, int] | None:
     choice = decide(views)
     return choice.key and (choice.key.timeline, choice.key.step)
 
@@ -49,7 +56,7 @@ def test_nothing_in_common_is_nothing_to_restore() -> None:
     choice = decide([view(8), view(7)])
     assert choice.key is None and not choice.void
     assert len(choice.fell_back) == 2
-    empty = View("/mnt/run", None, void=True)
+    empty = RankView("/mnt/run", None, void=True)
     assert decide([empty, empty]).void
 
 
@@ -72,7 +79,7 @@ def test_what_was_stopped_before_its_first_whole_snapshot_begins_anew() -> None:
 
 def test_a_step_is_never_combined_with_its_namesake_of_another_timeline() -> None:
     ahead = replace(view(10, timeline=T2), lineage=lineage(T2, (T1, 9)))
-    ahead = replace(ahead, offers=(*ahead.offers, Offer(Key(T1, 9, 2))))
+    ahead = replace(ahead, offers=(*ahead.offers, SnapshotOffer(Key(T1, 9, 2))))
     assert chosen(view(10, 9), ahead) == (T1, 9)
 
 
@@ -94,12 +101,12 @@ def test_a_timeline_that_no_newer_one_continues_is_abandoned() -> None:
     kept = replace(
         view(10, timeline=T2),
         lineage=lineage(T2, (T1, 9)),
-        offers=(Offer(Key(T2, 10, 3)), Offer(Key(T1, 9, 3))),
+        offers=(SnapshotOffer(Key(T2, 10, 3)), SnapshotOffer(Key(T1, 9, 3))),
     )
     away = replace(
         view(40, timeline=T3),
         lineage=lineage(T3, (T1, 9)),
-        offers=(Offer(Key(T3, 40, 3)), Offer(Key(T1, 9, 3))),
+        offers=(SnapshotOffer(Key(T3, 40, 3)), SnapshotOffer(Key(T1, 9, 3))),
     )
     choice = decide([kept, kept, away])
     assert choice.key == Key(T1, 9, 3)
@@ -172,12 +179,12 @@ def test_ranks_of_another_world_look_further_before_they_choose() -> None:
     wide = replace(view(8, world=2), wide=True)
     assert decide([wide]).key == Key(T1, 8, 2)
     # An older one of another world does no harm as long as it does not count.
-    old = Offer(Key(T3, 9, 4))
+    old = SnapshotOffer(Key(T3, 9, 4))
     assert not decide([replace(v, offers=(*v.offers, old)) for v in (view(8), view(8))]).widen
 
 
 def test_ranks_without_a_region_look_further_if_others_are_there() -> None:
-    lacking = View("/mnt/run", None, lacking=True)
+    lacking = RankView("/mnt/run", None, lacking=True)
     assert decide([view(8), lacking]).widen
     told = decide([replace(view(8), wide=True), replace(lacking, wide=True)])
     (text,) = told.fell_back
@@ -205,8 +212,10 @@ def test_every_rank_hears_the_same_choice_and_what_others_met() -> None:
 
 def test_what_a_rank_says_has_room_in_one_message() -> None:
     most: Sequence[tuple[int, int]] = [(2**62 + i, 2**40) for i in range(40)]
-    offers = tuple(Offer(Key(2**62 + i, 2**40, 10_000), True, True, True, 2**46) for i in range(60))
-    seen = View(
+    offers = tuple(
+        SnapshotOffer(Key(2**62 + i, 2**40, 10_000), True, True, True, 2**46) for i in range(60)
+    )
+    seen = RankView(
         "\N{SNOWMAN}" * 900,
         2**40,
         offers,
@@ -217,4 +226,4 @@ def test_what_a_rank_says_has_room_in_one_message() -> None:
     import json
 
     assert len(json.dumps(said, separators=(",", ":"))) <= MAX_BYTES
-    assert View.heard(seen.said()).offers == seen.offers[:16]
+    assert RankView.heard(seen.said()).offers == seen.offers[:16]

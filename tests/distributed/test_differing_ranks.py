@@ -15,7 +15,7 @@ from training import Training
 
 import lightck
 from lightck.distributed import divergence
-from lightck.distributed.commit.coordinator import GlobalCommit
+from lightck.distributed.commit.coordinator import CommitCoordinator
 from lightck.errors import DivergenceError, LightckError
 
 FIRST, LAST = 4, 9
@@ -78,9 +78,9 @@ def train(path: Path, odd: int | None, name: str, named: int = 1, **settings: An
 
 def say_in_turns(me: ranks.Me) -> None:
     """Rank 0 says its digest first, so that rank 1 finds that they differ; later it is rank 1."""
-    ask, link = GlobalCommit._ask, me.store.clone()
+    ask, link = CommitCoordinator._ask, me.store.clone()
 
-    def asked(commit: GlobalCommit, call: Any) -> object:
+    def asked(commit: CommitCoordinator, call: Any) -> object:
         kind, _, step = getattr(call, "key", "").partition("/")
         first = kind in ("d", "c") and me.rank == (int(step) > FIRST)
         if kind == "d" and not first:
@@ -90,7 +90,7 @@ def say_in_turns(me: ranks.Me) -> None:
             link.set(f"counted/{step}", "")
         return answer
 
-    GlobalCommit._ask = asked  # type: ignore[method-assign]
+    CommitCoordinator._ask = asked  # type: ignore[method-assign]
 
 
 def goes_on(me: ranks.Me, path: Path) -> tuple[lightck.RestoreInfo, dict[int, bool]]:

@@ -14,10 +14,10 @@ from memory import MemoryStore, Server
 
 from lightck.distributed import divergence
 from lightck.distributed import divergence as sample
-from lightck.distributed.commit.protocol import Add, Call, Claim, Delete, Due, Ledger, Read
-from lightck.distributed.divergence import Divergence, Samples, Verdict, decide, inquire
+from lightck.distributed.commit.protocol import Add, Call, Claim, CommitProtocol, Delete, Due, Read
+from lightck.distributed.divergence import Divergence, ReplicaSamples, Verdict, decide, inquire
 from lightck.errors import CoordinationError, DivergenceError, LightckError, RegionIOError
-from lightck.state.inventory import Inventory, Live
+from lightck.state.inventory import Inventory, StateTensor
 
 LONG_S = 100.0
 
@@ -27,7 +27,7 @@ def _one_round_is_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "ROTATION", 1)
 
 
-def everything(lives: Sequence[Live]) -> set[str]:
+def everything(lives: Sequence[StateTensor]) -> set[str]:
     return {live.name for live in lives}
 
 
@@ -40,11 +40,11 @@ def small(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def samples_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Samples:
-    return Samples(Inventory(model, [optimizer]).found, everything)
+def samples_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ReplicaSamples:
+    return ReplicaSamples(Inventory(model, [optimizer]).found, everything)
 
 
-def taken(samples: Samples, turn: int = 0) -> divergence.Sample:
+def taken(samples: ReplicaSamples, turn: int = 0) -> divergence.ReplicaSample:
     samples.take(1, turn)
     found = samples.of(1)
     assert found is not None
@@ -105,7 +105,7 @@ def test_a_form_that_changed_under_the_sample_is_not_compared() -> None:
 
 def test_nothing_replicated_is_counted_and_says_nothing() -> None:
     model, optimizer = small()
-    samples = Samples(Inventory(model, [optimizer]).found, lambda lives: set())
+    samples = ReplicaSamples(Inventory(model, [optimizer]).found, lambda lives: set())
     samples.take(1, 0)
     assert (samples.of(1), samples.skipped) == (None, 1)
 
@@ -196,7 +196,7 @@ def calls_of(world: int, digests: Callable[[int, int], bytes], steps: int = 3) -
     """Collect what each rank asks of the store until every step has its fate everywhere."""
     store: dict[str, bytes] = {}
     made: list[list[Call]] = [[] for _ in range(world)]
-    ledgers = [Ledger(rank, world, compares=True) for rank in range(world)]
+    ledgers = [CommitProtocol(rank, world, compares=True) for rank in range(world)]
     for step in range(1, steps + 1):
         for rank, ledger in enumerate(ledgers):
             ledger.opened(Due(step, step - 1), 0.0)
@@ -241,9 +241,9 @@ def test_words_of_older_and_of_newer_differences_are_deleted_with_their_step() -
     """Rank 1 differs at step 1; at step 2 it says that first, and rank 0 the newer one."""
     store: dict[str, bytes] = {}
     seen: set[str] = set()
-    ledgers = [Ledger(rank, 2, compares=True) for rank in range(2)]
+    ledgers = [CommitProtocol(rank, 2, compares=True) for rank in range(2)]
 
-    def answered(ledger: Ledger) -> None:
+    def answered(ledger: CommitProtocol) -> None:
         while (call := ledger.next_call(0.0)) is not None:
             ledger.answered(_served(store, call), 0.0)
             seen.update(store)
@@ -262,7 +262,7 @@ def test_words_of_older_and_of_newer_differences_are_deleted_with_their_step() -
 
 
 def test_a_digest_of_something_else_is_counted_as_not_compared() -> None:
-    ledger = Ledger(1, 2, compares=True)
+    ledger = CommitProtocol(1, 2, compares=True)
     store = {"d/1": b"other:1", "d/2": b"what:1"}
     for step in (1, 2):
         ledger.opened(Due(step, step - 1), 0.0)
@@ -273,7 +273,7 @@ def test_a_digest_of_something_else_is_counted_as_not_compared() -> None:
 
 
 def test_without_an_answer_from_the_store_nothing_counts_as_compared_or_whole() -> None:
-    ledger = Ledger(0, 1, compares=True)
+    ledger = CommitProtocol(0, 1, compares=True)
     ledger.opened(Due(1, 0), 0.0)
     ledger.committed(1, 0.0, b"", b"what:1")
     for attempt in range(3):

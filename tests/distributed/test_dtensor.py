@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightck.errors import StateError
-from lightck.pipeline.copy_plan import Arrangement, sources
+from lightck.pipeline.copy_plan import CopyPlan, sources
 from lightck.region import allocator
 from lightck.region.layout import Entry
 from lightck.state import tensor_layout, tensor_support
-from lightck.state.inventory import Inventory, Live
+from lightck.state.inventory import Inventory, StateTensor
 
 SHAPE = (7, 5)
 PLACED: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...]]] = {
@@ -43,17 +43,17 @@ class Medium:
         return allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, 4096)
 
 
-def arrangement() -> Arrangement:
+def arrangement() -> CopyPlan:
     medium: Any = Medium()
-    return Arrangement(medium)
+    return CopyPlan(medium)
 
 
 def numbers(*shape: int) -> torch.Tensor:
     return torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
 
 
-def of(tensor: torch.Tensor) -> Live:
-    return Live("model/x", "parameter", "", tensor)
+def of(tensor: torch.Tensor) -> StateTensor:
+    return StateTensor("model/x", "parameter", "", tensor)
 
 
 def on_ranks(world: int, code: Callable[[Me], Any]) -> list[Any]:
@@ -167,7 +167,9 @@ def test_a_write_is_seen_whichever_way_it_goes(write: Callable[[Any], None]) -> 
         mesh = mesh_of(1)
         tensors = [torch.ones(3), distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])]
         arranged = arrangement()
-        arranged.update([Live(f"model/{i}", "parameter", "", t) for i, t in enumerate(tensors)], 0)
+        arranged.update(
+            [StateTensor(f"model/{i}", "parameter", "", t) for i, t in enumerate(tensors)], 0
+        )
         (part,) = arranged.parts
         taken = sources(part, arranged)
         before = taken.changed()

@@ -19,7 +19,7 @@ from test_fates_of_steps import settled, step, until
 from training import Training
 
 import lightck.policy
-from lightck.distributed.rounds import Rounds
+from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.store import JobStore
 from lightck.errors import CoordinationError
 from lightck.loop import requests
@@ -336,13 +336,13 @@ def test_a_store_that_hangs_delays_the_close_by_a_bounded_time(region_dir: Path)
 
 def read_late() -> None:
     """Rank 0 has decided, and could be gone, before this one reads what."""
-    kept = Rounds._await
+    kept = AgreementRounds._await
 
-    def late(rounds: Rounds, *args: Any) -> Any:
+    def late(rounds: AgreementRounds, *args: Any) -> Any:
         time.sleep(1.0)
         return kept(rounds, *args)
 
-    Rounds._await = late  # type: ignore[method-assign]
+    AgreementRounds._await = late  # type: ignore[method-assign]
 
 
 def test_rank_0_may_serve_the_store_and_end_first(region_dir: Path) -> None:

@@ -32,11 +32,11 @@ from torch.optim import Optimizer
 import lightck
 from lightck.cli.main import main
 from lightck.distributed.restore.offers import Key
-from lightck.distributed.restore.survey import Holdings
+from lightck.distributed.restore.survey import RegionSurvey
 from lightck.errors import ConfigError, NoSnapshotError, RestoreMismatchError, StateError
 from lightck.loop import state_prediction
 from lightck.loop.hooks import Watched
-from lightck.reader.assembly import Assembled
+from lightck.reader.assembly import AssembledSnapshot
 from lightck.region.layout import Entry
 from lightck.region.layout import Shard as Part
 from lightck.state.inventory import Inventory
@@ -386,13 +386,13 @@ def test_parts_that_are_not_of_one_whole_are_not_put_together(
 ) -> None:
     on_ranks(2, lambda me: saved(me, region_dir) and None)
     ranks, edit, told = FORGED[what]
-    honest = Holdings.assembled
+    honest = RegionSurvey.assembled
 
     def forged(
-        self: Holdings, key: Key, rank: int | None = None, **instant: Any
-    ) -> Assembled | str:
+        self: RegionSurvey, key: Key, rank: int | None = None, **instant: Any
+    ) -> AssembledSnapshot | str:
         found = honest(self, key, rank, **instant)
-        if rank not in ranks or not isinstance(found, Assembled):
+        if rank not in ranks or not isinstance(found, AssembledSnapshot):
             return found
         chosen = "model/embed.weight"
         return replace(
@@ -402,7 +402,7 @@ def test_parts_that_are_not_of_one_whole_are_not_put_together(
             ),
         )
 
-    monkeypatch.setattr(Holdings, "assembled", forged)
+    monkeypatch.setattr(RegionSurvey, "assembled", forged)
     with pytest.raises((NoSnapshotError, StateError), match=told):
         lightck.load(region_dir, whole=True)
 

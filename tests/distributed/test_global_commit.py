@@ -10,9 +10,16 @@ from contextlib import contextmanager
 import pytest
 from memory import Fault, MemoryStore, Server
 
-from lightck.distributed.commit.coordinator import LATE, GlobalCommit, Limits
-from lightck.distributed.commit.due_steps import Calendar, Due
-from lightck.distributed.commit.protocol import BLOCK, WHOLE, Add, Claim, Death, Ledger
+from lightck.distributed.commit.coordinator import LATE, CommitCoordinator, Limits
+from lightck.distributed.commit.due_steps import DueCalendar, DueStep
+from lightck.distributed.commit.protocol import (
+    BLOCK,
+    WHOLE,
+    AbortReason,
+    Add,
+    Claim,
+    CommitProtocol,
+)
 from lightck.errors import CoordinationError
 from lightck.types import Fate
 
@@ -28,13 +35,13 @@ def job(
     limits: Limits | None = None,
     on_trouble: Callable[[CoordinationError], None] | None = None,
     server: Server | None = None,
-) -> Iterator[list[GlobalCommit]]:
+) -> Iterator[list[CommitCoordinator]]:
     server = server or Server()
     ranks = [
-        GlobalCommit(
+        CommitCoordinator(
             MemoryStore(server, fault(rank)),
-            Ledger(rank, world),
-            Calendar(every=every, announced=every is None),
+            CommitProtocol(rank, world),
+            DueCalendar(every=every, announced=every is None),
             limits=limits,
             on_trouble=on_trouble or (lambda error: None),
         )
@@ -55,7 +62,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
-def due(rank: GlobalCommit, step: int) -> Due:
+def due(rank: CommitCoordinator, step: int) -> DueStep:
     found = rank.due(step)
     assert found
     return found
@@ -98,8 +105,8 @@ def test_ranks_with_other_states_hear_of_it_once_and_go_on_once_they_agree() -> 
 
 
 def test_forms_count_at_the_largest_world_without_an_overflow() -> None:
-    last = Ledger(0, 1 << 19)
-    last.opened(Due(1, 0), 0.0)
+    last = CommitProtocol(0, 1 << 19)
+    last.opened(DueStep(1, 0), 0.0)
     last.committed(1, 0.0, b"\xff" * 16)
     call = last.next_call(0.0)
     assert isinstance(call, Add)
@@ -110,10 +117,10 @@ def test_forms_count_at_the_largest_world_without_an_overflow() -> None:
 
 
 def test_the_restored_snapshot_is_kept_until_a_newer_one_is_whole() -> None:
-    ledger = Ledger(0, 1, restored=(7, 40), timeline=8)
+    ledger = CommitProtocol(0, 1, restored=(7, 40), timeline=8)
     assert not ledger.reusable(7, 40)
     assert ledger.reusable(7, 39)
-    commit = GlobalCommit(MemoryStore(), ledger, Calendar(every=1, start=40))
+    commit = CommitCoordinator(MemoryStore(), ledger, DueCalendar(every=1, start=40))
     commit.lost(due(commit, 41), "torn")
     assert commit.wait(41, LONG_S) is Fate.DEAD
     assert not commit.reusable(7, 40)
@@ -222,12 +229,12 @@ def test_a_rank_that_takes_no_more_snapshots_stops_all_of_them() -> None:
 
 
 def test_a_step_from_before_a_rank_ended_may_still_become_whole() -> None:
-    ledger = Ledger(0, 3)
+    ledger = CommitProtocol(0, 3)
     for step in (1, 2):
-        ledger.opened(Due(step, step - 1), 0.0)
+        ledger.opened(DueStep(step, step - 1), 0.0)
     ledger.committed(1, 0.0)
     assert ledger.next_call(0.0) == Add("c/1", 1)
-    ledger.heard(2, Death(2, "its region is latched", for_good=True).encode())
+    ledger.heard(2, AbortReason(2, "its region is latched", for_good=True).encode())
     ledger.answered(2, 0.0)  # rank 2 has counted step 1, rank 1 has not yet
     assert ledger.next_call(0.0) is None and ledger.watched == 1
     ledger.heard(1, WHOLE)
@@ -236,7 +243,7 @@ def test_a_step_from_before_a_rank_ended_may_still_become_whole() -> None:
 
 def test_closing_waits_for_no_rank_beyond_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
-    lonely = GlobalCommit(MemoryStore(server), Ledger(0, 2), Calendar(every=1))
+    lonely = CommitCoordinator(MemoryStore(server), CommitProtocol(0, 2), DueCalendar(every=1))
     lonely.opened(due(lonely, 1))
     lonely.committed(1)
     until(lambda: lonely._ledger.watched == 1)
@@ -252,14 +259,16 @@ def test_closing_waits_for_no_rank_beyond_its_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(lonely._changed, "wait_for", waiting)
     assert lonely.close(60.0) == []
     assert limits == [30.0, 30.0], "the time is for both waits"
-    assert server.values["f/1"] == Death(0, "rank 0 closed").encode()
+    assert server.values["f/1"] == AbortReason(0, "rank 0 closed").encode()
     assert lonely.close(60.0) == []
     assert lonely.why_not_open() == "closed"
 
 
 def test_a_close_without_a_store_says_which_fates_it_never_learned() -> None:
-    commit = GlobalCommit(
-        MemoryStore(fault=lambda operation, key: "before"), Ledger(0, 2), Calendar(every=1)
+    commit = CommitCoordinator(
+        MemoryStore(fault=lambda operation, key: "before"),
+        CommitProtocol(0, 2),
+        DueCalendar(every=1),
     )
     commit.opened(due(commit, 1))
     commit.committed(1)
@@ -285,7 +294,7 @@ def test_the_store_does_not_grow_and_messages_per_snapshot_are_constant() -> Non
 
 
 def test_announced_steps_are_due_on_every_rank_and_missed_ones_are_dead() -> None:
-    fates: list[tuple[Due, Fate, Death | None]] = []
+    fates: list[tuple[DueStep, Fate, AbortReason | None]] = []
     with job(2, every=None) as ranks:
         ranks[0]._told = lambda due, fate, death: fates.append((due, fate, death))
         target = ranks[0].announce(1, step_s=1000.0)
@@ -304,7 +313,7 @@ def test_announced_steps_are_due_on_every_rank_and_missed_ones_are_dead() -> Non
         ranks[0].committed(again)
         assert ranks[0].wait(again, LONG_S) is Fate.DEAD
         until(lambda: len(fates) == 2)
-        assert fates[1][2] == Death(1, LATE)
+        assert fates[1][2] == AbortReason(1, LATE)
         assert ranks[0]._announcer._margin == 2, "rank 0 looks further ahead from now on"
         with pytest.raises(ValueError, match="rank 1 announces nothing"):
             ranks[1].announce(60)
@@ -314,8 +323,8 @@ def test_a_listener_that_raises_is_not_swallowed() -> None:
     heard: list[BaseException] = []
     hook, threading.excepthook = threading.excepthook, lambda a: heard.append(a.exc_value)  # type: ignore
     try:
-        ledger = Ledger(0, 1, on_fate=lambda due, fate, death: 1 / 0)  # type: ignore[arg-type, return-value]
-        commit = GlobalCommit(MemoryStore(), ledger, Calendar(every=1))
+        ledger = CommitProtocol(0, 1, on_fate=lambda due, fate, death: 1 / 0)  # type: ignore[arg-type, return-value]
+        commit = CommitCoordinator(MemoryStore(), ledger, DueCalendar(every=1))
         commit.opened(due(commit, 1))
         commit.committed(1)
         until(lambda: heard)

@@ -30,7 +30,7 @@ from lightck.failure.watchdog import HANG_STATUS
 from lightck.loop.requests import left_standing
 from lightck.region import location
 from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
-from lightck.region.region import survey
+from lightck.region.region import open_and_recover
 from lightck.types import Failure, Saved
 
 HOURS_S = 1e5
@@ -117,7 +117,7 @@ def hangs(me: Me, handle: Any) -> None:
 
 def held(path: Path, rank: int) -> set[tuple[int, bool]]:
     """Steps of which a rank's region holds a snapshot, and whether each is early."""
-    region, recovery = survey(location.locate(path, rank, create=False))
+    region, recovery = open_and_recover(location.locate(path, rank, create=False))
     region.close()
     return {(each.record.step, each.record.early) for each in recovery.candidates}
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightck.failure.hang import Place, collective
-from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, Guard
+from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, HandleGuard
 from lightck.types import Failure, Saved
 
 
@@ -200,8 +200,8 @@ class Moving:
         return Saved(reason, self.step, fresh=True)
 
 
-def watched(me: Me, **settings: Any) -> Guard:
-    guard = Guard(Moving(me), Failure(signals=(), **settings), _raises, world=2)
+def watched(me: Me, **settings: Any) -> HandleGuard:
+    guard = HandleGuard(Moving(me), Failure(signals=(), **settings), _raises, world=2)
     WATCHDOG.watch(guard)
     return guard
 

@@ -21,10 +21,10 @@ from written import Crew
 from lightck.distributed.restore import protocol, replica_transfer
 from lightck.distributed.restore import protocol as gifts
 from lightck.distributed.restore import replica_transfer as channel
-from lightck.distributed.restore.replica_transfer import Channel
+from lightck.distributed.restore.replica_transfer import P2PChannel
 from lightck.distributed.store import JobStore
 from lightck.errors import CoordinationError, NoSnapshotError
-from lightck.reader.assembly import Assembled
+from lightck.reader.assembly import AssembledSnapshot
 
 NAME = "model/second.weight"
 
@@ -58,13 +58,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def damage_when_sending(islands: Islands, rank: int) -> Any:
     """Damage the source after it was found good, and after some of it has gone."""
-    send = replica_transfer.Giving.send
+    send = replica_transfer.ReplicaSender.send
 
-    def sending(giving: replica_transfer.Giving) -> int:
+    def sending(giving: replica_transfer.ReplicaSender) -> int:
         islands.alter(rank, 3, NAME)
         return send(giving)
 
-    return lambda: setattr(replica_transfer.Giving, "send", sending)
+    return lambda: setattr(replica_transfer.ReplicaSender, "send", sending)
 
 
 def test_a_source_that_is_damaged_while_it_is_sent_is_an_error_on_every_rank(
@@ -88,7 +88,7 @@ def test_another_rank_gives_what_the_first_one_cannot(tmp_path: Path) -> None:
 def test_a_rank_that_dies_while_it_gives_is_named_on_every_other(tmp_path: Path, dies: str) -> None:
     islands, _ = lacking(tmp_path, 3)
 
-    def dying(giving: replica_transfer.Giving) -> int:
+    def dying(giving: replica_transfer.ReplicaSender) -> int:
         if dies == "while it sends":
             giving._to_all(replica_transfer.CHUNK, next(replica_transfer.stream(giving.state)))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -96,8 +96,8 @@ def test_a_rank_that_dies_while_it_gives_is_named_on_every_other(tmp_path: Path,
 
     def before(me: ranks.Me) -> None:
         if me.rank == 0:
-            replica_transfer.Giving.send = dying
-        agreed = protocol._Attempt._all_well
+            replica_transfer.ReplicaSender.send = dying
+        agreed = protocol._RestoreAttempt._all_well
 
         def later(attempt: Any, *args: Any) -> Any:
             me.send("waits for rank 0")
@@ -105,7 +105,7 @@ def test_a_rank_that_dies_while_it_gives_is_named_on_every_other(tmp_path: Path,
             attempt.ranks.rounds.timeout_s = 0.5  # nobody else is waited for
             return agreed(attempt, *args)
 
-        protocol._Attempt._all_well = later
+        protocol._RestoreAttempt._all_well = later
 
     def during(job: ranks.Job) -> None:
         (dead,) = job.outcomes([0])
@@ -126,11 +126,11 @@ def test_a_rank_that_gives_nothing_in_time_is_named_with_the_one_that_waits(
         table, receive = replica_transfer._table, replica_transfer.receive
         number, tables = itertools.count(), itertools.count(1)
 
-        def silent(giving: replica_transfer.Giving) -> int:
+        def silent(giving: replica_transfer.ReplicaSender) -> int:
             me.store.wait([f"lost patience/{next(number)}"])
             return 0
 
-        def hasty(channel: Channel) -> torch.Tensor:
+        def hasty(channel: P2PChannel) -> torch.Tensor:
             """Wait only a second, in vain, for what comes after the two parts of the table."""
             found = table(channel)
             if next(tables) % 2 == 0:
@@ -143,7 +143,7 @@ def test_a_rank_that_gives_nothing_in_time_is_named_with_the_one_that_waits(
             finally:
                 me.store.set(f"lost patience/{next(number)}", "")
 
-        replica_transfer.Giving.send, replica_transfer._table, replica_transfer.receive = (
+        replica_transfer.ReplicaSender.send, replica_transfer._table, replica_transfer.receive = (
             silent,
             hasty,
             receiving,
@@ -158,14 +158,16 @@ def test_a_rank_that_gives_nothing_in_time_is_named_with_the_one_that_waits(
 def test_bytes_that_change_on_the_way_are_noticed(tmp_path: Path) -> None:
     """The head's checksum is that of what was meant to be sent."""
     islands, _ = lacking(tmp_path)
-    receive = Channel._receive
+    receive = P2PChannel._receive
 
-    def receiving(channel: Channel, tensor: torch.Tensor) -> None:
+    def receiving(channel: P2PChannel, tensor: torch.Tensor) -> None:
         receive(channel, tensor)
         if tensor.numel() == 10_000:
             tensor[77] ^= 1
 
-    for result in islands.restored(before=on(1, lambda: setattr(Channel, "_receive", receiving))):
+    for result in islands.restored(
+        before=on(1, lambda: setattr(P2PChannel, "_receive", receiving))
+    ):
         assert isinstance(result, NoSnapshotError), result
         assert "10000 bytes came with checksum" in str(result)
 
@@ -175,7 +177,7 @@ def test_a_tensor_that_is_not_what_the_donors_region_says_is_noticed(tmp_path: P
     islands, _ = lacking(tmp_path)
     stream = replica_transfer.stream
 
-    def altered(state: Assembled) -> Iterator[torch.Tensor]:
+    def altered(state: AssembledSnapshot) -> Iterator[torch.Tensor]:
         for chunk in stream(state):
             chunk[5] ^= 1
             yield chunk
@@ -188,14 +190,14 @@ def test_a_tensor_that_is_not_what_the_donors_region_says_is_noticed(tmp_path: P
 
 def test_a_model_that_does_not_fit_on_the_donor_is_an_error_on_every_rank(tmp_path: Path) -> None:
     from lightck.errors import RestoreMismatchError
-    from lightck.reader.fill import Filling
+    from lightck.reader.fill import StateFiller
 
     islands, _ = lacking(tmp_path)
 
-    def refuse(filling: Filling, first: Any) -> None:
+    def refuse(filling: StateFiller, first: Any) -> None:
         raise RestoreMismatchError("does not fit")
 
-    first, second = islands.restored(before=on(0, lambda: setattr(Filling, "check", refuse)))
+    first, second = islands.restored(before=on(0, lambda: setattr(StateFiller, "check", refuse)))
     assert isinstance(first, RestoreMismatchError)
     assert isinstance(second, CoordinationError) and "rank 0: RestoreMismatchError" in str(second)
 
@@ -270,9 +272,9 @@ def test_a_rank_whose_gift_fails_at_once_waits_for_those_that_are_still_given_th
     islands.settle(crew)
 
     def before(me: ranks.Me) -> None:
-        agreed = protocol._Attempt._all_well
+        agreed = protocol._RestoreAttempt._all_well
 
-        def receive(channel: Channel) -> Any:
+        def receive(channel: P2PChannel) -> Any:
             raise CoordinationError(f"{channel.label}: changed on the way")
 
         def waiting(attempt: Any, kind: str, key: Any, *args: Any) -> Any:
@@ -281,8 +283,8 @@ def test_a_rank_whose_gift_fails_at_once_waits_for_those_that_are_still_given_th
             return agreed(attempt, kind, key, *args)
 
         if me.rank == fails:
-            Channel.receive = receive
-        protocol._Attempt._all_well = waiting
+            P2PChannel.receive = receive
+        protocol._RestoreAttempt._all_well = waiting
 
     def during(job: ranks.Job) -> None:
         waits = {job.receive(rank) for rank in range(3)}

@@ -13,8 +13,8 @@ import torch
 from test_choice import T1, view
 from written import Crew, Rank, replicated
 
-from lightck.distributed.restore.local_state import Half
-from lightck.distributed.restore.offers import Key, View
+from lightck.distributed.restore.local_state import LocalState
+from lightck.distributed.restore.offers import Key, RankView
 from lightck.distributed.restore.protocol import _fits
 from lightck.distributed.restore.replica_transfer import (
     CHUNK,
@@ -26,11 +26,11 @@ from lightck.distributed.restore.replica_transfer import (
     stream,
 )
 from lightck.distributed.restore.selection import Choice, Plan, decide, decide_restore, plan
-from lightck.distributed.restore.survey import Holdings
-from lightck.distributed.sharding import Sharing, is_own
+from lightck.distributed.restore.survey import RegionSurvey
+from lightck.distributed.sharding import SharePartitioner, is_own
 from lightck.distributed.topology import Topology
 from lightck.errors import CoordinationError, CorruptSnapshotError
-from lightck.reader.assembly import Assembled
+from lightck.reader.assembly import AssembledSnapshot
 from lightck.reader.fill import fresh
 from lightck.region import location
 from lightck.state.extras import parse
@@ -39,7 +39,7 @@ from lightck.state.inventory import Inventory
 K8 = Key(T1, 8, 3)
 
 
-def node(*steps: int, early: bool = False, halves: tuple[int, ...] = ()) -> View:
+def node(*steps: int, early: bool = False, halves: tuple[int, ...] = ()) -> RankView:
     seen = view(*steps, world=3)
     offers = tuple(replace(offer, alike=True, early=early) for offer in seen.offers)
     own = tuple((Key(T1, step, 3), early) for step in halves)
@@ -93,10 +93,10 @@ def test_a_step_without_a_ranks_own_state_yields_to_a_whole_one_just_before_it()
 
 
 def test_a_job_stopped_before_its_first_whole_snapshot_begins_anew_only_at_its_first_step() -> None:
-    def young(seen: View) -> View:
+    def young(seen: RankView) -> RankView:
         return replace(seen, young=T1, lineage=replace(view(world=3).lineage, world=3))  # type: ignore[type-var]
 
-    def old(seen: View) -> View:
+    def old(seen: RankView) -> RankView:
         return replace(seen, lineage=replace(view(world=3).lineage, world=3))  # type: ignore[type-var]
 
     first = decide([old(node(1)), old(node(1)), young(node())])
@@ -119,7 +119,7 @@ def test_a_manifest_says_that_all_is_alike_only_if_it_is(peers: tuple[int, ...])
     def told(names: Any) -> Any:
         live = Rank(0)
         live.train(1)
-        sharing = Sharing(Topology(0, 2, peers=peers), names)
+        sharing = SharePartitioner(Topology(0, 2, peers=peers), names)
         inventory = Inventory(live.net, [live.optimizer], parse(live.extras), share=sharing)
         return inventory.collect().tree["share"]["alike"]
 
@@ -128,7 +128,7 @@ def test_a_manifest_says_that_all_is_alike_only_if_it_is(peers: tuple[int, ...])
 
     assert told(replicated) is True
     assert told(most) is False and told(lambda lives: set()) is False
-    assert Sharing(Topology(), replicated)([]).told is None, "one rank has nobody to tell"
+    assert SharePartitioner(Topology(), replicated)([]).told is None, "one rank has nobody to tell"
 
 
 class Sent:
@@ -146,9 +146,9 @@ def messages(tmp_path: Path) -> Iterator[tuple[Key, list[tuple[int, torch.Tensor
     with Crew(tmp_path / "run", 1) as crew:
         crew.train(1)
     key = Key(crew.records[0, 1].timeline, 1, 1)
-    with Holdings.opened(location.locate(tmp_path / "run", 0, create=False), 0, 1) as held:
+    with RegionSurvey.opened(location.locate(tmp_path / "run", 0, create=False), 0, 1) as held:
         state = held.assembled(key)
-        assert isinstance(state, Assembled)
+        assert isinstance(state, AssembledSnapshot)
         table = [(TABLE, part) for part in described(state)]
         chunks = [(CHUNK, chunk.clone()) for chunk in stream(state)]
         yield key, [*table, *chunks, (END, torch.empty(0, dtype=torch.uint8))]
@@ -180,7 +180,7 @@ def test_what_is_a_ranks_own_is_used_only_with_every_name_of_the_model(messages:
 
     def fits(tensors: Any, ties: Any) -> bool:
         healed.drop_half()
-        healed.half = Half(key, 0, False, given.at_step, given.at_forward, tensors, ties)
+        healed.half = LocalState(key, 0, False, given.at_step, given.at_forward, tensors, ties)
         return _fits(healed)
 
     buffer = next(e for e, _ in own if e.role == "buffer")

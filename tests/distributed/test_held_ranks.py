@@ -22,7 +22,7 @@ from ranks import Me
 from test_golden import Job, golden
 from test_resume import state_of
 
-from lightck.failure.watchdog import Saving
+from lightck.failure.watchdog import SaveTask
 from lightck.types import Failure
 
 WORLD, NEVER = 2, 10**6
@@ -106,15 +106,15 @@ def test_a_rank_is_not_held_before_an_update_that_another_has_made(disk_dir: Pat
                 assert heard.wait(ranks.LONG_S)
                 time.sleep(0.3)  # the watchdog saves
 
-    heard, start = threading.Event(), Saving.start
+    heard, start = threading.Event(), SaveTask.start
 
-    def starting(saving: Saving) -> Saving:
+    def starting(saving: SaveTask) -> SaveTask:
         begun = start(saving)
         heard.set()
         return begun
 
     def train(me: Me) -> Any:
-        Saving.start = starting  # type: ignore[method-assign]
+        SaveTask.start = starting  # type: ignore[method-assign]
         job = Apart(me.rank, "plain", policy=NEVER)
         failure = Failure(grace_s=20.0, hang_steps=1e6)
         with job.attach(disk_dir, failure=failure, on_error=lambda error: None):

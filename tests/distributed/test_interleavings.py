@@ -9,7 +9,7 @@ import pytest
 from interleavings import Rank, explore, world
 
 from lightck.distributed.commit import due_steps as module
-from lightck.distributed.commit.protocol import Add, Claim, Due, Ledger
+from lightck.distributed.commit.protocol import Add, Claim, CommitProtocol, Due
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def test_no_order_lets_a_difference_pass_or_trusts_what_follows_it(case: dict[st
 def test_a_rank_that_counts_itself_before_it_says_that_it_differs_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = Ledger._call_for
+    right = CommitProtocol._call_for
 
-    def hasty(self: Ledger, step: int, case: Any) -> Any:
+    def hasty(self: CommitProtocol, step: int, case: Any) -> Any:
         case.accuse = ""
         return right(self, step, case)
 
-    monkeypatch.setattr(Ledger, "_call_for", hasty)
+    monkeypatch.setattr(CommitProtocol, "_call_for", hasty)
     with pytest.raises(AssertionError, match="replicas differ since step 1"):
         explore(world(2, 1, slots=3, odd={1: 1}))
 
@@ -90,13 +90,13 @@ def test_a_rank_that_counts_itself_before_it_says_that_it_differs_is_caught(
 def test_a_rank_that_is_content_with_a_word_of_an_older_step_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = Ledger._call_for
+    right = CommitProtocol._call_for
 
-    def content(self: Ledger, step: int, case: Any) -> Any:
+    def content(self: CommitProtocol, step: int, case: Any) -> Any:
         case.accuse = case.accuse.strip("y")
         return right(self, step, case)
 
-    monkeypatch.setattr(Ledger, "_call_for", content)
+    monkeypatch.setattr(CommitProtocol, "_call_for", content)
     with pytest.raises(AssertionError, match="what differs at 2 is named"):
         explore(world(2, 2, slots=2, odd={1: 1, 2: 1}))
 
@@ -104,10 +104,10 @@ def test_a_rank_that_is_content_with_a_word_of_an_older_step_is_caught(
 def test_a_suspect_snapshot_that_replaces_the_trusted_one_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def newest(self: Ledger, step: int, value: bytes) -> None:
+    def newest(self: CommitProtocol, step: int, value: bytes) -> None:
         self._best = max((True, step), self._best or (True, step))
 
-    monkeypatch.setattr(Ledger, "_stands", newest)
+    monkeypatch.setattr(CommitProtocol, "_stands", newest)
     with pytest.raises(AssertionError, match="is whole, and all ranks hold"):
         explore(world(2, 3, slots=2, odd={2: 1}))
 
@@ -153,11 +153,11 @@ def test_a_fate_that_is_not_written_once_is_caught(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_add_repeated_after_a_lost_answer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def again(self: Ledger, now_s: float) -> None:
+    def again(self: CommitProtocol, now_s: float) -> None:
         self._taken()  # the case stays in its stage, so that the add is sent again
         self.unanswered(now_s)
 
-    monkeypatch.setattr(Ledger, "failed", again)
+    monkeypatch.setattr(CommitProtocol, "failed", again)
     with pytest.raises(AssertionError):
         explore(world(2, 2, slots=3, outages=1))
 
@@ -188,7 +188,7 @@ def test_a_lagging_rank_makes_others_slip_and_stalls_nobody() -> None:
 
 
 def test_steps_that_a_rank_has_passed_keep_their_order() -> None:
-    ledger = Ledger(0, 2)
+    ledger = CommitProtocol(0, 2)
     ledger.opened(Due(4, 0), 0.0)
     with pytest.raises(ValueError, match="step 4 is not above 4"):
         ledger.opened(Due(4, 1), 0.0)
@@ -197,7 +197,7 @@ def test_steps_that_a_rank_has_passed_keep_their_order() -> None:
 
 
 def test_more_commits_than_ranks_never_make_a_step_whole() -> None:
-    ledger = Ledger(0, 2)
+    ledger = CommitProtocol(0, 2)
     ledger.opened(Due(1, 0), 0.0)
     ledger.committed(1, 0.0)
     assert ledger.next_call(0.0) == Add("c/1")

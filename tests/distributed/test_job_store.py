@@ -14,10 +14,10 @@ import torch.distributed as dist
 from processes import Child, Parent, start
 
 from lightck.distributed import store as module
-from lightck.distributed.commit.coordinator import GlobalCommit, Limits
-from lightck.distributed.commit.due_steps import Calendar
-from lightck.distributed.commit.protocol import Ledger
-from lightck.distributed.rounds import Identity, Rounds, agree_on_attach
+from lightck.distributed.commit.coordinator import CommitCoordinator, Limits
+from lightck.distributed.commit.due_steps import DueCalendar
+from lightck.distributed.commit.protocol import CommitProtocol
+from lightck.distributed.rounds import AgreementRounds, Identity, agree_on_attach
 from lightck.distributed.store import JobStore, bounded, default_store
 from lightck.distributed.topology import find, here
 from lightck.errors import CoordinationError, StoreError
@@ -150,11 +150,13 @@ def test_gloo_ranks_agree_commit_and_learn_the_fate_together() -> None:
         raw = tcp(port, master=rank == 0)
         parent.send(raw.port)
         dist.init_process_group("gloo", store=raw, rank=rank, world_size=world)
-        rounds = Rounds(default_store(), *here())
+        rounds = AgreementRounds(default_store(), *here())
         topology = find(rounds, environment={})
         timeline = agree_on_attach(rounds, Identity(topology.run_id, world, "/p", 3))
         store = default_store(f"lightck/{topology.run_id.hex()}/{timeline:x}")
-        commit = GlobalCommit(store, Ledger(rank, world, timeline=timeline), Calendar(every=1))
+        commit = CommitCoordinator(
+            store, CommitProtocol(rank, world, timeline=timeline), DueCalendar(every=1)
+        )
         fates, waits = [], []
         for step in range(1, steps + 1):
             due = commit.due(step)
@@ -194,8 +196,11 @@ def test_a_rank_that_is_stopped_in_its_commit_makes_others_slip_and_stalls_none(
     code_store = lambda: JobStore(tcp(port))  # noqa: E731
 
     def code(rank: int, parent: Parent) -> object:
-        commit = GlobalCommit(
-            code_store(), Ledger(rank, 2), Calendar(every=1), limits=Limits(patience_s=0.5)
+        commit = CommitCoordinator(
+            code_store(),
+            CommitProtocol(rank, 2),
+            DueCalendar(every=1),
+            limits=Limits(patience_s=0.5),
         )
         due = commit.due(1)
         assert due

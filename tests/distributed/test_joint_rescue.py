@@ -15,9 +15,9 @@ from test_peers import LONG_S, NOWHERE, until
 
 from lightck.distributed.topology import Topology
 from lightck.errors import DeviceError
-from lightck.failure.jit_save import Rescue
-from lightck.failure.jit_save_ranks import JointRescue
-from lightck.failure.peer_monitor import Heard, Peers
+from lightck.failure.jit_save import JitSaver
+from lightck.failure.jit_save_ranks import RankJitSaver
+from lightck.failure.peer_monitor import Peers, PeerStatus
 from lightck.types import Saved
 
 
@@ -26,7 +26,7 @@ class Node:
 
     def __init__(self, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
         server, self.stack = Server(), ExitStack()
-        self.ranks: list[JointRescue] = []
+        self.ranks: list[RankJitSaver] = []
         self.saves: dict[int, list[tuple[str, bool]]] = {r: [] for r in range(world)}
         self.settled: dict[int, int] = dict.fromkeys(range(world), 0)
         self.early: set[int] = set()
@@ -41,7 +41,7 @@ class Node:
             steps = SimpleNamespace(step=7)
             recorder: Any = SimpleNamespace(rank=rank, steps=steps, pipeline=pipeline, behind=None)
             inheritance: Any = SimpleNamespace(settle=lambda _, rank=rank: self._settle(rank))
-            self.ranks.append(JointRescue(recorder, inheritance=inheritance, peers=peers))
+            self.ranks.append(RankJitSaver(recorder, inheritance=inheritance, peers=peers))
 
         def save(own: Any, reason: str, deadline: float, *, early: bool = False) -> Saved:
             rank = own.recorder.rank
@@ -49,7 +49,7 @@ class Node:
             early = early or rank in self.early
             return Saved(reason, 7, fresh=rank not in self.stuck, early=early)
 
-        monkeypatch.setattr(Rescue, "save", save)
+        monkeypatch.setattr(JitSaver, "save", save)
 
     def _settle(self, rank: int) -> list[Any]:
         self.settled[rank] += 1
@@ -58,7 +58,7 @@ class Node:
     def save(self, rank: int, reason: str) -> Saved:
         return self.ranks[rank].save(reason, time.monotonic() + LONG_S)
 
-    def hear(self, rank: int, words: int) -> Heard:
+    def hear(self, rank: int, words: int) -> PeerStatus:
         return until(self.ranks[rank].peers.look, lambda heard: len(heard.words) >= words)
 
 

@@ -21,8 +21,8 @@ from training import Training
 
 import lightck
 from lightck.region import location
-from lightck.region.location import Place
-from lightck.region.region import survey
+from lightck.region.location import Location
+from lightck.region.region import open_and_recover
 
 AT = 4
 """The last complete step when it fails."""
@@ -214,9 +214,9 @@ def test_what_was_saved_at_a_failure_and_is_damaged_is_not_given_up_in_silence(
         assert {type(each) for each in job.outcomes()} == {lightck.NoSnapshotError}
 
 
-def damage(where: Place) -> None:
+def damage(where: Location) -> None:
     """Flip a bit of a tensor in the only snapshot of a region."""
-    region, recovery = survey(where)
+    region, recovery = open_and_recover(where)
     (only,) = recovery.candidates
     offset = int(only.layout.offsets[0])
     region.close()

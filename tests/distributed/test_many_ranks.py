@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from simulation import Costs, Simulation, measure
 
-from lightck.distributed.commit.protocol import Add, Claim, Due, Ledger
+from lightck.distributed.commit.protocol import Add, Claim, CommitProtocol, Due
 from lightck.distributed.store import JobStore
 from lightck.types import Fate
 
@@ -25,7 +25,7 @@ def server() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
 
 
-def _advance(ledger: Ledger, store: JobStore) -> int:
+def _advance(ledger: CommitProtocol, store: JobStore) -> int:
     """Make the calls that are due, as the commit thread does; how many."""
     count = 0
     while (call := ledger.next_call(0.0)) is not None:
@@ -41,7 +41,7 @@ def _advance(ledger: Ledger, store: JobStore) -> int:
 
 
 def test_a_thousand_ranks_commit_over_one_real_store(server: dist.TCPStore) -> None:
-    ledgers = [Ledger(rank, WORLD, patience_s=1e9) for rank in range(WORLD)]
+    ledgers = [CommitProtocol(rank, WORLD, patience_s=1e9) for rank in range(WORLD)]
     barrier = threading.Barrier(CLIENTS)
     began, ended, messages = [0.0] * STEPS, [0.0] * STEPS, [0] * CLIENTS
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Training
 
 import lightck
-from lightck.pipeline.commit_barrier import Alone
+from lightck.pipeline.commit_barrier import SingleProcessBarrier
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore import progress
 from lightck.state.modules import innermost, named_buffers, named_parameters
@@ -86,7 +86,7 @@ def test_one_rank_has_no_threads_and_no_store(initialized: bool, region_dir: Pat
 
     with ranks.started(1, train, initialized=initialized) as job:
         ((more, kind, last, keys),) = job.results()
-    assert (more, kind, last) == (set(), Alone, 3)
+    assert (more, kind, last) == (set(), SingleProcessBarrier, 3)
     if initialized:
         with ranks.started(1, lambda me: me.store.num_keys()) as job:
             assert job.results() == [keys], "lightck has put nothing there"

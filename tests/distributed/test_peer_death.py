@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 import lightck
 from lightck.failure.takeover.takeover import Takeover
 from lightck.region import location
-from lightck.region.region import survey
+from lightck.region.region import open_and_recover
 from lightck.region.slot_writer import SlotWriter
 
 LAST, AT = 7, 4
@@ -210,7 +210,7 @@ def stand(me: ranks.Me, job: Mortal, dead: int, where: str, tell: Callable[[], A
 
 def exact_steps(path: Path, rank: int) -> set[int]:
     """Return the steps of the exact snapshots that are committed in a rank's region."""
-    region, recovery = survey(location.locate(path, rank, create=False))
+    region, recovery = open_and_recover(location.locate(path, rank, create=False))
     region.close()
     return {each.record.step for each in recovery.candidates if not each.record.early}
 

@@ -17,19 +17,19 @@ from training import Training
 
 from lightck.distributed.topology import Topology
 from lightck.errors import StoreError
-from lightck.failure.peer_monitor import Heard, Peers, Word
+from lightck.failure.peer_monitor import FailureNotice, Peers, PeerStatus
 from lightck.region import location
-from lightck.region.location import Place
+from lightck.region.location import Location
 from lightck.region.native_region import RegionSpec
 from lightck.region.region import Region
 
 LONG_S = 100.0
-NOWHERE = Place(Path("/nowhere"), Path("/nowhere"), is_device=True)
+NOWHERE = Location(Path("/nowhere"), Path("/nowhere"), is_device=True)
 
 
 @contextmanager
 def listening(
-    server: Server, world: int = 2, where: Callable[[int], Place] = lambda rank: NOWHERE
+    server: Server, world: int = 2, where: Callable[[int], Location] = lambda rank: NOWHERE
 ) -> Iterator[list[Peers]]:
     made = [
         Peers(
@@ -47,7 +47,7 @@ def listening(
             each.stop(LONG_S)
 
 
-def until(look: Callable[[], Heard], what: Callable[[Heard], object]) -> Heard:
+def until(look: Callable[[], PeerStatus], what: Callable[[PeerStatus], object]) -> PeerStatus:
     deadline = time.monotonic() + LONG_S
     while not what(heard := look()):
         assert time.monotonic() < deadline, heard
@@ -55,7 +55,7 @@ def until(look: Callable[[], Heard], what: Callable[[Heard], object]) -> Heard:
     return heard
 
 
-def looked(peers: Peers) -> Heard:
+def looked(peers: Peers) -> PeerStatus:
     """Return what is known when the locks have been looked at once more, from the beginning."""
     enough = peers._looks + 2
     return until(peers.look, lambda heard: peers._looks >= enough)
@@ -73,7 +73,7 @@ def test_what_a_rank_says_is_heard_by_every_other_and_not_by_itself() -> None:
         assert peers[1].announce("SIGTERM", 7, early=True, seconds=LONG_S)
         for rank in (0, 2):
             heard = until(peers[rank].look, lambda heard: heard.words)
-            assert heard.words == (Word(1, "SIGTERM", 7, early=True),)
+            assert heard.words == (FailureNotice(1, "SIGTERM", 7, early=True),)
         assert peers[1].look().is_quiet
 
 
@@ -201,7 +201,7 @@ def test_a_file_system_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_free_lock_is_a_dead_rank_only_once_it_was_held(region_dir: Path) -> None:
-    def where(rank: int) -> Place:
+    def where(rank: int) -> Location:
         return location.locate(region_dir, rank, create=False)
 
     made(region_dir, 1).close()  # of an earlier life

@@ -21,9 +21,9 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
-from lightck.distributed.sharding import Replicas, Sharing
+from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
 from lightck.distributed.topology import Topology
-from lightck.state.inventory import Inventory, Shared
+from lightck.state.inventory import Inventory, RankShare
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit
@@ -49,10 +49,10 @@ class View:
 def view(me: Me, model: nn.Module, *optimizers: Optimizer) -> View:
     inventory = Inventory(model, list(optimizers))
     node = Topology(me.rank, me.world, me.rank, me.world, 0, tuple(range(me.world)), bytes(16))
-    replicas = Replicas(inventory, me.world)
-    inventory.share, inventory.depends = Sharing(node, replicas), replicas.hooks
+    replicas = ReplicatedTensors(inventory, me.world)
+    inventory.share, inventory.depends = SharePartitioner(node, replicas), replicas.hooks
     inventory.collect()
-    shared: Shared = inventory.share(inventory.everything())
+    shared: RankShare = inventory.share(inventory.everything())
     return View(
         shared.digest,
         shared.form,
@@ -277,8 +277,8 @@ def hooked_late(me: Me) -> list[bytes]:
     model = wrapped()
     inventory = Inventory(model, [SGD(model.parameters(), lr=0.1)])
     node = Topology(me.rank, me.world, me.rank, me.world, 0, tuple(range(me.world)), bytes(16))
-    replicas = Replicas(inventory, me.world)
-    inventory.share, inventory.depends = Sharing(node, replicas), replicas.hooks
+    replicas = ReplicatedTensors(inventory, me.world)
+    inventory.share, inventory.depends = SharePartitioner(node, replicas), replicas.hooks
     before = inventory.collect().share_digest
     model.register_comm_hook(None, noop_hook)
     return [before, inventory.collect().share_digest]

@@ -304,19 +304,19 @@ def test_a_rank_that_does_not_restore_is_named_in_time(
 def test_a_rank_that_fails_while_it_fills_is_named_on_every_other(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightck.reader.fill import Filling
+    from lightck.reader.fill import StateFiller
 
     with Crew(folder, 2) as crew:
         crew.train(1)
-    finish = Filling.finish
+    finish = StateFiller.finish
 
-    def failing(filling: Filling, first: Any) -> None:
+    def failing(filling: StateFiller, first: Any) -> None:
         if filling.live.model is lives[1].net:
             raise MemoryError("no room for the state")
         finish(filling, first)
 
     lives = [Rank(r) for r in range(2)]
-    monkeypatch.setattr(Filling, "finish", failing)
+    monkeypatch.setattr(StateFiller, "finish", failing)
     results = together(2, lambda r: lightck.restore(lives[r].net, lives[r].optimizer, folder))
     assert isinstance(results[1], MemoryError)
     assert "rank 1: MemoryError: no room for the state" in str(results[0])

@@ -20,7 +20,7 @@ import lightck
 from lightck.errors import CoordinationError
 from lightck.region.layout import Entry
 from lightck.region.location import locate
-from lightck.region.region import survey
+from lightck.region.region import open_and_recover
 from lightck.state.inventory import Inventory
 
 PAGE = 4096
@@ -77,7 +77,7 @@ class Wide:
 
 def layout(path: Path, rank: int) -> tuple[tuple[Entry, ...], int, int]:
     """Entries of the newest snapshot, its bytes, and the bytes of a slot."""
-    region, recovery = survey(locate(path, rank, create=False))
+    region, recovery = open_and_recover(locate(path, rank, create=False))
     try:
         newest = recovery.candidates[0]
         slot_bytes = sum(segment.slot_bytes for segment in region.info.segments)
@@ -89,7 +89,7 @@ def layout(path: Path, rank: int) -> tuple[tuple[Entry, ...], int, int]:
 
 def steps(path: Path, rank: int) -> set[int]:
     """Return the steps that a rank's region holds."""
-    region, recovery = survey(locate(path, rank, create=False))
+    region, recovery = open_and_recover(locate(path, rank, create=False))
     region.close()
     return {c.record.step for c in recovery.candidates}
 

@@ -17,11 +17,11 @@ from written import T2
 
 from lightck.errors import TornSnapshotError
 from lightck.failure.takeover import coordinator
-from lightck.failure.takeover.takeover import Taken
+from lightck.failure.takeover.takeover import TakeoverResult
 from lightck.region import location
 from lightck.region.journal import FORWARD, STEP_END
-from lightck.region.region import survey
-from lightck.state.inventory import Live
+from lightck.region.region import open_and_recover
+from lightck.state.inventory import StateTensor
 from lightck.types import Saved
 
 
@@ -45,7 +45,7 @@ def test_a_survivor_finishes_the_step_of_a_dead_rank_bit_for_bit(folder: Path, w
             node.train(2, absent=[dead], flags=JIT)
             node.die(dead)
             survivor = (dead + 1) % world
-            assert node.take(survivor, dead) == Taken(dead, 2, wrote=True)
+            assert node.take(survivor, dead) == TakeoverResult(dead, 2, wrote=True)
             assert node.steps(dead) == [(1, 0), (2, JIT)]
         check(restore(world, folder.with_name(f"dead-{dead}")), node.crew, 2)
 
@@ -130,7 +130,7 @@ def test_a_step_that_the_dead_rank_has_committed_ends_it(folder: Path) -> None:
         node.train(2)
         node.die(1)
         before = node.crew.file(1).read_bytes()
-        assert node.take(0, 1) == Taken(1, 2)
+        assert node.take(0, 1) == TakeoverResult(1, 2)
         assert node.crew.file(1).read_bytes() == before, "it was only looked at"
 
 
@@ -145,7 +145,7 @@ def test_a_region_in_hand_is_waited_for_only_while_its_part_is_missing(
     with Node(folder, 2) as node:
         node.train(1)
         node.train(2, absent=[] if saved else [1])
-        heir = coordinator.Inheritance(node.takeover(0), Saves(), clock=lambda: sum(waits))
+        heir = coordinator.TakeoverCoordinator(node.takeover(0), Saves(), clock=lambda: sum(waits))
         assert heir.settle(LONG_S) == []
     assert not waits if saved else sum(waits) >= 2 * coordinator.TURN_S
 
@@ -156,7 +156,7 @@ def test_a_second_takeover_finds_it_done(folder: Path) -> None:
         node.train(2, absent=[1])
         node.die(1)
         assert node.take(0, 1).wrote
-        assert node.take(2, 1) == Taken(1, 2)
+        assert node.take(2, 1) == TakeoverResult(1, 2)
 
 
 @pytest.mark.parametrize("last", [1, 3])
@@ -249,7 +249,7 @@ def test_state_of_its_own_that_the_journal_has_not_refuses_the_takeover(folder: 
     with Node(folder, 2) as node:
         node.train(1)
         node.train(2, absent=[1])
-        node.journal(1, 2, FORWARD, lives=[Live("model/none", "buffer", "", torch.zeros(1))])
+        node.journal(1, 2, FORWARD, lives=[StateTensor("model/none", "buffer", "", torch.zeros(1))])
         node.die(1)
         taken = node.take(0, 1)
         assert taken.why.endswith("that its journal has not: extras/noise, model/seen"), taken.why
@@ -386,7 +386,7 @@ def test_no_free_slot_is_a_reason_and_no_harm(folder: Path) -> None:
         node.train(1)
         node.train(2, absent=[1])
         node.die(1)
-        reader, _ = survey(location.locate(folder, 1, create=False))
+        reader, _ = open_and_recover(location.locate(folder, 1, create=False))
         for slot in reader.slots:
             reader.native.lease(slot.index, True)
         assert "every slot is protected or leased" in node.take(0, 1).why

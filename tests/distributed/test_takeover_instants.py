@@ -12,7 +12,7 @@ from node import JIT, Node
 from test_restore import check, restore
 from written import NoSlotError
 
-from lightck.failure.takeover.takeover import Taken, common
+from lightck.failure.takeover.takeover import TakeoverResult, common
 from lightck.region.journal import FENCE, STEP_END
 from lightck.region.native_region import RECORD_EARLY
 from lightck.region.region import Region
@@ -38,7 +38,7 @@ def test_a_rank_dead_before_the_forward_takes_all_to_the_early_instant(folder: P
         assert "no early snapshot" in node.take(0, 1, early=True).why
         for survivor in (0, 2):  # beside the exact ones
             node.crew.commit(survivor, 2, JIT | RECORD_EARLY)
-        assert node.take(0, 1, early=True) == Taken(1, 2, early=True, wrote=True)
+        assert node.take(0, 1, early=True) == TakeoverResult(1, 2, early=True, wrote=True)
         assert node.steps(1) == [(1, 0), (2, JIT | RECORD_EARLY)]
     infos = check(restore(3, folder, step=2), node.crew, 2)
     assert all(info.early for info in infos)
@@ -52,7 +52,7 @@ def test_an_early_survivor_takes_the_dead_ranks_step_end_though_it_has_the_forwa
         node.train(2, absent=[1], flags=JIT | RECORD_EARLY)
         node.die(1)
         assert node.takeover(0).wants([1]) is True
-        assert node.take(0, 1) == Taken(1, 2, early=True, wrote=True)
+        assert node.take(0, 1) == TakeoverResult(1, 2, early=True, wrote=True)
     assert check(restore(2, folder, step=2), node.crew, 2)[0].early
 
 
@@ -79,7 +79,7 @@ def test_a_rank_dead_inside_its_update_has_the_early_instant_if_its_end_can_be_t
             assert "was killed inside the update to step 2: the update changes" in taken.why
             assert node.steps(1) == [(1, 0)]
             return
-        assert taken == Taken(1, 2, early=True, wrote=True)
+        assert taken == TakeoverResult(1, 2, early=True, wrote=True)
     assert check(restore(2, folder, step=2), node.crew, 2)[0].early
 
 

@@ -152,7 +152,7 @@ def test_what_another_rank_held_is_not_taken_for_alike_when_its_region_is_gone(
     region_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank on a node of its own: rank 0's region is whole, and proves nothing of others'."""
-    monkeypatch.setattr(location.Place, "reach", "")
+    monkeypatch.setattr(location.Location, "reach", "")
     with ranks.started(2, record(region_dir, mixture)) as job:
         job.results()
     model, optimizer = mixture(7)

@@ -17,7 +17,7 @@ from shared import Readers, sharing, whole, writers
 from lightck.errors import CorruptSnapshotError
 from lightck.pipeline.placement import Mode
 from lightck.reader.assembly import assemble
-from lightck.state.inventory import Live
+from lightck.state.inventory import StateTensor
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool, torch.complex64,
@@ -58,30 +58,32 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 @st.composite
-def replicas(draw: st.DrawFn) -> list[Live]:
-    lives: list[Live] = []
+def replicas(draw: st.DrawFn) -> list[StateTensor]:
+    lives: list[StateTensor] = []
     for i, tensor in enumerate(draw(st.lists(tensors(), max_size=8))):
         role = draw(st.sampled_from(["parameter", "optimizer"]))
         holders = draw(st.sampled_from([HELD, frozenset(), frozenset({1})]))
         torn = draw(st.booleans())  # twice before: copied at forward start
-        live = Live(f"model/{i}", role, "", tensor, holders, torn)
+        live = StateTensor(f"model/{i}", role, "", tensor, holders, torn)
         lives.append(live)
         if draw(st.integers(0, 4)) == 0:
             lives.append(replace(live, name=f"model/{i}.tied", alias_of=live.name))
     return lives
 
 
-def own_of(rank: int) -> list[Live]:
+def own_of(rank: int) -> list[StateTensor]:
     """Make what differs by rank, under the same names."""
     return [
-        Live("model/bn", "buffer", "", torch.full((5,), float(rank)), frozenset(), True),
-        Live("optim/0/@group/0/lr", "extra", "", torch.tensor(rank)),
+        StateTensor("model/bn", "buffer", "", torch.full((5,), float(rank)), frozenset(), True),
+        StateTensor("optim/0/@group/0/lr", "extra", "", torch.tensor(rank)),
     ]
 
 
 @settings(max_examples=40, deadline=None)
 @given(replicas(), st.integers(1, 8))
-def test_the_shares_of_all_ranks_are_the_whole_byte_for_byte(lives: list[Live], world: int) -> None:
+def test_the_shares_of_all_ranks_are_the_whole_byte_for_byte(
+    lives: list[StateTensor], world: int
+) -> None:
     folder = Path(tempfile.mkdtemp(prefix="lightck-test-", dir="/dev/shm"))
     try:
         with writers(folder / "run", world) as ranks:
@@ -98,8 +100,8 @@ def test_the_shares_of_all_ranks_are_the_whole_byte_for_byte(lives: list[Live], 
 WEIGHT = torch.arange(11 * 1024, dtype=torch.float32)  # eleven pages
 
 
-def live(name: str = "model/w", tensor: torch.Tensor = WEIGHT, **fields: object) -> Live:
-    return Live(name, "parameter", "", tensor, **{"holders": HELD, **fields})  # type: ignore[arg-type]
+def live(name: str = "model/w", tensor: torch.Tensor = WEIGHT, **fields: object) -> StateTensor:
+    return StateTensor(name, "parameter", "", tensor, **{"holders": HELD, **fields})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", ["direct", "staged"])
@@ -211,9 +213,9 @@ def test_two_steps_and_two_maps_are_never_mixed(folder: Path) -> None:
             assemble([first, second])
 
 
-def variants() -> dict[str, list[Live]]:
+def variants() -> dict[str, list[StateTensor]]:
     a, b = live("model/a", torch.rand(3000)), live("model/b", torch.rand(50, 60))
-    state = Live("optim/0/a/step", "optimizer", "a", torch.tensor(1.0), HELD)
+    state = StateTensor("optim/0/a/step", "optimizer", "a", torch.tensor(1.0), HELD)
     return {
         "the same": [a, b],
         "another name": [a, replace(b, name="model/c")],

@@ -12,7 +12,7 @@ from unittest import mock
 from memory import MemoryStore, Server
 
 from lightck.distributed import rendezvous
-from lightck.distributed.rounds import Rounds
+from lightck.distributed.rounds import AgreementRounds
 
 PATIENCE_S = 20.0
 _here = threading.local()
@@ -32,7 +32,7 @@ def together(
 
     def run(rank: int) -> None:
         _here.seat = (rank, world)
-        _here.rounds = Rounds(MemoryStore(server), rank, world, timeout_s)
+        _here.rounds = AgreementRounds(MemoryStore(server), rank, world, timeout_s)
         try:
             results[rank] = code(rank)
         except Exception as error:

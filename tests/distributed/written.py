@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightck.distributed.sharding import Sharing
+from lightck.distributed.sharding import SharePartitioner
 from lightck.distributed.topology import Topology
-from lightck.journal.boundary_state import Instants
-from lightck.pipeline.copy_plan import Arrangement, sources
+from lightck.journal.boundary_state import BoundaryState
+from lightck.pipeline.copy_plan import CopyPlan, sources
 from lightck.region import location
 from lightck.region.native_pool import NativePool
 from lightck.region.native_region import Record, RegionSpec
 from lightck.region.region import Region
 from lightck.region.slot_writer import SlotWriter
 from lightck.state.extras import parse
-from lightck.state.inventory import Inventory, Live
+from lightck.state.inventory import Inventory, StateTensor
 
 RUN = b"run of the tests"
 T1, T2, T3 = 1001, 1002, 1003
@@ -158,12 +158,12 @@ class Crew:
         """Return where a rank's region is."""
         return self.regions[rank].place.file
 
-    def sharing(self, rank: int) -> Sharing:
+    def sharing(self, rank: int) -> SharePartitioner:
         """Chooses a rank's share."""
         size = self.world // self.nodes
         first = rank // size * size
         peers = tuple(range(first, first + size))
-        return Sharing(Topology(rank, self.world, peers=peers), replicated)
+        return SharePartitioner(Topology(rank, self.world, peers=peers), replicated)
 
     def commit(self, number: int, step: int, flags: int = 0) -> None:
         """A rank's snapshot of what it holds."""
@@ -171,11 +171,11 @@ class Crew:
         inventory = Inventory(rank.net, [rank.optimizer], parse(rank.extras))
         if self.shares and self.world > 1:
             inventory.share = self.sharing(number)
-        instants = Instants(inventory)
+        instants = BoundaryState(inventory)
         instants.step_ended(0)
         collected = instants.collect()
         blobs = instants.encode(collected, step, seen=False)
-        arrangement = Arrangement(region)
+        arrangement = CopyPlan(region)
         plan = arrangement.update(collected.lives, sum(map(len, blobs)))
         writer = SlotWriter.open(region, self.pool, plan)
         if writer is None:
@@ -196,6 +196,6 @@ class Crew:
         )
 
 
-def replicated(lives: Sequence[Live]) -> set[str]:
+def replicated(lives: Sequence[StateTensor]) -> set[str]:
     """Names of what every rank holds alike."""
     return {live.name for live in lives if live.role in ("parameter", "optimizer")}

@@ -19,7 +19,7 @@ _package.__path__ = [str(ROOT / "lightck")]
 sys.modules["lightck"] = _package
 
 from lightck.region import location, native_region  # noqa: E402
-from lightck.region.region import Region, survey  # noqa: E402
+from lightck.region.region import Region, open_and_recover  # noqa: E402
 from tests.regions import Book, Contents, newest, same  # noqa: E402
 
 UNITS = ("none", "byte", "line", "page")
@@ -68,7 +68,7 @@ def verify(folder: Path) -> None:
     if not where.exists:
         say("RECOVERED none")
         return
-    reader, _ = survey(where)
+    reader, _ = open_and_recover(where)
     describe(reader)
     step, found, problems = newest(reader)
     reader.close()

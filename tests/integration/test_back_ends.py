@@ -22,7 +22,7 @@ from regions import contents_of, newest, random_contents, same, stored
 from lightck.errors import CorruptSnapshotError, RegionBusyError, RegionFullError
 from lightck.region import location
 from lightck.region.native_region import POWER_LOSS
-from lightck.region.region import Region, survey
+from lightck.region.region import Region, open_and_recover
 
 SIZES = {"a": 1, "b": 63, "c": 4097, "d": 100_000, "empty": 0}
 RECORDS_AT = 8192
@@ -136,7 +136,7 @@ def test_a_flipped_bit_anywhere_is_found_and_the_older_snapshot_comes_back(
         bit = 1 << int(rng.integers(8))
         _flip(ground.file, begin + offset, bit)
         _shown[ground.kind.name]["flips"] += 1
-        region, _ = survey(location.locate(ground.path, 0, create=False))
+        region, _ = open_and_recover(location.locate(ground.path, 0, create=False))
         step, found, problems = newest(region)
         region.close()
         assert step == 1 and same(found, wrote[1]), name
@@ -209,7 +209,7 @@ def test_a_leased_slot_is_not_written(ground: Ground, rng: np.random.Generator) 
         book.region.begin_timeline(None)
         book.commit(1, wrote)
         book.commit(2, random_contents(rng, SIZES))
-        reader, recovery = survey(location.locate(ground.path, 0, create=False))
+        reader, recovery = open_and_recover(location.locate(ground.path, 0, create=False))
         older = recovery.candidates[1]
         reader.native.lease(older.record.slot, True)
         assert book.open(random_contents(rng, SIZES)) is None
@@ -261,7 +261,7 @@ def test_it_says_what_a_commit_survives_and_so_does_every_reader(
         book.region.begin_timeline(None)
         book.commit(1, random_contents(rng, SIZES))
         assert told(book.region) == expected
-    region, _ = survey(location.locate(ground.path, 0, create=False))
+    region, _ = open_and_recover(location.locate(ground.path, 0, create=False))
     assert told(region) == expected
     region.close()
 

@@ -334,7 +334,7 @@ def test_what_has_been_found_once_is_not_waited_for_again(
     def waits(*_: Any) -> None:
         raise AssertionError("it waits again")
 
-    monkeypatch.setattr(jit_save, "Later", waits)
+    monkeypatch.setattr(jit_save, "RetryLater", waits)
     saved = save(handle, "SIGTERM")
     assert (saved.step, saved.fresh, saved.why) == (3, True, "")
     gate.reach()

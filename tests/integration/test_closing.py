@@ -17,7 +17,7 @@ from loops import Loop, adam_loop, attach, steps_at
 
 import lightck
 from lightck import handle as handle_module
-from lightck.loop.checkpointer import Recorder
+from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Hooks
 from lightck.pipeline.pipeline import Pipeline
 from lightck.region.native_pool import NativePool
@@ -92,8 +92,8 @@ def test_whatever_a_part_of_closing_raises_the_others_are_closed_and_the_first_e
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (Recorder, "start"),
-        (Recorder, "check_state"),
+        (Checkpointer, "start"),
+        (Checkpointer, "check_state"),
         (NativeRegion, "branch"),
         (Hooks, "install"),
         (Hooks, "_install_gradients"),

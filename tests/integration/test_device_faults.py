@@ -21,7 +21,7 @@ from lightck.errors import DeviceError, LightckError, WaitTimeoutError
 from lightck.failure.takeover import takeover
 from lightck.pipeline import device_transfer, pipeline
 from lightck.pipeline import device_transfer as transfer
-from lightck.pipeline.copy_plan import Arrangement
+from lightck.pipeline.copy_plan import CopyPlan
 from lightck.region.native_pool import SNAP_COMMITTED, NativeSnapshot
 from lightck.region.slot_writer import SlotWriter
 
@@ -51,7 +51,7 @@ def test_a_survivor_copies_what_a_device_holds(
         gate = Event()
         if not buffers:  # their private copies are made by what computes
             device.compute.follow(gate)  # a collective that a dead rank has left
-        arrangement = Arrangement(region)
+        arrangement = CopyPlan(region)
         lives = recorder.inventory.shared()
         writer = SlotWriter.open(region, pool, arrangement.update(lives, 4096))
         assert writer is not None
@@ -81,7 +81,7 @@ def test_a_survivor_does_not_wait_for_a_device_past_its_deadline(
     with recorder.lock:
         gate = Event()
         device.copying.follow(gate)
-        arrangement = Arrangement(region)
+        arrangement = CopyPlan(region)
         plan = arrangement.update(recorder.inventory.shared(), 4096)
         writer = SlotWriter.open(region, pool, plan)
         assert writer is not None

@@ -15,7 +15,7 @@ from test_rescue import Broken, attach, counting_loop
 
 import lightck
 from lightck import handle as handle_module
-from lightck.loop.checkpointer import Recorder
+from lightck.loop.checkpointer import Checkpointer
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -106,12 +106,12 @@ def test_a_step_whose_end_an_interrupt_cut_off_is_no_last_step(
     model = mlp(16, 2)
     loop = Loop(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused), width=16)
 
-    def interrupted(recorder: Recorder) -> None:
+    def interrupted(recorder: Checkpointer) -> None:
         raise KeyboardInterrupt
 
     handle = attach(run_dir, loop, failure=failure)
     loop.run(3)
-    monkeypatch.setattr(Recorder, "_step_ended", interrupted)
+    monkeypatch.setattr(Checkpointer, "_step_ended", interrupted)
     with pytest.raises(KeyboardInterrupt):
         loop.run(1)
     monkeypatch.undo()

@@ -19,7 +19,7 @@ from test_signalled_training import AT, LAST, NEVER, PHASES, Training, golden, s
 from watched import process
 
 import lightck
-from lightck.loop.checkpointer import Hold
+from lightck.loop.checkpointer import TrainingPause
 from lightck.types import Failure, Saved
 
 TERM = signal.SIGTERM
@@ -116,7 +116,7 @@ def test_between_two_optimizers_of_a_step_nothing_is_held(disk_dir: Path) -> Non
 
 
 def test_what_is_held_is_let_go_at_the_end_and_at_the_deadline_and_nowhere_else() -> None:
-    hold = Hold()
+    hold = TrainingPause()
     hold.here(fence=True)
     hold.here(fence=False)
     hold.begin(time.monotonic() + 0.05, at_fence=True)

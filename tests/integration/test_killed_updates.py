@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lightck
-from lightck.failure.takeover.inference import Own, Unknown, _same, inferred
+from lightck.failure.takeover.inference import CannotInfer, RankLocalState, _same, inferred
 from lightck.journal.entry import unpacked
 from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
 from lightck.state import boundary_blob
@@ -59,7 +59,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def lived(
     path: Path, rank: int, make: Callable[[Any], torch.optim.Optimizer], steps: int
-) -> dict[int, Own]:
+) -> dict[int, RankLocalState]:
     """The journal of a rank at the end of a step: gradients as everywhere, the rest its own."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
@@ -87,7 +87,7 @@ def lived(
             entry = read_entry(handle.region.native, kind)
             assert entry is not None and (entry.step, entry.early) == (steps, True)
             said = unpacked(entry, context="test")
-            found[kind] = Own(said.at_step, said.at_forward, said.lives)
+            found[kind] = RankLocalState(said.at_step, said.at_forward, said.lives)
         before = read_entry(handle.region.native, FORWARD)
         assert before is not None and before.step == steps - 1
         handle.detach()
@@ -117,11 +117,11 @@ def test_what_is_a_rank_s_own_and_changed_in_the_update_is_refused_by_name(run_d
     dead, alive = (
         lived(run_dir.with_name(f"own{r}"), r, lambda p, r=r: Counting(p, own=r), 2) for r in (1, 2)
     )
-    with pytest.raises(Unknown, match="changes at_forward/optimizers/0/attributes/own,"):
+    with pytest.raises(CannotInfer, match="changes at_forward/optimizers/0/attributes/own,"):
         inferred(dead[FENCE], alive[FENCE], alive[STEP_END])
     dead, alive = (
         lived(run_dir.with_name(f"drawn{r}"), r, lambda p: Counting(p, draws=True), 2)
         for r in (1, 2)
     )
-    with pytest.raises(Unknown, match="changes at_step/rng/torch,"):
+    with pytest.raises(CannotInfer, match="changes at_step/rng/torch,"):
         inferred(dead[FENCE], alive[FENCE], alive[STEP_END])

@@ -18,9 +18,9 @@ from loops import adam_loop, attach, of_live, of_stored
 import lightck
 from lightck.device.lookup import holder
 from lightck.reader import fill
-from lightck.reader.assembly import Assembled
+from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import location
-from lightck.region.region import Region, survey
+from lightck.region.region import Region, open_and_recover
 from lightck.state import tensor_layout
 
 
@@ -29,24 +29,24 @@ class Passes:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.passes: list[tuple[str, list[tuple[int, int]]]] = []
-        fetch, verify, read = Region.fetch, Assembled.verify, Assembled.read
+        fetch, verify, read = Region.fetch, AssembledSnapshot.verify, AssembledSnapshot.read
 
         def noted(region: Region, candidate: Any, rows: Any, names: Any, threads: int) -> None:
             reads = zip(rows["destination"].tolist(), rows["length"].tolist(), strict=True)
             self.passes[-1][1].extend(reads)
             fetch(region, candidate, rows, names, threads)
 
-        def verifies(snapshot: Assembled, *given: Any) -> None:
+        def verifies(snapshot: AssembledSnapshot, *given: Any) -> None:
             self.passes.append(("verify", []))
             verify(snapshot, *given)
 
-        def reads(snapshot: Assembled, addresses: Any) -> None:
+        def reads(snapshot: AssembledSnapshot, addresses: Any) -> None:
             self.passes.append(("read", []))
             read(snapshot, addresses)
 
         patch.setattr(Region, "fetch", noted)
-        patch.setattr(Assembled, "verify", verifies)
-        patch.setattr(Assembled, "read", reads)
+        patch.setattr(AssembledSnapshot, "verify", verifies)
+        patch.setattr(AssembledSnapshot, "read", reads)
 
     def bytes_of(self, i: int) -> tuple[int, int]:
         """Bytes that a pass goes over, and how many of them it stores."""
@@ -98,7 +98,7 @@ def test_nothing_that_exists_is_filled_before_all_is_verified(
 
 def damage(path: Path, step: int, name: str | None = None) -> None:
     """One bit of a tensor; else of the last extent, come to when the others are filled."""
-    region, recovery = survey(location.locate(path, 0, create=False))
+    region, recovery = open_and_recover(location.locate(path, 0, create=False))
     candidate = next(c for c in recovery.candidates if c.record.step == step)
     ends = candidate.layout.offsets + candidate.layout.lengths
     last = int(ends[candidate.layout.lengths > 0].max())
@@ -116,20 +116,20 @@ def test_what_was_read_of_a_damaged_snapshot_is_gone_before_the_older_one_is_rea
     damage(run_dir, 2)
     made: list[tuple[int, weakref.ref[torch.Tensor]]] = []
     alive: list[list[int]] = []
-    fresh, verify, attempt = fill.fresh, Assembled.verify, [0]
+    fresh, verify, attempt = fill.fresh, AssembledSnapshot.verify, [0]
 
     def noted(entry: Any) -> torch.Tensor:
         tensor = fresh(entry)
         made.append((attempt[0], weakref.ref(tensor)))
         return tensor
 
-    def verifies(snapshot: Assembled, *given: Any) -> None:
+    def verifies(snapshot: AssembledSnapshot, *given: Any) -> None:
         alive.append(sorted({i for i, tensor in made if tensor() is not None}))
         attempt[0] += 1
         verify(snapshot, *given)
 
     monkeypatch.setattr(fill, "fresh", noted)
-    monkeypatch.setattr(Assembled, "verify", verifies)
+    monkeypatch.setattr(AssembledSnapshot, "verify", verifies)
     loop = adam_loop()
     gc.disable()
     try:

@@ -31,7 +31,7 @@ from watched import (
     watched,
 )
 
-from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, Guard, Saving
+from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, HandleGuard, SaveTask
 from lightck.types import Failure, Saved
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
@@ -393,7 +393,7 @@ def test_a_log_that_hangs_keeps_sigterm_no_longer_than_the_grace_period() -> Non
 @pytest.mark.parametrize("ask", [threading.Event().wait, lambda: 1 / 0])
 def test_a_notice_that_blocks_or_fails_keeps_no_signal_waiting(ask: Any) -> None:
     def code(parent: Parent) -> None:
-        own = Guard(Telling(parent), Failure(notice=ask), lambda error: None)
+        own = HandleGuard(Telling(parent), Failure(notice=ask), lambda error: None)
         WATCHDOG.watch(own)
         parent.send("watched")
         stuck()
@@ -405,9 +405,9 @@ def test_a_notice_that_blocks_or_fails_keeps_no_signal_waiting(ask: Any) -> None
 
 def test_sigterm_during_a_save_for_a_notice_waits_for_that_one_only() -> None:
     def code(parent: Parent) -> None:
-        waiting, waits = threading.Event(), Saving.wait
+        waiting, waits = threading.Event(), SaveTask.wait
 
-        def wait(self: Saving, deadline_s: float) -> bool:
+        def wait(self: SaveTask, deadline_s: float) -> bool:
             waiting.set()
             return waits(self, deadline_s)
 
@@ -415,7 +415,7 @@ def test_sigterm_during_a_save_for_a_notice_waits_for_that_one_only() -> None:
             os.kill(os.getpid(), TERM)
             waiting.wait()  # the watchdog has heard of it
 
-        Saving.wait = wait  # type: ignore[method-assign]
+        SaveTask.wait = wait  # type: ignore[method-assign]
         rescue = Telling(parent, during=meanwhile)
         watched(parent, stuck, rescue, notice=lambda: True)
 

@@ -16,7 +16,7 @@ import lightck
 from lightck.cli.main import main
 from lightck.errors import RegionIOError
 from lightck.region import location
-from lightck.region.region import Region, survey
+from lightck.region.region import Region, open_and_recover
 
 SIZES = {"a": 1000, "b": 70000}
 
@@ -33,7 +33,7 @@ def marked(folder: Path, steps: range, first: int, slots: int = 4) -> None:
 
 
 def order(folder: Path) -> list[tuple[int, bool]]:
-    region, recovery = survey(location.locate(folder, 0, create=False))
+    region, recovery = open_and_recover(location.locate(folder, 0, create=False))
     region.close()
     return [(c.record.step, c.record.suspect) for c in recovery.candidates]
 

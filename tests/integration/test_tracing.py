@@ -16,7 +16,7 @@ from loops import adam_loop, attach, mlp, train
 
 import lightck
 from lightck.loop import trace_listener
-from lightck.loop.checkpointer import Recorder
+from lightck.loop.checkpointer import Checkpointer
 from lightck.tracing import perfetto, trace
 
 Document = dict[str, Any]
@@ -197,7 +197,7 @@ def test_without_a_trace_there_is_nothing_to_write_and_nothing_is_kept(
         names = (trace.__file__, trace_listener.__file__, perfetto.__file__)
         allocated = taken.filter_traces([tracemalloc.Filter(True, name) for name in names])
         assert not allocated.statistics("lineno")
-        assert isinstance(handle._hooks.listener, Recorder), "something stands in between"
+        assert isinstance(handle._hooks.listener, Checkpointer), "something stands in between"
         assert handle._recorder.stalls.tell is None and handle._recorder.pipeline.trace is None
         assert len(handle._recorder.pipeline.pool.timeline()[0]) == 0
         with pytest.raises(lightck.LightckError, match="attach with trace=True"):

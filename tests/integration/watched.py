@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from processes import Child, Parent, start
 
-from lightck.failure.watchdog import WATCHDOG, Guard
+from lightck.failure.watchdog import WATCHDOG, HandleGuard
 from lightck.types import Failure, Saved
 
 
@@ -56,11 +56,11 @@ class Telling:
         return Saved(reason, self.seen.step, fresh=self.fresh)
 
 
-def guard(parent: Parent, rescue: Telling | None = None, **settings: Any) -> Guard:
+def guard(parent: Parent, rescue: Telling | None = None, **settings: Any) -> HandleGuard:
     """Make what is watched over; whatever is reported goes to the parent."""
     settings = {"grace_s": 20.0, **settings}
     report = lambda error: parent.send(("error", str(error)))  # noqa: E731
-    return Guard(rescue or Telling(parent), Failure(**settings), report)
+    return HandleGuard(rescue or Telling(parent), Failure(**settings), report)
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def state() -> tuple[Any, ...]:
     return ([signal.getsignal(number) for number in numbers], fd, names)
 
 
-def silent(**settings: Any) -> Guard:
+def silent(**settings: Any) -> HandleGuard:
     """Make what is watched over and is never to save anything."""
 
     class Nobody(Parent):

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightck.device.lookup import holder
 from lightck.pipeline.copy_plan import _RUN as RUN
-from lightck.pipeline.copy_plan import Arrangement, Part, Sources, sources
+from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup, sources
 from lightck.region import allocator
 from lightck.region.layout import Entry
 from lightck.state import tensor_layout
-from lightck.state.inventory import Live
+from lightck.state.inventory import StateTensor
 
 PAGE = 4096
 
@@ -34,20 +34,20 @@ class Medium:
         return allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, PAGE)
 
 
-def arrangement() -> tuple[Arrangement, Medium]:
+def arrangement() -> tuple[CopyPlan, Medium]:
     medium = Medium()
-    return Arrangement(cast("Any", medium)), medium
+    return CopyPlan(cast("Any", medium)), medium
 
 
-def lives_of(tensors: Sequence[torch.Tensor], **fields: Any) -> list[Live]:
-    return [Live(f"model/{i}", "parameter", "", t, **fields) for i, t in enumerate(tensors)]
+def lives_of(tensors: Sequence[torch.Tensor], **fields: Any) -> list[StateTensor]:
+    return [StateTensor(f"model/{i}", "parameter", "", t, **fields) for i, t in enumerate(tensors)]
 
 
 def parameter(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(tensor, requires_grad=False)
 
 
-def entries_now(lives: Sequence[Live]) -> tuple[Entry, ...]:
+def entries_now(lives: Sequence[StateTensor]) -> tuple[Entry, ...]:
     return tuple(tensor_layout.describe(live) for live in lives)
 
 
@@ -132,7 +132,7 @@ def test_other_knowledge_of_a_tensor_is_arranged_anew(field: str) -> None:
     }[field]  # fmt: skip
     before = lives_of([one, two])
     fields = {"name": "model/1", "role": "parameter", "layer": "", "tensor": two, field: other}
-    after = [before[0], Live(**cast("Any", fields))]
+    after = [before[0], StateTensor(**cast("Any", fields))]
     arranged, _ = arrangement()
     arranged.update(before, 0)
     arranged.update(after, 0)
@@ -140,7 +140,7 @@ def test_other_knowledge_of_a_tensor_is_arranged_anew(field: str) -> None:
     fresh.update(after, 0)
     assert arranged.entries == fresh.entries == entries_now(after)
 
-    def shape(part: Part) -> tuple[Any, ...]:
+    def shape(part: PlannedGroup) -> tuple[Any, ...]:
         return part.holders, part.owned, part.order, part.free.tolist()
 
     assert list(map(shape, arranged.parts)) == list(map(shape, fresh.parts))
@@ -149,14 +149,14 @@ def test_other_knowledge_of_a_tensor_is_arranged_anew(field: str) -> None:
 # ---- What may be skipped as unchanged ----------------------------------------------------------
 
 
-def part_of(lives: Sequence[Live]) -> tuple[Part, Arrangement]:
+def part_of(lives: Sequence[StateTensor]) -> tuple[PlannedGroup, CopyPlan]:
     arranged, _ = arrangement()
     arranged.update(lives, 0)
     (part,) = arranged.parts
     return part, arranged
 
 
-def skippable(part: Part, arranged: Arrangement) -> list[bool]:
+def skippable(part: PlannedGroup, arranged: CopyPlan) -> list[bool]:
     found: list[bool] = part.unmoved(sources(part, arranged).versions).tolist()
     return found
 
@@ -181,8 +181,8 @@ def test_what_an_optimizer_holds_is_never_skipped() -> None:
 
 
 def test_of_private_copies_those_of_tensors_without_optimizer_may_be_skipped() -> None:
-    held = Live("model/a", "parameter", "", torch.zeros(3), frozenset((0,)), sync=True)
-    free = Live("model/b", "buffer", "", torch.zeros(3), sync=True)
+    held = StateTensor("model/a", "parameter", "", torch.zeros(3), frozenset((0,)), sync=True)
+    free = StateTensor("model/b", "buffer", "", torch.zeros(3), sync=True)
     part, arranged = part_of([held, free])
     skippable(part, arranged)
     assert skippable(part, arranged) == [False, True]
@@ -269,7 +269,7 @@ def move(tensor: torch.Tensor) -> None:
     tensor.data = tensor.data.clone()
 
 
-def open_window(count: int) -> tuple[list[torch.Tensor], Sources]:
+def open_window(count: int) -> tuple[list[torch.Tensor], CopySources]:
     tensors = [parameter(torch.zeros(3)) for _ in range(count)]
     return tensors, sources(*part_of(lives_of(tensors)))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from lightck.journal.copy_buffer import Shelf
-from lightck.journal.entry import Sealing, unpacked
+from lightck.journal.copy_buffer import CopyBuffer
+from lightck.journal.entry import EntryEncoder, unpacked
 from lightck.region.journal import STEP_END, JournalEntry
 from lightck.state import boundary_blob, rng
-from lightck.state.inventory import Live
+from lightck.state.inventory import StateTensor
 
 
 def test_thousands_of_groups_have_entries_that_are_read() -> None:
@@ -16,10 +16,12 @@ def test_thousands_of_groups_have_entries_that_are_read() -> None:
     optimizers = [{"class": "C", "groups": groups, "state": {}, "attributes": {}}]
     first = {"rng": rng.capture(), "extras": {}}
     second = {"optimizers": optimizers, "extras": {}}
-    sealing = Sealing()
+    sealing = EntryEncoder()
     for step in range(4):
         groups[2000] = {**groups[2000], "options": {"lr": 2.0 + step}}
-        blob = sealing.sealed(Shelf(()), {}, (first, {**second, "optimizers": [*optimizers]}), b"d")
+        blob = sealing.sealed(
+            CopyBuffer(()), {}, (first, {**second, "optimizers": [*optimizers]}), b"d"
+        )
         found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         assert boundary_blob.opened(found.at_forward, context="test") == {**second, "step": step}
 
@@ -27,10 +29,10 @@ def test_thousands_of_groups_have_entries_that_are_read() -> None:
 def test_what_extras_have_is_found_wherever_it_begins() -> None:
     first = {"rng": rng.capture(), "extras": {"x": [b"x" * 2000]}}
     second = {"optimizers": [], "extras": {"y": {"z": b"y" * 3000}}}
-    sealing = Sealing()
+    sealing = EntryEncoder()
     for step, size in enumerate((3, 3, 300, 3)):
-        live = Live("model/b", "buffer", "", torch.full((size,), float(step)), sync=True)
-        shelf = Shelf([live])
+        live = StateTensor("model/b", "buffer", "", torch.full((size,), float(step)), sync=True)
+        shelf = CopyBuffer([live])
         blob = sealing.sealed(shelf, shelf.fill(), (first, second), b"d")
         found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         assert torch.equal(found.lives[0].tensor, live.tensor)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightck.journal.boundary_state import Instants
-from lightck.journal.pre_fence import EVERY, Habit
+from lightck.journal.boundary_state import BoundaryState
+from lightck.journal.pre_fence import EVERY, PreFencePredictor
 from lightck.state.extras import parse
 from lightck.state.inventory import Inventory
 
@@ -32,7 +32,10 @@ class Loop:
         self.counted = {"seen": 0}
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         inventory = Inventory(self.model, [optimizer], parse({"counted": self.counted}))
-        self.habit, self.step = Habit(Instants(inventory), threading.RLock, GRADIENTS), begin
+        self.habit, self.step = (
+            PreFencePredictor(BoundaryState(inventory), threading.RLock, GRADIENTS),
+            begin,
+        )
 
     def run(
         self, steps: int, between: Callable[[], Any] = nothing, gradients: int = GRADIENTS

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from lightck.failure.takeover.inference import Own, Unknown, inferred
+from lightck.failure.takeover.inference import CannotInfer, RankLocalState, inferred
 from lightck.state import boundary_blob
 from lightck.state.boundary_codec import TAG
-from lightck.state.inventory import Live
+from lightck.state.inventory import StateTensor
 
 
-def own(first: Any, second: Any = None, **tensors: torch.Tensor) -> Own:
-    lives = tuple(Live(name, "buffer", "", tensor, sync=True) for name, tensor in tensors.items())
-    return Own(boundary_blob.closed(first), boundary_blob.closed(second), lives)
+def own(first: Any, second: Any = None, **tensors: torch.Tensor) -> RankLocalState:
+    lives = tuple(
+        StateTensor(name, "buffer", "", tensor, sync=True) for name, tensor in tensors.items()
+    )
+    return RankLocalState(boundary_blob.closed(first), boundary_blob.closed(second), lives)
 
 
 def told(dead: Any, before: Any, after: Any) -> Any:
@@ -80,7 +82,7 @@ def test_what_it_changes_and_was_alike_before_is_alike_behind_it(before: Any, af
 def test_what_it_changes_and_was_another_before_is_refused_by_name(
     dead: Any, before: Any, after: Any
 ) -> None:
-    with pytest.raises(Unknown, match=r"the update changes at_step/options/0/lr"):
+    with pytest.raises(CannotInfer, match=r"the update changes at_step/options/0/lr"):
         told(*({"options": [{"lr": value}]} for value in (dead, before, after)))
 
 
@@ -98,7 +100,7 @@ def test_tensors_follow_the_same_rule_and_are_named() -> None:
         ("a", [3.0, 3.0]),
         ("b", [1.0, 1.0]),
     ]
-    with pytest.raises(Unknown, match=r"changes model/mean,"):
+    with pytest.raises(CannotInfer, match=r"changes model/mean,"):
         inferred(*(own({}, **{"model/mean": tensor}) for tensor in seen[:3]))
 
 
@@ -113,7 +115,7 @@ def test_tensors_follow_the_same_rule_and_are_named() -> None:
     ids=["dtype", "shape", "strides", "negative zero"],
 )
 def test_a_tensor_of_another_form_or_bit_is_another(other: torch.Tensor) -> None:
-    with pytest.raises(Unknown):
+    with pytest.raises(CannotInfer):
         inferred(own({}, a=torch.zeros(4)), own({}, a=other), own({}, a=torch.ones(4)))
 
 

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from lightck.errors import LightckError
-from lightck.failure.triggers import Notice
+from lightck.failure.triggers import PreemptionNotice
 
 LONG_S = 100.0
 
@@ -21,7 +21,7 @@ def test_a_file_that_appears_is_told_once_until_it_has_gone(tmp_path: Path) -> N
         asked.put(True)
         return file.exists()
 
-    notice = Notice(there, lambda: told.put(True), report=_fails, period_s=0.001)
+    notice = PreemptionNotice(there, lambda: told.put(True), report=_fails, period_s=0.001)
     try:
         for _ in range(2):
             file.touch()
@@ -38,7 +38,7 @@ def test_a_file_that_appears_is_told_once_until_it_has_gone(tmp_path: Path) -> N
 
 def test_a_path_is_a_notice_when_it_exists(tmp_path: Path) -> None:
     told = threading.Event()
-    notice = Notice(tmp_path / "notice", told.set, report=_fails, period_s=0.001)
+    notice = PreemptionNotice(tmp_path / "notice", told.set, report=_fails, period_s=0.001)
     (tmp_path / "notice").touch()
     assert told.wait(LONG_S)
     notice.stop()
@@ -54,7 +54,7 @@ def test_a_function_that_raises_is_reported_once_and_asked_again() -> None:
             raise value
         return value
 
-    notice = Notice(ask, told.set, report=errors.append, period_s=0.001)
+    notice = PreemptionNotice(ask, told.set, report=errors.append, period_s=0.001)
     assert told.wait(LONG_S)
     notice.stop()
     assert [str(each) for each in errors] == [
@@ -71,7 +71,7 @@ def test_one_that_blocks_holds_nobody_up() -> None:
         go_on.wait()
         return True
 
-    notice = Notice(block, told.set, report=_fails)
+    notice = PreemptionNotice(block, told.set, report=_fails)
     assert asked.wait(LONG_S)
     notice.stop()  # returns
     go_on.set()

@@ -15,7 +15,7 @@ import torch
 
 from lightck.errors import CorruptSnapshotError
 from lightck.state import boundary_blob, boundary_codec
-from lightck.state.boundary_blob import Kept, Parcel
+from lightck.state.boundary_blob import BlobWriter, Kept
 
 TENSORS = {
     "scalar": torch.tensor(3.5, dtype=torch.float64),
@@ -37,7 +37,7 @@ PLAIN: dict[str, Any] = {
 
 
 def sealed() -> bytes:
-    held = Parcel()
+    held = BlobWriter()
     return held.sealed([held.pickled({"tensors": TENSORS, "plain": PLAIN})])
 
 
@@ -54,13 +54,13 @@ def test_a_part_that_stays_the_same_is_pickled_once_and_comes_back() -> None:
     kept, part = Kept(), {"names": ["a", "b"], "n": 3}
     blobs = []
     for i in range(4):
-        held = Parcel(kept)
+        held = BlobWriter(kept)
         tree = {"i": i, "one": held.part("x", part), "two": held.part("y", part)}
         held.pickled(tree)
         blobs.append(held.sealed(held.pickles))
         assert boundary_blob.opened(blobs[-1], context="test") == {"i": i, "one": part, "two": part}
     assert len(blobs[1]) == len(blobs[3]) and blobs[1].count(b"names") == 1
-    held = Parcel(kept)
+    held = BlobWriter(kept)
     held.pickled({"i": 5, "one": held.part("x", {**part, "n": 4}), "two": held.part("y", part)})
     found = boundary_blob.opened(held.sealed(held.pickles), context="test")
     assert found == {"i": 5, "one": {**part, "n": 4}, "two": part}
@@ -68,7 +68,7 @@ def test_a_part_that_stays_the_same_is_pickled_once_and_comes_back() -> None:
 
 @pytest.mark.parametrize("number", [-1, 1, 2, 1 << 40, "0", None, True])
 def test_a_part_that_is_not_there_is_an_error(number: Any) -> None:
-    held = Parcel()
+    held = BlobWriter()
     held.pickled({"n": 1})
     held.pickled({"part": {**boundary_blob.part(0), "number": number}})
     with pytest.raises(CorruptSnapshotError):
@@ -83,7 +83,7 @@ def refused(blob: bytes) -> str:
 
 def test_a_part_that_is_meant_over_and_over_is_an_error() -> None:
     """All that is done with the tree would take as long as if it were there as often."""
-    held = Parcel()
+    held = BlobWriter()
     held.pickled([0] * 200)
     held.pickled({"parts": [boundary_blob.part(0) for _ in range(200)]})
     assert "unfolds" in refused(held.sealed(held.pickles))
@@ -91,7 +91,7 @@ def test_a_part_that_is_meant_over_and_over_is_an_error() -> None:
 
 @pytest.mark.parametrize("levels", [100, 149])
 def test_a_tree_that_is_too_deep_in_all_its_parts_together_is_an_error(levels: int) -> None:
-    held, tree = Parcel(), cast(Any, None)
+    held, tree = BlobWriter(), cast(Any, None)
     for number in range(2):
         tree = boundary_blob.part(0) if number else []
         for _ in range(levels):
@@ -115,21 +115,21 @@ def test_a_tree_that_is_too_deep_in_all_its_parts_together_is_an_error(levels: i
     ids=lambda said: "".join(f"{key} {str(value)[:24]} " for key, value in said.items()),
 )
 def test_a_tensor_of_a_form_that_none_has_is_an_error(said: dict[str, Any]) -> None:
-    held = Parcel()
+    held = BlobWriter()
     form = held.put(torch.zeros(1, dtype=torch.uint8))
     refused(held.sealed([held.bare({"t": {**form, **said}})]))
 
 
 def test_parcels_of_next_to_nothing_are_an_error() -> None:
     """Each would take a loader of its own."""
-    held, least = Parcel(), boundary_blob.closed(None)
+    held, least = BlobWriter(), boundary_blob.closed(None)
     said = [{boundary_codec.TAG: "parcel", "at": 0, "length": len(least)}]
     held.add(least)
     assert "a parcel of" in refused(held.sealed([held.bare(said)]))
 
 
 def test_a_part_of_a_part_is_an_error() -> None:
-    held = Parcel()
+    held = BlobWriter()
     held.pickled({"n": 1})
     held.pickled({"part": boundary_blob.part(0)})
     held.pickled({"part": boundary_blob.part(1)})
@@ -138,7 +138,7 @@ def test_a_part_of_a_part_is_an_error() -> None:
 
 
 def test_tensors_that_mean_the_same_bytes_are_an_error_before_they_take_memory() -> None:
-    held = Parcel()
+    held = BlobWriter()
     said = held.put(torch.zeros(1 << 20, dtype=torch.uint8))
     tree = [[{**said} for _ in range(32)] for _ in range(32)]
     with pytest.raises(CorruptSnapshotError, match="claim more than the 1048576 bytes there are"):
@@ -152,7 +152,7 @@ def test_what_is_large_is_put_in_once_while_it_is_the_same_object() -> None:
     kept = Kept()
     blobs, counts = [], []
     for i in range(3):
-        held = Parcel(kept)
+        held = BlobWriter(kept)
         blobs.append(held.sealed([held.pickled({**PLAIN, "i": i})]))
         before, kept.parcels = kept.parcels, held.parcels or {}
         counts.append(sum(known is before.get(at) for at, known in kept.parcels.items()))
@@ -168,7 +168,7 @@ def test_a_parcel_in_a_parcel_in_a_parcel_is_an_error() -> None:
         else:
             with pytest.raises(CorruptSnapshotError, match="in one that is in another"):
                 boundary_blob.opened(blob, context="test")
-        held = Parcel()
+        held = BlobWriter()
         said = {**boundary_blob.part(0), boundary_codec.TAG: "parcel", "at": 0, "length": len(blob)}
         del said["number"]
         held.add(blob)
@@ -251,7 +251,7 @@ def _within(most: int, work: Callable[[], object]) -> None:
     "change", [{"at": 1 << 40}, {"at": -1}, {"length": 1 << 40}, {"length": "8"}, {"more": 1}]
 )
 def test_what_is_not_beside_a_tree_is_an_error(kind: str, change: dict[str, Any]) -> None:
-    held, tree = Parcel(), {"n": "as long as many values" * 20}
+    held, tree = BlobWriter(), {"n": "as long as many values" * 20}
     inner = boundary_blob.closed(tree)
     held.add(inner)
     said = {boundary_codec.TAG: kind, "at": 0, "length": len(inner)}
@@ -293,7 +293,7 @@ def test_what_is_damaged_is_an_error_or_of_the_same_form() -> None:
     ],
 )
 def test_a_tensor_that_is_not_there_is_an_error(change: dict[str, Any]) -> None:
-    held = Parcel()
+    held = BlobWriter()
     said = {**held.put(torch.ones(3)), **change}
     with pytest.raises(CorruptSnapshotError):
         boundary_blob.opened(held.sealed([held.pickled({"tensor": said})]), context="test")

@@ -10,7 +10,7 @@ import pytest
 
 from lightck.errors import CorruptSnapshotError
 from lightck.reader import assembly
-from lightck.reader.assembly import Assembly, Piece, assemble, peers_of
+from lightck.reader.assembly import Assembly, ShardPiece, assemble, peers_of
 from lightck.region.layout import Entry, Layout
 from lightck.region.manifest import Manifest
 from lightck.region.native_region import HOLDS_ALL, RECORD_EARLY, Record
@@ -88,7 +88,7 @@ def test_a_tensor_in_three_pieces_is_found_in_the_order_of_its_bytes() -> None:
 def test_what_is_not_shared_is_taken_from_the_ranks_own_region(rank: int) -> None:
     candidates = all_of(first=rank)
     found = assemble(candidates)
-    assert found.pieces[OWN.name] == (Piece(0, 16, 0, 0),)
+    assert found.pieces[OWN.name] == (ShardPiece(0, 16, 0, 0),)
     source, position = found.pieces[OWN.name][0].source, found.pieces[OWN.name][0].position
     assert candidates[source].manifest.crcs[position] == rank
     assert found.entries[OWN.name] == OWN

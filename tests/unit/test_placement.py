@@ -8,7 +8,7 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from lightck.pipeline.placement import SPARE, Mode, Placement, behind
+from lightck.pipeline.placement import SPARE, HostPlacement, Mode, behind
 from lightck.pipeline.trial import LOOKS, PATIENCE
 from lightck.region import _ffi as native
 
@@ -44,11 +44,11 @@ class Kernel:
 
 def placed(
     dram: Dram, mode: Mode = "auto", *, free: int = 10_000, paged: bool = False
-) -> Placement:
-    return Placement(mode, paged, dram, free=lambda: free, rate=lambda: RATE)
+) -> HostPlacement:
+    return HostPlacement(mode, paged, dram, free=lambda: free, rate=lambda: RATE)
 
 
-def snapshots(placement: Placement, count: int, fence_s: float) -> list[bool]:
+def snapshots(placement: HostPlacement, count: int, fence_s: float) -> list[bool]:
     """Return whether each of some snapshots went through DRAM."""
     went = []
     for _ in range(count):
@@ -105,7 +105,7 @@ def test_whatever_ends_the_mapping_ends_the_wait_for_it(error: BaseException) ->
     def map_dram(size: int) -> None:
         raise error
 
-    placement = Placement("staged", reserve=lambda size: behind(map_dram, size))
+    placement = HostPlacement("staged", reserve=lambda size: behind(map_dram, size))
     with pytest.raises(type(error)):
         placement.prepare(PAYLOAD)
     assert not placement.staging
@@ -134,7 +134,7 @@ def test_where_nobody_says_what_dram_is_free_nothing_is_staged(
 ) -> None:
     monkeypatch.setattr(native, "library", lambda: Kernel(None))
     dram = Dram()
-    placement = Placement("staged", False, dram, rate=lambda: RATE)
+    placement = HostPlacement("staged", False, dram, rate=lambda: RATE)
     placement.prepare(PAYLOAD)
     assert dram.asked == [0]
     assert not placement.choose(LENGTHS).any()
@@ -143,7 +143,7 @@ def test_where_nobody_says_what_dram_is_free_nothing_is_staged(
 def test_what_dram_is_free_is_asked_for_without_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: Kernel(int(600 / SPARE)))
     dram = Dram()
-    placement = Placement("staged", False, dram, rate=lambda: RATE)
+    placement = HostPlacement("staged", False, dram, rate=lambda: RATE)
     placement.prepare(PAYLOAD)
     assert dram.asked == [600]
 

@@ -21,7 +21,7 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.region import location, native_region
-from lightck.region.region import Region, survey
+from lightck.region.region import Region, open_and_recover
 
 MAX_SEGMENTS = 16
 SIZES = {"a": 1, "b": 63, "c": 4097, "d": 100_000, "empty": 0}
@@ -415,7 +415,7 @@ def test_a_record_of_another_rank_is_damage(
     image.put(newer, field, value)
     image.seal()
     file.write_bytes(image.raw)
-    region, recovery = survey(book.where)
+    region, recovery = open_and_recover(book.where)
     region.close()
     assert [c.record.step for c in recovery.candidates] == [1]
     (problem,) = recovery.problems

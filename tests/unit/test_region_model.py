@@ -13,7 +13,7 @@ import pytest
 from regions import Book, Bytes, contents_of, random_contents, same
 
 from lightck.errors import PersistError, RegionIOError
-from lightck.region.region import Candidate, survey
+from lightck.region.region import Candidate, open_and_recover
 from lightck.region.slot_writer import SlotWriter
 
 OPERATIONS = 120
@@ -144,7 +144,7 @@ class Model:
 
     def check(self) -> None:
         """A reader sees the newest of the lineage, and nothing that was not committed."""
-        region, recovery = survey(self.book.where)
+        region, recovery = open_and_recover(self.book.where)
         try:
             assert not recovery.problems
             found = [key_of(candidate) for candidate in recovery.candidates]

@@ -8,12 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightck.distributed import divergence
-from lightck.distributed.divergence import LEAST_BYTES, MOST_BYTES, PIECE_BYTES, ROTATION, Rotation
+from lightck.distributed.divergence import (
+    LEAST_BYTES,
+    MOST_BYTES,
+    PIECE_BYTES,
+    ROTATION,
+    SampleRotation,
+)
 
 LENGTHS = st.lists(st.integers(1, 3 * LEAST_BYTES), min_size=1, max_size=40)
 
 
-def covered(rotation: Rotation, lengths: list[int], first: int) -> list[int]:
+def covered(rotation: SampleRotation, lengths: list[int], first: int) -> list[int]:
     """Return how often each byte has its turn within one round; as counts of bytes."""
     seen = [np.zeros(length, np.uint8) for length in lengths]
     for turn in range(first, first + rotation.turns):
@@ -25,7 +31,7 @@ def covered(rotation: Rotation, lengths: list[int], first: int) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(0, 10**6))
 def test_every_byte_has_exactly_one_turn_in_any_round(lengths: list[int], first: int) -> None:
-    rotation = Rotation(lengths)
+    rotation = SampleRotation(lengths)
     assert rotation.turns <= ROTATION
     assert set(covered(rotation, lengths, first)) == {1}
 
@@ -33,14 +39,14 @@ def test_every_byte_has_exactly_one_turn_in_any_round(lengths: list[int], first:
 @settings(max_examples=40, deadline=None)
 @given(LENGTHS, st.integers(0, 10**9))
 def test_ranks_with_the_same_lengths_choose_the_same_pieces(lengths: list[int], turn: int) -> None:
-    assert Rotation(lengths).pieces(turn) == Rotation(list(lengths)).pieces(turn)
+    assert SampleRotation(lengths).pieces(turn) == SampleRotation(list(lengths)).pieces(turn)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 1 << 34), min_size=1, max_size=60), st.integers(0, 10**6))
 def test_no_window_is_larger_than_what_is_said(lengths: list[int], turn: int) -> None:
     size = sum(lengths) + PIECE_BYTES * len(lengths)
-    rotation = Rotation(lengths)
+    rotation = SampleRotation(lengths)
     taken = sum(p.end - p.begin for p in rotation.pieces(turn))
     assert taken <= max(LEAST_BYTES * 2, size // ROTATION + 1)
     assert taken <= MOST_BYTES
@@ -50,20 +56,20 @@ def test_no_window_is_larger_than_what_is_said(lengths: list[int], turn: int) ->
 
 
 def test_many_small_tensors_do_not_make_many_pieces() -> None:
-    rotation = Rotation([8] * 100_000)
+    rotation = SampleRotation([8] * 100_000)
     most = max(len(rotation.pieces(turn)) for turn in range(rotation.turns))
     assert most <= 100_000 * (PIECE_BYTES + 8) // rotation.windows // PIECE_BYTES + 2
 
 
 def test_a_rotation_that_leaves_a_byte_out_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Rotation.pieces
+    right = SampleRotation.pieces
 
-    def short(self: Rotation, turn: int) -> list[divergence.Piece]:
+    def short(self: SampleRotation, turn: int) -> list[divergence.Piece]:
         return [divergence.Piece(p.tensor, p.begin, p.end - 1) for p in right(self, turn)]
 
-    monkeypatch.setattr(Rotation, "pieces", short)
-    assert 0 in covered(Rotation([1000, 5]), [1000, 5], 0)
+    monkeypatch.setattr(SampleRotation, "pieces", short)
+    assert 0 in covered(SampleRotation([1000, 5]), [1000, 5], 0)
 
 
 def test_nothing_at_all_is_no_error() -> None:
-    assert Rotation([]).pieces(0) == []
+    assert SampleRotation([]).pieces(0) == []

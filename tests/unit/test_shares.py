@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightck.distributed.sharding import PAGE_BYTES, Cut, Item, divide
+from lightck.distributed.sharding import PAGE_BYTES, ByteRange, SharedTensor, divide
 
 LENGTHS = st.one_of(
     st.just(0),
@@ -19,29 +19,29 @@ LENGTHS = st.one_of(
 
 
 @st.composite
-def inventories(draw: st.DrawFn, *, may_cut: bool | None = None) -> list[Item]:
+def inventories(draw: st.DrawFn, *, may_cut: bool | None = None) -> list[SharedTensor]:
     count = draw(st.integers(0, 25))
     names = draw(st.permutations([f"t{i}" for i in range(count)]))
     flag = st.booleans()
     return [
-        Item(n, draw(LENGTHS), draw(flag) if may_cut is None else may_cut, draw(flag))
+        SharedTensor(n, draw(LENGTHS), draw(flag) if may_cut is None else may_cut, draw(flag))
         for n in names
     ]
 
 
-def by_name(cuts: list[Cut]) -> dict[str, list[Cut]]:
-    found: dict[str, list[Cut]] = {}
+def by_name(cuts: list[ByteRange]) -> dict[str, list[ByteRange]]:
+    found: dict[str, list[ByteRange]] = {}
     for cut in sorted(cuts, key=lambda c: (c.name, c.begin, c.end)):
         found.setdefault(cut.name, []).append(cut)
     return found
 
 
-def loads(cuts: list[Cut], ranks: int) -> list[int]:
+def loads(cuts: list[ByteRange], ranks: int) -> list[int]:
     return [sum(c.end - c.begin for c in cuts if c.place == place) for place in range(ranks)]
 
 
 @given(inventories(), st.integers(1, 8))
-def test_every_byte_is_written_by_exactly_one_rank(items: list[Item], ranks: int) -> None:
+def test_every_byte_is_written_by_exactly_one_rank(items: list[SharedTensor], ranks: int) -> None:
     found = by_name(divide(items, ranks))
     assert found.keys() == {item.name for item in items}
     for item in items:
@@ -58,20 +58,22 @@ def test_every_byte_is_written_by_exactly_one_rank(items: list[Item], ranks: int
 
 
 @given(inventories(), st.integers(1, 8))
-def test_cuts_fall_on_pages_of_the_tensor(items: list[Item], ranks: int) -> None:
+def test_cuts_fall_on_pages_of_the_tensor(items: list[SharedTensor], ranks: int) -> None:
     for cuts in by_name(divide(items, ranks)).values():
         assert all(cut.begin % PAGE_BYTES == 0 for cut in cuts)
 
 
 @given(inventories(may_cut=True), st.integers(1, 8))
-def test_no_rank_writes_two_pages_more_than_its_part(items: list[Item], ranks: int) -> None:
+def test_no_rank_writes_two_pages_more_than_its_part(items: list[SharedTensor], ranks: int) -> None:
     written = loads(divide(items, ranks), ranks)
     part = sum(item.length for item in items) / ranks
     assert max(abs(each - part) for each in written) <= 2 * PAGE_BYTES
 
 
 @given(inventories(may_cut=True), st.integers(1, 8))
-def test_what_is_written_once_only_is_divided_by_itself(items: list[Item], ranks: int) -> None:
+def test_what_is_written_once_only_is_divided_by_itself(
+    items: list[SharedTensor], ranks: int
+) -> None:
     held = {item.name for item in items if item.held}
     written = loads([c for c in divide(items, ranks) if c.name in held], ranks)
     part = sum(item.length for item in items if item.held) / ranks
@@ -79,7 +81,7 @@ def test_what_is_written_once_only_is_divided_by_itself(items: list[Item], ranks
 
 
 @given(inventories(), st.integers(1, 8))
-def test_what_can_be_cut_evens_out_what_cannot(items: list[Item], ranks: int) -> None:
+def test_what_can_be_cut_evens_out_what_cannot(items: list[SharedTensor], ranks: int) -> None:
     alike = [item for item in items if item.held]
     written = loads(divide(alike, ranks), ranks)
     whole = [item for item in alike if not item.may_cut]
@@ -91,7 +93,7 @@ def test_what_can_be_cut_evens_out_what_cannot(items: list[Item], ranks: int) ->
 
 @given(inventories(), st.integers(1, 8), st.randoms(use_true_random=False))
 def test_the_order_of_the_tensors_does_not_matter(
-    items: list[Item], ranks: int, rng: random.Random
+    items: list[SharedTensor], ranks: int, rng: random.Random
 ) -> None:
     mixed = list(items)
     rng.shuffle(mixed)
@@ -100,5 +102,5 @@ def test_the_order_of_the_tensors_does_not_matter(
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_equal_tensors_that_cannot_be_cut_go_round(ranks: int) -> None:
-    items = [Item(f"t{i}", 1000, False, True) for i in range(3 * ranks)]
+    items = [SharedTensor(f"t{i}", 1000, False, True) for i in range(3 * ranks)]
     assert loads(divide(items, ranks), ranks) == [3000] * ranks

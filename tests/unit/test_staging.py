@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightck.errors import CorruptSnapshotError
 from lightck.region.layout import Entry
 from lightck.state import tensor_layout
-from lightck.state.inventory import Live
+from lightck.state.inventory import StateTensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64]
 
@@ -37,7 +37,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 def test_what_is_described_is_the_copy_that_is_owned_and_holds_the_same(
     tensor: torch.Tensor,
 ) -> None:
-    live = Live("model/a", "parameter", "", tensor)
+    live = StateTensor("model/a", "parameter", "", tensor)
     entry = tensor_layout.describe(live)
     tensor_layout.check([entry], context="")
     copy = tensor_layout.owned(live, entry)
@@ -51,11 +51,13 @@ def test_what_is_described_is_the_copy_that_is_owned_and_holds_the_same(
 
 def test_a_buffer_is_owned_and_a_dense_parameter_is_not() -> None:
     tensor = torch.ones(3)
-    assert tensor_layout.must_own(Live("model/a", "buffer", "", tensor, sync=True))
-    assert not tensor_layout.must_own(Live("model/a", "parameter", "", tensor))
-    assert not tensor_layout.must_own(Live("model/a", "parameter", "", torch.ones(3, 4).t()))
-    assert tensor_layout.must_own(Live("model/a", "parameter", "", torch.ones(3, 4)[:, :2]))
-    assert tensor_layout.must_own(Live("model/a", "parameter", "", torch.ones(3).expand(2, 3)))
+    assert tensor_layout.must_own(StateTensor("model/a", "buffer", "", tensor, sync=True))
+    assert not tensor_layout.must_own(StateTensor("model/a", "parameter", "", tensor))
+    assert not tensor_layout.must_own(StateTensor("model/a", "parameter", "", torch.ones(3, 4).t()))
+    assert tensor_layout.must_own(StateTensor("model/a", "parameter", "", torch.ones(3, 4)[:, :2]))
+    assert tensor_layout.must_own(
+        StateTensor("model/a", "parameter", "", torch.ones(3).expand(2, 3))
+    )
 
 
 GOOD = Entry("model/a", "parameter", "float32", (3, 4), (4, 1), 48)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lightck.loop.stall_timer import Stalls
+from lightck.loop.stall_timer import StallTimer
 
 
 def test_steps_without_a_snapshot_do_not_count() -> None:
-    stalls = Stalls()
+    stalls = StallTimer()
     assert stalls.cost(0, 0) is None
     for step in range(1, 1001):
         stalls.seconds["step"] = stalls.seconds.get("step", 0.0) + 0.125
@@ -18,7 +18,7 @@ def test_steps_without_a_snapshot_do_not_count() -> None:
 
 
 def test_an_expensive_first_snapshot_is_forgotten() -> None:
-    stalls, total = Stalls(), 0.0
+    stalls, total = StallTimer(), 0.0
     for step, cost in enumerate([64.0, 0.5, 0.25, 0.5], 1):
         total += cost
         stalls.seconds["fence"] = total
@@ -27,7 +27,7 @@ def test_an_expensive_first_snapshot_is_forgotten() -> None:
 
 
 def test_asking_twice_in_a_step_counts_once() -> None:
-    stalls = Stalls({"fence": 1.0})
+    stalls = StallTimer({"fence": 1.0})
     assert stalls.cost(1, 1) == 1.0
     stalls.seconds["fence"] = 1.5
     assert stalls.cost(1, 1) == 1.0

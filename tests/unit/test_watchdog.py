@@ -13,7 +13,14 @@ from lightck.errors import LightckError
 from lightck.failure.budget import Measured
 from lightck.failure.hang import Place
 from lightck.failure.signals import Signals
-from lightck.failure.watchdog import ALONE_LOOK_S, HANG_STATUS, LOOK_S, Guard, Saving, Watchdog
+from lightck.failure.watchdog import (
+    ALONE_LOOK_S,
+    HANG_STATUS,
+    LOOK_S,
+    HandleGuard,
+    SaveTask,
+    Watchdog,
+)
 from lightck.types import Failure, Saved
 
 LOOKS = 2000
@@ -47,7 +54,7 @@ def test_an_idle_watchdog_costs_seconds_of_an_hour() -> None:
     seconds = {}
     for world, period_s in ((1, ALONE_LOOK_S), (2, LOOK_S)):
         watchdog, signals = Watchdog(), Signals()
-        watchdog._guards = [Guard(Rescue(), Failure(), _raises, world=world)]
+        watchdog._guards = [HandleGuard(Rescue(), Failure(), _raises, world=world)]
         began = time.thread_time()
         for _ in range(LOOKS):
             assert watchdog._pause_s() == period_s
@@ -67,7 +74,7 @@ def test_a_snapshot_that_does_not_fit_is_told_once_as_soon_as_it_is_known(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     known: list[Measured] = []
-    guard = Guard(
+    guard = HandleGuard(
         Rescue(), Failure(signals=()), _raises, measured=lambda: known[0] if known else None
     )
     watchdog = Watchdog()
@@ -103,7 +110,7 @@ def test_the_watchdog_goes_on_after_an_error_of_its_own() -> None:
         errors.append(str(error))
         told.set()
 
-    watchdog, guard = Watchdog(), Guard(Broken(), Failure(signals=()), report)
+    watchdog, guard = Watchdog(), HandleGuard(Broken(), Failure(signals=()), report)
     watchdog.watch(guard)
     for _ in range(3):
         assert watchdog._signals is not None
@@ -124,7 +131,7 @@ def test_before_the_end_other_ranks_are_heard_until_they_cannot_change_anything(
             saved.append(reason)
             return Saved(reason, 0, fresh=True)
 
-    guard = Guard(Saving(), Failure(), _raises)
+    guard = HandleGuard(Saving(), Failure(), _raises)
     guard.elsewhere, guard.settled = lambda: next(said), lambda: next(settled)
     Watchdog()._linger([guard], time.monotonic() + 30.0)
     assert saved == ["another rank's snapshot is of the instant before"]
@@ -142,19 +149,19 @@ def test_a_loop_whose_device_stands_still_hangs_in_a_collective_of_several_ranks
     monkeypatch.setattr(Rescue, "ticks", 7)
     said: list[tuple[str, object]] = []
 
-    def start(guard: Guard, reason: str, deadline: float, **told: dict[str, object]) -> None:
+    def start(guard: HandleGuard, reason: str, deadline: float, **told: dict[str, object]) -> None:
         said.append((reason, told["about"]["where"]))
 
     watchdog, place = Watchdog(), Place("a device, before an update", (7, 1))
     monkeypatch.setattr(watchdog, "_start", start)
-    guard = Guard(Rescue(), Failure(signals=()), _raises, world=world, waits=lambda: place)
+    guard = HandleGuard(Rescue(), Failure(signals=()), _raises, world=world, waits=lambda: place)
     guard.hang._steps.append(0.5)
     for look in range(20):
         watchdog._look(guard, look * LOOK_S)
     assert said == ([("hang", "a device, before an update")] if world > 1 else [])
 
 
-def hanging(monkeypatch: pytest.MonkeyPatch, **settings: float) -> tuple[Watchdog, Guard]:
+def hanging(monkeypatch: pytest.MonkeyPatch, **settings: float) -> tuple[Watchdog, HandleGuard]:
     """Its hang is saved; looks count a second each."""
 
     def exit(status: int) -> None:
@@ -163,14 +170,14 @@ def hanging(monkeypatch: pytest.MonkeyPatch, **settings: float) -> tuple[Watchdo
 
     monkeypatch.setattr("lightck.failure.watchdog.os._exit", exit)
     settings = {"hang_s": 60.0, "grace_s": 10.0, "hang_exit_s": 5.0, **settings}
-    guard = Guard(Rescue(), Failure(signals=(), **settings), _raises, world=2)  # type: ignore[arg-type]
-    guard.hang_saving = Saving(guard, "hang", 0.0)
+    guard = HandleGuard(Rescue(), Failure(signals=(), **settings), _raises, world=2)  # type: ignore[arg-type]
+    guard.hang_saving = SaveTask(guard, "hang", 0.0)
     guard.hang_saving.done.set()
     guard.hang.counted_s = 1.0
     return Watchdog(), guard
 
 
-def looks_until_it_ends(watchdog: Watchdog, guard: Guard) -> int:
+def looks_until_it_ends(watchdog: Watchdog, guard: HandleGuard) -> int:
     for looks in range(1, 1000):
         try:
             watchdog._end_of(guard, now_s=0.0)
@@ -202,7 +209,7 @@ def test_what_is_being_saved_is_waited_for_until_its_deadline(
 ) -> None:
     """Another rank's share, say, though that one has said all that it had to."""
     watchdog, guard = hanging(monkeypatch)
-    watchdog._saving = [Saving(guard, "rank 1: killed", 20.0)]
+    watchdog._saving = [SaveTask(guard, "rank 1: killed", 20.0)]
     for _ in range(30):
         watchdog._end_of(guard, now_s=19.0)
     with pytest.raises(Ended):
@@ -212,7 +219,7 @@ def test_what_is_being_saved_is_waited_for_until_its_deadline(
 def test_a_rank_that_says_nothing_keeps_nobody_from_ending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    guard = Guard(Rescue(), Failure(), _raises, settled=lambda: False)
+    guard = HandleGuard(Rescue(), Failure(), _raises, settled=lambda: False)
     Watchdog()._linger([guard], time.monotonic() + 0.01)
     monkeypatch.setattr("lightck.failure.watchdog.LINGER_S", 0.01)
     Watchdog().hear_out(guard)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightck.pipeline import device_placement, device_transfer
-from lightck.pipeline.device_transfer import Load, Transfer, Way, took
+from lightck.pipeline.device_transfer import DeviceTransfer, TransferChunk, TransferMode, took
 from lightck.pipeline.trial import LOOKS
 
 DEVICE: Any = SimpleNamespace(name="here:0")
@@ -52,15 +52,15 @@ class Copies:
         return SimpleNamespace(wait=lambda: None)
 
 
-def chosen(clock: Clock, *, wanted: str = "auto") -> device_placement.Ways:
+def chosen(clock: Clock, *, wanted: str = "auto") -> device_placement.DevicePlacement:
     """Knows that a plain copy takes one second a byte."""
-    made = device_placement.Ways(Any, wanted)  # type: ignore[arg-type]
+    made = device_placement.DevicePlacement(Any, wanted)  # type: ignore[arg-type]
     made._refused["SimpleNamespace"] = ""
     made._plain["here:0"], made._contests["here:0"] = 1.0, device_placement.Contest()
     return made
 
 
-def paid(of: device_placement.Ways, *costs: float) -> None:
+def paid(of: device_placement.DevicePlacement, *costs: float) -> None:
     """Snapshots that went the way in use."""
     for cost in costs:
         of.paid(DEVICE, cost, in_place=not of._beaten(DEVICE))
@@ -70,7 +70,7 @@ def test_a_plain_copy_is_the_best_of_three_of_at_most_the_sample(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_placement, "SAMPLE_BYTES", 1000)
-    made, device = device_placement.Ways(Any), Copies(clock, [0.5, 0.25, 0.75])  # type: ignore[arg-type]
+    made, device = device_placement.DevicePlacement(Any), Copies(clock, [0.5, 0.25, 0.75])  # type: ignore[arg-type]
     tensors = [torch.zeros(650, dtype=torch.uint8) for _ in range(5)]
     for _ in range(2):  # the second time it is known
         made.measure(device, tensors, 400)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_a_plain_copy_is_the_best_of_three_of_at_most_the_sample(
 
 
 def test_less_than_one_load_is_too_little_to_judge_by(clock: Clock) -> None:
-    made, device = device_placement.Ways(Any), Copies(clock, [])  # type: ignore[arg-type]
+    made, device = device_placement.DevicePlacement(Any), Copies(clock, [])  # type: ignore[arg-type]
     made.measure(device, [torch.zeros(399, dtype=torch.uint8)], 400)  # type: ignore[arg-type]
     assert not made._plain
     made.paid(DEVICE, 1e9, in_place=True)
@@ -118,17 +118,21 @@ def test_what_went_before_the_turn_is_not_counted_for_the_other_way(clock: Clock
 def test_a_region_that_was_asked_for_by_name_is_not_judged(
     monkeypatch: pytest.MonkeyPatch, wanted: str, judged: bool
 ) -> None:
-    monkeypatch.setattr(device_placement.Ways, "_refuses", lambda self, device: "")
-    made = device_placement.Ways(Any, wanted)  # type: ignore[arg-type]
+    monkeypatch.setattr(device_placement.DevicePlacement, "_refuses", lambda self, device: "")
+    made = device_placement.DevicePlacement(Any, wanted)  # type: ignore[arg-type]
     assert made.judged(DEVICE) is judged
-    assert made.in_place(DEVICE, Way.DEVICE) is made.in_place(DEVICE, Way.DIRECT) is True
+    assert (
+        made.in_place(DEVICE, TransferMode.DEVICE)
+        is made.in_place(DEVICE, TransferMode.DIRECT)
+        is True
+    )
 
 
 def test_transfers_take_from_their_first_load_to_their_last(clock: Clock) -> None:
-    def transfer_of(*sizes: int) -> Transfer:
+    def transfer_of(*sizes: int) -> DeviceTransfer:
         sources = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
         batch: Any = SimpleNamespace(total_bytes=sum(sizes))
-        return Transfer(DEVICE, Any, batch, sources, None)  # type: ignore[arg-type]
+        return DeviceTransfer(DEVICE, Any, batch, sources, None)  # type: ignore[arg-type]
 
     first, empty, last = run = [transfer_of(8, 4), transfer_of(), transfer_of(3)]
     assert not first.in_place
@@ -136,7 +140,7 @@ def test_transfers_take_from_their_first_load_to_their_last(clock: Clock) -> Non
     seen = []
     for of, end in ((first, 2), (first, 5), (first, 12), (last, 3)):
         clock.now += 3.0
-        of.came(Load(end, Any, None))  # type: ignore[arg-type]
+        of.came(TransferChunk(end, Any, None))  # type: ignore[arg-type]
         seen.append(took(run))
     assert seen == [(0, 0.0), (3, 3.0), (10, 6.0), (13, 9.0)]
     assert took([last]) == (0, 0.0)

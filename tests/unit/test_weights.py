@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightck.journal.weight_guard import MOST_SPOTS, SPOT_BYTES, Held
-from lightck.state.inventory import Live
+from lightck.journal.weight_guard import MOST_SPOTS, SPOT_BYTES, WatchedWeights
+from lightck.state.inventory import StateTensor
 
 _ELEMENTS = 64
 
 
-def held_of(weights: list[nn.Parameter]) -> Held:
+def held_of(weights: list[nn.Parameter]) -> WatchedWeights:
     rows = enumerate(weights)
-    held = Held([Live(f"model/{i}", "parameter", "", w, frozenset((0,))) for i, w in rows])
+    held = WatchedWeights(
+        [StateTensor(f"model/{i}", "parameter", "", w, frozenset((0,))) for i, w in rows]
+    )
     assert len(held.seen()) == min(len(weights), MOST_SPOTS)
     return held
 

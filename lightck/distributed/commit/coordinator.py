@@ -14,17 +14,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightck.distributed.commit.due_steps import Announcer, Calendar, Due, key
+from lightck.distributed.commit.due_steps import DueAnnouncer, DueCalendar, DueStep, key
 from lightck.distributed.commit.protocol import (
     UNLIKE,
+    AbortReason,
     Add,
     Call,
     Claim,
-    Death,
+    CommitProtocol,
     Delete,
-    Ledger,
     Read,
-    Traffic,
+    StoreStats,
 )
 from lightck.distributed.store import Store
 from lightck.errors import CoordinationError, StoreError
@@ -50,7 +50,7 @@ class Limits:
     patience_s: float = 300.0
 
 
-class GlobalCommit:
+class CommitCoordinator:
     """The due steps, and their outcomes over all ranks, as one rank knows them.
 
     Threads: every method may be called from any thread and returns at once, except `wait` and
@@ -62,8 +62,8 @@ class GlobalCommit:
     def __init__(
         self,
         store: Store,
-        ledger: Ledger,
-        calendar: Calendar,
+        ledger: CommitProtocol,
+        calendar: DueCalendar,
         *,
         limits: Limits | None = None,
         on_trouble: Callable[[CoordinationError], None] | None = None,
@@ -82,14 +82,14 @@ class GlobalCommit:
         Raises:
             StoreError: no second connection.
         """
-        self.traffic = Traffic()
+        self.traffic = StoreStats()
         self._store, self._watcher_store = store, store.clone()
         self._limits = limits or Limits()
         self._ledger, self._calendar = ledger, calendar
         self._told, ledger.on_fate = ledger.on_fate, self._note_fate
         self._warned, ledger.on_suspect = ledger.on_suspect, self._note_suspect
         ledger.patience_s = self._limits.patience_s
-        self._announcer = Announcer(calendar)
+        self._announcer = DueAnnouncer(calendar)
         self._on_trouble = on_trouble or _log_trouble
         self._lock = threading.Lock()  # ledger, calendar, announcer, _outbox, flags below
         self._changed = threading.Condition(self._lock)
@@ -112,7 +112,7 @@ class GlobalCommit:
 
     # ---- events and questions: any thread, no waiting ----
 
-    def due(self, step: int) -> Due | None:
+    def due(self, step: int) -> DueStep | None:
         """Return the due step if `step`, which ends now here, is due; called once for each step."""
         with self._lock:
             return self._calendar.at(step)
@@ -150,7 +150,7 @@ class GlobalCommit:
         """
         return self._ledger.compared, self._ledger.incomparable
 
-    def opened(self, due: Due) -> None:
+    def opened(self, due: DueStep) -> None:
         """Record that a slot is about to be invalidated for `due`."""
         with self._changed:
             self._ledger.opened(due, time.monotonic())
@@ -163,13 +163,13 @@ class GlobalCommit:
             form: a digest of the state's form, which all ranks have in common; a step with
                 different ones is dead.
             digest: a digest of a sample of replicated bytes; a step with different ones is suspect.
-                See `Sample`.
+                See `ReplicaSample`.
         """
         with self._changed:
             self._ledger.committed(step, time.monotonic(), form, digest)
             self._changed.notify_all()
 
-    def lost(self, due: Due, why: str, *, for_good: bool = False) -> None:
+    def lost(self, due: DueStep, why: str, *, for_good: bool = False) -> None:
         """Record that this rank has no snapshot of `due`: it was skipped, was torn or failed.
 
         Args:
@@ -385,7 +385,7 @@ class GlobalCommit:
 
     # ---- reports to the listeners ----
 
-    def _note_fate(self, due: Due, fate: Fate, death: Death | None) -> None:
+    def _note_fate(self, due: DueStep, fate: Fate, death: AbortReason | None) -> None:
         self._news.append(lambda: self._told(due, fate, death))
         if death and death.why == LATE:
             self._announcer.came_late()

@@ -1,7 +1,8 @@
 """The state that the ranks of one job share from attach to close: due steps, outcomes, last commit.
 
-`Job` implements capture's barrier over a `GlobalCommit`. It keeps the list of due steps, so that
-each is opened or lost, and then committed or lost, exactly once, whatever the training loop does.
+`DistributedBarrier` is the pipeline's commit barrier over a `CommitCoordinator`. It keeps the list
+of due steps, so that each is opened or lost, and then committed or lost, exactly once, whatever the
+training loop does.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lightck.config import Config
-from lightck.distributed.commit.coordinator import GlobalCommit, Limits
-from lightck.distributed.commit.due_steps import Calendar, Due
-from lightck.distributed.commit.protocol import UNLIKE, Death, Ledger
-from lightck.distributed.divergence import Divergence, Marks, Samples
-from lightck.distributed.rendezvous import Meeting
-from lightck.distributed.rounds import Identity, Rounds, Said, agree_on_attach
+from lightck.distributed.commit.coordinator import CommitCoordinator, Limits
+from lightck.distributed.commit.due_steps import DueCalendar, DueStep
+from lightck.distributed.commit.protocol import UNLIKE, AbortReason, CommitProtocol
+from lightck.distributed.divergence import Divergence, ReplicaSamples, SuspectMarks
+from lightck.distributed.rendezvous import Rendezvous
+from lightck.distributed.rounds import AgreementRounds, Identity, Said, agree_on_attach
 from lightck.distributed.store import Store, bounded
 from lightck.distributed.topology import Topology, find
 from lightck.errors import CoordinationError, LightckError, StoreError
-from lightck.pipeline.commit_barrier import Alone, Barrier
+from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
 from lightck.policy import EverySteps
-from lightck.region.claim import Claim
+from lightck.region.claim import ClaimedLocation
 from lightck.region.region import Region
 from lightck.types import Fate, Moment, Policy
 
@@ -43,7 +44,7 @@ class Closing:
     def __init__(self, store: Store, topology: Topology) -> None:
         """Use `store`, which must be below a prefix of its own."""
         self._store = store
-        self._rounds = Rounds(store, topology.rank, topology.world)
+        self._rounds = AgreementRounds(store, topology.rank, topology.world)
 
     def agree(self, last: int | None, form: bytes, why: str, seconds: float) -> int | None:
         """Agree on the last step with all ranks.
@@ -117,7 +118,7 @@ _GONE_S = 2.0  # the same, when a rank or the store is gone
 _REMEMBERED = 256  # due steps that are settled here
 
 
-def place_of(ranks: Meeting, config: Config, found: Claim) -> Topology:
+def place_of(ranks: Rendezvous, config: Config, found: ClaimedLocation) -> Topology:
     """Find this rank's place in the job, and the run that all ranks belong to.
 
     Args:
@@ -133,14 +134,14 @@ def place_of(ranks: Meeting, config: Config, found: Claim) -> Topology:
 
 
 def begin(
-    ranks: Meeting,
+    ranks: Rendezvous,
     topology: Topology,
     region: Region,
     config: Config,
     step: int,
-    samples: Samples,
+    samples: ReplicaSamples,
     restored: tuple[int, int] | None = None,
-) -> tuple[int | None, Barrier]:
+) -> tuple[int | None, CommitBarrier]:
     """Agree on a timeline and start the barrier; return both.
 
     No check that may fail on one rank alone may follow this call.
@@ -161,7 +162,7 @@ def begin(
         CoordinationError: what differs, or which rank failed and why; on every rank.
     """
     if ranks.rounds is None:
-        return None, Alone()
+        return None, SingleProcessBarrier()
     continued = region.continued
     # A rank that was given what it lacked continues an older snapshot of its own region.
     if continued is not None and (restored is None or continued.step >= restored[1]):
@@ -178,7 +179,9 @@ def begin(
     timeline = ranks.agree(lambda rounds: agree_on_attach(rounds, identity) if rounds else 0)
     ranks.part()
     every = config.policy.n if isinstance(config.policy, EverySteps) else None
-    job = Job(topology, Calendar(every=every, announced=every is None, start=step))
+    job = DistributedBarrier(
+        topology, DueCalendar(every=every, announced=every is None, start=step)
+    )
     job.start(ranks, timeline, restored, region, samples)
     region.reusable = job.reusable
     return timeline, job
@@ -194,7 +197,7 @@ def _in_words(policy: Policy) -> str:
 class _Turn:
     """The state of one due step on this rank."""
 
-    due: Due
+    due: DueStep
     opened: bool = False
     over: bool = False
     """True if the step was committed here, or lost."""
@@ -205,7 +208,7 @@ class _Turn:
         return not (self.opened or self.over)
 
 
-class Job:
+class DistributedBarrier:
     """The barrier of several ranks; see `capture.barrier.Barrier`.
 
     Threads: any. Its own lock is held only while memory is read or written, and never while the
@@ -214,7 +217,7 @@ class Job:
 
     alone = False
 
-    def __init__(self, topology: Topology, calendar: Calendar) -> None:
+    def __init__(self, topology: Topology, calendar: DueCalendar) -> None:
         """Prepare the barrier; it is used from `start` on."""
         self.topology = topology
         self._calendar = calendar
@@ -222,7 +225,7 @@ class Job:
         self._turns: dict[int, _Turn] = {}
         self._asked = calendar.start
         self._requests = 0
-        self._deaths: dict[int, Death] = {}
+        self._deaths: dict[int, AbortReason] = {}
         self._troubles: deque[LightckError] = deque()
         self._closing = self._parted = False
         self._last_whole: int | None = None
@@ -230,11 +233,11 @@ class Job:
 
     def start(
         self,
-        ranks: Meeting,
+        ranks: Rendezvous,
         timeline: int,
         restored: tuple[int, int] | None,
         region: Region,
-        samples: Samples,
+        samples: ReplicaSamples,
     ) -> None:
         """Start the global commit, below a store prefix that belongs to this attach alone.
 
@@ -243,9 +246,9 @@ class Job:
         """
         store = ranks.store.below(f"t{timeline:x}")
         self._closing_round = Closing(store.below("close"), self.topology)
-        ledger = Ledger(self.topology.rank, self.topology.world, restored, timeline)
+        ledger = CommitProtocol(self.topology.rank, self.topology.world, restored, timeline)
         ledger.on_fate = self._note
-        self._marks, self._samples = Marks(region), samples
+        self._marks, self._samples = SuspectMarks(region), samples
         self._divergence = Divergence(
             store,
             self.topology.rank,
@@ -255,7 +258,7 @@ class Job:
             self._troubles.append,
         )
         ledger.compares, ledger.on_suspect = True, self._divergence.suspect
-        self.commit = GlobalCommit(
+        self.commit = CommitCoordinator(
             store, ledger, self._calendar, limits=Limits(), on_trouble=self._troubles.append
         )
 
@@ -298,7 +301,7 @@ class Job:
         with self._lock:
             turn = self._turns.get(step)
             if turn is None:
-                turn = self._turns[step] = _Turn(Due(step, self._requests, "r"))
+                turn = self._turns[step] = _Turn(DueStep(step, self._requests, "r"))
                 self._requests += 1
             return self._closing or turn.is_open
 
@@ -384,7 +387,7 @@ class Job:
             found.append(self._troubles.popleft())
         return found
 
-    def _note(self, due: Due, fate: Fate, death: Death | None) -> None:
+    def _note(self, due: DueStep, fate: Fate, death: AbortReason | None) -> None:
         """Remember why a step is dead. Called on a background thread."""
         if death is not None:
             self._deaths[due.step] = death
@@ -448,7 +451,7 @@ class Job:
         self._divergence.close(seconds if self.commit.reachable else 0.0)
 
 
-def _ahead(step: int, calendar: Calendar) -> range:
+def _ahead(step: int, calendar: DueCalendar) -> range:
     """Return the steps of the next two periods that may be due; a period may be of any length."""
     every = calendar.every or 1
     first = (step // every + 1) * every

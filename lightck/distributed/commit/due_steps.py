@@ -18,7 +18,7 @@ _MOST_AHEAD = 1024  # steps between an announcement and the announced step, at m
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class DueStep:
     """A step that every rank shall snapshot.
 
     Attributes:
@@ -52,7 +52,7 @@ def key(ordinal: int) -> str:
 
 
 @dataclass
-class Calendar:
+class DueCalendar:
     """The due steps that this rank knows.
 
     Thread: the training thread asks `at` once per step; a background thread calls `learn`. The
@@ -67,29 +67,29 @@ class Calendar:
     """The step of attach; the same on every rank."""
     learned: int = 0
     """Number of announcements known here, which is the ordinal of the next one."""
-    _ahead: dict[int, Due] = field(default_factory=dict)
+    _ahead: dict[int, DueStep] = field(default_factory=dict)
     _passed: int = -1
     _last_s: float | None = None
 
     def __post_init__(self) -> None:
         self._passed = self.start
 
-    def periodic(self, step: int) -> Due | None:
+    def periodic(self, step: int) -> DueStep | None:
         """Return the due step that the period gives at `step`; every rank computes the same."""
         if self.every is None or step <= self.start or step % self.every:
             return None
-        return Due(step, step // self.every - self.start // self.every - 1)
+        return DueStep(step, step // self.every - self.start // self.every - 1)
 
-    def at(self, step: int) -> Due | None:
+    def at(self, step: int) -> DueStep | None:
         """Return the due step if `step`, which ends now here, is due; called once for each step."""
         if step <= self._passed:
             raise ValueError(f"step {step} has been asked for already; the last was {self._passed}")
         self._passed = step
         return self.periodic(step) or self._ahead.pop(step, None)
 
-    def learn(self, step: int, now_s: float) -> Due | None:
+    def learn(self, step: int, now_s: float) -> DueStep | None:
         """Record the next announcement; return it if it came too late to be kept on this rank."""
-        due = Due(step, self.learned, "a")
+        due = DueStep(step, self.learned, "a")
         self.learned += 1
         self._last_s = now_s
         if step <= self._passed:
@@ -108,10 +108,10 @@ class Calendar:
 
 
 @dataclass
-class Announcer:
+class DueAnnouncer:
     """The choice, on rank 0, of the steps to announce."""
 
-    calendar: Calendar
+    calendar: DueCalendar
     count: int = 0
     """Number of announcements made, which is the ordinal of the next one."""
     _latest: int = -1

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightck.distributed.commit.due_steps import BLOCK, Due
+from lightck.distributed.commit.due_steps import BLOCK, DueStep
 from lightck.types import Fate
 
 # The calls that the commit protocol makes to the job's store.
@@ -69,7 +69,7 @@ Call = Add | Claim | Read | Delete
 
 
 @dataclass(slots=True)
-class Traffic:
+class StoreStats:
     """Counts of the calls that this rank has made to the store so far."""
 
     reports: int = 0
@@ -84,7 +84,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class AbortReason:
     """The reason why a step is dead.
 
     Attributes:
@@ -102,7 +102,7 @@ class Death:
         return f"dead {self.rank} {int(self.for_good)} {self.why}".encode("ascii", "replace")[:200]
 
     @staticmethod
-    def decode(value: bytes) -> Death | None:
+    def decode(value: bytes) -> AbortReason | None:
         """Decode a fate key's value; None if the step is whole.
 
         Raises:
@@ -113,7 +113,7 @@ class Death:
         word, rank, for_good, why = value.decode("ascii").split(" ", 3)
         if word != "dead":
             raise ValueError(f"a fate must be 'whole' or 'dead ...', not {value!r}")
-        return Death(int(rank), why, for_good == "1")
+        return AbortReason(int(rank), why, for_good == "1")
 
 
 WHOLE = b"whole"
@@ -138,11 +138,11 @@ class _Stage(enum.Enum):
 
 
 @dataclass(slots=True)
-class _Case:
-    due: Due
+class _PendingStep:
+    due: DueStep
     stage: _Stage
     since_s: float
-    death: Death | None = None
+    death: AbortReason | None = None
     form: int = 0
     digest: bytes = b""
     differs: bool = False
@@ -156,7 +156,7 @@ class _Case:
 
 
 @dataclass
-class Ledger:
+class CommitProtocol:
     """The knowledge of one rank about outcomes, and the calls that it has still to make.
 
     Give it events (`opened`, `committed`, `lost`, `heard`); make the calls that `next_call`
@@ -172,7 +172,7 @@ class Ledger:
     timeline: int = 0
     patience_s: float = 300.0
     """Seconds without an outcome after which a step that this rank committed is claimed dead."""
-    on_fate: Callable[[Due, Fate, Death | None], None] = lambda due, fate, death: None
+    on_fate: Callable[[DueStep, Fate, AbortReason | None], None] = lambda due, fate, death: None
     compares: bool = False
     """True if ranks hold replicas, and report digests; the same on every rank."""
     on_suspect: Callable[[int, int], None] = lambda step, differed: None
@@ -184,16 +184,16 @@ class Ledger:
     incomparable: int = 0
     """Number of steps at which the two digests were of different samples."""
     reachable: bool = True
-    ended: Death | None = None
+    ended: AbortReason | None = None
     """The death by which a rank ended: no later step can become whole any more."""
     _ended_step: int = -1
-    _cases: dict[int, _Case] = field(default_factory=dict)
+    _cases: dict[int, _PendingStep] = field(default_factory=dict)
     _blocks: dict[str, list[int]] = field(default_factory=dict)
     _fates: dict[int, Fate] = field(default_factory=dict)
     _best: tuple[bool, int] | None = None
     """(is trusted, step) of the newest whole step; trusted ones go before suspect ones."""
     _chores: deque[Call] = field(default_factory=deque)
-    _call: tuple[Call, _Case | None] | None = None
+    _call: tuple[Call, _PendingStep | None] | None = None
     _highest: int = -1
     _looked_s: float = 0.0
     _retry_at_s: float = 0.0
@@ -201,15 +201,15 @@ class Ledger:
 
     # ---- events from this rank ----
 
-    def opened(self, due: Due, now_s: float) -> None:
+    def opened(self, due: DueStep, now_s: float) -> None:
         """Record that this rank invalidates a slot for `due` and begins to copy."""
         if due.step in self._cases or due.step <= self._highest:
             raise ValueError(f"step {due.step} is not above {self._highest}, the last one noted")
         self._highest = due.step
-        self._cases[due.step] = _Case(due, _Stage.OPEN, now_s)
+        self._cases[due.step] = _PendingStep(due, _Stage.OPEN, now_s)
 
     def committed(self, step: int, now_s: float, form: bytes = b"", digest: bytes = b"") -> None:
-        """Record that this rank's record of `step` is durable; see `GlobalCommit.committed`."""
+        """Note that this rank's record of `step` is durable; see `CommitCoordinator.committed`."""
         case = self._cases.get(step)
         if case is None and step > self._highest:
             raise ValueError(f"step {step} was never opened; the last one noted is {self._highest}")
@@ -219,17 +219,17 @@ class Ledger:
             case.digest = digest
             case.form = int.from_bytes(form[:4], "little") % (1 << _FORM_BITS)
 
-    def lost(self, due: Due, why: str, now_s: float, *, for_good: bool = False) -> None:
+    def lost(self, due: DueStep, why: str, now_s: float, *, for_good: bool = False) -> None:
         """Record that this rank has no snapshot of `due`: skipped, torn, failed or not known."""
         case = self._cases.get(due.step)
         if case is None:
             self._highest = max(self._highest, due.step)
-            case = self._cases[due.step] = _Case(due, _Stage.LOSE, now_s)
+            case = self._cases[due.step] = _PendingStep(due, _Stage.LOSE, now_s)
         elif case.due.source != due.source:
             return  # announced late, but the loop has requested this very step itself
         elif case.stage is not _Stage.OPEN:
             raise ValueError(f"step {due.step} cannot be lost: it is {case.stage.value}")
-        case.stage, case.death = _Stage.LOSE, Death(self.rank, why, for_good)
+        case.stage, case.death = _Stage.LOSE, AbortReason(self.rank, why, for_good)
 
     def heard(self, step: int, value: bytes) -> None:
         """Record an outcome that the watcher has read."""
@@ -297,7 +297,7 @@ class Ledger:
         self._call = self._choose(now_s)
         return self._call[0] if self._call else None
 
-    def _choose(self, now_s: float) -> tuple[Call, _Case | None] | None:
+    def _choose(self, now_s: float) -> tuple[Call, _PendingStep | None] | None:
         for case in self._cases.values():
             if case.stage is _Stage.AWAIT and now_s - case.since_s >= self.patience_s:
                 self._lose(case, f"no fate within {self.patience_s:.0f} s")
@@ -317,7 +317,7 @@ class Ledger:
                 return Read(f"f/{case.due.step}"), case
         return None if self.reachable else (Read("probe"), None)
 
-    def _call_for(self, step: int, case: _Case) -> Call:
+    def _call_for(self, step: int, case: _PendingStep) -> Call:
         if case.stage is _Stage.COMPARE:
             return Claim(f"d/{step}", case.digest)
         if case.stage is _Stage.REPORT:
@@ -349,7 +349,7 @@ class Ledger:
             assert isinstance(answer, bytes)
             self._claimed(call, case, answer)
 
-    def _read(self, call: Read, case: _Case, value: bytes | None) -> None:
+    def _read(self, call: Read, case: _PendingStep, value: bytes | None) -> None:
         if call.key[0] in "xy":
             case.differed = case.differed if value is None else int(value)
             older = case.differed not in (None, case.due.step)
@@ -357,7 +357,7 @@ class Ledger:
         elif value is not None:
             self._settle(case, value)
 
-    def _claimed(self, call: Claim, case: _Case, value: bytes) -> None:
+    def _claimed(self, call: Claim, case: _PendingStep, value: bytes) -> None:
         match call.key[0]:
             case "d":
                 case.stage = _Stage.REPORT
@@ -367,7 +367,7 @@ class Ledger:
             case _:
                 self._settle(case, value)
 
-    def _compare(self, case: _Case, first: bytes) -> None:
+    def _compare(self, case: _PendingStep, first: bytes) -> None:
         if case.digest.partition(b":")[0] != first.partition(b":")[0]:
             self.incomparable += 1
             return
@@ -376,7 +376,7 @@ class Ledger:
         if case.differs and self.differed is None:
             self.differed = case.due.step
 
-    def _counted(self, case: _Case, total: int, now_s: float) -> None:
+    def _counted(self, case: _PendingStep, total: int, now_s: float) -> None:
         count, forms = total % (1 << _COUNT_BITS), total >> _COUNT_BITS
         if count > self.world:
             self._lose(
@@ -408,26 +408,26 @@ class Ledger:
         self._retry_at_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
 
-    def _awaiting(self) -> list[_Case]:
+    def _awaiting(self) -> list[_PendingStep]:
         return [c for _, c in sorted(self._cases.items()) if c.stage is _Stage.AWAIT]
 
-    def _look_at_s(self, case: _Case) -> float:
+    def _look_at_s(self, case: _PendingStep) -> float:
         return max(case.since_s, self._looked_s) + _LOOK_S
 
-    def _lose(self, case: _Case, why: str) -> None:
-        case.stage, case.death = _Stage.LOSE, Death(self.rank, why)
+    def _lose(self, case: _PendingStep, why: str) -> None:
+        case.stage, case.death = _Stage.LOSE, AbortReason(self.rank, why)
 
-    def _taken(self) -> tuple[Call, _Case | None]:
+    def _taken(self) -> tuple[Call, _PendingStep | None]:
         if self._call is None:
             raise RuntimeError("no call is under way")
         taken, self._call = self._call, None
         return taken
 
-    def _settle(self, case: _Case, value: bytes) -> None:
+    def _settle(self, case: _PendingStep, value: bytes) -> None:
         step = case.due.step
         if self._cases.pop(step, None) is None:
             return
-        death = Death.decode(value)
+        death = AbortReason.decode(value)
         if death is None:
             self._stands(step, value)
             self._pass_over(step)
@@ -443,7 +443,7 @@ class Ledger:
         self._close_block(case.due)
         self.on_fate(case.due, fate, death)
 
-    def _is_left_out(self, case: _Case) -> bool:
+    def _is_left_out(self, case: _PendingStep) -> bool:
         """Tell whether the rank that has ended will never count this step.
 
         It has reported every older step, unless the step was requested by the loop.
@@ -466,7 +466,7 @@ class Ledger:
         if not trusted:
             self.on_suspect(step, int(value.removeprefix(SUSPECT)))
 
-    def _close_block(self, due: Due) -> None:
+    def _close_block(self, due: DueStep) -> None:
         # Counted only when this rank knows all outcomes of the block, so that it never touches
         # these keys again: a claim on a deleted key would give a step a second outcome.
         steps = self._blocks.setdefault(due.block, [])
@@ -487,6 +487,6 @@ class Ledger:
                 self._chores.append(Delete((*keys, call.key)))
 
 
-def _no_more(death: Death) -> str:
+def _no_more(death: AbortReason) -> str:
     """Return the reason for a step that the ended rank has not committed and never will."""
     return f"rank {death.rank} takes no more snapshots"

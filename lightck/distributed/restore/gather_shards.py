@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from lightck.distributed.restore.protocol import Found
+from lightck.distributed.restore.protocol import ChosenSnapshot
 from lightck.errors import CorruptSnapshotError, StateError
-from lightck.reader.assembly import Assembled
+from lightck.reader.assembly import AssembledSnapshot
 from lightck.reader.fill import fresh
 from lightck.region.layout import Entry
 
@@ -21,7 +21,7 @@ Ranks that hold the same part (replicated groups) hold the same bytes.
 """
 
 
-def gather(found: Found) -> dict[str, torch.Tensor]:
+def gather(found: ChosenSnapshot) -> dict[str, torch.Tensor]:
     """Return every sharded tensor of this rank by name, whole, in memory of its own.
 
     Raises:
@@ -35,7 +35,7 @@ def gather(found: Found) -> dict[str, torch.Tensor]:
     parts: dict[str, _Parts] = {name: {} for name, e in wanted.items() if e.alias_of is None}
     for rank in range(found.key.world):
         state = found.holdings.assembled(found.key, rank)
-        if not isinstance(state, Assembled):
+        if not isinstance(state, AssembledSnapshot):
             why = state or "nothing of it is there"
             raise CorruptSnapshotError(f"step {found.key.step}: the parts of rank {rank}: {why}")
         state.trees()  # checks the layout before memory is allocated from it
@@ -46,7 +46,9 @@ def gather(found: Found) -> dict[str, torch.Tensor]:
     return {name: wholes[e.alias_of or name] for name, e in wanted.items()}
 
 
-def _read(state: Assembled, wanted: Mapping[str, Entry]) -> list[tuple[Entry, torch.Tensor]]:
+def _read(
+    state: AssembledSnapshot, wanted: Mapping[str, Entry]
+) -> list[tuple[Entry, torch.Tensor]]:
     """Read the parts that one rank has; each is verified against its checksum as it is read."""
     addresses = np.zeros(len(state.entries), np.uint64)
     found = []

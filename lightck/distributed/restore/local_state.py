@@ -27,7 +27,7 @@ from lightck.state import boundary_blob, tensor_layout
 
 
 @dataclass(frozen=True, eq=False)
-class Half:
+class LocalState:
     """The rank-local state of one rank at one instant of one step, in private memory."""
 
     key: Key
@@ -44,14 +44,14 @@ class Half:
 
 
 @dataclass(eq=False)
-class Halves:
+class LocalStates:
     """All rank-local states in a rank's own region; each is read once, when first asked for."""
 
     region: Region
     candidates: Sequence[Candidate]
-    _read: dict[int, Half | None] = field(default_factory=dict)
+    _read: dict[int, LocalState | None] = field(default_factory=dict)
 
-    def found(self, besides: Collection[Key] = ()) -> list[Half]:
+    def found(self, besides: Collection[Key] = ()) -> list[LocalState]:
         """Return the states of snapshots, then of the journal; none of a key in `besides`."""
         held = []
         for i, candidate in enumerate(self.candidates):
@@ -62,7 +62,7 @@ class Halves:
         return [half for half in (*held, *self._journal) if half and half.key not in besides]
 
     @cached_property
-    def _journal(self) -> list[Half]:
+    def _journal(self) -> list[LocalState]:
         return of_journal(self.region)
 
 
@@ -71,7 +71,7 @@ def key_of(record: Record) -> Key:
     return Key(record.timeline, record.step, record.world)
 
 
-def of_snapshot(region: Region, candidate: Candidate) -> Half | None:
+def of_snapshot(region: Region, candidate: Candidate) -> LocalState | None:
     """Read the rank-local state that one snapshot holds; None if any of it is damaged."""
     record, layout = candidate.record, candidate.layout
     own = [(i, e) for i, e in enumerate(layout.entries) if is_own(e) and e.begin is None]
@@ -98,12 +98,12 @@ def of_snapshot(region: Region, candidate: Candidate) -> Half | None:
         return None
     key = key_of(record)
     state = candidate.manifest
-    return Half(
+    return LocalState(
         key, record.rank, record.early, state.at_step, state.at_forward, tuple(held), ties, record
     )
 
 
-def of_journal(region: Region) -> list[Half]:
+def of_journal(region: Region) -> list[LocalState]:
     """Read the boundary journal's rank-local states: the newest timeline's last instants."""
     found = []
     for kind in (FORWARD, STEP_END):
@@ -120,5 +120,5 @@ def of_journal(region: Region) -> list[Half]:
             continue
         own = tuple((each, tensor) for each, tensor in held if is_own(each))
         early = kind == STEP_END or entry.early
-        found.append(Half(key, region.info.rank, early, state.at_step, state.at_forward, own))
+        found.append(LocalState(key, region.info.rank, early, state.at_step, state.at_forward, own))
     return found

@@ -133,7 +133,7 @@ _PATH_END = 200  # characters at the end of a path that are compared
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class SnapshotOffer:
     """A snapshot that a rank can put together completely.
 
     Attributes:
@@ -156,14 +156,14 @@ class Offer:
         return [*self.key, self.early | self.suspect << 1 | self.alike << 2, self.size]
 
     @classmethod
-    def heard(cls, said: list[int]) -> Offer:
+    def heard(cls, said: list[int]) -> SnapshotOffer:
         """Decode the result of `said`."""
         flags, size = said[3:]
         return cls(Key(*said[:3]), bool(flags & 1), bool(flags & 2), bool(flags & 4), size)
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class RankView:
     """The view of one rank.
 
     Attributes:
@@ -187,7 +187,7 @@ class View:
 
     path: str
     step: int | None
-    offers: tuple[Offer, ...] = ()
+    offers: tuple[SnapshotOffer, ...] = ()
     lineage: Lineage | None = None
     problems: tuple[str, ...] = ()
     wide: bool = False
@@ -198,7 +198,7 @@ class View:
     halves: tuple[tuple[Key, bool], ...] = ()
     broken: str = ""
 
-    def offer(self, key: Key) -> Offer | None:
+    def offer(self, key: Key) -> SnapshotOffer | None:
         """Return its offer of one snapshot; None if there is none."""
         return next((offer for offer in self.offers if offer.key == key), None)
 
@@ -222,7 +222,7 @@ class View:
         }
 
     @classmethod
-    def heard(cls, said: Said) -> View:
+    def heard(cls, said: Said) -> RankView:
         """Decode the result of `said`."""
         lineage = said["lineage"] and Lineage(
             **{
@@ -230,7 +230,7 @@ class View:
                 "ancestors": tuple((t, s) for t, s in said["lineage"]["ancestors"]),
             }
         )
-        offers = tuple(map(Offer.heard, said["offers"]))
+        offers = tuple(map(SnapshotOffer.heard, said["offers"]))
         halves = tuple((Key(*each[:3]), bool(each[3])) for each in said["halves"])
         problems = tuple(said["problems"])
         found = cls(said["path"], said["step"], offers, lineage, problems, *said["flags"])

@@ -19,13 +19,13 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from lightck.distributed.rendezvous import Meeting
+from lightck.distributed.rendezvous import Rendezvous
 from lightck.distributed.restore import replica_transfer
 from lightck.distributed.restore.offers import Key
-from lightck.distributed.restore.received_snapshot import Healed
-from lightck.distributed.restore.replica_transfer import Channel
+from lightck.distributed.restore.received_snapshot import ReceivedSnapshot
+from lightck.distributed.restore.replica_transfer import P2PChannel
 from lightck.distributed.restore.selection import Choice, decide_restore
-from lightck.distributed.restore.survey import Holdings
+from lightck.distributed.restore.survey import RegionSurvey
 from lightck.distributed.rounds import Decide, Said
 from lightck.errors import (
     CoordinationError,
@@ -36,10 +36,10 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.events import event
-from lightck.reader.assembly import Assembled
+from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import layout
 from lightck.region.continuation import Continuation
-from lightck.region.location import Place
+from lightck.region.location import Location
 
 # The exchange of a snapshot's replicas between ranks before it is restored, seen from one rank.
 
@@ -47,30 +47,30 @@ SLOWEST_BYTES_S = 100e6
 """The rate in bytes per second at which a rank is still believed to be reading, or sending."""
 
 
-class GiftError(LightckError):
+class ReplicaExchangeError(LightckError):
     """A replica from another rank did not come, or is not valid; nothing live has changed."""
 
 
 @dataclass(eq=False)
-class Gifts:
+class ReplicaExchange:
     """The exchange of one snapshot's replicas. Used by the thread that restores."""
 
-    ranks: Meeting
-    holdings: Holdings
+    ranks: Rendezvous
+    holdings: RegionSurvey
     key: Key
     early: bool
     heals: Mapping[int, int]
     """The sending rank of each receiving rank."""
     patience_s: float
     """Time to wait for each message, in seconds; connections together may take half of it."""
-    mine: Assembled | None = None
+    mine: AssembledSnapshot | None = None
     """The state that this rank put together by itself; None if it receives one."""
-    got: Healed | None = None
-    _giving: replica_transfer.Giving | None = None
-    _channels: list[Channel] = field(default_factory=list)
+    got: ReceivedSnapshot | None = None
+    _giving: replica_transfer.ReplicaSender | None = None
+    _channels: list[P2PChannel] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def exchanged(self) -> Iterator[Assembled | Healed]:
+    def exchanged(self) -> Iterator[AssembledSnapshot | ReceivedSnapshot]:
         """Yield this rank's snapshot, its own or a received one; close all connections at the end.
 
         If a sender fails inside the context, it tells the ranks that wait for it.
@@ -81,7 +81,7 @@ class Gifts:
         rank = self.ranks.rank
         if rank not in self.heals:
             found = self.holdings.assembled(self.key, early=self.early)
-            assert isinstance(found, Assembled), "chosen, but not offered here"
+            assert isinstance(found, AssembledSnapshot), "chosen, but not offered here"
             self.mine = found
         try:
             self._connect()
@@ -90,7 +90,7 @@ class Gifts:
                 yield self.got
             else:
                 if self._channels:
-                    self._giving = replica_transfer.Giving(self.mine, [*self._channels])
+                    self._giving = replica_transfer.ReplicaSender(self.mine, [*self._channels])
                     self._giving.announce()
                 yield self.mine
         except LightckError as error:
@@ -139,15 +139,15 @@ class Gifts:
         for (receiver, donor), store in zip(mine, stores, strict=True):
             what, ends = f"step {self.key.step}", (donor, receiver)
             try:
-                channel = Channel.between(store, ends, rank, what, self.patience_s, until)
+                channel = P2PChannel.between(store, ends, rank, what, self.patience_s, until)
             except CoordinationError as error:
                 if rank == receiver:
-                    raise GiftError(str(error)) from error
+                    raise ReplicaExchangeError(str(error)) from error
                 event("not_given", logging.WARNING, step=self.key.step, why=error)
                 continue
             self._channels.append(channel)
 
-    def _received(self) -> Healed:
+    def _received(self) -> ReceivedSnapshot:
         donor = self.heals[self.ranks.rank]
         try:
             found = replica_transfer.receive(self._channels[0], self.key, donor, SLOWEST_BYTES_S)
@@ -155,11 +155,11 @@ class Gifts:
             if found.half is not None and not _fits(found):
                 found.drop_half()
         except LightckError as error:
-            raise GiftError(str(error)) from error
+            raise ReplicaExchangeError(str(error)) from error
         return found
 
 
-def _fits(found: Healed) -> bool:
+def _fits(found: ReceivedSnapshot) -> bool:
     """Tell whether the rank's own state fits the received one, and no tensor is missing."""
     half, entries = found.half, found.entries
     try:
@@ -186,24 +186,26 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True)
-class Found:
+class ChosenSnapshot:
     """A snapshot that was chosen, with this rank's state in it."""
 
     key: Key
-    snapshot: Assembled | Healed
+    snapshot: AssembledSnapshot | ReceivedSnapshot
     why: str
     """The reason for the choice, in one sentence."""
     fell_back: tuple[str, ...]
     """The reasons why newer snapshots were not whole."""
-    holdings: Holdings
+    holdings: RegionSurvey
     healed: list[str] = field(default_factory=list)
     """The replicas that ranks received, and from whom, in words; known only when it is restored."""
 
 
-class Taking(Protocol[T_co]):
+class RestoreAction(Protocol[T_co]):
     """The two-phase action that restores a chosen snapshot."""
 
-    def __call__(self, found: Found, /) -> contextlib.AbstractContextManager[Callable[[], T_co]]:
+    def __call__(
+        self, found: ChosenSnapshot, /
+    ) -> contextlib.AbstractContextManager[Callable[[], T_co]]:
         """Hold the snapshot and verify it, changing nothing; yield the callable that restores it.
 
         Raises:
@@ -212,11 +214,11 @@ class Taking(Protocol[T_co]):
         ...
 
 
-def recall(
-    ranks: Meeting,
-    where: Place,
+def restore_together(
+    ranks: Rendezvous,
+    where: Location,
     step: int | None,
-    taking: Taking[T],
+    taking: RestoreAction[T],
     continuation: Continuation | None = None,
 ) -> T | None:
     """Return the result of `taking` for the best snapshot that every rank can restore.
@@ -225,7 +227,7 @@ def recall(
         ranks: the meeting; every rank calls this with the same step.
         where: the place of this rank's own region.
         step: only this step; None for the newest.
-        taking: see `Taking`.
+        taking: see `RestoreAction`.
         continuation: of the model that is restored; None for a reader, which is no rank of a job.
             With one, a rank beyond the former world takes another's own state.
 
@@ -239,8 +241,8 @@ def recall(
     """
     for _ in range(_TRIES):
         lends = continuation is not None
-        with Holdings.opened(where, ranks.rank, ranks.world, lends=lends) as holdings:
-            attempt = _Attempt(ranks, holdings, step)
+        with RegionSurvey.opened(where, ranks.rank, ranks.world, lends=lends) as holdings:
+            attempt = _RestoreAttempt(ranks, holdings, step)
             choice = attempt.choose()
             while choice.key is not None:
                 taken = attempt.take(choice, choice.key, taking)
@@ -267,11 +269,11 @@ def recall(
 
 
 @dataclass
-class _Attempt:
+class _RestoreAttempt:
     """One scan of the regions, and the attempts to restore a snapshot of it."""
 
-    ranks: Meeting
-    holdings: Holdings
+    ranks: Rendezvous
+    holdings: RegionSurvey
     step: int | None
     damaged: list[str] = field(default_factory=list)
     """Why chosen snapshots could not be read; the same on every rank."""
@@ -290,25 +292,25 @@ class _Attempt:
                 return choice
             self.holdings.widen()
 
-    def take(self, choice: Choice, key: Key, taking: Taking[T]) -> list[T]:
+    def take(self, choice: Choice, key: Key, taking: RestoreAction[T]) -> list[T]:
         """Restore the chosen snapshot; return [its result], or [] if a rank finds it damaged."""
         heals = dict(choice.heals)
         usual = self.ranks.rounds.timeout_s if self.ranks.rounds is not None else 0.0
-        gifts = Gifts(self.ranks, self.holdings, key, choice.early, heals, usual)
+        gifts = ReplicaExchange(self.ranks, self.holdings, key, choice.early, heals, usual)
         fell_back = (*choice.fell_back, *self.damaged)
         with contextlib.ExitStack() as held:
             taken: list[T] = []
             problem: Exception | None = None
             finish: Callable[[], T] | None = None
-            found: Found | None = None
+            found: ChosenSnapshot | None = None
             try:
                 # A rank that fails at once must wait for the others as long as those that do not.
                 held.enter_context(self._patient(choice.size, len(heals)))
                 with gifts.exchanged() as snapshot:
-                    found = Found(key, snapshot, choice.why, fell_back, self.holdings)
+                    found = ChosenSnapshot(key, snapshot, choice.why, fell_back, self.holdings)
                     finish = held.enter_context(taking(found))
                     gifts.give()
-            except (*_PASSED_OVER, GiftError) as error:
+            except (*_PASSED_OVER, ReplicaExchangeError) as error:
                 problem = error.with_traceback(None)  # which holds the data read so far
             # A rank that learns here of damage has changed nothing.
             well, healed = self._all_well("restore: verified", key, problem, gifts)
@@ -338,7 +340,7 @@ class _Attempt:
             rounds.timeout_s = usual
 
     def _all_well(
-        self, kind: str, key: Key, problem: Exception | None, gifts: Gifts
+        self, kind: str, key: Key, problem: Exception | None, gifts: ReplicaExchange
     ) -> tuple[bool, list[str]]:
         """Return whether no rank met a problem, and what ranks received; the same on every rank.
 

@@ -1,4 +1,4 @@
-"""A snapshot received from another rank: like `Assembled`, in private memory instead of regions.
+"""A snapshot received from another rank is an `AssembledSnapshot` in private memory.
 
 Nothing live is touched before all of it has come and every checksum holds. Its chunks are freed
 while it is read, so that the state is not in memory twice for long.
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.distributed.restore.local_state import Half
+from lightck.distributed.restore.local_state import LocalState
 from lightck.distributed.sharding import is_own
 from lightck.errors import CorruptSnapshotError
 from lightck.reader import validation
@@ -28,7 +28,7 @@ from lightck.region.region import Candidate
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class ReplicaHeader:
     """The description of a snapshot that a donor sends before its bytes."""
 
     record: Record
@@ -45,11 +45,11 @@ class Given:
 
 
 @dataclass(eq=False)
-class Healed:
+class ReceivedSnapshot:
     """The state of one rank: replicated tensors from another rank, and its own rank-local state."""
 
-    given: Given
-    half: Half | None
+    given: ReplicaHeader
+    half: LocalState | None
     """The rank-local state; None if the other rank's is used instead."""
     donor: int
     label: str
@@ -123,8 +123,8 @@ class Healed:
         return self.given.record.suspect
 
     def trees(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return both boundary states, decoded, as `Assembled.trees` does."""
-        own: Half | Given = self.half or self.given
+        """Return both boundary states, decoded, as `AssembledSnapshot.trees` does."""
+        own: LocalState | ReplicaHeader = self.half or self.given
         step, nothing = self.given.record.step, np.zeros(len(self.entries), np.uint32)
         said = Manifest(step, 0, nothing, own.at_step, own.at_forward)
         layout = Layout(self.entries, np.zeros(len(self.entries), np.uint64))
@@ -133,7 +133,7 @@ class Healed:
 
     @contextlib.contextmanager
     def leased(self) -> Iterator[contextlib.ExitStack]:
-        """Do nothing, unlike `Assembled.leased`: the state is in memory already."""
+        """Do nothing, unlike `AssembledSnapshot.leased`: the state is in memory already."""
         with contextlib.ExitStack() as held:
             yield held
 
@@ -145,8 +145,8 @@ class Healed:
         """Check every received tensor against the checksum that the donor's region has of it.
 
         Args:
-            unowned: as in `Assembled.verify`; not used, for the state is in memory already.
-            done: as in `Assembled.verify`; not used, for nothing is copied yet.
+            unowned: as in `AssembledSnapshot.verify`; not used, for the state is in memory already.
+            done: as in `AssembledSnapshot.verify`; not used, for nothing is copied yet.
 
         Raises:
             CorruptSnapshotError: names the tensor and the donor.

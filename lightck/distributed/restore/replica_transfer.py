@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from lightck.distributed.restore.offers import Key
-from lightck.distributed.restore.received_snapshot import Given, Healed
+from lightck.distributed.restore.received_snapshot import ReceivedSnapshot, ReplicaHeader
 from lightck.errors import CoordinationError, CorruptSnapshotError, LightckError
-from lightck.reader.assembly import Assembled, Part
+from lightck.reader.assembly import AssembledSnapshot, RegionPart
 from lightck.region import layout
 from lightck.region.crc32c import combine
 from lightck.region.native_region import Record, crc32c_at
@@ -48,7 +48,7 @@ Message = tuple[int, torch.Tensor]
 
 
 @dataclass(eq=False)
-class Channel:
+class P2PChannel:
     """One end of a connection between two ranks.
 
     Used by one thread. `send`, `wait` and `receive` block, for `seconds` at most without progress.
@@ -65,7 +65,7 @@ class Channel:
     @classmethod
     def between(
         cls, store: Any, ends: tuple[int, int], rank: int, what: str, seconds: float, until: float
-    ) -> Channel:
+    ) -> P2PChannel:
         """Connect the two ends; both ranks must call this.
 
         Args:
@@ -186,7 +186,7 @@ def _first_line(error: Exception) -> str:
 TABLE, CHUNK, END, FAILURE = 1, 2, 3, 4
 
 
-def described(state: Assembled) -> list[torch.Tensor]:
+def described(state: AssembledSnapshot) -> list[torch.Tensor]:
     """Encode the table as two messages: a JSON head, and the layout table, checksums and blobs.
 
     The blobs are those of both boundary states.
@@ -200,7 +200,7 @@ def described(state: Assembled) -> list[torch.Tensor]:
     return [as_bytes(head), as_bytes(b"".join(parts))]
 
 
-def whole_sums(state: Assembled) -> npt.NDArray[np.uint32]:
+def whole_sums(state: AssembledSnapshot) -> npt.NDArray[np.uint32]:
     """Return the CRC32C of each entry's bytes, which may lie in several ranks' parts."""
     sums = np.zeros(len(state.entries), np.uint32)
     held = [(p.entries, p.begins, p.rows["length"], p.rows["crc"]) for p in state.parts]
@@ -213,7 +213,7 @@ def whole_sums(state: Assembled) -> npt.NDArray[np.uint32]:
     return sums
 
 
-def understood(head: torch.Tensor, body: torch.Tensor, key: Key, label: str) -> Given:
+def understood(head: torch.Tensor, body: torch.Tensor, key: Key, label: str) -> ReplicaHeader:
     """Decode a table, the inverse of `described`; check it before memory is allocated from it.
 
     Raises:
@@ -237,15 +237,15 @@ def understood(head: torch.Tensor, body: torch.Tensor, key: Key, label: str) -> 
     tensor_layout.check(entries, context=label)
     if len(crcs) != len(entries) or any(e.begin is not None or e.shard for e in entries):
         raise CorruptSnapshotError(f"{label}: {len(crcs)} checksums for {len(entries)} tensors")
-    return Given(record, at_step, at_forward, entries, crcs)
+    return ReplicaHeader(record, at_step, at_forward, entries, crcs)
 
 
 @dataclass(eq=False)
-class Giving:
+class ReplicaSender:
     """The donor's side of a transfer. Used by one thread."""
 
-    state: Assembled
-    channels: list[Channel]
+    state: AssembledSnapshot
+    channels: list[P2PChannel]
     lost: list[str] = field(default_factory=list)
     """Descriptions of receivers that are gone; the others get what they need."""
 
@@ -285,7 +285,7 @@ class Giving:
                 channel.wait(works)
 
     @contextlib.contextmanager
-    def _losing(self, channel: Channel) -> Iterator[None]:
+    def _losing(self, channel: P2PChannel) -> Iterator[None]:
         try:
             yield
         except CoordinationError as error:
@@ -293,7 +293,7 @@ class Giving:
             self.channels.remove(channel)
 
 
-def stream(state: Assembled) -> Iterator[torch.Tensor]:
+def stream(state: AssembledSnapshot) -> Iterator[torch.Tensor]:
     """Yield the bytes of all entries, end to end, a chunk at a time in one buffer.
 
     Raises:
@@ -323,7 +323,7 @@ def stream(state: Assembled) -> Iterator[torch.Tensor]:
         yield buffer[:filled]
 
 
-def _in_order(state: Assembled) -> list[tuple[Part, int]]:
+def _in_order(state: AssembledSnapshot) -> list[tuple[RegionPart, int]]:
     rows = [
         (int(entry), int(begin), which, row)
         for which, part in enumerate(state.parts)
@@ -332,7 +332,7 @@ def _in_order(state: Assembled) -> list[tuple[Part, int]]:
     return [(state.parts[which], row) for _, _, which, row in sorted(rows)]
 
 
-def receive(channel: Channel, key: Key, donor: int, slow_bytes_s: float) -> Healed:
+def receive(channel: P2PChannel, key: Key, donor: int, slow_bytes_s: float) -> ReceivedSnapshot:
     """Receive the whole snapshot into private memory; its checksums are not yet verified.
 
     Raises:
@@ -340,7 +340,7 @@ def receive(channel: Channel, key: Key, donor: int, slow_bytes_s: float) -> Heal
         CoordinationError: a message did not come, or was changed on the way.
     """
     given = understood(_table(channel), _table(channel), key, channel.label)
-    found = Healed(given, None, donor, channel.label)
+    found = ReceivedSnapshot(given, None, donor, channel.label)
     usual, came = channel.seconds, 0
     channel.seconds += given.payload_bytes / slow_bytes_s  # the donor verifies all of it first
     while True:
@@ -355,13 +355,13 @@ def receive(channel: Channel, key: Key, donor: int, slow_bytes_s: float) -> Heal
         found.chunks.append(data)
 
 
-def _table(channel: Channel) -> torch.Tensor:
+def _table(channel: P2PChannel) -> torch.Tensor:
     kind, data = channel.receive()
     _expect(kind, TABLE, data, channel)
     return data
 
 
-def _expect(kind: int, wanted: int, data: torch.Tensor, channel: Channel) -> None:
+def _expect(kind: int, wanted: int, data: torch.Tensor, channel: P2PChannel) -> None:
     if kind == FAILURE:
         why = bytes(data.numpy()).decode("ascii", "replace")
         raise CorruptSnapshotError(f"{channel.label}: {why}")

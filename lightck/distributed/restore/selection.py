@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightck.distributed.restore.offers import Key, Lineage, Offer, View, age, rule
+from lightck.distributed.restore.offers import Key, Lineage, RankView, SnapshotOffer, age, rule
 from lightck.distributed.rounds import Said, named
 from lightck.errors import CoordinationError
 from lightck.region.region import is_near
@@ -58,7 +58,7 @@ class Plan:
         return text
 
 
-def plan(key: Key, views: Sequence[View]) -> Plan | str:
+def plan(key: Key, views: Sequence[RankView]) -> Plan | str:
     """Plan how every rank gets a snapshot that some of them offer, or say why that cannot be.
 
     Args:
@@ -130,15 +130,15 @@ def decide_restore(said: Sequence[Said]) -> dict[str, Any]:
         CoordinationError: the ranks ask for different steps or paths, or their regions are of
             different jobs.
     """
-    return asdict(decide([View.heard(each) for each in said]))
+    return asdict(decide([RankView.heard(each) for each in said]))
 
 
-def decide(views: Sequence[View]) -> Choice:
+def decide(views: Sequence[RankView]) -> Choice:
     """Choose the snapshot from the views of all ranks; a single process passes one view."""
     _must_agree("step", [str(view.step) for view in views], "ask for the same step=")
     _must_agree("path", [view.path for view in views], "give every rank the same path=")
     ruling = rule(_speaking(views))
-    found: dict[Key, list[Offer]] = {}
+    found: dict[Key, list[SnapshotOffer]] = {}
     for view in views:
         for offer in view.offers:
             found.setdefault(offer.key, []).append(offer)
@@ -175,7 +175,7 @@ def decide(views: Sequence[View]) -> Choice:
     )
 
 
-def _speaking(views: Sequence[View]) -> list[Lineage]:
+def _speaking(views: Sequence[RankView]) -> list[Lineage]:
     """Return the lineages that decide which snapshots count.
 
     A region that has begun a timeline without an ancestor, and holds no snapshot of it yet, says
@@ -187,13 +187,13 @@ def _speaking(views: Sequence[View]) -> list[Lineage]:
     return held or every
 
 
-def _missing(key: Key, views: Sequence[View], planned: Plan | str) -> str:
+def _missing(key: Key, views: Sequence[RankView], planned: Plan | str) -> str:
     lacking = [rank for rank, view in enumerate(views) if view.offer(key) is None]
     why = f"; not healed: {planned}" if isinstance(planned, str) else ""
     return f"step {key.step}: not whole, missing on rank(s) {named(lacking)}{why}"
 
 
-def _must_be_readable(views: Sequence[View], healed: Plan | str | None) -> None:
+def _must_be_readable(views: Sequence[RankView], healed: Plan | str | None) -> None:
     """Check that a region that cannot be opened belongs to a rank that is given what it lacks.
 
     Raises:
@@ -206,7 +206,7 @@ def _must_be_readable(views: Sequence[View], healed: Plan | str | None) -> None:
         raise CoordinationError(f"no rank can restore: {told}")
 
 
-def _never_whole(views: Sequence[View], left: Collection[int]) -> bool:
+def _never_whole(views: Sequence[RankView], left: Collection[int]) -> bool:
     """Tell whether the job was stopped before its first whole snapshot.
 
     That is so if the region of some rank is of the newest timeline, which has no ancestor, and
@@ -225,7 +225,7 @@ def _never_whole(views: Sequence[View], left: Collection[int]) -> bool:
     return alike and any(view.young == each.head for view, each in begun)
 
 
-def _told(views: Sequence[View]) -> list[str]:
+def _told(views: Sequence[RankView]) -> list[str]:
     if len(views) == 1:
         return list(views[0].problems)
     return [f"rank {r}: {text}" for r, view in enumerate(views) for text in view.problems]
@@ -233,7 +233,7 @@ def _told(views: Sequence[View]) -> list[str]:
 
 def _prefer(
     whole: Sequence[Key],
-    found: Mapping[Key, Sequence[Offer]],
+    found: Mapping[Key, Sequence[SnapshotOffer]],
     plans: Mapping[Key, Plan | str],
     left: list[str],
     broken: list[str],
@@ -282,7 +282,7 @@ def _prefer(
     return first, why
 
 
-def _is_early(offers: Sequence[Offer]) -> bool:
+def _is_early(offers: Sequence[SnapshotOffer]) -> bool:
     return any(offer.early for offer in offers)
 
 

@@ -13,8 +13,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightck.distributed.restore.local_state import Half, Halves, key_of
-from lightck.distributed.restore.offers import Key, Lineage, Offer, View, branch_points, rule
+from lightck.distributed.restore.local_state import LocalState, LocalStates, key_of
+from lightck.distributed.restore.offers import (
+    Key,
+    Lineage,
+    RankView,
+    SnapshotOffer,
+    branch_points,
+    rule,
+)
 from lightck.errors import (
     CoordinationError,
     CorruptSnapshotError,
@@ -23,19 +30,26 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.reader import validation
-from lightck.reader.assembly import Assembled, peers_of
+from lightck.reader.assembly import AssembledSnapshot, peers_of
 from lightck.region import location
 from lightck.region.backends import select
 from lightck.region.continuation import Continuation
-from lightck.region.location import Place
+from lightck.region.location import Location
 from lightck.region.native_region import HOLDS_ALL, RECORD_JIT, Record
-from lightck.region.region import Candidate, Recovery, Region, is_there, nothing_whole, survey
+from lightck.region.region import (
+    Candidate,
+    Recovery,
+    Region,
+    is_there,
+    nothing_whole,
+    open_and_recover,
+)
 
 _LISTED = 12
 
 
 @dataclass(eq=False)
-class Holding:
+class SurveyedRegion:
     """One region that was opened and read."""
 
     region: Region
@@ -63,17 +77,17 @@ class Holding:
 
 
 @dataclass(eq=False)
-class Holdings:
+class RegionSurvey:
     """The regions that one rank has read; closes those that it opened. Used by one thread."""
 
-    where: Place
+    where: Location
     """The place of the rank's own region."""
     rank: int
     world: int
     """The number of ranks now."""
     lends: bool = True
     """True if a rank beyond the former world takes another rank's own state."""
-    regions: list[Holding] = field(default_factory=list)
+    regions: list[SurveyedRegion] = field(default_factory=list)
     wide: bool = False
     overtaken: bool = False
     """True if a running job was met that overwrites the snapshots found."""
@@ -81,17 +95,17 @@ class Holdings:
     """Why the rank's own region cannot be opened, where others may have the same state."""
     _dropped: set[Key] = field(default_factory=set)
     """Snapshots that ranks lack and cannot be given."""
-    _halves: Halves | None = None
+    _halves: LocalStates | None = None
     _problems: list[str] = field(default_factory=list)
     _failed: set[tuple[int, Record]] = field(default_factory=set)
     """The (rank, record) of each snapshot that turned out to be damaged."""
-    _assembled: dict[tuple[int, Record], Assembled | str] = field(default_factory=dict)
+    _assembled: dict[tuple[int, Record], AssembledSnapshot | str] = field(default_factory=dict)
 
     @classmethod
     @contextlib.contextmanager
     def opened(
-        cls, where: Place, rank: int, world: int, *, lends: bool = True
-    ) -> Iterator[Holdings]:
+        cls, where: Location, rank: int, world: int, *, lends: bool = True
+    ) -> Iterator[RegionSurvey]:
         """Read the rank's own region and yield the result; close every region at the end.
 
         With several ranks, a region that cannot be opened is noted in `broken`.
@@ -115,7 +129,9 @@ class Holdings:
 
     @classmethod
     @contextlib.contextmanager
-    def everything(cls, where: Place, files: Sequence[Place], rank: int = 0) -> Iterator[Holdings]:
+    def everything(
+        cls, where: Location, files: Sequence[Location], rank: int = 0
+    ) -> Iterator[RegionSurvey]:
         """Read all of these regions, for one reader that is no rank of a job.
 
         Raises:
@@ -135,7 +151,7 @@ class Holdings:
             self.regions.pop().region.close()
 
     @property
-    def own(self) -> Holding | None:
+    def own(self) -> SurveyedRegion | None:
         """Return the rank's own region, if it is there."""
         return next((h for h in self.regions if self._is_own(h)), None)
 
@@ -157,7 +173,7 @@ class Holdings:
             self._look_once(where)
         self._assembled.clear()
 
-    def view(self, step: int | None) -> View:
+    def view(self, step: int | None) -> RankView:
         """Return this rank's view of the snapshots: of `step`, or of all if it is None."""
         offers, problems = [], list(self._problems)
         for holding in self.regions:
@@ -166,7 +182,7 @@ class Holdings:
             found = self.assembled(key)
             if key in self._dropped:
                 continue
-            if isinstance(found, Assembled):
+            if isinstance(found, AssembledSnapshot):
                 offers.append(self._offer(key, found))
             elif found and not offers:  # what is older than a whole snapshot is not missed
                 problems.append(found)
@@ -174,7 +190,7 @@ class Holdings:
         problems += self._absent()
         # Peers' regions know no more of timelines than the own one does, and may be missing.
         speaking = self.regions if self.wide else [h for h in self.regions if self._is_own(h)]
-        return View(
+        return RankView(
             self.where.common,
             step,
             tuple(offers),
@@ -188,13 +204,13 @@ class Holdings:
             *self._for_others({offer.key for offer in offers}, step),
         )
 
-    def half(self, key: Key, early: bool) -> Half | None:
+    def half(self, key: Key, early: bool) -> LocalState | None:
         """Return this rank's own state of one instant of a snapshot, from its region or journal."""
         return next((h for h in self._own_halves(()) if (h.key, h.early) == (key, early)), None)
 
     def assembled(
         self, key: Key, rank: int | None = None, *, early: bool = False
-    ) -> Assembled | str:
+    ) -> AssembledSnapshot | str:
         """Return a rank's state in a snapshot, or why it cannot be put together, or "" if unknown.
 
         Args:
@@ -209,7 +225,7 @@ class Holdings:
             if mark not in self._assembled:
                 self._assembled[mark] = self._assemble(holding, own)
             found = self._assembled[mark]
-            if isinstance(found, Assembled):
+            if isinstance(found, AssembledSnapshot):
                 return found
             why = found
         return why
@@ -223,7 +239,7 @@ class Holdings:
         lacking = (
             f"rank {rank}: {state or 'nothing of it is there'}"
             for rank, state in states
-            if not isinstance(state, Assembled)
+            if not isinstance(state, AssembledSnapshot)
         )
         return list(itertools.islice(lacking, _LISTED))
 
@@ -238,7 +254,7 @@ class Holdings:
         """Return the rank, of those that wrote, whose own state this rank takes over."""
         return self.rank % world if self.lends else self.rank
 
-    def failed(self, snapshot: Assembled) -> None:
+    def failed(self, snapshot: AssembledSnapshot) -> None:
         """Note that a snapshot turned out to be unreadable: it is offered no more."""
         self._failed.add((snapshot.record.rank, snapshot.record))
 
@@ -257,15 +273,15 @@ class Holdings:
 
     # ---- inside ----------------------------------------------------------------------------
 
-    def _offer(self, key: Key, found: Assembled) -> Offer:
+    def _offer(self, key: Key, found: AssembledSnapshot) -> SnapshotOffer:
         alike = self.world > 1 and found.replica is not None
         size = sum(e.length for e in found.entries)
-        return Offer(key, found.early, found.suspect, alike, size)
+        return SnapshotOffer(key, found.early, found.suspect, alike, size)
 
     def _for_others(
         self, offered: set[Key], step: int | None
     ) -> tuple[tuple[tuple[Key, bool], ...], str]:
-        """Return the last two fields of `View`, for other ranks; empty if there are none."""
+        """Return the last two fields of `RankView`, for other ranks; empty if there are none."""
         if self.world == 1:
             return (), ""
         own = {
@@ -276,13 +292,15 @@ class Holdings:
         why = "" if self.broken is None else f"{type(self.broken).__name__}: {self.broken}"
         return tuple(own), why
 
-    def _own_halves(self, besides: Collection[Key]) -> list[Half]:
+    def _own_halves(self, besides: Collection[Key]) -> list[LocalState]:
         own = self.own
         if self._halves is None and own is not None:
-            self._halves = Halves(own.region, own.recovery.candidates)
+            self._halves = LocalStates(own.region, own.recovery.candidates)
         return self._halves.found(besides) if self._halves is not None else []
 
-    def _of_all_ranks(self, offers: list[Offer], problems: list[str]) -> list[Offer]:
+    def _of_all_ranks(
+        self, offers: list[SnapshotOffer], problems: list[str]
+    ) -> list[SnapshotOffer]:
         """Return the offers that are whole over all ranks; all of them if none is.
 
         This is for a reader that is no rank of a job. Where the other ranks' regions are on other
@@ -296,12 +314,12 @@ class Holdings:
             problems += [f"step {key.step}: {why[0]}" for key, why in lacking.items() if why]
         return whole or offers
 
-    def _look(self, where: Place) -> Holding:
-        holding = Holding(*survey(where))
+    def _look(self, where: Location) -> SurveyedRegion:
+        holding = SurveyedRegion(*open_and_recover(where))
         self.regions.append(holding)
         return holding
 
-    def _look_once(self, where: Place) -> None:
+    def _look_once(self, where: Location) -> None:
         """Read a region that is not the rank's own, unless it was read before."""
         if any(where.file == each.region.place.file for each in self.regions):
             return
@@ -311,13 +329,13 @@ class Holdings:
         except RegionError as error:
             self._problems.append(str(error))
 
-    def _is_own(self, holding: Holding) -> bool:
+    def _is_own(self, holding: SurveyedRegion) -> bool:
         return holding.region.place.file == self.where.file
 
     def _young(self) -> int:
         """Return the own region's timeline if nothing due was ever committed in it; else 0.
 
-        See `View.young`.
+        See `RankView.young`.
 
         A snapshot that was saved at a failure does not count here: it was for this rank alone, and
         kept no other from its slot.
@@ -363,7 +381,7 @@ class Holdings:
                     found[key] = None
         return sorted(found, key=lambda key: -key.step)
 
-    def _of(self, key: Key, rank: int, early: bool) -> list[tuple[Holding, Candidate]]:
+    def _of(self, key: Key, rank: int, early: bool) -> list[tuple[SurveyedRegion, Candidate]]:
         """Return a rank's snapshots of that key: the wanted instant first, then the newest."""
         found = [
             (holding, candidate)
@@ -375,7 +393,7 @@ class Holdings:
         ]
         return sorted(found, key=lambda f: (f[1].record.early != early, -f[1].record.sequence))
 
-    def _assemble(self, holding: Holding, own: Candidate) -> Assembled | str:
+    def _assemble(self, holding: SurveyedRegion, own: Candidate) -> AssembledSnapshot | str:
         try:
             if own.record.share_digest != HOLDS_ALL:
                 self._look_at_peers(holding, own)
@@ -387,11 +405,11 @@ class Holdings:
             }
             peers = {c.record.rank: c for c in peers_of(own, [c for _, c in others.values()])}
             sources = [(holding.region, own), *(others[id(c)] for c in peers.values())]
-            return Assembled.of(sources)
+            return AssembledSnapshot.of(sources)
         except CorruptSnapshotError as error:
             return str(error)
 
-    def _look_at_peers(self, holding: Holding, own: Candidate) -> None:
+    def _look_at_peers(self, holding: SurveyedRegion, own: Candidate) -> None:
         """Open the regions of the ranks that shared this snapshot's replicated state."""
         if self.wide:
             return

@@ -5,7 +5,7 @@ right for tensors that all of them held alike. Of the rest (experts outside of
 DistributedDataParallel, an optimizer that divides its state among ranks) it would lose what the
 others held.
 
-Whether a tensor was alike is known from the snapshot's own statement (`Shared.told`), from its
+Whether a tensor was alike is known from the snapshot's own statement (`RankShare.told`), from its
 being written in shares, or else from the checksums that every rank's region has of it.
 """
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightck.distributed.restore.protocol import Found
+from lightck.distributed.restore.protocol import ChosenSnapshot
 from lightck.distributed.sharding import is_own
-from lightck.reader.assembly import Assembled
+from lightck.reader.assembly import AssembledSnapshot
 from lightck.region.region import Candidate
 
 
-def unequal(found: Found) -> dict[str, str]:
+def unequal(found: ChosenSnapshot) -> dict[str, str]:
     """Return, by name, why a tensor cannot be restored on another number of ranks; else nothing.
 
     Empty for a snapshot of as many ranks as now. Sharded tensors (DTensors) are not among them:
@@ -27,7 +27,7 @@ def unequal(found: Found) -> dict[str, str]:
     each rank has its own of those by rule.
     """
     snapshot, world = found.snapshot, found.key.world
-    if world in (1, found.holdings.world) or not isinstance(snapshot, Assembled):
+    if world in (1, found.holdings.world) or not isinstance(snapshot, AssembledSnapshot):
         return {}  # a received snapshot is alike, as stated by the ranks that wrote it
     if snapshot.replica is not None:
         return {}
@@ -38,7 +38,7 @@ def unequal(found: Found) -> dict[str, str]:
         if other == rank:
             continue
         state = found.holdings.assembled(found.key, other, early=snapshot.early)
-        if not isinstance(state, Assembled):
+        if not isinstance(state, AssembledSnapshot):
             lacking = f"what rank {other} of {world} held of it is not there to compare"
             why = {**dict.fromkeys(own, lacking), **why}
             continue

@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from lightck.distributed.sharding import Replicas
+from lightck.distributed.sharding import ReplicatedTensors
 from lightck.distributed.topology import Topology
 from lightck.errors import LightckError
 from lightck.events import event
-from lightck.failure.takeover.inference import Own
-from lightck.failure.takeover.takeover import Survivor, Taken, Takeover
-from lightck.journal.device_lag import Before
+from lightck.failure.takeover.inference import RankLocalState
+from lightck.failure.takeover.takeover import Takeover, TakeoverContext, TakeoverResult
+from lightck.journal.device_lag import PreUpdateState
 from lightck.journal.entry import unpacked
-from lightck.loop.checkpointer import Recorder
+from lightck.loop.checkpointer import Checkpointer
 from lightck.region import location, stats_page
 from lightck.region.journal import JournalEntry
-from lightck.region.location import Place
+from lightck.region.location import Location
 from lightck.region.region import Region
 from lightck.types import Saved
 
@@ -42,14 +42,14 @@ _POLL_S = 0.01
 
 
 class Saves(Protocol):
-    """This rank's own save, see `Rescue`."""
+    """This rank's own save, see `JitSaver`."""
 
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
         """Commit the last complete step, exact or early."""
 
 
 @dataclass(eq=False)
-class Inheritance:
+class TakeoverCoordinator:
     """The completion of dead ranks' shares, for one handle.
 
     Runs on a background thread, or on the training thread when it has failed.
@@ -61,14 +61,14 @@ class Inheritance:
 
     @classmethod
     def of(
-        cls, recorder: Recorder, topology: Topology, rescue: Saves, *, process_durable: bool
-    ) -> Inheritance:
+        cls, recorder: Checkpointer, topology: Topology, rescue: Saves, *, process_durable: bool
+    ) -> TakeoverCoordinator:
         """Create it for the handle of a recorder."""
-        survivor = Survivor(
+        survivor = TakeoverContext(
             region=recorder.pipeline.region,
             inventory=recorder.inventory,
             topology=topology,
-            replicated=Replicas(recorder.inventory, topology.world),
+            replicated=ReplicatedTensors(recorder.inventory, topology.world),
             lock=recorder.lock,
             stands=partial(_stands, recorder),
             process_durable=process_durable,
@@ -78,7 +78,7 @@ class Inheritance:
         )
         return cls(Takeover(survivor, _own, threads=1), rescue)
 
-    def settle(self, deadline: float) -> list[Taken]:
+    def settle(self, deadline: float) -> list[TakeoverResult]:
         """Complete the snapshots that this node's dead ranks lack; does nothing if they lack none.
 
         Nor does it anything if this rank has no snapshot in this timeline: it goes on from one that
@@ -91,7 +91,7 @@ class Inheritance:
         """
         if not self.takeover.survivor.records():
             return []
-        found: dict[int, Taken] = {}
+        found: dict[int, TakeoverResult] = {}
         until = min(deadline, self.clock() + TURN_S * len(self.takeover.survivor.topology.peers))
         while True:
             dead, living, ward = self._roll()
@@ -149,9 +149,13 @@ class Inheritance:
             self.rescue.save("the early instant, for a dead peer", deadline, early=True)
         return early
 
-    def _one(self, rank: int, living: list[int], deadline: float, early: bool | None) -> Taken:
+    def _one(
+        self, rank: int, living: list[int], deadline: float, early: bool | None
+    ) -> TakeoverResult:
         if early is None:
-            return Taken(rank, why="no instant of the step is there that all ranks can have")
+            return TakeoverResult(
+                rank, why="no instant of the step is there that all ranks can have"
+            )
         own = self.takeover.survivor.topology.rank
         turn = self.clock() + TURN_S * sum(other < own for other in living)
         while self.clock() < min(turn, deadline) and not self.takeover.is_done(rank, early):
@@ -164,19 +168,19 @@ class Inheritance:
         return taken
 
 
-def _behind(recorder: Recorder) -> Before | None:
+def _behind(recorder: Checkpointer) -> PreUpdateState | None:
     """Return the state before the update that hanging devices have, if it has been saved."""
     return recorder.behind.taken if recorder.behind is not None else None
 
 
-def _stands(recorder: Recorder) -> int | None:
+def _stands(recorder: Checkpointer) -> int | None:
     before = _behind(recorder)
     if before is not None:
         return before.step
     return None if recorder.mixed else recorder.steps.step
 
 
-def _owns_itself(where: Place) -> bool:
+def _owns_itself(where: Location) -> bool:
     """Tell whether the process that wrote the region's page lives, or nothing is known of it."""
     region = Region.open(where, writable=False)
     try:
@@ -186,6 +190,6 @@ def _owns_itself(where: Place) -> bool:
     return said.process is None or bool(said.numbers["ended"]) or said.process.is_running
 
 
-def _own(entry: JournalEntry) -> Own:
+def _own(entry: JournalEntry) -> RankLocalState:
     found = unpacked(entry, context="the dead rank's journal")
-    return Own(found.at_step, found.at_forward, found.lives)
+    return RankLocalState(found.at_step, found.at_forward, found.lives)

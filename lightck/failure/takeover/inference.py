@@ -18,21 +18,21 @@ import torch
 
 from lightck.state import boundary_blob
 from lightck.state.boundary_codec import TAG, join
-from lightck.state.inventory import Live
+from lightck.state.inventory import StateTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class RankLocalState:
     """The rank-local state of a rank at one instant, as its journal keeps it."""
 
     at_step: bytes
     """The blob of the step end, as in a manifest; `at_forward` is that of the forward start."""
     at_forward: bytes
-    lives: tuple[Live, ...]
+    lives: tuple[StateTensor, ...]
     """Every tensor that is not in a share: buffers, and tensors of extras and options."""
 
 
-class Unknown(Exception):  # noqa: N818 - no error
+class CannotInfer(Exception):  # noqa: N818 - no error
     """The value that the update gave to something cannot be inferred; its path is named."""
 
     def __init__(self, path: str) -> None:
@@ -43,7 +43,7 @@ _NOTHING = object()
 """A marker for a missing value: one that was made or removed in the update."""
 
 
-def inferred(dead: Own, before: Own, after: Own) -> Own:
+def inferred(dead: RankLocalState, before: RankLocalState, after: RankLocalState) -> RankLocalState:
     """Return the dead rank's own state at step end.
 
     Args:
@@ -57,10 +57,10 @@ def inferred(dead: Own, before: Own, after: Own) -> Own:
     """
     found = _told(_tree(dead), _tree(before), _tree(after), "")
     blobs = boundary_blob.closed(found["at_step"]), boundary_blob.closed(found["at_forward"])
-    return Own(*blobs, tuple(found["tensors"].values()))
+    return RankLocalState(*blobs, tuple(found["tensors"].values()))
 
 
-def _tree(own: Own) -> dict[str, Any]:
+def _tree(own: RankLocalState) -> dict[str, Any]:
     return {
         "at_step": boundary_blob.opened(own.at_step, context="journal"),
         "at_forward": boundary_blob.opened(own.at_forward, context="journal"),
@@ -81,8 +81,8 @@ def _told(dead: Any, before: Any, after: Any, path: str) -> Any:
     elif kinds in ({list}, {tuple}) and len({len(dead), len(before), len(after)}) == 1:
         rows = enumerate(zip(dead, before, after, strict=True))
         return type(after)(_told(d, b, a, join(path, i)) for i, (d, b, a) in rows)
-    lives = (each.name for each in (dead, before, after) if isinstance(each, Live))
-    raise Unknown(next(lives, path))
+    lives = (each.name for each in (dead, before, after) if isinstance(each, StateTensor))
+    raise CannotInfer(next(lives, path))
 
 
 def _of_dicts(
@@ -111,7 +111,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         said = [(each.dtype, each.shape, each.stride()) for each in (a, b)]
         return said[0] == said[1] and torch.equal(_bytes(a), _bytes(b))
-    if isinstance(a, Live):
+    if isinstance(a, StateTensor):
         return bool(a == b) and _same(a.tensor, b.tensor)
     if isinstance(a, dict):
         return _same([*a], [*b]) and _same([*a.values()], [*b.values()])

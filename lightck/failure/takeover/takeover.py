@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from lightck.device.base import Device
-from lightck.distributed.sharding import Sharing
+from lightck.distributed.sharding import SharePartitioner
 from lightck.distributed.topology import Topology
 from lightck.errors import (
     CorruptSnapshotError,
@@ -42,19 +42,19 @@ from lightck.errors import (
     TornSnapshotError,
     WaitTimeoutError,
 )
-from lightck.failure.takeover.inference import Own, Unknown, inferred
+from lightck.failure.takeover.inference import CannotInfer, RankLocalState, inferred
 from lightck.journal.copy_buffer import is_readable
-from lightck.journal.device_lag import Before
-from lightck.pipeline.copy_plan import Arrangement, Sources, sources
+from lightck.journal.device_lag import PreUpdateState
+from lightck.pipeline.copy_plan import CopyPlan, CopySources, sources
 from lightck.region import location
 from lightck.region.journal import FENCE, FORWARD, STEP_END, JournalEntry, read_entry
-from lightck.region.location import Place
+from lightck.region.location import Location
 from lightck.region.native_pool import NativePool
 from lightck.region.native_region import RECORD_EARLY, RECORD_JIT, Record
 from lightck.region.region import Region, Slot
 from lightck.region.slot_writer import SlotWriter
 from lightck.state import boundary_blob, boundary_codec
-from lightck.state.inventory import Inventory, Live
+from lightck.state.inventory import Inventory, StateTensor
 
 # The survivor's copy into a dead rank's slot; it overwrites only what that rank might.
 #
@@ -63,7 +63,7 @@ from lightck.state.inventory import Inventory, Live
 _FETCHED_BYTES = 4 << 20
 """Bytes fetched from a device at once."""
 _LOOK_S = 0.001
-_under_way: list[tuple[torch.Tensor, Sources]] = []
+_under_way: list[tuple[torch.Tensor, CopySources]] = []
 """Copies that a device did not finish in time and may still make."""
 
 
@@ -110,7 +110,7 @@ def _spare(own: Region, reusable: Callable[[int, int], bool]) -> Callable[[int, 
     return spare
 
 
-def copy(writer: SlotWriter, arrangement: Arrangement, deadline: float) -> None:
+def copy(writer: SlotWriter, arrangement: CopyPlan, deadline: float) -> None:
     """Copy everything; the state must not change meanwhile.
 
     Raises:
@@ -134,7 +134,9 @@ def copy(writer: SlotWriter, arrangement: Arrangement, deadline: float) -> None:
             raise TornSnapshotError(f"{found} changed while it was copied", names=(found,))
 
 
-def _fetched(device: Device, chosen: Sources, deadline: float, *, made: bool) -> list[torch.Tensor]:
+def _fetched(
+    device: Device, chosen: CopySources, deadline: float, *, made: bool
+) -> list[torch.Tensor]:
     """Copy a device's tensors to memory of the CPU.
 
     Computations on the device may hang, and are not waited for: this rank's own snapshot of the
@@ -164,7 +166,7 @@ _NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakeoverResult:
     """The result for one dead rank's share.
 
     Attributes:
@@ -193,14 +195,14 @@ class _Owned(_Refused):
 
 
 @dataclass(eq=False)
-class Survivor:
+class TakeoverContext:
     """The living rank that takes over, as far as a takeover needs it."""
 
     region: Region
     """Its own region."""
     inventory: Inventory
     topology: Topology
-    replicated: Callable[[Sequence[Live]], set[str]]
+    replicated: Callable[[Sequence[StateTensor]], set[str]]
     """Returns the names of the tensors that are the same on every rank."""
     lock: Any
     """While it is held, the live tensors stay those of `stands()`; a lock as in `threading`."""
@@ -208,10 +210,10 @@ class Survivor:
     """Returns the step whose state the live tensors are; None: an update is half done."""
     process_durable: bool = False
     kept: Callable[[int], JournalEntry | None] = lambda kind: None
-    """Returns its own journal entry of a kind, see `Journaled.entry`."""
+    """Returns its own journal entry of a kind, see `StepJournal.entry`."""
     must_stand: Callable[[bool], object] = lambda early: None
     """Raises a `LightckError` if the live state is not of that instant (True: the early one)."""
-    before: Callable[[], Before | None] = lambda: None
+    before: Callable[[], PreUpdateState | None] = lambda: None
     """Returns the state of `stands()` that hanging devices have; DRAM has that of a later step."""
 
     def entry(self, kind: int) -> JournalEntry | None:
@@ -240,8 +242,8 @@ class Takeover:
     Runs on a background thread, or while the training thread is stopped.
     """
 
-    survivor: Survivor
-    own: Callable[[JournalEntry], Own]
+    survivor: TakeoverContext
+    own: Callable[[JournalEntry], RankLocalState]
     """Decodes an entry's blob; a `CorruptSnapshotError` that it raises refuses the takeover."""
     threads: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -275,7 +277,7 @@ class Takeover:
         step = self.survivor.stands()
         return step is not None and early in self._instants(rank, step, journal=False)
 
-    def of(self, rank: int, deadline: float, early: bool | None = None) -> Taken:
+    def of(self, rank: int, deadline: float, early: bool | None = None) -> TakeoverResult:
         """Write a dead rank's part of the step of this rank's last snapshot.
 
         An expected failure is not raised: `Taken.why` states it.
@@ -290,25 +292,25 @@ class Takeover:
             try:
                 return self._of(rank, deadline, early)
             except _Refused as refusal:
-                return Taken(rank, why=str(refusal), busy=isinstance(refusal, _Owned))
+                return TakeoverResult(rank, why=str(refusal), busy=isinstance(refusal, _Owned))
             except LightckError as error:
-                return Taken(rank, why=f"{type(error).__name__}: {error}")
+                return TakeoverResult(rank, why=f"{type(error).__name__}: {error}")
 
     # ---- inside ----------------------------------------------------------------------------
 
-    def _of(self, rank: int, deadline: float, early: bool | None) -> Taken:
+    def _of(self, rank: int, deadline: float, early: bool | None) -> TakeoverResult:
         ours = self._ours(rank, deadline, early)
         with _owned(self._place(rank), self.survivor.process_durable) as region:
             self._must_be_of_this_job(region, rank)
             region.recover()
             there = of_step(region.slots, region.timeline, ours.step)
             if any(alike(record, ours) for record in there):
-                return Taken(rank, ours.step, ours.early)
+                return TakeoverResult(rank, ours.step, ours.early)
             own = self._own(region, ours)
             shield(region, self.survivor.region)
             region.world = ours.world
             self._write(region, rank, own, ours, deadline)
-        return Taken(rank, ours.step, ours.early, wrote=True)
+        return TakeoverResult(rank, ours.step, ours.early, wrote=True)
 
     def _ours(self, rank: int, deadline: float, early: bool | None) -> Record:
         """Return this rank's own snapshot, which the dead rank's has to go with."""
@@ -326,7 +328,7 @@ class Takeover:
             raise _Refused(f"this rank has no {instant}snapshot of step {step} itself")
         return found[0]
 
-    def _place(self, rank: int) -> Place:
+    def _place(self, rank: int) -> Location:
         own = self.survivor.region.place
         if not own.is_plain or own.path == own.file:
             raise _Refused(f"{own.path}: other ranks' regions cannot be reached there")
@@ -349,7 +351,7 @@ class Takeover:
             theirs, ours = region.info.timeline, own.timeline
             raise _Refused(f"{file}: its timeline is {theirs:x}, the job's is {ours:x}")
 
-    def _own(self, region: Region, ours: Record) -> Own:
+    def _own(self, region: Region, ours: Record) -> RankLocalState:
         """Return the dead rank's own state of that step and instant."""
         kind = STEP_END if ours.early else FORWARD
         entry = read_entry(region.native, kind)
@@ -367,7 +369,7 @@ class Takeover:
             )
         return self.own(entry)
 
-    def _inferred(self, region: Region, fence: JournalEntry) -> Own:
+    def _inferred(self, region: Region, fence: JournalEntry) -> RankLocalState:
         """Infer the state at step end that the dead rank would have had after its update."""
         kept = [self.survivor.entry(kind) for kind in (FENCE, STEP_END)]
         mine = [self.own(e) for e in kept if e and _is_of(e, fence.timeline, fence.step)]
@@ -376,7 +378,7 @@ class Takeover:
             raise _Refused(f"{where}, and this rank has not kept what that changes")
         try:
             return inferred(self.own(fence), *mine)
-        except Unknown as unknown:
+        except CannotInfer as unknown:
             raise _Refused(f"{where}: {unknown}") from unknown
 
     def _instants(self, rank: int, step: int, *, journal: bool) -> set[bool]:
@@ -394,7 +396,9 @@ class Takeover:
         except (_Refused, LightckError):
             return set()
 
-    def _write(self, region: Region, rank: int, own: Own, ours: Record, deadline: float) -> None:
+    def _write(
+        self, region: Region, rank: int, own: RankLocalState, ours: Record, deadline: float
+    ) -> None:
         """Copy the dead rank's snapshot under the survivor's lock, and commit it outside of it."""
         survivor, writer = self.survivor, None
         pool = NativePool(self.threads, CHUNK_BYTES, idle=False)
@@ -406,7 +410,7 @@ class Takeover:
                     raise _Refused(f"this rank has gone on from step {ours.step}")
                 must_stand(ours.early)
                 lives = _of_then(before, self._lives(rank, own, ours), own)
-                arrangement = Arrangement(region)
+                arrangement = CopyPlan(region)
                 size = len(own.at_step) + len(own.at_forward)
                 writer = SlotWriter.open(region, pool, arrangement.update(lives, size))
                 if writer is None:
@@ -423,12 +427,12 @@ class Takeover:
                 writer.abandon()
             pool.close()
 
-    def _lives(self, rank: int, own: Own, ours: Record) -> list[Live]:
+    def _lives(self, rank: int, own: RankLocalState, ours: Record) -> list[StateTensor]:
         """Return the tensors of the dead rank's snapshot: its share from here, the rest its own."""
         topology = self.survivor.topology
         theirs = replace(topology, rank=rank, local_rank=topology.peers.index(rank))
         everything = self.survivor.inventory.everything()
-        shared = Sharing(theirs, self.survivor.replicated)(everything)
+        shared = SharePartitioner(theirs, self.survivor.replicated)(everything)
         if shared.told is None:
             raise _Refused("nothing is shared here: every rank holds all of its state")
         if shared.digest != ours.share_digest:
@@ -449,7 +453,9 @@ class Takeover:
         return [*share, *kept.values(), *ties]
 
 
-def _of_then(before: Before | None, lives: Sequence[Live], own: Own) -> list[Live]:
+def _of_then(
+    before: PreUpdateState | None, lives: Sequence[StateTensor], own: RankLocalState
+) -> list[StateTensor]:
     """Return `lives`, with copies of what DRAM held before the hanging devices' update.
 
     They are returned as they are if no device hangs.
@@ -473,7 +479,7 @@ def _of_then(before: Before | None, lives: Sequence[Live], own: Own) -> list[Liv
 
 
 @contextlib.contextmanager
-def _owned(where: Place, process_durable: bool) -> Iterator[Region]:
+def _owned(where: Location, process_durable: bool) -> Iterator[Region]:
     """Open a region that no process owns; its lock is the proof that its rank is dead."""
     try:
         region = Region.open(where, writable=True, process_durable=process_durable)
@@ -504,7 +510,7 @@ def _left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-def _references(own: Own) -> set[str]:
+def _references(own: RankLocalState) -> set[str]:
     """Return the names of the tensors that the dead rank's state refers to."""
     names: set[str] = set()
     for blob in (own.at_step, own.at_forward):

@@ -16,7 +16,7 @@ from typing import Any
 from lightck.errors import RegionBusyError, RegionError, RegionFormatError, RegionFullError
 from lightck.region import location
 from lightck.region.backends.pmdk import ffi, forget, keep_from_children, pmemobj, text_of
-from lightck.region.location import Place
+from lightck.region.location import Location
 from lightck.region.native_region import Backing
 
 MOST_BYTES = 0x3FFDFFFC0
@@ -179,7 +179,7 @@ def open_pool(file: Path) -> Pool:
     return pool
 
 
-def make_pool(where: Place, space: int) -> None:
+def make_pool(where: Location, space: int) -> None:
     """Make a pool with room for `space` bytes in one piece; it gets its name when complete.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lightck.config import Config
 from lightck.region import location
 from lightck.region.backends import libpmemobj
-from lightck.region.location import Place
+from lightck.region.location import Location
 from lightck.region.native_region import Backing, RegionSpec
 
 Given = tuple[int, int, Backing | None]
@@ -20,14 +20,14 @@ _SPARE = 4
 
 
 @contextlib.contextmanager
-def opened(where: Place, *, writable: bool) -> Iterator[Given]:
+def opened(where: Location, *, writable: bool) -> Iterator[Given]:
     """Yield what opening an existing region takes; the body must release the mapping."""
     with location.opened(where, writable=writable) as (fd, lock_fd):
         yield fd, lock_fd, _in_pool(where) if where.backend == "pmemobj" else None
 
 
 @contextlib.contextmanager
-def created(where: Place, spec: RegionSpec) -> Iterator[Given]:
+def created(where: Location, spec: RegionSpec) -> Iterator[Given]:
     """Yield what making a region takes; the region is published when the body ends."""
     if where.backend == "pmemobj":
         with _new_in_pool(where, spec) as given:
@@ -42,7 +42,7 @@ def _with_spare(size: int) -> int:
     return size + -(-size // _SPARE // granule) * granule
 
 
-def _in_pool(where: Place) -> Backing:
+def _in_pool(where: Location) -> Backing:
     pool = libpmemobj.open_pool(where.file)
     try:
         return pool.backing()
@@ -52,7 +52,7 @@ def _in_pool(where: Place) -> Backing:
 
 
 @contextlib.contextmanager
-def _new_in_pool(where: Place, spec: RegionSpec) -> Iterator[Given]:
+def _new_in_pool(where: Location, spec: RegionSpec) -> Iterator[Given]:
     size = spec.measure
     if not where.exists:
         spare = min(_with_spare(size), max(size, libpmemobj.MOST_BYTES - libpmemobj.ALIGNMENT))
@@ -69,7 +69,7 @@ def _new_in_pool(where: Place, spec: RegionSpec) -> Iterator[Given]:
         pool.made()
 
 
-def region_files(path: str | os.PathLike[str] | None) -> list[Place]:
+def region_files(path: str | os.PathLike[str] | None) -> list[Location]:
     """Return every rank's region at a path; a device or a pool is one region.
 
     Raises:
@@ -79,7 +79,7 @@ def region_files(path: str | os.PathLike[str] | None) -> list[Place]:
     return [each for each in location.every_rank(where) if not is_blank(each)]
 
 
-def is_blank(where: Place) -> bool:
+def is_blank(where: Location) -> bool:
     """Return whether no region was ever made here; only a device or a pool can be blank."""
     if where.backend == "pmemobj" and where.exists:
         return libpmemobj.is_blank(where.file)
