@@ -218,7 +218,7 @@ class _Parts:
         habit = PreFencePredictor(instants, lambda: outcomes.lock, len([*layers(inventory.model)]))
         armed = config.failure != "off"
         journaled = StepJournal(instants, region, outcomes.region_lost, habit, pipeline.stand)
-        recorder = kinds.recorder(
+        checkpointer = kinds.checkpointer(
             inventory=inventory,
             instants=instants,
             journaled=journaled if armed else None,
@@ -231,8 +231,8 @@ class _Parts:
             settled=steps.settled,
             on_found=self._found,
         )
-        habit.on_last = partial(gradients_complete, recorder)
-        sight = StatusPublisher(config, recorder, reporter, self.watched)
+        habit.on_last = partial(gradients_complete, checkpointer)
+        sight = StatusPublisher(config, checkpointer, reporter, self.watched)
         undo += [sight.write_wanted, outcomes.stop, sight.ended]
         pipeline.on_torn = sight.torn
         loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
@@ -241,39 +241,39 @@ class _Parts:
         recording = lookup.recording(live.local for live in collected.lives)
         listener, heard = self._listener(sight), (loaders, at_gradient, recording)
         hooks = Hooks(listener, self.watched, *heard, kinds.defers, inventory.optimizers)
-        recorder.arm = lambda on: hooks.arm_forward() if on else hooks.disarm_forward()
+        checkpointer.arm = lambda on: hooks.arm_forward() if on else hooks.disarm_forward()
         undo += [kinds.stop, hooks.remove, communication.remove, sight.remove]
-        recorder.start()
-        recorder.check_state(collected)
+        checkpointer.start()
+        checkpointer.check_state(collected)
         known = self.progress
-        recorder.cadence.early = known.early and known.step == steps.step and not known.attached
+        checkpointer.cadence.early = known.early and known.step == steps.step and not known.attached
         at = (steps.step, self.samples, known.restored)
         timeline, barrier = distributed_barrier.begin(
             self.ranks, self.topology, region, config, *at
         )
         undo.append(lambda: barrier.leave("attach failed", 1.0))
-        pipeline.barrier = recorder.cadence.barrier = barrier
+        pipeline.barrier = checkpointer.cadence.barrier = barrier
         region.begin_timeline(region.continued, timeline)
-        if recorder.journaled is not None:
-            recorder.journaled.begin(steps.step, peers=not barrier.alone)
+        if checkpointer.journaled is not None:
+            checkpointer.journaled.begin(steps.step, peers=not barrier.alone)
         hooks.install()
-        communication.install(CommObserver(recorder))
+        communication.install(CommObserver(checkpointer))
         sight.install()
-        rescue = self._rescue(recorder, timeline) if armed else None
+        rescue = self._rescue(checkpointer, timeline) if armed else None
         return Components(
-            config, region, recorder, reporter, hooks, sight, self.progress, rescue, undo
+            config, region, checkpointer, reporter, hooks, sight, self.progress, rescue, undo
         )
 
-    def _rescue(self, recorder: Checkpointer, timeline: int | None) -> JitSaver:
+    def _rescue(self, checkpointer: Checkpointer, timeline: int | None) -> JitSaver:
         """Return what saves the last complete step.
 
         With several ranks it also completes it for dead ranks.
         """
         if timeline is None:
-            return JitSaver(recorder)
+            return JitSaver(checkpointer)
         store = self.ranks.store.below(f"t{timeline:x}/failure")
         durable = self.config.durability == "process"
-        rescue = RankJitSaver.among(recorder, self.topology, store, process_durable=durable)
+        rescue = RankJitSaver.among(checkpointer, self.topology, store, process_durable=durable)
         self.undo.append(rescue.stop)
         return rescue
 
@@ -286,7 +286,7 @@ class _Parts:
             return sight.listener
         from lightck.failure import fault_injector
 
-        return fault_injector.stand_before(sight.listener, sight.recorder, self.config)
+        return fault_injector.stand_before(sight.listener, sight.checkpointer, self.config)
 
     def _found(self, i: int, optimizer: Optimizer) -> None:
         """Install the state that restore kept for an optimizer that is about to step first."""

@@ -55,7 +55,7 @@ class Components:
 
     config: Config
     region: Region
-    recorder: Checkpointer
+    checkpointer: Checkpointer
     reporter: ErrorReporter
     hooks: Hooks
     sight: StatusPublisher
@@ -83,7 +83,7 @@ class Handle:
     def __init__(self, engine: Components) -> None:
         """Take over a complete engine, whose hooks are installed; see `attach`."""
         self.config, self.region = engine.config, engine.region
-        self._recorder, self._reporter = engine.recorder, engine.reporter
+        self._checkpointer, self._reporter = engine.checkpointer, engine.reporter
         self._hooks, self._sight, self._progress = engine.hooks, engine.sight, engine.progress
         self._rescue = engine.rescue
         self._guard: HandleGuard | None = None
@@ -95,7 +95,7 @@ class Handle:
         # The following functions run first: the hooks are removed before the pipeline is stopped.
         self._undo = engine.undo
         self._undo.append(self._leave)
-        self._progress.attached.append(self._recorder.steps)
+        self._progress.attached.append(self._checkpointer.steps)
         self.stats()
         _handles.add(self)
         atexit.register(self._at_exit)
@@ -113,7 +113,7 @@ class Handle:
     @property
     def step(self) -> int:
         """Return the last complete step."""
-        return self._recorder.steps.step
+        return self._checkpointer.steps.step
 
     @property
     def last_captured_step(self) -> int | None:
@@ -121,7 +121,7 @@ class Handle:
 
         It is not durable yet.
         """
-        return self._recorder.pipeline.counters.last_captured_step
+        return self._checkpointer.pipeline.counters.last_captured_step
 
     @property
     def last_committed_step(self) -> int | None:
@@ -130,8 +130,8 @@ class Handle:
         With several ranks it is durable on every one of them, as far as this rank knows.
         """
         if not self._inherited:
-            self._recorder.poll()
-        return self._recorder.pipeline.counters.last_committed_step
+            self._checkpointer.poll()
+        return self._checkpointer.pipeline.counters.last_committed_step
 
     @property
     def survives(self) -> str:
@@ -148,9 +148,9 @@ class Handle:
         that neither waits for the training nor delays it.
         """
         if not self._inherited:
-            if threading.get_ident() == self._recorder.thread:
-                self._recorder.poll()
-            self._stats = collect_stats(self._recorder)
+            if threading.get_ident() == self._checkpointer.thread:
+                self._checkpointer.poll()
+            self._stats = collect_stats(self._checkpointer)
         return self._stats
 
     def trace(self, path: str | os.PathLike[str]) -> Path:
@@ -176,12 +176,12 @@ class Handle:
         """
         self._require_open()
         self._reporter.surface()
-        recorder = self._recorder
+        checkpointer = self._checkpointer
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # its snapshot cannot be called back
-        recorder.outcomes.wanted.append(future)
-        if recorder.can_open_now():
-            open_now(recorder)
+        checkpointer.outcomes.wanted.append(future)
+        if checkpointer.can_open_now():
+            open_now(checkpointer)
         threading.Thread(
             target=self._await, args=(future,), name="lightck-wait", daemon=True
         ).start()
@@ -189,7 +189,7 @@ class Handle:
 
     def _await(self, future: Future[int]) -> None:
         while not future.done() and not self._closed:
-            self._recorder.poll()
+            self._checkpointer.poll()
             time.sleep(POLL_S)
 
     def snapshot_now(self, reason: str) -> Saved:
@@ -222,12 +222,12 @@ class Handle:
             LightckError: a background failure (with `on_error="raise"`).
         """
         self._require_own()
-        wait(self._recorder, self._reporter, step, timeout)
+        wait(self._checkpointer, self._reporter, step, timeout)
 
     def fence(self) -> None:
         """Return when live tensors may be changed; the engine does this before each update."""
         self._require_open()
-        self._recorder.fence(None)
+        self._checkpointer.fence(None)
 
     def before_update(self) -> None:
         """Mark the start of an update where no optimizer hook can fire (CUDA graph replay)."""
@@ -255,12 +255,12 @@ class Handle:
             LightckError: an update is half done, or several ranks would go back. PersistError.
         """
         self._require_open()
-        replaced(self._recorder, step)
+        replaced(self._checkpointer, step)
 
     def epoch(self) -> None:
         """Mark the end of an epoch, for policies that count epochs."""
         self._require_own()
-        self._recorder.cadence.epoch += 1
+        self._checkpointer.cadence.epoch += 1
 
     def detach(self) -> None:
         """Stop: commit opened snapshots, remove the hooks, release the region. Idempotent."""
@@ -311,10 +311,10 @@ class Handle:
 
     def _watch(self, rescue: JitSaver) -> None:
         """Begin to listen for signals, hangs and notices."""
-        recorder, config, failure = self._recorder, self.config, self.config.failure
+        checkpointer, config, failure = self._checkpointer, self.config, self.config.failure
         assert isinstance(failure, Failure)
         limits = config.write_limit, usable_s(failure.grace_s)
-        measure = partial(measured, recorder, *limits)
+        measure = partial(measured, checkpointer, *limits)
         self._guard = HandleGuard(rescue, failure, self._reporter, self.region.world, measure)
         self._guard.hold, rescue.hang = rescue.hold, self._guard.hang
         if isinstance(rescue, RankJitSaver):
@@ -329,7 +329,7 @@ class Handle:
         self._failed_at = self.step
         saved = self._save(type(error).__name__)
         try:
-            left_off(self._recorder, error)
+            left_off(self._checkpointer, error)
         except LightckError as theirs:  # `on_error` raises: the training's exception counts
             error.add_note(f"lightck: {theirs}")
         if self._guard is not None:
@@ -375,13 +375,13 @@ class Handle:
             return
         if self._rescue is not None:
             self._rescue.leaving = True
-        recorder, deadline = self._recorder, time.monotonic() + self.config.close_timeout_s
+        checkpointer, deadline = self._checkpointer, time.monotonic() + self.config.close_timeout_s
         parted = min(deadline, time.monotonic() + most_s)
         self._reporter.closing = True
-        self._undo.append(lambda: settle_for_close(recorder, parted, last_step=last_step))
-        self._undo.append(lambda: drain_for_close(recorder, deadline))
-        last = partial(finish_last_step, recorder)
-        self._undo.append(last if last_step else recorder.finish_window)
+        self._undo.append(lambda: settle_for_close(checkpointer, parted, last_step=last_step))
+        self._undo.append(lambda: drain_for_close(checkpointer, deadline))
+        last = partial(finish_last_step, checkpointer)
+        self._undo.append(last if last_step else checkpointer.finish_window)
         if self._guard is not None:
             self._undo.append(partial(WATCHDOG.release, self._guard))
         release(self._undo)
@@ -394,9 +394,9 @@ class Handle:
             said = {"memory_bytes": held, "until": f"lightck rm {path}"}
         event("closed", path=path, step=self.step, **said)
         triggers.forget(self._failed)
-        self._recorder.enabled = False
+        self._checkpointer.enabled = False
         self._progress.step, self._progress.early = self.step, False
-        self._progress.attached.remove(self._recorder.steps)
+        self._progress.attached.remove(self._checkpointer.steps)
         atexit.unregister(self._at_exit)
         _handles.discard(self)
 
@@ -420,9 +420,9 @@ class Handle:
 def _in_child() -> None:
     """Disable the handles in a forked child, which must not write: its hooks do nothing."""
     for handle in list(_handles):
-        handle._recorder.enabled = False
+        handle._checkpointer.enabled = False
         # Another thread of the parent may hold the old lock.
-        handle._recorder.outcomes.lock = threading.RLock()
+        handle._checkpointer.outcomes.lock = threading.RLock()
         handle._hooks.disarm_forward()
         handle._progress.attached.clear()
 

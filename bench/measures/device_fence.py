@@ -26,7 +26,7 @@ from bench.work import Training
 
 
 class Around:
-    """A recorder of marks before and after the fence of every update, from its creation on."""
+    """A checkpointer of marks before and after the fence of every update, from its creation on."""
 
     def __init__(self, training: Training) -> None:
         self._device = training.work.device

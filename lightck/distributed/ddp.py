@@ -40,12 +40,12 @@ class CommObserver:
     Called by the thread that runs the backward, except `landed`: any thread. Never raises.
     """
 
-    recorder: Checkpointer
+    checkpointer: Checkpointer
 
     @property
     def trace(self) -> Trace | None:
         """The trace that communication is noted in; None while nobody wants it."""
-        return self.recorder.pipeline.trace if self.recorder.enabled else None
+        return self.checkpointer.pipeline.trace if self.checkpointer.enabled else None
 
     def launched(self, bucket: int, size: int, share: float, *, seen: bool) -> None:
         """Take note that a bucket's gradients are on their way, and let copies run.
@@ -56,9 +56,9 @@ class CommObserver:
             share: of this backward's gradient bytes, how much is under way or done, 0 to 1.
             seen: `landed` will be told of it.
         """
-        if not self.recorder.enabled:
+        if not self.checkpointer.enabled:
             return
-        pipeline = self.recorder.pipeline
+        pipeline = self.checkpointer.pipeline
         if pipeline.trace is not None and not seen:
             pipeline.trace.bucket(bucket, size, now_ns())
         pipeline.pace(lambda: pipeline.schedule.flies(share))
@@ -71,8 +71,8 @@ class CommObserver:
 
     def waits(self) -> None:
         """Let copies run as the schedule says when the backward only waits for other ranks."""
-        if self.recorder.enabled:
-            self.recorder.pipeline.pace(self.recorder.pipeline.schedule.waits)
+        if self.checkpointer.enabled:
+            self.checkpointer.pipeline.pace(self.checkpointer.pipeline.schedule.waits)
 
     def waited(self, begin_ns: int) -> None:
         """Note that the backward has waited for other ranks since `begin_ns`."""

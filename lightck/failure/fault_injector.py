@@ -1,4 +1,4 @@
-"""Fault injection at the phases of a training loop, between the hooks and the recorder."""
+"""Fault injection at the phases of a training loop, between the hooks and the checkpointer."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from lightck.types import Failure
 _SLOWEST = 4096  # bytes per second
 
 
-def stand_before(listener: Listener, recorder: Checkpointer, config: Config) -> Listener:
-    """Put the planned faults between the hooks of a handle and its recorder."""
-    return Injector(listener, recorder, of_process(), config)
+def stand_before(listener: Listener, checkpointer: Checkpointer, config: Config) -> Listener:
+    """Put the planned faults between the hooks of a handle and its checkpointer."""
+    return Injector(listener, checkpointer, of_process(), config)
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Injector:
     """
 
     inner: Listener
-    recorder: Checkpointer
+    checkpointer: Checkpointer
     chaos: Chaos
     config: Config
     _calls: list[int] = field(default_factory=lambda: [0, 0])
@@ -55,23 +55,23 @@ class Injector:
     """The time at which a lasting fault ends, and the callable that ends it."""
 
     def __post_init__(self) -> None:
-        """Report where the process begins, and hook the events that the recorder is not told of."""
-        recorder, failure = self.recorder, self.config.failure
-        at = recorder.pipeline.region.place
+        """Report where the process begins, and hook events that the checkpointer is not told of."""
+        checkpointer, failure = self.checkpointer, self.config.failure
+        at = checkpointer.pipeline.region.place
         self.chaos.teller.tell(
             "attaching",
-            step=recorder.steps.step,
-            world=recorder.pipeline.region.world,
+            step=checkpointer.steps.step,
+            world=checkpointer.pipeline.region.world,
             generators={name: _digest(state) for name, state in rng.capture().items()},
             ends_hangs=isinstance(failure, Failure) and failure.hang_exit_s is not None,
             path=at.path,
             file=at.file,
         )
         self._kinds = {"slow": self._slow, "full": self._full, "corrupt": self._corrupt}
-        self._publish = recorder.on_step
-        recorder.on_step = self._step_ended
-        self._open = recorder.pipeline.open
-        recorder.pipeline.open = self._opens  # type: ignore[method-assign]
+        self._publish = checkpointer.on_step
+        checkpointer.on_step = self._step_ended
+        self._open = checkpointer.pipeline.open
+        checkpointer.pipeline.open = self._opens  # type: ignore[method-assign]
         # These hooks stay for the process's life: it was started for chaos.
         register_module_forward_pre_hook(untraced(self._module_runs))
 
@@ -80,7 +80,7 @@ class Injector:
     def update_begins(
         self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
     ) -> None:
-        """Inject faults at the fence, before and after what the recorder does there."""
+        """Inject faults at the fence, before and after what the checkpointer does there."""
         self._reach("fence")
         self.inner.update_begins(optimizer, frame, unseen=unseen)
         self._reach("commit")
@@ -88,9 +88,9 @@ class Injector:
     def update_ends(self, optimizer: Optimizer) -> None:
         """Inject faults when the parameters have changed, and when the step is complete."""
         self._reach("update")
-        before = self.recorder.steps.step
+        before = self.checkpointer.steps.step
         self.inner.update_ends(optimizer)
-        if self.recorder.steps.step > before:
+        if self.checkpointer.steps.step > before:
             self._reach("between", of=before + 1)
 
     def update_skipped(self, optimizer: Optimizer) -> None:
@@ -135,28 +135,28 @@ class Injector:
         self.inner.drawing_ahead(iterator)
 
     def _module_runs(self, module: nn.Module, args: Any) -> None:
-        recorder = self.recorder
-        if is_weight(module) or not recorder.enabled or not recorder.watched.holds(module):
+        checkpointer = self.checkpointer
+        if is_weight(module) or not checkpointer.enabled or not checkpointer.watched.holds(module):
             return
         if torch.is_grad_enabled() and module.training:
             self._calls[0] += 1
-            # At the outermost module's call the recorder has not seen the forward yet.
+            # At the outermost module's call the checkpointer has not seen the forward yet.
             if self._calls[0] > max(1, self._calls[1] // 2):
                 self._reach("forward")
-        elif not torch.is_grad_enabled() and not self._calls[0] and not recorder.steps.updating:
-            self._reach("evaluation", of=recorder.steps.step)
+        elif not torch.is_grad_enabled() and not self._calls[0] and not checkpointer.steps.updating:
+            self._reach("evaluation", of=checkpointer.steps.step)
 
     def _opens(self, *arguments: Any, flags: int = 0, **more: Any) -> Any:
         """Open a snapshot; inject faults in a save, before its copies and its commit."""
         opened = self._open(*arguments, flags=flags, **more)
         if flags & RECORD_JIT and not isinstance(opened, str):
-            self._reach("save", of=self.recorder.steps.step)
+            self._reach("save", of=self.checkpointer.steps.step)
         return opened
 
     def _step_ended(self) -> None:
         self._publish()
         self._calls, self._ticks = [0, self._calls[0]], [0, self._ticks[0]]
-        self.chaos.teller.tell("step", step=self.recorder.steps.step)
+        self.chaos.teller.tell("step", step=self.checkpointer.steps.step)
 
     # ---- the faults ------------------------------------------------------------------------
 
@@ -164,13 +164,13 @@ class Injector:
         if self._undo is not None and time.monotonic() >= self._undo[0]:
             self._undo[1]()
             self._undo = None
-        if self.recorder.enabled:
-            complete = self.recorder.steps.step
+        if self.checkpointer.enabled:
+            complete = self.checkpointer.steps.step
             self.chaos.reach(phase, complete + 1 if of is None else of, complete, self._kinds)
 
     def _slow(self) -> None:
         """Slow the medium down, by the limit that `write_limit` sets."""
-        pipeline, hold_s = self.recorder.pipeline, self.chaos.hold_s
+        pipeline, hold_s = self.checkpointer.pipeline, self.chaos.hold_s
         known = pipeline.region.continued
         size = known.payload_bytes if known is not None else 0
         pipeline.pool.limit(max(_SLOWEST, int(size / hold_s)))
@@ -179,16 +179,18 @@ class Injector:
     def _full(self) -> None:
         """Let files grow no more, as on a full medium; Python ignores SIGXFSZ."""
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        size = self.recorder.pipeline.region.info.size
+        size = self.checkpointer.pipeline.region.info.size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
         self._last(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
 
     def _corrupt(self) -> None:
         """Corrupt the newest snapshot, then kill the process, as if it decayed between lives."""
-        if not self.recorder.steps.updating:
-            self.recorder.fence(None)
-        self.recorder.poll(None)  # snapshots under way are committed first, so that two are whole
-        self.chaos.teller.tell("flipped", **flip(self.recorder))
+        if not self.checkpointer.steps.updating:
+            self.checkpointer.fence(None)
+        self.checkpointer.poll(
+            None
+        )  # snapshots under way are committed first, so that two are whole
+        self.chaos.teller.tell("flipped", **flip(self.checkpointer))
         self.chaos.kill()
 
     def _last(self, undo: Callable[[], object]) -> None:
@@ -201,13 +203,13 @@ def _digest(state: Any) -> str:
     return hashlib.blake2b(shown, digest_size=8).hexdigest()
 
 
-def flip(recorder: Checkpointer) -> dict[str, Any]:
+def flip(checkpointer: Checkpointer) -> dict[str, Any]:
     """Flip a bit of the largest tensor in the newest snapshot of this rank's region.
 
     Returns:
         The step, tensor and offset; or why nothing was flipped.
     """
-    region, recovery = open_and_recover(recorder.pipeline.region.place)
+    region, recovery = open_and_recover(checkpointer.pipeline.region.place)
     try:
         if not region.place.is_plain or len(recovery.candidates) < 2:
             steps = [each.record.step for each in recovery.candidates]

@@ -1,6 +1,6 @@
 """Just-in-time snapshots of the last complete step, on any thread, wherever the training is.
 
-Everything is done under the recorder's lock. The forward hook takes it at forward start, and an
+Everything is done under the checkpointer's lock. The forward hook takes it at forward start, and an
 update begins with the fence, which takes it: while it is held, and no update has begun, parameters
 are those of the last complete step. Before forward start all state is live, and the snapshot is
 `early`: it is not made while other tensors stand in for the weights
@@ -67,9 +67,9 @@ class RetryLater(Exception):  # noqa: N818 - no error
 
 @dataclass(eq=False)
 class DeviceWait:
-    """The observation of a recorder's devices for one save."""
+    """The observation of a checkpointer's devices for one save."""
 
-    recorder: Checkpointer
+    checkpointer: Checkpointer
     most: float
     """The time of `time.monotonic` at which it stops waiting."""
     _first: tuple[int, PreUpdateState | None] | None = None
@@ -81,7 +81,7 @@ class DeviceWait:
     def before(self, *, hangs: bool) -> PreUpdateState | None:
         """Return the state that hanging devices have; None if training's state is the one to save.
 
-        Called under the recorder's lock.
+        Called under the checkpointer's lock.
 
         Args:
             hangs: training hangs, as far as is known already.
@@ -90,7 +90,7 @@ class DeviceWait:
             Later: devices may yet make the updates that training has queued.
             DeviceError: a device has failed.
         """
-        behind, step = self.recorder.behind, self.recorder.steps.step
+        behind, step = self.checkpointer.behind, self.checkpointer.steps.step
         if behind is None:
             return None
         before = behind.there()
@@ -103,7 +103,7 @@ class DeviceWait:
             return None  # both go on: the devices are about to have the wanted state
         if before is not self._last:
             self._last, self._since = before, now
-        step_s = max(behind.pace_s, self.recorder.cadence.step_s or 0.0)
+        step_s = max(behind.pace_s, self.checkpointer.cadence.step_s or 0.0)
         patience = max(DEVICE_PATIENCE_S, _STEPS * step_s)
         known = hangs or before is behind.taken
         if before is None or (not known and now < min(self._since + patience, self.most)):
@@ -112,8 +112,8 @@ class DeviceWait:
 
     def take(self, before: PreUpdateState | None) -> None:
         """Claim a state of hanging devices: a snapshot of it is committed or being written."""
-        if before is not None and self.recorder.behind is not None:
-            self.recorder.behind.take(before)
+        if before is not None and self.checkpointer.behind is not None:
+            self.checkpointer.behind.take(before)
 
 
 POLL_S = 0.002
@@ -154,7 +154,7 @@ class Progress:
 class JitSaver:
     """Just-in-time saves of the last complete step of one handle. Any thread."""
 
-    recorder: Checkpointer
+    checkpointer: Checkpointer
     leaving: bool = False
     """True if the training thread is closing the handle, so that it will make no more progress."""
     hang: HangWatch | None = None
@@ -164,20 +164,20 @@ class JitSaver:
     @property
     def last_step(self) -> int:
         """Return the last complete step, or the step that hanging devices have, if it was saved."""
-        behind = self.recorder.behind
+        behind = self.checkpointer.behind
         taken = behind.taken if behind is not None else None
-        return self.recorder.steps.step if taken is None else taken.step
+        return self.checkpointer.steps.step if taken is None else taken.step
 
     def progress(self) -> Progress:
         """Return the progress of the training loop; takes no lock."""
-        recorder = self.recorder
+        checkpointer = self.checkpointer
         return Progress(
-            recorder.steps.step,
-            recorder.mixed,
-            recorder.inside,
-            recorder.ticks,
-            recorder.cadence.step_s,
-            recorder.thread,
+            checkpointer.steps.step,
+            checkpointer.mixed,
+            checkpointer.inside,
+            checkpointer.ticks,
+            checkpointer.cadence.step_s,
+            checkpointer.thread,
         )
 
     def hold(self, until: float | None) -> None:
@@ -186,9 +186,9 @@ class JitSaver:
         Any thread.
         """
         if until is None:
-            self.recorder.hold.end()
+            self.checkpointer.hold.end()
         else:
-            self.recorder.hold.begin(until, at_fence=self.recorder.pipeline.barrier.alone)
+            self.checkpointer.hold.begin(until, at_fence=self.checkpointer.pipeline.barrier.alone)
 
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
         """Commit the last complete step, unless it is committed; return by the deadline.
@@ -203,7 +203,7 @@ class JitSaver:
 
         An expected failure is not raised: `Saved.why` states it.
         """
-        began, why, asked = time.monotonic(), "", self.recorder.steps.step
+        began, why, asked = time.monotonic(), "", self.checkpointer.steps.step
         try:
             if os.getpid() != self._pid:
                 raise LightckError("a forked child must not write")
@@ -235,7 +235,7 @@ class JitSaver:
 
     def _newest(self) -> Record | None:
         """Return the newest record that is committed on this rank and counts."""
-        records = [slot.record for slot in self.recorder.pipeline.region.slots if slot.record]
+        records = [slot.record for slot in self.checkpointer.pipeline.region.slots if slot.record]
         return max(records, key=lambda record: record.sequence, default=None)
 
     # ---- capture ---------------------------------------------------------------------------
@@ -246,14 +246,14 @@ class JitSaver:
         Raises:
             LightckError: it cannot be saved; says why.
         """
-        here = threading.get_ident() == self.recorder.thread
+        here = threading.get_ident() == self.checkpointer.thread
         began, left = time.monotonic(), deadline - time.monotonic()
         patience = began + (0.0 if here else min(PATIENCE_S, left / 4))
-        standing = DeviceWait(self.recorder, began + left / 2)
+        standing = DeviceWait(self.checkpointer, began + left / 2)
         while True:
             hangs = self.hang is not None and self.hang.has_stood(self.progress())
             # Before the try: only progress made until then counts.
-            leaving, stuck = self.leaving, self.recorder.mixed and self.is_stuck()
+            leaving, stuck = self.leaving, self.checkpointer.mixed and self.is_stuck()
             try:
                 with self._locked(deadline):
                     before = standing.before(hangs=hangs)
@@ -262,7 +262,7 @@ class JitSaver:
                     return found
             except RetryLater as later:
                 training = later.waits is WaitFor.TRAINING
-                idle = later.waits is WaitFor.SLOT and not self.recorder.pipeline.persisting
+                idle = later.waits is WaitFor.SLOT and not self.checkpointer.pipeline.persisting
                 gone = training and (here or leaving or stuck)
                 gone = gone or (idle and time.monotonic() > began + FATES_S)
                 if gone or time.monotonic() >= deadline:
@@ -277,7 +277,7 @@ class JitSaver:
 
     @contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
-        lock = self.recorder.lock
+        lock = self.checkpointer.lock
         # A signal's handler, or `on_error`, inside code that the lock guards: its state is half
         # done.
         if lock._is_owned():  # type: ignore[attr-defined]
@@ -292,15 +292,15 @@ class JitSaver:
     def _try(
         self, early: bool, here: bool, patience: float, before: PreUpdateState | None
     ) -> tuple[int, InflightSnapshot | None]:
-        recorder, pipeline = self.recorder, self.recorder.pipeline
-        if not recorder.enabled:
+        checkpointer, pipeline = self.checkpointer, self.checkpointer.pipeline
+        if not checkpointer.enabled:
             raise LightckError("the handle is closed")
-        recorder.poll()
+        checkpointer.poll()
         if pipeline.window is not None and (before is None or not self._waits()):
             # In any case: the fence of an update comes before it changes anything.
-            with recorder.outcomes.reported():
+            with checkpointer.outcomes.reported():
                 pipeline.fence(None, aside=not here)
-        step = recorder.steps.step if before is None else before.step
+        step = checkpointer.steps.step if before is None else before.step
         for flight in pipeline.in_flight:
             if flight.step == step and early <= bool(flight.flags & RECORD_EARLY):
                 return step, flight
@@ -312,7 +312,7 @@ class JitSaver:
             raise RetryLater("no slot became free", WaitFor.SLOT)
         if before is not None:
             return step, self._open_before(before, early)
-        if recorder.inside:
+        if checkpointer.inside:
             return step, self._open_late(early)
         if time.monotonic() < patience:
             raise RetryLater(f"step {step} has not come to its boundary", WaitFor.TRAINING)
@@ -320,14 +320,14 @@ class JitSaver:
 
     def _waits(self) -> bool:
         """Tell whether copies from devices wait for a device that hangs."""
-        return self.recorder.pipeline.offload.transfers.waits
+        return self.checkpointer.pipeline.offload.transfers.waits
 
     def _holds(self, step: int, early: bool) -> bool:
         """Tell whether the step is committed since attach, or is the one that was restored.
 
         With `early`, an exact snapshot does not count.
         """
-        region, began = self.recorder.pipeline.region, self.recorder.cadence.began
+        region, began = self.checkpointer.pipeline.region, self.checkpointer.cadence.began
         restored = region.continued
         if not began and restored is not None and restored.step == step:
             return True
@@ -336,7 +336,7 @@ class JitSaver:
         return any(early <= record.early for record in alike)
 
     def _check(self, step: int, before: PreUpdateState | None) -> None:
-        recorder, kept = self.recorder, self.recorder.journaled
+        checkpointer, kept = self.checkpointer, self.checkpointer.journaled
         assert kept is not None, "not armed"
         if step == 0:
             raise LightckError("no step is complete yet")
@@ -347,11 +347,11 @@ class JitSaver:
                     f"step {step} is what a device has that hangs, and {why}", WaitFor.DEVICE
                 )
             return
-        if not recorder.settled:
+        if not checkpointer.settled:
             raise LightckError(f"at step {step} the optimizers are not all known yet")
-        if recorder.steps.gave_up(recorder.thread):
+        if checkpointer.steps.gave_up(checkpointer.thread):
             raise LightckError(f"the update after step {step} was given up half done")
-        if recorder.mixed or kept.step != step:
+        if checkpointer.mixed or kept.step != step:
             raise RetryLater(f"the update after step {step} is half done", WaitFor.TRAINING)
         if kept.ended is None and kept.begun is None:
             told = kept.unwritten or "the state was replaced inside an iteration"
@@ -359,12 +359,12 @@ class JitSaver:
 
     def _open_late(self, early: bool) -> InflightSnapshot:
         """Open a snapshot after the next forward has begun, of the state when it began."""
-        kept = self.recorder.journaled
+        kept = self.checkpointer.journaled
         assert kept is not None
         instant = kept.late(early=early)
-        blobs = self.recorder.instants.encoded(instant.first, instant.second)
+        blobs = self.checkpointer.instants.encoded(instant.first, instant.second)
         moved = partial(kept.moved, early=instant.early)
-        step, state = self.recorder.steps.step, instant.collected
+        step, state = self.checkpointer.steps.step, instant.collected
         return self._sealed(self._opened(step, state, blobs, instant.flags, moved))
 
     def _open_before(self, before: PreUpdateState, early: bool) -> InflightSnapshot:
@@ -379,8 +379,8 @@ class JitSaver:
             why = f"step {before.step}, which a device has: {moved} is not what it was"
             raise RetryLater(why, WaitFor.DEVICE)
         instant = before.instant(early=early)
-        blobs = self.recorder.instants.encoded(instant.first, instant.second)
-        with self.recorder.pipeline.offload.back_at(before.standing):
+        blobs = self.checkpointer.instants.encoded(instant.first, instant.second)
+        with self.checkpointer.pipeline.offload.back_at(before.standing):
             flight = self._opened(
                 before.step, instant.collected, blobs, instant.flags, before.moved
             )
@@ -394,7 +394,7 @@ class JitSaver:
         Raises:
             Later: the loop changes the state, or other tensors stand in for the weights.
         """
-        kept, step = self.recorder.journaled, self.recorder.steps.step
+        kept, step = self.checkpointer.journaled, self.checkpointer.steps.step
         assert kept is not None
         moved = partial(kept.moved, early=True)
         state, blobs = self._before_forward()
@@ -407,10 +407,10 @@ class JitSaver:
             again, said = (state, blobs) if here else self._before_forward()
             changed = not here and (_versions(again) != versions or said != blobs)
         except BaseException:
-            self.recorder.pipeline.drop("the state cannot be taken")
+            self.checkpointer.pipeline.drop("the state cannot be taken")
             raise
         if changed:
-            self.recorder.pipeline.drop("the loop has changed something meanwhile")
+            self.checkpointer.pipeline.drop("the loop has changed something meanwhile")
             raise RetryLater("the loop kept changing the state", WaitFor.TRAINING)
         return self._sealed(flight)
 
@@ -420,7 +420,7 @@ class JitSaver:
         If the early instant is wanted, some rank has no exact snapshot and can have none: exact
         ones count nowhere, and the early one may replace one of them.
         """
-        region = self.recorder.pipeline.region
+        region = self.checkpointer.pipeline.region
         held = [(slot, slot.record) for slot in region.slots if slot.kept and slot.record]
         return [slot for slot, r in held if (r.timeline, r.step) == (region.timeline, step)]
 
@@ -431,14 +431,14 @@ class JitSaver:
         end: a killed rank leaves only these, and a rank which has gone on to the forward has them,
         too. The loop's work between step end and forward start is then to be done on every rank.
         """
-        recorder = self.recorder
-        instants, kept = recorder.instants, recorder.journaled
-        if recorder.forward_unseen and kept is not None and kept.ended is not None:
+        checkpointer = self.checkpointer
+        instants, kept = checkpointer.instants, checkpointer.journaled
+        if checkpointer.forward_unseen and kept is not None and kept.ended is not None:
             instants.forward_missed(kept.ended.copies)  # the forward may have begun
         collected = instants.collect()
-        ended = kept.ended if kept is not None and not recorder.pipeline.barrier.alone else None
+        ended = kept.ended if kept is not None and not checkpointer.pipeline.barrier.alone else None
         if ended is None or ended.copies is None:
-            return collected, instants.encode(collected, recorder.steps.step, seen=False)
+            return collected, instants.encode(collected, checkpointer.steps.step, seen=False)
         return holding(collected, ended.copies), instants.encoded(ended.first, ended.second)
 
     def _opened(
@@ -449,7 +449,7 @@ class JitSaver:
         flags: int,
         moved: Callable[[], str],
     ) -> InflightSnapshot:
-        pipeline = self.recorder.pipeline
+        pipeline = self.checkpointer.pipeline
         if not pipeline.region.has_room(due=False):
             for slot in self._exact(step):
                 pipeline.region.dead(slot)
@@ -466,7 +466,7 @@ class JitSaver:
         Raises:
             Later: the loop has changed something meanwhile; it may succeed the next time.
         """
-        if not self.recorder.pipeline.fence(None):
+        if not self.checkpointer.pipeline.fence(None):
             first, more = flight.torn[0], len(flight.torn) - 1
             names = f"{first} and {more} more" if more else first
             why = f"step {flight.step}: {names} changed while it was copied"
@@ -481,13 +481,13 @@ class JitSaver:
         Raises:
             LightckError: it failed.
         """
-        pipeline = self.recorder.pipeline
+        pipeline = self.checkpointer.pipeline
         while not flight.durable_s:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
             with self._locked(deadline):
-                self.recorder.poll()
+                self.checkpointer.poll()
                 if not flight.durable_s and flight not in pipeline.persisting:
                     raise LightckError(f"step {flight.step} could not be written")
             time.sleep(min(POLL_S, left))  # the training thread may need the lock
@@ -495,7 +495,7 @@ class JitSaver:
 
     def _finish_others(self, deadline: float) -> None:
         """Wait for the snapshots that are sealed already: a restart finds the newest of them."""
-        for flight in [*self.recorder.pipeline.persisting]:
+        for flight in [*self.checkpointer.pipeline.persisting]:
             self._durable(flight, deadline)
 
 

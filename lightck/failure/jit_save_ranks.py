@@ -47,21 +47,21 @@ class RankJitSaver(JitSaver):
 
     @classmethod
     def among(
-        cls, recorder: Checkpointer, topology: Topology, store: Store, *, process_durable: bool
+        cls, checkpointer: Checkpointer, topology: Topology, store: Store, *, process_durable: bool
     ) -> RankJitSaver:
         """Create it for a handle of several ranks; listening begins.
 
         Args:
-            recorder: of the handle.
+            checkpointer: of the handle.
             topology: this rank's place.
             store: a connection of its own, below a prefix of this attach.
             process_durable: as in the config.
         """
         inheritance = TakeoverCoordinator.of(
-            recorder, topology, JitSaver(recorder), process_durable=process_durable
+            checkpointer, topology, JitSaver(checkpointer), process_durable=process_durable
         )
-        peers = Peers(store, topology, recorder.pipeline.region.place)
-        return cls(recorder, inheritance=inheritance, peers=peers)
+        peers = Peers(store, topology, checkpointer.pipeline.region.place)
+        return cls(checkpointer, inheritance=inheritance, peers=peers)
 
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
         """Save like `JitSaver.save`; then tell other ranks, and complete this node's dead ranks.
@@ -107,7 +107,7 @@ class RankJitSaver(JitSaver):
         If it stays there for long, that counts as a hang in a collective. Any thread; takes no
         lock.
         """
-        behind = self.recorder.behind
+        behind = self.checkpointer.behind
         with suppress(LightckError):
             before = behind.there() if behind is not None else None
             if before is not None:
@@ -147,12 +147,12 @@ class RankJitSaver(JitSaver):
     def _leave_standing(self, deadline: float) -> None:
         """Settle the journal's pre-fence entry before this rank ends, as `left_off` does."""
         hang = self.hang
-        if hang is None or threading.get_ident() == self.recorder.thread:
+        if hang is None or threading.get_ident() == self.checkpointer.thread:
             return
         # The save has reported already what it could not have; this is only for the others' step.
         with suppress(LightckError), self._locked(deadline):
             if hang.has_stood(self.progress()):
-                left_standing(self.recorder)
+                left_standing(self.checkpointer)
 
     def _wards(self, heard: PeerStatus) -> set[int]:
         """Return the ranks of this node whose share this one completes when they have ended."""

@@ -122,7 +122,7 @@ class PreUpdateState:
 
 @dataclass(eq=False)
 class DeviceLag:
-    """Keeps the states before queued updates, for one recorder.
+    """Keeps the states before queued updates, for one checkpointer.
 
     Under its lock, unless a method says otherwise.
     """

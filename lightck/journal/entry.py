@@ -41,7 +41,7 @@ class EntryEncoder:
 
     def sealed(
         self,
-        shelf: CopyBuffer,
+        copy_buffer: CopyBuffer,
         copies: Mapping[str, torch.Tensor],
         trees: tuple[dict[str, Any], dict[str, Any]],
         share_digest: bytes,
@@ -49,7 +49,7 @@ class EntryEncoder:
         """Encode an entry, without the step, which the journal has beside it.
 
         Args:
-            shelf: the copy buffer, just filled with the rank's own small tensors.
+            copy_buffer: just filled with the rank's own small tensors.
             copies: the copies in it, by name.
             trees: plain values of step end and of forward start.
             share_digest: digest of the share map.
@@ -59,7 +59,7 @@ class EntryEncoder:
         """
         first, second = trees
         held = BlobWriter(self._kept)
-        said = shelf.packed(held, copies)
+        said = copy_buffer.packed(held, copies)
         drawn = [first["rng"], second["rng"]] if "rng" in second else [first["rng"]]
         at = []
         for states in drawn:

@@ -142,7 +142,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass(eq=False)
 class StepJournal:
-    """Keeps the boundary state of each step. On the training thread, under the recorder's lock."""
+    """Keeps the boundary state of each step, on the training thread and under the lock."""
 
     instants: BoundaryState
     region: Region
@@ -312,26 +312,26 @@ class StepJournal:
             with users_code():
                 collected = self.instants.inventory.glance()
             trees = self.instants.standing(), {**collected.tree, "step": step}
-            shelf = self._sort(collected)
-            if shelf is not None:
-                copies = shelf.fill(aside=True)
-                self._write(FENCE, step, trees, collected.share_digest, shelf, copies)
+            copy_buffer = self._sort(collected)
+            if copy_buffer is not None:
+                copies = copy_buffer.fill(aside=True)
+                self._write(FENCE, step, trees, collected.share_digest, copy_buffer, copies)
 
     def _take(
         self, kind: int, step: int, collected: CollectedState, *, seen: bool
     ) -> BoundaryCapture:
         trees = self.instants.trees(collected, step, seen=seen)
-        shelf = self._sort(collected)
+        copy_buffer = self._sort(collected)
         copies = sources = None
         if kind == FORWARD:
             self.weights.forward()
             tensors = self._watched_now(collected)
             sources = CopySources(tensors, *copy_plan.read(tensors), [])
-        if shelf is not None:
-            every = shelf.fill()
-            copies = shelf.changing(every)
+        if copy_buffer is not None:
+            every = copy_buffer.fill()
+            copies = copy_buffer.changing(every)
             with self.once:
-                self._write(kind, step, trees, collected.share_digest, shelf, every)
+                self._write(kind, step, trees, collected.share_digest, copy_buffer, every)
         self.stood(kind == FORWARD)
         return BoundaryCapture(kind, step, *trees, collected, copies, sources)
 
@@ -364,7 +364,7 @@ class StepJournal:
         step: int,
         trees: tuple[dict[str, Any], dict[str, Any]],
         share_digest: bytes,
-        shelf: CopyBuffer,
+        copy_buffer: CopyBuffer,
         copies: Mapping[str, torch.Tensor],
     ) -> None:
         """Write an entry of what has just been copied to the buffer, and the rest."""
@@ -373,7 +373,7 @@ class StepJournal:
         if step < self._rests_until:
             return
         try:
-            blob = self._sealing.sealed(shelf, copies, trees, share_digest)
+            blob = self._sealing.sealed(copy_buffer, copies, trees, share_digest)
             first = kind == STEP_END and self._update.get(kind, (-1,))[0] != step
             if first or (kind == FENCE and step == self._fenced):
                 self._update[kind] = step, blob

@@ -372,13 +372,13 @@ class Kinds:
     """Holds the classes that attach makes, as the setting `update` asks for."""
 
     pipeline: type[Pipeline] = Pipeline
-    recorder: Callable[..., Checkpointer] = Checkpointer
+    checkpointer: Callable[..., Checkpointer] = Checkpointer
     due: Callable[[Policy], DueCheck] = DueCheck
     defers: bool = True
     """True if an update may begin where its closure returns: the one given to the optimizer's
     `step`."""
     stop: Callable[[], None] = lambda: None
-    """Ends what the recorder has begun besides."""
+    """Ends what the checkpointer has begun besides."""
 
     @classmethod
     def of(
@@ -398,5 +398,5 @@ class Kinds:
         updates = Updates(Units(inventory), update.accumulation, final())
         refuse(updates.final, inventory, boundary=boundary)
         inventory.assign = updates.units.assign
-        recorder = partial(LayerRecorder, updates=updates)
-        return cls(LayerPipeline, recorder, EarlyDueCheck, False, updates.stop)
+        checkpointer = partial(LayerRecorder, updates=updates)
+        return cls(LayerPipeline, checkpointer, EarlyDueCheck, False, updates.stop)

@@ -17,7 +17,7 @@ _COUNTS = ("captured", "committed", "slipped", "torn", "failed", "dead")
 class Summary:
     """Sums up the counts from one `tell` to the next. Used by the training thread."""
 
-    recorder: Checkpointer
+    checkpointer: Checkpointer
     _since: tuple[float, int, dict[str, int], float] = field(init=False)
     """Time, step, counts and stall at the last `tell`."""
 
@@ -41,7 +41,7 @@ class Summary:
         event(
             "summary",
             step=step,
-            committed_step=self.recorder.pipeline.counters.last_committed_step,
+            committed_step=self.checkpointer.pipeline.counters.last_committed_step,
             steps=steps,
             seconds=round(now_s - began_s, 3),
             **new,
@@ -49,6 +49,11 @@ class Summary:
         )
 
     def _now(self) -> tuple[float, int, dict[str, int], float]:
-        counters = self.recorder.pipeline.counters
+        counters = self.checkpointer.pipeline.counters
         counts = {name: getattr(counters, name) for name in _COUNTS}
-        return time.monotonic(), self.recorder.steps.step, counts, self.recorder.stalls.total()
+        return (
+            time.monotonic(),
+            self.checkpointer.steps.step,
+            counts,
+            self.checkpointer.stalls.total(),
+        )

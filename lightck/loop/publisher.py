@@ -24,15 +24,15 @@ from lightck.types import Stats
 # Collect the statistics of `handle.stats()` from all counters.
 
 
-def collect_stats(recorder: Checkpointer) -> Stats:
+def collect_stats(checkpointer: Checkpointer) -> Stats:
     """Return the statistics as of the last poll.
 
     Any thread: it neither waits for the training nor delays it.
     """
-    counters, pool = recorder.outcomes.counted, recorder.pipeline.pool_stats()
-    compared, uncompared = recorder.pipeline.barrier.compared()
-    seconds, kept = pool["copy_ns"] / 1e9, recorder.journaled
-    offload = recorder.pipeline.offload
+    counters, pool = checkpointer.outcomes.counted, checkpointer.pipeline.pool_stats()
+    compared, uncompared = checkpointer.pipeline.barrier.compared()
+    seconds, kept = pool["copy_ns"] / 1e9, checkpointer.journaled
+    offload = checkpointer.pipeline.offload
     mode, why = offload.ways.chosen
     return Stats(
         captured=counters.captured,
@@ -46,7 +46,7 @@ def collect_stats(recorder: Checkpointer) -> Stats:
         skipped_unchanged_bytes=pool["bytes_skipped"],
         bytes_copied=pool["bytes_copied"],
         bytes_helped=pool["bytes_helped"],
-        stall_s=dict(recorder.stalls.seconds),
+        stall_s=dict(checkpointer.stalls.seconds),
         copy_rate=pool["bytes_copied"] / seconds if seconds else 0.0,
         commit_s=counters.commit_s / counters.durable if counters.durable else 0.0,
         whole_s=counters.whole_s / counters.committed if counters.committed else 0.0,
@@ -56,7 +56,7 @@ def collect_stats(recorder: Checkpointer) -> Stats:
         bytes_from_device=offload.transfers.moved_bytes,
         ring_bytes=offload.transfers.ring_bytes,
         device_copy_bytes=offload.ways.copy_bytes,
-        moved_in_draws=recorder.movement.count,
+        moved_in_draws=checkpointer.movement.count,
         not_kept=str((kept and kept.unwritten) or ""),
     )
 
@@ -66,7 +66,7 @@ class StatusPublisher:
     """Publishes statistics and traces. Used by the training thread."""
 
     config: Config
-    recorder: Checkpointer
+    checkpointer: Checkpointer
     reporter: ErrorReporter
     watched: Watched
     trace: Trace | None = field(default=None, init=False)
@@ -75,21 +75,21 @@ class StatusPublisher:
 
     def __post_init__(self) -> None:
         """Open the statistics page, and insert the trace's listener if a trace is wanted."""
-        recorder, pipeline = self.recorder, self.recorder.pipeline
-        self.listener = recorder
+        checkpointer, pipeline = self.checkpointer, self.checkpointer.pipeline
+        self.listener = checkpointer
         self._page = Page(pipeline.pool, pipeline.region.native)
         self._page.said.began_ns = time.time_ns()
-        self._page.said.began_step = recorder.steps.step
-        self._summary = Summary(recorder)
-        recorder.on_step = self._step_ended
+        self._page.said.began_step = checkpointer.steps.step
+        self._summary = Summary(checkpointer)
+        checkpointer.on_step = self._step_ended
         if self.config.trace is not False:
-            self.trace = Trace(self._about(), recorder.steps.step + 1, pipeline.pool)
-            self.listener = TraceListener(recorder, self.trace, self.watched)
-            recorder.stalls.tell = self.trace.stall
+            self.trace = Trace(self._about(), checkpointer.steps.step + 1, pipeline.pool)
+            self.listener = TraceListener(checkpointer, self.trace, self.watched)
+            checkpointer.stalls.tell = self.trace.stall
             pipeline.trace = self.trace
 
     def _about(self) -> dict[str, object]:
-        region, config = self.recorder.pipeline.region, self.config
+        region, config = self.checkpointer.pipeline.region, self.config
         return {
             "rank": region.info.rank,
             "world": region.world,
@@ -97,7 +97,7 @@ class StatusPublisher:
             "region": str(region.place.file),
             "medium": region.info.medium,
             "survives": region.survives,
-            "threads": self.recorder.pipeline.pool.threads,
+            "threads": self.checkpointer.pipeline.pool.threads,
             "chunk_bytes": config.chunk_bytes,
             "schedule": config.schedule,
         }
@@ -119,26 +119,26 @@ class StatusPublisher:
 
     def publish(self, *, ended: bool = False) -> None:
         """Publish the statistics for `lightck top`; takes a few microseconds."""
-        recorder, page = self.recorder, self._page
-        counters, said = recorder.pipeline.counters, page.said
-        record = recorder.pipeline.region.continued
+        checkpointer, page = self.checkpointer, self._page
+        counters, said = checkpointer.pipeline.counters, page.said
+        record = checkpointer.pipeline.region.continued
         captured, committed = counters.last_captured_step, counters.last_committed_step
         said.ended = ended
         said.updated_ns = time.time_ns()
-        said.step = recorder.steps.step
+        said.step = checkpointer.steps.step
         said.captured_step = NO_STEP if captured is None else captured
         said.committed_step = NO_STEP if committed is None else committed
-        said.step_ns = int((recorder.cadence.step_s or 0.0) * 1e9)
+        said.step_ns = int((checkpointer.cadence.step_s or 0.0) * 1e9)
         said.captured, said.committed = counters.captured, counters.committed
         said.slipped, said.torn, said.failed = counters.slipped, counters.torn, counters.failed
         said.payload_bytes = record.payload_bytes if record is not None else 0
         said.errors = self.reporter.count
-        page.stalls(recorder.stalls.seconds)
+        page.stalls(checkpointer.stalls.seconds)
         page.error(self.reporter.latest)
         try:
             page.publish()
         except RegionIOError as error:
-            self.recorder.outcomes.region_lost(error)
+            self.checkpointer.outcomes.region_lost(error)
 
     def torn(self, flight: InflightSnapshot, names: Sequence[str]) -> None:
         """Count a torn snapshot that the pipeline has dropped.
@@ -150,7 +150,7 @@ class StatusPublisher:
             return
         if self.trace is not None:
             self.trace.lost_snapshot("torn", flight.step, names[0])
-        self.recorder.outcomes.torn(flight, names)
+        self.checkpointer.outcomes.torn(flight, names)
 
     def ended(self) -> None:
         """Publish the last statistics and log the last summary, while the pool is still there."""

@@ -1,6 +1,7 @@
 """Notes, for a trace only, when forwards and updates run and which layer's gradient is ready.
 
-It stands between the hooks and the recorder, with hooks of its own; without a trace there is none.
+It stands between the hooks and the checkpointer, with hooks of its own; without a trace there is
+none.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from lightck.tracing.trace import Trace, now_ns
 
 @dataclass(eq=False)
 class TraceListener:
-    """Passes everything that the hooks tell on to the recorder, and notes when it was."""
+    """Passes everything that the hooks tell on to the checkpointer, and notes when it was."""
 
-    recorder: Checkpointer
+    checkpointer: Checkpointer
     trace: Trace
     watched: Watched
     _updates: list[int] = field(default_factory=list)
@@ -44,7 +45,7 @@ class TraceListener:
         self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
     ) -> None:
         """Pass on that an update begins, and note it: the update itself begins after the fence."""
-        self.recorder.update_begins(optimizer, frame, unseen=unseen)
+        self.checkpointer.update_begins(optimizer, frame, unseen=unseen)
         if self._ours(optimizer):
             self._updates.append(now_ns())
 
@@ -52,56 +53,56 @@ class TraceListener:
         """Note that an update has ended, and pass it on; the step may have ended, too."""
         if self._ours(optimizer):
             self._updated()
-        self._passed_on(lambda: self.recorder.update_ends(optimizer))
+        self._passed_on(lambda: self.checkpointer.update_ends(optimizer))
 
     def update_skipped(self, optimizer: Optimizer) -> None:
         """Pass on that the gradient scaler left an update out."""
-        self._passed_on(lambda: self.recorder.update_skipped(optimizer))
+        self._passed_on(lambda: self.checkpointer.update_skipped(optimizer))
 
     def forward(self, training: bool) -> None:
         """Pass on that a forward begins."""
-        self.recorder.forward(training)
+        self.checkpointer.forward(training)
 
     def gradient(self, layer: str) -> None:
         """Note that a layer's gradient is ready, and pass it on."""
         self.trace.note("tick", layer, now_ns())
-        self.recorder.gradient(layer)
+        self.checkpointer.gradient(layer)
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
         """Pass on that a loader is iterated, or draws."""
-        self.recorder.iterating(loader, drawing)
+        self.checkpointer.iterating(loader, drawing)
 
     def drawn(self) -> None:
         """Pass on that a batch has been drawn."""
-        self.recorder.drawn()
+        self.checkpointer.drawn()
 
     def drawing_ahead(self, iterator: Lookahead) -> None:
         """Pass on that a loader draws a batch ahead of its step."""
-        self.recorder.drawing_ahead(iterator)
+        self.checkpointer.drawing_ahead(iterator)
 
     def mark_begin(self) -> None:
         """Pass on `handle.before_update()`, and note when the update begins."""
-        self.recorder.mark_begin()
+        self.checkpointer.mark_begin()
         self._updates = [now_ns()]
 
     def mark_end(self) -> None:
         """Note that the update has ended, and pass on `handle.after_update()`."""
         self._updated()
-        self._passed_on(self.recorder.mark_end)
+        self._passed_on(self.checkpointer.mark_end)
 
     def _ours(self, optimizer: Optimizer) -> bool:
-        return any(known is optimizer for known in self.recorder.inventory.optimizers)
+        return any(known is optimizer for known in self.checkpointer.inventory.optimizers)
 
     def _updated(self) -> None:
         if self._updates:
             self.trace.note("update", "update", self._updates.pop(), now_ns())
 
     def _passed_on(self, end: Any) -> None:
-        before = self.recorder.steps.step
+        before = self.checkpointer.steps.step
         end()
-        if self.recorder.steps.step > before:
+        if self.checkpointer.steps.step > before:
             self._updates.clear()  # one that raised never ended
-            self.trace.step_ended(self.recorder.steps.step)
+            self.trace.step_ended(self.checkpointer.steps.step)
 
     # ---- hooks of its own ------------------------------------------------------------------
 

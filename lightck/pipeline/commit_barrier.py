@@ -19,7 +19,7 @@ from lightck.types import Fate, Moment, Policy
 class CommitBarrier(Protocol):
     """Commit barrier of the job, as capture sees it.
 
-    For any thread, with the recorder's lock held. Only `wait`, `close` and `leave` wait.
+    For any thread, with the checkpointer's lock held. Only `wait`, `close` and `leave` wait.
     """
 
     alone: bool

@@ -49,7 +49,7 @@ class _Room:
 class DeviceOffload:
     """Moves the tensors that devices hold into the region, and owns what does so.
 
-    Used by the training thread, or by others under the recorder's lock.
+    Used by the training thread, or by others under the checkpointer's lock.
     """
 
     ways: DevicePlacement

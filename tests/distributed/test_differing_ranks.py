@@ -64,7 +64,7 @@ def train(path: Path, odd: int | None, name: str, named: int = 1, **settings: An
             if step == FIRST and me.rank == odd:
                 flip(training, name)
         stats = handle.stats()
-        barrier: Any = handle._recorder.pipeline.barrier
+        barrier: Any = handle._checkpointer.pipeline.barrier
         until(lambda: odd is None or len(barrier._divergence._named) >= named)
         with suppress(DivergenceError):  # raised once more, as any background error is
             handle.close()

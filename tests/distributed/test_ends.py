@@ -57,10 +57,10 @@ def test_close_takes_the_last_step_again_where_it_was_lost(region_dir: Path) -> 
             for _ in range(3):
                 step(training, handle)
             if me.rank == 1:
-                handle._recorder.due = False
-                handle._recorder.pipeline.barrier.lost(3, "for the test")
+                handle._checkpointer.due = False
+                handle._checkpointer.pipeline.barrier.lost(3, "for the test")
             else:
-                requests.open_missed(handle._recorder)
+                requests.open_missed(handle._checkpointer)
             until(lambda: settled(handle))
             dead = handle.stats().dead
         return dead, handle.last_committed_step
@@ -178,7 +178,7 @@ def test_a_store_that_dies_stops_snapshots_and_nothing_else(region_dir: Path) ->
         me.send("two steps")
         me.pause()
         of_job().set_timeout(SHORT)
-        barrier: Any = handle._recorder.pipeline.barrier
+        barrier: Any = handle._checkpointer.pipeline.barrier
         reachable = torch.ones(1)
         end = time.monotonic() + ranks.LONG_S
         while reachable.any() and time.monotonic() < end:

@@ -33,7 +33,7 @@ def until(condition: Callable[[], object]) -> None:
 def settled(handle: lightck.Handle) -> bool:
     """Say whether no fate is open on this rank."""
     handle.stats()
-    return not handle._recorder.pipeline.in_flight
+    return not handle._checkpointer.pipeline.in_flight
 
 
 def step(training: Training, handle: lightck.Handle) -> None:
@@ -150,8 +150,8 @@ def test_no_slot_of_unknown_fate_is_reused(mistake: bool, region_dir: Path) -> N
         for _ in range(6):
             training.step()
             if me.rank == 0:
-                until(lambda: (handle.stats(), not handle._recorder.pipeline.persisting)[1])
-        open_steps = [flight.step for flight in handle._recorder.pipeline.awaiting]
+                until(lambda: (handle.stats(), not handle._checkpointer.pipeline.persisting)[1])
+        open_steps = [flight.step for flight in handle._checkpointer.pipeline.awaiting]
         slipped = handle.stats().slipped
         dist.barrier()  # rank 1's close commits what it holds back: only once rank 0 has looked
         Pipeline.poll = kept  # type: ignore[method-assign]

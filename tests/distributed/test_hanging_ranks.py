@@ -300,16 +300,16 @@ def test_what_a_rank_left_where_it_hung_gives_way_to_what_it_has_at_its_fence(
             left = partial(read_entry, job.handle.region.native, FENCE)
             until(lambda: (entry := left()) is not None and entry.step == AT)
             unwatched(job.handle._guard)
-            recorder = job.handle._recorder
-            with recorder.lock:
+            checkpointer = job.handle._checkpointer
+            with checkpointer.lock:
                 for _ in range(3):
-                    left_standing(recorder)
+                    left_standing(checkpointer)
             if changes:
                 job.progress["rank"] = 77
             job.phase, job.stand = "updated", dies
 
         def dies() -> None:
-            me.send(job.handle._recorder.journaled.habit._whole)
+            me.send(job.handle._checkpointer.journaled.habit._whole)
             kinds = (FORWARD,) if changes else (FORWARD, STEP_END)
             found = [read_entry(job.handle.region.native, kind) for kind in kinds]
             me.send({each and each.step for each in found})

@@ -39,12 +39,14 @@ class Node:
             self.stack.callback(peers.stop, LONG_S)
             pipeline = SimpleNamespace(region=SimpleNamespace(slots=[]))
             steps = SimpleNamespace(step=7)
-            recorder: Any = SimpleNamespace(rank=rank, steps=steps, pipeline=pipeline, behind=None)
+            checkpointer: Any = SimpleNamespace(
+                rank=rank, steps=steps, pipeline=pipeline, behind=None
+            )
             inheritance: Any = SimpleNamespace(settle=lambda _, rank=rank: self._settle(rank))
-            self.ranks.append(RankJitSaver(recorder, inheritance=inheritance, peers=peers))
+            self.ranks.append(RankJitSaver(checkpointer, inheritance=inheritance, peers=peers))
 
         def save(own: Any, reason: str, deadline: float, *, early: bool = False) -> Saved:
-            rank = own.recorder.rank
+            rank = own.checkpointer.rank
             self.saves[rank].append((reason, early))
             early = early or rank in self.early
             return Saved(reason, 7, fresh=rank not in self.stuck, early=early)
@@ -135,13 +137,13 @@ def test_what_a_rank_could_not_save_long_ago_says_nothing_of_a_later_failure(nod
     node.save(1, "a test")
     node.save(2, "SIGTERM")
     assert [word.stood for word in node.hear(0, 2).words] == [7, 7], "said once"
-    own: Any = node.ranks[0].recorder
+    own: Any = node.ranks[0].checkpointer
     for step, settled in ((7, True), (8, False)):  # rank 2 has saved step 7
         own.steps.step = step
         assert node.ranks[0].is_settled() is settled
     node.save(2, "SIGTERM")
     for each in node.ranks:
-        each.recorder.steps.step = 9
+        each.checkpointer.steps.step = 9
     node.ranks[0].peers._dead = (2,)
     assert not node.ranks[0].is_settled(), "rank 1 has gone on since"
     node.save(1, "a test")
@@ -196,7 +198,7 @@ def test_a_killed_peer_is_a_reason_once(node: Node, tmp_path: Path) -> None:
 def test_a_dead_peer_s_early_instant_is_told_to_the_other_nodes(node: Node) -> None:
     """Other nodes hold the exact instant of that step, which no dead rank's share goes with."""
     own = node.ranks[0]
-    slots = own.recorder.pipeline.region.slots
+    slots = own.checkpointer.pipeline.region.slots
 
     def settle(deadline: float) -> list[Any]:
         record = SimpleNamespace(step=7, early=True, sequence=1)
@@ -214,7 +216,7 @@ def test_a_dead_peer_s_early_instant_is_told_to_the_other_nodes(node: Node) -> N
 
 def test_a_device_that_stands_before_an_update_may_wait_for_others(node: Node) -> None:
     rank, before = node.ranks[0], SimpleNamespace(step=7)
-    own: Any = rank.recorder
+    own: Any = rank.checkpointer
     assert rank.waits() is None
     own.behind = SimpleNamespace(there=lambda: before)
     first, again = rank.waits(), rank.waits()

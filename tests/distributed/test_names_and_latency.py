@@ -78,7 +78,7 @@ def test_one_rank_has_no_threads_and_no_store(initialized: bool, region_dir: Pat
         handle = training.attach(region_dir, failure="off")
         training.steps(3)
         more = {t.name for t in threading.enumerate()} - before
-        kind = type(handle._recorder.pipeline.barrier)
+        kind = type(handle._checkpointer.pipeline.barrier)
         assert handle.config.slots == 0 and handle.region.info.slot_count == 2
         handle.close()
         keys = dist.distributed_c10d._get_default_store().num_keys() if initialized else None

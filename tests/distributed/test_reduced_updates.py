@@ -240,7 +240,7 @@ def test_attaching_again_finds_its_place(tmp_path: Path) -> None:
                 micro_batch(Case(), module, me.rank, step, 0)
                 optimizer.step()
                 optimizer.zero_grad()
-            assert handle._recorder.updates.active
+            assert handle._checkpointer.updates.active
             handle.close()
             assert handle.stats().committed > 0
 

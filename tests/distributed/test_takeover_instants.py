@@ -155,17 +155,17 @@ ACTION = st.tuples(
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def copy_buffer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield tmp_path_factory.mktemp("shelf")
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_what_is_whole_on_every_rank_stays_whole_until_something_newer_is(
-    shelf: Path, data: st.DataObject
+    copy_buffer: Path, data: st.DataObject
 ) -> None:
     """Ranks die at any point, commit or not, a step apart; survivors take over in any order."""
-    folder = shelf / str(len(list(shelf.iterdir())))
+    folder = copy_buffer / str(len(list(copy_buffer.iterdir())))
     with Node(folder, 3) as node:
         node.train(1)
         whole, step, dead = 1, 1, set()

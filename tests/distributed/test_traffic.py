@@ -79,7 +79,7 @@ def test_comm_releases_as_buckets_are_launched_and_all_when_nothing_is_left_to_c
             assert handle._sight.trace is not None
             events.append(list(handle._sight.trace.events))
             handle.wait()
-            newest = handle._recorder.pipeline.newest
+            newest = handle._checkpointer.pipeline.newest
             held.append(0 if newest is None else newest.held_bytes)
 
         train(

@@ -371,20 +371,23 @@ def test_who_completes_a_dead_rank_s_share_takes_that_step(
 ) -> None:
     job = Job(device)
     handle = attached(job, run_dir)
-    recorder = handle._recorder
+    checkpointer = handle._checkpointer
     for _ in range(3):
         job.step()
     gate = ahead(job)
-    assert coordinator._stands(recorder) == 4, "no save has looked"
+    assert coordinator._stands(checkpointer) == 4, "no save has looked"
     assert save(handle).step == 3
-    before = coordinator._behind(recorder)
-    assert before is not None and coordinator._stands(recorder) == 3
+    before = coordinator._behind(checkpointer)
+    assert before is not None and coordinator._stands(checkpointer) == 3
     before.must_stand(False)
     counts = before.counts.by_name()
     assert len(counts) == 5 and all(int(count) == 3 for count in counts.values())
     gate.reach()
     device.compute.finish()
-    assert (coordinator._stands(recorder), coordinator._behind(recorder) is None) == (4, True)
+    assert (coordinator._stands(checkpointer), coordinator._behind(checkpointer) is None) == (
+        4,
+        True,
+    )
     with pytest.raises(TornSnapshotError, match="updated meanwhile"):
         before.must_stand(False)
     handle.detach()
@@ -439,7 +442,7 @@ def test_a_window_on_a_stream_of_its_own_is_closed_by_a_save_when_its_copies_are
             job.step()
         job.model(torch.zeros(1))  # step 3 is due, and its copies are queued
         saving = other.submit(handle.snapshot_now, "word")
-        while handle._recorder.pipeline.window is not None:
+        while handle._checkpointer.pipeline.window is not None:
             time.sleep(0.001)
         job.optimizers[0].step()
         saved = saving.result()

@@ -59,7 +59,7 @@ def test_a_frozen_tensor_that_changes_between_snapshots_is_saved_as_it_is(run_di
             handle.wait()
             if step:
                 assert of_stored(run_dir, step) == loop.seen[step]
-        skipped = handle._recorder.pipeline.pool_stats()["bytes_skipped"]
+        skipped = handle._checkpointer.pipeline.pool_stats()["bytes_skipped"]
     assert skipped > 0, "it was never found unchanged"
 
 

@@ -203,6 +203,6 @@ def test_futures_end_even_when_the_pipeline_cannot_be_closed(
             handle.detach()
     with pytest.raises(lightck.LightckError, match="closed"):
         future.result(timeout=100)
-    original(handle._recorder.pipeline)
+    original(handle._checkpointer.pipeline)
     handle.region.close()
     assert steps_at(run_dir) == []

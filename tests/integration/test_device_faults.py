@@ -45,21 +45,21 @@ def test_a_survivor_copies_what_a_device_holds(
     for _ in range(2):
         job.step()
     handle.wait(timeout=100)
-    recorder = handle._recorder
-    region, pool = recorder.pipeline.region, recorder.pipeline.pool
-    with recorder.lock:
+    checkpointer = handle._checkpointer
+    region, pool = checkpointer.pipeline.region, checkpointer.pipeline.pool
+    with checkpointer.lock:
         gate = Event()
         if not buffers:  # their private copies are made by what computes
             device.compute.follow(gate)  # a collective that a dead rank has left
         arrangement = CopyPlan(region)
-        lives = recorder.inventory.shared()
+        lives = checkpointer.inventory.shared()
         writer = SlotWriter.open(region, pool, arrangement.update(lives, 4096))
         assert writer is not None
         assert any(part.device is not None for part in arrangement.parts)
         takeover.copy(writer, arrangement, time.monotonic() + 100)
         names = [entry.name for entry in writer.layout.entries]
         i = names.index("model/3.weight")
-        there = recorder.pipeline.offload.ways.extents(
+        there = checkpointer.pipeline.offload.ways.extents(
             writer.layout.offsets.tolist(), writer.layout.lengths.tolist()
         )[i]
         wanted = value("3.weight", 2, job.layers[3].weight.shape)
@@ -76,13 +76,13 @@ def test_a_survivor_does_not_wait_for_a_device_past_its_deadline(
     handle = job.attach(run_dir, placement="host")
     job.step()
     handle.wait(timeout=100)
-    recorder = handle._recorder
-    region, pool = recorder.pipeline.region, recorder.pipeline.pool
-    with recorder.lock:
+    checkpointer = handle._checkpointer
+    region, pool = checkpointer.pipeline.region, checkpointer.pipeline.pool
+    with checkpointer.lock:
         gate = Event()
         device.copying.follow(gate)
         arrangement = CopyPlan(region)
-        plan = arrangement.update(recorder.inventory.shared(), 4096)
+        plan = arrangement.update(checkpointer.inventory.shared(), 4096)
         writer = SlotWriter.open(region, pool, plan)
         assert writer is not None
         with pytest.raises(WaitTimeoutError, match="emulated:0"):
@@ -124,7 +124,7 @@ def test_a_thread_that_does_not_start_costs_snapshots_and_hangs_nothing(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for _ in range(4):
         job.step()
-        handle._recorder.pipeline.await_abandoned()
+        handle._checkpointer.pipeline.await_abandoned()
     assert len(heard) == 2, heard
     with pytest.raises(LightckError, match="new thread"):
         handle.close()
@@ -147,9 +147,9 @@ def test_who_waits_for_all_of_a_transfer_sleeps(
     job.optimizers[0].step()
     job.model(torch.zeros(1))
     monkeypatch.setattr(NativeSnapshot, "taken", noted)
-    with handle._recorder.lock:
-        (each, *_) = handle._recorder.pipeline.window.transfers
-        assert handle._recorder.pipeline.offload.transfers.arrived(each, None)
+    with handle._checkpointer.lock:
+        (each, *_) = handle._checkpointer.pipeline.window.transfers
+        assert handle._checkpointer.pipeline.offload.transfers.arrived(each, None)
         assert waits
         assert all(wait_s > 0 for wait_s in waits), waits
     handle.close()
@@ -170,7 +170,7 @@ def test_who_waits_for_a_snapshot_from_a_device_waits_as_long_as_asked(
     monkeypatch.setattr(NativeSnapshot, "taken", late)
     for _ in range(2):
         job.step()
-    handle._recorder.poll(100.0)
+    handle._checkpointer.poll(100.0)
     assert looks[0] > 3 and handle.last_committed_step == 1
     handle.close()
 
@@ -275,13 +275,13 @@ def test_a_snapshot_is_not_freed_while_its_places_are_asked_for(
     monkeypatch.setattr(NativeSnapshot, "free", let_go)
     job = Job(device, layers=9, buffers=False)
     handle = job.attach(run_dir, placement="host", threads=1)
-    pipe = handle._recorder.pipeline
+    pipe = handle._checkpointer.pipeline
     pipe.pool.pace(0)  # the ring is full, and is not read before somebody waits
     job.optimizers[0].step()
     job.model(torch.zeros(1))
     assert asks.wait(100)
     freed.clear()
-    with handle._recorder.lock:
+    with handle._checkpointer.lock:
         pipe.drop()
     try:
         assert not freed.wait(0.5), "freed under the thread that asks for its places"
@@ -334,7 +334,7 @@ def test_what_a_lost_device_had_pinned_is_never_freed(
     for _ in range(3):
         job.step()
     handle.wait(timeout=100)
-    ring = handle._recorder.pipeline.offload.transfers
+    ring = handle._checkpointer.pipeline.offload.transfers
     places = [weakref.ref(place) for place in ring._free]
     assert places
     if lost:

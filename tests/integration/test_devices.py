@@ -172,7 +172,7 @@ def test_a_ring_smaller_than_the_state_is_bounded_and_loses_nothing(
     device.copy_s = 0.0
     job = Job(device, layers=9)
     handle = job.attach(run_dir, placement="host", threads=1)
-    handle._recorder.pipeline.pool.pace(0)  # workers read what somebody waits for, nothing else
+    handle._checkpointer.pipeline.pool.pace(0)  # workers read what somebody waits for, nothing else
     for _ in range(8):
         job.step()
     handle.wait(timeout=100)
@@ -280,7 +280,7 @@ def test_a_tensor_that_changes_in_the_window_is_torn(
     job.model(torch.zeros(1))
     write(device, job.layers[2].weight, value("2.weight", 77, job.layers[2].weight.shape), 0.0)
     job.optimizers[0].step()
-    handle._recorder.pipeline.await_abandoned()
+    handle._checkpointer.pipeline.await_abandoned()
     job.step()
     with pytest.raises(TornSnapshotError):
         handle.close()
@@ -302,7 +302,7 @@ def test_proof_compares_every_byte_with_what_the_device_holds(
     weight = job.layers[3].weight
     device.overwrite(weight, value("3.weight", 78, weight.shape))  # around the counters
     job.optimizers[0].step()
-    handle._recorder.pipeline.await_abandoned()
+    handle._checkpointer.pipeline.await_abandoned()
     job.step()
     with pytest.raises(TornSnapshotError):
         handle.close()

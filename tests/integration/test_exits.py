@@ -76,9 +76,9 @@ def test_what_was_saved_at_an_exception_is_not_waited_for_at_the_exit(
     left: list[float] = []
     original = handle_module.settle_for_close
 
-    def settle(recorder: Any, deadline: float, *, last_step: bool) -> None:
+    def settle(checkpointer: Any, deadline: float, *, last_step: bool) -> None:
         left.append(deadline - time.monotonic())
-        original(recorder, deadline, last_step=last_step)
+        original(checkpointer, deadline, last_step=last_step)
 
     monkeypatch.setattr(handle_module, "settle_for_close", settle)
     monkeypatch.setattr(sys, "__excepthook__", lambda *about: None)
@@ -106,7 +106,7 @@ def test_a_step_whose_end_an_interrupt_cut_off_is_no_last_step(
     model = mlp(16, 2)
     loop = Loop(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused), width=16)
 
-    def interrupted(recorder: Checkpointer) -> None:
+    def interrupted(checkpointer: Checkpointer) -> None:
         raise KeyboardInterrupt
 
     handle = attach(run_dir, loop, failure=failure)

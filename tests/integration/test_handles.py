@@ -120,7 +120,7 @@ def test_a_forked_child_does_not_wait_for_a_lock_that_a_thread_of_the_parent_hel
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with handle._recorder.lock:
+        with handle._checkpointer.lock:
             held.set()
             let_go.wait(60)
 
@@ -129,7 +129,7 @@ def test_a_forked_child_does_not_wait_for_a_lock_that_a_thread_of_the_parent_hel
     held.wait()
 
     def child() -> None:
-        assert handle._recorder.lock.acquire(timeout=100)
+        assert handle._checkpointer.lock.acquire(timeout=100)
         loop.run(1)
         handle.close()
 

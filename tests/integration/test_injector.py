@@ -63,8 +63,8 @@ class Loop:
             "step": self.handle.step,
             "calls": self.calls,
             "gradients": sum(p.grad is not None for p in self.model.parameters()),
-            "updating": self.handle._recorder.steps.updating,
-            "copying": self.handle._recorder.pipeline.window is not None,
+            "updating": self.handle._checkpointer.steps.updating,
+            "copying": self.handle._checkpointer.pipeline.window is not None,
             "changed": not all(map(torch.equal, now, self.last)),
         }
 
@@ -212,7 +212,7 @@ def test_a_corrupt_snapshot_is_the_newest_of_two(region_dir: Path) -> None:
         loop = Loop(region_dir / "region")
         loop.train(5)
         loop.handle.close()
-        return flip(loop.handle._recorder)
+        return flip(loop.handle._checkpointer)
 
     (region_dir / "chaos").mkdir()
     flipped = processes.run(code)

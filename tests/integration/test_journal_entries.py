@@ -143,7 +143,7 @@ class Job:
 
 def with_peers(handle: lightck.Handle) -> Any:
     """Write as if other ranks could read what it leaves: then it has an entry at its fence, too."""
-    kept = handle._recorder.journaled
+    kept = handle._checkpointer.journaled
     assert kept is not None and not kept.peers
     kept.peers = True
     return handle
@@ -252,7 +252,7 @@ def _once(name: str) -> Callable[[Job], Any]:
 
 def test_the_entry_at_the_fence_leaves_what_is_kept_of_the_last_step(run_dir: Path) -> None:
     job = Job(run_dir)
-    kept = job.handle._recorder.journaled
+    kept = job.handle._checkpointer.journaled
     for _ in range(STEADY):
         job.iterate()
     ended = {name: value.clone() for name, value in kept.ended.copies.items()}

@@ -72,8 +72,8 @@ def lived(
     with lightck.attach(
         net, optimizer, path, policy=NEVER, failure="jit", extras=extras, threads=1
     ) as handle:
-        assert handle._recorder.journaled is not None
-        handle._recorder.journaled.peers = True  # who has none has no entry at its fence
+        assert handle._checkpointer.journaled is not None
+        handle._checkpointer.journaled.peers = True  # who has none has no entry at its fence
         for step in range(1, steps + 1):
             net(torch.randn(3, 4, generator=data)).sum().backward()
             extras["progress"]["batches"] += 1

@@ -142,7 +142,7 @@ def test_what_changes_silently_after_the_step_is_found_torn(run_dir: Path) -> No
     torn = pytest.raises(lightck.TornSnapshotError, match="snapshot of step 3 .* model/2.weight")
     with torn, attach(run_dir, loop, on_error=lambda error: None) as handle:
         loop.run(3)
-        pipeline = handle._recorder.pipeline
+        pipeline = handle._checkpointer.pipeline
         assert isinstance(pipeline, LayerPipeline) and pipeline.begun is not None
         for group in pipeline.begun.done.values():  # from here on every copy is made
             pipeline.begun.flight.writer.capture(group.batch)

@@ -49,7 +49,7 @@ def test_after_a_snapshot_its_own_rates_count(run_dir: Path) -> None:
     assert measured is not None and shortfall(measured, 30.0) is None
     stats = handle.stats()
     assert measured.copy_rate == pytest.approx(
-        stats.copy_rate * handle._recorder.pipeline.pool.threads, rel=0.5
+        stats.copy_rate * handle._checkpointer.pipeline.pool.threads, rel=0.5
     )
     assert measured.commit_s == pytest.approx(stats.commit_s)
     assert measured.step_s is not None

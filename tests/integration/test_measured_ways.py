@@ -40,7 +40,7 @@ def train(job: Job, path: Path, steps: int, placement: str) -> list[tuple[str, s
         handle.wait(timeout=100)
         stats = handle.stats()
         went.append((stats.device_mode, stats.device_why))
-    ring = handle._recorder.pipeline.offload.transfers._free
+    ring = handle._checkpointer.pipeline.offload.transfers._free
     assert any("through the ring" in why for _, why in went) is any(
         bool((place != GARBAGE).any()) for place in ring
     ), "what is said is not what was done"

@@ -111,11 +111,11 @@ def test_a_window_that_is_open_counts_as_nothing(run_dir: Path) -> None:
     with attach(run_dir, loop) as handle:
         run(loop, handle, 2)
         loop.forward().backward()
-        flight = handle._recorder.pipeline.window
+        flight = handle._checkpointer.pipeline.window
         assert flight is not None and flight.step == 2
         load(loop, state, 7)
         handle.replaced(7)
-        assert handle._recorder.pipeline.window is None
+        assert handle._checkpointer.pipeline.window is None
         loop.update()
         loop.note()
     assert handle.stats().torn == 0

@@ -17,8 +17,8 @@ from lightck.types import Saved
 
 
 def owned(handle: lightck.Handle) -> bool:
-    """This thread holds the recorder's lock."""
-    return bool(handle._recorder.lock._is_owned())  # type: ignore[attr-defined]
+    """This thread holds the checkpointer's lock."""
+    return bool(handle._checkpointer.lock._is_owned())  # type: ignore[attr-defined]
 
 
 def ends_by_step(handle: lightck.Handle, loop: Loop) -> None:
@@ -33,7 +33,7 @@ def ends_by_mark(handle: lightck.Handle, loop: Loop) -> None:
 
 def ends_by_skip(handle: lightck.Handle, loop: Loop) -> None:
     loop.forward().backward()
-    handle._recorder.update_skipped(loop.optimizers[0])
+    handle._checkpointer.update_skipped(loop.optimizers[0])
 
 
 @pytest.mark.parametrize("ends", [ends_by_step, ends_by_mark, ends_by_skip])
@@ -44,21 +44,21 @@ def test_a_step_ends_under_the_lock_of_saves(
     loop, held, seen = counting_loop(), threading.Event(), list[Any]()
     with attach(run_dir, loop) as handle:
         loop.run(2)
-        recorder = handle._recorder
-        kept, done = recorder.journaled, threading.Event()
+        checkpointer = handle._checkpointer
+        kept, done = checkpointer.journaled, threading.Event()
         assert kept is not None
 
         def observe() -> None:
-            with recorder.lock:
+            with checkpointer.lock:
                 held.set()
                 done.wait(0.2)  # long enough for a step that does not wait
-                seen.append((recorder.steps.step, kept.step, done.is_set()))
+                seen.append((checkpointer.steps.step, kept.step, done.is_set()))
 
         observer = threading.Thread(target=observe)
-        take = recorder._take_step_end
+        take = checkpointer._take_step_end
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(
-                recorder, "_take_step_end", lambda: (seen.append(owned(handle)), take())
+                checkpointer, "_take_step_end", lambda: (seen.append(owned(handle)), take())
             )
             loss = Loop.forward
             patched.setattr(
@@ -81,7 +81,7 @@ def test_the_room_for_what_the_first_steps_make_is_planned_under_the_lock(
     loop.model.register_parameter("spare", spare)  # held by none: more optimizers may come
     optimizers = list(loop.optimizers)[:given]
     with attach(run_dir, Loop(loop.model, *optimizers)) as handle:
-        pipeline = handle._recorder.pipeline
+        pipeline = handle._checkpointer.pipeline
         prepare = pipeline.prepare
 
         def prepared(*given: Any) -> None:
@@ -100,7 +100,7 @@ def test_a_save_from_inside_of_what_the_lock_guards_refuses(run_dir: Path) -> No
     loop = Loop(model, torch.optim.SGD(model.parameters(), 0.1), width=16)
     with attach(run_dir, loop, policy=1) as handle:
         loop.run(1)
-        pipeline = handle._recorder.pipeline
+        pipeline = handle._checkpointer.pipeline
         opens = pipeline.open
 
         def inside(*given: Any, **named: Any) -> Any:

@@ -69,7 +69,7 @@ def test_where_no_hook_sees_a_forward_buffers_are_saved_as_the_step_had_ended(
         pytest.raises(Broken),
         attach(run_dir, loop) as handle,
     ):
-        handle._recorder.arm = lambda on: None
+        handle._checkpointer.arm = lambda on: None
         handle._hooks.disarm_forward()
         loop.run(3)
         loss = loop.forward()
@@ -123,7 +123,7 @@ def test_what_the_loop_tears_just_in_time_is_tried_again_or_refused_and_no_fault
     bias = loop.model.inner.bias
     with attach(run_dir, loop, on_error=faults.append) as handle:
         loop.run(3)
-        pipeline, edits = handle._recorder.pipeline, [1.0]
+        pipeline, edits = handle._checkpointer.pipeline, [1.0]
         fence = pipeline.fence
 
         def torn(optimizer: int | None = None) -> bool:
@@ -148,7 +148,7 @@ def test_what_the_loop_tears_just_in_time_is_tried_again_or_refused_and_no_fault
         assert not edits and (saved.fresh, saved.early) == (not begun, False)
         if begun:
             assert "model/inner.bias" in saved.why
-        assert (faults, handle.stats().torn, handle._recorder.outcomes.synchronous) == (
+        assert (faults, handle.stats().torn, handle._checkpointer.outcomes.synchronous) == (
             [],
             0,
             False,
@@ -164,20 +164,20 @@ def test_state_that_cannot_be_taken_twice_leaves_nothing_open(
     loop, found = counting_loop(), list[Saved]()
     with attach(run_dir, loop) as handle:
         loop.run(3)
-        recorder = handle._recorder
-        collect = recorder.instants.collect
+        checkpointer = handle._checkpointer
+        collect = checkpointer.instants.collect
 
         def fails_later(**how: Any) -> Any:
-            if recorder.pipeline.window is not None:
+            if checkpointer.pipeline.window is not None:
                 raise KeyError("gone")
             return collect(**how)
 
-        monkeypatch.setattr(recorder.instants, "collect", fails_later)
+        monkeypatch.setattr(checkpointer.instants, "collect", fails_later)
         worker = threading.Thread(target=lambda: found.append(handle.snapshot_now("now")))
         worker.start()
         worker.join(SOON_S)
         assert not found[0].fresh and "gone" in found[0].why
-        assert recorder.pipeline.window is None
+        assert checkpointer.pipeline.window is None
         monkeypatch.undo()
         handle.detach()
 
@@ -225,7 +225,7 @@ def test_an_exception_after_a_step_that_was_due_saves_what_is_open(run_dir: Path
     with pytest.raises(Broken), attach(run_dir, loop, policy=1, slots=8) as handle:
         loop.run(3)
         loop.forward()
-        assert handle._recorder.pipeline.window is not None
+        assert handle._checkpointer.pipeline.window is not None
         raise Broken
     check(run_dir, loop, 3)
 

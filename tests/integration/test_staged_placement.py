@@ -79,7 +79,7 @@ def test_a_slow_medium_lets_steps_slip_and_never_makes_the_fence_wait(run_dir: P
         assert loop.step < 1000, "every step found the medium free: the training thread waits"
     assert handle.stats().committed <= 1
     loop.note()
-    handle._recorder.pipeline.pool.limit(0)  # or the close would take its time, too
+    handle._checkpointer.pipeline.pool.limit(0)  # or the close would take its time, too
     handle.close()
     assert steps_at(run_dir)[-1] == loop.step
     loop.check(run_dir, steps_at(run_dir))
@@ -101,10 +101,10 @@ def test_one_staged_snapshot_holds_the_dram_although_slots_are_free(
     (said,) = messages(caplog, "staging")
     assert stats.captured == 1
     assert said["payload_bytes"] <= stats.staging_bytes < said["payload_bytes"] + HUGE_PAGE
-    assert len(handle._recorder.pipeline.region.free_slots()) > 0
+    assert len(handle._checkpointer.pipeline.region.free_slots()) > 0
     why = "the DRAM for staging still holds the last snapshot"
     assert {slip["why"] for slip in messages(caplog, "slipped")} == {why}
-    handle._recorder.pipeline.pool.limit(0)
+    handle._checkpointer.pipeline.pool.limit(0)
     loop.note()
     handle.close()
     document = json.loads(handle.trace(tmp_path / "run.json").read_text())
@@ -138,7 +138,7 @@ def test_auto_finds_out_that_the_medium_is_too_slow(
 def test_no_copy_at_the_forward_waits_for_a_write_limit(run_dir: Path, limit: int) -> None:
     loop = adam_loop()
     with lightck.attach(loop.model, loop.optimizers, run_dir, write_limit=limit) as handle:
-        assert handle._recorder.pipeline.arrangement.may_wait == (limit == 0)
+        assert handle._checkpointer.pipeline.arrangement.may_wait == (limit == 0)
 
 
 def test_a_write_limit_holds_for_direct_snapshots_too(run_dir: Path) -> None:

@@ -74,7 +74,7 @@ def test_asking_does_not_wait_for_the_training(run_dir: Path) -> None:
         loop.run(3)
         handle.wait()
         here = handle.stats()
-        with handle._recorder.lock:  # as the training has it while it works for lightck
+        with handle._checkpointer.lock:  # as the training has it while it works for lightck
             there = _aside(handle.stats)
         assert there == here and here.committed >= 1
 
@@ -144,7 +144,7 @@ def test_what_belongs_together_is_read_together(run_dir: Path) -> None:
         handle.wait()
         before = handle.stats()
         # In the middle of noting a commit: one counter has moved, its sum has not.
-        handle._recorder.pipeline.counters.durable += 1
+        handle._checkpointer.pipeline.counters.durable += 1
         assert _aside(handle.stats).commit_s == before.commit_s
-        handle._recorder.pipeline.counters.durable -= 1
+        handle._checkpointer.pipeline.counters.durable -= 1
         assert handle.stats().committed == before.committed

@@ -92,7 +92,7 @@ def test_what_the_workers_have_not_copied_when_the_fence_comes_is_copied_before_
     with lightck.attach(
         loop.model, list(loop.optimizers), run_dir, slots=4, schedule="backward"
     ) as handle:
-        handle._recorder.pipeline.pool.pace(0)  # the workers copy only when somebody waits
+        handle._checkpointer.pipeline.pool.pace(0)  # the workers copy only when somebody waits
         for _ in range(3):
             copied = handle.stats().bytes_copied
             loop.forward().backward()

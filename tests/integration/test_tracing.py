@@ -104,7 +104,7 @@ def test_copies_are_released_in_a_few_parts_however_many_layers_there_are(run_di
     with lightck.attach(model, optimizer, run_dir, **settings) as handle:
         for _ in range(4):
             model(torch.ones(1, 9)).sum().backward()
-            window = handle._recorder.pipeline.window  # nothing is left to the fence
+            window = handle._checkpointer.pipeline.window  # nothing is left to the fence
             assert window is None or window.released_bytes == window.held_bytes
             optimizer.step()
             handle.wait()  # else one may slip
@@ -124,7 +124,7 @@ def test_a_torn_and_a_slipped_snapshot_are_marked(run_dir: Path, tmp_path: Path)
         with torch.no_grad():
             loop.model[0].bias.add_(1)
         loop.update()
-        pipeline = handle._recorder.pipeline
+        pipeline = handle._checkpointer.pipeline
         busy = pipeline.region.begin
         pipeline.region.begin = lambda *_, **__: None  # type: ignore[method-assign]
         loop.run(1)
@@ -198,8 +198,10 @@ def test_without_a_trace_there_is_nothing_to_write_and_nothing_is_kept(
         allocated = taken.filter_traces([tracemalloc.Filter(True, name) for name in names])
         assert not allocated.statistics("lineno")
         assert isinstance(handle._hooks.listener, Checkpointer), "something stands in between"
-        assert handle._recorder.stalls.tell is None and handle._recorder.pipeline.trace is None
-        assert len(handle._recorder.pipeline.pool.timeline()[0]) == 0
+        assert (
+            handle._checkpointer.stalls.tell is None and handle._checkpointer.pipeline.trace is None
+        )
+        assert len(handle._checkpointer.pipeline.pool.timeline()[0]) == 0
         with pytest.raises(lightck.LightckError, match="attach with trace=True"):
             handle.trace(tmp_path / "run.json")
 

@@ -90,9 +90,9 @@ def slipping(path: Path, loop: Loop, **settings: Any) -> lightck.Handle:
     while handle.stats().slipped == 0:
         loop.run(1)
         assert loop.step < 1000, "every step found a slot"
-    while handle._recorder.outcomes.slipped_step != loop.step:
+    while handle._checkpointer.outcomes.slipped_step != loop.step:
         loop.forward().backward()
-        if handle._recorder.outcomes.slipped_step != loop.step:
+        if handle._checkpointer.outcomes.slipped_step != loop.step:
             loop.update()
     faults.release(faults.SYNC)
     return handle

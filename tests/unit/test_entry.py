@@ -32,8 +32,8 @@ def test_what_extras_have_is_found_wherever_it_begins() -> None:
     sealing = EntryEncoder()
     for step, size in enumerate((3, 3, 300, 3)):
         live = StateTensor("model/b", "buffer", "", torch.full((size,), float(step)), sync=True)
-        shelf = CopyBuffer([live])
-        blob = sealing.sealed(shelf, shelf.fill(), (first, second), b"d")
+        copy_buffer = CopyBuffer([live])
+        blob = sealing.sealed(copy_buffer, copy_buffer.fill(), (first, second), b"d")
         found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         assert torch.equal(found.lives[0].tensor, live.tensor)
         held = boundary_blob.opened(found.at_step, context="test")

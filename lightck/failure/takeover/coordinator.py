@@ -61,20 +61,24 @@ class TakeoverCoordinator:
 
     @classmethod
     def of(
-        cls, recorder: Checkpointer, topology: Topology, rescue: Saves, *, process_durable: bool
+        cls, checkpointer: Checkpointer, topology: Topology, rescue: Saves, *, process_durable: bool
     ) -> TakeoverCoordinator:
-        """Create it for the handle of a recorder."""
+        """Create it for the handle of a checkpointer."""
         survivor = TakeoverContext(
-            region=recorder.pipeline.region,
-            inventory=recorder.inventory,
+            region=checkpointer.pipeline.region,
+            inventory=checkpointer.inventory,
             topology=topology,
-            replicated=ReplicatedTensors(recorder.inventory, topology.world),
-            lock=recorder.lock,
-            stands=partial(_stands, recorder),
+            replicated=ReplicatedTensors(checkpointer.inventory, topology.world),
+            lock=checkpointer.lock,
+            stands=partial(_stands, checkpointer),
             process_durable=process_durable,
-            kept=lambda kind: recorder.journaled.entry(kind) if recorder.journaled else None,
-            must_stand=lambda early: recorder.journaled and recorder.journaled.late(early=early),
-            before=partial(_behind, recorder),
+            kept=lambda kind: (
+                checkpointer.journaled.entry(kind) if checkpointer.journaled else None
+            ),
+            must_stand=lambda early: (
+                checkpointer.journaled and checkpointer.journaled.late(early=early)
+            ),
+            before=partial(_behind, checkpointer),
         )
         return cls(Takeover(survivor, _own, threads=1), rescue)
 
@@ -168,16 +172,16 @@ class TakeoverCoordinator:
         return taken
 
 
-def _behind(recorder: Checkpointer) -> PreUpdateState | None:
+def _behind(checkpointer: Checkpointer) -> PreUpdateState | None:
     """Return the state before the update that hanging devices have, if it has been saved."""
-    return recorder.behind.taken if recorder.behind is not None else None
+    return checkpointer.behind.taken if checkpointer.behind is not None else None
 
 
-def _stands(recorder: Checkpointer) -> int | None:
-    before = _behind(recorder)
+def _stands(checkpointer: Checkpointer) -> int | None:
+    before = _behind(checkpointer)
     if before is not None:
         return before.step
-    return None if recorder.mixed else recorder.steps.step
+    return None if checkpointer.mixed else checkpointer.steps.step
 
 
 def _owns_itself(where: Location) -> bool:
