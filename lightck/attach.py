@@ -152,7 +152,7 @@ class _Parts:
             self.undo.append(Subscriber(on_event, self.reporter.not_told).stop)
 
     def compose(self, optimizers: list[Optimizer], ends_step: Optimizer | None) -> Components:
-        """Build all parts and return them as an Engine."""
+        """Build all parts and return them as `Components`."""
         steps = self._take_in(optimizers, ends_step)
         final = partial(finality, self.inventory.model)
         kinds = Kinds.of(self.config.update, self.inventory, ends_step is not None, final)

@@ -1,4 +1,4 @@
-"""Declare the PATH and --step arguments that several commands share."""
+"""Declare the arguments that several commands share: PATH, --step, and --path for a folder."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rows_at(
     return rows
 
 
-# Make a folder for a command's logs and regions, temporary in memory or kept.
+# ---- a folder for a command's logs and regions, temporary in memory or kept ----------------------
 
 
 def add_folder(parser: argparse.ArgumentParser) -> None:

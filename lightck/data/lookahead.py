@@ -216,7 +216,7 @@ class Lookahead(data_loaders.Ahead):
         if _expected is not None and _begins_in_the_middle(self.loader):
             self.redraw, _expected = _expected, None
 
-    # ---- the loader's own iterator, see `loading.Pass` --------------------------------------
+    # ---- the loader's own iterator, see `data_loaders.Pass` ---------------------------------
 
     def drawing(self) -> None:
         """Take note that a batch is about to be drawn; for a redraw, set the generators first."""

@@ -1,4 +1,4 @@
-"""Implement `device.Device` for CUDA devices, through torch and a few calls of the driver."""
+"""Implement `base.Device` for CUDA devices, through torch and a few calls of the driver."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ class _Mark:
         self.event.record(stream)
 
     def passed(self) -> bool:
-        """See `device.Mark`."""
+        """See `base.DeviceEvent`."""
         with _told(self.name, "a copy was under way"), torch.cuda.device(self.stream.device):
             return bool(self.event.query())
 
     def wait(self) -> None:
-        """See `device.Mark`."""
+        """See `base.DeviceEvent`."""
         with _told(self.name, "a copy was under way"), torch.cuda.device(self.stream.device):
             self.event.synchronize()
 
 
 class Cuda:
-    """One CUDA device; see `device.Device`."""
+    """One CUDA device; see `base.Device`."""
 
     def __init__(self, index: int) -> None:
         """Name the device; nothing is asked of it yet."""
@@ -109,17 +109,17 @@ class Cuda:
             yield
 
     def stream(self) -> torch.cuda.Stream:
-        """See `device.Device`."""
+        """See `base.Device`."""
         return torch.cuda.current_stream(self.index)
 
     def mark(self, stream: Any = None) -> base.DeviceEvent:
-        """See `device.Device`."""
+        """See `base.Device`."""
         with _told(self.name, "an event was recorded"):
             return _Mark(self.name, stream or self.stream())
 
     @contextmanager
     def apart(self, mark: Any) -> Iterator[None]:
-        """See `device.Device`."""
+        """See `base.Device`."""
         with _told(self.name, "a stream was made"):
             # Behind what an earlier save waits for, a later one would wait, too.
             ours = (self._saving, *self._more_saving)
@@ -129,19 +129,19 @@ class Cuda:
             yield
 
     def hold(self, mark: Any) -> None:
-        """See `device.Device`."""
+        """See `base.Device`."""
         with _told(self.name, "the next update was made to wait"):
             self.stream().wait_event(mark.event)
 
     def follow(self, mark: Any) -> None:
-        """See `device.Device`."""
+        """See `base.Device`."""
         with _told(self.name, "the copies were made to wait"):
             self._copying.wait_event(mark.event)
 
     def copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> base.DeviceEvent:
-        """See `device.Device`. One call queues all copies, without the GIL."""
+        """See `base.Device`. One call queues all copies, without the GIL."""
         with _told(self.name, "copies were queued"), self._on(self._copying):
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
             return _Mark(self.name, self._copying)
@@ -149,7 +149,7 @@ class Cuda:
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int]
     ) -> torch.Tensor:
-        """See `device.Device`."""
+        """See `base.Device`."""
         where = f"cuda:{self.index}"
         with _told(self.name, "memory was asked for"):
             return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=where)
@@ -157,12 +157,12 @@ class Cuda:
     def private(
         self, source: torch.Tensor, shape: Sequence[int], strides: Sequence[int]
     ) -> torch.Tensor:
-        """See `device.Device`."""
+        """See `base.Device`."""
         with _told(self.name, "a tensor was copied"):
             return self.empty(shape, source.dtype, strides).copy_(source)
 
     def spare(self, size: int) -> torch.Tensor | None:
-        """See `device.Device`. Memory that training once had, and gave back, counts as its own."""
+        """See `base.Device`. Memory that training once had, and gave back, counts as its own."""
         with _told(self.name, "memory was asked for"):
             if size > self._left():
                 return None
@@ -172,7 +172,7 @@ class Cuda:
                 return None
 
     def is_short(self) -> bool:
-        """See `device.Device`."""
+        """See `base.Device`."""
         with _told(self.name, "memory was asked for"):
             return self._left() < 0
 
@@ -184,7 +184,7 @@ class Cuda:
         return free - regrown - total // MARGIN
 
     def reserve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """See `device.Device`. torch keeps memory that was freed for the stream that had it."""
+        """See `base.Device`. torch keeps memory that was freed for the stream that had it."""
         with _told(self.name, "memory was asked for"):
             return [self._room(self._saving, size) for size in sizes]
 
@@ -193,22 +193,22 @@ class Cuda:
             return torch.empty(size, dtype=torch.uint8, device=f"cuda:{self.index}")
 
     def pinned(self, size: int) -> torch.Tensor:
-        """See `device.Device`."""
+        """See `base.Device`."""
         with _told(self.name, "DRAM was pinned"):
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def register(self, address: int, length: int) -> str:
-        """See `device.Device`."""
+        """See `base.Device`."""
         runtime = torch.cuda.cudart()
         return self._aside(lambda: runtime.cudaHostRegister(address, length, _PORTABLE))
 
     def unregister(self, address: int) -> None:
-        """See `device.Device`. The result is of no use: the mapping is removed next."""
+        """See `base.Device`. The result is of no use: the mapping is removed next."""
         runtime = torch.cuda.cudart()
         self._aside(lambda: runtime.cudaHostUnregister(address))
 
     def warm(self) -> None:
-        """See `device.Device`. It copies memory that nobody has written, whatever is in it."""
+        """See `base.Device`. It copies memory that nobody has written, whatever is in it."""
         place = self.pinned(_WARM_BYTES)
         with _told(self.name, "memory was asked for"), self._on(self._copying):
             where = f"cuda:{self.index}"
@@ -219,11 +219,11 @@ class Cuda:
             self.mark(each)
 
     def enter_thread(self) -> None:
-        """See `device.Device`. Querying an event, say, would end recordings in the global mode."""
+        """See `base.Device`. Querying an event, say, would end recordings in the global mode."""
         _relax()
 
     def recording(self) -> bool:
-        """See `device.Device`."""
+        """See `base.Device`."""
         try:
             if torch.cuda.current_device() == self.index:
                 return torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""The times at which gradients are sent to other ranks, observed without owning DDP's comm hook.
+"""DDP's communication, observed without owning its comm hook: when gradients go to other ranks.
 
 Where the user has registered a comm hook since attach, its buckets are observed. Otherwise a
 bucket's launch is inferred from the gradient that completes it. The end of a backward is found by a
@@ -27,10 +27,7 @@ from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import untraced
 from lightck.tracing.trace import Trace, now_ns
 
-# Paces copies by a job's gradients on their way to other ranks.
-#
-# The observer (`distributed/ddp.py`) is in a higher layer; with a trace, what it sees is noted,
-# too.
+# ---- what is made of it: copies are paced, and a trace notes it ----------------------------------
 
 
 @dataclass(eq=False)
@@ -81,8 +78,7 @@ class CommObserver:
             trace.note("wait", "wait", begin_ns, now_ns())
 
 
-# Sharing of the single comm hook that a DDP module takes, by the user's hook and observers.
-#
+# ---- the single comm hook of a DDP module, shared by the user's and observers --------------------
 # `register_comm_hook` can be called once per module, and never be undone. So lightck puts a method
 # of the same name on the *instance*: a hook that the user registers later is registered under its
 # own name, wrapped. A bound method is deep-copied and pickled as the copy's own; no wrapper is in
@@ -217,6 +213,8 @@ def leave(module: DistributedDataParallel, watcher: BucketObserver) -> None:
     if not seat.watchers and not seat.taken:
         del _seats[module]
 
+
+# ---- what is seen: a bucket's launch, the wait at the end of the backward ------------------------
 
 TRIES = 4
 """Number of tries to read DDP's bucket sizes: DDP logs new ones two forwards after it made them."""

@@ -1,10 +1,10 @@
 """Replicas that no longer hold the same bytes: detection, naming, and marking as suspect.
 
-At forward start every rank digests the same sample of the replicated state (`sample.py`). The
-ledger compares each digest with the first one reported before it counts the step, and the step's
-outcome tells every rank. Each rank then marks its own region durably. Only then, when something is
-known to differ, do the ranks exchange one checksum per tensor of that sample, and the last rank to
-report finds out which ranks differ.
+At forward start every rank digests the same sample of the replicated state. The commit protocol
+compares each digest with the first one reported before it counts the step, and the step's outcome
+tells every rank. Each rank then marks its own region durably. Only then, when something is known to
+differ, do the ranks exchange one checksum per tensor of that sample, and the last rank to report
+finds out which ranks differ.
 
 A rank without a digest, or with one of another sample, is not compared, and that is counted: it is
 never taken for equal.
@@ -30,12 +30,11 @@ from lightck.region.region import Region
 from lightck.state import tensor_layout
 from lightck.state.inventory import StateTensor
 
-# The bytes of replicated state compared at each snapshot: a pure function of the tensors' lengths.
-#
-# The tensors are laid end to end and cut into windows, and each turn takes the next one. If the
-# state is so small that even a small window would cost too much every time, only every so many
-# turns take one. Every byte has its turn within `ROTATION` turns, up to 8 GiB; beyond, a window is
-# `MOST_BYTES`.
+# ---- the bytes compared at each snapshot ---------------------------------------------------------
+# Which they are is a pure function of the tensors' lengths. The tensors are laid end to end and cut
+# into windows, and each turn takes the next one. If the state is so small that even a small window
+# would cost too much every time, only every so many turns take one. Every byte has its turn within
+# `ROTATION` turns, up to 8 GiB; beyond, a window is `MOST_BYTES`.
 
 ROTATION = 1024
 """Turns within which every byte is compared. A digest costs about 1/1024 of a plain copy."""
@@ -202,6 +201,9 @@ def _has_plain_bytes(live: StateTensor) -> bool:
         and tensor.nbytes > 0
         and tensor_layout.is_dense(tensor)
     )
+
+
+# ---- what differs, and who says so ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

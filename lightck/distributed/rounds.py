@@ -175,7 +175,7 @@ def _absent(kind: str, missing: Sequence[int], world: int, base: str, waited: fl
     )
 
 
-# The agreement of all ranks at attach: they belong together, and share one new timeline.
+# ---- the agreement at attach: all ranks belong together, and share one new timeline --------------
 
 _NAMED_RANKS = 8
 

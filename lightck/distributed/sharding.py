@@ -31,8 +31,7 @@ from lightck.state import tensor_layout
 from lightck.state.boundary_codec import join
 from lightck.state.inventory import Inventory, RankShare, StateTensor, held_parameters
 
-# The tensors that are the same on every rank, because DistributedDataParallel keeps them alike.
-#
+# ---- the tensors that DistributedDataParallel keeps alike on every rank --------------------------
 # A wrong yes loses state: ranks would write parts of different contents. So every tensor that is
 # not known to be a replica counts as rank-local. Whether replicas really are equal is checked
 # elsewhere, by comparing digests of them (`divergence.py`).
@@ -128,6 +127,8 @@ def _of_parameter(name: str) -> str:
 def _kinds(value: Any) -> set[str]:
     return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}
 
+
+# ---- the division --------------------------------------------------------------------------------
 
 PAGE_BYTES = 4096
 """The unit of cuts, in bytes: no page of a live tensor is read by two ranks' copies."""

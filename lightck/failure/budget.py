@@ -1,4 +1,7 @@
-"""The time that a just-in-time snapshot needs, compared with the time left to the process. Pure."""
+"""The time that a just-in-time snapshot needs, compared with the time left to the process.
+
+Pure, except `measured`, which may copy once to find out.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def _said(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-# The measured cost of a snapshot of a handle, as far as it is known.
+# ---- the measured cost of a snapshot of a handle, as far as it is known --------------------------
 
 _SLOW_RATE = 1e9
 """A rate that any memory exceeds: if a snapshot fits at this rate, it need not be measured."""

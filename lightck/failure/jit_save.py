@@ -32,8 +32,7 @@ from lightck.region.region import Slot
 from lightck.state.inventory import CollectedState
 from lightck.types import Saved
 
-# The conditions that one save waits for, and the step that devices have if they hang.
-#
+# ---- what a save waits for, and the step that devices have if they hang --------------------------
 # The training thread queues updates, and counts them. A device that hangs in the collective before
 # an update has the state before it, and keeps it; one that is only behind comes to the newest
 # soon.
@@ -117,6 +116,8 @@ class DeviceWait:
 
 
 POLL_S = 0.002
+# ---- the saver -----------------------------------------------------------------------------------
+
 PATIENCE_S = 1.0
 """Seconds that another thread waits for forward start before it takes an early snapshot.
 
@@ -241,7 +242,7 @@ class JitSaver:
     # ---- capture ---------------------------------------------------------------------------
 
     def _captured(self, deadline: float, early: bool) -> tuple[int, InflightSnapshot | None]:
-        """Return the last complete step and its sealed flight, or None if it is committed already.
+        """Return the last complete step and its sealed snapshot; None if it is committed already.
 
         Raises:
             LightckError: it cannot be saved; says why.
@@ -461,7 +462,7 @@ class JitSaver:
         return flight
 
     def _sealed(self, flight: InflightSnapshot) -> InflightSnapshot:
-        """Return the flight with all of its copies made.
+        """Return the inflight snapshot with all of its copies made.
 
         Raises:
             Later: the loop has changed something meanwhile; it may succeed the next time.
@@ -476,7 +477,7 @@ class JitSaver:
     # ---- commit ----------------------------------------------------------------------------
 
     def _durable(self, flight: InflightSnapshot, deadline: float) -> bool:
-        """Wait for a sealed flight's commit on this rank; False at the deadline.
+        """Wait for a sealed snapshot's commit on this rank; False at the deadline.
 
         Raises:
             LightckError: it failed.

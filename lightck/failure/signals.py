@@ -37,8 +37,7 @@ from typing import Any
 
 from lightck.events import event, event_aside
 
-# The kernel's action at a signal, read and set from any thread.
-#
+# ---- the kernel's action at a signal, read and set from any thread -------------------------------
 # `signal.signal` works on the main thread only, which may be stuck, and knows nothing of handlers
 # that C code has installed (faulthandler, MPI, ...).
 
@@ -103,7 +102,7 @@ def raise_here(number: int) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-# The handler that a signal had before lightck's, and what it does to the process.
+# ---- the handler that a signal had before lightck's, and what it does ----------------------------
 
 _ASK = {signal.SIGUSR1, signal.SIGUSR2}
 """Signals that only request a snapshot: their default, to end the process, is never meant."""
@@ -157,6 +156,8 @@ class InstalledSignal:
             return Outcome.GOES_ON
         return Outcome.ENDS if ends_by_default(number) else Outcome.KERNEL
 
+
+# ---- the signals of this process -----------------------------------------------------------------
 
 _TRIP, _CALL, _PASSED, _CHAINED = range(4)
 _NUMBERS = 64  # signals on Linux; a byte, whose 0 is 256, holds a number and which of four it is

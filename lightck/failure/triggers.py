@@ -1,8 +1,4 @@
-"""Exceptions that nobody handles, reported before the interpreter ends.
-
-At a prompt it does not end: a mistyped line is no failure of the training. Nor is an exit with a
-status of success.
-"""
+"""Triggers besides signals: a notice that the machine will end, and unhandled exceptions."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from typing import Any
 
 from lightck.errors import LightckError
 
-# Polling for a notice that the machine will end, on a thread that may get stuck in it.
+# ---- a notice that the machine will end, polled on a thread that may get stuck in it -------------
 
 PERIOD_S = 1.0
 
@@ -71,6 +67,10 @@ class PreemptionNotice:
         self._failed = False
         return bool(true)
 
+
+# ---- exceptions that nobody handles, reported before the interpreter ends ------------------------
+# At a prompt it does not end: a mistyped line is no failure of the training. Nor is an exit with a
+# status of success.
 
 Told = Callable[[BaseException], object]
 _told: list[Told] = []

@@ -26,7 +26,7 @@ from lightck.failure.signals import Outcome, Signals
 from lightck.failure.triggers import PreemptionNotice
 from lightck.types import Failure, Saved
 
-# The watchdog's state for one handle, and one save for it, on a thread of its own.
+# ---- one handle's state, and one save for it, on a thread of its own -----------------------------
 
 LOOK_S = 0.25
 """Seconds between looks at a loop of several ranks, where hangs are found in seconds."""
@@ -174,6 +174,8 @@ class SaveTask:
         said |= {"early": saved.early, "seconds": round(saved.seconds, 3), "why": saved.why}
         event("saved", logging.WARNING, **said)
 
+
+# ---- the watchdog --------------------------------------------------------------------------------
 
 MEASURE_S = 10.0
 """Seconds between checks whether a snapshot fits into the grace period."""

@@ -43,7 +43,7 @@ class CopyBuffer:
     """The number of the buffer filled last, of the two that are filled in turn."""
     _last: int = 0
     _said: dict[str, Any] = field(default_factory=dict)
-    """The description, for a parcel, of each tensor that is copied together."""
+    """The description, for a blob, of each tensor that is copied together."""
 
     def __post_init__(self) -> None:
         """Make the buffers."""
@@ -116,7 +116,7 @@ class CopyBuffer:
         return {live.name: copies[live.name] for live in self.lives if live.sync}
 
     def packed(self, parcel: BlobWriter, copies: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Put the copies that `fill` has just made into an empty parcel; return their descriptions.
+        """Put the copies that `fill` has just made into an empty blob; return their descriptions.
 
         Left out are shares, which others hold, too, shards, which are nothing without their mesh,
         and what a device holds: it would be waited for at every instant.

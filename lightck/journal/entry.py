@@ -1,8 +1,8 @@
-"""Encode and decode entries of the boundary journal; `journaled.py` describes their content.
+"""Encode and decode entries of the boundary journal; `step_journal.py` describes their content.
 
 When a step ends, code and data are out of the caches: whatever is done costs ten times what it does
 in a loop, so as little as possible is done. Most of a state is what it was at the instant before:
-parts that are the same objects are pickled once (`parcel.Kept`).
+parts that are the same objects are pickled once (`boundary_blob.Kept`).
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _arranged(tree: Any, step: int) -> tuple[Any, Any, Any, Any]:
 
 
 def _arranged_optimizer(said: dict[str, Any]) -> dict[str, Any]:
-    """Rebuild an optimizer's values as `Options.take` gives them."""
+    """Rebuild an optimizer's values as `OptimizerOptions.take` gives them."""
     rows = zip(said["params"], said["groups"], strict=True)
     groups = [{"params": names, "options": options} for names, options in rows]
     return {**{k: v for k, v in said.items() if k != "params"}, "groups": groups}

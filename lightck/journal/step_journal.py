@@ -5,7 +5,7 @@ twice: in private memory, for a just-in-time snapshot that this process makes (`
 region's journal, for one that a survivor of its node makes when this process has been killed. What
 only an update changes is not in it: that stays live.
 
-An entry of the journal is this tree as a blob (`parcel.py`); `entry.unpacked` decodes one.
+An entry of the journal is this tree as a blob (`boundary_blob.py`); `entry.unpacked` decodes one.
 
     first         as `BoundaryState.trees` gives it: what `at_step` of a manifest decodes to
     second        what `at_forward` decodes to. Of kind STEP_END: values as they are where the step
@@ -45,7 +45,7 @@ from lightck.region.region import Region
 from lightck.state import tensor_support
 from lightck.state.inventory import SMALL_EXTRA_BYTES, CollectedState, StateTensor
 
-# Keep the state of one instant of a step, and tell whether the live state is still of it.
+# ---- the state of one instant, and whether the live state is still of it -------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,7 +285,7 @@ class StepJournal:
             self._at_fence(step)
 
     def leave(self, step: int) -> None:
-        """Write the fence entry of `step` before its fence: by habit, nothing changes in between.
+        """Write the fence entry of `step` before its fence: nothing should change in between.
 
         If training goes on, its fence writes again only if something has changed after all. `entry`
         still gives that of the last update: a rank that waits here, with all of its own gradients,

@@ -1,7 +1,8 @@
 """The training loop when each layer is updated as soon as its gradients are final.
 
 LightCheck's order: gradient, update, copy, per layer; the fence of a layer is before its next
-update. Everything else of a snapshot keeps its instant: I2 (the two instants).
+update. A layer's copies begin right behind its own update (`LayerPipeline`). Everything else of a
+snapshot keeps its instant: I2 (the two instants).
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from lightck.state.inventory import CollectedState, Inventory
 from lightck.tracing.trace import now_ns
 from lightck.types import Layerwise, Policy
 
-# A pipeline whose copies begin right after their own layer's update, before the step has ended.
-#
+# ---- the pipeline: copies begin right after their own layer's update -----------------------------
 # A snapshot that has *begun* holds some layers of step t while others are still of t - 1. At
 # forward start everything is of step t, and the snapshot is opened in the ordinary way: what was
 # not copied by then is queued; if anything changed in between, the whole snapshot is captured
@@ -206,6 +206,9 @@ class LayerPipeline(Pipeline):
         if begun is not None:
             self.barrier.lost(begun.flight.step, why)
             self._abandon(begun.flight)
+
+
+# ---- the loop ------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

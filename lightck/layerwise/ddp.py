@@ -2,10 +2,10 @@
 
 DDP takes one comm hook for its life and calls it with undivided gradients. Layer-wise update needs
 to see when buckets are reduced, so it registers a hook that does what DDP does without one, bit for
-bit; a hook that the user registers later replaces it (`seat.py`). Updates never run inside the
-hook, which DDP calls under its lock: they run at later gradients, and at the end of the backward,
-on the thread that runs it. Errors are raised after DDP has ended the backward, so that other ranks
-are not left in a reduction.
+bit; a hook that the user registers later replaces it (`distributed/ddp.py`). Updates never run
+inside the hook, which DDP calls under its lock: they run at later gradients, and at the end of the
+backward, on the thread that runs it. Errors are raised after DDP has ended the backward, so that
+other ranks are not left in a reduction.
 """
 
 from __future__ import annotations

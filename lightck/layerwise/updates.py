@@ -30,8 +30,7 @@ from lightck.layerwise.gradients import (
 from lightck.state.boundary_codec import join
 from lightck.state.inventory import Inventory, StateTensor, held_parameters
 
-# Units of layer-wise update: which parameters step together, and how they step alone.
-#
+# ---- units: which parameters step together, and how they step alone ------------------------------
 # A unit is what one optimizer holds of one module. Its number takes the place of an optimizer's
 # index, as the holder of its tensors: so copies are grouped and fenced by unit.
 
@@ -172,6 +171,8 @@ class OwnSteps:
         while self._hooks:
             self._hooks.pop().remove()
 
+
+# ---- when a unit is due, and what the loop must keep to ------------------------------------------
 
 PLAIN_STEPS = 2
 """The number of steps that are taken plainly first."""

@@ -3,7 +3,7 @@
 Decides when the pipeline does what keeps these: I1 (when a step is complete), I2 (the two
 instants), I3 (window and fence), I4 (captured before the forward) and I5 (never commit a torn
 snapshot). Runs on the training thread; what becomes of the snapshots is for `Outcomes`, whose lock
-guards what a waiter's thread touches, too.
+guards what a waiter's thread touches, too. A save that ends the process pauses the loop here.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.state import data_loaders
 from lightck.state.inventory import CollectedState, Inventory
 
-# Pause the training thread, at the best place, while a save that ends the process runs.
-#
+# ---- a pause of training, while a save that ends the process runs --------------------------------
 # A single rank is paused at its fence: of what it would go on to compute, nothing is saved any
 # more. Several are paused at the start of a forward, where each has made the update that another
 # may have made already: all ranks are at the same step then.
@@ -76,6 +75,9 @@ class TrainingPause:
             if left_s <= 0:
                 return
             self._over.wait(min(left_s, _LOOK_S))
+
+
+# ---- the loop ------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -496,7 +498,7 @@ class Checkpointer:
         self.ticks += 1
         self.thread = threading.get_ident()
 
-    # ---- on request, see `asked` -----------------------------------------------------------
+    # ---- on request, see `requests` --------------------------------------------------------
 
     def can_open_now(self) -> bool:
         """Tell whether the live state is that of the last complete step, with no forward since."""

@@ -34,8 +34,7 @@ from lightck.state import data_loaders, modules
 from lightck.state.inventory import held_parameters
 from lightck.state.modules import named_modules, named_parameters
 
-# Follow optimizers that are given a closure: forward and backward run inside `step(closure)`.
-#
+# ---- optimizers given a closure: forward and backward run inside `step(closure)` -----------------
 # An optimizer that calls its closure once, before it changes anything, updates from there on: its
 # update begins where the closure returns, and what runs inside is an ordinary iteration. torch's
 # own optimizers but LBFGS do that, and only they are trusted to. For all others an update begins
@@ -212,6 +211,8 @@ def _closure_of(args: Any, kwargs: Any) -> Any:
 def _own_hooks(optimizer: Optimizer) -> tuple[Any, ...]:
     return tuple(optimizer._optimizer_step_pre_hooks.values())
 
+
+# ---- the hooks -----------------------------------------------------------------------------------
 
 _COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 F = TypeVar("F", bound=Callable[..., Any])

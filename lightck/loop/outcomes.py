@@ -207,7 +207,7 @@ class Outcomes:
                 self.count()
 
 
-# Gives errors in the background to the user: warns, raises or calls, as `on_error` says.
+# ---- background errors, given to the user as `on_error` says: warns, raises or calls -------------
 
 
 @dataclass(eq=False)

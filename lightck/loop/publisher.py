@@ -1,4 +1,4 @@
-"""Publishes a handle's statistics after every step, and keeps a trace if one is wanted."""
+"""Collects a handle's statistics, publishes them after every step, and keeps a trace if wanted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightck.tracing import perfetto
 from lightck.tracing.trace import Trace
 from lightck.types import Stats
 
-# Collect the statistics of `handle.stats()` from all counters.
+# ---- the statistics of `handle.stats()`, from all counters ---------------------------------------
 
 
 def collect_stats(checkpointer: Checkpointer) -> Stats:
@@ -59,6 +59,9 @@ def collect_stats(checkpointer: Checkpointer) -> Stats:
         moved_in_draws=checkpointer.movement.count,
         not_kept=str((kept and kept.unwritten) or ""),
     )
+
+
+# ---- the statistics page, and the trace ----------------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -148,7 +148,7 @@ def left_off(checkpointer: Checkpointer, error: BaseException) -> None:
 
 
 def gradients_complete(checkpointer: Checkpointer, last: bool) -> None:
-    """Write the pre-fence journal entry: all gradients of the iteration have come, by habit.
+    """Write the pre-fence journal entry: all gradients of the iteration have come, as predicted.
 
     Not `last`: one more has come after all, and the entry is voided. A rank that is killed from
     here on has its part in the allreduce, and its peers make the update. On autograd's thread,
@@ -218,7 +218,7 @@ def _begun_step(checkpointer: Checkpointer) -> tuple[BoundaryCapture | None, int
     return instant, instant.flags
 
 
-# Waits on the training thread until snapshots are committed or their fates are known.
+# ---- waits, on the training thread, for commits and fates ----------------------------------------
 
 POLL_S = 0.002
 LEAST_S = 2.0

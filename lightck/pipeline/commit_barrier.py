@@ -1,10 +1,10 @@
 """Define the commit barrier, which says which steps are due and which snapshots count.
 
-Capture knows no ranks. It tells the barrier what becomes of every due step on this rank, exactly
-once: opened before the slot's invalidation, then committed here, or lost. The step's outcome over
-all ranks is its *fate*; a snapshot counts when that is `whole`: every rank has committed it. The
-barrier of several ranks is in `lightck.distributed.commit.distributed_barrier`, that of one is
-`SingleProcessBarrier`.
+The pipeline knows no ranks. It tells the barrier what becomes of every due step on this rank,
+exactly once: opened before the slot's invalidation, then committed here, or lost. The step's
+outcome over all ranks is its *fate*; a snapshot counts when that is `whole`: every rank has
+committed it. The barrier of several ranks is in `lightck.distributed.commit.distributed_barrier`,
+that of one is `SingleProcessBarrier`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightck.types import Fate, Moment, Policy
 
 
 class CommitBarrier(Protocol):
-    """Commit barrier of the job, as capture sees it.
+    """Commit barrier of the job, as the pipeline sees it.
 
     For any thread, with the checkpointer's lock held. Only `wait`, `close` and `leave` wait.
     """

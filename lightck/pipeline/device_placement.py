@@ -2,7 +2,7 @@
 
 Where a device can store into the region itself and may not have to, both ways are measured: what
 counts is how long live memory, or its copy in spare memory, waits to be let go of. See
-`contest.py`.
+`trial.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The threads that move transfers, and the ring of pinned DRAM that they move them through.
+"""Copies from a device's memory to the pool: cut into loads, and moved by threads through a ring.
 
-One queues copies to the devices, the other waits for them and feeds the pool: queueing never waits
-for a device, unless the ring is full.
+One thread per pipeline queues copies to the devices, the other waits for them and feeds the pool:
+queueing never waits for a device, unless the ring of pinned DRAM is full.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from lightck.errors import DeviceError, LightckError
 from lightck.region.native_pool import NativeSnapshot
 from lightck.region.slot_writer import Batch
 
-# Copies of one group from a device's memory to the pool, cut into loads, by a ring or in place.
-#
-# One thread per pipeline queues the copies of one group after the other, a load (the bytes copied
-# at once) at a time, to the extents or to a ring of pinned DRAM; another feeds to the pool what
-# has arrived. A load ends where the pool's chunks do. A mark is a place in a stream's order, as a
-# CUDA event. The order is:
+# ---- the copies of one group, cut into loads, by the ring or in place ----------------------------
+# Groups are queued one after the other, a load (the bytes copied at once) at a time, to the extents
+# or to the ring. A load ends where the pool's chunks do. A mark is a place in a stream's order, as
+# a CUDA event. The order is:
 #
 #     start    at forward start a mark in the stream that computes; the copying stream follows it
 #     fence    that stream waits for a mark behind the group's last copy from live memory, which is
@@ -191,6 +189,8 @@ def took(run: Sequence[DeviceTransfer]) -> tuple[int, float]:
     (head, begin), (_, end) = seen[0][0], seen[-1][-1]
     return sum(arrivals[-1][0] for arrivals in seen) - head, end - begin
 
+
+# ---- the threads, and the ring -------------------------------------------------------------------
 
 LOAD_BYTES = 4 << 20
 """The least bytes copied at once; other uses of the device's copy engine (input, a loss) wait no

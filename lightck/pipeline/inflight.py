@@ -1,8 +1,8 @@
 """Follow snapshots in flight: what each copies, who waits for it, what became of earlier ones.
 
-A *flight* is a snapshot between its opening at forward start and the moment its fate is known. Its
-copies form groups, one per set of optimizers that update the tensors, so that each optimizer's step
-waits for its own tensors only.
+An *inflight snapshot* is one between its opening at forward start and the moment its fate is known.
+Its copies form groups, one per set of optimizers that update the tensors, so that each optimizer's
+step waits for its own tensors only.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class InflightSnapshot:
     flags: int
     share_digest: bytes = HOLDS_ALL
     form: bytes = b""
-    """Fingerprint of state that all ranks hold alike, see `state.Shared`."""
+    """Fingerprint of state that all ranks hold alike, see `inventory.RankShare`."""
     local: bool = False
     """True if no other rank was asked: at restore, what all of them hold decides."""
     groups: list[CopyGroup] = field(default_factory=list)

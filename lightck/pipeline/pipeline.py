@@ -1,9 +1,9 @@
 """Copies live tensors through the pool, one snapshot at a time, fenced before the update.
 
-A snapshot under way (`flight.py`) is opened at forward start, captured by the fence and sealed,
-made durable by the pool, and counts once the barrier knows that every rank has it (`landing.py`).
-The barrier is told of every step that a snapshot was due for: of its opening and its loss here, of
-its commit there.
+A snapshot under way (`inflight.py`) is opened at forward start, captured by the fence and sealed,
+made durable by the pool, and counts once the barrier knows that every rank has it (`Landing`). The
+barrier is told of every step that a snapshot was due for: of its opening and its loss here, of its
+commit there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightck.state.inventory import CollectedState, StateTensor
 from lightck.tracing.trace import Trace, moments_of, now_ns
 from lightck.types import Fate, ReleaseSchedule
 
-# Make captured snapshots durable, and count each one once every rank has it.
+# ---- after the window: captured snapshots made durable, and counted ------------------------------
 
 
 @dataclass(eq=False)
@@ -174,6 +174,8 @@ class Landing:
         if not flight.local:
             self.barrier.lost(flight.step, why, for_good=for_good)
 
+
+# ---- the window: copies queued, paced and fenced -------------------------------------------------
 
 _RELEASES = 16
 """The most parts in which a window's bytes are released: waking workers takes longer than many
@@ -410,7 +412,7 @@ class Pipeline(Landing):
             return
         # On page media giving up waits for the slot's invalidation, perhaps in a sync; with copies
         # under way, for a device. The training thread does not: I9 (the training thread waits only
-        # at the fence). Both may still read, and a device may write the slot: it and the flight's
+        # at the fence). Both may still read, and a device may write the slot: it and the snapshot's
         # memory are kept.
         thread = Thread(target=self._end, args=(flight,), name="lightck-abandon")
         self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]

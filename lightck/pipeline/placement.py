@@ -2,7 +2,7 @@
 
 `direct` needs a medium that takes a snapshot inside one window. Where it cannot, the fence would
 wait for it; `staged` copies leave the sources at the speed of memory instead, and due snapshots are
-skipped until the medium has caught up. `auto` finds out by trying (`contest.py`): the fence's wait
+skipped until the medium has caught up. `auto` finds out by trying (`trial.py`): the fence's wait
 is what counts.
 """
 

@@ -1,4 +1,7 @@
-"""The policy that takes periodic snapshots only for what the failure path cannot recover."""
+"""The policy that takes periodic snapshots only for what the failure path cannot recover.
+
+Its interval is the one that wastes least work, by the expected costs of snapshots and failures.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from lightck.errors import ConfigError
 from lightck.policy.policies import Combinable
 from lightck.types import Moment
 
-# Compute the expected wasted work of checkpointing: the cost of snapshots and of failures.
-#
+# ---- expected wasted work: the cost of snapshots and of failures ---------------------------------
 # Every figure is a share of each rank's time. With failures at a rate of L = 1 / `mtbf_s`:
 #
 #     periodic(T)  o/T + L (T/2 + r)
@@ -123,6 +125,9 @@ def required_number(name: str, value: object, *, above_zero: bool = False) -> No
     if not good or (above_zero and value == 0):
         least = "above 0" if above_zero else "of 0 or more"
         raise ConfigError(f"{name} = {value!r}: must be a finite number {least}")
+
+
+# ---- the policy ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Policies that follow the step counter, the clock (the moment's time), or the epochs."""
+"""Policies that follow the steps, the clock (the moment's time) or epochs, and combinations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightck.errors import ConfigError
 from lightck.types import Moment, Policy
 
-# Combine policies: due when any of several is, or when all are, with operators for both.
+# ---- combinations: due when any of several is, or when all are -----------------------------------
 
 
 class Combinable:
@@ -80,6 +80,9 @@ def _checked(key: str, policies: tuple[Policy, ...]) -> tuple[Policy, ...]:
         if not _is_policy(policy):
             raise ConfigError(f"{key}: {policy!r} is not a policy (no method due(moment))")
     return policies
+
+
+# ---- single policies -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from lightck.region.native_region import HOLDS_ALL, Record
 from lightck.region.region import Candidate, Region, is_there
 from lightck.state import tensor_layout
 
-# Puts shares together: where the bytes of every tensor lie in the regions of several ranks.
-#
+# ---- shares put together: where every tensor's bytes lie in the regions of several ranks ---------
 # Ranks that hold the same state write it once among them: each its *share*, whole tensors and
 # ranges of their bytes. An entry of a share has `begin`, also where it holds the whole tensor;
 # everything else in a region is its rank's own, and has namesakes with other content in the
@@ -246,6 +245,8 @@ def _said(candidate: Candidate) -> str:
         f" share map {share}"
     )
 
+
+# ---- one rank's whole state: leased, verified, read ----------------------------------------------
 
 Source = tuple[Region, Candidate]
 

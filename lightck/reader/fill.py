@@ -25,8 +25,7 @@ from lightck.state.extras import Extra
 from lightck.state.inventory import Inventory, StateTensor, labelled_key, parameter_names
 from lightck.state.tensor_layout import fill, is_dense
 
-# Restore captured optimizer state: matched by parameter names, filled in place or made anew.
-#
+# ---- optimizers: matched by parameter names, filled in place or made anew ------------------------
 # torch's `load_state_dict` is not used: it casts state to the parameter's dtype and replaces
 # tensors.
 
@@ -208,6 +207,8 @@ def _placed(live: Any, value: Any) -> Any:
         return value
     return live.copy_(value)
 
+
+# ---- everything that a snapshot has --------------------------------------------------------------
 
 _DIFFERS = "does not fit (strict=False restores the rest)"
 _OTHER_RANKS = (

@@ -1,8 +1,8 @@
 """A snapshot's boundary state: read, and checked before anything relies on it.
 
 Checksums show that the bytes are those that were written, not that lightck wrote them. What does
-not have the form that `instants`, `state` and `rng` give it is damage, found before a live object
-has changed.
+not have the form that `boundary_state`, `inventory` and `rng` give it is damage, found before a
+live object has changed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Encode the layout table, which maps named tensors to extents, as an Arrow IPC stream.
 
-It is written once per layout.
+It is written once per layout; `check` says whether its extents lie in their slot.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def encode(entries: Sequence[Entry], offsets: npt.NDArray[np.uint64]) -> bytes:
 
 
 def decode(table: bytes, *, context: str) -> Layout:
-    """Parse and check a table; `extents.check` checks where the extents lie.
+    """Parse and check a table; `check` checks where the extents lie.
 
     Raises:
         CorruptSnapshotError: the bytes are no layout table; `context` names region and slot.
@@ -216,7 +216,7 @@ def _problem(entry: Entry, layout: Layout) -> str:
     return f"is an alias with {entry.length} bytes of its own" if entry.length else ""
 
 
-# Check that the extents of a snapshot lie in their slot and do not overlap.
+# ---- the extents of a snapshot: in their slot, none over another ---------------------------------
 
 Numbers = npt.NDArray[np.uint64]
 

@@ -32,7 +32,7 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"
 class Manifest:
     """The metadata of one snapshot that changes each time.
 
-    The boundary blobs, of step end and of forward start, are opaque here: `capture.parcel` encodes
+    The boundary blobs, of step end and of forward start, are opaque here: `boundary_blob` encodes
     them. A snapshot that was finished before forward start lacks what only forward start has.
     """
 

@@ -1,4 +1,4 @@
-"""Wrap a native region as a typed Python object; `pool` has the workers, `journal` the journal."""
+"""Wrap a native region as a typed object; `native_pool` has the workers, `journal` the journal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lightck.errors import CorruptSnapshotError, LightckError
 from lightck.region._ffi import check, ffi, library
 
-# Describe to the native writer a region to make, or a mapping that somebody else made.
+# ---- a region to make, or a mapping that somebody else made --------------------------------------
 
 PROCESS_DURABLE = 2
 JOURNAL_BYTES = 3 << 19
@@ -66,6 +66,8 @@ class Backing:
         base = ffi.cast("void *", self.base)
         return ffi.new("lck_backing *", {"base": base, "length": self.length})
 
+
+# ---- the region ----------------------------------------------------------------------------------
 
 LINE_BYTES = 64
 """Extents start on a cache line and own their last line whole."""
@@ -375,22 +377,3 @@ def _record(raw: Any) -> Record:
     numbers = Record.__dataclass_fields__.keys() - {"share_digest"}
     found = {name: int(getattr(raw, name)) for name in numbers}
     return Record(**found, share_digest=bytes(raw.share_digest))
-
-
-# Tell what a committed snapshot survives, from how its medium makes stores durable.
-#
-# This module needs the standard library only: the guest's tests compare these words with what a
-# killed machine kept, and run where nothing is installed.
-
-POWER_LOSS = "power loss"
-PROCESS_DEATH = "process death"
-
-GRAN_NONE, GRAN_BYTE, GRAN_LINE, GRAN_PAGE = 0, 1, 2, 3
-"""The values of LCK_GRAN_*: memory that dies with the host; power-protected caches; line flushes;
-file syncs."""
-
-
-def survives(granularity: int) -> str:
-    """Return what a snapshot survives at a granularity, in the words of the README's table."""
-    durable = granularity in (GRAN_BYTE, GRAN_LINE, GRAN_PAGE)
-    return POWER_LOSS if durable else PROCESS_DEATH

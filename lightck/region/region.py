@@ -27,16 +27,10 @@ from lightck.region.layout import Entry, Layout, check
 from lightck.region.location import Location
 from lightck.region.manifest import Manifest
 from lightck.region.native_pool import NativePool, NativeSnapshot
-from lightck.region.native_region import (
-    GRAN_PAGE,
-    PROCESS_DURABLE,
-    NativeRegion,
-    Record,
-    RegionSpec,
-    survives,
-)
+from lightck.region.native_region import PROCESS_DURABLE, NativeRegion, Record, RegionSpec
+from lightck.region.survival import GRAN_PAGE, survives
 
-# Order whole snapshots by which recovery takes first.
+# ---- whole snapshots in the order in which recovery takes them -----------------------------------
 
 
 class _HasRecord(Protocol):
@@ -99,7 +93,7 @@ def _exact_first(candidates: list[T]) -> list[T]:
     return [*ordered, *waiting]
 
 
-# The state that this process knows of one slot of a region.
+# ---- slots, and the region -----------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -529,6 +523,9 @@ class Region:
         self.native.close()
 
 
+# ---- a region looked at while a trainer may write it ---------------------------------------------
+
+
 def open_and_recover(where: Location) -> tuple[Region, Recovery]:
     """Open a region for reading and recover what it holds; the caller closes it.
 
@@ -551,9 +548,6 @@ def _look(where: Location) -> tuple[Region, Recovery]:
     except LightckError:
         region.close()
         raise
-
-
-# Tell whether a snapshot that was found is still there while a trainer may overwrite it.
 
 
 def is_there(region: Region, candidate: Candidate) -> bool:

@@ -1,6 +1,6 @@
 """Read and write the region's statistics page: what a trainer reports, for observers.
 
-It proves nothing.
+It proves nothing. The trainer is named by `Process`, which tells whether it still runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightck.region._ffi import check, ffi, library
 from lightck.region.native_pool import NativePool
 from lightck.region.native_region import NativeRegion
 
-# Identify a process by its number, start time and boot; a number alone is used again.
+# ---- a process: its number, start time and boot, for a number is used again ----------------------
 
 _PROC = Path("/proc")
 
@@ -67,6 +67,8 @@ def _start(number: int) -> int | None:
     except (OSError, ValueError, IndexError):
         return None
 
+
+# ---- the page ------------------------------------------------------------------------------------
 
 NO_STEP = 2**64 - 1
 _CAUSE_BYTES, _ERROR_BYTES, _CAUSES = 15, 559, 8

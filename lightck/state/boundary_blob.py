@@ -7,7 +7,7 @@ beside its tensors' bytes; it becomes an archive for the restricted loader when 
 
 The last pickle is the tree. The others are parts of it that have been the same for some time, and
 were pickled only once (`Kept`). Among the tensors lie the bytes of large arrays and, as blobs of
-this same form (parcels), large containers, which are made once, too: pickling is for what is small.
+this same form, large containers, which are made once, too: pickling is for what is small.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BYTES = "bytes beside"
 _PARCEL = "parcel"
 _LARGE_BYTES = 1 << 10
 _MANY = 256
-"""The number of values from which on a container is a parcel of its own."""
+"""The number of values from which on a container is a blob of its own."""
 _PROTOCOL = 2  # the newest that the restricted loader takes
 _MOST_PARTS = 1000
 _MOST_DIMENSIONS = 64  # torch's
@@ -55,7 +55,7 @@ class Kept:
     """
 
     parcels: dict[int, tuple[Any, bytes]] = field(default_factory=dict)
-    """Containers that are parcels of their own, with their bytes, by identity."""
+    """Containers that are blobs of their own, with their bytes, by identity."""
     _known: dict[str, tuple[Any, bytes | None]] = field(default_factory=dict)
 
     def pickled(self, where: str, tree: Any) -> bytes | None:
@@ -79,7 +79,7 @@ class BlobWriter:
     """The number of bytes in `parts`."""
     pickles: list[bytes] = field(default_factory=list)
     parcels: dict[int, tuple[Any, bytes]] | None = field(default_factory=dict)
-    """Those of `Kept.parcels` that are in this parcel; None: this one is such a parcel, and has
+    """Those of `Kept.parcels` that are in this blob; None: this one is such an inner blob, and has
     none."""
     _numbers: dict[int, int] = field(default_factory=dict)
     """The number of each part's pickle, by the identity of its tree."""
@@ -149,13 +149,13 @@ class BlobWriter:
         return self.pickles[-1]
 
     def sealed(self, pickles: Sequence[bytes]) -> bytes:
-        """Return the parcel as bytes; the last of the pickles is the tree, the others its parts."""
+        """Return the blob as bytes; the last of the pickles is the tree, the others its parts."""
         head = struct.pack(f"<{1 + len(pickles)}Q", len(pickles), *map(len, pickles))
         return b"".join((head, *pickles, *self.parts))
 
 
 def closed(tree: Any) -> bytes:
-    """Encode a tree that `boundary.plain` made.
+    """Encode a tree that `boundary_codec.plain` made.
 
     Raises:
         StateError: a tensor in it has no plain bytes.
@@ -187,7 +187,7 @@ def weight(tree: Any) -> int:
 
 
 def part(number: int) -> dict[str, Any]:
-    """Return the reference that stands for another pickle of the parcel in the tree."""
+    """Return the reference that stands for another pickle of the blob in the tree."""
     return {TAG: _PART, "number": number}
 
 
@@ -264,12 +264,12 @@ def _archive(pickled: bytes) -> bytes:
 
 @dataclass(eq=False)
 class _Held:
-    """The bytes beside a parcel's tree, of which each reference may claim its own only."""
+    """The bytes beside a blob's tree, of which each reference may claim its own only."""
 
     data: bytes
     context: str
     inner: bool
-    """True if the parcel is inside another one, and so may have none itself."""
+    """True if the blob is inside another one, and so may have none itself."""
     left: int = field(init=False)
     """Bytes that may yet be claimed: overlapping references could otherwise ask for any amount."""
 

@@ -1,9 +1,9 @@
-"""Takes private copies of the values around tensors, in types the restricted loader accepts.
+"""Encode the values around tensors in types the restricted loader accepts, and decode them.
 
-They are taken at several instants of every step. For what has not changed the same object is
-returned as last time, so that whoever writes it knows without looking. That saves a step 14 ms for
-an extra of 100,000 integers, 0.24 ms for one of 2,500 values, and nothing for a sampler's position
-(busy machine).
+Private copies are taken at several instants of every step. For what has not changed the same object
+is returned as last time, so that whoever writes it knows without looking. That saves a step 14 ms
+for an extra of 100,000 integers, 0.24 ms for one of 2,500 values, and nothing for a sampler's
+position (busy machine).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import torch
 
 from lightck.errors import CorruptSnapshotError, StateError
 from lightck.state.tensor_support import is_dtensor, must_be_dense
+
+# ---- encoding, as private copies -----------------------------------------------------------------
 
 TAG = "__lightck__"
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -238,9 +240,8 @@ def _other(tree: Any, path: _Where, place: Place) -> dict[str, Any]:
     return {TAG: "defaultdict", "items": items, "factory": factory and factory.__name__}
 
 
-# Load boundary state (all that is not a tensor in the region) from bytes, without running code.
-#
-# Trees of plain values are written (`parcel.py`) for torch's `weights_only` loader, the only
+# ---- decoding, without running code --------------------------------------------------------------
+# Trees of plain values are written (`boundary_blob.py`) for torch's `weights_only` loader, the only
 # unpickler that lightck uses. Types that it refuses but that training loops hold (NumPy values,
 # deques, counters) become tagged dicts. What could not be restored is a `StateError` at attach
 # that names its path.

@@ -34,7 +34,7 @@ from lightck.state.modules import (
 )
 from lightck.state.tensor_support import must_be_dense
 
-# One live tensor: its name, its role, and which optimizers change it.
+# ---- one live tensor: its name, its role, and which optimizers change it -------------------------
 
 SMALL_EXTRA_BYTES = 64 << 10
 """An extra's tensor up to this size is copied at forward start: cheaper than finding it torn."""
@@ -77,7 +77,7 @@ class TensorCollector:
     """The last `StateTensor` of each path; it serves while the tensor is the same object."""
 
     def __call__(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
-        """Collect one tensor, and return what stands for it in the tree; see `boundary.Place`."""
+        """Collect one tensor; return what stands for it in the tree, see `boundary_codec.Place`."""
         must_be_dense(path, tensor)
         small = self.role == "extra" and tensor_support.local(tensor).nbytes <= SMALL_EXTRA_BYTES
         sync = small or path in self.always_sync
@@ -89,8 +89,7 @@ class TensorCollector:
         return reference(path)
 
 
-# An optimizer's values besides parameters and their state: groups' options, and attributes.
-#
+# ---- an optimizer's groups' options and attributes, beside parameters and their state ------------
 # They are taken at every instant of every step. A value that is immutable and still the same
 # object is not looked at again, and the last result is returned.
 
@@ -257,6 +256,8 @@ def _is_constant(value: Any) -> bool:
     """Tell whether nothing that is done to a value later can change it."""
     return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))
 
+
+# ---- all of the state ----------------------------------------------------------------------------
 
 _TOLD_BY_IDENTITY = (torch.Tensor, int, float, str, type(None))
 """Types of which this is known: while an optimizer's state holds the same object, what is captured
@@ -518,7 +519,7 @@ class Inventory:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Add the state's tensors to `lives`; return its other values, and the order of its keys.
 
-        Both are by parameter name; for the order see `orders.noted`.
+        Both are by parameter name; for the order see `key_order.noted`.
         """
         names = self.names()
         known = parameter_names(i, optimizer, names)

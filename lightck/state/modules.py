@@ -1,7 +1,8 @@
 """The module tree as the user wrote it: names do not depend on what wraps a module.
 
 `DistributedDataParallel` instances are looked through wherever they are. torch.compile and
-activation checkpointing put prefixes into names, which are taken off.
+activation checkpointing put prefixes into names, which are taken off. FSDP2's sharded parameters
+are found while gathered copies stand in.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightck.state import tensor_support
 
-# Find the sharded parameters of FSDP2's modules while gathered copies are in their place.
-#
+# ---- FSDP2: sharded parameters while gathered copies are in their place --------------------------
 # From a module's forward to its backward (`reshard_after_forward=False`: after any forward) its
 # `_parameters` hold gathered copies, which optimizers do not know and no update reaches. What a
 # snapshot names is always the sharded parameter.
@@ -72,6 +72,8 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     a, b = one._spec, other._spec  # type: ignore[attr-defined]
     return bool(a.mesh == b.mesh and a.placements == b.placements)
 
+
+# ---- modules and names, whatever wraps them ------------------------------------------------------
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that torch.compile and activation checkpointing put into names; they come and go."""

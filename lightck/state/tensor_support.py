@@ -1,4 +1,4 @@
-"""Describe this rank's part of a DTensor in words, and make a restored part a DTensor again.
+"""The kinds of tensors that can be saved: DTensors, by this rank's part, and all with plain bytes.
 
 There can be a DTensor only where `torch.distributed.tensor` was imported: that is looked up and
 not imported to find out, so that lightck costs nothing, and loads, without it.
@@ -225,7 +225,7 @@ def _strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-# Tell which tensors have plain bytes that can be saved, and why others have none.
+# ---- which tensors have plain bytes that can be saved, and why others have none ------------------
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -1,4 +1,4 @@
-"""Every order in which a few ranks and a store can act, explored: the model behind the ledger.
+"""Every order in which a few ranks and a store can act, explored: the model of the commit protocol.
 
 A rank is a real `CommitProtocol` with slots. The scheduler picks who acts next: a rank's program (a
 due step: open or slip; a commit; a tear), one call to the store with or without effect and answer,
@@ -125,7 +125,7 @@ def explore(
 
 
 def free_slot(rank: Rank) -> int | None:
-    """The slot to overwrite: an empty one, else one that the ledger lets go."""
+    """The slot to overwrite: an empty one, else one that the protocol lets go."""
     for index, step in enumerate(rank.slots):
         if step is None:
             return index

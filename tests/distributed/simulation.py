@@ -1,4 +1,4 @@
-"""The commit of one snapshot by thousands of ranks: a discrete-event model around real ledgers.
+"""The commit of one snapshot by thousands of ranks: a discrete-event model of the real protocol.
 
 Model: a message travels `wire_s` each way; the store is one server that takes messages in order of
 arrival, `service_s` each, and as much for each waiting client that a new key lets go (an answer

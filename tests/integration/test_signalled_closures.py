@@ -113,7 +113,7 @@ def test_sigterm_in_the_update_behind_a_closure_saves_no_mixture(region_dir: Pat
 def test_every_step_that_was_trained_is_saved_before_sigterm_ends_the_process(
     disk_dir: Path, phase: str
 ) -> None:
-    """Training goes on until its closure has returned, and is held there: see `hold.py`."""
+    """Training goes on until its closure has returned, and is held there: see `TrainingPause`."""
 
     def code(parent: Parent) -> None:
         def reached(now: str) -> None:

@@ -1,4 +1,4 @@
-"""The arrangement compares tensors between snapshots: any that moved is arranged, held, copied."""
+"""The plan compares tensors between snapshots: any that moved is planned, held, copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Habit tells, as far as it can, whether an iteration that raises has come to its fence."""
+"""The predictor tells, as far as it can, whether an iteration that raises has reached its fence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def nothing() -> None:
 
 
 class Loop:
-    """Iterations as a habit sees them."""
+    """Iterations as the predictor sees them."""
 
     def __init__(self, begin: int = 0) -> None:
         self.model = nn.BatchNorm1d(3)

@@ -1,4 +1,4 @@
-"""The global commit of one rank: a background thread that runs the ledger over the job's store.
+"""The global commit of one rank: a background thread that runs the protocol over the job's store.
 
 No collective is used, and nothing here waits for the training thread: its calls record events and
 read memory. A second thread only waits for the oldest outcome that other ranks decide, on a
@@ -146,7 +146,7 @@ class CommitCoordinator:
     def compared(self) -> tuple[int, int]:
         """Return at how many steps this rank's digest could be compared, and at how many not.
 
-        The two counters change one at a time: they are read without waiting for the ledger's lock.
+        The two counters change one at a time: they are read without waiting for the lock.
         """
         return self._ledger.compared, self._ledger.incomparable
 

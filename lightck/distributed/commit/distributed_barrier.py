@@ -2,7 +2,7 @@
 
 `DistributedBarrier` is the pipeline's commit barrier over a `CommitCoordinator`. It keeps the list
 of due steps, so that each is opened or lost, and then committed or lost, exactly once, whatever the
-training loop does.
+training loop does. At the close the ranks hold a last round (`Closing`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from lightck.region.claim import ClaimedLocation
 from lightck.region.region import Region
 from lightck.types import Fate, Moment, Policy
 
-# The round at close: the last step counts if every rank holds it, whatever its outcome was before.
-#
-# Restore counts the content of the regions. So a step that one rank lost while training went on,
-# and has copied again at its close, counts.
+# ---- the round at close --------------------------------------------------------------------------
+# The last step counts if every rank holds it, whatever its outcome was before. Restore counts the
+# content of the regions. So a step that one rank lost while training went on, and has copied again
+# at its close, counts.
 
 _SEE_OFF_S = 5.0
 _SHORT_S = 5.0
@@ -112,6 +112,8 @@ def decide_close(said: Sequence[Said]) -> Said:
     more = f" and {len(found) - 16} more" if len(found) > 16 else ""
     raise CoordinationError("; ".join(found[:16]) + more)
 
+
+# ---- attach, and the barrier ---------------------------------------------------------------------
 
 _FATES_S = 10.0  # for outcomes, when all ranks have reported everything
 _GONE_S = 2.0  # the same, when a rank or the store is gone
@@ -209,7 +211,7 @@ class _Turn:
 
 
 class DistributedBarrier:
-    """The barrier of several ranks; see `capture.barrier.Barrier`.
+    """The barrier of several ranks; see `pipeline.commit_barrier.CommitBarrier`.
 
     Threads: any. Its own lock is held only while memory is read or written, and never while the
     global commit calls back.

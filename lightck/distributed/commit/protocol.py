@@ -30,8 +30,7 @@ from dataclasses import dataclass, field
 from lightck.distributed.commit.due_steps import BLOCK, DueStep
 from lightck.types import Fate
 
-# The calls that the commit protocol makes to the job's store.
-#
+# ---- the calls that the protocol makes to the job's store ----------------------------------------
 # All of them may be repeated, except `Add`.
 
 
@@ -80,7 +79,7 @@ class StoreStats:
     failures: int = 0
 
 
-# The values of a fate key: whole, whole but suspect, or dead and why.
+# ---- the values of a fate key: whole, whole but suspect, or dead and why -------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +119,8 @@ WHOLE = b"whole"
 SUSPECT = b"whole suspect "
 """The prefix of a whole but suspect step; the step whose digests differed follows."""
 
+
+# ---- the protocol --------------------------------------------------------------------------------
 
 UNLIKE = "replicated state differs between the ranks in names, shapes or dtypes"  # a death's reason
 _COUNT_BITS = 20  # bits of a sum that count ranks

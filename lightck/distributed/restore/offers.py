@@ -1,4 +1,4 @@
-"""The snapshots that one rank sees, and the message that tells the other ranks."""
+"""The snapshots that one rank sees and can offer, and the message that tells the other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lightck.distributed.rounds import Said
 from lightck.errors import CoordinationError
 
-# Timelines over several regions: which snapshots count, and which job they belong to.
+# ---- timelines over several regions: which snapshots count, and of which job ---------------------
 
 _UNKNOWN = -1
 """The branch point of an ancestor of which no snapshot that counts is left."""
@@ -122,6 +122,8 @@ def age(lineage: Lineage | None, key: Key) -> int:
     timelines = lineage.timelines if lineage else ()
     return timelines.index(key.timeline) if key.timeline in timelines else len(timelines)
 
+
+# ---- offers, and the message that has them -------------------------------------------------------
 
 MAX_OFFERS = 16  # per rank: slots of one region, or a few regions of a larger former world
 MAX_HALVES = 4

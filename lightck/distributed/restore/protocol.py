@@ -5,7 +5,7 @@
 
 The steps in brackets are repeated. A snapshot that one rank finds damaged is missing there from
 then on: other ranks send it, or all restore an older one. If a rank cannot go on at all, every rank
-raises an error that names it (`meeting`); before the last two steps nothing has changed.
+raises an error that names it (`rendezvous.py`); before the last two steps nothing has changed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lightck.region import layout
 from lightck.region.continuation import Continuation
 from lightck.region.location import Location
 
-# The exchange of a snapshot's replicas between ranks before it is restored, seen from one rank.
+# ---- replicas given and received before the restore, seen from one rank --------------------------
 
 SLOWEST_BYTES_S = 100e6
 """The rate in bytes per second at which a rank is still believed to be reading, or sending."""
@@ -173,6 +173,8 @@ def _fits(found: ReceivedSnapshot) -> bool:
         each.name in names for each in found.given.entries if each.name.startswith("model/")
     )
 
+
+# ---- the restore ---------------------------------------------------------------------------------
 
 _TRIES = 8
 """The most scans of the regions: a running job may overwrite a snapshot before it is leased."""

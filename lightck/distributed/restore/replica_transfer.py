@@ -31,11 +31,10 @@ from lightck.region.crc32c import combine
 from lightck.region.native_region import Record, crc32c_at
 from lightck.state import tensor_layout
 
-# Transfer of bytes from one rank to another, over a gloo group of two made for one transfer.
-#
-# The job's own groups are not used: a time-out closes gloo's connections for good, and the job may
-# well run on another back end. A message is a head (kind, length, CRC32C) and bytes in host
-# memory.
+# ---- bytes from one rank to another, over a gloo group of two ------------------------------------
+# The group is made for one transfer. The job's own groups are not used: a time-out closes gloo's
+# connections for good, and the job may well run on another back end. A message is a head (kind,
+# length, CRC32C) and bytes in host memory.
 
 CHUNK_BYTES = 8 << 20
 MOST_BYTES = 1 << 32
@@ -182,6 +181,8 @@ def as_bytes(data: bytes) -> torch.Tensor:
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0][:300]
 
+
+# ---- replicated state as messages: the donor's side and the receiver's ---------------------------
 
 TABLE, CHUNK, END, FAILURE = 1, 2, 3, 4
 

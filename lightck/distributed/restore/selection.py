@@ -5,7 +5,7 @@ pure function of every rank's view. It counts the content of the regions and nev
 store, for keys may be lost with the store: a snapshot whose outcome was `dead` or never known
 counts as whole if every rank can put it together. (A rank reuses a dead slot only by invalidating
 it first, and then no longer offers it.) Where replicated state is whole on some ranks, the others
-get it from them before an older step is chosen (`healing.py`).
+get it from them before an older step is chosen (`Plan`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from lightck.distributed.rounds import Said, named
 from lightck.errors import CoordinationError
 from lightck.region.region import is_near
 
-# The plan by which ranks that lack a snapshot of replicated state get it from one that has it.
-#
+# ---- the plan by which ranks that lack a snapshot get it from one that has it --------------------
 # It is a pure function of every rank's offers. A step is healed only if it is known to be
 # replicated, as stated by every part of it that is there: each manifest says whether all
 # parameters and optimizer state were held alike by every rank when it was written. State that is
@@ -78,6 +77,8 @@ def plan(key: Key, views: Sequence[RankView]) -> Plan | str:
     bare = [r for r in lacking if r < key.world and (key, early) not in views[r].halves]
     return Plan(min(offers), tuple(lacking), tuple(bare), early)
 
+
+# ---- the choice ----------------------------------------------------------------------------------
 
 _LISTED = 12
 _SUSPECT = "suspect, for replicas were found to differ there or before"

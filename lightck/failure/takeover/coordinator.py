@@ -2,8 +2,8 @@
 
 It follows this rank's own save:
 
-    saved = rescue.save(reason, deadline)
-    taken = inheritance.settle(deadline)
+    saved = saver.save(reason, deadline)
+    taken = coordinator.settle(deadline)
 
 The lowest living rank begins; the others wait until it is done, or has had its time, and then find
 the snapshot there or write it themselves. No rank has to know which one is writing: the lock of the
@@ -88,7 +88,7 @@ class TakeoverCoordinator:
         Nor does it anything if this rank has no snapshot in this timeline: it goes on from one that
         all restored.
 
-        An expected failure is not raised: `Taken.why` states it.
+        An expected failure is not raised: `TakeoverResult.why` states it.
 
         Args:
             deadline: `time.monotonic()` at which it gives up.

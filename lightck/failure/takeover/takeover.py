@@ -10,7 +10,7 @@ The rule of instants. A step is put together from shares of one instant only: al
 exact, or all before it, early. A rank *has* an instant if its snapshot of it is committed, or if it
 is dead and its journal's entry is of that very step and timeline. If it was killed inside the
 update that completes the step, it has the early one, too: it follows from the entry of the fence
-(`inferred.py`). If all ranks of the node have the exact instant, that is taken. Else it is the
+(`inference.py`). If all ranks of the node have the exact instant, that is taken. Else it is the
 early one if all can have it: a rank that has only an exact snapshot writes an early one beside it,
 from the live parameters and the boundary state of step end. Else nothing of the step is written for
 any rank.
@@ -56,9 +56,9 @@ from lightck.region.slot_writer import SlotWriter
 from lightck.state import boundary_blob, boundary_codec
 from lightck.state.inventory import Inventory, StateTensor
 
-# The survivor's copy into a dead rank's slot; it overwrites only what that rank might.
-#
-# The newest whole snapshot there stays, by I6 (old before new).
+# ---- the copy into a dead rank's slot ------------------------------------------------------------
+# It overwrites only what that rank might. The newest whole snapshot there stays, by I6 (old before
+# new).
 
 _FETCHED_BYTES = 4 << 20
 """Bytes fetched from a device at once."""
@@ -160,6 +160,8 @@ def _fetched(
             target.copy_(there)
     return held
 
+
+# ---- the takeover --------------------------------------------------------------------------------
 
 CHUNK_BYTES = 1 << 20
 _NAMED = 4
@@ -280,7 +282,7 @@ class Takeover:
     def of(self, rank: int, deadline: float, early: bool | None = None) -> TakeoverResult:
         """Write a dead rank's part of the step of this rank's last snapshot.
 
-        An expected failure is not raised: `Taken.why` states it.
+        An expected failure is not raised: `TakeoverResult.why` states it.
 
         Args:
             rank: the dead rank; its region must be in the folder of this rank's own.

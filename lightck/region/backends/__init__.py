@@ -1,1 +1,1 @@
-"""The libraries that may map a region: the native code itself, or PMDK's."""
+"""PMDK's libraries beside the native code, and the choice of what maps a region."""
