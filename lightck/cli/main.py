@@ -34,6 +34,8 @@ _COMMANDS = {
 }
 """The commands and their summaries. Their modules are imported on call: most need torch, which
 takes a second."""
+_IN_PACKAGES = {name: f"lightck.cli.{name}.command" for name in ("demo", "chaos")}
+"""The modules of commands that have a package of their own."""
 _EXIT_STATUS = """\
 exit status:
   0  ok
@@ -80,7 +82,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     for name, summary in _COMMANDS.items():
         # Only the help of the chosen command says more than one line.
         if name == chosen:
-            command = import_module(f"lightck.cli.{name}")
+            command = import_module(_IN_PACKAGES.get(name, f"lightck.cli.{name}"))
             each = commands.add_parser(
                 name,
                 help=summary,

@@ -101,7 +101,7 @@ class Outcomes:
         )
 
     def seal_arrived(self) -> bool:
-        """Seal what has arrived (`Landing.seal_arrived`), unless another thread has the lock.
+        """Seal what has arrived (`Pipeline.seal_arrived`), unless another thread has the lock.
 
         Returns False in that case. Never waits. Any thread.
         """

@@ -1,9 +1,8 @@
 """Copies live tensors through the pool, one snapshot at a time, fenced before the update.
 
 A snapshot under way (`inflight.py`) is opened at forward start, captured by the fence and sealed,
-made durable by the pool, and counts once the barrier knows that every rank has it (`Landing`). The
-barrier is told of every step that a snapshot was due for: of its opening and its loss here, of its
-commit there.
+made durable by the pool, and counts once the barrier knows that every rank has it. The barrier is
+told of every step that a snapshot was due for: of its opening, its commit here, or its loss.
 """
 
 from __future__ import annotations
@@ -38,145 +37,6 @@ from lightck.state.inventory import CollectedState, StateTensor
 from lightck.tracing.trace import Trace, moments_of, now_ns
 from lightck.types import Fate, ReleaseSchedule
 
-# ---- after the window: captured snapshots made durable, and counted ------------------------------
-
-
-@dataclass(eq=False)
-class Landing:
-    """Holds the snapshots that have left the window.
-
-    The training thread uses it, or another thread under the training thread's lock.
-    """
-
-    region: Region
-    barrier: CommitBarrier = field(default_factory=SingleProcessBarrier, kw_only=True)
-    counters: Counters = field(default_factory=Counters, kw_only=True)
-    persisting: list[InflightSnapshot] = field(default_factory=list, kw_only=True)
-    """Snapshots past their fence, in commit order: sealed, so that the pool commits them, or to be
-    sealed when the copies they wait for have arrived from a device."""
-    awaiting: list[InflightSnapshot] = field(default_factory=list, kw_only=True)
-    """Snapshots that are durable on this rank and not yet known to be durable on every other
-    one."""
-    newest: InflightSnapshot | None = field(default=None, kw_only=True)
-    """The last snapshot that became durable on this rank."""
-    trace: Trace | None = field(default=None, kw_only=True)
-
-    def poll(self, timeout_s: float | None = 0.0) -> Iterator[InflightSnapshot]:
-        """Yield the snapshots that are committed now; wait up to `timeout_s` for this rank's own.
-
-        Raises:
-            LightckError: a background failure; that snapshot is dropped.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self.persisting:
-            flight = self.persisting[0]
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                if not (flight.sealed or self._arrived(flight, left)):
-                    break
-                if not flight.writer.wait(left):
-                    break
-            except Exception as error:
-                self.persisting.remove(flight)
-                self._lost(flight, f"failed: {error}", for_good=is_final(error))
-                if not flight.sealed:
-                    self._abandon(flight)
-                flight.fail(error)
-                raise
-            self.persisting.remove(flight)
-            flight.durable_s = time.monotonic()
-            self.counters.durable += 1
-            self.counters.commit_s += flight.durable_s - flight.captured_s
-            self.newest = flight
-            self.barrier.committed(flight.step, flight.counted_form)
-            if flight.local:
-                self.region.keep(flight.writer.slot)
-                continue
-            self.awaiting.append(flight)
-        for flight in [*self.awaiting]:
-            fate = self.barrier.fate(flight.step)
-            if fate is Fate.WHOLE:
-                self._whole(flight)
-                yield flight
-            elif fate is Fate.DEAD:
-                self._dead(flight)
-
-    def seal_arrived(self) -> bool:
-        """Seal the snapshots that have arrived from devices; False if more is about to arrive.
-
-        Call it under the lock. An error is raised by the next `poll`, not here.
-        """
-        for flight in self.persisting:
-            if not flight.sealed:
-                with suppress(LightckError):
-                    if any(transfer.error for transfer in flight.transfers):
-                        return True
-                    if not self._arrived(flight, 0.0):
-                        return not all(transfer.fed.is_set() for transfer in flight.transfers)
-        return True
-
-    def _whole(self, flight: InflightSnapshot) -> None:
-        """Protect a snapshot that every rank has committed, and free the one protected before."""
-        self.region.whole(flight.writer.slot)
-        self.awaiting = [each for each in self.awaiting if each is not flight]
-        counters, now = self.counters, time.monotonic()
-        counters.committed += 1
-        counters.whole_s += now - flight.durable_s
-        counters.persist_s = now - flight.opened_s
-        # Fates need not come in the order of the steps.
-        counters.last_committed_step = max(flight.step, counters.last_committed_step or 0)
-
-    def count_last(self) -> None:
-        """Count the newest snapshot as committed, whatever its fate was.
-
-        At their close the ranks found that every one of them holds it.
-        """
-        flight = self.newest
-        if flight is not None and self.counters.last_committed_step != flight.step:
-            assert flight.writer.record is not None
-            self.region.committed(flight.writer.slot, flight.writer.record)
-            self._whole(flight)
-            for future in flight.futures:
-                if not future.done():
-                    future.set_result(flight.step)
-
-    def _dead(self, flight: InflightSnapshot) -> None:
-        """Abort a snapshot that another rank does not have; its slot is reused first."""
-        self.region.dead(flight.writer.slot)
-        self.awaiting.remove(flight)
-        self.counters.dead += 1
-        why = self.barrier.why_dead(flight.step)
-        event("dead", logging.DEBUG, step=flight.step, why=why)
-        if self.trace is not None:
-            self.trace.lost_snapshot("dead", flight.step, why)
-        flight.fail(CoordinationError(f"snapshot of step {flight.step} does not count: {why}"))
-
-    @property
-    def in_flight(self) -> list[InflightSnapshot]:
-        """The snapshots past their fence that are neither committed on every rank nor given up."""
-        return [*self.persisting, *self.awaiting]
-
-    def await_fates(self, seconds: float) -> None:
-        """Wait up to `seconds` for the fate of every snapshot this rank has committed."""
-        deadline = time.monotonic() + seconds
-        for flight in self.awaiting:
-            self.barrier.wait(flight.step, max(0.0, deadline - time.monotonic()))
-
-    def _arrived(self, flight: InflightSnapshot, timeout_s: float | None) -> bool:
-        """Wait for a snapshot's copies from devices; seal it and return True if all are there."""
-        raise NotImplementedError
-
-    def _abandon(self, flight: InflightSnapshot) -> None:
-        """Give up a snapshot that is not sealed."""
-        raise NotImplementedError
-
-    def _lost(self, flight: InflightSnapshot, why: str, *, for_good: bool) -> None:
-        if not flight.local:
-            self.barrier.lost(flight.step, why, for_good=for_good)
-
-
-# ---- the window: copies queued, paced and fenced -------------------------------------------------
-
 _RELEASES = 16
 """The most parts in which a window's bytes are released: waking workers takes longer than many
 copies do."""
@@ -186,12 +46,14 @@ snapshot is skipped."""
 
 
 @dataclass(eq=False)
-class Pipeline(Landing):
-    """Owns the snapshots under way into one region.
+class Pipeline:
+    """Owns the snapshots under way into one region, from their opening until they count.
 
-    The training thread uses it; autograd's thread calls `pace`.
+    The training thread uses it, or another thread under the training thread's lock; autograd's
+    thread calls `pace`.
     """
 
+    region: Region
     pool: NativePool
     schedule: ReleaseSchedule
     placement: HostPlacement = field(default_factory=HostPlacement)
@@ -199,6 +61,17 @@ class Pipeline(Landing):
     window: InflightSnapshot | None = None
     """The snapshot whose sources must not change: it is opened, and not yet captured."""
     on_torn: Callable[[InflightSnapshot, Sequence[str]], None] = lambda flight, names: None
+    barrier: CommitBarrier = field(default_factory=SingleProcessBarrier)
+    counters: Counters = field(default_factory=Counters)
+    persisting: list[InflightSnapshot] = field(default_factory=list)
+    """Snapshots past their fence, in commit order: sealed, so that the pool commits them, or to be
+    sealed when the copies they wait for have arrived from a device."""
+    awaiting: list[InflightSnapshot] = field(default_factory=list)
+    """Snapshots that are durable on this rank and not yet known to be durable on every other
+    one."""
+    newest: InflightSnapshot | None = None
+    """The last snapshot that became durable on this rank."""
+    trace: Trace | None = None
     pacing: RLock = field(default_factory=RLock)
     """Held while a snapshot opens or ends: one made just in time does so while a backward may
     run."""
@@ -582,3 +455,110 @@ class Pipeline(Landing):
         self.counters.last_captured_step = flight.step
         if not flight.flags & RECORD_EARLY:
             self.counters.last_exact_step = flight.step
+
+    # ---- after the window: captured snapshots made durable, and counted --------------------
+
+    def poll(self, timeout_s: float | None = 0.0) -> Iterator[InflightSnapshot]:
+        """Yield the snapshots that are committed now; wait up to `timeout_s` for this rank's own.
+
+        Raises:
+            LightckError: a background failure; that snapshot is dropped.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.persisting:
+            flight = self.persisting[0]
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                if not (flight.sealed or self._arrived(flight, left)):
+                    break
+                if not flight.writer.wait(left):
+                    break
+            except Exception as error:
+                self.persisting.remove(flight)
+                self._lost(flight, f"failed: {error}", for_good=is_final(error))
+                if not flight.sealed:
+                    self._abandon(flight)
+                flight.fail(error)
+                raise
+            self.persisting.remove(flight)
+            flight.durable_s = time.monotonic()
+            self.counters.durable += 1
+            self.counters.commit_s += flight.durable_s - flight.captured_s
+            self.newest = flight
+            self.barrier.committed(flight.step, flight.counted_form)
+            if flight.local:
+                self.region.keep(flight.writer.slot)
+                continue
+            self.awaiting.append(flight)
+        for flight in [*self.awaiting]:
+            fate = self.barrier.fate(flight.step)
+            if fate is Fate.WHOLE:
+                self._whole(flight)
+                yield flight
+            elif fate is Fate.DEAD:
+                self._dead(flight)
+
+    def seal_arrived(self) -> bool:
+        """Seal the snapshots that have arrived from devices; False if more is about to arrive.
+
+        Call it under the lock. An error is raised by the next `poll`, not here.
+        """
+        for flight in self.persisting:
+            if not flight.sealed:
+                with suppress(LightckError):
+                    if any(transfer.error for transfer in flight.transfers):
+                        return True
+                    if not self._arrived(flight, 0.0):
+                        return not all(transfer.fed.is_set() for transfer in flight.transfers)
+        return True
+
+    def _whole(self, flight: InflightSnapshot) -> None:
+        """Protect a snapshot that every rank has committed, and free the one protected before."""
+        self.region.whole(flight.writer.slot)
+        self.awaiting = [each for each in self.awaiting if each is not flight]
+        counters, now = self.counters, time.monotonic()
+        counters.committed += 1
+        counters.whole_s += now - flight.durable_s
+        counters.persist_s = now - flight.opened_s
+        # Fates need not come in the order of the steps.
+        counters.last_committed_step = max(flight.step, counters.last_committed_step or 0)
+
+    def count_last(self) -> None:
+        """Count the newest snapshot as committed, whatever its fate was.
+
+        At their close the ranks found that every one of them holds it.
+        """
+        flight = self.newest
+        if flight is not None and self.counters.last_committed_step != flight.step:
+            assert flight.writer.record is not None
+            self.region.committed(flight.writer.slot, flight.writer.record)
+            self._whole(flight)
+            for future in flight.futures:
+                if not future.done():
+                    future.set_result(flight.step)
+
+    def _dead(self, flight: InflightSnapshot) -> None:
+        """Abort a snapshot that another rank does not have; its slot is reused first."""
+        self.region.dead(flight.writer.slot)
+        self.awaiting.remove(flight)
+        self.counters.dead += 1
+        why = self.barrier.why_dead(flight.step)
+        event("dead", logging.DEBUG, step=flight.step, why=why)
+        if self.trace is not None:
+            self.trace.lost_snapshot("dead", flight.step, why)
+        flight.fail(CoordinationError(f"snapshot of step {flight.step} does not count: {why}"))
+
+    @property
+    def in_flight(self) -> list[InflightSnapshot]:
+        """The snapshots past their fence that are neither committed on every rank nor given up."""
+        return [*self.persisting, *self.awaiting]
+
+    def await_fates(self, seconds: float) -> None:
+        """Wait up to `seconds` for the fate of every snapshot this rank has committed."""
+        deadline = time.monotonic() + seconds
+        for flight in self.awaiting:
+            self.barrier.wait(flight.step, max(0.0, deadline - time.monotonic()))
+
+    def _lost(self, flight: InflightSnapshot, why: str, *, for_good: bool) -> None:
+        if not flight.local:
+            self.barrier.lost(flight.step, why, for_good=for_good)
