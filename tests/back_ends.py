@@ -17,7 +17,7 @@ from regions import Book
 from lightck.errors import PmdkMissingError
 from lightck.region.backends import pmdk
 from lightck.region.location import Backend
-from lightck.region.native_region import POWER_LOSS, PROCESS_DEATH
+from lightck.region.survival import POWER_LOSS, PROCESS_DEATH
 
 _OVERCOMMIT = Path("/proc/sys/vm/nr_overcommit_hugepages")
 POOL_BYTES = 32 << 20

@@ -17,7 +17,7 @@ from lightck.distributed.commit.protocol import (
     Claim,
     CommitProtocol,
     Delete,
-    Due,
+    DueStep,
     Read,
 )
 
@@ -34,7 +34,7 @@ class Rank:
     opened: int | None = None
     """Step whose copy is going on."""
     at: int = 0
-    """Due steps that this rank has passed."""
+    """DueStep steps that this rank has passed."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ def _moves(state: World, choose: Callable[[Rank], int | None]) -> Iterator[Calla
 
 
 def _step(state: World, rank: Rank, choose: Callable[[Rank], int | None]) -> None:
-    due = Due(rank.at + 1, rank.at)
+    due = DueStep(rank.at + 1, rank.at)
     rank.at += 1
     slot = choose(rank) if rank.ledger.reachable and not rank.ledger.ended else None
     if slot is None:
@@ -185,7 +185,7 @@ def _tear(state: World, rank: Rank) -> None:
     step, rank.opened = rank.opened, None
     assert step is not None
     state.tears -= 1
-    rank.ledger.lost(Due(step, step - 1), "torn", 0.0)
+    rank.ledger.lost(DueStep(step, step - 1), "torn", 0.0)
 
 
 def _lose_patience(state: World, rank: Rank) -> None:

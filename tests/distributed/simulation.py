@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightck.distributed.commit.protocol import Add, Call, Claim, CommitProtocol, Due, Read
+from lightck.distributed.commit.protocol import Add, Call, Claim, CommitProtocol, DueStep, Read
 from lightck.distributed.store import Store
 from lightck.types import Fate
 
@@ -78,7 +78,7 @@ class Simulation:
         self._sent = [0] * world
         self._knew: list[float] = []
         for rank, at in enumerate(self.commit_at_s):
-            self._ledgers[rank].opened(Due(1, 0), 0.0)
+            self._ledgers[rank].opened(DueStep(1, 0), 0.0)
             self._at(at, lambda now, r=rank: self._committed(r, now))
         while self._events:
             now, _, act = heapq.heappop(self._events)
@@ -101,7 +101,7 @@ class Simulation:
 
     def _committed(self, rank: int, now: float) -> None:
         if rank == self.lost_by:
-            self._ledgers[rank].lost(Due(1, 0), "slip", now)
+            self._ledgers[rank].lost(DueStep(1, 0), "slip", now)
         else:
             digest = b"0123456789abcdef.1000:01234567" if self.digests else b""
             self._ledgers[rank].committed(1, now, digest=digest)

@@ -1,17 +1,17 @@
-"""Due steps: pure periods, and announcements that are known before their step."""
+"""DueStep steps: pure periods, and announcements that are known before their step."""
 
 from __future__ import annotations
 
 import pytest
 
 from lightck.distributed.commit.due_steps import POLL_S, DueAnnouncer, DueCalendar
-from lightck.distributed.commit.protocol import CommitProtocol, Due
+from lightck.distributed.commit.protocol import CommitProtocol, DueStep
 
 
 def test_a_period_needs_no_message_and_counts_from_attach() -> None:
     calendar = DueCalendar(every=5, start=12)
     due = [calendar.at(step) for step in range(13, 31)]
-    assert [d for d in due if d] == [Due(15, 0), Due(20, 1), Due(25, 2), Due(30, 3)]
+    assert [d for d in due if d] == [DueStep(15, 0), DueStep(20, 1), DueStep(25, 2), DueStep(30, 3)]
 
 
 def test_a_step_is_asked_for_once() -> None:
@@ -25,7 +25,7 @@ def test_an_announced_step_is_due_when_it_was_known_in_time() -> None:
     calendar = DueCalendar()
     calendar.at(1)
     assert calendar.learn(3, 0.0) is None
-    assert [calendar.at(2), calendar.at(3)] == [None, Due(3, 0, "a")]
+    assert [calendar.at(2), calendar.at(3)] == [None, DueStep(3, 0, "a")]
     assert calendar.learned == 1
 
 
@@ -33,7 +33,7 @@ def test_an_announced_step_that_was_passed_is_handed_back_as_lost() -> None:
     calendar = DueCalendar()
     for step in (1, 2, 3):
         calendar.at(step)
-    assert calendar.learn(3, 0.0) == Due(3, 0, "a")
+    assert calendar.learn(3, 0.0) == DueStep(3, 0, "a")
 
 
 def test_looks_are_rarer_when_snapshots_are() -> None:
@@ -82,14 +82,14 @@ def test_a_rank_that_was_late_makes_rank_0_look_further_ahead() -> None:
 
 
 def test_a_step_that_loops_asked_for_is_the_same_block_however_often_each_has_asked() -> None:
-    assert Due(9, 0, "r").block == Due(9, 1, "r").block != Due(8, 0, "r").block
+    assert DueStep(9, 0, "r").block == DueStep(9, 1, "r").block != DueStep(8, 0, "r").block
 
 
 def test_an_announcement_that_comes_late_does_not_lose_what_the_loop_asked_for() -> None:
     ledger = CommitProtocol(0, 2)
-    ledger.opened(Due(9, 0, "r"), 0.0)
+    ledger.opened(DueStep(9, 0, "r"), 0.0)
     ledger.committed(9, 0.0)
-    ledger.lost(Due(9, 4, "a"), "not known in time", 0.0)
+    ledger.lost(DueStep(9, 4, "a"), "not known in time", 0.0)
     assert ledger.next_call(0.0) is not None and ledger.unsettled == [9]
     with pytest.raises(ValueError, match="cannot be lost"):
-        ledger.lost(Due(9, 0, "r"), "slipped", 0.0)
+        ledger.lost(DueStep(9, 0, "r"), "slipped", 0.0)

@@ -14,7 +14,15 @@ from memory import MemoryStore, Server
 
 from lightck.distributed import divergence
 from lightck.distributed import divergence as sample
-from lightck.distributed.commit.protocol import Add, Call, Claim, CommitProtocol, Delete, Due, Read
+from lightck.distributed.commit.protocol import (
+    Add,
+    Call,
+    Claim,
+    CommitProtocol,
+    Delete,
+    DueStep,
+    Read,
+)
 from lightck.distributed.divergence import Divergence, ReplicaSamples, Verdict, decide, inquire
 from lightck.errors import CoordinationError, DivergenceError, LightckError, RegionIOError
 from lightck.state.inventory import Inventory, StateTensor
@@ -199,7 +207,7 @@ def calls_of(world: int, digests: Callable[[int, int], bytes], steps: int = 3) -
     ledgers = [CommitProtocol(rank, world, compares=True) for rank in range(world)]
     for step in range(1, steps + 1):
         for rank, ledger in enumerate(ledgers):
-            ledger.opened(Due(step, step - 1), 0.0)
+            ledger.opened(DueStep(step, step - 1), 0.0)
             ledger.committed(step, 0.0, b"form", digests(rank, step))
             while (call := ledger.next_call(0.0)) is not None:
                 made[rank].append(call)
@@ -250,7 +258,7 @@ def test_words_of_older_and_of_newer_differences_are_deleted_with_their_step() -
 
     for step, order in ((1, (0, 1)), (2, (1, 0))):
         for rank in order:
-            ledgers[rank].opened(Due(step, 0, "r"), 0.0)  # a block of its own
+            ledgers[rank].opened(DueStep(step, 0, "r"), 0.0)  # a block of its own
             ledgers[rank].committed(step, 0.0, b"form", b"what:%d" % rank)
             answered(ledgers[rank])
         for ledger in ledgers:
@@ -265,7 +273,7 @@ def test_a_digest_of_something_else_is_counted_as_not_compared() -> None:
     ledger = CommitProtocol(1, 2, compares=True)
     store = {"d/1": b"other:1", "d/2": b"what:1"}
     for step in (1, 2):
-        ledger.opened(Due(step, step - 1), 0.0)
+        ledger.opened(DueStep(step, step - 1), 0.0)
         ledger.committed(step, 0.0, b"", b"what:1")
     while (call := ledger.next_call(0.0)) is not None:
         ledger.answered(_served(store, call), 0.0)
@@ -274,7 +282,7 @@ def test_a_digest_of_something_else_is_counted_as_not_compared() -> None:
 
 def test_without_an_answer_from_the_store_nothing_counts_as_compared_or_whole() -> None:
     ledger = CommitProtocol(0, 1, compares=True)
-    ledger.opened(Due(1, 0), 0.0)
+    ledger.opened(DueStep(1, 0), 0.0)
     ledger.committed(1, 0.0, b"", b"what:1")
     for attempt in range(3):
         now = 100.0 * attempt

@@ -9,7 +9,7 @@ import pytest
 from interleavings import Rank, explore, world
 
 from lightck.distributed.commit import due_steps as module
-from lightck.distributed.commit.protocol import Add, Claim, CommitProtocol, Due
+from lightck.distributed.commit.protocol import Add, Claim, CommitProtocol, DueStep
 
 
 @pytest.mark.parametrize(
@@ -189,16 +189,16 @@ def test_a_lagging_rank_makes_others_slip_and_stalls_nobody() -> None:
 
 def test_steps_that_a_rank_has_passed_keep_their_order() -> None:
     ledger = CommitProtocol(0, 2)
-    ledger.opened(Due(4, 0), 0.0)
+    ledger.opened(DueStep(4, 0), 0.0)
     with pytest.raises(ValueError, match="step 4 is not above 4"):
-        ledger.opened(Due(4, 1), 0.0)
+        ledger.opened(DueStep(4, 1), 0.0)
     with pytest.raises(ValueError, match="step 5 was never opened"):
         ledger.committed(5, 0.0)
 
 
 def test_more_commits_than_ranks_never_make_a_step_whole() -> None:
     ledger = CommitProtocol(0, 2)
-    ledger.opened(Due(1, 0), 0.0)
+    ledger.opened(DueStep(1, 0), 0.0)
     ledger.committed(1, 0.0)
     assert ledger.next_call(0.0) == Add("c/1")
     ledger.answered(3, 0.0)

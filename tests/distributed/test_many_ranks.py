@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from simulation import Costs, Simulation, measure
 
-from lightck.distributed.commit.protocol import Add, Claim, CommitProtocol, Due
+from lightck.distributed.commit.protocol import Add, Claim, CommitProtocol, DueStep
 from lightck.distributed.store import JobStore
 from lightck.types import Fate
 
@@ -53,9 +53,9 @@ def test_a_thousand_ranks_commit_over_one_real_store(server: dist.TCPStore) -> N
             barrier.wait()
             began[index] = time.perf_counter()
             for ledger in mine:
-                ledger.opened(Due(step, index), 0.0)
+                ledger.opened(DueStep(step, index), 0.0)
                 if ledger.rank == 7 and step == 3:
-                    ledger.lost(Due(step, index), "slip", 0.0)
+                    ledger.lost(DueStep(step, index), "slip", 0.0)
                 else:
                     ledger.committed(step, 0.0)
                 messages[client] += _advance(ledger, store)

@@ -178,7 +178,7 @@ def test_the_native_part_is_built_with_gcc_alone(
     monkeypatch.setattr(build, "_FOLDER", tmp_path)
     made = build.library()
     assert made.parent == tmp_path and build.library() == made
-    code = "from lightck.region import library; print(library.library().lck_abi_version())"
+    code = "from lightck.region import _ffi; print(_ffi.library().lck_abi_version())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=_ROOT,

@@ -21,8 +21,8 @@ from regions import contents_of, newest, random_contents, same, stored
 
 from lightck.errors import CorruptSnapshotError, RegionBusyError, RegionFullError
 from lightck.region import location
-from lightck.region.native_region import POWER_LOSS
 from lightck.region.region import Region, open_and_recover
+from lightck.region.survival import POWER_LOSS
 
 SIZES = {"a": 1, "b": 63, "c": 4097, "d": 100_000, "empty": 0}
 RECORDS_AT = 8192

@@ -264,7 +264,7 @@ def test_layers_carry_the_step_of_their_content(
     """Without fences, counters and audits the tags alone keep a mixture from being sealed."""
     loop = make(torch.optim.SGD)
     monkeypatch.setattr(LayerPipeline, "_concerns", lambda self, group, who: who in (None, 0))
-    monkeypatch.setattr("lightck.pipeline.copy_plan.Sources.changed", lambda self: [])
+    monkeypatch.setattr("lightck.pipeline.copy_plan.CopySources.changed", lambda self: [])
     monkeypatch.setattr("lightck.region.slot_writer.SlotWriter.audit", lambda *_: None)
     torn = pytest.raises(lightck.TornSnapshotError, match="snapshot of step 2 .* model/")
     with torn, attach(run_dir, loop, on_error=lambda error: None) as handle:

@@ -45,8 +45,8 @@ def _read_while_overtaken(path: Path, reader: str, patch: pytest.MonkeyPatch, mo
         recover = Region.recover
         patch.setattr(Region, "recover", lambda region: (overtake(), recover(region))[1])
     else:
-        survey = holdings.survey
-        patch.setattr(holdings, "survey", lambda where: (survey(where), overtake())[0])
+        survey = holdings.open_and_recover
+        patch.setattr(holdings, "open_and_recover", lambda where: (survey(where), overtake())[0])
     if reader == "restore":
         loop = adam_loop()
         info = lightck.restore(loop.model, list(loop.optimizers), path)

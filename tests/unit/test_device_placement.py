@@ -56,7 +56,7 @@ def chosen(clock: Clock, *, wanted: str = "auto") -> device_placement.DevicePlac
     """Knows that a plain copy takes one second a byte."""
     made = device_placement.DevicePlacement(Any, wanted)  # type: ignore[arg-type]
     made._refused["SimpleNamespace"] = ""
-    made._plain["here:0"], made._contests["here:0"] = 1.0, device_placement.Contest()
+    made._plain["here:0"], made._contests["here:0"] = 1.0, device_placement.ABTrial()
     return made
 
 

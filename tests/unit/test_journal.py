@@ -115,10 +115,10 @@ def test_a_latched_region_takes_no_entry(path: Path) -> None:
 
 WRITER = """
 import os, sys
-from lightck.region import journal, native
+from lightck.region import journal, native_region
 path = sys.argv[1]
 fds = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
-region = native.NativeRegion.open(*fds, 0, None, path)
+region = native_region.NativeRegion.open(*fds, 0, None, path)
 for step in range(1, 10**9):
     journal.write_entry(region, journal.FENCE, step, 5, b"%d?" % step * 400)
     journal.write_entry(region, journal.STEP_END, step, 5, b"%d " % step * 500)
