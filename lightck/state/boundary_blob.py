@@ -79,8 +79,8 @@ class BlobWriter:
     """The number of bytes in `parts`."""
     pickles: list[bytes] = field(default_factory=list)
     parcels: dict[int, tuple[Any, bytes]] | None = field(default_factory=dict)
-    """Those of `Kept.parcels` that are in this blob; None: this one is such an inner blob, and has
-    none."""
+    """The entries of `Kept.parcels` that this blob contains; None: it is an inner blob itself, and
+    contains none."""
     _numbers: dict[int, int] = field(default_factory=dict)
     """The number of each part's pickle, by the identity of its tree."""
 
