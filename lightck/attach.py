@@ -19,6 +19,8 @@ from lightck.distributed.ddp import CommObserver, Communication
 from lightck.distributed.divergence import ReplicaSamples
 from lightck.distributed.rendezvous import Rendezvous, meeting
 from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
+from lightck.distributed.topology import Topology
+from lightck.errors import LightckError
 from lightck.events import Subscriber, event
 from lightck.failure.jit_save import JitSaver
 from lightck.failure.jit_save_ranks import RankJitSaver
@@ -31,11 +33,14 @@ from lightck.layerwise.checkpointer import Kinds
 from lightck.layerwise.ddp import finality
 from lightck.loop import state_prediction
 from lightck.loop.checkpointer import Checkpointer
+from lightck.loop.extra_movement import Movement
 from lightck.loop.hooks import Hooks, Listener, Watched, layers
 from lightck.loop.outcomes import ErrorReporter, Outcomes
 from lightck.loop.publisher import StatusPublisher
-from lightck.loop.requests import gradients_complete
+from lightck.loop.stall_timer import StallTimer
 from lightck.loop.steps import Steps
+from lightck.loop.trace_listener import TraceListener
+from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.schedule import schedule
 from lightck.reader.fill import install_pending, tell_unfilled
 from lightck.region import claim
@@ -43,9 +48,11 @@ from lightck.region.region import Region
 from lightck.restore import progress
 from lightck.state.arguments import check, refuse_unknown
 from lightck.state.extras import Extra, is_loader, must_be_known, parse
-from lightck.state.inventory import Inventory
+from lightck.state.inventory import Inventory, all_covered, names_of
 from lightck.state.module_extra_state import extra_states
 from lightck.state.tensor_layout import tell_synchronous
+from lightck.tracing import perfetto
+from lightck.tracing.trace import Trace
 from lightck.types import Policy
 
 
@@ -138,11 +145,10 @@ class _Parts:
         self, ranks: Rendezvous, config: Config, model: nn.Module, extras: tuple[Extra, ...]
     ) -> None:
         """Prepare attach: nothing is owned yet, and nothing of the user's has changed."""
-        self.ranks, self.config = ranks, config
+        self.ranks, self.config, self.model, self.extras = ranks, config, model, extras
         self.undo: list[Callable[[], object]] = []
         self.reporter = ErrorReporter(config.on_error)
         self.progress = progress(model)
-        self.inventory = Inventory(model, [], extras)
         self.watched = Watched(model)
         self.watched.refresh()
 
@@ -153,118 +159,166 @@ class _Parts:
 
     def compose(self, optimizers: list[Optimizer], ends_step: Optimizer | None) -> Components:
         """Build all parts and return them as `Components`."""
-        steps = self._take_in(optimizers, ends_step)
-        final = partial(finality, self.inventory.model)
-        kinds = Kinds.of(self.config.update, self.inventory, ends_step is not None, final)
-        tell_synchronous(self.inventory.collect().lives)
-        region = self._claim()
+        if ends_step is not None and not any(ends_step is each for each in optimizers):
+            optimizers = [*optimizers, ends_step]
+        steps = self._steps(optimizers, ends_step)
+        final, marked = partial(finality, self.model), ends_step is not None
+        kinds = Kinds.of(self.config.update, self.model, optimizers, marked, final)
+        # Nothing is claimed before the state is known to be one that can be taken.
+        seen = Inventory(self.model, optimizers, self.extras, units=kinds.units)
+        tell_synchronous(seen.collect().lives)
+        topology, replicas, inventory, region = self._claim(optimizers, kinds)
         self._tell_left_out(region)
-        return self._wire(region, steps, kinds)
+        return self._start(steps, kinds, topology, replicas, inventory, region)
 
     def _tell_left_out(self, region: Region) -> None:
         """Warn of extras that the run's snapshots had, and the next ones will not have."""
-        names = frozenset(extra.name for extra in self.inventory.extras)
+        names = frozenset(extra.name for extra in self.extras)
         if region.continued is not None and (lacking := sorted(self.progress.extras - names)):
             why = "the run's snapshots have them, attach was not given them: the next have not"
             event(
                 "extras_left_out", logging.WARNING, path=region.place.path, names=lacking, why=why
             )
-        self.progress.extras = names
+        self.progress.has_extras(names)
 
-    def _take_in(self, optimizers: list[Optimizer], ends_step: Optimizer | None) -> Steps:
-        """Return a step counter, with the known optimizers and the step that the model is at."""
-        inventory, known = self.inventory, self.progress
-        if ends_step is not None and not any(ends_step is o for o in optimizers):
-            optimizers = [*optimizers, ends_step]
-        now = max((s.step for s in known.attached), default=known.step)
-        steps = Steps(step=now, settled=bool(optimizers))
-        for each in optimizers:
-            inventory.optimizers.append(each)
-            steps.add()
-        steps.boundary = optimizers.index(ends_step) if ends_step is not None else None
-        # A parameter that no given optimizer holds may have its own, found when that one steps.
-        steps.settled = ends_step is not None or inventory.covered()
+    def _steps(self, optimizers: list[Optimizer], ends_step: Optimizer | None) -> Steps:
+        """Return a counter at the step that the model is at.
+
+        The optimizers are given the state that restore has kept for them.
+        """
+        known, names = self.progress, names_of(self.model)
         for i, each in enumerate(optimizers):
-            install_pending(known.pending, i, each, inventory.names())
+            install_pending(known.pending, i, each, names)
         tell_unfilled(known.pending)
-        return steps
+        now = max((s.step for s in known.attached), default=known.step)
+        return Steps(
+            step=now,
+            boundary=optimizers.index(ends_step) if ends_step is not None else None,
+            # A parameter that no given optimizer holds may have its own, found when that one steps.
+            settled=ends_step is not None or all_covered(self.model, optimizers),
+            counts=[now] * len(optimizers),
+        )
 
-    def _claim(self) -> Region:
+    def _claim(
+        self, optimizers: list[Optimizer], kinds: Kinds
+    ) -> tuple[Topology, ReplicatedTensors, Inventory, Region]:
         """Return this rank's region, with room for its share, once all ranks know the topology."""
         found = claim.find(self.config, self.ranks.rank, self.progress.continuation)
         self.undo.append(found.close)
-        self.topology = distributed_barrier.place_of(self.ranks, self.config, found)
-        replicas = ReplicatedTensors(self.inventory, self.topology.world)
-        self.inventory.share = SharePartitioner(self.topology, replicas)
-        self.samples = ReplicaSamples(self.inventory.found, replicas)
-        self.inventory.depends = replicas.hooks
-        self.inventory.invalidate()
-        entries, manifest_bytes = state_prediction.expected(self.inventory)
-        run_id = self.topology.run_id if self.topology.world > 1 else None
-        seat = claim.RankIdentity(self.topology.rank, self.topology.world, run_id)
-        room = (manifest_bytes, state_prediction.journal_bytes(self.inventory))
-        return claim.take(found, self.config, seat, entries, *room)
-
-    def _wire(self, region: Region, steps: Steps, kinds: Kinds) -> Components:
-        config, reporter, inventory, undo = self.config, self.reporter, self.inventory, self.undo
-        collected = inventory.collect()
-        communication = Communication(inventory.model)
-        count = len({v.layer for v in inventory.everything() if v.role == "parameter"})
-        release_when = schedule(config.schedule, count, communicates=bool(communication.buckets))
-        pipeline = kinds.pipeline.start(region, release_when, config)
-        outcomes = Outcomes(pipeline, inventory, steps, reporter, reporter.surface)
-        pipeline.offload.transfers.sealed = outcomes.seal_arrived
-        instants = BoundaryState(inventory)
-        habit = PreFencePredictor(instants, lambda: outcomes.lock, len([*layers(inventory.model)]))
-        armed = config.failure != "off"
-        journaled = StepJournal(instants, region, outcomes.region_lost, habit, pipeline.stand)
-        checkpointer = kinds.checkpointer(
-            inventory=inventory,
-            instants=instants,
-            journaled=journaled if armed else None,
-            behind=DeviceLag(journaled, pipeline.offload) if armed else None,
-            pipeline=pipeline,
-            steps=steps,
-            cadence=kinds.due(config.policy),
-            watched=self.watched,
-            outcomes=outcomes,
-            settled=steps.settled,
-            on_found=self._found,
+        topology = distributed_barrier.place_of(self.ranks, self.config, found)
+        replicas = ReplicatedTensors(self.model, optimizers, topology.world)
+        inventory = Inventory(
+            self.model,
+            optimizers,
+            self.extras,
+            units=kinds.units,
+            division=SharePartitioner(topology, replicas),
         )
-        habit.on_last = partial(gradients_complete, checkpointer)
-        sight = StatusPublisher(config, checkpointer, reporter, self.watched)
-        undo += [sight.write_wanted, outcomes.stop, sight.ended]
-        pipeline.on_torn = sight.torn
-        loaders = tuple(e.subject for e in inventory.extras if is_loader(e.subject))
-        at_gradient = [communication.came] if communication.buckets else []
-        at_gradient += [habit.gradient] if armed and self.topology.world > 1 else []
-        recording = lookup.recording(live.local for live in collected.lives)
-        listener, heard = self._listener(sight), (loaders, at_gradient, recording)
-        hooks = Hooks(listener, self.watched, *heard, kinds.defers, inventory.optimizers)
-        checkpointer.arm = lambda on: hooks.arm_forward() if on else hooks.disarm_forward()
-        undo += [kinds.stop, hooks.remove, communication.remove, sight.remove]
+        entries, manifest_bytes = state_prediction.expected(inventory)
+        run_id = topology.run_id if topology.world > 1 else None
+        seat = claim.RankIdentity(topology.rank, topology.world, run_id)
+        room = (manifest_bytes, state_prediction.journal_bytes(inventory))
+        region = claim.take(found, self.config, seat, entries, *room)
+        return topology, replicas, inventory, region
+
+    def _start(
+        self,
+        steps: Steps,
+        kinds: Kinds,
+        topology: Topology,
+        replicas: ReplicatedTensors,
+        inventory: Inventory,
+        region: Region,
+    ) -> Components:
+        """Build what follows the loop, agree with the other ranks, and install the hooks."""
+        config, known, undo = self.config, self.progress, self.undo
+        collected, communication = inventory.collect(), Communication(self.model)
+        barrier = distributed_barrier.barrier_of(topology, config.policy, steps.step)
+        count = len({v.layer for v in inventory.everything() if v.role == "parameter"})
+        released = schedule(config.schedule, count, communicates=bool(communication.buckets))
+        pipeline = kinds.pipeline.start(region, released, barrier, config, steps.step)
+        hooks = self._hooks(kinds, inventory, communication)
+        checkpointer = self._checkpointer(steps, kinds, topology, inventory, pipeline, hooks)
+        publisher, trace = checkpointer.publisher, pipeline.trace
+        undo += [partial(self._write_trace, trace), checkpointer.outcomes.stop, publisher.ended]
+        undo += [kinds.stop, hooks.remove, communication.remove]
         checkpointer.start()
         checkpointer.check_state(collected)
-        known = self.progress
-        checkpointer.cadence.early = known.early and known.step == steps.step and not known.attached
-        at = (steps.step, self.samples, known.restored)
-        timeline, barrier = distributed_barrier.begin(
-            self.ranks, self.topology, region, config, *at
-        )
+        samples = ReplicaSamples(inventory.found, replicas)
+        at = (steps.step, samples, known.restored)
+        timeline = distributed_barrier.begin(barrier, self.ranks, topology, region, config, *at)
         undo.append(lambda: barrier.leave("attach failed", 1.0))
-        pipeline.barrier = checkpointer.cadence.barrier = barrier
         region.begin_timeline(region.continued, timeline)
         if checkpointer.journaled is not None:
-            checkpointer.journaled.begin(steps.step, peers=not barrier.alone)
-        hooks.install()
+            checkpointer.journaled.begin(steps.step)
+        listener: Listener = checkpointer
+        if trace is not None:
+            listener = traced = TraceListener(checkpointer, trace, self.watched)
+            undo.append(traced.remove)
+        hooks.install(self._tested(listener, checkpointer))
         communication.install(CommObserver(checkpointer))
-        sight.install()
-        rescue = self._rescue(checkpointer, timeline) if armed else None
-        return Components(
-            config, region, checkpointer, reporter, hooks, sight, self.progress, rescue, undo
+        publisher.publish()
+        rescue = None
+        if config.failure != "off":
+            rescue = self._rescue(checkpointer, topology, timeline)
+        return Components(config, region, checkpointer, hooks, known, rescue, undo)
+
+    def _hooks(self, kinds: Kinds, inventory: Inventory, communication: Communication) -> Hooks:
+        subjects = (extra.subject for extra in self.extras)
+        return Hooks(
+            self.watched,
+            loaders=tuple(subject for subject in subjects if is_loader(subject)),
+            at_gradient=communication.came if communication.buckets else None,
+            recording=lookup.recording(live.local for live in inventory.collect().lives),
+            defers=kinds.defers,
+            optimizers=inventory.optimizers,
         )
 
-    def _rescue(self, checkpointer: Checkpointer, timeline: int | None) -> JitSaver:
+    def _checkpointer(
+        self,
+        steps: Steps,
+        kinds: Kinds,
+        topology: Topology,
+        inventory: Inventory,
+        pipeline: Pipeline,
+        hooks: Hooks,
+    ) -> Checkpointer:
+        """Build the checkpointer and all that it calls."""
+        known, instants = self.progress, BoundaryState(inventory)
+        outcomes = Outcomes(pipeline, inventory, steps, self.reporter)
+        early = known.early and known.step == steps.step and not known.attached
+        cadence = kinds.due(self.config.policy, pipeline.barrier, early)
+        stalls, movement = StallTimer(pipeline.trace), Movement(self.extras)
+        predictor = journaled = behind = None
+        if self.config.failure != "off":
+            if topology.world > 1:
+                count = len([*layers(self.model)])
+                predictor = PreFencePredictor(instants, pipeline.lock, count)
+            journaled = StepJournal(instants, pipeline, outcomes.region_lost, predictor)
+            behind = DeviceLag(journaled, pipeline.offload)
+        return kinds.checkpointer(
+            inventory=inventory,
+            instants=instants,
+            pipeline=pipeline,
+            steps=steps,
+            cadence=cadence,
+            watched=self.watched,
+            outcomes=outcomes,
+            hooks=hooks,
+            publisher=StatusPublisher(
+                pipeline, outcomes, steps, stalls, cadence, movement, journaled
+            ),
+            stalls=stalls,
+            movement=movement,
+            pending=known.pending,
+            journaled=journaled,
+            behind=behind,
+            predictor=predictor,
+        )
+
+    def _rescue(
+        self, checkpointer: Checkpointer, topology: Topology, timeline: int | None
+    ) -> JitSaver:
         """Return what saves the last complete step.
 
         With several ranks it also completes it for dead ranks.
@@ -273,21 +327,25 @@ class _Parts:
             return JitSaver(checkpointer)
         store = self.ranks.store.below(f"t{timeline:x}/failure")
         durable = self.config.durability == "process"
-        rescue = RankJitSaver.among(checkpointer, self.topology, store, process_durable=durable)
+        rescue = RankJitSaver.among(checkpointer, topology, store, process_durable=durable)
         self.undo.append(rescue.stop)
         return rescue
 
-    def _listener(self, sight: StatusPublisher) -> Listener:
+    def _tested(self, listener: Listener, checkpointer: Checkpointer) -> Listener:
         """Return the object that the hooks call.
 
         `lightck chaos` puts its fault injector before it.
         """
         if CHAOS not in os.environ:
-            return sight.listener
+            return listener
         from lightck.failure import fault_injector
 
-        return fault_injector.stand_before(sight.listener, sight.checkpointer, self.config)
+        return fault_injector.stand_before(listener, checkpointer, self.config)
 
-    def _found(self, i: int, optimizer: Optimizer) -> None:
-        """Install the state that restore kept for an optimizer that is about to step first."""
-        install_pending(self.progress.pending, i, optimizer, self.inventory.names())
+    def _write_trace(self, trace: Trace | None) -> None:
+        """Write the trace to the file that the config names; a failure is a background error."""
+        if isinstance(self.config.trace, Path):
+            try:
+                perfetto.save(trace, self.config.trace)
+            except LightckError as error:
+                self.reporter(error)

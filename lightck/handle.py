@@ -27,20 +27,10 @@ from lightck.failure.jit_save_ranks import RankJitSaver
 from lightck.failure.watchdog import WATCHDOG, HandleGuard
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Hooks
-from lightck.loop.outcomes import ErrorReporter
-from lightck.loop.publisher import StatusPublisher, collect_stats
-from lightck.loop.replacement import replaced
-from lightck.loop.requests import (
-    POLL_S,
-    drain_for_close,
-    finish_last_step,
-    left_off,
-    open_now,
-    settle_for_close,
-    wait,
-)
+from lightck.loop.requests import POLL_S, Requests
 from lightck.region.region import Region
 from lightck.restore import Progress
+from lightck.tracing import perfetto
 from lightck.types import Failure, Saved, Stats
 
 FAILED_S = 4.0
@@ -56,9 +46,7 @@ class Components:
     config: Config
     region: Region
     checkpointer: Checkpointer
-    reporter: ErrorReporter
     hooks: Hooks
-    sight: StatusPublisher
     progress: Progress
     rescue: JitSaver | None
     """The saver of the last complete step, while the failure path is armed."""
@@ -83,8 +71,9 @@ class Handle:
     def __init__(self, engine: Components) -> None:
         """Take over a complete engine, whose hooks are installed; see `attach`."""
         self.config, self.region = engine.config, engine.region
-        self._checkpointer, self._reporter = engine.checkpointer, engine.reporter
-        self._hooks, self._sight, self._progress = engine.hooks, engine.sight, engine.progress
+        self._checkpointer, self._requests = engine.checkpointer, Requests(engine.checkpointer)
+        self._reporter = engine.checkpointer.outcomes.reporter
+        self._hooks, self._progress = engine.hooks, engine.progress
         self._rescue = engine.rescue
         self._guard: HandleGuard | None = None
         """The watchdog's guard of this handle."""
@@ -150,7 +139,7 @@ class Handle:
         if not self._inherited:
             if threading.get_ident() == self._checkpointer.thread:
                 self._checkpointer.poll()
-            self._stats = collect_stats(self._checkpointer)
+            self._stats = self._checkpointer.publisher.collect()
         return self._stats
 
     def trace(self, path: str | os.PathLike[str]) -> Path:
@@ -160,7 +149,7 @@ class Handle:
         `close`, too. This needs `trace=True` at attach, or a file for `close` to write.
         """
         self._require_own()
-        return self._sight.write(Path(path))
+        return perfetto.save(self._checkpointer.pipeline.trace, Path(path))
 
     # ---- calls for the loop ----------------------------------------------------------------
 
@@ -181,7 +170,7 @@ class Handle:
         future.set_running_or_notify_cancel()  # its snapshot cannot be called back
         checkpointer.outcomes.wanted.append(future)
         if checkpointer.can_open_now():
-            open_now(checkpointer)
+            self._requests.open_now()
         threading.Thread(
             target=self._await, args=(future,), name="lightck-wait", daemon=True
         ).start()
@@ -222,7 +211,7 @@ class Handle:
             LightckError: a background failure (with `on_error="raise"`).
         """
         self._require_own()
-        wait(self._checkpointer, self._reporter, step, timeout)
+        self._requests.wait(step, timeout)
 
     def fence(self) -> None:
         """Return when live tensors may be changed; the engine does this before each update."""
@@ -232,12 +221,12 @@ class Handle:
     def before_update(self) -> None:
         """Mark the start of an update where no optimizer hook can fire (CUDA graph replay)."""
         self._require_open()
-        self._sight.listener.mark_begin()
+        self._hooks.listener.mark_begin()
 
     def after_update(self) -> None:
         """Mark the end of an update, which completes a step."""
         self._require_own()
-        self._sight.listener.mark_end()
+        self._hooks.listener.mark_end()
 
     def replaced(self, step: int) -> None:
         """Declare that the state was replaced from outside, and is that of `step` now.
@@ -255,12 +244,12 @@ class Handle:
             LightckError: an update is half done, or several ranks would go back. PersistError.
         """
         self._require_open()
-        replaced(self._checkpointer, step)
+        self._requests.replaced(step)
 
     def epoch(self) -> None:
         """Mark the end of an epoch, for policies that count epochs."""
         self._require_own()
-        self._checkpointer.cadence.epoch += 1
+        self._checkpointer.cadence.end_epoch()
 
     def detach(self) -> None:
         """Stop: commit opened snapshots, remove the hooks, release the region. Idempotent."""
@@ -329,7 +318,7 @@ class Handle:
         self._failed_at = self.step
         saved = self._save(type(error).__name__)
         try:
-            left_off(self._checkpointer, error)
+            self._checkpointer.iteration_left(error)
         except LightckError as theirs:  # `on_error` raises: the training's exception counts
             error.add_note(f"lightck: {theirs}")
         if self._guard is not None:
@@ -377,11 +366,11 @@ class Handle:
             self._rescue.leaving = True
         checkpointer, deadline = self._checkpointer, time.monotonic() + self.config.close_timeout_s
         parted = min(deadline, time.monotonic() + most_s)
-        self._reporter.closing = True
-        self._undo.append(lambda: settle_for_close(checkpointer, parted, last_step=last_step))
-        self._undo.append(lambda: drain_for_close(checkpointer, deadline))
-        last = partial(finish_last_step, checkpointer)
-        self._undo.append(last if last_step else checkpointer.finish_window)
+        self._reporter.begin_close()
+        requests = self._requests
+        self._undo.append(lambda: requests.settle_for_close(parted, last_step=last_step))
+        self._undo.append(lambda: requests.drain_for_close(deadline))
+        self._undo.append(requests.finish_last_step if last_step else checkpointer.finish_window)
         if self._guard is not None:
             self._undo.append(partial(WATCHDOG.release, self._guard))
         release(self._undo)
@@ -394,9 +383,8 @@ class Handle:
             said = {"memory_bytes": held, "until": f"lightck rm {path}"}
         event("closed", path=path, step=self.step, **said)
         triggers.forget(self._failed)
-        self._checkpointer.enabled = False
-        self._progress.step, self._progress.early = self.step, False
-        self._progress.attached.remove(self._checkpointer.steps)
+        self._checkpointer.stop()
+        self._progress.left_at(self.step, self._checkpointer.steps)
         atexit.unregister(self._at_exit)
         _handles.discard(self)
 
@@ -420,9 +408,8 @@ class Handle:
 def _in_child() -> None:
     """Disable the handles in a forked child, which must not write: its hooks do nothing."""
     for handle in list(_handles):
-        handle._checkpointer.enabled = False
-        # Another thread of the parent may hold the old lock.
-        handle._checkpointer.outcomes.lock = threading.RLock()
+        handle._checkpointer.stop()
+        handle._checkpointer.pipeline.after_fork()
         handle._hooks.disarm_forward()
         handle._progress.attached.clear()
 

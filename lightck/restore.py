@@ -70,6 +70,15 @@ class Progress:
     """Step counters of the handles on the model; `step` is that of the handle that was closed
     last."""
 
+    def has_extras(self, names: frozenset[str]) -> None:
+        """Note which extras the next snapshots have."""
+        self.extras = names
+
+    def left_at(self, step: int, steps: Steps) -> None:
+        """Note that a handle, which counted with `steps`, has left the model at `step`."""
+        self.step, self.early = step, False
+        self.attached.remove(steps)
+
 
 _progress: weakref.WeakKeyDictionary[nn.Module, list[Progress]] = weakref.WeakKeyDictionary()
 """The progress by first model: alone, and together with others beside it."""

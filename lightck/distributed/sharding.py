@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
@@ -29,7 +30,7 @@ from lightck.reader import assembly
 from lightck.region.layout import Entry
 from lightck.state import tensor_layout
 from lightck.state.boundary_codec import join
-from lightck.state.inventory import Inventory, RankShare, StateTensor, held_parameters
+from lightck.state.inventory import RankShare, StateTensor, held_parameters, names_of
 
 # ---- the tensors that DistributedDataParallel keeps alike on every rank --------------------------
 # A wrong yes loses state: ranks would write parts of different contents. So every tensor that is
@@ -59,22 +60,23 @@ class ReplicatedTensors:
     each.
     """
 
-    inventory: Inventory
+    model: nn.Module
+    optimizers: list[Optimizer]
     world: int
     _wrappers: list[DistributedDataParallel] = field(default_factory=list)
     """The DDP modules found at the last call."""
 
     def hooks(self) -> list[Any]:
-        """Return the present comm hooks: a model may get one at any time (`Inventory.depends`)."""
+        """Return the present comm hooks: a model may get one at any time (`Division.depends`)."""
         return [hook for wrapper in self._wrappers for hook, _ in wrapper._comm_hooks]
 
     def __call__(self, lives: Sequence[StateTensor]) -> set[str]:
         """Return the names of the tensors that are the same on every rank, aliases excluded."""
         parameters = self._parameters()
-        names = self.inventory.names()
+        names = names_of(self.model)
         states = {
             f"optim/{i}/{join('', names[id(p)])}"
-            for i, optimizer in enumerate(self.inventory.optimizers)
+            for i, optimizer in enumerate(self.optimizers)
             if self._steps_alike(optimizer)
             for p in held_parameters(optimizer)
             if id(p) in parameters
@@ -90,14 +92,14 @@ class ReplicatedTensors:
         }
 
     def _parameters(self) -> set[int]:
-        modules = self.inventory.model.modules()
+        modules = self.model.modules()
         self._wrappers = [m for m in modules if isinstance(m, DistributedDataParallel)]
         found: dict[int, torch.Tensor] = {}
         for wrapper in filter(self._reduces, self._wrappers):
             ignored = wrapper.parameters_to_ignore
             named = wrapper.module.named_parameters()
             found |= {id(p): p for name, p in named if name not in ignored}
-        for optimizer in self.inventory.optimizers:
+        for optimizer in self.optimizers:
             if isinstance(optimizer, LBFGS) or _AVERAGES_LATER in _kinds(optimizer):
                 for p in held_parameters(optimizer):
                     found.pop(id(p), None)
@@ -114,7 +116,7 @@ class ReplicatedTensors:
             return False
         return not any(  # it steps some parameters of one that divides them among ranks
             any(value is optimizer for value in vars(other).values())
-            for other in self.inventory.optimizers
+            for other in self.optimizers
             if other is not optimizer
         )
 
@@ -220,11 +222,15 @@ def _quotas(loads: Sequence[int], free: int) -> list[int]:
 
 @dataclass(eq=False)
 class SharePartitioner:
-    """The choice of this rank's share of an inventory's tensors (`Inventory.share`)."""
+    """The choice of this rank's share of an inventory's tensors (`inventory.Division`)."""
 
     topology: Topology
     replicated: Callable[[Sequence[StateTensor]], set[str]]
     """Returns the names of the tensors that hold the same on every rank."""
+
+    def depends(self) -> Sequence[Any]:
+        """Return the present comm hooks, on which it depends what is replicated."""
+        return self.replicated.hooks() if isinstance(self.replicated, ReplicatedTensors) else ()
 
     def __call__(self, lives: Sequence[StateTensor]) -> RankShare:
         """Drop the tensors that peers write; set the spans of those that this rank writes in part.

@@ -68,8 +68,6 @@ class Injector:
             file=at.file,
         )
         self._kinds = {"slow": self._slow, "full": self._full, "corrupt": self._corrupt}
-        self._publish = checkpointer.on_step
-        checkpointer.on_step = self._step_ended
         self._open = checkpointer.pipeline.open
         checkpointer.pipeline.open = self._opens  # type: ignore[method-assign]
         # These hooks stay for the process's life: it was started for chaos.
@@ -89,13 +87,30 @@ class Injector:
         """Inject faults when the parameters have changed, and when the step is complete."""
         self._reach("update")
         before = self.checkpointer.steps.step
-        self.inner.update_ends(optimizer)
-        if self.checkpointer.steps.step > before:
+        if self._ends(lambda: self.inner.update_ends(optimizer)):
             self._reach("between", of=before + 1)
 
     def update_skipped(self, optimizer: Optimizer) -> None:
         """Pass the call on."""
-        self.inner.update_skipped(optimizer)
+        self._ends(lambda: self.inner.update_skipped(optimizer))
+
+    def mark_begin(self) -> None:
+        """Pass the call on."""
+        self.inner.mark_begin()
+
+    def mark_end(self) -> None:
+        """Pass the call on."""
+        self._ends(self.inner.mark_end)
+
+    def _ends(self, end: Callable[[], None]) -> bool:
+        """Pass the call on, tell of the step that it has ended, and return whether it has."""
+        before = self.checkpointer.steps.step
+        end()
+        if self.checkpointer.steps.step == before:
+            return False
+        self._calls, self._ticks = [0, self._calls[0]], [0, self._ticks[0]]
+        self.chaos.teller.tell("step", step=self.checkpointer.steps.step)
+        return True
 
     def forward(self, training: bool) -> None:
         """Pass the call on; faults in the forward are injected by `_module_runs`."""
@@ -152,11 +167,6 @@ class Injector:
         if flags & RECORD_JIT and not isinstance(opened, str):
             self._reach("save", of=self.checkpointer.steps.step)
         return opened
-
-    def _step_ended(self) -> None:
-        self._publish()
-        self._calls, self._ticks = [0, self._calls[0]], [0, self._ticks[0]]
-        self.chaos.teller.tell("step", step=self.checkpointer.steps.step)
 
     # ---- the faults ------------------------------------------------------------------------
 

@@ -348,7 +348,7 @@ class JitSaver:
                     f"step {step} is what a device has that hangs, and {why}", WaitFor.DEVICE
                 )
             return
-        if not checkpointer.settled:
+        if not checkpointer.steps.settled:
             raise LightckError(f"at step {step} the optimizers are not all known yet")
         if checkpointer.steps.gave_up(checkpointer.thread):
             raise LightckError(f"the update after step {step} was given up half done")

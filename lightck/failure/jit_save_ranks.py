@@ -20,7 +20,6 @@ from lightck.failure.jit_save import JitSaver
 from lightck.failure.peer_monitor import FailureNotice, Peers, PeerStatus
 from lightck.failure.takeover.coordinator import TakeoverCoordinator
 from lightck.loop.checkpointer import Checkpointer
-from lightck.loop.requests import left_standing
 from lightck.types import Saved
 
 TELL_S = 1.0
@@ -152,7 +151,7 @@ class RankJitSaver(JitSaver):
         # The save has reported already what it could not have; this is only for the others' step.
         with suppress(LightckError), self._locked(deadline):
             if hang.has_stood(self.progress()):
-                left_standing(self.checkpointer)
+                self.checkpointer.thread_stuck()
 
     def _wards(self, heard: PeerStatus) -> set[int]:
         """Return the ranks of this node whose share this one completes when they have ended."""

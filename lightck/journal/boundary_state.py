@@ -74,6 +74,10 @@ class BoundaryState:
                     extra.subject.step_ended()
             self._extras = self._positions()
 
+    def refuse(self, error: StateError) -> None:
+        """Save nothing any more: an extra is taken at the wrong instant."""
+        self.refused = error
+
     def forget(self) -> None:
         """Forget the boundary state: the live state was replaced inside an iteration."""
         self.step, self._extras, self._early = -1, None, None

@@ -9,10 +9,10 @@ iterations before are examined.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from threading import RLock
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -32,14 +32,11 @@ class PreFencePredictor:
     """Predictor for one loop, which learns from the iterations that it examines."""
 
     instants: BoundaryState
-    lock: Callable[[], AbstractContextManager[Any]]
-    """Returns the lock that is held while the state is examined."""
+    lock: RLock
+    """Held while the state is examined."""
     layers: int
     """Number of gradients in a backward in which every layer gets one; a first iteration has this
     number, or a multiple."""
-    on_last: Callable[[bool], None] = lambda last: None
-    """Called under the lock, while `quiet`: with True at an iteration's last gradient; with False
-    should one more come after that."""
     quiet: bool = False
     """True if nothing changed between last gradient and fence when that was last examined."""
     _count: int = 0
@@ -51,16 +48,21 @@ class PreFencePredictor:
     _looks: bool = True
     _then: Any = field(default=None, repr=False)
 
-    def gradient(self) -> None:
-        """Count one more gradient; if it seems to be the iteration's last, act on that."""
+    def gradient(self) -> bool | None:
+        """Count one more gradient.
+
+        Returns:
+            While `quiet`, True for an iteration's last gradient, and False should one more come
+            after that; else None.
+        """
         self._count += 1
         behind = self._count - self._whole if self._seen else self._count % self.layers
-        if behind in (0, 1) and (self._looks or self.quiet):
-            with self.lock():
-                if self._looks:
-                    self._then = self._own() if behind == 0 else None
-                if self.quiet:
-                    self.on_last(behind == 0)
+        if behind not in (0, 1):
+            return None
+        if self._looks:
+            with self.lock:
+                self._then = self._own() if behind == 0 else None
+        return behind == 0 if self.quiet else None
 
     def fence(self, step: int) -> None:
         """Learn from the iteration: the update to `step` begins. Under the lock."""

@@ -39,6 +39,7 @@ from lightck.journal.pre_fence import PreFencePredictor
 from lightck.journal.weight_guard import WeightGuard
 from lightck.pipeline import copy_plan
 from lightck.pipeline.copy_plan import CopySources
+from lightck.pipeline.pipeline import Pipeline
 from lightck.region.journal import FENCE, FORWARD, STEP_END, JournalEntry, write_entry
 from lightck.region.native_region import RECORD_EARLY
 from lightck.region.region import Region
@@ -145,13 +146,12 @@ class StepJournal:
     """Keeps the boundary state of each step, on the training thread and under the lock."""
 
     instants: BoundaryState
-    region: Region
+    pipeline: Pipeline
     region_lost: Callable[[LightckError], None]
     """Called with the error when the region takes no more."""
-    habit: PreFencePredictor
-    """Predicts, for several ranks, whether an iteration that is left off has come to its fence."""
-    stood: Callable[[bool], None] = lambda begun: None
-    """Called at each instant; says whether it is forward start."""
+    predictor: PreFencePredictor | None
+    """Says whether an iteration that is left off has come to its fence. With several ranks, of
+    which others may have to finish the update that this one is killed in; else None."""
     step: int = -1
     """Step that the kept state is of, or whose state could not be kept."""
     ended: BoundaryCapture | None = None
@@ -160,8 +160,6 @@ class StepJournal:
     """The forward start after it; None: that has not come, or taking it failed."""
     unwritten: LightckError | None = None
     """The last error that kept an instant, or its entry, from being taken."""
-    peers: bool = False
-    """True if other ranks may have to finish the update that this one is killed in."""
     weights: WeightGuard = field(default_factory=WeightGuard)
     _writes: bool = False
     """True once the timeline is durable: entries can be of it."""
@@ -189,6 +187,11 @@ class StepJournal:
         """Make the context that reports errors."""
         self.once = _Once(self._tell)
 
+    @property
+    def region(self) -> Region:
+        """The region whose journal has the entries."""
+        return self.pipeline.region
+
     def entry(self, kind: int) -> JournalEntry | None:
         """Return the entry before the last update (FENCE), or the first one behind it (STEP_END).
 
@@ -210,8 +213,8 @@ class StepJournal:
         Not while others, an average say, stand in for the weights: the first one serves then.
         """
         before, self.ended = self.ended, None
-        if self.peers and self._fenced != step:  # no fence came: a scaler left the update out
-            self.habit.no_fence()
+        if self.predictor is not None and self._fenced != step:  # a scaler left the update out
+            self.predictor.no_fence()
             if self._left[0] == step:
                 self._update[FENCE] = self._left
         with self.once:
@@ -279,8 +282,8 @@ class StepJournal:
         killed inside the update; without other ranks nothing is written. What is kept of the last
         step stays as it is.
         """
-        if self.peers:
-            self.habit.fence(step)
+        if self.predictor is not None:
+            self.predictor.fence(step)
             self._fenced = step
             self._at_fence(step)
 
@@ -306,7 +309,7 @@ class StepJournal:
                 write_entry(self.region.native, FENCE, step, self.region.timeline, b"")
 
     def _at_fence(self, step: int) -> None:
-        if not (self.peers and self._writes):
+        if self.predictor is None or not self._writes:
             return
         with self.once:
             with users_code():
@@ -332,7 +335,7 @@ class StepJournal:
             copies = copy_buffer.changing(every)
             with self.once:
                 self._write(kind, step, trees, collected.share_digest, copy_buffer, every)
-        self.stood(kind == FORWARD)
+        self.pipeline.stand(kind == FORWARD)
         return BoundaryCapture(kind, step, *trees, collected, copies, sources)
 
     def _sort(self, collected: CollectedState) -> CopyBuffer | None:
@@ -384,12 +387,12 @@ class StepJournal:
                 self._left = step, blob
         except RegionFullError:
             self._rests_until = step + REST_STEPS
-            if self.peers:  # without them nobody reads it
+            if self.predictor is not None:  # without peers nobody reads it
                 raise
 
-    def begin(self, step: int, *, peers: bool) -> None:
+    def begin(self, step: int) -> None:
         """Write the first entry, as the timeline is durable, and warn of what cannot be kept."""
-        self._writes, self.peers = True, peers
+        self._writes = True
         self.step_ended(step)
         if isinstance(self.unwritten, RegionFullError):
             what = "a region that is made anew has room for it"

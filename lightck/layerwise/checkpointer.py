@@ -17,6 +17,7 @@ from types import FrameType
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightck.layerwise.gradients import Accumulated, Finality
@@ -28,9 +29,9 @@ from lightck.pipeline.inflight import CopyGroup, InflightSnapshot
 from lightck.pipeline.pipeline import Pipeline
 from lightck.region.native_region import RECORD_JIT
 from lightck.region.slot_writer import SlotWriter
-from lightck.state.inventory import CollectedState, Inventory
+from lightck.state.inventory import CollectedState
 from lightck.tracing.trace import now_ns
-from lightck.types import Layerwise, Policy
+from lightck.types import Layerwise
 
 # ---- the pipeline: copies begin right after their own layer's update -----------------------------
 # A snapshot that has *begun* holds some layers of step t while others are still of t - 1. At
@@ -69,6 +70,10 @@ class LayerPipeline(Pipeline):
     late: set[int] = field(default_factory=set)
     """Units that the loop changes after their update: their copies begin at forward start."""
     _told: bool = False
+
+    def set_units(self, owners: Mapping[int, int], step: int) -> None:
+        """Take the units' optimizers, by the unit's number; all tensors are of `step`."""
+        self.owners, self.content = owners, dict.fromkeys(owners, step)
 
     def begin(self, step: int, unit: int) -> None:
         """Queue the copies of one layer, which is at `step` now; the first one opens the snapshot.
@@ -251,10 +256,10 @@ class LayerRecorder(Checkpointer):
 
     def _arrange(self) -> None:
         """Find the units anew; `add_param_group` and `requires_grad_` change them."""
-        self.updates.arrange(self)
+        if self.updates.arrange(self):
+            self.inventory.invalidate()
         units = self.updates.units.all
-        self.pipeline.owners = {unit.number: unit.optimizer for unit in units}
-        self.pipeline.content = {unit.number: self.steps.step for unit in units}
+        self.pipeline.set_units({unit.number: unit.optimizer for unit in units}, self.steps.step)
 
     def come(self, parameter: torch.Tensor, *, final: bool) -> None:
         """Take note of a gradient, and update its layer if it was the last one that layer needs."""
@@ -275,11 +280,10 @@ class LayerRecorder(Checkpointer):
         self._stand_at_fence()
         if self.due:
             self._missed_forward("a layer's update")
-        if not self.steps.partial:
-            self.steps.partial = True
+        if self.steps.layer_updated():
             self._ahead = self._ask(step)
         with self.stalls.of("fence"), self.lock, self.outcomes.reported():
-            self.pipeline.fence(unit.number)
+            self.outcomes.fence(unit.number)
         self.pipeline.content[unit.number] = MIXED
         self.updates.update(unit)
         self.pipeline.content[unit.number] = step
@@ -314,7 +318,7 @@ class LayerRecorder(Checkpointer):
         self.updates.check(index)
         if not self.updates.active:
             return
-        self.steps.partial = True
+        self.steps.layer_updated()
         for unit in self.updates.units.all:
             if unit.optimizer == index and not self.updates.done(unit):
                 self.pipeline.content[unit.number] = MIXED
@@ -351,7 +355,7 @@ class LayerRecorder(Checkpointer):
         raise self.updates.wrong(f"a {type(optimizer).__name__} was not given to attach")
 
     def _step_ended(self) -> None:
-        self.steps.partial = self._ahead = False
+        self._ahead = False
         self.updates.step_ended()
         self._arrange()
         super()._step_ended()
@@ -367,7 +371,7 @@ class LayerRecorder(Checkpointer):
         Layers that were updated had their fence, the others are intact.
         """
         with self.stalls.of("request"), self.lock, self.outcomes.reported():
-            self.pipeline.fence(None)
+            self.outcomes.fence()
 
 
 @dataclass(eq=False)
@@ -376,18 +380,25 @@ class Kinds:
 
     pipeline: type[Pipeline] = Pipeline
     checkpointer: Callable[..., Checkpointer] = Checkpointer
-    due: Callable[[Policy], DueCheck] = DueCheck
+    due: type[DueCheck] = DueCheck
     defers: bool = True
     """True if an update may begin where its closure returns: the one given to the optimizer's
     `step`."""
-    stop: Callable[[], None] = lambda: None
-    """Ends what the checkpointer has begun besides."""
+    units: Units | None = None
+    """Assigns tensors to the units that are updated alone; None: there are none."""
+    updates: Updates | None = None
+
+    def stop(self) -> None:
+        """End what the checkpointer has begun besides."""
+        if self.updates is not None:
+            self.updates.stop()
 
     @classmethod
     def of(
         cls,
         update: object,
-        inventory: Inventory,
+        model: nn.Module,
+        optimizers: list[Optimizer],
         boundary: bool,
         final: Callable[[], Finality] = Accumulated,
     ) -> Kinds:
@@ -398,8 +409,7 @@ class Kinds:
         """
         if not isinstance(update, Layerwise):
             return cls()
-        updates = Updates(Units(inventory), update.accumulation, final())
-        refuse(updates.final, inventory, boundary=boundary)
-        inventory.assign = updates.units.assign
+        updates = Updates(Units(model, optimizers), update.accumulation, final())
+        refuse(updates, boundary=boundary)
         checkpointer = partial(LayerRecorder, updates=updates)
-        return cls(LayerPipeline, checkpointer, EarlyDueCheck, False, updates.stop)
+        return cls(LayerPipeline, checkpointer, EarlyDueCheck, False, updates.units, updates)

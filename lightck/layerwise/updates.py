@@ -28,7 +28,7 @@ from lightck.layerwise.gradients import (
     options_of,
 )
 from lightck.state.boundary_codec import join
-from lightck.state.inventory import Inventory, StateTensor, held_parameters
+from lightck.state.inventory import StateTensor, all_covered, held_parameters, names_of
 
 # ---- units: which parameters step together, and how they step alone ------------------------------
 # A unit is what one optimizer holds of one module. Its number takes the place of an optimizer's
@@ -50,7 +50,8 @@ class Unit:
 class Units:
     """The job's units. Used by the training thread."""
 
-    inventory: Inventory
+    model: nn.Module
+    optimizers: list[Optimizer]
     all: tuple[Unit, ...] = ()
     names: dict[int, str] = field(default_factory=dict)
     """The names of the parameters, by identity."""
@@ -66,12 +67,12 @@ class Units:
         A parameter that is in no module, or not trained now, is in no unit: the optimizer's own
         step updates it.
         """
-        held = [list(held_parameters(optimizer)) for optimizer in self.inventory.optimizers]
+        held = [list(held_parameters(optimizer)) for optimizer in self.optimizers]
         now = [x for parameters in held for p in parameters for x in (p, p.requires_grad)]
         same = len(now) == len(self._found_in) and all(map(operator.is_, now, self._found_in))
         if same:
             return False
-        self._found_in, self.names = now, self.inventory.names()
+        self._found_in, self.names = now, names_of(self.model)
         members: dict[tuple[int, str], list[torch.Tensor]] = {}
         for i, parameters in enumerate(held):
             for p in parameters:
@@ -88,7 +89,6 @@ class Units:
             for unit in self.all
             for p in unit.parameters
         }
-        self.inventory.invalidate()
         return True
 
     def of(self, parameter: torch.Tensor) -> Unit | None:
@@ -215,12 +215,17 @@ class Updates:
     own: OwnSteps = field(default_factory=OwnSteps)
     _heard: list[RemovableHandle] = field(default_factory=list)
 
-    def arrange(self, listener: Listener) -> None:
-        """Find the units and listen for their gradients; anew when the parameters have changed."""
-        if self.units.find():
+    def arrange(self, listener: Listener) -> bool:
+        """Find the units and listen for their gradients; anew when the parameters have changed.
+
+        Returns whether they have.
+        """
+        changed = self.units.find()
+        if changed:
             self._silence()
             every = (p for unit in self.units.all for p in unit.parameters)
             self._heard = self.final.listen(every, listener)
+        return changed
 
     def _silence(self) -> None:
         for handle in self._heard:
@@ -284,7 +289,7 @@ class Updates:
         self._note(unit, unit.parameters)
 
     def _step(self, i: int, parameters: Sequence[torch.Tensor]) -> None:
-        optimizer = self.units.inventory.optimizers[i]
+        optimizer = self.units.optimizers[i]
         try:
             step_only(optimizer, parameters)
         except BaseException as error:
@@ -297,7 +302,7 @@ class Updates:
 
     def _note(self, unit: Unit, parameters: Iterable[torch.Tensor]) -> None:
         if unit.optimizer not in self._options:
-            optimizer = self.units.inventory.optimizers[unit.optimizer]
+            optimizer = self.units.optimizers[unit.optimizer]
             self._options[unit.optimizer] = options_of(optimizer)
         self._noted |= {id(p): Noted.of(p) for p in parameters}
 
@@ -323,7 +328,7 @@ class Updates:
         """
         self._go_on()
         self.final.step_begins()
-        optimizer = self.units.inventory.optimizers[i]
+        optimizer = self.units.optimizers[i]
         wrong = self._difference(i, optimizer)
         if wrong is None and not self.active:
             wrong = self._miscounted(i)
@@ -365,7 +370,7 @@ class Updates:
 
     def rest(self, i: int) -> None:
         """Update what had no update of its own, and leave the user's step nothing to do."""
-        optimizer = self.units.inventory.optimizers[i]
+        optimizer = self.units.optimizers[i]
         rest = [p for p in held_parameters(optimizer) if not self._updated_alone(p)]
         if rest:
             self._step(i, rest)
@@ -400,20 +405,20 @@ class Updates:
         )
 
 
-def refuse(final: Finality, inventory: Inventory, *, boundary: bool) -> None:
+def refuse(updates: Updates, *, boundary: bool) -> None:
     """Refuse, at attach, a job that cannot have layer-wise update.
 
     Raises:
         ConfigError: the reason.
     """
-    why = _reason(inventory, boundary) or final.refusal()
+    why = _reason(updates.units, boundary) or updates.final.refusal()
     if why is not None:
         raise ConfigError(f"{_ASKED}{why}; {_PLAINLY}")
 
 
-def _reason(inventory: Inventory, boundary: bool) -> str | None:
-    optimizers = inventory.optimizers
-    if not optimizers or not inventory.covered():
+def _reason(units: Units, boundary: bool) -> str | None:
+    optimizers = units.optimizers
+    if not optimizers or not all_covered(units.model, optimizers):
         return "it needs all optimizers: give attach every one, for every trainable parameter"
     if boundary:
         return "boundary= means that optimizers step at different rates"

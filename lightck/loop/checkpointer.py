@@ -8,10 +8,10 @@ guards what a waiter's thread touches, too. A save that ends the process pauses 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -25,15 +25,18 @@ from lightck.errors import StateError
 from lightck.events import event
 from lightck.journal.boundary_state import BoundaryState
 from lightck.journal.device_lag import DeviceLag
+from lightck.journal.pre_fence import PreFencePredictor
 from lightck.journal.step_journal import BoundaryCapture, StepJournal
 from lightck.loop.due import DueCheck
 from lightck.loop.extra_movement import Movement
-from lightck.loop.hooks import Watched
+from lightck.loop.hooks import Hooks, Watched
 from lightck.loop.outcomes import Outcomes
+from lightck.loop.publisher import StatusPublisher
 from lightck.loop.stall_timer import StallTimer
 from lightck.loop.steps import Steps
 from lightck.pipeline.commit_barrier import is_final
 from lightck.pipeline.pipeline import Pipeline
+from lightck.reader.fill import Saved, install_pending
 from lightck.state import data_loaders
 from lightck.state.inventory import CollectedState, Inventory
 
@@ -91,25 +94,25 @@ class Checkpointer:
     cadence: DueCheck
     watched: Watched
     outcomes: Outcomes
-    settled: bool
-    """True once all optimizers of the job are known."""
-    on_found: Callable[[int, Optimizer], None]
-    """Called before the first step of an optimizer that was found by itself."""
-    arm: Callable[[bool], None] = lambda on: None
-    """Reports the next forwards (True), or stops that (False)."""
-    on_step: Callable[[], None] = lambda: None
-    """Called when a step has ended and its due snapshot is decided."""
+    hooks: Hooks
+    publisher: StatusPublisher
+    stalls: StallTimer
+    movement: Movement
+    """The check for extras that change from a step's end to the next forward."""
+    pending: list[Saved]
+    """State that restore has kept for optimizers that are found when they first step."""
     journaled: StepJournal | None = None
     """The boundary state of every step, kept while the failure path is armed; else None."""
     behind: DeviceLag | None = None
     """The states that devices still have, while the failure path is armed; else None."""
+    predictor: PreFencePredictor | None = None
+    """Says when all gradients of an iteration have come; None with a single rank."""
     hold: TrainingPause = field(default_factory=TrainingPause)
     """Pauses training while a thread that will end the process saves."""
     ticks: int = 0
     """A counter that moves with every hook, which shows that training makes progress."""
     thread: int = field(default_factory=threading.get_ident)
     """The id of the training thread, as far as the hooks have seen it."""
-    stalls: StallTimer = field(default_factory=StallTimer)
     enabled: bool = True
     """True but in forked children and after detach."""
     due: bool = False
@@ -128,17 +131,15 @@ class Checkpointer:
     buffers: list[int] | None = None
     """The buffers' version counters when this forward began, empty if their values are kept; None
     before the forward."""
-    movement: Movement = field(init=False)
-    """The check for extras that change from a step's end to the next forward."""
-
-    def __post_init__(self) -> None:
-        """Make the check for all extras."""
-        self.movement = Movement(self.inventory.extras)
 
     @property
     def lock(self) -> threading.RLock:
         """The lock that guards what a waiter's thread uses, too."""
-        return self.outcomes.lock
+        return self.pipeline.lock
+
+    def stop(self) -> None:
+        """Do nothing at hooks from now on: detached, or in a forked child."""
+        self.enabled = False
 
     # ---- hooks -----------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ class Checkpointer:
         if index is None:
             return
         self._tick()
-        if not self.settled and self.steps.counts[index] > self.steps.step:
+        if not self.steps.settled and self.steps.counts[index] > self.steps.step:
             with self.lock:  # a save changes the copy plan, too
                 self._settle()
         if unseen:
@@ -197,7 +198,7 @@ class Checkpointer:
             if training:
                 self.forward_unseen = False
                 self.instants.forward_seen()
-                self.arm(False)
+                self.hooks.disarm_forward()
                 self._window_begins(seen=True)
             elif self.due or self.journaled is not None:
                 self.instants.before_forward(generators=True)
@@ -218,11 +219,16 @@ class Checkpointer:
 
     def gradient(self, layer: str) -> None:
         """Take note that a layer's gradient is ready, and let more copies run."""
-        if self._ended_in >= 0 and torch._C._current_graph_task_id() == self._ended_in:
-            return  # the rest of the backward whose last update ended the step
-        self._gradients += 1
         if not self.enabled:
             return
+        # Not in the rest of the backward whose last update ended the step.
+        if self._ended_in < 0 or torch._C._current_graph_task_id() != self._ended_in:
+            self._release_more()
+        if self.predictor is not None and (last := self.predictor.gradient()) is not None:
+            self._pre_fence(last)
+
+    def _release_more(self) -> None:
+        self._gradients += 1
         self.ticks += 1  # on a GPU by autograd's own thread
         unkept = self.journaled is not None and self.buffers is None
         if (self.due or unkept) and not self.steps.updating:
@@ -260,7 +266,7 @@ class Checkpointer:
                 with self.stalls.of("boundary"), self.lock:
                     self.movement.drawn(self.steps.step)
             except StateError as error:
-                self.instants.refused = error
+                self.instants.refuse(error)
                 raise
 
     def drawing_ahead(self, iterator: Lookahead) -> None:
@@ -275,7 +281,7 @@ class Checkpointer:
 
     def mark_begin(self) -> None:
         """Begin an update that the loop marks itself: `handle.before_update()`."""
-        self.steps.marked = self.settled = True
+        self.steps.mark_updates()
         self._stand_at_fence()
         self._begin(Steps.MARK)
 
@@ -289,7 +295,7 @@ class Checkpointer:
         """Take the state at attach as that of a step end."""
         with self.lock:
             self._take_step_end()
-        self.arm(True)
+        self.hooks.arm_forward()
 
     def _take_step_end(self) -> None:
         if self.journaled is not None:
@@ -301,7 +307,7 @@ class Checkpointer:
     def forget(self) -> None:
         """Forget the last step: nothing of it can be saved any more. Call it under the lock."""
         self.due = False
-        self.outcomes.why_not_last = "the state was replaced"
+        self.outcomes.last_step_lost("the state was replaced")
         self.instants.forget()
         self.movement.forget()
         if self.journaled is not None:
@@ -321,7 +327,7 @@ class Checkpointer:
         if not self.inside:
             with self.outcomes.reported():
                 self._take_step_end()
-            self.arm(True)
+            self.hooks.arm_forward()
             # Asked for at the step that ended before: it waits for the next boundary still.
             self.due = bool(self.outcomes.wanted) and self.pipeline.barrier.request(step)
 
@@ -340,7 +346,7 @@ class Checkpointer:
         with self.stalls.of("fence"), self.lock, self.outcomes.reported():
             if self.due:
                 self._missed_forward("the update")
-            self.pipeline.fence(optimizer)
+            self.outcomes.fence(optimizer)
 
     def _stand_at_fence(self) -> None:
         """Pause here while a save is to end the process: the update that comes would be lost."""
@@ -352,9 +358,52 @@ class Checkpointer:
     def fenced(self) -> None:
         """Record, with other ranks, that the iteration's first update is about to begin."""
         kept = self.journaled
-        if self.enabled and self.settled and kept is not None and kept.peers:
+        if self.enabled and self.steps.settled and kept is not None and self.predictor is not None:
             with self.stalls.of("fence"), self.lock:
                 kept.fenced(self.steps.step + 1)
+
+    # ---- an entry before the fence: other ranks may make the update that this one does not make --
+
+    def _pre_fence(self, complete: bool) -> None:
+        """Write the pre-fence journal entry, as all gradients of the iteration seem to have come.
+
+        Not `complete`: one more has come after all, and the entry is voided. A rank that is killed
+        from here on has its part in the allreduce, and its peers make the update. On autograd's
+        thread.
+        """
+        with self.lock, self.stalls.of("fence"):
+            if self.journaled is not None and self.steps.settled and not self.mixed:
+                if complete:
+                    self.journaled.leave(self.steps.step + 1)
+                else:
+                    self.journaled.take_back(self.steps.step + 1)
+
+    def iteration_left(self, error: BaseException) -> None:
+        """Write or void the pre-fence journal entry when an exception leaves the iteration."""
+        kept, here = self.journaled, threading.get_ident() == self.thread
+        if not (here and self.inside) or self.mixed or kept is None or self.predictor is None:
+            return
+        if self.predictor.at_fence(error):
+            self.fenced()
+        else:
+            with self.lock:
+                kept.take_back(self.steps.step + 1)
+
+    def thread_stuck(self) -> None:
+        """Write or void the pre-fence journal entry when the training thread is stuck.
+
+        Under the lock; any thread. If the training goes on after all, its fence writes what has
+        changed.
+        """
+        kept, frame = self.journaled, sys._current_frames().get(self.thread)
+        if not (self.enabled and self.steps.settled and self.inside) or self.mixed:
+            return
+        if kept is None or self.predictor is None or frame is None:
+            return
+        if self.predictor.at_fence(frame):
+            kept.leave(self.steps.step + 1)
+        else:
+            kept.take_back(self.steps.step + 1)
 
     def _step_ended(self) -> None:
         """Take step end, and ask whether it gets a snapshot. Called under the lock."""
@@ -367,9 +416,9 @@ class Checkpointer:
             with self.outcomes.reported():
                 self._take_step_end()
             self.movement.step_ended()
-            self.arm(True)
+            self.hooks.arm_forward()
             self.outcomes.tell_troubles()
-            self.outcomes.surface()
+            self.outcomes.reporter.surface()
             self.poll()
             if not self._room_made:
                 self._make_room()
@@ -382,7 +431,7 @@ class Checkpointer:
                 if self.forward_unseen:
                     self.instants.before_forward(generators=False)
             with self.outcomes.reported():
-                self.on_step()
+                self.publisher.step_ended()
 
     def _make_room(self) -> None:
         """Plan room for snapshots at the end of the first step: all optimizer state exists then.
@@ -416,7 +465,7 @@ class Checkpointer:
             step, barrier, outcomes = self.steps.step, self.pipeline.barrier, self.outcomes
             try:
                 if self.pipeline.window is not None:
-                    self.pipeline.fence(None)
+                    self.outcomes.fence()
                 self.poll(self.pipeline.behind_s())
                 if kept is not None:
                     collected, trees = kept.collected, (kept.first, kept.second)
@@ -427,16 +476,15 @@ class Checkpointer:
                 flight = self.pipeline.open(step, collected, at_step, at_forward, flags=flags)
                 if isinstance(flight, str):
                     outcomes.slipped(step, flight)
-                    self.cadence.overdue = barrier.alone
+                    self.cadence.skipped(made_up=barrier.alone)
                     return
                 outcomes.slips.note(step, None)
                 barrier.sample(step)
                 # What was asked for is copied at once: its future may be waited for on this
                 # thread, which then never comes to the fence.
-                if outcomes.synchronous or synchronous or outcomes.wanted:
-                    outcomes.synchronous = False
-                    flight.futures, outcomes.wanted = outcomes.wanted, []
-                    self.pipeline.fence(None)
+                at_once = outcomes.take_over_wanted(flight)
+                if at_once or synchronous:
+                    outcomes.fence()
             except BaseException as error:
                 barrier.lost(step, f"failed: {error}", for_good=is_final(error))
                 raise
@@ -476,8 +524,9 @@ class Checkpointer:
         self.inventory.invalidate()
         index = self.steps.add(late=not self._gradients)
         self._room_made = False
-        self.settled = self.steps.settled = self.settled or self.inventory.covered()
-        self.on_found(index, optimizer)
+        if self.inventory.covered():
+            self.steps.settle()
+        install_pending(self.pending, index, optimizer, self.inventory.names())
         return index
 
     def _settle(self) -> None:
@@ -485,8 +534,7 @@ class Checkpointer:
 
         The step in which they were found has no snapshot.
         """
-        self.settled = self.steps.settled = True
-        self.steps.step += 1
+        self.steps.settle(during_step=True)
         event("skipped", step=self.steps.step, why="the optimizers were found during it")
         self._make_room()
 
@@ -520,4 +568,4 @@ class Checkpointer:
             if self.steps.updating:
                 self.pipeline.drop()
             else:
-                self.pipeline.fence(None)
+                self.outcomes.fence()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
+from lightck.pipeline.commit_barrier import CommitBarrier
 from lightck.types import Moment, Policy
 
 
@@ -14,17 +14,17 @@ class DueCheck:
     """Asks the policy, through the barrier of all ranks, and remembers its last due step."""
 
     policy: Policy
-    barrier: CommitBarrier = field(default_factory=SingleProcessBarrier)
-    epoch: int = 0
-    """Number of epochs that the loop has marked."""
-    overdue: bool = False
-    """True if a due snapshot was skipped: the next step is due instead."""
-    step_s: float | None = None
+    barrier: CommitBarrier
     early: bool = False
     """True if the state at attach was an early snapshot's.
 
     What the loop has made up for since is in no snapshot then.
     """
+    epoch: int = 0
+    """Number of epochs that the loop has marked."""
+    overdue: bool = False
+    """True if a due snapshot was skipped: the next step is due instead."""
+    step_s: float | None = None
     replaced: bool = False
     """True if the state has been replaced since attach."""
     _last: Moment | None = None
@@ -39,6 +39,14 @@ class DueCheck:
     def moved(self) -> bool:
         """Tell whether the last complete step may differ from all snapshots since before attach."""
         return self.began or self.early
+
+    def end_epoch(self) -> None:
+        """Count one more epoch, for policies that do."""
+        self.epoch += 1
+
+    def skipped(self, *, made_up: bool) -> None:
+        """Note that the due snapshot was skipped; `made_up`: the next step is due instead."""
+        self.overdue = made_up
 
     def go_on_from(self, step: int) -> None:
         """Note that the state has been replaced by that of `step`."""

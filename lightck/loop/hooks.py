@@ -34,6 +34,325 @@ from lightck.state import data_loaders, modules
 from lightck.state.inventory import held_parameters
 from lightck.state.modules import named_modules, named_parameters
 
+_COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Listener(Protocol):
+    """Receiver of the hooks' calls: on the training thread, except `gradient` (autograd's)."""
+
+    def update_begins(
+        self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
+    ) -> None:
+        """Note that an optimizer is about to change its parameters.
+
+        Args:
+            optimizer: the optimizer.
+            frame: the frame that runs its step; None: the caller's.
+            unseen: the optimizer may have changed something already.
+        """
+
+    def update_ends(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has changed its parameters."""
+
+    def update_skipped(self, optimizer: Optimizer) -> None:
+        """Note that the gradient scaler left the update out."""
+
+    def forward(self, training: bool) -> None:
+        """Note that a module with watched parameters runs next; `training`: with gradients."""
+
+    def gradient(self, layer: str) -> None:
+        """Note that a layer's gradient has been accumulated."""
+
+    def iterating(self, loader: Any, drawing: bool = False) -> None:
+        """Note that `iter(loader)`, or (`drawing`) an extra's next batch, is about to be made."""
+
+    def drawn(self) -> None:
+        """Note that an extra's batch has been drawn."""
+
+    def drawing_ahead(self, iterator: lookahead.Lookahead) -> None:
+        """Note that a batch is about to be drawn that the loop is given later."""
+
+    def mark_begin(self) -> None:
+        """Note that an update begins which the loop marks itself: `handle.before_update()`."""
+
+    def mark_end(self) -> None:
+        """Note that it has ended: `handle.after_update()`."""
+
+
+def untraced(function: F) -> F:
+    """Keep dynamo out of a hook and everything that it calls."""
+    quiet: F = torch.compiler.disable(function)
+    return quiet
+
+
+@dataclass(eq=False)
+class Watched:
+    """Knows which modules, and which optimizers, have parameters of the model."""
+
+    model: nn.Module
+    _ids: set[int] = field(default_factory=set)
+    _answers: weakref.WeakKeyDictionary[nn.Module, bool] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def refresh(self) -> None:
+        """Look at the model's parameters again."""
+        self._ids = {id(parameter) for _, parameter in named_parameters(self.model)}
+        self._answers.clear()
+
+    def holds(self, module: nn.Module) -> bool:
+        """Tell whether a module, or one inside it, has one of the parameters."""
+        answer = self._answers.get(module)
+        if answer is None:
+            answer = any(id(p) in self._ids for _, p in named_parameters(module))
+            self._answers[module] = answer
+        return answer
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer changes one of the parameters."""
+        return any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"])
+
+
+@dataclass(eq=False)
+class Hooks:
+    """Installs and removes every hook of one handle."""
+
+    watched: Watched
+    loaders: tuple[Any, ...] = ()
+    """Extras that the loop iterates over."""
+    at_gradient: Callable[[], None] | None = None
+    """Called at each layer's gradient, too: keeping dynamo out of another hook costs."""
+    recording: Callable[[], bool] | None = None
+    """Tells whether the calling thread's device records a graph: what runs then changes nothing
+    and is no step. None: there is no device."""
+    defers: bool = True
+    """True if updates may begin where the closure returns that their optimizer was given."""
+    optimizers: Sequence[Optimizer] = ()
+    """Optimizers of the job, whose parameters need not be the model's; grows as they are found."""
+    _listener: Listener | None = None
+    """Receiver of the calls; None before `install` and after `remove`."""
+    _armed: bool = False
+    """True if forwards are to be reported."""
+    _handles: list[RemovableHandle] = field(default_factory=list)
+    _forward: RemovableHandle | None = None
+    _before: Callable[[nn.Module, Any], None] | None = None
+
+    @property
+    def listener(self) -> Listener:
+        """The receiver of the calls, which are installed."""
+        assert self._listener is not None
+        return self._listener
+
+    def install(self, listener: Listener) -> None:
+        """Start to call `listener`."""
+        self._listener, recording = listener, self.recording
+        closures = Closures(listener.update_begins, self._is_ours, untraced, self.defers)
+        # Of a compiled module only the outer call reaches the hook, and once is what we want.
+        warnings.filterwarnings("ignore", _COMPILED_WITH_HOOKS, UserWarning)
+
+        @untraced
+        def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+            if recording is None or not recording():
+                return closures.stepping(optimizer, args, kwargs)
+            return None
+
+        @untraced
+        def ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if recording is None or not recording():
+                closures.stepped(args, kwargs)
+                listener.update_ends(optimizer)
+
+        OURS.add(begins)
+        self._handles += [
+            register_optimizer_step_pre_hook(begins),
+            register_optimizer_step_post_hook(ends),
+        ]
+        self._install_gradients()
+        _observe(torch.amp.GradScaler, "step", listener, _scaler_step)
+        lookahead.watch()
+        lookahead.listeners.add(listener)
+        for loader in self.loaders:
+            data_loaders.listen(loader, listener)
+        kinds = {type(each) for each in self.loaders if not isinstance(each, data_loaders.Telling)}
+        for kind in kinds | {DataLoader}:
+            if hasattr(kind, "__iter__"):
+                _observe(kind, "__iter__", listener, _iterating)
+        if self._armed:
+            self.arm_forward()
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        known = any(optimizer is each for each in self.optimizers)
+        return known or self.watched.owns(optimizer)
+
+    def _install_gradients(self) -> None:
+        """Install one hook per layer, on the first parameter of a module's own that it trains."""
+        listener, also, recording = self.listener, self.at_gradient, self.recording
+        for name, parameter in layers(self.watched.model):
+
+            @untraced
+            def tick(_: torch.Tensor, name: str = name) -> None:
+                if recording is not None and recording():
+                    return
+                listener.gradient(name)
+                if also is not None:
+                    also()
+
+            self._handles.append(parameter.register_post_accumulate_grad_hook(tick))
+
+    def arm_forward(self) -> None:
+        """Report forwards of watched modules until disarmed."""
+        self._armed = True
+        if self._forward is not None or self._listener is None:
+            return
+        if self._before is None:
+            self._before = self._reporting()
+        self._forward = register_module_forward_pre_hook(self._before)
+
+    def _reporting(self) -> Callable[[nn.Module, Any], None]:
+        """Make the hook, once: keeping dynamo out of it takes longer than all the rest."""
+        listener, watched, recording = self.listener, self.watched, self.recording
+
+        @untraced
+        def before(module: nn.Module, args: Any) -> None:
+            if recording is not None and recording():
+                return
+            # A parametrized weight runs its own little forward whenever it is read.
+            if module.training and watched.holds(module) and not is_weight(module):
+                listener.forward(torch.is_grad_enabled())
+
+        return before
+
+    def disarm_forward(self) -> None:
+        """Stop reporting forwards: an idle handle costs the forward nothing."""
+        self._armed = False
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
+
+    def remove(self) -> None:
+        """Stop listening; idempotent."""
+        self.disarm_forward()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._listener is None:
+            return
+        lookahead.listeners.discard(self._listener)
+        for loader in self.loaders:
+            data_loaders.ignore(loader, self._listener)
+        for observed in _observed.values():
+            observed.listeners.discard(self._listener)
+
+
+@dataclass(eq=False)
+class _Observed:
+    """Listeners to a method of a class that no hook of torch covers."""
+
+    listeners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+
+_observed: dict[tuple[type, str], _Observed] = {}
+"""Methods that are wrapped, each once per process; without listeners a wrapper only calls them."""
+
+
+def _observe(
+    kind: type, name: str, listener: Listener, around: Callable[..., Callable[..., Any]]
+) -> None:
+    key = (kind, name)
+    if key not in _observed:
+        _observed[key] = _Observed()
+        original = getattr(kind, name)
+        # Not recursive: a compiled optimizer inside a scaler's step stays compiled.
+        made = around(original, _observed[key].listeners)
+        wrapper: Any = torch.compiler.disable(made, recursive=False)
+        wrapper.__name__, wrapper.__doc__ = name, original.__doc__
+        setattr(kind, name, wrapper)
+    _observed[key].listeners.add(listener)
+
+
+def _scaler_step(
+    original: Callable[..., Any], listeners: weakref.WeakSet[Any]
+) -> Callable[..., Any]:
+    """Wrap `GradScaler.step`, which may skip the optimizer without a trace, to tell listeners."""
+
+    @untraced
+    def tell(optimizer: Optimizer) -> None:
+        for listener in list(listeners):
+            listener.update_skipped(optimizer)
+
+    def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not listeners:
+            return original(scaler, optimizer, *args, **kwargs)
+        stepped: list[Optimizer] = []
+
+        @untraced
+        def ends(which: Optimizer, args: Any, kwargs: Any) -> None:
+            stepped.append(which)
+
+        with_hook = register_optimizer_step_post_hook(ends)
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+        finally:
+            with_hook.remove()
+        if not any(which is optimizer for which in stepped):
+            tell(optimizer)
+        return result
+
+    return step
+
+
+def _iterating(original: Callable[..., Any], listeners: weakref.WeakSet[Any]) -> Callable[..., Any]:
+    @untraced
+    def tell(loader: Any) -> None:
+        for listener in list(listeners):
+            listener.iterating(loader)
+
+    def iterate(loader: Any) -> Any:
+        tell(loader)
+        return original(loader)
+
+    return iterate
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each module that owns parameters: its name, and the first parameter that it trains."""
+    seen = set()
+    for name, module in named_modules(model):
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        own = [p for _, p in modules.parameters(module) if p.requires_grad]
+        if own and own[0].is_leaf:
+            yield name, own[0]
+
+
+def is_weight(module: nn.Module) -> bool:
+    """Tell whether the module is a parametrization.
+
+    Reading `layer.weight` runs it, and that is no forward of the model.
+    """
+    return isinstance(module, ParametrizationList)
+
+
+def before_next_forward(model: nn.Module, action: Callable[[], None]) -> RemovableHandle:
+    """Run `action` once, just before the next training forward of the model or of a part of it.
+
+    The hook keeps no reference to the model; whoever may outlive it removes the hook.
+    """
+    handle: RemovableHandle
+    ids = {id(parameter) for _, parameter in named_parameters(model)}
+
+    @untraced
+    def before(module: nn.Module, args: Any) -> None:
+        if module.training and any(id(p) in ids for _, p in named_parameters(module)):
+            handle.remove()
+            action()
+
+    handle = register_module_forward_pre_hook(before)
+    return handle
+
+
 # ---- optimizers given a closure: forward and backward run inside `step(closure)` -----------------
 # An optimizer that calls its closure once, before it changes anything, updates from there on: its
 # update begins where the closure returns, and what runs inside is an ordinary iteration. torch's
@@ -210,303 +529,3 @@ def _closure_of(args: Any, kwargs: Any) -> Any:
 
 def _own_hooks(optimizer: Optimizer) -> tuple[Any, ...]:
     return tuple(optimizer._optimizer_step_pre_hooks.values())
-
-
-# ---- the hooks -----------------------------------------------------------------------------------
-
-_COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Listener(Protocol):
-    """Receiver of the hooks' calls: on the training thread, except `gradient` (autograd's)."""
-
-    def update_begins(
-        self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
-    ) -> None:
-        """Note that an optimizer is about to change its parameters.
-
-        Args:
-            optimizer: the optimizer.
-            frame: the frame that runs its step; None: the caller's.
-            unseen: the optimizer may have changed something already.
-        """
-
-    def update_ends(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has changed its parameters."""
-
-    def update_skipped(self, optimizer: Optimizer) -> None:
-        """Note that the gradient scaler left the update out."""
-
-    def forward(self, training: bool) -> None:
-        """Note that a module with watched parameters runs next; `training`: with gradients."""
-
-    def gradient(self, layer: str) -> None:
-        """Note that a layer's gradient has been accumulated."""
-
-    def iterating(self, loader: Any, drawing: bool = False) -> None:
-        """Note that `iter(loader)`, or (`drawing`) an extra's next batch, is about to be made."""
-
-    def drawn(self) -> None:
-        """Note that an extra's batch has been drawn."""
-
-    def drawing_ahead(self, iterator: lookahead.Lookahead) -> None:
-        """Note that a batch is about to be drawn that the loop is given later."""
-
-
-def untraced(function: F) -> F:
-    """Keep dynamo out of a hook and everything that it calls."""
-    quiet: F = torch.compiler.disable(function)
-    return quiet
-
-
-@dataclass(eq=False)
-class Watched:
-    """Knows which modules, and which optimizers, have parameters of the model."""
-
-    model: nn.Module
-    _ids: set[int] = field(default_factory=set)
-    _answers: weakref.WeakKeyDictionary[nn.Module, bool] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-
-    def refresh(self) -> None:
-        """Look at the model's parameters again."""
-        self._ids = {id(parameter) for _, parameter in named_parameters(self.model)}
-        self._answers.clear()
-
-    def holds(self, module: nn.Module) -> bool:
-        """Tell whether a module, or one inside it, has one of the parameters."""
-        answer = self._answers.get(module)
-        if answer is None:
-            answer = any(id(p) in self._ids for _, p in named_parameters(module))
-            self._answers[module] = answer
-        return answer
-
-    def owns(self, optimizer: Optimizer) -> bool:
-        """Tell whether an optimizer changes one of the parameters."""
-        return any(id(p) in self._ids for g in optimizer.param_groups for p in g["params"])
-
-
-@dataclass(eq=False)
-class Hooks:
-    """Installs and removes every hook of one handle."""
-
-    listener: Listener
-    watched: Watched
-    loaders: tuple[Any, ...] = ()
-    """Extras that the loop iterates over."""
-    at_gradient: Sequence[Callable[[], None]] = ()
-    """Functions to call at each layer's gradient, too: keeping dynamo out of another hook costs."""
-    recording: Callable[[], bool] | None = None
-    """Tells whether the calling thread's device records a graph: what runs then changes nothing
-    and is no step. None: there is no device."""
-    defers: bool = True
-    """True if updates may begin where the closure returns that their optimizer was given."""
-    optimizers: Sequence[Optimizer] = ()
-    """Optimizers of the job, whose parameters need not be the model's; grows as they are found."""
-    _handles: list[RemovableHandle] = field(default_factory=list)
-    _forward: RemovableHandle | None = None
-    _before: Callable[[nn.Module, Any], None] | None = None
-
-    def install(self) -> None:
-        """Start listening."""
-        listener, recording = self.listener, self.recording
-        closures = Closures(listener.update_begins, self._is_ours, untraced, self.defers)
-        # Of a compiled module only the outer call reaches the hook, and once is what we want.
-        warnings.filterwarnings("ignore", _COMPILED_WITH_HOOKS, UserWarning)
-
-        @untraced
-        def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-            if recording is None or not recording():
-                return closures.stepping(optimizer, args, kwargs)
-            return None
-
-        @untraced
-        def ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if recording is None or not recording():
-                closures.stepped(args, kwargs)
-                listener.update_ends(optimizer)
-
-        OURS.add(begins)
-        self._handles += [
-            register_optimizer_step_pre_hook(begins),
-            register_optimizer_step_post_hook(ends),
-        ]
-        self._install_gradients()
-        _observe(torch.amp.GradScaler, "step", listener, _scaler_step)
-        lookahead.watch()
-        lookahead.listeners.add(listener)
-        for loader in self.loaders:
-            data_loaders.listen(loader, listener)
-        kinds = {type(each) for each in self.loaders if not isinstance(each, data_loaders.Telling)}
-        for kind in kinds | {DataLoader}:
-            if hasattr(kind, "__iter__"):
-                _observe(kind, "__iter__", listener, _iterating)
-
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        known = any(optimizer is each for each in self.optimizers)
-        return known or self.watched.owns(optimizer)
-
-    def _install_gradients(self) -> None:
-        """Install one hook per layer, on the first parameter of a module's own that it trains."""
-        listener, also, recording = self.listener, self.at_gradient, self.recording
-        for name, parameter in layers(self.watched.model):
-
-            @untraced
-            def tick(_: torch.Tensor, name: str = name) -> None:
-                if recording is not None and recording():
-                    return
-                listener.gradient(name)
-                for each in also:
-                    each()
-
-            self._handles.append(parameter.register_post_accumulate_grad_hook(tick))
-
-    def arm_forward(self) -> None:
-        """Report forwards of watched modules until disarmed."""
-        if self._forward is not None:
-            return
-        if self._before is None:
-            self._before = self._reporting()
-        self._forward = register_module_forward_pre_hook(self._before)
-
-    def _reporting(self) -> Callable[[nn.Module, Any], None]:
-        """Make the hook, once: keeping dynamo out of it takes longer than all the rest."""
-        listener, watched, recording = self.listener, self.watched, self.recording
-
-        @untraced
-        def before(module: nn.Module, args: Any) -> None:
-            if recording is not None and recording():
-                return
-            # A parametrized weight runs its own little forward whenever it is read.
-            if module.training and watched.holds(module) and not is_weight(module):
-                listener.forward(torch.is_grad_enabled())
-
-        return before
-
-    def disarm_forward(self) -> None:
-        """Stop reporting forwards: an idle handle costs the forward nothing."""
-        if self._forward is not None:
-            self._forward.remove()
-            self._forward = None
-
-    def remove(self) -> None:
-        """Stop listening; idempotent."""
-        self.disarm_forward()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        lookahead.listeners.discard(self.listener)
-        for loader in self.loaders:
-            data_loaders.ignore(loader, self.listener)
-        for observed in _observed.values():
-            observed.listeners.discard(self.listener)
-
-
-@dataclass(eq=False)
-class _Observed:
-    """Listeners to a method of a class that no hook of torch covers."""
-
-    listeners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-
-
-_observed: dict[tuple[type, str], _Observed] = {}
-"""Methods that are wrapped, each once per process; without listeners a wrapper only calls them."""
-
-
-def _observe(
-    kind: type, name: str, listener: Listener, around: Callable[..., Callable[..., Any]]
-) -> None:
-    key = (kind, name)
-    if key not in _observed:
-        _observed[key] = _Observed()
-        original = getattr(kind, name)
-        # Not recursive: a compiled optimizer inside a scaler's step stays compiled.
-        made = around(original, _observed[key].listeners)
-        wrapper: Any = torch.compiler.disable(made, recursive=False)
-        wrapper.__name__, wrapper.__doc__ = name, original.__doc__
-        setattr(kind, name, wrapper)
-    _observed[key].listeners.add(listener)
-
-
-def _scaler_step(
-    original: Callable[..., Any], listeners: weakref.WeakSet[Any]
-) -> Callable[..., Any]:
-    """Wrap `GradScaler.step`, which may skip the optimizer without a trace, to tell listeners."""
-
-    @untraced
-    def tell(optimizer: Optimizer) -> None:
-        for listener in list(listeners):
-            listener.update_skipped(optimizer)
-
-    def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not listeners:
-            return original(scaler, optimizer, *args, **kwargs)
-        stepped: list[Optimizer] = []
-
-        @untraced
-        def ends(which: Optimizer, args: Any, kwargs: Any) -> None:
-            stepped.append(which)
-
-        with_hook = register_optimizer_step_post_hook(ends)
-        try:
-            result = original(scaler, optimizer, *args, **kwargs)
-        finally:
-            with_hook.remove()
-        if not any(which is optimizer for which in stepped):
-            tell(optimizer)
-        return result
-
-    return step
-
-
-def _iterating(original: Callable[..., Any], listeners: weakref.WeakSet[Any]) -> Callable[..., Any]:
-    @untraced
-    def tell(loader: Any) -> None:
-        for listener in list(listeners):
-            listener.iterating(loader)
-
-    def iterate(loader: Any) -> Any:
-        tell(loader)
-        return original(loader)
-
-    return iterate
-
-
-def layers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each module that owns parameters: its name, and the first parameter that it trains."""
-    seen = set()
-    for name, module in named_modules(model):
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        own = [p for _, p in modules.parameters(module) if p.requires_grad]
-        if own and own[0].is_leaf:
-            yield name, own[0]
-
-
-def is_weight(module: nn.Module) -> bool:
-    """Tell whether the module is a parametrization.
-
-    Reading `layer.weight` runs it, and that is no forward of the model.
-    """
-    return isinstance(module, ParametrizationList)
-
-
-def before_next_forward(model: nn.Module, action: Callable[[], None]) -> RemovableHandle:
-    """Run `action` once, just before the next training forward of the model or of a part of it.
-
-    The hook keeps no reference to the model; whoever may outlive it removes the hook.
-    """
-    handle: RemovableHandle
-    ids = {id(parameter) for _, parameter in named_parameters(model)}
-
-    @untraced
-    def before(module: nn.Module, args: Any) -> None:
-        if module.training and any(id(p) in ids for _, p in named_parameters(module)):
-            handle.remove()
-            action()
-
-    handle = register_module_forward_pre_hook(before)
-    return handle

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightck.errors import (
+    CoordinationError,
     LightckError,
     PreviousPersistError,
     RegionBusyError,
@@ -19,30 +21,86 @@ from lightck.errors import (
     WaitTimeoutError,
 )
 from lightck.events import event
-from lightck.loop.slip_warning import SlipWatch
 from lightck.loop.steps import Steps
 from lightck.pipeline.commit_barrier import is_final
-from lightck.pipeline.inflight import Counters, InflightSnapshot, torn_error
+from lightck.pipeline.inflight import Counters, InflightSnapshot, SlipReason, torn_error
 from lightck.pipeline.pipeline import Pipeline
+from lightck.region.native_region import RECORD_JIT
 from lightck.state.inventory import Inventory
+
+# ---- a warning when due snapshots slip too often, and what to do about it ------------------------
+
+SLIP_STEPS = 100
+"""The number of steps during which a slip counts."""
+SLIP_SHARE = 0.1
+"""The fraction of the due snapshots in that time above which slips are told."""
+LEAST_DUE = 10
+"""The number of due snapshots below which nothing can be said."""
+
+_REMEDIES: dict[str, str] = {
+    SlipReason.SLOTS: "the medium does not finish one before the next is due: take a rarer policy"
+    " (policy=10), a slot more (slots=), a faster path (tmpfs, persistent memory), or"
+    ' durability="process" on an ordinary file; a reader (lightck export) holds a slot, too',
+    SlipReason.DRAM: "the medium is slower than the steps: take a rarer policy (policy=10), a"
+    " faster path (tmpfs, persistent memory), or placement='direct' where the medium can be mapped",
+    SlipReason.COPY: "the device's copy is not written away before the next is due: take a rarer"
+    ' policy (policy=10) or placement="host"',
+    SlipReason.GRAPH: "snapshots begin outside of the recording of a graph: mark the update with"
+    " handle.before_update() and handle.after_update()",
+}
+_ELSE = "take a rarer policy (policy=10); the event `slipped` of each has its reason"
+
+
+@dataclass(eq=False)
+class SlipWatch:
+    """Counts the due snapshots of the last steps, and those that slipped (were skipped).
+
+    Used by the training thread.
+    """
+
+    told: bool = False
+    """True once a warning was given; there is one in a handle's life."""
+    _due: deque[tuple[int, str | None]] = field(default_factory=deque)
+    """The due snapshots' steps, and why each slipped (None: it was opened)."""
+
+    def note(self, step: int, slip: str | None) -> None:
+        """Note what became of the snapshot that was due at `step`; warn if too many slipped."""
+        self._due.append((step, slip))
+        while self._due[0][0] <= step - SLIP_STEPS:
+            self._due.popleft()
+        if slip is None or self.told or len(self._due) < LEAST_DUE:
+            return
+        slips = [why for _, why in self._due if why is not None]
+        if len(slips) <= SLIP_SHARE * len(self._due):
+            return
+        self.told = True
+        why = max(slips, key=slips.count)
+        event(
+            "slipping",
+            logging.WARNING,
+            step=step,
+            slipped=len(slips),
+            due=len(self._due),
+            why=str(why),
+            remedy=_REMEDIES.get(why, _ELSE),
+        )
+
+
+# ---- the outcomes --------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Outcomes:
     """Tells what became of the snapshots.
 
-    Used by the training thread; `poll` also by threads that wait for a future. One lock guards what
-    these share: the pipeline's lists of snapshots, the slots, the futures in `wanted`.
+    Used by the training thread; `poll` also by threads that wait for a future. The pipeline's lock
+    guards what these share: its lists of snapshots, the slots, the futures in `wanted`.
     """
 
     pipeline: Pipeline
     inventory: Inventory
     steps: Steps
-    report: Callable[[LightckError], None]
-    """Gives a background error to the user, as `on_error` says."""
-    surface: Callable[[], None] = lambda: None
-    """Raises an error that another thread came across, if the user wants errors raised."""
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    reporter: ErrorReporter
     wanted: list[Future[int]] = field(default_factory=list)
     """Futures of `snapshot()` calls that wait for the next boundary."""
     latched: bool = False
@@ -62,9 +120,20 @@ class Outcomes:
     slips: SlipWatch = field(default_factory=SlipWatch)
     _torn_once: set[str] = field(default_factory=set)
 
+    def fence(self, optimizer: int | None = None) -> bool:
+        """Fence the open snapshot (`Pipeline.fence`); count and report it if it is torn.
+
+        Returns False in that case.
+        """
+        snapshot = self.pipeline.window
+        if snapshot is None or self.pipeline.fence(optimizer):
+            return True
+        self._torn(snapshot)
+        return False
+
     def poll(self, timeout_s: float | None = 0.0) -> None:
         """Take note of commits and aborts; errors go to `report`."""
-        with self.lock:
+        with self.pipeline.lock:
             try:
                 with self.reported():
                     self._take_note(timeout_s)
@@ -92,7 +161,7 @@ class Outcomes:
         if self.removed or region.is_in_place:
             return
         self.removed = True
-        self.report(
+        self.reporter(
             RegionError(
                 f"{region.place.file} was removed, moved or replaced while it is written: what is"
                 " committed is not found under this path, and if the file was removed it is lost"
@@ -100,28 +169,16 @@ class Outcomes:
             )
         )
 
-    def seal_arrived(self) -> bool:
-        """Seal what has arrived (`Pipeline.seal_arrived`), unless another thread has the lock.
-
-        Returns False in that case. Never waits. Any thread.
-        """
-        if not self.lock.acquire(blocking=False):
-            return False
-        try:
-            return self.pipeline.seal_arrived()
-        finally:
-            self.lock.release()
-
     def tell_troubles(self) -> None:
         """Report what went wrong between the ranks; not while an error is being reported."""
         for trouble in self.pipeline.barrier.troubles():
-            self.report(trouble)
+            self.reporter(trouble)
 
     def slipped(self, step: int, why: str) -> None:
         """Note that a due snapshot slipped: it was not opened; several ranks skip it for good."""
         self.slip, self.slipped_step = why, step
-        self.why_not_last = why
-        self.pipeline.counters.slipped += 1
+        self.last_step_lost(why)
+        self.pipeline.counters.count_slipped()
         event("slipped", logging.DEBUG, step=step, why=why)
         self.slips.note(step, why)
         if self.pipeline.trace is not None:
@@ -129,10 +186,53 @@ class Outcomes:
         if not self.pipeline.barrier.alone:
             self.fail_wanted(RegionBusyError(f"step {step} has no snapshot: {why}"))
 
-    def torn(self, flight: InflightSnapshot, names: Sequence[str]) -> None:
-        """Count a torn snapshot that the pipeline has dropped; the next one is copied at once."""
-        step = flight.step
-        self.pipeline.counters.torn += 1
+    def last_step_lost(self, why: str) -> None:
+        """Note why the last step of all would have no snapshot, if it were this one."""
+        self.why_not_last = why
+
+    def take_over_wanted(self, flight: InflightSnapshot) -> bool:
+        """Let those who want a snapshot at the next boundary wait for this one, just opened.
+
+        Returns whether it must be copied at once: somebody waits, or the last one was torn.
+        """
+        at_once = self.synchronous or bool(self.wanted)
+        if at_once:
+            self.synchronous = False
+            flight.futures += self.wanted
+            self.wanted = []
+        return at_once
+
+    def join_wanted(self, step: int) -> None:
+        """Let those who want a snapshot wait for the one of `step` that there is already.
+
+        Several ranks take one snapshot of a step at most.
+        """
+        for flight in self.pipeline.in_flight:
+            if flight.step == step:
+                flight.futures += self.wanted
+                self.wanted = []
+        if self.pipeline.counters.last_committed_step == step:
+            for future in self.wanted:
+                future.set_result(step)
+            self.wanted = []
+        self.fail_wanted(CoordinationError(f"step {step} has lost its snapshot already"))
+
+    def forget_slip(self) -> None:
+        """Forget which step slipped: it is taken after all."""
+        self.slipped_step = -1
+
+    def _torn(self, flight: InflightSnapshot) -> None:
+        """Count a torn snapshot that the pipeline has dropped; the next one is copied at once.
+
+        One made just in time is not counted, and only its maker is told: the loop went on
+        meanwhile, which is no fault of the loop.
+        """
+        if flight.flags & RECORD_JIT:
+            return
+        step, names = flight.step, flight.torn
+        if self.pipeline.trace is not None:
+            self.pipeline.trace.lost_snapshot("torn", step, names[0])
+        self.pipeline.counters.count_torn()
         self.synchronous = True
         new = [name for name in names if name not in self._torn_once]
         if len(new) < len(names):
@@ -141,17 +241,17 @@ class Outcomes:
         self._torn_once.update(new)
         flight.fail(torn_error(names, step))
         if new:
-            self.report(torn_error(new, step))
+            self.reporter(torn_error(new, step))
 
     def overtaken(self, *, due: bool) -> None:
         """Drop the last step's open or due snapshot: an update has begun before it was known."""
         pipeline, step = self.pipeline, self.steps.step
         why = "torn: an update had begun before it was known"
-        with self.lock:
+        with self.pipeline.lock:
             flight = pipeline.window
             pipeline.drop(why)
             if flight is not None:
-                pipeline.counters.torn += 1
+                pipeline.counters.count_torn()
                 flight.fail(TornSnapshotError(f"step {step} has no snapshot: {why}"))
             if due:
                 pipeline.barrier.lost(step, why)
@@ -167,14 +267,14 @@ class Outcomes:
         except LightckError as error:
             if isinstance(error, PreviousPersistError) and not self.latched:
                 self.poll(1.0)  # the error that latched the region is told first
-            self.pipeline.counters.failed += 1
-            self.why_not_last = str(error)
+            self.pipeline.counters.count_failed()
+            self.last_step_lost(str(error))
             self.fail_wanted(error)
             if self.latched and is_final(error):
                 event("skipped", logging.DEBUG, step=self.steps.step, why=error)
                 return
             self.latched = self.latched or is_final(error)  # for good, whatever else fails
-            self.report(error)
+            self.reporter(error)
 
     def region_lost(self, error: LightckError) -> None:
         """Report, once, that the region's memory is gone.
@@ -185,7 +285,7 @@ class Outcomes:
             self.poll(1.0)
         if not self.latched:
             self.latched = True
-            self.report(error)
+            self.reporter(error)
 
     def fail_wanted(self, error: LightckError) -> None:
         """Fail the futures that wait for a snapshot that is not open yet: none will come."""
@@ -196,7 +296,7 @@ class Outcomes:
     def stop(self) -> None:
         """End the pipeline; whoever waits for a snapshot gets an error."""
         pipeline, closed = self.pipeline, WaitTimeoutError("the handle was closed")
-        with self.lock:  # the thread of a future may be polling
+        with self.pipeline.lock:  # the thread of a future may be polling
             flights = [*pipeline.in_flight, *filter(None, [pipeline.window])]
             try:
                 pipeline.close()
@@ -219,7 +319,7 @@ class ErrorReporter:
     latest: LightckError | None = None
     count: int = 0
     """The number of errors so far."""
-    closing: bool = False
+    _closing: bool = False
     """True while the handle is closed: the error is then raised at the end of that."""
     _thread: int = field(default_factory=threading.get_ident)
     """The id of the training thread: only there can an error be raised at once."""
@@ -233,7 +333,7 @@ class ErrorReporter:
             self.on_error(error)
         elif self.on_error != "raise":
             warnings.warn(f"lightck: {error}", RuntimeWarning, stacklevel=3)
-        elif threading.get_ident() == self._thread and not self.closing:
+        elif threading.get_ident() == self._thread and not self._closing:
             raise error
         else:
             self._pending = error
@@ -256,6 +356,10 @@ class ErrorReporter:
         self.count += 1
         if self.first is None:
             self.first = error
+
+    def begin_close(self) -> None:
+        """Keep errors for `take` from now on: the handle is being closed."""
+        self._closing = True
 
     def take(self) -> LightckError | None:
         """Return the first error, for `close` to raise, and forget it."""

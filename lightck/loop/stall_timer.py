@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from lightck.tracing.trace import Trace
 
 _LAST = 9  # snapshots whose cost counts
 
@@ -16,9 +18,8 @@ _LAST = 9  # snapshots whose cost counts
 class StallTimer:
     """Sums seconds per cause; where causes are nested, the outermost one counts."""
 
+    trace: Trace | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    tell: Callable[[str, int, int], None] | None = None
-    """Called with cause, begin and end in ns, when there is a trace."""
     _running: bool = False
     _seen: tuple[int, float, int] = (0, 0.0, 0)
     """Step, seconds and snapshots when `cost` last looked."""
@@ -38,8 +39,8 @@ class StallTimer:
             self._running = False
             end = time.perf_counter_ns()
             self.seconds[cause] = self.seconds.get(cause, 0.0) + (end - begin) / 1e9
-            if self.tell is not None:
-                self.tell(cause, begin, end)
+            if self.trace is not None:
+                self.trace.stall(cause, begin, end)
 
     def total(self) -> float:
         """Return the seconds over all causes."""

@@ -44,6 +44,24 @@ class Steps:
         self.counts.append(self.step - 1 if joins_ended_step else self.step)
         return len(self.counts) - 1
 
+    def settle(self, *, during_step: bool = False) -> None:
+        """Note that all optimizers are known.
+
+        `during_step`: the last one was found when another began its next step; the step in which
+        they were found counts as complete.
+        """
+        self.settled = True
+        self.step += int(during_step)
+
+    def mark_updates(self) -> None:
+        """Note that the loop marks its updates itself: only its marks end a step from now on."""
+        self.marked = self.settled = True
+
+    def layer_updated(self) -> bool:
+        """Note that a layer is updated before its optimizer steps; True if it is the first one."""
+        first, self.partial = not self.partial, True
+        return first
+
     @property
     def updating(self) -> bool:
         """Tell whether an update is running: the state is mixed."""
@@ -120,6 +138,7 @@ class Steps:
             complete = self.settled and min(own or self.counts) > self.step
         if complete:
             self.step += 1
+            self.partial = False
             if self.marked or self.boundary is not None:
                 self.counts = [self.step] * len(self.counts)
             for i in self.nested:

@@ -31,8 +31,6 @@ class TraceListener:
     watched: Watched
     _updates: list[int] = field(default_factory=list)
     """The times, in ns, when the updates that are running began, outermost first."""
-    _hooks: tuple[Any, ...] = ()
-    """The hook before a module's forward, and the one after it."""
     _forward: RemovableHandle | None = None
     """The handle of the hook that waits for the next forward; None while a forward runs."""
     _ends: RemovableHandle | None = None
@@ -106,7 +104,7 @@ class TraceListener:
 
     # ---- hooks of its own ------------------------------------------------------------------
 
-    def install(self) -> None:
+    def __post_init__(self) -> None:
         """Watch forwards.
 
         The hooks are made once: keeping dynamo out of a hook costs more than the hook.
@@ -144,4 +142,3 @@ class TraceListener:
             if handle is not None:
                 handle.remove()
         self._forward = self._ends = None
-        self._hooks = ()

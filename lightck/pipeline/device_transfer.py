@@ -207,8 +207,15 @@ class TransferEngine:
     Methods above the line are for other threads.
     """
 
-    def __init__(self, chunk_bytes: int) -> None:
-        """Start and pin nothing before the first transfer."""
+    def __init__(self, chunk_bytes: int, seal: Callable[[], bool]) -> None:
+        """Start and pin nothing before the first transfer.
+
+        Args:
+            chunk_bytes: the size of the pool's chunks.
+            seal: called on the feeding thread when a transfer may be over; if it returns False, it
+                is called once more, soon.
+        """
+        self._seal = seal
         self.load_bytes = max(LOAD_BYTES, chunk_bytes)
         self.places = max(2, RING_BYTES // self.load_bytes)
         self.moved_bytes = 0
@@ -220,9 +227,6 @@ class TransferEngine:
         """The transfers to be queued; the first one is being queued."""
         self._free: list[torch.Tensor] = []
         self._closing = False
-        self.sealed: Callable[[], bool] = lambda: True
-        """Called on the feeding thread when a transfer may be over; if it returns False, it is
-        called once more, soon."""
         self._again = False
         self._hurry = 0
         """The number of fences that wait for the queueing."""
@@ -479,7 +483,7 @@ class TransferEngine:
                 continue
             if oldest is not None:
                 self._feed(*oldest)
-            self._again = not self.sealed()
+            self._again = not self._seal()
 
     @property
     def _idle(self) -> bool:

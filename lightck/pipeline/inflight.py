@@ -123,6 +123,22 @@ class Counters:
     """Step of the last snapshot that was captured and is not early."""
     last_committed_step: int | None = None
 
+    def count_slipped(self) -> None:
+        """Count a due snapshot that was not opened."""
+        self.slipped += 1
+
+    def count_torn(self) -> None:
+        """Count a snapshot that was dropped because its sources changed."""
+        self.torn += 1
+
+    def count_failed(self) -> None:
+        """Count a snapshot that an error has cost."""
+        self.failed += 1
+
+    def forget_steps(self) -> None:
+        """Forget the last steps: a timeline begins behind which none is captured yet."""
+        self.last_captured_step = self.last_exact_step = self.last_committed_step = None
+
 
 class SlipReason(StrEnum):
     """Why a due snapshot cannot be opened now."""

@@ -15,6 +15,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock, RLock, Thread
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -56,12 +57,12 @@ class Pipeline:
     region: Region
     pool: NativePool
     schedule: ReleaseSchedule
+    barrier: CommitBarrier = field(default_factory=SingleProcessBarrier)
+    trace: Trace | None = None
     placement: HostPlacement = field(default_factory=HostPlacement)
     proof: bool = False
     window: InflightSnapshot | None = None
     """The snapshot whose sources must not change: it is opened, and not yet captured."""
-    on_torn: Callable[[InflightSnapshot, Sequence[str]], None] = lambda flight, names: None
-    barrier: CommitBarrier = field(default_factory=SingleProcessBarrier)
     counters: Counters = field(default_factory=Counters)
     persisting: list[InflightSnapshot] = field(default_factory=list)
     """Snapshots past their fence, in commit order: sealed, so that the pool commits them, or to be
@@ -71,7 +72,9 @@ class Pipeline:
     one."""
     newest: InflightSnapshot | None = None
     """The last snapshot that became durable on this rank."""
-    trace: Trace | None = None
+    lock: RLock = field(default_factory=RLock)
+    """Held by whoever uses the pipeline, except in `pace`: the training thread, one that waits for
+    a commit, one that saves just in time."""
     pacing: RLock = field(default_factory=RLock)
     """Held while a snapshot opens or ends: one made just in time does so while a backward may
     run."""
@@ -91,16 +94,27 @@ class Pipeline:
         """Begin with nothing planned."""
         self.arrangement = CopyPlan(self.region)
         self.offload = DeviceOffload(
-            DevicePlacement(self.region), TransferEngine(self.pool.chunk_bytes)
+            DevicePlacement(self.region), TransferEngine(self.pool.chunk_bytes, self._try_seal)
         )
 
     @classmethod
-    def start(cls, region: Region, schedule: ReleaseSchedule, config: Config) -> Pipeline:
-        """Make the pool, which starts the workers, and a pipeline with the config's settings."""
+    def start(
+        cls,
+        region: Region,
+        schedule: ReleaseSchedule,
+        barrier: CommitBarrier,
+        config: Config,
+        step: int,
+    ) -> Self:
+        """Make the pool, which starts the workers, and a pipeline with the config's settings.
+
+        `step`: the last complete one.
+        """
         idle, moments = config.priority == "idle", moments_of(config)
         pool = NativePool(config.threads, config.chunk_bytes, idle=idle, moments=moments)
         pool.limit(config.write_limit)
-        pipeline = cls(region, pool, schedule, proof=config.proof)
+        trace = Trace.of(config, region, pool, step)
+        pipeline = cls(region, pool, schedule, barrier, trace, proof=config.proof)
         pipeline.arrangement.may_wait = not config.write_limit
         chosen = in_dram(config.placement)
         pipeline.placement = HostPlacement(chosen, region.staged, pipeline._map_dram)
@@ -221,7 +235,6 @@ class Pipeline:
                 if torn:
                     self.drop(f"torn: {torn[0]}")
                     flight.torn = tuple(torn)
-                    self.on_torn(flight, torn)
                     return False
                 group.sources = None
             flight.waited_s += time.perf_counter() - began
@@ -271,6 +284,19 @@ class Pipeline:
             self.schedule.close()
         self._lost(flight, why, for_good=for_good)
         self._abandon(flight)
+
+    def after_fork(self) -> None:
+        """Begin with a free lock in a forked child: another thread of the parent may hold it."""
+        self.lock = RLock()
+
+    def begin_timeline(self) -> None:
+        """Begin a timeline that continues the newest committed snapshot; nothing is in flight.
+
+        This may block on the medium.
+        """
+        self.region.begin_timeline(self.region.continued)
+        self.newest = None
+        self.counters.forget_steps()
 
     def forget(self, why: str) -> None:
         """Give up what is open: the state was replaced."""
@@ -497,6 +523,18 @@ class Pipeline:
                 yield flight
             elif fate is Fate.DEAD:
                 self._dead(flight)
+
+    def _try_seal(self) -> bool:
+        """Seal what has arrived, unless another thread has the lock; False in that case.
+
+        Never waits. For the threads of the transfers.
+        """
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            return self.seal_arrived()
+        finally:
+            self.lock.release()
 
     def seal_arrived(self) -> bool:
         """Seal the snapshots that have arrived from devices; False if more is about to arrive.

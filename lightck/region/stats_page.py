@@ -6,6 +6,7 @@ It proves nothing. The trainer is named by `Process`, which tells whether it sti
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -83,37 +84,50 @@ _NUMBERS = (
 class Page:
     """The publisher of one trainer's statistics. Used by the training thread."""
 
-    def __init__(self, pool: NativePool, region: NativeRegion) -> None:
-        """Prepare the page of a region; `said` keeps its values from one `publish` to the next."""
+    def __init__(self, pool: NativePool, region: NativeRegion, step: int) -> None:
+        """Prepare the page of a region, for a training that begins after `step`."""
         self._pool, self._region = pool, region
-        self.said = ffi.new("lck_statistics *")
-        """The fields of `lck_statistics`; the pool's counters are filled in by `publish`."""
+        self._fields = ffi.new("lck_statistics *")
+        """The page's fields, which keep their values from one `publish` to the next."""
         process = Process.this()
-        self.said.process, self.said.process_start = process.number, process.start
-        self.said.boot_id = process.boot
+        self._fields.process, self._fields.process_start = process.number, process.start
+        self._fields.boot_id = process.boot
+        self._fields.began_ns, self._fields.began_step = time.time_ns(), step
         self._causes: tuple[str, ...] = ()
         self._error: BaseException | None = None
 
-    def stalls(self, seconds: Mapping[str, float]) -> None:
+    def publish(
+        self, numbers: Mapping[str, int], stalls: Mapping[str, float], latest: BaseException | None
+    ) -> None:
+        """Write the page; never waits for the medium.
+
+        Args:
+            numbers: fields of `lck_statistics` by name; the pool's counters are added here.
+            stalls: seconds by cause.
+            latest: the last background error.
+        """
+        for name, value in numbers.items():
+            setattr(self._fields, name, value)
+        self._set_stalls(stalls)
+        self._set_error(latest)
+        code = library().lck_pool_publish(self._pool.handle, self._region.handle, self._fields)
+        check(code, f"publish statistics in {self._region.label}")
+
+    def _set_stalls(self, seconds: Mapping[str, float]) -> None:
         """Set the stalls by cause, given in seconds."""
         if len(seconds) != len(self._causes):
             self._causes = tuple(seconds)[:_CAUSES]
-            for row, cause in zip(self.said.stalls, self._causes, strict=False):
+            for row, cause in zip(self._fields.stalls, self._causes, strict=False):
                 row.cause = cause.encode()[:_CAUSE_BYTES]
-        for row, cause in zip(self.said.stalls, self._causes, strict=False):
+        for row, cause in zip(self._fields.stalls, self._causes, strict=False):
             row.ns = int(seconds[cause] * 1e9)
 
-    def error(self, latest: BaseException | None) -> None:
+    def _set_error(self, latest: BaseException | None) -> None:
         """Set the last error's text."""
         if latest is not self._error:
             self._error = latest
             text = f"{type(latest).__name__}: {latest}".encode()[:_ERROR_BYTES]
-            self.said.last_error = text.decode(errors="ignore").encode()
-
-    def publish(self) -> None:
-        """Write the fields to the page; never waits for the medium."""
-        code = library().lck_pool_publish(self._pool.handle, self._region.handle, self.said)
-        check(code, f"publish statistics in {self._region.label}")
+            self._fields.last_error = text.decode(errors="ignore").encode()
 
 
 @dataclass(frozen=True)

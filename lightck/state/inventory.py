@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -277,6 +277,23 @@ class RankShare:
     """The ranks that share, and whether all that could be held alike is, for the boundary state."""
 
 
+class Division(Protocol):
+    """The division of what several ranks hold alike."""
+
+    def __call__(self, lives: Sequence[StateTensor]) -> RankShare:
+        """Choose what this rank captures; asked again after `Inventory.invalidate`."""
+
+    def depends(self) -> Sequence[Any]:
+        """Return other objects that the choice depends on."""
+
+
+class HolderAssignment(Protocol):
+    """The assignment of tensors to the units that layer-wise update changes alone."""
+
+    def assign(self, lives: Sequence[StateTensor]) -> Sequence[StateTensor]:
+        """Return the same tensors, each held by its unit; asked again after `invalidate`."""
+
+
 @dataclass(frozen=True)
 class CollectedState:
     """The tensors and other values of the state at one instant."""
@@ -327,14 +344,10 @@ class Inventory:
     extras: tuple[Extra, ...] = ()
     always_sync: set[str] = field(default_factory=set)
     """Names of tensors that were found torn twice: they are copied before the forward goes on."""
-    assign: Callable[[list[StateTensor]], list[StateTensor]] = lambda lives: lives
-    """Says which unit's update changes each tensor, where that is not the whole optimizer's; called
-    again after `invalidate`."""
-    share: Callable[[Sequence[StateTensor]], RankShare] = lambda lives: RankShare(tuple(lives))
-    """Chooses what this rank captures of what several ranks hold alike; called again after
-    `invalidate`."""
-    depends: Callable[[], Sequence[Any]] = lambda: ()
-    """Returns other objects that `share` depends on."""
+    units: HolderAssignment | None = None
+    """Says which unit's update changes each tensor; None: the whole optimizer's."""
+    division: Division | None = None
+    """Chooses what this rank captures; None: everything."""
     _taken: dict[str, Any] = field(default_factory=dict, init=False)
     """The state of each extra, by name, as it was last taken for forward start."""
     _cache: _Cache | None = field(default=None, init=False)
@@ -412,14 +425,17 @@ class Inventory:
         """Return what `everything` was at the last `collect`, which must have been just now."""
         return self._cache.everything if self._cache is not None else self.everything()
 
+    def share(self, lives: Sequence[StateTensor]) -> RankShare:
+        """Choose what this rank captures of these tensors."""
+        return self.division(lives) if self.division else RankShare(tuple(lives))
+
     def invalidate(self) -> None:
         """Forget what was found before: tensors were added, or found torn."""
         self._cache = None
 
     def covered(self) -> bool:
         """Tell whether known optimizers hold every trainable parameter: no other is expected."""
-        held = {id(p) for optimizer in self.optimizers for p in held_parameters(optimizer)}
-        return all(id(p) in held for _, p in named_parameters(self.model) if p.requires_grad)
+        return all_covered(self.model, self.optimizers)
 
     def buffers(self, *, anew: bool = False) -> list[torch.Tensor]:
         """Return the model's persistent buffers.
@@ -433,17 +449,14 @@ class Inventory:
 
     def names(self) -> dict[int, str]:
         """Return the name of each of the model's parameters, by identity; the first name counts."""
-        found: dict[int, str] = {}
-        for name, parameter in named_parameters(self.model):
-            found.setdefault(id(parameter), name)
-        return found
+        return names_of(self.model)
 
     def _objects(self, modules: list[nn.Module]) -> tuple[list[Any], bool]:
         """Return every object that the cache depends on, and whether identity proves each the same.
 
         While the children of all modules are the same, `modules` are still all there are.
         """
-        objects: list[Any] = [*self.depends(), *modules]
+        objects: list[Any] = [*(self.division.depends() if self.division else ()), *modules]
         for kept in map(operator.attrgetter, ("_parameters", "_buffers", "_modules")):
             found = list(map(kept, modules))
             objects += [*chain.from_iterable(found), *chain.from_iterable(map(dict.values, found))]
@@ -484,7 +497,10 @@ class Inventory:
             [[labels[parameter] for parameter in group["params"]] for group in o.param_groups]
             for o, labels in zip(self.optimizers, known, strict=True)
         ]
-        assigned, kept = tuple(self.assign(lives)), buffers_of(modules)
+        assigned, kept = (
+            tuple(self.units.assign(lives) if self.units else lives),
+            buffers_of(modules),
+        )
         shared, sizes = self.share(assigned), _sizes(self.optimizers)
         bare, holding = [each for each in kept if not each], [each for each in kept if each]
         buffers = held_buffers(holding), persistent_buffers(modules)
@@ -563,6 +579,20 @@ class Inventory:
         if len(known) > len(lives) - begun:  # some are gone
             self._placed[extra.name] = {live.name: live for live in lives[begun:]}
         return tree
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Return the name of each of the model's parameters, by identity; the first name counts."""
+    found: dict[int, str] = {}
+    for name, parameter in named_parameters(model):
+        found.setdefault(id(parameter), name)
+    return found
+
+
+def all_covered(model: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
+    """Tell whether the optimizers hold every trainable parameter: no other is expected."""
+    held = {id(p) for optimizer in optimizers for p in held_parameters(optimizer)}
+    return all(id(p) in held for _, p in named_parameters(model) if p.requires_grad)
 
 
 def key_label(i: int, key: Any) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightck.errors import LightckError
 from lightck.region.native_pool import (
     DID_COPY,
     DID_DRAIN,
@@ -29,7 +30,7 @@ from lightck.region.native_pool import (
     THREAD_CALLER,
     THREAD_KEEPER,
 )
-from lightck.tracing.trace import Event, Opening, Recorded
+from lightck.tracing.trace import Event, Opening, Recorded, Trace
 
 TRAINING, AUTOGRAD, REDUCTION, WORKER, KEEPER = 1, 2, 3, 10, 90
 """Track numbers; that of worker k is WORKER + k."""
@@ -57,6 +58,21 @@ class _Slice:
     begin_ns: int
     end_ns: int
     args: dict[str, Any]
+
+
+def save(trace: Trace | None, path: Path) -> Path:
+    """Write a trace as it is now, and return the path.
+
+    Raises:
+        LightckError: there is none, or it cannot be written there.
+    """
+    if trace is None:
+        raise LightckError("there is no trace: attach with trace=True or trace=<file>")
+    try:
+        write(trace.recorded(), path)
+    except OSError as error:
+        raise LightckError(f"cannot write the trace to {path}: {error.strerror}") from error
+    return path
 
 
 def write(recorded: Recorded, path: Path) -> None:

@@ -24,7 +24,9 @@ from lightck.config import Config
 from lightck.errors import ConfigError
 from lightck.region.layout import Entry
 from lightck.region.native_pool import MOMENT_DTYPE, NativePool
+from lightck.region.region import Region
 from lightck.region.slot_writer import Batch, SlotWriter
+from lightck.region.stats_page import Process
 
 MOMENTS = 1 << 17
 """The number of moments kept per native thread, 64 bytes each: 23 steps of GPT-2 small, in chunks
@@ -124,6 +126,24 @@ class Trace:
     """The time when the step that is being computed began."""
     _last: tuple[npt.NDArray[Any], int] | None = None
     """The pool's moments and how many were lost, as they were last read."""
+
+    @classmethod
+    def of(cls, config: Config, region: Region, pool: NativePool, step: int) -> Trace | None:
+        """Return a trace of what follows the last complete `step`; None if none is wanted."""
+        if config.trace is False:
+            return None
+        about = {
+            "rank": region.info.rank,
+            "world": region.world,
+            "process": Process.this().number,
+            "region": str(region.place.file),
+            "medium": region.info.medium,
+            "survives": region.survives,
+            "threads": pool.threads,
+            "chunk_bytes": config.chunk_bytes,
+            "schedule": config.schedule,
+        }
+        return cls(about, step + 1, pool)
 
     def note(self, kind: str, name: str, begin_ns: int, end_ns: int | None = None) -> None:
         """Add a phase that has just ended, or an instant, of the step that is being computed."""

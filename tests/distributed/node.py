@@ -54,8 +54,10 @@ class Node:
     def journal(self, rank: int, step: int, kind: int, lives: Sequence[StateTensor] = ()) -> None:
         """A rank's own state as it stands; its blob is a key into `kept`."""
         live, region = self.crew.ranks[rank], self.crew.regions[rank]
-        instants = BoundaryState(Inventory(live.net, [live.optimizer], parse(live.extras)))
-        instants.inventory.share = self.crew.sharing(rank)
+        sharing = self.crew.sharing(rank)
+        instants = BoundaryState(
+            Inventory(live.net, [live.optimizer], parse(live.extras), division=sharing)
+        )
         instants.step_ended(0)
         collected = instants.collect()
         own = tuple(

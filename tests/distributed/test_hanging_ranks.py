@@ -27,7 +27,6 @@ from torch.autograd import Variable
 
 from lightck.failure import watchdog
 from lightck.failure.watchdog import HANG_STATUS
-from lightck.loop.requests import left_standing
 from lightck.region import location
 from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
 from lightck.region.region import open_and_recover
@@ -303,13 +302,13 @@ def test_what_a_rank_left_where_it_hung_gives_way_to_what_it_has_at_its_fence(
             checkpointer = job.handle._checkpointer
             with checkpointer.lock:
                 for _ in range(3):
-                    left_standing(checkpointer)
+                    checkpointer.thread_stuck()
             if changes:
                 job.progress["rank"] = 77
             job.phase, job.stand = "updated", dies
 
         def dies() -> None:
-            me.send(job.handle._checkpointer.journaled.habit._whole)
+            me.send(job.handle._checkpointer.predictor._whole)
             kinds = (FORWARD,) if changes else (FORWARD, STEP_END)
             found = [read_entry(job.handle.region.native, kind) for kind in kinds]
             me.send({each and each.step for each in found})

@@ -120,7 +120,7 @@ def test_a_manifest_says_that_all_is_alike_only_if_it_is(peers: tuple[int, ...])
         live = Rank(0)
         live.train(1)
         sharing = SharePartitioner(Topology(0, 2, peers=peers), names)
-        inventory = Inventory(live.net, [live.optimizer], parse(live.extras), share=sharing)
+        inventory = Inventory(live.net, [live.optimizer], parse(live.extras), division=sharing)
         return inventory.collect().tree["share"]["alike"]
 
     def most(lives: Any) -> set[str]:

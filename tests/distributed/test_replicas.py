@@ -47,10 +47,9 @@ class View:
 
 
 def view(me: Me, model: nn.Module, *optimizers: Optimizer) -> View:
-    inventory = Inventory(model, list(optimizers))
     node = Topology(me.rank, me.world, me.rank, me.world, 0, tuple(range(me.world)), bytes(16))
-    replicas = ReplicatedTensors(inventory, me.world)
-    inventory.share, inventory.depends = SharePartitioner(node, replicas), replicas.hooks
+    replicas = ReplicatedTensors(model, list(optimizers), me.world)
+    inventory = Inventory(model, list(optimizers), division=SharePartitioner(node, replicas))
     inventory.collect()
     shared: RankShare = inventory.share(inventory.everything())
     return View(
@@ -275,10 +274,10 @@ def test_compressed_gradients_are_the_same_on_all_ranks() -> None:
 @scene
 def hooked_late(me: Me) -> list[bytes]:
     model = wrapped()
-    inventory = Inventory(model, [SGD(model.parameters(), lr=0.1)])
+    optimizers: list[Optimizer] = [SGD(model.parameters(), lr=0.1)]
     node = Topology(me.rank, me.world, me.rank, me.world, 0, tuple(range(me.world)), bytes(16))
-    replicas = ReplicatedTensors(inventory, me.world)
-    inventory.share, inventory.depends = SharePartitioner(node, replicas), replicas.hooks
+    replicas = ReplicatedTensors(model, optimizers, me.world)
+    inventory = Inventory(model, optimizers, division=SharePartitioner(node, replicas))
     before = inventory.collect().share_digest
     model.register_comm_hook(None, noop_hook)
     return [before, inventory.collect().share_digest]

@@ -76,8 +76,8 @@ def test_comm_releases_as_buckets_are_launched_and_all_when_nothing_is_left_to_c
         held: list[int] = []
 
         def step_ended(handle: lightck.Handle) -> None:
-            assert handle._sight.trace is not None
-            events.append(list(handle._sight.trace.events))
+            assert handle._checkpointer.pipeline.trace is not None
+            events.append(list(handle._checkpointer.pipeline.trace.events))
             handle.wait()
             newest = handle._checkpointer.pipeline.newest
             held.append(0 if newest is None else newest.held_bytes)

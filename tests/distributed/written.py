@@ -168,9 +168,8 @@ class Crew:
     def commit(self, number: int, step: int, flags: int = 0) -> None:
         """A rank's snapshot of what it holds."""
         rank, region = self.ranks[number], self.regions[number]
-        inventory = Inventory(rank.net, [rank.optimizer], parse(rank.extras))
-        if self.shares and self.world > 1:
-            inventory.share = self.sharing(number)
+        sharing = self.sharing(number) if self.shares and self.world > 1 else None
+        inventory = Inventory(rank.net, [rank.optimizer], parse(rank.extras), division=sharing)
         instants = BoundaryState(inventory)
         instants.step_ended(0)
         collected = instants.collect()

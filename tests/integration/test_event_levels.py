@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 from loops import adam_loop, attach
 
 import lightck
-from lightck.loop import log_summary
+from lightck.loop import publisher
 
 
 def _fields(records: list[logging.LogRecord], name: str) -> list[dict[str, Any]]:
@@ -91,7 +92,9 @@ def test_a_long_run_says_how_it_goes_once_a_minute(
 ) -> None:
     caplog.set_level(logging.INFO, "lightck")
     now = [0.0]
-    monkeypatch.setattr(log_summary, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        publisher, "time", SimpleNamespace(monotonic=lambda: now[0], time_ns=time.time_ns)
+    )
     loop = adam_loop()
     handle = attach(run_dir, loop, failure="off")
     for _ in range(30):

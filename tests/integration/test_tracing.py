@@ -108,8 +108,12 @@ def test_copies_are_released_in_a_few_parts_however_many_layers_there_are(run_di
             assert window is None or window.released_bytes == window.held_bytes
             optimizer.step()
             handle.wait()  # else one may slip
-        assert handle._sight.trace is not None
-        events = [e for e in handle._sight.trace.events if e.kind == "released" and e.step == 3]
+        assert handle._checkpointer.pipeline.trace is not None
+        events = [
+            e
+            for e in handle._checkpointer.pipeline.trace.events
+            if e.kind == "released" and e.step == 3
+        ]
     amounts = [e.amount for e in events]
     payload = lightck.snapshots(run_dir)["payload_bytes"].to_pylist()[-1]
     assert 4 < len(amounts) <= 1 + 16 and amounts == sorted(set(amounts))
@@ -199,7 +203,8 @@ def test_without_a_trace_there_is_nothing_to_write_and_nothing_is_kept(
         assert not allocated.statistics("lineno")
         assert isinstance(handle._hooks.listener, Checkpointer), "something stands in between"
         assert (
-            handle._checkpointer.stalls.tell is None and handle._checkpointer.pipeline.trace is None
+            handle._checkpointer.stalls.trace is None
+            and handle._checkpointer.pipeline.trace is None
         )
         assert len(handle._checkpointer.pipeline.pool.timeline()[0]) == 0
         with pytest.raises(lightck.LightckError, match="attach with trace=True"):
@@ -245,7 +250,7 @@ def test_a_small_model_has_few_events_to_note_per_step(run_dir: Path) -> None:
     """Their cost is recorded, not judged: no test depends on timing."""
     loop = adam_loop(width=256)
     with attach(run_dir, loop, trace=True) as handle:
-        kept = handle._sight.trace
+        kept = handle._checkpointer.pipeline.trace
         assert kept is not None
         loop.run(20)
         events = [e for e in kept.events if e.step > 2]

@@ -53,8 +53,8 @@ class Bed:
     def listen(self, noting: Noting) -> Hooks:
         watched = Watched(self.model)
         watched.refresh()
-        hooks = Hooks(noting, watched)  # type: ignore[arg-type]
-        hooks.install()
+        hooks = Hooks(watched)
+        hooks.install(noting)  # type: ignore[arg-type]
         return hooks
 
     def optimizer(self, kind: type[Optimizer], **options: Any) -> Optimizer:
@@ -352,8 +352,8 @@ def test_an_update_of_the_jobs_inside_a_closure_makes_the_outer_one_begin_whatev
     inner = torch.optim.SGD([temperature], lr=0.1)
     watched, noting = Watched(model), Noting()
     watched.refresh()
-    hooks = Hooks(noting, watched, optimizers=[outer, inner])  # type: ignore[arg-type]
-    hooks.install()
+    hooks = Hooks(watched, optimizers=[outer, inner])
+    hooks.install(noting)  # type: ignore[arg-type]
     try:
         outer.step(lambda: inner.step() or 0.0)
     finally:

@@ -33,9 +33,10 @@ class Loop:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         inventory = Inventory(self.model, [optimizer], parse({"counted": self.counted}))
         self.habit, self.step = (
-            PreFencePredictor(BoundaryState(inventory), threading.RLock, GRADIENTS),
+            PreFencePredictor(BoundaryState(inventory), threading.RLock(), GRADIENTS),
             begin,
         )
+        self.heard: list[tuple[int, bool]] = []
 
     def run(
         self, steps: int, between: Callable[[], Any] = nothing, gradients: int = GRADIENTS
@@ -48,7 +49,9 @@ class Loop:
 
     def gradients(self, number: int = GRADIENTS) -> None:
         for _ in range(number):
-            self.habit.gradient()
+            last = self.habit.gradient()
+            if last is not None:
+                self.heard.append((self.step, last))
 
     def forward(self) -> None:
         with torch.no_grad():
@@ -120,9 +123,8 @@ def test_nor_where_iterations_differ_in_their_gradients() -> None:
 
 
 def test_the_last_gradient_is_told_once_that_is_known_and_the_one_that_comes_after_all() -> None:
-    heard: list[tuple[int, bool]] = []
     loop = Loop()
-    loop.habit.on_last = lambda last: heard.append((loop.step, last))
+    heard = loop.heard
     loop.run(5)
     assert heard == [(step, True) for step in (1, 2, 3, 4)], "the first iteration has shown it"
     heard.clear()
@@ -144,10 +146,10 @@ def test_a_first_iteration_shows_it_that_ends_with_a_whole_backward(count: int) 
 
 
 def test_an_iteration_whose_update_is_left_out_is_no_other_habit() -> None:
-    heard: list[tuple[int, bool]] = []
     loop = Loop()
     loop.run(5)
-    loop.habit.on_last = lambda last: heard.append((loop.step, last))
+    heard = loop.heard
+    heard.clear()
     for _ in range(2):
         loop.gradients()
         loop.habit.no_fence()
@@ -159,11 +161,9 @@ def test_an_iteration_whose_update_is_left_out_is_no_other_habit() -> None:
 
 @pytest.mark.parametrize("what", ["forward", "draw", "count"])
 def test_no_gradient_is_the_last_thing_where_something_comes_behind_it(what: str) -> None:
-    heard: list[bool] = []
     loop = Loop()
-    loop.habit.on_last = heard.append
     loop.run(5, getattr(loop, what))
-    assert not heard
+    assert not loop.heard
 
 
 class Failing(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightck.loop.slip_warning import SlipWatch
+from lightck.loop.outcomes import SlipWatch
 from lightck.pipeline.inflight import SlipReason
 
 

@@ -135,7 +135,18 @@ def place_of(ranks: Rendezvous, config: Config, found: ClaimedLocation) -> Topol
     )
 
 
+def barrier_of(topology: Topology, policy: Policy, step: int) -> CommitBarrier:
+    """Return the barrier of this job, from the last complete `step` on; `begin` starts it."""
+    if topology.world == 1:
+        return SingleProcessBarrier()
+    every = policy.n if isinstance(policy, EverySteps) else None
+    return DistributedBarrier(
+        topology, DueCalendar(every=every, announced=every is None, start=step)
+    )
+
+
 def begin(
+    barrier: CommitBarrier,
     ranks: Rendezvous,
     topology: Topology,
     region: Region,
@@ -143,12 +154,13 @@ def begin(
     step: int,
     samples: ReplicaSamples,
     restored: tuple[int, int] | None = None,
-) -> tuple[int | None, CommitBarrier]:
-    """Agree on a timeline and start the barrier; return both.
+) -> int | None:
+    """Agree on a timeline and start the barrier.
 
     No check that may fail on one rank alone may follow this call.
 
     Args:
+        barrier: made by `barrier_of`.
         ranks: the meeting, which ends here.
         topology: this rank's place.
         region: this rank's region, claimed, and large enough.
@@ -158,13 +170,13 @@ def begin(
         restored: (timeline, step) that this process restored, also from other ranks' regions.
 
     Returns:
-        The timeline's id, None if a single rank draws its own; and the barrier.
+        The timeline's id; None: a single rank draws its own.
 
     Raises:
         CoordinationError: what differs, or which rank failed and why; on every rank.
     """
-    if ranks.rounds is None:
-        return None, SingleProcessBarrier()
+    if not isinstance(barrier, DistributedBarrier):
+        return None
     continued = region.continued
     # A rank that was given what it lacked continues an older snapshot of its own region.
     if continued is not None and (restored is None or continued.step >= restored[1]):
@@ -180,13 +192,9 @@ def begin(
     )
     timeline = ranks.agree(lambda rounds: agree_on_attach(rounds, identity) if rounds else 0)
     ranks.part()
-    every = config.policy.n if isinstance(config.policy, EverySteps) else None
-    job = DistributedBarrier(
-        topology, DueCalendar(every=every, announced=every is None, start=step)
-    )
-    job.start(ranks, timeline, restored, region, samples)
-    region.reusable = job.reusable
-    return timeline, job
+    barrier.start(ranks, timeline, restored, region, samples)
+    region.reusable = barrier.reusable
+    return timeline
 
 
 def _in_words(policy: Policy) -> str:

@@ -64,11 +64,12 @@ class TakeoverCoordinator:
         cls, checkpointer: Checkpointer, topology: Topology, rescue: Saves, *, process_durable: bool
     ) -> TakeoverCoordinator:
         """Create it for the handle of a checkpointer."""
+        inventory = checkpointer.inventory
         survivor = TakeoverContext(
             region=checkpointer.pipeline.region,
-            inventory=checkpointer.inventory,
+            inventory=inventory,
             topology=topology,
-            replicated=ReplicatedTensors(checkpointer.inventory, topology.world),
+            replicated=ReplicatedTensors(inventory.model, inventory.optimizers, topology.world),
             lock=checkpointer.lock,
             stands=partial(_stands, checkpointer),
             process_durable=process_durable,
