@@ -66,6 +66,15 @@ def timeline(identity: int | None) -> str | None:
     return None if identity is None else f"{identity:016x}"
 
 
+def say(text: str) -> None:
+    """Print a line at once, also into a pipe."""
+    print(text, flush=True)
+
+
+def say_nothing(text: str) -> None:
+    """Take the place of `say` where `--json` prints one document."""
+
+
 def print_json(document: Any) -> None:
     """Print one JSON document to stdout."""
     json.dump(document, sys.stdout, indent=2, default=_plain)

@@ -221,6 +221,15 @@ def test_an_exception_between_the_update_and_the_schedule_loses_no_step(region_d
     assert restored == int(failed[1]) or (restored % 10 == 0 and restored == int(failed[1]) - 1)
 
 
+def test_the_training_of_the_demo_is_named_and_short() -> None:
+    """It is installed with the package, so the examples point to it: there is no second copy."""
+    guide = (_ROOT / "examples" / "README.md").read_text()
+    assert "](../lightck/cli/demo/train.py)" in guide
+    assert "python -m lightck.cli.demo.train" in guide
+    text = (_ROOT / "lightck" / "cli" / "demo" / "train.py").read_text()
+    assert len(text.splitlines()) <= 150
+
+
 def test_each_is_short_and_says_how_it_is_started() -> None:
     guide = (_ROOT / "examples" / "README.md").read_text()
     files = sorted((_ROOT / "examples").glob("*.py"))

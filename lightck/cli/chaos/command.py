@@ -21,7 +21,16 @@ from lightck.cli.chaos.verdict import (
     rows,
     unseeded,
 )
-from lightck.cli.output import BAD_DATA, OK, Refusal, print_json, progress, table
+from lightck.cli.output import (
+    BAD_DATA,
+    OK,
+    Refusal,
+    print_json,
+    progress,
+    say,
+    say_nothing,
+    table,
+)
 from lightck.failure.fault_plan import KINDS, PHASES, Fault
 
 
@@ -116,42 +125,34 @@ def run(arguments: argparse.Namespace) -> int:
         if not 0 < getattr(arguments, name) < 1e6:
             raise Refusal(f"--{name} {getattr(arguments, name)}: must be seconds, more than 0")
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
-    say = _nothing if arguments.json else _say
+    tell = say_nothing if arguments.json else say
     given = [plan.parse(text) for text in arguments.fault or ()]
-    kinds = _kinds(arguments, given, say)
+    kinds = _kinds(arguments, given, tell)
     if not (given or arguments.command):  # refuse before training if the steps are too few
         plan.draw(seed, kinds, arguments.steps or _STEPS, arguments.ranks or 1)
     begin = time.monotonic()
     with run_folder(arguments.path, "chaos") as folder:
-        say(f"lightck chaos: {' '.join(command)}\n")
+        tell(f"lightck chaos: {' '.join(command)}\n")
         reference = _reference(command, folder, limits)
         steps, world = reference.steps(), reference.world()
         seconds = time.monotonic() - begin
-        say(f"undisturbed: {steps} steps on {_ranks(world)}, {seconds:.1f} s with start-up")
+        tell(f"undisturbed: {steps} steps on {_ranks(world)}, {seconds:.1f} s with start-up")
         faults = given or plan.draw(seed, kinds, steps, world)
         plan.check(faults, steps, world)
         if not given:
-            say(f"faults by --seed {seed}")
+            tell(f"faults by --seed {seed}")
         with _following("with faults", steps) as follow:
             disturbed = Job(command, folder / "chaos", faults, limits, follow).to_the_end()
         document = _document(reference, disturbed, faults, world)
-        say(_report(document))
+        tell(_report(document))
         if arguments.path is not None:
-            say(f"\nlogs, regions and what the processes printed: {folder}")
+            tell(f"\nlogs, regions and what the processes printed: {folder}")
     document |= {"seed": None if given else seed, "command": command, "world": world}
     document["seconds"] = time.monotonic() - begin
-    say(f"\n{document['seconds']:.0f} s in all")
+    tell(f"\n{document['seconds']:.0f} s in all")
     if arguments.json:
         print_json(document)
     return OK if document["identical"] else BAD_DATA
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _nothing(text: str) -> None:
-    pass
 
 
 def _ranks(world: int) -> str:
@@ -177,11 +178,11 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     steps = _STEPS if steps is None else steps
     train = ["-m", "lightck.cli.demo.train", "--steps", str(steps), "--seed", "1"]
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [sys.executable, *(several if (ranks or 1) > 1 else []), *train, "--region", "{path}"]
+    return [sys.executable, *(several if (ranks or 1) > 1 else []), *train, "--path", "{path}"]
 
 
 def _kinds(
-    arguments: argparse.Namespace, given: Sequence[Fault], say: Callable[[str], None]
+    arguments: argparse.Namespace, given: Sequence[Fault], tell: Callable[[str], None]
 ) -> list[str]:
     """Return the kinds of faults to draw.
 
@@ -198,7 +199,7 @@ def _kinds(
     if "network" in wanted and (why := network_refusal()) is not None:
         if kinds or given:
             raise Refusal(f"network: no network namespace here: {why}")
-        say(f"SKIPPED: network: no network namespace here: {why}")
+        tell(f"SKIPPED: network: no network namespace here: {why}")
         wanted.remove("network")
     return wanted
 

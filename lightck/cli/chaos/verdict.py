@@ -261,13 +261,18 @@ def differences(
         for tree in (ours, theirs):
             for name in but:
                 tree["rng"].pop(name, None)
-        left, right = dict(_leaves(ours, "")), dict(_leaves(theirs, ""))
-        for name in sorted(left.keys() | right.keys()):
-            if isinstance(right.get(name), torch.Tensor):
-                compared += 1
-            if not _same(left.get(name), right.get(name)):
-                found.append(f"rank {rank}: {name} differs after step {step}")
+        tensors, differing = compare(ours, theirs)
+        compared += tensors
+        found += [f"rank {rank}: {name} differs after step {step}" for name in differing]
     return step, compared, found
+
+
+def compare(ours: Any, theirs: Any) -> tuple[int, list[str]]:
+    """Compare two trees of state bit for bit; return the number of tensors, and what differs."""
+    left, right = dict(_leaves(ours, "")), dict(_leaves(theirs, ""))
+    tensors = sum(isinstance(value, torch.Tensor) for value in right.values())
+    names = sorted(left.keys() | right.keys())
+    return tensors, [name for name in names if not _same(left.get(name), right.get(name))]
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
