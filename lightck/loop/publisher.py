@@ -81,8 +81,8 @@ class StatusPublisher:
         checkpointer, pipeline = self.checkpointer, self.checkpointer.pipeline
         self.listener = checkpointer
         self._page = Page(pipeline.pool, pipeline.region.native)
-        self._page.said.began_ns = time.time_ns()
-        self._page.said.began_step = checkpointer.steps.step
+        self._page.values.began_ns = time.time_ns()
+        self._page.values.began_step = checkpointer.steps.step
         self._summary = Summary(checkpointer)
         checkpointer.on_step = self._step_ended
         if self.config.trace is not False:
@@ -123,7 +123,7 @@ class StatusPublisher:
     def publish(self, *, ended: bool = False) -> None:
         """Publish the statistics for `lightck top`; takes a few microseconds."""
         checkpointer, page = self.checkpointer, self._page
-        counters, said = checkpointer.pipeline.counters, page.said
+        counters, said = checkpointer.pipeline.counters, page.values
         record = checkpointer.pipeline.region.continued
         captured, committed = counters.last_captured_step, counters.last_committed_step
         said.ended = ended

@@ -34,7 +34,7 @@ from lightck.region.native_region import RECORD_EARLY, RECORD_JIT
 from lightck.region.region import Region
 from lightck.region.slot_writer import SlotWriter
 from lightck.state.inventory import CollectedState, StateTensor
-from lightck.tracing.trace import Trace, moments_of, now_ns
+from lightck.tracing.trace import Trace, now_ns, spans_of
 from lightck.types import Fate, ReleaseSchedule
 
 _RELEASES = 16
@@ -97,8 +97,8 @@ class Pipeline:
     @classmethod
     def start(cls, region: Region, schedule: ReleaseSchedule, config: Config) -> Pipeline:
         """Make the pool, which starts the workers, and a pipeline with the config's settings."""
-        idle, moments = config.priority == "idle", moments_of(config)
-        pool = NativePool(config.threads, config.chunk_bytes, idle=idle, moments=moments)
+        idle, spans = config.priority == "idle", spans_of(config)
+        pool = NativePool(config.threads, config.chunk_bytes, idle=idle, spans=spans)
         pool.limit(config.write_limit)
         pipeline = cls(region, pool, schedule, proof=config.proof)
         pipeline.arrangement.may_wait = not config.write_limit

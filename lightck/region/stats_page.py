@@ -84,13 +84,13 @@ class Page:
     """The publisher of one trainer's statistics. Used by the training thread."""
 
     def __init__(self, pool: NativePool, region: NativeRegion) -> None:
-        """Prepare the page of a region; `said` keeps its values from one `publish` to the next."""
+        """Prepare the page of a region; `values` keeps them from one `publish` to the next."""
         self._pool, self._region = pool, region
-        self.said = ffi.new("lck_statistics *")
+        self.values = ffi.new("lck_statistics *")
         """The fields of `lck_statistics`; the pool's counters are filled in by `publish`."""
         process = Process.this()
-        self.said.process, self.said.process_start = process.number, process.start
-        self.said.boot_id = process.boot
+        self.values.process, self.values.process_start = process.number, process.start
+        self.values.boot_id = process.boot
         self._causes: tuple[str, ...] = ()
         self._error: BaseException | None = None
 
@@ -98,9 +98,9 @@ class Page:
         """Set the stalls by cause, given in seconds."""
         if len(seconds) != len(self._causes):
             self._causes = tuple(seconds)[:_CAUSES]
-            for row, cause in zip(self.said.stalls, self._causes, strict=False):
+            for row, cause in zip(self.values.stalls, self._causes, strict=False):
                 row.cause = cause.encode()[:_CAUSE_BYTES]
-        for row, cause in zip(self.said.stalls, self._causes, strict=False):
+        for row, cause in zip(self.values.stalls, self._causes, strict=False):
             row.ns = int(seconds[cause] * 1e9)
 
     def error(self, latest: BaseException | None) -> None:
@@ -108,11 +108,11 @@ class Page:
         if latest is not self._error:
             self._error = latest
             text = f"{type(latest).__name__}: {latest}".encode()[:_ERROR_BYTES]
-            self.said.last_error = text.decode(errors="ignore").encode()
+            self.values.last_error = text.decode(errors="ignore").encode()
 
     def publish(self) -> None:
         """Write the fields to the page; never waits for the medium."""
-        code = library().lck_pool_publish(self._pool.handle, self._region.handle, self.said)
+        code = library().lck_pool_publish(self._pool.handle, self._region.handle, self.values)
         check(code, f"publish statistics in {self._region.label}")
 
 
@@ -160,10 +160,10 @@ def owner(region: NativeRegion) -> Process | None:
     The owner lock does not say who holds it. A page that its writer has closed, or whose writer is
     not seen here, is a predecessor's: the owner has not published yet.
     """
-    said = read(region)
-    if not said.owned or said.process is None or said.numbers["ended"]:
+    page = read(region)
+    if not page.owned or page.process is None or page.numbers["ended"]:
         return None
-    return said.process if said.process.is_running else None
+    return page.process if page.process.is_running else None
 
 
 def _step(raw: int) -> int | None:
