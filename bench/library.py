@@ -13,7 +13,7 @@ from cffi import FFI
 import lightck
 from bench.errors import BenchError
 
-ABI = 11  # of the declarations below, a part of native/include/lightck.h
+ABI = 12  # of the declarations below, a part of native/include/lightck.h
 _SLOT = 0
 _PAGE = 4096  # extents start on pages, as large ones do in lightck
 
@@ -30,7 +30,7 @@ typedef struct { uint8_t uuid[16], run_id[16]; uint32_t format_version, rank, wo
   uint64_t journal_offset, journal_length, timeline, suspect; const void *base; void *device;
   uint32_t segment_count, lineage_count; lck_segment segments[16];
   lck_branch lineage[16]; } lck_region_info;
-typedef struct { uint32_t threads, chunk_bytes, idle, moments; } lck_pool_spec;
+typedef struct { uint32_t threads, chunk_bytes, idle, spans; } lck_pool_spec;
 typedef struct { uint64_t offset; const void *source; uint64_t length; uint32_t layer, flags, crc,
   reserved; } lck_copy;
 typedef struct { uint64_t offset, length; void *destination; uint32_t crc, reserved; } lck_read;

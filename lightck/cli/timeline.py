@@ -111,5 +111,5 @@ def _table(recording: Recording, rows: list[dict[str, Any]]) -> str:
     headings = ["STEP", "MS", *(phase.upper() for phase in phases), "LIGHTCK", "OF STEP"]
     headings += ["SNAPSHOT", "COPIED", "GB/S", "COMMITTED", ""]
     lost = recording.about["lost"]
-    more = f"\n{lost} older moments are gone: the trace keeps the last ones" if lost else ""
+    more = f"\n{lost} older spans are gone: the trace keeps the last ones" if lost else ""
     return table(headings, lines, left=0) + more

@@ -35,7 +35,7 @@ from lightck.region.native_region import RECORD_EARLY, RECORD_JIT
 from lightck.region.region import Region
 from lightck.region.slot_writer import SlotWriter
 from lightck.state.inventory import CollectedState, StateTensor
-from lightck.tracing.trace import Trace, moments_of, now_ns
+from lightck.tracing.trace import Trace, now_ns, spans_of
 from lightck.types import Fate, ReleaseSchedule
 
 _RELEASES = 16
@@ -110,8 +110,8 @@ class Pipeline:
 
         `step`: the last complete one.
         """
-        idle, moments = config.priority == "idle", moments_of(config)
-        pool = NativePool(config.threads, config.chunk_bytes, idle=idle, moments=moments)
+        idle, spans = config.priority == "idle", spans_of(config)
+        pool = NativePool(config.threads, config.chunk_bytes, idle=idle, spans=spans)
         pool.limit(config.write_limit)
         trace = Trace.of(config, region, pool, step)
         pipeline = cls(region, pool, schedule, barrier, trace, proof=config.proof)

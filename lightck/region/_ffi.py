@@ -15,7 +15,7 @@ from cffi import FFI
 
 from lightck.errors import LightckError, from_native
 
-ABI = 11
+ABI = 12
 _UNKNOWN = 2**64 - 1
 
 CDEF = """
@@ -39,11 +39,11 @@ typedef struct { uint64_t sequence, step, timeline, parent;
 typedef struct { uint64_t step, timeline, length, sequence, wall_time_ns;
   uint32_t kind, flags; } lck_journal_entry;
 typedef struct { uint64_t offset, length; void *destination; uint32_t crc, reserved; } lck_read;
-typedef struct { uint32_t threads, chunk_bytes, idle, moments; } lck_pool_spec;
+typedef struct { uint32_t threads, chunk_bytes, idle, spans; } lck_pool_spec;
 typedef struct { uint64_t bytes_copied, bytes_skipped, bytes_helped, copy_ns,
   bytes_drained, drain_ns, commits, commit_ns, staging_bytes; } lck_stats;
-typedef struct { uint64_t begin_ns, end_ns, bytes, start; uint32_t did, thread, slot, batch, copy,
-  copies; } lck_moment;
+typedef struct { uint64_t begin_ns, end_ns, bytes, start; uint32_t kind, thread, slot, batch, copy,
+  copies; } lck_span;
 typedef struct { uint64_t offset; const void *source; uint64_t length; uint32_t layer, flags, crc,
   reserved; } lck_copy;
 typedef struct { char cause[16]; uint64_t ns; } lck_stall;
@@ -57,6 +57,7 @@ uint32_t lck_abi_version(void);
 const char *lck_last_error(void);
 int lck_kernel(const char *select, const char **name);
 uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length);
+uint32_t lck_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t length_b);
 uint64_t lck_memory_available(int swap);
 int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_region **out);
 int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_region **out);
@@ -83,9 +84,9 @@ int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
 int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s);
 int lck_pool_stage(lck_pool *pool, uint64_t bytes);
 int lck_pool_stats(const lck_pool *pool, lck_stats *out);
-int lck_pool_timeline(lck_pool *pool, lck_moment *moments, uint64_t room, uint64_t *count,
+int lck_pool_trace(lck_pool *pool, lck_span *spans, uint64_t room, uint64_t *count,
   uint64_t *lost);
-int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_statistics *said);
+int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_statistics *values);
 int lck_region_statistics(const lck_region *region, lck_statistics *out, int *owned);
 int lck_pool_destroy(lck_pool *pool);
 int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot, lck_snapshot **out);

@@ -15,8 +15,8 @@ from lightck.region.native_region import NativeRegion
 ALL = 2**64 - 1
 COPY_IF_CHANGED, COPY_STAGED, COPY_FED = 1, 2, 4
 SNAP_OPEN, SNAP_SEALED, SNAP_COMMITTED, SNAP_FAILED = 0, 1, 2, 3
-DID_COPY, DID_DRAIN, DID_INVALIDATE, DID_TABLES, DID_SYNC, DID_RECORD = 1, 2, 3, 4, 5, 6
-THREAD_KEEPER, THREAD_CALLER = 64, 65
+SPAN_COPY, SPAN_DRAIN, SPAN_INVALIDATE, SPAN_TABLES, SPAN_SYNC, SPAN_RECORD = 1, 2, 3, 4, 5, 6
+THREAD_COMMIT, THREAD_CALLER = 64, 65
 E_TIMEOUT, E_MISMATCH = -10, -13
 _MOST_THREADS = 4  # the default's limit: a few threads use all of a memory's bandwidth
 
@@ -24,8 +24,8 @@ COPY_DTYPE = np.dtype(
     [("offset", "<u8"), ("source", "<u8"), ("length", "<u8"), ("layer", "<u4"), ("flags", "<u4"),
      ("crc", "<u4"), ("reserved", "<u4")]
 )  # fmt: skip
-MOMENT_DTYPE = np.dtype(
-    [("begin_ns", "<u8"), ("end_ns", "<u8"), ("bytes", "<u8"), ("start", "<u8"), ("did", "<u4"),
+SPAN_DTYPE = np.dtype(
+    [("begin_ns", "<u8"), ("end_ns", "<u8"), ("bytes", "<u8"), ("start", "<u8"), ("kind", "<u4"),
      ("thread", "<u4"), ("slot", "<u4"), ("batch", "<u4"), ("copy", "<u4"), ("copies", "<u4")]
 )  # fmt: skip
 
@@ -41,19 +41,19 @@ def usual_threads() -> int:
 class NativePool:
     """The owner of one `lck_pool`: the worker threads."""
 
-    def __init__(self, threads: int, chunk_bytes: int, *, idle: bool, moments: int = 0) -> None:
+    def __init__(self, threads: int, chunk_bytes: int, *, idle: bool, spans: int = 0) -> None:
         """Start the workers.
 
         Args:
             threads: their number; 0: one for each CPU of the calling thread, 4 at most.
             chunk_bytes: size of one piece of a copy.
             idle: the workers take only CPU time that nothing else wants.
-            moments: how many of its last moments each worker keeps for `timeline`; 0: none.
+            spans: how many of its last spans each worker keeps for `trace`; 0: none.
         """
         self.threads, self.chunk_bytes = threads or usual_threads(), chunk_bytes
         spec = ffi.new("lck_pool_spec *")
         spec.threads, spec.chunk_bytes, spec.idle = self.threads, chunk_bytes, idle
-        spec.moments = moments
+        spec.spans = spans
         out = ffi.new("lck_pool **")
         check(library().lck_pool_create(spec, out), "start the worker pool")
         self.handle = out[0]
@@ -84,15 +84,15 @@ class NativePool:
         check(library().lck_pool_stats(self.handle, raw), "read the pool's statistics")
         return {name: int(getattr(raw, name)) for name, _ in ffi.typeof("lck_stats").fields}
 
-    def timeline(self) -> tuple[npt.NDArray[Any], int]:
-        """Return the threads' moments (MOMENT_DTYPE rows) and how many newer ones displaced."""
+    def trace(self) -> tuple[npt.NDArray[Any], int]:
+        """Return the threads' spans (SPAN_DTYPE rows) and how many newer ones displaced."""
         count, lost = ffi.new("uint64_t *"), ffi.new("uint64_t *")
-        code = library().lck_pool_timeline(self.handle, ffi.NULL, 0, count, lost)
-        check(code, "size up the timeline")
-        rows = np.zeros(int(count[0]), MOMENT_DTYPE)
-        there = ffi.cast("lck_moment *", rows.ctypes.data)
-        code = library().lck_pool_timeline(self.handle, there, len(rows), count, lost)
-        check(code, "read the timeline")
+        code = library().lck_pool_trace(self.handle, ffi.NULL, 0, count, lost)
+        check(code, "size up the trace")
+        rows = np.zeros(int(count[0]), SPAN_DTYPE)
+        there = ffi.cast("lck_span *", rows.ctypes.data)
+        code = library().lck_pool_trace(self.handle, there, len(rows), count, lost)
+        check(code, "read the trace")
         return rows[: int(count[0])], int(lost[0])
 
     def close(self) -> None:

@@ -2,9 +2,9 @@
 
 There is one process per rank and a track per thread: the training thread with step > forward,
 backward, wait (for other ranks' gradients), fence, update, and inside them what lightck did there;
-autograd's thread, if it is another one; the reduction of gradients; workers; the keeper (the pool's
-thread that syncs). Commits that need no sync are on the training thread. Times are microseconds of
-CLOCK_MONOTONIC: files of several ranks of a host fit together.
+autograd's thread, if it is another one; the reduction of gradients; workers; the commit thread (the
+native thread that syncs). Commits that need no sync are on the training thread. Times are
+microseconds of CLOCK_MONOTONIC: files of several ranks of a host fit together.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from typing import Any
 
 from lightck.errors import LightckError
 from lightck.region.native_pool import (
-    DID_COPY,
-    DID_DRAIN,
-    DID_INVALIDATE,
-    DID_RECORD,
-    DID_SYNC,
-    DID_TABLES,
+    SPAN_COPY,
+    SPAN_DRAIN,
+    SPAN_INVALIDATE,
+    SPAN_RECORD,
+    SPAN_SYNC,
+    SPAN_TABLES,
     THREAD_CALLER,
-    THREAD_KEEPER,
+    THREAD_COMMIT,
 )
 from lightck.tracing.trace import Event, Opening, Recorded, Trace
 
-TRAINING, AUTOGRAD, REDUCTION, WORKER, KEEPER = 1, 2, 3, 10, 90
+TRAINING, AUTOGRAD, REDUCTION, WORKER, COMMIT_THREAD = 1, 2, 3, 10, 90
 """Track numbers; that of worker k is WORKER + k."""
 _NAMES = {
     TRAINING: "training thread",
     AUTOGRAD: "autograd thread",
     REDUCTION: "gradients reduced",
-    KEEPER: "keeper",
+    COMMIT_THREAD: "commit thread",
 }
 _STAGES = {
-    DID_INVALIDATE: "invalidate",
-    DID_TABLES: "manifest",
-    DID_SYNC: "sync",
-    DID_RECORD: "record",
+    SPAN_INVALIDATE: "invalidate",
+    SPAN_TABLES: "manifest",
+    SPAN_SYNC: "sync",
+    SPAN_RECORD: "record",
 }
 _COUNTED_PARTS = 200
 """The most values that a counter has per snapshot: there may be many more chunks."""
@@ -204,16 +204,16 @@ def _evenly(launched: Sequence[Event], end_ns: int) -> list[tuple[Event, int, in
 
 def _native(recorded: Recorded, found: _Snapshots) -> Iterator[_Slice]:
     commits: dict[int, list[_Slice]] = defaultdict(list)  # by track: whoever sealed may commit
-    for moment in recorded.moments:
-        did, track = int(moment["did"]), _track(int(moment["thread"]))
-        begin, end = int(moment["begin_ns"]), int(moment["end_ns"])
-        opening = found.of(int(moment["slot"]), begin)
+    for span in recorded.spans:
+        kind, track = int(span["kind"]), _track(int(span["thread"]))
+        begin, end = int(span["begin_ns"]), int(span["end_ns"])
+        opening = found.of(int(span["slot"]), begin)
         args: dict[str, Any] = {"snapshot": opening.step if opening else None}
-        if did in _STAGES:
-            stage = _Slice(track, _STAGES[did], "commit", begin, end, args)
+        if kind in _STAGES:
+            stage = _Slice(track, _STAGES[kind], "commit", begin, end, args)
             yield stage
             commit = commits[track]
-            if did == DID_TABLES:
+            if kind == SPAN_TABLES:
                 commit.clear()
             commit.append(stage)
             if [s.name for s in commit] == ["manifest", "sync", "record", "sync"]:
@@ -221,12 +221,12 @@ def _native(recorded: Recorded, found: _Snapshots) -> Iterator[_Slice]:
                 yield _Slice(track, f"commit {args['snapshot']}", "committed", first, end, args)
                 commit.clear()
             continue
-        name, tensors = _copied(opening, moment)
-        moved = int(moment["bytes"])
+        name, tensors = _copied(opening, span)
+        moved = int(span["bytes"])
         args |= {"bytes": moved, "tensors": tensors}
         if end > begin:
             args["GB/s"] = round(moved / (end - begin), 2)
-        category = "drain" if did == DID_DRAIN else "copy"
+        category = "drain" if kind == SPAN_DRAIN else "copy"
         if track == TRAINING:
             args["helping"] = True
         yield _Slice(track, name, category, begin, end, args)
@@ -235,15 +235,15 @@ def _native(recorded: Recorded, found: _Snapshots) -> Iterator[_Slice]:
 def _track(thread: int) -> int:
     if thread == THREAD_CALLER:
         return TRAINING
-    return KEEPER if thread == THREAD_KEEPER else WORKER + thread
+    return COMMIT_THREAD if thread == THREAD_COMMIT else WORKER + thread
 
 
-def _copied(opening: Opening | None, moment: Any) -> tuple[str, str]:
+def _copied(opening: Opening | None, span: Any) -> tuple[str, str]:
     """Return the layer of a chunk, and its tensors' names; a chunk never crosses layers."""
-    batch = int(moment["batch"])
+    batch = int(span["batch"])
     if opening is None or batch >= len(opening.batches):
         return "?", "?"
-    first, count = int(moment["copy"]), int(moment["copies"])
+    first, count = int(span["copy"]), int(span["copies"])
     positions = opening.batches[batch].positions
     entries = [opening.entries[int(i)] for i in positions[first : first + min(count, 3)]]
     more = f" and {count - 3} more" if count > 3 else ""
@@ -334,21 +334,21 @@ def _counters(recorded: Recorded, found: _Snapshots) -> Iterator[dict[str, Any]]
     for event in recorded.events:
         if event.kind == "released":
             yield _count("released", event.end_ns, event.amount)
-    copies = recorded.moments[recorded.moments["did"] == DID_COPY]
+    copies = recorded.spans[recorded.spans["kind"] == SPAN_COPY]
     copies = copies[copies["end_ns"].argsort(kind="stable")]
     seen: Opening | None = None
     total = shown = 0
-    for moment in copies:
-        opening = found.of(int(moment["slot"]), int(moment["begin_ns"]))
+    for span in copies:
+        opening = found.of(int(span["slot"]), int(span["begin_ns"]))
         if opening is None:
             continue
         if opening is not seen:
             seen, total, shown = opening, 0, 0
             yield _count("captured", opening.begin_ns, 0)
-        total += int(moment["bytes"])
+        total += int(span["bytes"])
         if (total - shown) * _COUNTED_PARTS >= opening.payload_bytes:
             shown = total
-            yield _count("captured", int(moment["end_ns"]), total)
+            yield _count("captured", int(span["end_ns"]), total)
 
 
 def _count(name: str, at_ns: int, value: int) -> dict[str, Any]:

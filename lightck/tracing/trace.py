@@ -1,6 +1,6 @@
 """Records what every thread did in the last steps: in memory, bounded, written on request.
 
-Python notes the training thread's phases, the native pool its own moments (what a worker did, and
+Python notes the training thread's phases, the native pool its own spans (what a worker did, and
 when). Both read CLOCK_MONOTONIC, so that they lie on one axis. Without a trace nothing is kept:
 that costs one branch per place.
 """
@@ -23,13 +23,13 @@ import numpy.typing as npt
 from lightck.config import Config
 from lightck.errors import ConfigError
 from lightck.region.layout import Entry
-from lightck.region.native_pool import MOMENT_DTYPE, NativePool
+from lightck.region.native_pool import SPAN_DTYPE, NativePool
 from lightck.region.region import Region
 from lightck.region.slot_writer import Batch, SlotWriter
 from lightck.region.stats_page import Process
 
 MOMENTS = 1 << 17
-"""The number of moments kept per native thread, 64 bytes each: 23 steps of GPT-2 small, in chunks
+"""The number of spans kept per native thread, 64 bytes each: 23 steps of GPT-2 small, in chunks
 of 256 KiB."""
 EVENTS = 1 << 15
 """The number of events kept in Python: some 250 steps of GPT-2 small."""
@@ -43,8 +43,8 @@ now_ns = time.perf_counter_ns
 """The clock of a trace, in ns: CLOCK_MONOTONIC on Linux, like the pool's."""
 
 
-def moments_of(config: Config) -> int:
-    """Return the number of moments that a handle's pool keeps per thread.
+def spans_of(config: Config) -> int:
+    """Return the number of spans that a handle's pool keeps per thread.
 
     Raises:
         ConfigError: the trace could not be written where it is wanted.
@@ -88,14 +88,14 @@ class Opening:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A trace, taken at one moment."""
+    """The content of a trace at one time."""
 
     events: list[Event]
     openings: list[Opening]
-    moments: npt.NDArray[Any]
-    """Rows of MOMENT_DTYPE."""
+    spans: npt.NDArray[Any]
+    """Rows of SPAN_DTYPE."""
     lost: int
-    """The number of events and moments that newer ones have displaced."""
+    """The number of events and spans that newer ones have displaced."""
     training_thread: int
     about: dict[str, Any]
     """Rank, world, process, path and more, for the file."""
@@ -125,7 +125,7 @@ class Trace:
     _began_ns: int = field(default_factory=now_ns)
     """The time when the step that is being computed began."""
     _last: tuple[npt.NDArray[Any], int] | None = None
-    """The pool's moments and how many were lost, as they were last read."""
+    """The pool's spans and how many were lost, as they were last read."""
 
     @classmethod
     def of(cls, config: Config, region: Region, pool: NativePool, step: int) -> Trace | None:
@@ -224,15 +224,13 @@ class Trace:
     def finish(self) -> None:
         """Keep what the pool has recorded: it is about to be closed."""
         if self.pool is not None:
-            self._last, self.pool = self.pool.timeline(), None
+            self._last, self.pool = self.pool.trace(), None
 
     def recorded(self) -> Recorded:
         """Return everything recorded up to now."""
         if self.pool is not None:
-            self._last = self.pool.timeline()
-        moments, lost = self._last or (np.zeros(0, MOMENT_DTYPE), 0)
+            self._last = self.pool.trace()
+        spans, lost = self._last or (np.zeros(0, SPAN_DTYPE), 0)
         events, displaced = self._kept()
         lost += displaced
-        return Recorded(
-            events, list(self.openings), moments, lost, self.training_thread, self.about
-        )
+        return Recorded(events, list(self.openings), spans, lost, self.training_thread, self.about)

@@ -22,7 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 11u
+#define LCK_ABI 12u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -58,6 +58,9 @@ int lck_kernel(const char *select, const char **name);
 
 /* CRC32C (Castagnoli) of `length` bytes, continuing from `crc` (0 to start). Any thread. */
 uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length);
+
+/* CRC32C of bytes A then B, from crc(A), crc(B) and the length of B. Any thread. */
+uint32_t lck_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t length_b);
 
 /* Bytes that this process can take without waking the OOM killer: of the machine's and its control
  * groups' DRAM, with `swap` of both and swap. LCK_ALL: nobody says. Any thread. */
@@ -237,7 +240,7 @@ typedef struct lck_pool_spec {
   uint32_t threads;     /* 1..64 */
   uint32_t chunk_bytes; /* a copy is cut into pieces of this size; multiple of 4096 */
   uint32_t idle; /* 1: workers take what others leave of a CPU (a wish; at most 32); 0: as caller */
-  uint32_t moments; /* of the timeline, kept per thread; 0: none is recorded; at most 2^24 */
+  uint32_t spans; /* of the trace, kept per thread; 0: none is recorded; at most 2^24 */
 } lck_pool_spec;
 
 typedef struct lck_stats {
@@ -266,29 +269,29 @@ int lck_pool_stage(lck_pool *pool, uint64_t bytes);
 /* Counters since the pool began; no lock is taken on the copy path. Any thread. */
 int lck_pool_stats(const lck_pool *pool, lck_stats *out);
 
-/* Chunks copied and drained; a slot's record made invalid; the stages of a commit. */
-enum { LCK_DID_COPY = 1, LCK_DID_DRAIN = 2, LCK_DID_INVALIDATE = 3 };
-enum { LCK_DID_TABLES = 4, LCK_DID_SYNC = 5, LCK_DID_RECORD = 6 };
-enum { LCK_THREAD_KEEPER = 64, LCK_THREAD_CALLER = 65 }; /* below: the number of a worker */
-/* What a thread did, in ns of CLOCK_MONOTONIC. Slot and time tell the snapshot. */
-typedef struct lck_moment {
+/* Kinds of spans: chunks copied and drained; a slot's record made invalid; the stages of a commit.
+ */
+enum { LCK_SPAN_COPY = 1, LCK_SPAN_DRAIN = 2, LCK_SPAN_INVALIDATE = 3 };
+enum { LCK_SPAN_TABLES = 4, LCK_SPAN_SYNC = 5, LCK_SPAN_RECORD = 6 };
+enum { LCK_THREAD_COMMIT = 64, LCK_THREAD_CALLER = 65 }; /* below: the number of a worker */
+/* One thing that a thread did, in ns of CLOCK_MONOTONIC. Slot and time tell the snapshot. */
+typedef struct lck_span {
   uint64_t begin_ns, end_ns;
   uint64_t bytes, start; /* moved (not the unchanged); of a chunk: its place in the batch */
-  uint32_t did, thread, slot, batch;
+  uint32_t kind, thread, slot, batch;
   uint32_t copy, copies; /* of a chunk: its first copy in the batch, and how many it touches */
-} lck_moment;
+} lck_span;
 
-/* The newest moments of every thread, each thread's in the order of their ends; *lost: how many
- * gave way to newer ones. Without `moments`: only how many there can ever be. Any thread. */
-int lck_pool_timeline(lck_pool *pool, lck_moment *moments, uint64_t room, uint64_t *count,
-                      uint64_t *lost);
+/* Read the newest spans of every thread, each thread's in the order of their ends; *lost: how many
+ * gave way to newer ones. Without `spans`: only how many there can ever be. Any thread. */
+int lck_pool_trace(lck_pool *pool, lck_span *spans, uint64_t room, uint64_t *count, uint64_t *lost);
 
 /* Stop the workers after the chunks in hand; free the pool, or NULL. No snapshot may be open. */
 int lck_pool_destroy(lck_pool *pool);
 
 enum {
   LCK_COPY_IF_CHANGED = 1u << 0, /* hash first; skip when the CRC equals `crc` (whole extent) */
-  LCK_COPY_STAGED = 1u << 1,     /* to DRAM first, to the region behind the capture's back */
+  LCK_COPY_STAGED = 1u << 1,     /* to DRAM first, to the region after the capture */
   LCK_COPY_FED = 1u << 2,        /* the pool cannot read it: source NULL, see lck_snapshot_feed */
 };
 
@@ -373,9 +376,9 @@ typedef struct lck_statistics {
   uint64_t bytes_drained, drain_ns; /* DRAM to region, summed over threads */
 } lck_statistics;
 
-/* Put `said` on the region's statistics page, with the pool's counters. Not durable; never waits:
- * where a store might, the keeper does it (the region must outlive the pool). */
-int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_statistics *said);
+/* Put `values` on the region's statistics page, with the pool's counters. Not durable; never waits:
+ * where a store might, the commit thread does it (the region must outlive the pool). */
+int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_statistics *values);
 
 /* What was last published, and (in any case) in *owned whether any process owns the region now.
  * Errors: LCK_E_EMPTY, nothing was; LCK_E_CORRUPT, the page is torn or of another build. */

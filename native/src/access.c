@@ -1,3 +1,4 @@
+/* access.c -- loads from a region's mapping, and the errors of those that meet lost memory. */
 #include "access.h"
 
 #include <inttypes.h>
@@ -26,8 +27,8 @@ static int latch(const lck_region *region) {
   return LCK_E_IO;
 }
 
-/* While a region is being made or mapped its superblock is not known yet. */
-static int tell(const lck_region *region, const lck_bus_fault *fault) {
+/* Set the error text. While a region is being made or mapped its superblock is not known yet. */
+static int explain(const lck_region *region, const lck_bus_fault *fault) {
   uint64_t at = (fault->address - (uintptr_t)region->base) % region->reserved_length;
   uint64_t size = lck_superblock_copy(region).size;
   uint64_t length;
@@ -61,7 +62,7 @@ int lck_access_run(const lck_region *region, void (*body)(void *), void *argumen
   }
   if (!lck_bus_run(region->base, LCK_MAPPINGS * region->reserved_length, body, argument, &fault))
     return 0;
-  (void)tell(region, &fault);
+  (void)explain(region, &fault);
   return latch(region);
 }
 
@@ -83,35 +84,35 @@ int lck_access_whole(const lck_region *region) {
 
 /* ---- loads -------------------------------------------------------------------------------- */
 
-typedef struct look {
+typedef struct load_range {
   const unsigned char *from;
   void *to;
   uint64_t length, word;
   uint32_t crc;
-} look;
+} load_range;
 
 static void load(void *argument) {
-  look *at = argument;
+  load_range *at = argument;
   memcpy(at->to, at->from, at->length);
 }
 
 static void load_word(void *argument) {
-  look *at = argument;
+  load_range *at = argument;
   at->word = __atomic_load_n((const uint64_t *)(const void *)at->from, __ATOMIC_ACQUIRE);
 }
 
 static void sum(void *argument) {
-  look *at = argument;
+  load_range *at = argument;
   at->crc = lck_crc32c(0, at->from, at->length);
 }
 
 int lck_access_load(const lck_region *region, uint64_t offset, void *to, uint64_t length) {
-  look at = {.from = region->base + offset, .to = to, .length = length};
+  load_range at = {.from = region->base + offset, .to = to, .length = length};
   return lck_access_run(region, load, &at);
 }
 
 int lck_access_word(const lck_region *region, uint64_t offset, uint64_t *word) {
-  look at = {.from = region->base + offset};
+  load_range at = {.from = region->base + offset};
   int rc = lck_access_run(region, load_word, &at);
   if (rc == 0)
     *word = at.word;
@@ -119,7 +120,7 @@ int lck_access_word(const lck_region *region, uint64_t offset, uint64_t *word) {
 }
 
 int lck_access_sum(const lck_region *region, uint64_t offset, uint64_t length, uint32_t *crc) {
-  look at = {.from = region->base + offset, .length = length};
+  load_range at = {.from = region->base + offset, .length = length};
   int rc = lck_access_run(region, sum, &at);
   if (rc == 0)
     *crc = at.crc;

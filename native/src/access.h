@@ -1,4 +1,4 @@
-/* access.h -- every look at a region's mapping, which may be gone: its file cut by somebody, its
+/* access.h -- every load from a region's mapping, which may be gone: its file cut by somebody, its
  * memory poisoned, its disk unreadable. Such an access is an error of the region, never the end of
  * the process; stores go through persist.h, which stands on the same section. */
 #ifndef LCK_ACCESS_H
@@ -13,17 +13,17 @@
  * what to do; a region that is open for writing is then latched. */
 int lck_access_run(const lck_region *region, void (*body)(void *), void *argument);
 
-/* Copy [offset, +length) out. */
+/* Copy [offset, +length) of the region out. */
 int lck_access_load(const lck_region *region, uint64_t offset, void *to, uint64_t length);
 
-/* One aligned 8-byte load, with what it publishes. */
+/* Load one aligned 8-byte word, with acquire order. */
 int lck_access_word(const lck_region *region, uint64_t offset, uint64_t *word);
 
-/* CRC32C of [offset, +length). */
+/* Compute the CRC32C of [offset, +length) of the region. */
 int lck_access_sum(const lck_region *region, uint64_t offset, uint64_t length, uint32_t *crc);
 
-/* The file still has all bytes of the region: somebody who cuts it between a store and its sync
- * makes no fault. Errors: as lck_access_run. */
+/* Check that the file still has all bytes of the region: somebody who cuts it between a store and
+ * its sync makes no fault. Errors: as lck_access_run. */
 int lck_access_whole(const lck_region *region);
 
 #endif

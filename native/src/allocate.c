@@ -1,3 +1,4 @@
+/* allocate.c -- allocating a file's bytes in pieces that no signal can starve. */
 #include "allocate.h"
 
 #include <signal.h>

@@ -1,4 +1,4 @@
-/* audit.c -- what was captured, against what is live; and what was captured, in numbers. */
+/* audit.c -- comparing captured bytes with the live ones, and the digests of captured copies. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,13 +10,13 @@
 #include "region.h"
 #include "snapshot.h"
 
-#define WINDOW UINT64_C(4096)
+#define SAMPLE_BYTES UINT64_C(4096)
 #define AHEAD 16 /* pieces whose bytes are fetched early: small ones lie anywhere in memory */
 
-typedef struct draw {
+typedef struct layer_chunk {
   uint32_t layer;
   uint64_t chunk;
-} draw;
+} layer_chunk;
 
 static uint64_t splitmix64(uint64_t *state) {
   uint64_t z = (*state += UINT64_C(0x9E3779B97F4A7C15));
@@ -40,7 +40,7 @@ static int find_captured(const lck_snapshot *snapshot, uint32_t index, lck_batch
   return lck_snapshot_failure(snapshot);
 }
 
-/* Pieces of the copy that starts at piece `first`, and its length. */
+/* Return the number of pieces of the copy that starts at piece `first`, and its length. */
 static uint64_t copy_pieces(const lck_batch *batch, uint64_t first, uint64_t *length) {
   uint64_t count = 0;
   *length = 0;
@@ -79,18 +79,18 @@ static void compare(void *argument) {
       __builtin_prefetch(to->snapshot->region->base + piece[AHEAD].offset);
     }
     i += copy_pieces(batch, i, &length);
-    uint64_t window = length < WINDOW ? length : WINDOW;
-    uint64_t start = splitmix64(to->seed) % (length - window + 1);
+    uint64_t size = length < SAMPLE_BYTES ? length : SAMPLE_BYTES;
+    uint64_t start = splitmix64(to->seed) % (length - size + 1);
     const unsigned char *captured = piece->staged && !(piece->flags & LCK_PIECE_SKIPPED)
                                         ? piece->staged
                                         : to->snapshot->region->base + piece->offset;
-    if (memcmp(piece->source + start, captured + start, window) != 0)
+    if (memcmp(piece->source + start, captured + start, size) != 0)
       to->different = piece;
   }
 }
 
-/* A random window of every copy, byte by byte. */
-static int compare_windows(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t *seed,
+/* Compare a random part of every copy, byte by byte. */
+static int compare_samples(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t *seed,
                            uint64_t *bad) {
   comparison to = {.snapshot = snapshot, .batch = batch, .seed = seed};
   int rc = lck_access_run(snapshot->region, compare, &to);
@@ -110,28 +110,28 @@ static int rehash(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t
 }
 
 static int by_layer(const void *a, const void *b) {
-  const draw *x = a, *y = b;
+  const layer_chunk *x = a, *y = b;
   return x->layer != y->layer ? (x->layer > y->layer) - (x->layer < y->layer)
                               : (x->chunk > y->chunk) - (x->chunk < y->chunk);
 }
 
-/* One random chunk of every layer; of a chunk that holds a copy too large for one, which only a
- * copy that may be skipped can be, a random piece. */
+/* Hash one random chunk of every layer; of a chunk that holds a copy too large for one, which only
+ * a copy that may be skipped can be, a random piece. */
 static int rehash_layers(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t *seed,
                          uint64_t *bad) {
-  draw *draws = calloc(batch->chunk_count + 1, sizeof *draws);
-  if (!draws) {
+  layer_chunk *chunks = calloc(batch->chunk_count + 1, sizeof *chunks);
+  if (!chunks) {
     return lck_fail(LCK_E_NOMEM, "no memory to audit %llu chunks",
                     (unsigned long long)batch->chunk_count);
   }
   for (uint64_t i = 0; i < batch->chunk_count; i++)
-    draws[i] = (draw){.layer = batch->chunks[i].layer, .chunk = i};
-  qsort(draws, batch->chunk_count, sizeof *draws, by_layer);
+    chunks[i] = (layer_chunk){.layer = batch->chunks[i].layer, .chunk = i};
+  qsort(chunks, batch->chunk_count, sizeof *chunks, by_layer);
   int rc = 0;
   for (uint64_t i = 0, end; i < batch->chunk_count && rc == 0; i = end) {
-    for (end = i + 1; end < batch->chunk_count && draws[end].layer == draws[i].layer;)
+    for (end = i + 1; end < batch->chunk_count && chunks[end].layer == chunks[i].layer;)
       end++;
-    const lck_chunk *chunk = &batch->chunks[draws[i + splitmix64(seed) % (end - i)].chunk];
+    const lck_chunk *chunk = &batch->chunks[chunks[i + splitmix64(seed) % (end - i)].chunk];
     uint64_t first = chunk[0].first, last = chunk[1].first;
     if (chunk[1].start - chunk[0].start > snapshot->pool->chunk_bytes) {
       first += splitmix64(seed) % (last - first);
@@ -139,7 +139,7 @@ static int rehash_layers(const lck_snapshot *snapshot, const lck_batch *batch, u
     }
     rc = rehash(snapshot, batch, first, last, bad);
   }
-  free(draws);
+  free(chunks);
   return rc;
 }
 
@@ -150,7 +150,7 @@ LCK_API int lck_snapshot_audit(lck_snapshot *snapshot, uint32_t batch, uint64_t 
   if (rc == 0 && captured->fed)
     rc = lck_fail(LCK_E_STATE, "batch %u is fed: its sources are not here", batch);
   if (rc == 0)
-    rc = compare_windows(snapshot, captured, &seed, bad);
+    rc = compare_samples(snapshot, captured, &seed, bad);
   if (rc == 0) {
     rc = everything ? rehash(snapshot, captured, 0, captured->piece_count, bad)
                     : rehash_layers(snapshot, captured, &seed, bad);

@@ -1,3 +1,4 @@
+/* backing.c -- checking a mapping that somebody else made, and taking it over. */
 #include "backing.h"
 
 #include <inttypes.h>

@@ -139,14 +139,14 @@ uint64_t lck_batch_chunks(const lck_batch *batch, uint64_t bytes) {
   return low;
 }
 
-/* ---- Whose a chunk is ------------------------------------------------------------------------ */
+/* ---- Claiming chunks ------------------------------------------------------------------------- */
 
 static uint32_t phase_of(const lck_chunk *chunk) {
   return atomic_load(&chunk->word) % LCK_CHUNK_PHASES;
 }
 
-static uint32_t in_hand(const lck_lane *lane, uint32_t phase) {
-  return (lane->thread + 1) * LCK_CHUNK_PHASES + phase;
+static uint32_t claimed_by(const lck_pool_thread *thread, uint32_t phase) {
+  return (thread->number + 1) * LCK_CHUNK_PHASES + phase;
 }
 
 static int change(lck_chunk *chunk, uint32_t from, uint32_t to) {
@@ -159,12 +159,12 @@ static void advance(_Atomic uint64_t *mark, uint64_t to) {
   }
 }
 
-/* `halted` is read after the claim: whoever sets it and then finds no chunk in hand knows that no
+/* `halted` is read after the claim: whoever sets it and then finds no chunk claimed knows that no
  * source is touched any more. */
 static uint64_t claim(const lck_snapshot *snapshot, lck_chunk *chunks, uint64_t index,
-                      const lck_lane *lane, uint32_t phase) {
+                      const lck_pool_thread *thread, uint32_t phase) {
   lck_chunk *chunk = &chunks[index];
-  uint32_t held = in_hand(lane, phase);
+  uint32_t held = claimed_by(thread, phase);
   if (!change(chunk, phase - 1, held))
     return LCK_NO_CHUNK;
   if (!atomic_load(&snapshot->halted))
@@ -173,10 +173,11 @@ static uint64_t claim(const lck_snapshot *snapshot, lck_chunk *chunks, uint64_t 
   return LCK_NO_CHUNK;
 }
 
-uint64_t lck_batch_claim(const lck_snapshot *snapshot, lck_batch *batch, const lck_lane *lane) {
+uint64_t lck_batch_claim(const lck_snapshot *snapshot, lck_batch *batch,
+                         const lck_pool_thread *thread) {
   for (uint64_t i = atomic_load(&batch->next);
        i < atomic_load(&batch->released) && !atomic_load(&snapshot->halted); i++) {
-    uint64_t claimed = claim(snapshot, batch->chunks, i, lane, LCK_CHUNK_IN_CAPTURE);
+    uint64_t claimed = claim(snapshot, batch->chunks, i, thread, LCK_CHUNK_IN_CAPTURE);
     advance(&batch->next, i + 1);
     if (claimed != LCK_NO_CHUNK)
       return claimed;
@@ -185,12 +186,12 @@ uint64_t lck_batch_claim(const lck_snapshot *snapshot, lck_batch *batch, const l
 }
 
 uint64_t lck_batch_claim_drain(const lck_snapshot *snapshot, lck_batch *batch,
-                               const lck_lane *lane) {
+                               const lck_pool_thread *thread) {
   for (uint64_t i = atomic_load(&batch->drain_next);
        i < batch->chunk_count && !atomic_load(&snapshot->halted); i++) {
     if (phase_of(&batch->chunks[i]) < LCK_CHUNK_CAPTURED)
       break;
-    uint64_t claimed = claim(snapshot, batch->chunks, i, lane, LCK_CHUNK_IN_DRAIN);
+    uint64_t claimed = claim(snapshot, batch->chunks, i, thread, LCK_CHUNK_IN_DRAIN);
     advance(&batch->drain_next, i + 1);
     if (claimed != LCK_NO_CHUNK)
       return claimed;
@@ -201,16 +202,15 @@ uint64_t lck_batch_claim_drain(const lck_snapshot *snapshot, lck_batch *batch,
 /* A worker that sleeps for the write limit has booked its bytes: to copy them anew would book them
  * twice. */
 static int may_be_taken(const lck_pool *pool, uint32_t word) {
-  uint32_t thread = word / LCK_CHUNK_PHASES - 1;
-  if (!pool->idle || thread >= pool->threads)
+  const lck_pool_thread *thread = &pool->threads[word / LCK_CHUNK_PHASES - 1];
+  if (!lck_pool_thread_is_idle(thread))
     return 0;
-  const lck_lane *lane = &pool->lanes[thread];
   uint64_t now = lck_now_ns();
-  return now >= atomic_load(&lane->busy_since) + LCK_PATIENCE_NS &&
-         now >= atomic_load(&lane->sleeps_until);
+  return now >= atomic_load(&thread->busy_since) + LCK_SEIZE_AFTER_NS &&
+         now >= atomic_load(&thread->sleeps_until);
 }
 
-uint64_t lck_batch_seize(lck_snapshot *snapshot, lck_batch *batch, const lck_lane *lane,
+uint64_t lck_batch_seize(lck_snapshot *snapshot, lck_batch *batch, const lck_pool_thread *thread,
                          uint32_t phase) {
   int draining = phase == LCK_CHUNK_IN_DRAIN;
   uint64_t first = draining ? atomic_load(&batch->drained) : lck_batch_captured(batch);
@@ -219,8 +219,8 @@ uint64_t lck_batch_seize(lck_snapshot *snapshot, lck_batch *batch, const lck_lan
     lck_chunk *chunk = &batch->chunks[i];
     uint32_t word = atomic_load(&chunk->word);
     if (word % LCK_CHUNK_PHASES == phase && may_be_taken(snapshot->pool, word) &&
-        lck_revoke_possible() && change(chunk, word, in_hand(lane, phase))) {
-      lck_revoke(atomic_load(&snapshot->pool->lanes[word / LCK_CHUNK_PHASES - 1].id));
+        lck_revoke_possible() && change(chunk, word, claimed_by(thread, phase))) {
+      lck_revoke(atomic_load(&snapshot->pool->threads[word / LCK_CHUNK_PHASES - 1].id));
       return i;
     }
   }
@@ -263,13 +263,13 @@ int lck_snapshot_busy(const lck_snapshot *snapshot) {
   return 0;
 }
 
-void lck_snapshot_recall(lck_snapshot *snapshot) {
-  const lck_lane *lane = &snapshot->pool->lanes[LCK_THREAD_CALLER];
+void lck_snapshot_seize_all(lck_snapshot *snapshot) {
+  const lck_pool_thread *thread = &snapshot->pool->threads[LCK_THREAD_CALLER];
   uint32_t count = atomic_load(&snapshot->batch_count);
   for (uint32_t i = 0; i < count; i++) {
     lck_batch *batch = lck_snapshot_batch(snapshot, i);
     for (uint32_t phase = LCK_CHUNK_IN_CAPTURE; phase <= LCK_CHUNK_IN_DRAIN; phase += 2)
-      for (uint64_t k; (k = lck_batch_seize(snapshot, batch, lane, phase)) != LCK_NO_CHUNK;)
+      for (uint64_t k; (k = lck_batch_seize(snapshot, batch, thread, phase)) != LCK_NO_CHUNK;)
         atomic_store(&batch->chunks[k].word, phase - 1);
   }
 }
@@ -284,8 +284,8 @@ typedef struct chunk_run {
   lck_snapshot *snapshot;
   lck_batch *batch;
   const lck_chunk *chunk;
-  lck_lane *lane;
-  uint32_t held;            /* the chunk's word while it is the lane's */
+  lck_pool_thread *thread;
+  uint32_t held;            /* the chunk's word while it is the thread's */
   int kept;                 /* it was, to the end */
   int fault;                /* an errno that a test has injected */
   const lck_piece *flipped; /* by a drain: its bytes in DRAM are not those that were captured */
@@ -298,16 +298,16 @@ static void throttle(const chunk_run *run, uint64_t began, uint64_t bytes, uint6
   uint64_t end = lck_pool_book(run->snapshot->pool, began, bytes, ahead);
   if (end == 0)
     return;
-  atomic_store(&run->lane->sleeps_until, end + LCK_PATIENCE_NS);
+  atomic_store(&run->thread->sleeps_until, end + LCK_SEIZE_AFTER_NS);
   lck_sleep_until(end);
-  atomic_store(&run->lane->sleeps_until, 0);
+  atomic_store(&run->thread->sleeps_until, 0);
 }
 
 /* Run body(run) inside the region's section. */
 static void run_body(chunk_run *run, void (*body)(void *)) {
-  const lck_lane *lane = run->lane;
-  if (lane->pool->idle && lane->thread < lane->pool->threads) {
-    run->kept = lck_revocable_run(&run->lane->tenure, &run->chunk->word, run->held, body, run);
+  lck_pool_thread *thread = run->thread;
+  if (lck_pool_thread_is_idle(thread)) {
+    run->kept = lck_revocable_run(&thread->revocable, &run->chunk->word, run->held, body, run);
   } else {
     body(run);
     run->kept = 1;
@@ -327,7 +327,7 @@ static void store_piece(const chunk_run *run, lck_piece *piece) {
       (void)lck_persist_payload(snapshot->region, piece->offset, piece->source, piece->length,
                                 &crc);
     else
-      (void)lck_persist_settle(snapshot->region, piece->offset, piece->length, &crc);
+      (void)lck_persist_in_place(snapshot->region, piece->offset, piece->length, &crc);
     piece->crc = crc;
     throttle(run, began, piece->length, lck_pool_copies_ahead(snapshot->pool));
   }
@@ -387,32 +387,32 @@ static void capture_in_section(void *argument) {
   run_body(argument, capture_pieces);
 }
 
-static void finish_lap(_Atomic uint64_t *total_ns, uint64_t started, lck_lap *lap) {
-  lap->finished = lck_now_ns();
-  lap->spent = lap->finished - started;
-  add_relaxed(total_ns, lap->spent);
+static void finish_chunk(_Atomic uint64_t *total_ns, uint64_t started, lck_last_chunk *last) {
+  last->finished = lck_now_ns();
+  last->spent = last->finished - started;
+  add_relaxed(total_ns, last->spent);
 }
 
-/* Before the chunk counts as done: whoever has waited for it finds its moment. */
-static void note_lap(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t index,
-                     uint32_t did, uint64_t bytes, const lck_lap *lap) {
-  if (!lap->lane->cells)
+/* Before the chunk counts as done: whoever has waited for it finds its span. */
+static void trace_chunk(const lck_snapshot *snapshot, const lck_batch *batch, uint64_t index,
+                        uint32_t kind, uint64_t bytes, const lck_last_chunk *last) {
+  if (!last->thread->cells)
     return;
   const lck_chunk *chunk = &batch->chunks[index];
   uint32_t copy = batch->pieces[chunk[0].first].copy;
-  lck_moment moment = {.begin_ns = lap->finished - lap->spent,
-                       .end_ns = lap->finished,
-                       .bytes = bytes,
-                       .start = chunk->start,
-                       .did = did,
-                       .slot = snapshot->slot,
-                       .batch = batch->number,
-                       .copy = copy,
-                       .copies = batch->pieces[chunk[1].first - 1].copy - copy + 1};
-  lck_timeline_note(lap->lane, &moment);
+  lck_span span = {.begin_ns = last->finished - last->spent,
+                   .end_ns = last->finished,
+                   .bytes = bytes,
+                   .start = chunk->start,
+                   .kind = kind,
+                   .slot = snapshot->slot,
+                   .batch = batch->number,
+                   .copy = copy,
+                   .copies = batch->pieces[chunk[1].first - 1].copy - copy + 1};
+  lck_thread_trace_add(last->thread, &span);
 }
 
-/* 0, or why the chunk cannot be captured. A failure is stored while the chunk is in hand, so that a
+/* 0, or why the chunk cannot be captured. A failure is stored while the chunk is claimed, so that a
  * batch with all chunks captured and no failure is whole. */
 static int judge(const chunk_run *run, uint64_t index, int rc) {
   const lck_piece *piece = &run->batch->pieces[run->chunk->first];
@@ -434,30 +434,30 @@ static void count_capture(const chunk_run *run, int helping) {
   if (counted == batch->chunk_count || batch->fed || atomic_load(&run->snapshot->halted) ||
       (atomic_load(&batch->waiting) > 0 &&
        atomic_load(&batch->next) >= atomic_load(&batch->released)))
-    lck_bell_ring(&pool->progress);
-  if (atomic_load(&run->snapshot->staged) && atomic_load(&run->snapshot->erased))
+    lck_wait_queue_wake(&pool->progress);
+  if (atomic_load(&run->snapshot->staged) && atomic_load(&run->snapshot->invalidated))
     lck_pool_wake(pool);
 }
 
 void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, int helping,
-                       lck_lap *lap) {
+                       lck_last_chunk *last) {
   uint64_t started = lck_now_ns();
   lck_chunk *chunk = &batch->chunks[index];
-  chunk_run run = {.snapshot = snapshot, .batch = batch, .chunk = chunk, .lane = lap->lane};
-  run.held = in_hand(lap->lane, LCK_CHUNK_IN_CAPTURE);
+  chunk_run run = {.snapshot = snapshot, .batch = batch, .chunk = chunk, .thread = last->thread};
+  run.held = claimed_by(last->thread, LCK_CHUNK_IN_CAPTURE);
   int rc = judge(&run, index, lck_access_run(snapshot->region, capture_in_section, &run));
   if (rc) {
     lck_snapshot_fail(snapshot, rc);
     (void)change(chunk, run.held, LCK_CHUNK_WAITS);
-    lck_bell_ring(&snapshot->pool->progress);
+    lck_wait_queue_wake(&snapshot->pool->progress);
     return;
   }
   if (run.kept && LCK_MUTANT(MUTANT_INVALIDATED_LATE))
     (void)lck_slot_invalidate(snapshot->region, snapshot->slot);
-  finish_lap(&snapshot->pool->copy_ns, started, lap);
+  finish_chunk(&snapshot->pool->copy_ns, started, last);
   if (!run.kept)
     return;
-  note_lap(snapshot, batch, index, LCK_DID_COPY, run.moved, lap);
+  trace_chunk(snapshot, batch, index, LCK_SPAN_COPY, run.moved, last);
   if (change(chunk, run.held, LCK_CHUNK_CAPTURED))
     count_capture(&run, helping);
 }
@@ -506,7 +506,8 @@ static int drain(chunk_run *run) {
                   piece->crc);
 }
 
-/* A batch's last drain may be the snapshot's: then it is committed, here or by the keeper. */
+/* A batch's last drain may be the snapshot's: then it is committed, here or by the commit thread.
+ */
 static void count_drain(const chunk_run *run) {
   lck_snapshot *snapshot = run->snapshot;
   lck_pool *pool = snapshot->pool;
@@ -515,28 +516,29 @@ static void count_drain(const chunk_run *run) {
   atomic_fetch_add(&snapshot->drained_bytes, chunk[1].start - chunk[0].start);
   if (!lck_batch_drained(run->batch))
     return;
-  if (!pool->idle || run->lane->thread >= pool->threads)
-    lck_snapshot_try_commit(snapshot, 0, run->lane);
-  lck_bell_ring(&pool->duty);
+  if (!lck_pool_thread_is_idle(run->thread))
+    lck_snapshot_try_commit(snapshot, 0, run->thread);
+  lck_wait_queue_wake(&pool->commit_work);
 }
 
-void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, lck_lap *lap) {
+void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
+                     lck_last_chunk *last) {
   uint64_t started = lck_now_ns();
   lck_chunk *chunk = &batch->chunks[index];
-  chunk_run run = {.snapshot = snapshot, .batch = batch, .chunk = chunk, .lane = lap->lane};
-  run.held = in_hand(lap->lane, LCK_CHUNK_IN_DRAIN);
+  chunk_run run = {.snapshot = snapshot, .batch = batch, .chunk = chunk, .thread = last->thread};
+  run.held = claimed_by(last->thread, LCK_CHUNK_IN_DRAIN);
   int rc = drain(&run);
   if (rc) {
     lck_snapshot_fail(snapshot, rc);
     (void)change(chunk, run.held, LCK_CHUNK_CAPTURED);
-    lck_bell_ring(&snapshot->pool->progress);
+    lck_wait_queue_wake(&snapshot->pool->progress);
     return;
   }
-  finish_lap(&snapshot->pool->drain_ns, started, lap);
+  finish_chunk(&snapshot->pool->drain_ns, started, last);
   if (!run.kept)
     return;
   if (run.moved > 0)
-    note_lap(snapshot, batch, index, LCK_DID_DRAIN, run.moved, lap);
+    trace_chunk(snapshot, batch, index, LCK_SPAN_DRAIN, run.moved, last);
   if (change(chunk, run.held, LCK_CHUNK_DRAINED))
     count_drain(&run);
 }

@@ -84,33 +84,33 @@ LCK_API int lck_snapshot_feed(lck_snapshot *snapshot, uint32_t batch, uint64_t e
 
 /* ---- Wait ------------------------------------------------------------------------------------ */
 
-/* After a failure the sources are free as soon as no chunk is in hand (see claim in batch.c). */
-static int settled(const lck_snapshot *snapshot, lck_batch *batch, uint64_t chunks) {
+/* Whether the first `chunks` are captured. After a failure the sources are free as soon as no chunk
+ * is claimed (see claim in batch.c). */
+static int is_over(const lck_snapshot *snapshot, lck_batch *batch, uint64_t chunks) {
   int halted = atomic_load(&snapshot->halted);
   return lck_batch_captured(batch) >= chunks || (halted && !lck_batch_busy(batch));
 }
 
-/* Copy what nobody has begun. */
+/* Copy the chunks that nobody has claimed. */
 static void help_batch(lck_snapshot *snapshot, lck_batch *batch, uint64_t deadline) {
-  lck_lap lap = {.lane = &snapshot->pool->lanes[LCK_THREAD_CALLER]};
+  lck_last_chunk last = {.thread = &snapshot->pool->threads[LCK_THREAD_CALLER]};
   while (deadline == LCK_ALL || lck_now_ns() < deadline) {
-    uint64_t chunk = lck_batch_claim(snapshot, batch, lap.lane);
+    uint64_t chunk = lck_batch_claim(snapshot, batch, last.thread);
     if (chunk == LCK_NO_CHUNK)
       return;
-    lck_chunk_capture(snapshot, batch, chunk, 1, &lap);
+    lck_chunk_capture(snapshot, batch, chunk, 1, &last);
   }
 }
 
-/* Nothing is left to claim. What idle workers have in hand for longer than a chunk takes them is
- * copied here. */
-static void take_over(lck_snapshot *snapshot, lck_batch *batch, uint64_t chunks,
-                      uint64_t deadline) {
-  lck_lap lap = {.lane = &snapshot->pool->lanes[LCK_THREAD_CALLER]};
-  uint64_t until = lck_now_ns() + 2 * LCK_PATIENCE_NS;
-  while (!settled(snapshot, batch, chunks) && lck_now_ns() < deadline) {
-    uint64_t chunk = lck_batch_seize(snapshot, batch, lap.lane, LCK_CHUNK_IN_CAPTURE);
+/* Nothing is left to claim: copy what idle workers have claimed for longer than a chunk takes. */
+static void seize_late(lck_snapshot *snapshot, lck_batch *batch, uint64_t chunks,
+                       uint64_t deadline) {
+  lck_last_chunk last = {.thread = &snapshot->pool->threads[LCK_THREAD_CALLER]};
+  uint64_t until = lck_now_ns() + 2 * LCK_SEIZE_AFTER_NS;
+  while (!is_over(snapshot, batch, chunks) && lck_now_ns() < deadline) {
+    uint64_t chunk = lck_batch_seize(snapshot, batch, last.thread, LCK_CHUNK_IN_CAPTURE);
     if (chunk != LCK_NO_CHUNK)
-      lck_chunk_capture(snapshot, batch, chunk, 1, &lap);
+      lck_chunk_capture(snapshot, batch, chunk, 1, &last);
     else if (lck_now_ns() >= until)
       return;
     else
@@ -118,14 +118,14 @@ static void take_over(lck_snapshot *snapshot, lck_batch *batch, uint64_t chunks,
   }
 }
 
-/* Until the batch's first `chunks` are captured. */
+/* Wait until the batch's first `chunks` are captured. */
 static int await(lck_snapshot *snapshot, lck_batch *wanted, uint64_t chunks, int64_t timeout_ns,
                  int help) {
   uint64_t deadline = lck_deadline_of(timeout_ns);
   lck_pool *pool = snapshot->pool;
-  int done = settled(snapshot, wanted, chunks);
+  int done = is_over(snapshot, wanted, chunks);
   if (!done) {
-    lck_crowd_awaited(snapshot);
+    lck_contention_begin_wait(snapshot);
     atomic_fetch_add(&wanted->waiting, 1);
     atomic_fetch_add(&snapshot->urgent, 1);
     atomic_fetch_add(&pool->urgent, 1);
@@ -133,15 +133,15 @@ static int await(lck_snapshot *snapshot, lck_batch *wanted, uint64_t chunks, int
       raise_to(wanted, wanted->chunk_count);
     lck_pool_wake(pool);
     for (;;) {
-      uint32_t count = lck_bell_count(&pool->progress);
+      uint32_t count = lck_wait_queue_count(&pool->progress);
       if (help) {
         help_batch(snapshot, wanted, deadline);
-        take_over(snapshot, wanted, chunks, deadline);
+        seize_late(snapshot, wanted, chunks, deadline);
       }
-      done = settled(snapshot, wanted, chunks);
+      done = is_over(snapshot, wanted, chunks);
       if (done || lck_now_ns() >= deadline)
         break;
-      lck_bell_sleep(&pool->progress, count, lck_pool_look_again(deadline));
+      lck_wait_queue_sleep(&pool->progress, count, lck_pool_recheck_at(deadline));
     }
     atomic_fetch_sub(&pool->urgent, 1);
     atomic_fetch_sub(&snapshot->urgent, 1);

@@ -1,4 +1,5 @@
-/* The life of one slot's record: invalid before its first byte changes, valid after its last. */
+/* commit.c -- the life of one slot's record: invalid before its first byte changes, valid after its
+ * last. */
 #include <errno.h>
 #include <inttypes.h>
 #include <string.h>
@@ -12,7 +13,7 @@
 #include "persist.h"
 #include "region.h"
 #include "superblock.h"
-#include "timeline.h"
+#include "thread_trace.h"
 
 #define READ_ATTEMPTS 16
 
@@ -20,8 +21,8 @@ static uint32_t record_crc(const record_disk *record) {
   return lck_crc32c(0, record, offsetof(record_disk, crc));
 }
 
-/* The keeper commits while the handle's thread may write a superblock: whatever is needed of it
- * comes from a copy. */
+/* The commit thread commits while the handle's thread may write a superblock: whatever is needed of
+ * it comes from a copy. */
 static int check_slot(const lck_region *region, uint32_t slot) {
   superblock_disk super = lck_superblock_copy(region);
   if (slot < super.slot_count)
@@ -292,9 +293,9 @@ static int check_commit(const lck_region *region, uint32_t slot, const lck_recor
 /* The text of what went wrong before is kept. */
 static void take_back(lck_region *region, uint32_t slot) {
   lck_first_error failure = {0};
-  lck_error_keep(&failure, LCK_E_IO);
+  lck_error_record(&failure, LCK_E_IO);
   (void)lck_persist_publish(region, LCK_RECORD_OFFSET(slot), 0);
-  (void)lck_error_tell(&failure);
+  (void)lck_error_report(&failure);
 }
 
 /* A record that is found valid describes content that is whole, at whatever instant the machine or
@@ -341,12 +342,12 @@ int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record,
   if (rc == 0)
     rc = (LCK_MUTANT(MUTANT_MANIFEST_NOT_FLUSHED) ? lck_mutant_store : lck_persist_store)(
         region, record->manifest_offset, manifest, record->manifest_length);
-  lck_timeline_stage(LCK_DID_TABLES,
-                     record->manifest_length + (layout != NULL ? record->layout_length : 0));
+  lck_thread_trace_stage(LCK_SPAN_TABLES,
+                         record->manifest_length + (layout != NULL ? record->layout_length : 0));
   if (rc == 0 && !LCK_MUTANT(MUTANT_TABLES_NOT_SYNCED) &&
       !LCK_MUTANT(MUTANT_NO_FENCE_BEFORE_RECORD))
     rc = lck_persist_sync(region);
-  lck_timeline_stage(LCK_DID_SYNC, 0);
+  lck_thread_trace_stage(LCK_SPAN_SYNC, 0);
   if (rc == 0)
     rc = visit(region, slot, LCK_FAULT_RECORD, "between manifest and record");
   if (rc != 0)
@@ -360,10 +361,10 @@ int lck_slot_commit(lck_region *region, uint32_t slot, const lck_record *record,
     lck_persist_fence();
   if (rc == 0)
     rc = lck_persist_publish(region, LCK_RECORD_OFFSET(slot), word);
-  lck_timeline_stage(LCK_DID_RECORD, sizeof(block));
+  lck_thread_trace_stage(LCK_SPAN_RECORD, sizeof(block));
   if (rc == 0 && !LCK_MUTANT(MUTANT_ACKNOWLEDGED_EARLY))
     rc = lck_persist_sync(region);
-  lck_timeline_stage(LCK_DID_SYNC, 0);
+  lck_thread_trace_stage(LCK_SPAN_SYNC, 0);
   if (rc == 0)
     rc = lck_access_whole(region);
   if (rc == 0)

@@ -41,13 +41,13 @@ uint64_t lck_pool_book(lck_pool *pool, uint64_t began, uint64_t bytes, uint64_t 
 
 /* ---- Choosing -------------------------------------------------------------------------------- */
 
-int lck_drain_find(lck_snapshot *snapshot, lck_lane *lane, lck_task *out) {
-  if (!atomic_load(&snapshot->staged) || !atomic_load(&snapshot->erased))
+int lck_drain_find(lck_snapshot *snapshot, lck_pool_thread *thread, lck_task *out) {
+  if (!atomic_load(&snapshot->staged) || !atomic_load(&snapshot->invalidated))
     return 0;
   uint32_t count = atomic_load(&snapshot->batch_count), from = atomic_load(&snapshot->drain_from);
   for (uint32_t i = from; i < count; i++) {
     lck_batch *batch = lck_snapshot_batch(snapshot, i);
-    uint64_t chunk = lck_batch_claim_drain(snapshot, batch, lane);
+    uint64_t chunk = lck_batch_claim_drain(snapshot, batch, thread);
     if (chunk != LCK_NO_CHUNK) {
       *out = (lck_task){.snapshot = snapshot, .batch = batch, .chunk = chunk, .drain = 1};
       return 1;
@@ -59,11 +59,11 @@ int lck_drain_find(lck_snapshot *snapshot, lck_lane *lane, lck_task *out) {
   return 0;
 }
 
-int lck_drain_seize(lck_snapshot *snapshot, lck_lane *lane, lck_task *out) {
+int lck_drain_seize(lck_snapshot *snapshot, lck_pool_thread *thread, lck_task *out) {
   uint32_t count = atomic_load(&snapshot->staged) ? atomic_load(&snapshot->batch_count) : 0;
   for (uint32_t i = 0; i < count; i++) {
     lck_batch *batch = lck_snapshot_batch(snapshot, i);
-    uint64_t chunk = lck_batch_seize(snapshot, batch, lane, LCK_CHUNK_IN_DRAIN);
+    uint64_t chunk = lck_batch_seize(snapshot, batch, thread, LCK_CHUNK_IN_DRAIN);
     if (chunk != LCK_NO_CHUNK) {
       *out = (lck_task){.snapshot = snapshot, .batch = batch, .chunk = chunk, .drain = 1};
       return 1;
@@ -99,7 +99,8 @@ uint64_t lck_drain_due(const lck_snapshot *snapshot) {
          (uint64_t)((double)(snapshot->deadline - snapshot->sealed_at) * done);
 }
 
-int lck_drain_late(lck_pool *pool, lck_lane *lane, int behind, lck_task *out, uint64_t *again) {
+int lck_drain_late(lck_pool *pool, lck_pool_thread *thread, int late, lck_task *out,
+                   uint64_t *again) {
   *again = LCK_ALL;
   if (!pool->idle || atomic_load(&pool->pace) != LCK_FULL_PACE)
     return 0; /* the workers are no slower than we are, or shall be */
@@ -108,10 +109,10 @@ int lck_drain_late(lck_pool *pool, lck_lane *lane, int behind, lck_task *out, ui
         !atomic_load(&s->staged))
       continue;
     uint64_t now = lck_now_ns(), due = lck_drain_due(s);
-    if (now + (behind ? LCK_AHEAD_NS : 0) >= due) {
-      if (lck_drain_find(s, lane, out) || lck_drain_seize(s, lane, out))
+    if (now + (late ? LCK_AHEAD_NS : 0) >= due) {
+      if (lck_drain_find(s, thread, out) || lck_drain_seize(s, thread, out))
         return 1;
-      due = now + LCK_LOOK_AGAIN_NS; /* the last ones are in somebody's hands */
+      due = now + LCK_RECHECK_NS; /* the last ones are claimed */
     }
     *again = due < *again ? due : *again;
   }

@@ -1,3 +1,4 @@
+/* error.c -- the calling thread's error text, and the first failure of several threads. */
 #include "error.h"
 
 #include <errno.h>
@@ -43,7 +44,7 @@ int lck_fail_errno(int code, const char *format, ...) {
   return code;
 }
 
-void lck_error_keep(lck_first_error *first, int code) {
+void lck_error_record(lck_first_error *first, int code) {
   int none = 0;
   if (code == 0 || !atomic_compare_exchange_strong(&first->code, &none, 1))
     return;
@@ -51,11 +52,11 @@ void lck_error_keep(lck_first_error *first, int code) {
   atomic_store(&first->code, code);
 }
 
-int lck_error_kept(const lck_first_error *first) {
+int lck_error_recorded(const lck_first_error *first) {
   return atomic_load(&first->code) != 0;
 }
 
-int lck_error_tell(const lck_first_error *first) {
+int lck_error_report(const lck_first_error *first) {
   int code = atomic_load(&first->code);
   return code == 0 ? 0 : lck_fail(code, "%s", first->text);
 }

@@ -21,12 +21,12 @@ typedef struct lck_first_error {
 } lck_first_error;
 
 /* Note the calling thread's failure unless there is one, or code is 0. */
-void lck_error_keep(lck_first_error *first, int code);
+void lck_error_record(lck_first_error *first, int code);
 
 /* Whether there is one. */
-int lck_error_kept(const lck_first_error *first);
+int lck_error_recorded(const lck_first_error *first);
 
 /* 0, or its code with its text, set for the calling thread; once the others are done. */
-int lck_error_tell(const lck_first_error *first);
+int lck_error_report(const lck_first_error *first);
 
 #endif

@@ -1,3 +1,4 @@
+/* fault.c -- arming, delaying and visiting the fault points of test builds. */
 #include "fault.h"
 
 #if defined(LCK_TESTING) || defined(LCK_TRACE)

@@ -1,4 +1,5 @@
-/* Reading extents back: verified and copied out in one pass over the medium, on several threads. */
+/* fetch.c -- reading extents back: verified and copied out in one pass over the medium, on several
+ * threads. */
 #include <inttypes.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -9,8 +10,8 @@
 #include "error.h"
 #include "kernel.h"
 #include "persist.h"
+#include "pool.h"
 #include "region.h"
-#include "threads.h"
 
 #define PIECE_BYTES (UINT64_C(4) << 20) /* what one thread takes at a time of a large extent */
 
@@ -66,7 +67,7 @@ static void take(void *argument) {
 
 static void *work(void *argument) {
   fetch *job = argument;
-  while (!lck_error_kept(&job->failure)) {
+  while (!lck_error_recorded(&job->failure)) {
     uint64_t index = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
     if (index >= job->count)
       break;
@@ -76,7 +77,7 @@ static void *work(void *argument) {
     int rc = lck_access_run(job->region, take, &now);
     if (rc != 0)
       atomic_store(&job->gone, part->read);
-    lck_error_keep(&job->failure, rc);
+    lck_error_record(&job->failure, rc);
   }
   lck_persist_fence(); /* the kernel's stores pass the order that joining a thread gives */
   return NULL;
@@ -133,9 +134,9 @@ LCK_API int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint
   int rc = lck_region_alive(region);
   if (rc != 0)
     return rc;
-  if (threads == 0 || threads > LCK_THREADS_MOST || (count > 0 && reads == NULL))
+  if (threads == 0 || threads > LCK_MAX_THREADS || (count > 0 && reads == NULL))
     return lck_fail(LCK_E_INVALID, "%u threads, expected 1..%u, or reads is NULL", threads,
-                    LCK_THREADS_MOST);
+                    LCK_MAX_THREADS);
   if (bad == NULL)
     bad = &ignored;
   fetch job = {.region = region, .reads = reads};
@@ -148,7 +149,7 @@ LCK_API int lck_slot_fetch(const lck_region *region, const lck_read *reads, uint
                     (job.count + 1) * sizeof(piece), count);
   cut(&job, count);
   lck_threads_run(work, &job, job.count < threads ? job.count : threads);
-  rc = lck_error_tell(&job.failure);
+  rc = lck_error_report(&job.failure);
   if (rc != 0)
     *bad = atomic_load(&job.gone);
   else

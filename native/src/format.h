@@ -125,8 +125,8 @@ typedef struct journal_disk {
 #define LCK_JOURNAL_PLACE(journal_length)                                                          \
   ((journal_length) / LCK_JOURNAL_PLACES / LCK_HEADER_PAGE * LCK_HEADER_PAGE)
 
-/* What a trainer last said of itself. Informational: nothing relies on it, recovery never reads it,
- * and of a page that was never written everything is 0. The CRC leaves out `turn`. */
+/* The statistics that a trainer last published. Informational: nothing relies on it, recovery never
+ * reads it, and of a page that was never written everything is 0. The CRC leaves out `turn`. */
 #define LCK_STATISTICS_OFFSET LCK_RECORD_OFFSET(LCK_MAX_SLOTS) /* the page behind the records */
 #define LCK_STATISTICS_MAGIC UINT32_C(0x534B434C)              /* "LCKS" */
 
@@ -136,7 +136,7 @@ typedef struct statistics_disk {
   uint32_t version;
   uint32_t bytes; /* sizeof(statistics_disk) */
   uint32_t reserved0;
-  lck_statistics said;
+  lck_statistics values;
   uint32_t reserved;
   uint32_t crc;
 } statistics_disk;

@@ -1,4 +1,5 @@
-/* The boundary journal: three places with an entry each; the two newer ones are never touched. */
+/* journal.c -- the boundary journal: three places with an entry each; the two newer ones are never
+ * touched. */
 #include "journal.h"
 
 #include <inttypes.h>
@@ -190,7 +191,7 @@ static enum state read_newest(const lck_region *region, const superblock_disk *s
   return damaged ? DAMAGED : ABSENT;
 }
 
-typedef struct look {
+typedef struct search {
   const lck_region *region;
   const superblock_disk *super;
   const request *wanted;
@@ -198,10 +199,10 @@ typedef struct look {
   uint32_t place;
   enum state state;
   uint64_t sequence;
-} look;
+} search;
 
 static void look_for_newest(void *argument) {
-  look *at = argument;
+  search *at = argument;
   at->state = read_newest(at->region, at->super, at->wanted, &at->entry, &at->place);
 }
 
@@ -216,7 +217,7 @@ static int current_superblock(const lck_region *region, superblock_disk *super) 
 static int read_attempt(const lck_region *region, const request *wanted, journal_disk *out,
                         enum state *state) {
   superblock_disk super;
-  look at = {.region = region, .super = &super, .wanted = wanted, .state = ABSENT};
+  search at = {.region = region, .super = &super, .wanted = wanted, .state = ABSENT};
   int rc = current_superblock(region, &super);
   if (rc == 0 && capacity(&super) > 0)
     rc = lck_access_run(region, look_for_newest, &at);
@@ -291,7 +292,7 @@ static int check_write(const superblock_disk *super, const lck_journal_entry *en
 /* Once per handle: where the newest entry is, and the highest sequence, of any timeline. What a
  * predecessor left in caches is durable by now (lck_persist_adopt). */
 static void look_for_highest(void *argument) {
-  look *at = argument;
+  search *at = argument;
   journal_disk entry;
   look_for_newest(at);
   if (at->state != WHOLE)
@@ -304,7 +305,7 @@ static void look_for_highest(void *argument) {
 
 static int find_newest(lck_region *region, const superblock_disk *super) {
   request any = {.any_timeline = 1};
-  look at = {.region = region, .super = super, .wanted = &any};
+  search at = {.region = region, .super = super, .wanted = &any};
   int rc = lck_access_run(region, look_for_highest, &at);
   if (rc == 0)
     region->journal = (lck_journal){.sequence = at.sequence, .newest = at.place};

@@ -1,3 +1,4 @@
+/* kernel.c -- choosing the copy kernel, and the tables and arithmetic of CRC32C. */
 #include "kernel.h"
 
 #include <stdatomic.h>
@@ -94,6 +95,6 @@ LCK_API uint32_t lck_crc32c(uint32_t crc, const void *bytes, uint64_t length) {
   return lck_kernel_current()->crc(bytes, length, crc);
 }
 
-uint32_t lck_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t length_b) {
+LCK_API uint32_t lck_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t length_b) {
   return advance(crc_a, length_b) ^ crc_b;
 }

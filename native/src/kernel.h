@@ -19,7 +19,4 @@ typedef struct lck_kernel_table {
 /* The kernel in use. Never NULL. */
 const lck_kernel_table *lck_kernel_current(void);
 
-/* CRC of A then B, from crc(A), crc(B) and the length of B. */
-uint32_t lck_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t length_b);
-
 #endif

@@ -1,3 +1,4 @@
+/* lock.c -- the owner lock, leases and claims of slots, and what a forked child closes. */
 #include "lock.h"
 
 #include <errno.h>

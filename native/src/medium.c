@@ -1,3 +1,4 @@
+/* medium.c -- finding out which medium a file is on, its granularity and its page size. */
 #include "medium.h"
 
 #include <errno.h>
@@ -155,7 +156,7 @@ static void copy_out(void *argument) {
   memcpy(from->to, from->from, from->length);
 }
 
-int lck_medium_peek(const lck_region *region, void *bytes, uint64_t length, uint64_t *got) {
+int lck_medium_read_head(const lck_region *region, void *bytes, uint64_t length, uint64_t *got) {
   *got = 0;
   if (region->backed) {
     *got = length;

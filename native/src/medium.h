@@ -18,7 +18,7 @@ int lck_medium_length(const lck_region *region, uint64_t *length);
 
 /* Read up to `length` <= LCK_GRANULE bytes at the region's start without trusting them; *got
  * receives how many there are. */
-int lck_medium_peek(const lck_region *region, void *bytes, uint64_t length, uint64_t *got);
+int lck_medium_read_head(const lck_region *region, void *bytes, uint64_t length, uint64_t *got);
 
 /* Read one decimal number from a sysfs file; 0, or -1 without text. */
 int lck_medium_number(const char *path, uint64_t *value);

@@ -1,3 +1,4 @@
+/* memory.c -- reading how much memory the machine and its control groups leave. */
 #include "memory.h"
 
 #include <inttypes.h>

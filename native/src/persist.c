@@ -1,3 +1,4 @@
+/* persist.c -- the only code that stores to a region, flushes its lines and syncs its file. */
 #include "persist.h"
 
 #include <errno.h>
@@ -125,7 +126,7 @@ static void put_payload(void *argument) {
     flush(region, to.offset, to.length);
 }
 
-static void settle(void *argument) {
+static void hash_in_place(void *argument) {
   const change to = *(const change *)argument;
   lck_region *region = to.region;
   uint64_t padding = (LCK_LINE - to.length % LCK_LINE) % LCK_LINE;
@@ -183,9 +184,9 @@ int lck_persist_payload(lck_region *region, uint64_t offset, const void *source,
   return lck_access_run(region, put_payload, &to);
 }
 
-int lck_persist_settle(lck_region *region, uint64_t offset, uint64_t length, uint32_t *crc) {
+int lck_persist_in_place(lck_region *region, uint64_t offset, uint64_t length, uint32_t *crc) {
   change to = {.region = region, .offset = offset, .length = length, .crc = crc};
-  return lck_access_run(region, settle, &to);
+  return lck_access_run(region, hash_in_place, &to);
 }
 
 int lck_persist_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length) {

@@ -20,7 +20,7 @@ int lck_persist_payload(lck_region *region, uint64_t offset, const void *source,
 /* The same for payload that somebody else (a device) has stored there already, through whatever
  * cache: hash it, pad the last line with zeros, flush every line. No store of that other one may
  * still be under way. */
-int lck_persist_settle(lck_region *region, uint64_t offset, uint64_t length, uint32_t *crc);
+int lck_persist_in_place(lck_region *region, uint64_t offset, uint64_t length, uint32_t *crc);
 
 /* Ordinary stores, then flush of their lines; no fence. */
 int lck_persist_store(lck_region *region, uint64_t offset, const void *bytes, uint64_t length);

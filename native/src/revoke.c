@@ -1,3 +1,4 @@
+/* revoke.c -- the signal and the membarrier that take work from a thread without a CPU. */
 #include "revoke.h"
 
 #include <dlfcn.h>
@@ -18,21 +19,21 @@
 #define REGISTER_PRIVATE_EXPEDITED (1 << 4)
 
 /* A key and not a thread-local variable, for the reason that bus.c gives. */
-static pthread_key_t own_tenure;
+static pthread_key_t own_revocable;
 static int signal_number; /* 0: none */
 
-static int still_held(const lck_tenure *tenure) {
-  return atomic_load(tenure->word) == tenure->held;
+static int still_held(const lck_revocable *revocable) {
+  return atomic_load(revocable->word) == revocable->held;
 }
 
 /* A signal that comes late finds the thread between two calls, or at work that is its own. */
 static void on_revoke(int number) {
   (void)number;
   int saved = errno;
-  lck_tenure *tenure = pthread_getspecific(own_tenure);
-  if (tenure && tenure->inside && !still_held(tenure)) {
-    tenure->inside = 0;
-    siglongjmp(tenure->jump, 1);
+  lck_revocable *revocable = pthread_getspecific(own_revocable);
+  if (revocable && revocable->inside && !still_held(revocable)) {
+    revocable->inside = 0;
+    siglongjmp(revocable->jump, 1);
   }
   errno = saved;
 }
@@ -48,7 +49,7 @@ static void install(void) {
   struct sigaction ours = {.sa_handler = on_revoke, .sa_flags = SA_NODEFER};
   sigemptyset(&ours.sa_mask);
   if (syscall(SYS_membarrier, REGISTER_PRIVATE_EXPEDITED, 0, 0) != 0 ||
-      pthread_key_create(&own_tenure, NULL) != 0)
+      pthread_key_create(&own_revocable, NULL) != 0)
     return;
   /* The handler outlives a dlclose. */
   if (dladdr((const void *)(uintptr_t)on_revoke, &self) != 0 && self.dli_fname != NULL)
@@ -68,36 +69,36 @@ int lck_revoke_possible(void) {
   return signal_number != 0 && is_ours(signal_number);
 }
 
-void lck_revoke_enter(lck_tenure *tenure) {
+void lck_revoke_enter(lck_revocable *revocable) {
   sigset_t revoke;
-  (void)pthread_setspecific(own_tenure, tenure);
+  (void)pthread_setspecific(own_revocable, revocable);
   sigemptyset(&revoke);
   sigaddset(&revoke, signal_number);
   (void)pthread_sigmask(SIG_UNBLOCK, &revoke, NULL);
 }
 
 void lck_revoke_leave(void) {
-  lck_tenure *tenure = signal_number ? pthread_getspecific(own_tenure) : NULL;
-  if (tenure)
-    tenure->inside = 0;
+  lck_revocable *revocable = signal_number ? pthread_getspecific(own_revocable) : NULL;
+  if (revocable)
+    revocable->inside = 0;
 }
 
 /* The word is read when the signal would be heard: it changed before and is seen here, or changes
  * later and the signal comes later, too. */
-__attribute__((noinline)) int lck_revocable_run(lck_tenure *tenure, const _Atomic uint32_t *word,
-                                                uint32_t held, void (*body)(void *),
-                                                void *argument) {
-  tenure->word = word;
-  tenure->held = held;
-  if (sigsetjmp(tenure->jump, 0) != 0)
+__attribute__((noinline)) int lck_revocable_run(lck_revocable *revocable,
+                                                const _Atomic uint32_t *word, uint32_t held,
+                                                void (*body)(void *), void *argument) {
+  revocable->word = word;
+  revocable->held = held;
+  if (sigsetjmp(revocable->jump, 0) != 0)
     return 0;
-  tenure->inside = 1;
+  revocable->inside = 1;
   atomic_signal_fence(memory_order_seq_cst);
-  int ours = still_held(tenure);
+  int ours = still_held(revocable);
   if (ours)
     body(argument);
   atomic_signal_fence(memory_order_seq_cst);
-  tenure->inside = 0;
+  revocable->inside = 0;
   return ours;
 }
 

@@ -21,12 +21,12 @@
 #include <sys/types.h>
 
 /* A thread's part in it. */
-typedef struct lck_tenure {
+typedef struct lck_revocable {
   sigjmp_buf jump;
   const _Atomic uint32_t *word; /* the work is the thread's while *word == held */
   uint32_t held;
   volatile sig_atomic_t inside;
-} lck_tenure;
+} lck_revocable;
 
 /* 1 if work can be taken from threads here and now. Installs a handler for a free real-time signal,
  * once per process. 0: somebody has replaced that since; no membarrier, no free signal, or a build
@@ -34,12 +34,12 @@ typedef struct lck_tenure {
 int lck_revoke_possible(void);
 
 /* The calling thread, which blocks all signals, may have work taken from it. */
-void lck_revoke_enter(lck_tenure *tenure);
+void lck_revoke_enter(lck_revocable *revocable);
 
 /* Run body(argument) while *word == held; 1: it ran to its end, 0: it did not, since the word has
  * changed. The body is left in the middle: it holds no lock, allocates nothing and calls nothing
  * that does. */
-int lck_revocable_run(lck_tenure *tenure, const _Atomic uint32_t *word, uint32_t held,
+int lck_revocable_run(lck_revocable *revocable, const _Atomic uint32_t *word, uint32_t held,
                       void (*body)(void *), void *argument);
 
 /* A jump past a revocable call, from a handler on this thread. */

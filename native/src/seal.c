@@ -1,4 +1,4 @@
-/* seal.c -- the end of a snapshot: seal, and the keeper's two duties. */
+/* seal.c -- the end of a snapshot: its seal, its commit, and the invalidation of its slot. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,7 +19,7 @@ static int check_captured(const lck_snapshot *snapshot) {
                       (unsigned long long)done, (unsigned long long)batch->chunk_count);
     }
   }
-  /* A failure is stored while its chunk is in hand. */
+  /* A failure is stored while its chunk is claimed. */
   return lck_snapshot_failure(snapshot);
 }
 
@@ -58,8 +58,8 @@ static int copy_blob(const void *blob, uint64_t length, void **copy) {
 }
 
 /* The CRCs and the region's identity are filled in by lck_slot_commit. Where no sync is needed the
- * caller commits, so that the slot is free at once, whatever else wants the CPUs; else the keeper
- * does. */
+ * caller commits, so that the slot is free at once, whatever else wants the CPUs; else the
+ * commit thread does. */
 LCK_API int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, const void *layout,
                               const void *manifest) {
   int rc = lck_snapshot_open(snapshot);
@@ -87,9 +87,9 @@ LCK_API int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, 
   lck_drain_sealed(snapshot);
   atomic_store(&snapshot->phase, LCK_PHASE_SEALED);
   lck_pool_unlock(pool);
-  lck_snapshot_try_commit(snapshot, 0, &pool->lanes[LCK_THREAD_CALLER]);
+  lck_snapshot_try_commit(snapshot, 0, &pool->threads[LCK_THREAD_CALLER]);
   if (atomic_load(&snapshot->phase) == LCK_PHASE_SEALED)
-    lck_bell_ring(&pool->duty);
+    lck_wait_queue_wake(&pool->commit_work);
   return 0;
 }
 
@@ -103,34 +103,34 @@ int lck_snapshot_due(const lck_snapshot *snapshot) {
   return 1;
 }
 
-/* After a failure there is nothing to protect any more: no drain will run. */
-void lck_snapshot_erase(lck_snapshot *snapshot) {
+/* After a failure the slot need not be invalidated: no drain will run. */
+void lck_snapshot_invalidate(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
   if (!atomic_load(&snapshot->failure)) {
-    lck_timeline_enter(&pool->lanes[LCK_THREAD_KEEPER], snapshot->slot);
+    lck_thread_trace_enter(&pool->threads[LCK_THREAD_COMMIT], snapshot->slot);
     int rc = lck_slot_invalidate(snapshot->region, snapshot->slot);
-    lck_timeline_stage(LCK_DID_INVALIDATE, 0);
-    lck_timeline_leave();
+    lck_thread_trace_stage(LCK_SPAN_INVALIDATE, 0);
+    lck_thread_trace_leave();
     if (rc)
       lck_snapshot_fail(snapshot, rc);
     else
-      atomic_store(&snapshot->erased, 1);
+      atomic_store(&snapshot->invalidated, 1);
   }
   lck_pool_lock(pool);
-  snapshot->doomed = 0;
+  snapshot->invalidation_due = 0;
   lck_pool_unlock(pool);
   lck_pool_wake(pool);
 }
 
 /* The slot is given back before anybody can see the commit, so that whoever has waited for it can
  * open the slot again. */
-static void commit(lck_snapshot *snapshot, lck_lane *lane) {
+static void commit(lck_snapshot *snapshot, lck_pool_thread *thread) {
   lck_pool *pool = snapshot->pool;
   uint64_t started = lck_now_ns();
-  lck_timeline_enter(lane, snapshot->slot);
+  lck_thread_trace_enter(thread, snapshot->slot);
   int rc = lck_slot_commit(snapshot->region, snapshot->slot, &snapshot->record, snapshot->layout,
                            snapshot->manifest);
-  lck_timeline_leave();
+  lck_thread_trace_leave();
   if (rc) {
     lck_snapshot_fail(snapshot, rc);
     return;
@@ -143,7 +143,7 @@ static void commit(lck_snapshot *snapshot, lck_lane *lane) {
   atomic_store(&snapshot->phase, LCK_PHASE_COMMITTED);
 }
 
-void lck_snapshot_try_commit(lck_snapshot *snapshot, int may_sync, lck_lane *lane) {
+void lck_snapshot_try_commit(lck_snapshot *snapshot, int may_sync, lck_pool_thread *thread) {
   lck_pool *pool = snapshot->pool;
   if (snapshot->paged && !may_sync)
     return;
@@ -154,9 +154,9 @@ void lck_snapshot_try_commit(lck_snapshot *snapshot, int may_sync, lck_lane *lan
   lck_pool_unlock(pool);
   if (!ours)
     return;
-  commit(snapshot, lane);
+  commit(snapshot, thread);
   lck_pool_lock(pool);
   snapshot->users--;
   lck_pool_unlock(pool);
-  lck_bell_ring(&pool->progress);
+  lck_wait_queue_wake(&pool->progress);
 }

@@ -33,7 +33,7 @@ void lck_snapshot_fail(lck_snapshot *snapshot, int code) {
     free(text);
   (void)atomic_compare_exchange_strong(&snapshot->failure, &healthy, code);
   atomic_store(&snapshot->halted, 1);
-  lck_bell_ring(&snapshot->pool->progress);
+  lck_wait_queue_wake(&snapshot->pool->progress);
 }
 
 lck_batch *lck_snapshot_batch(const lck_snapshot *snapshot, uint32_t batch) {
@@ -50,9 +50,9 @@ static void enlist(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
   lck_pool_lock(pool);
   snapshot->claimed = 1;
-  snapshot->doomed = snapshot->paged;
+  snapshot->invalidation_due = snapshot->paged;
   lck_drain_begins(snapshot);
-  lck_crowd_begins(pool);
+  lck_contention_begin_snapshot(pool);
   if (pool->last)
     atomic_store(&pool->last->next, snapshot);
   else
@@ -60,11 +60,11 @@ static void enlist(lck_snapshot *snapshot) {
   pool->last = snapshot;
   lck_pool_unlock(pool);
   if (snapshot->paged)
-    lck_bell_ring(&pool->duty);
+    lck_wait_queue_wake(&pool->commit_work);
 }
 
 /* Direct media invalidate with a fence, which costs less than waking another thread; every other
- * medium may sync, so there the keeper does it. */
+ * medium may sync, so there the commit thread does it. */
 LCK_API int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot,
                                lck_snapshot **out) {
   int rc = lck_pool_usable(pool);
@@ -88,17 +88,17 @@ LCK_API int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot
     return rc;
   }
   if (!snapshot->paged) {
-    lck_timeline_enter(&pool->lanes[LCK_THREAD_CALLER], slot);
+    lck_thread_trace_enter(&pool->threads[LCK_THREAD_CALLER], slot);
     rc = LCK_MUTANT(MUTANT_INVALIDATED_LATE) ? 0 : lck_slot_invalidate(region, slot);
-    lck_timeline_stage(LCK_DID_INVALIDATE, 0);
-    lck_timeline_leave();
+    lck_thread_trace_stage(LCK_SPAN_INVALIDATE, 0);
+    lck_thread_trace_leave();
     if (rc) {
       lck_region_latch(region, rc);
       lck_slot_unclaim(region, slot);
       free(snapshot);
       return rc;
     }
-    atomic_store(&snapshot->erased, 1);
+    atomic_store(&snapshot->invalidated, 1);
   }
   enlist(snapshot);
   *out = snapshot;
@@ -170,11 +170,11 @@ LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *s
     atomic_fetch_add(&pool->waiters, 1);
     lck_pool_wake(pool);
     for (;;) {
-      uint32_t count = lck_bell_count(&pool->progress);
+      uint32_t count = lck_wait_queue_count(&pool->progress);
       seen = public_state(snapshot);
       if (seen != LCK_SNAP_SEALED || lck_now_ns() >= deadline)
         break;
-      lck_bell_sleep(&pool->progress, count, deadline);
+      lck_wait_queue_sleep(&pool->progress, count, deadline);
     }
     atomic_fetch_sub(&pool->waiters, 1);
   }
@@ -191,23 +191,24 @@ static int is_sealed(lck_snapshot *snapshot) {
   return public_state(snapshot) == LCK_SNAP_SEALED;
 }
 
-/* Chunks in the hands of idle workers are let go of: what would be copied is given up. */
-static int is_in_hand(lck_snapshot *snapshot) {
+/* Whether a thread still uses the snapshot. Chunks that idle workers have claimed are seized: what
+ * would be copied is given up. */
+static int is_in_use(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
-  lck_snapshot_recall(snapshot);
+  lck_snapshot_seize_all(snapshot);
   lck_pool_lock(pool);
-  int used = snapshot->users > 0 || snapshot->doomed;
+  int used = snapshot->users > 0 || snapshot->invalidation_due;
   lck_pool_unlock(pool);
   return used || lck_snapshot_busy(snapshot);
 }
 
-static void await_nobody(lck_snapshot *snapshot, int (*in_the_way)(lck_snapshot *)) {
+static void wait_while(lck_snapshot *snapshot, int (*condition)(lck_snapshot *)) {
   lck_pool *pool = snapshot->pool;
   for (;;) {
-    uint32_t count = lck_bell_count(&pool->progress);
-    if (!in_the_way(snapshot))
+    uint32_t count = lck_wait_queue_count(&pool->progress);
+    if (!condition(snapshot))
       return;
-    lck_bell_sleep(&pool->progress, count, lck_pool_look_again(LCK_ALL));
+    lck_wait_queue_sleep(&pool->progress, count, lck_pool_recheck_at(LCK_ALL));
   }
 }
 
@@ -225,20 +226,20 @@ static void delist(lck_snapshot *snapshot) {
 }
 
 /* A sealed snapshot ends by itself, now unpaced. One that was given up still owes its invalidation,
- * because the caller takes the slot for empty. Neither goes before the last thread has let go of
+ * because the caller takes the slot for empty. Neither is freed before the last thread is done with
  * it. */
-static void retire(lck_snapshot *snapshot) {
+static void finish(lck_snapshot *snapshot) {
   lck_pool *pool = snapshot->pool;
   int committed = public_state(snapshot) == LCK_SNAP_COMMITTED;
   if (!committed) {
     atomic_fetch_add(&snapshot->urgent, 1);
     atomic_fetch_add(&pool->urgent, 1);
     lck_pool_wake(pool);
-    await_nobody(snapshot, is_sealed);
+    wait_while(snapshot, is_sealed);
     atomic_fetch_sub(&pool->urgent, 1);
     atomic_store(&snapshot->halted, 1);
-    lck_bell_ring(&pool->duty);
-    await_nobody(snapshot, is_in_hand);
+    lck_wait_queue_wake(&pool->commit_work);
+    wait_while(snapshot, is_in_use);
   }
   atomic_store(&snapshot->halted, 1);
   lck_pool_lock(pool);
@@ -257,11 +258,11 @@ LCK_API int lck_snapshot_free(lck_snapshot *snapshot) {
   int rc = lck_snapshot_usable(snapshot);
   if (rc)
     return rc;
-  retire(snapshot);
+  finish(snapshot);
   if (snapshot->claimed)
     lck_slot_unclaim(snapshot->region, snapshot->slot);
   lck_staging_give(snapshot->pool, &snapshot->areas);
-  lck_pool_bury(snapshot->pool, snapshot);
+  lck_pool_free_later(snapshot->pool, snapshot);
   return 0;
 }
 

@@ -23,7 +23,8 @@
 #define LCK_NO_CHUNK UINT64_MAX
 #define LCK_PIECE_SKIPPED (1u << 31) /* unchanged: neither staged nor stored */
 
-/* How far a chunk is: the low bits of its word. Above them, while it is in hand, the lane + 1. */
+/* How far a chunk is: the low bits of its word. Above them, while it is claimed, the number of
+ * the thread, plus 1. */
 enum {
   LCK_CHUNK_WAITS = 0,
   LCK_CHUNK_IN_CAPTURE = 1,
@@ -76,15 +77,15 @@ struct lck_snapshot {
   lck_pool *pool;
   lck_region *region;
   uint32_t slot;
-  int paged;                    /* every copy is staged, and the keeper invalidates the slot */
+  int paged; /* every copy is staged, and the commit thread invalidates the slot */
   _Atomic(lck_snapshot *) next; /* in the pool's list */
 
   /* Changed under the pool's lock. */
-  uint32_t users; /* the keeper, or who commits it: it must not be freed */
+  uint32_t users; /* the commit thread, or who commits it: it must not be freed */
   _Atomic int phase;
   int committing;                  /* somebody is at it, or was */
   int claimed;                     /* the slot is ours */
-  int doomed;                      /* the keeper has yet to invalidate the slot */
+  int invalidation_due;            /* the commit thread has yet to invalidate the slot */
   uint64_t began;                  /* ns */
   uint64_t deadline;               /* of the drains, ns; see drain.h */
   uint64_t sealed_at, sealed_left; /* ns; bytes not drained then */
@@ -93,8 +94,8 @@ struct lck_snapshot {
   _Atomic uint32_t drain_from; /* batches below have no chunk that waits for its drain */
   _Atomic(char *) text;        /* of the first failure; set before `failure` is */
   _Atomic int failure;         /* or 0 */
-  _Atomic int halted; /* failed or given up: nobody touches a source or the region any more */
-  _Atomic int erased; /* the slot's old content is invalid, durably: drains may run */
+  _Atomic int halted;      /* failed or given up: nobody touches a source or the region any more */
+  _Atomic int invalidated; /* the slot's old content is invalid, durably: drains may run */
   _Atomic int staged; /* some copy is: every chunk has its drain, which may find nothing to do */
   _Atomic uint32_t urgent;
   _Atomic uint32_t batch_count;   /* stored after the batch and its block */
@@ -106,16 +107,16 @@ struct lck_snapshot {
   lck_record record;
   void *layout, *manifest;
 
-  /* Freed while workers may be looking at it: see lck_pool_bury. */
-  lck_snapshot *buried;
+  /* Freed while workers may be looking at it: see lck_pool_free_later. */
+  lck_snapshot *deferred;
   uint64_t visits[LCK_MAX_THREADS];
 };
 
-/* What a thread knows of itself and of its last chunk. */
-typedef struct lck_lap {
-  lck_lane *lane;
+/* A thread, and how long its last chunk took. */
+typedef struct lck_last_chunk {
+  lck_pool_thread *thread;
   uint64_t spent, finished; /* ns */
-} lck_lap;
+} lck_last_chunk;
 
 /* 0, or LCK_E_INVALID / LCK_E_FORKED with text. */
 int lck_snapshot_usable(const lck_snapshot *snapshot);
@@ -140,41 +141,43 @@ void lck_batch_free(lck_batch *batch);
 /* Chunks that start before byte `bytes` of the batch. */
 uint64_t lck_batch_chunks(const lck_batch *batch, uint64_t bytes);
 
-/* Claim for `lane` the next released chunk, or the next captured one that waits for its drain. A
+/* Claim for `thread` the next released chunk, or the next captured one that waits for its drain. A
  * snapshot that has halted has none. */
-uint64_t lck_batch_claim(const lck_snapshot *snapshot, lck_batch *batch, const lck_lane *lane);
+uint64_t lck_batch_claim(const lck_snapshot *snapshot, lck_batch *batch,
+                         const lck_pool_thread *thread);
 uint64_t lck_batch_claim_drain(const lck_snapshot *snapshot, lck_batch *batch,
-                               const lck_lane *lane);
+                               const lck_pool_thread *thread);
 
-/* Take a chunk (LCK_CHUNK_IN_CAPTURE or LCK_CHUNK_IN_DRAIN) for `lane` out of the hands of a worker
- * of the idle class, who has done nothing more to it when this returns. LCK_NO_CHUNK: none of them
- * has one. */
-uint64_t lck_batch_seize(lck_snapshot *snapshot, lck_batch *batch, const lck_lane *lane,
+/* Claim for `thread` a chunk (LCK_CHUNK_IN_CAPTURE or LCK_CHUNK_IN_DRAIN) that a worker of the idle
+ * class has claimed; that one does nothing more to it once this has returned. LCK_NO_CHUNK: none of
+ * them has one. */
+uint64_t lck_batch_seize(lck_snapshot *snapshot, lck_batch *batch, const lck_pool_thread *thread,
                          uint32_t phase);
 
-/* Take all chunks that idle workers have in hand, and do nothing with them: the snapshot has
+/* Seize all chunks that idle workers have claimed, and do nothing with them: the snapshot has
  * halted. */
-void lck_snapshot_recall(lck_snapshot *snapshot);
+void lck_snapshot_seize_all(lck_snapshot *snapshot);
 
 /* How many chunks from the first on are captured; all of them are drained. */
 uint64_t lck_batch_captured(lck_batch *batch);
 int lck_batch_drained(lck_batch *batch);
 
-/* Whether a thread has a chunk in hand; of a batch, in capture. */
+/* Whether a thread has claimed a chunk; of a batch, for its capture. */
 int lck_batch_busy(const lck_batch *batch);
 int lck_snapshot_busy(const lck_snapshot *snapshot);
 
-/* Run a chunk in hand. */
+/* Run a claimed chunk. */
 void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, int helping,
-                       lck_lap *lap);
-void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index, lck_lap *lap);
+                       lck_last_chunk *last);
+void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
+                     lck_last_chunk *last);
 
-/* Invalidate the slot of a doomed snapshot, for the keeper. */
-void lck_snapshot_erase(lck_snapshot *snapshot);
+/* Invalidate the slot of a snapshot whose invalidation is due. Called by the commit thread. */
+void lck_snapshot_invalidate(lck_snapshot *snapshot);
 
 /* Commit the snapshot if it is due, nobody is at it, and the medium needs no sync (`may_sync`: or
  * does). Never on a thread of the idle class. */
-void lck_snapshot_try_commit(lck_snapshot *snapshot, int may_sync, lck_lane *lane);
+void lck_snapshot_try_commit(lck_snapshot *snapshot, int may_sync, lck_pool_thread *thread);
 
 /* Under the pool's lock: it is sealed, has not failed, and all of it is in the region. */
 int lck_snapshot_due(const lck_snapshot *snapshot);

@@ -1,3 +1,4 @@
+/* space.c -- reserving addresses, mapping, allocating and faulting in a region's space. */
 #include "space.h"
 
 #include <errno.h>
@@ -21,7 +22,7 @@
 #include "memory.h"
 #include "mutant.h"
 #include "persist.h"
-#include "threads.h"
+#include "pool.h"
 #include "trace.h"
 
 #ifndef MAP_SYNC
@@ -206,13 +207,13 @@ static int fault_slice(lck_region *region, uint64_t offset, uint64_t length) {
 
 static void *fault_in(void *argument) {
   faulting *job = argument;
-  while (!lck_error_kept(&job->failure)) {
+  while (!lck_error_recorded(&job->failure)) {
     uint64_t at = atomic_fetch_add(&job->next, job->slice);
     if (at >= job->length)
       break;
     uint64_t left = job->length - at;
-    lck_error_keep(&job->failure, fault_slice(job->region, job->offset + at,
-                                              left < job->slice ? left : job->slice));
+    lck_error_record(&job->failure, fault_slice(job->region, job->offset + at,
+                                                left < job->slice ? left : job->slice));
   }
   return NULL;
 }
@@ -230,7 +231,7 @@ static int populate(lck_region *region, uint64_t offset, uint64_t length) {
   long cores = sysconf(_SC_NPROCESSORS_ONLN);
   uint64_t threads = cores < 1 ? 1 : cores < FAULTERS ? (uint64_t)cores : FAULTERS;
   lck_threads_run(fault_in, &job, slices < threads ? slices : threads);
-  return lck_error_tell(&job.failure);
+  return lck_error_report(&job.failure);
 }
 
 static int check_limits(const lck_region *region, uint64_t new_size, uint64_t need) {

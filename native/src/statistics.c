@@ -1,4 +1,5 @@
-/* The statistics page: what a trainer says of itself, for whoever looks on from another process.
+/* statistics.c -- the statistics page: what a trainer says of itself, for whoever looks on from
+ * another process.
  *
  * It vouches for nothing and survives nothing: no recovery reads it, no commit waits for it, and a
  * torn one is only a page that cannot be read. */
@@ -28,59 +29,60 @@ static uint64_t counter(const _Atomic uint64_t *of) {
   return atomic_load_explicit(of, memory_order_relaxed);
 }
 
-static statistics_disk compose(const lck_pool *pool, const lck_statistics *said) {
+static statistics_disk compose(const lck_pool *pool, const lck_statistics *values) {
   statistics_disk page = {.magic = LCK_STATISTICS_MAGIC,
                           .version = LCK_FORMAT_VERSION,
                           .bytes = sizeof(page),
-                          .said = *said};
-  page.said.bytes_copied = counter(&pool->bytes_copied);
-  page.said.bytes_skipped = counter(&pool->bytes_skipped);
-  page.said.bytes_helped = counter(&pool->bytes_helped);
-  page.said.copy_ns = counter(&pool->copy_ns);
-  page.said.commit_ns = counter(&pool->commit_ns);
-  page.said.staging_bytes = counter(&pool->staging_bytes);
-  page.said.bytes_drained = counter(&pool->bytes_drained);
-  page.said.drain_ns = counter(&pool->drain_ns);
+                          .values = *values};
+  page.values.bytes_copied = counter(&pool->bytes_copied);
+  page.values.bytes_skipped = counter(&pool->bytes_skipped);
+  page.values.bytes_helped = counter(&pool->bytes_helped);
+  page.values.copy_ns = counter(&pool->copy_ns);
+  page.values.commit_ns = counter(&pool->commit_ns);
+  page.values.staging_bytes = counter(&pool->staging_bytes);
+  page.values.bytes_drained = counter(&pool->bytes_drained);
+  page.values.drain_ns = counter(&pool->drain_ns);
   page.crc = page_crc(&page);
   return page;
 }
 
 /* A store into a file's mapping can wait for the file system, which may be in the middle of a sync;
- * there the keeper stores. Only the newest page counts. */
-LCK_API int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_statistics *said) {
+ * there the commit thread stores. Only the newest page counts. */
+LCK_API int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_statistics *values) {
   int rc = lck_pool_usable(pool);
   if (rc == 0)
     rc = lck_region_alive(region);
   if (rc)
     return rc;
-  if (!said || region->flags & LCK_READ_ONLY)
+  if (!values || region->flags & LCK_READ_ONLY)
     return lck_fail(LCK_E_INVALID, "no statistics, or the region is open read-only");
-  statistics_disk page = compose(pool, said);
+  statistics_disk page = compose(pool, values);
   if (region->granularity != LCK_GRAN_PAGE && region->medium != LCK_FILE) {
     return lck_persist_note(region, LCK_STATISTICS_OFFSET, &page, sizeof(page));
   }
   lck_pool_lock(pool);
-  pool->notice = (lck_notice){.region = region, .page = page};
+  pool->pending_page = (lck_pending_page){.region = region, .page = page};
   lck_pool_unlock(pool);
-  lck_bell_ring(&pool->duty);
+  lck_wait_queue_wake(&pool->commit_work);
   return 0;
 }
 
 int lck_statistics_store(lck_pool *pool) {
-  lck_notice notice = pool->notice;
-  if (!notice.region)
+  lck_pending_page pending_page = pool->pending_page;
+  if (!pending_page.region)
     return 0;
-  pool->notice.region = NULL;
+  pool->pending_page.region = NULL;
   lck_pool_unlock(pool);
   /* What fails has latched the region, which is where the trainer hears of it. */
-  (void)lck_persist_note(notice.region, LCK_STATISTICS_OFFSET, &notice.page, sizeof(notice.page));
+  (void)lck_persist_note(pending_page.region, LCK_STATISTICS_OFFSET, &pending_page.page,
+                         sizeof(pending_page.page));
   lck_pool_lock(pool);
   return 1;
 }
 
 /* ---- read --------------------------------------------------------------------------------- */
 
-/* 0, or why this copy does not serve. */
+/* Check a copy of the page: 0, or an error with the reason why it does not serve. */
 static int judge(const statistics_disk *page) {
   if (page->magic == 0)
     return lck_fail(LCK_E_EMPTY, "no statistics: no trainer has published any here");
@@ -118,6 +120,6 @@ LCK_API int lck_region_statistics(const lck_region *region, lck_statistics *out,
       sched_yield();
   }
   if (rc == 0)
-    *out = page.said;
+    *out = page.values;
   return rc;
 }

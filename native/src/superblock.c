@@ -1,3 +1,4 @@
+/* superblock.c -- checking, choosing and rewriting the two copies of the superblock. */
 #include "superblock.h"
 
 #include <inttypes.h>
@@ -119,7 +120,7 @@ static int read_once(const lck_region *region, superblock_disk *out, int *torn) 
   superblock_disk copies[2];
   enum verdict verdicts[2];
   uint64_t got;
-  int rc = lck_medium_peek(region, pages, sizeof(pages), &got);
+  int rc = lck_medium_read_head(region, pages, sizeof(pages), &got);
   if (rc != 0)
     return rc;
   for (int i = 0; i < 2; i++) {

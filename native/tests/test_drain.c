@@ -12,7 +12,7 @@
 
 static lck_pool *make_pool(uint32_t idle) {
   lck_pool *pool;
-  lck_pool_spec spec = {.threads = 1, .chunk_bytes = CHUNK, .idle = idle, .moments = 1024};
+  lck_pool_spec spec = {.threads = 1, .chunk_bytes = CHUNK, .idle = idle, .spans = 1024};
   CHECK(lck_pool_create(&spec, &pool) == 0, "%s", lck_last_error());
   return pool;
 }
@@ -42,15 +42,15 @@ static int not_for_idle(void) {
   return atomic_load(&opened);
 }
 
-/* Its bytes were stored by the keeper or the reserve, and these are no idle threads. */
+/* Its bytes were stored by the commit thread or the reserve, and these are no idle threads. */
 static void check_others_drained(lck_pool *pool) {
-  lck_moment moments[1024];
+  lck_span spans[1024];
   uint64_t count, lost, drained = 0;
-  CHECK(lck_pool_timeline(pool, moments, 1024, &count, &lost) == 0, "%s", lck_last_error());
+  CHECK(lck_pool_trace(pool, spans, 1024, &count, &lost) == 0, "%s", lck_last_error());
   for (uint64_t i = 0; i < count; i++) {
-    if (moments[i].did == LCK_DID_DRAIN) {
-      CHECK(moments[i].thread != 0, "drained by thread %u", moments[i].thread);
-      drained += moments[i].bytes;
+    if (spans[i].kind == LCK_SPAN_DRAIN) {
+      CHECK(spans[i].thread != 0, "drained by thread %u", spans[i].thread);
+      drained += spans[i].bytes;
     }
   }
   CHECK(drained == BYTES, "%llu bytes", (unsigned long long)drained);
@@ -69,13 +69,13 @@ static void test_what_no_idle_worker_drains_others_do(bed *b) {
   bed_create(b, "late");
   lck_pool *pool = make_pool(1);
   unsigned char *source = make_source();
-  EVENTUALLY(atomic_load(&pool->lanes[0].id) != 0);
+  EVENTUALLY(atomic_load(&pool->threads[0].id) != 0);
   lck_snapshot *held = bed_begin(b, pool, 1);
   lck_copy copy = {.offset = bed_slot(b, 1), .source = source, .length = CHUNK};
   uint32_t batch = bed_add(held, &copy, 1);
   atomic_store(&at_gate, 0);
   atomic_store(&opened, 0);
-  atomic_store(&pool->crowd.watched, 1); /* nobody else takes the chunk */
+  atomic_store(&pool->contention.watched, 1); /* nobody else takes the chunk */
   lck_fault_gate(LCK_FAULT_COPY, not_for_idle);
   CHECK(lck_snapshot_release(held, batch, LCK_ALL) == 0, "%s", lck_last_error());
   EVENTUALLY(atomic_load(&at_gate));
@@ -138,9 +138,9 @@ static void test_the_next_snapshot_is_the_deadline(bed *b) {
 }
 
 static int late(lck_pool *pool, int behind, lck_task *todo, uint64_t *again) {
-  lck_lane lane = {.thread = LCK_THREAD_KEEPER};
+  lck_pool_thread thread = {.number = LCK_THREAD_COMMIT};
   lck_pool_lock(pool);
-  int found = lck_drain_late(pool, &lane, behind, todo, again);
+  int found = lck_drain_late(pool, &thread, behind, todo, again);
   pthread_mutex_unlock(&pool->lock);
   return found;
 }
@@ -152,7 +152,7 @@ static void test_who_is_in_time_and_who_is_paused_is_left_alone(bed *b) {
   lck_pool *pool = make_pool(1);
   CHECK(lck_pool_pace(pool, 0) == 0, "%s", lck_last_error());
   lck_snapshot *s = bed_begin(b, pool, 0);
-  EVENTUALLY(atomic_load(&s->erased));
+  EVENTUALLY(atomic_load(&s->invalidated));
   bed_capture(s, add_staged(b, s, 0, source), 1);
   s->deadline = lck_now_ns() + HOUR;
   CHECK(bed_seal(b, s, 0, 1) == 0, "%s", lck_last_error());
@@ -162,10 +162,10 @@ static void test_who_is_in_time_and_who_is_paused_is_left_alone(bed *b) {
   CHECK(lck_snapshot_free(s) == 0, "%s", lck_last_error());
 
   lck_pool_lock(pool);
-  pool->idle = 0; /* so that the keeper keeps out */
+  pool->idle = 0; /* so that the commit thread does not drain */
   pthread_mutex_unlock(&pool->lock);
   s = bed_begin(b, pool, 1);
-  EVENTUALLY(atomic_load(&s->erased));
+  EVENTUALLY(atomic_load(&s->invalidated));
   bed_capture(s, add_staged(b, s, 1, source), 1);
   s->deadline = lck_now_ns() + HOUR;
   CHECK(bed_seal(b, s, 1, 2) == 0, "%s", lck_last_error());
@@ -180,8 +180,8 @@ static void test_who_is_in_time_and_who_is_paused_is_left_alone(bed *b) {
   asked.idle = 1;
   CHECK(late(&asked, 0, &todo, &again) && todo.snapshot == s && todo.drain, "an hour late");
   pthread_mutex_destroy(&asked.lock);
-  lck_lap lap = {.lane = &pool->lanes[LCK_THREAD_KEEPER]};
-  lck_chunk_drain(s, todo.batch, todo.chunk, &lap); /* as the keeper has claimed it */
+  lck_last_chunk last = {.thread = &pool->threads[LCK_THREAD_COMMIT]};
+  lck_chunk_drain(s, todo.batch, todo.chunk, &last); /* as the commit thread has claimed it */
   CHECK(lck_pool_pace(pool, LCK_FULL_PACE) == 0, "%s", lck_last_error());
   bed_committed(s);
   CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());

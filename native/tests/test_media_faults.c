@@ -67,7 +67,7 @@ static void take_off(bed *b, flight *f, uint32_t threads) {
   f->snapshot = bed_begin(b, f->pool, 1);
   f->batch = bed_add(f->snapshot, f->copies, 40);
   if (b->staged)
-    EVENTUALLY(f->snapshot->erased);
+    EVENTUALLY(f->snapshot->invalidated);
 }
 
 static void land(bed *b, flight *f, uint64_t length, uint64_t sequence) {

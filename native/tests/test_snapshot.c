@@ -170,7 +170,7 @@ static void test_pace_and_help(bed *b) {
   CHECK(bed_seal(b, s, 0, 1) == 0, "%s", lck_last_error());
   if (b->staged) {
     int state;
-    EVENTUALLY(s->erased);
+    EVENTUALLY(s->invalidated);
     CHECK(lck_snapshot_wait(s, 20 * MS, &state) == LCK_E_TIMEOUT, "drained while paused");
     CHECK(state == LCK_SNAP_SEALED, "%d", state);
     CHECK(lck_pool_pace(pool, 1000) == 0, "%s", lck_last_error());

@@ -40,7 +40,7 @@ static void test_failed_chunk(bed *b, int who, int64_t after) {
   copy.offset += length;
   uint32_t index = bed_add(s, &copy, 1);
   if (b->staged)
-    EVENTUALLY(s->erased);
+    EVENTUALLY(s->invalidated);
   CHECK(lck_pool_pace(pool, who == HELP_ONLY ? 0 : 1000) == 0, "pace");
   CHECK(lck_fault_delay(LCK_FAULT_COPY, MS / 2) == 0, "delay");
   CHECK(lck_fault_arm(LCK_FAULT_COPY, after, EIO) == 0, "arm");
@@ -75,7 +75,7 @@ static void test_failed_commit(bed *b, uint32_t point) {
   uint32_t index = bed_add(s, copies, 10);
   bed_capture(s, index, 1);
   if (b->staged)
-    EVENTUALLY(s->erased);
+    EVENTUALLY(s->invalidated);
   CHECK(lck_fault_arm(point, 0, EIO) == 0, "arm");
   CHECK(bed_seal(b, s, 1, 2) == 0, "%s", lck_last_error());
   free(block);

@@ -56,11 +56,11 @@ static void test_slow_sync(bed *b) {
     bed_withhold(b, bed_slot(b, 0), length);
     bed_capture(s, index, help);
     bed_give_back(b, bed_slot(b, 0), length);
-    CHECK(!s->erased, "the capture waited for the sync");
+    CHECK(!s->invalidated, "the capture waited for the sync");
     CHECK(s->blocks[0][0]->drain_next == 0, "a payload byte changed before the invalidation");
     bed_digests(s, index, crcs);
     CHECK(bed_seal(b, s, 1, 2) == 0, "%s", lck_last_error());
-    CHECK(!s->erased, "the seal waited for the sync");
+    CHECK(!s->invalidated, "the seal waited for the sync");
     CHECK(lck_fault_delay(LCK_FAULT_SYNC, 0) == 0, "delay");
     bed_committed(s);
     bed_holds(b, 1, 2);
@@ -190,7 +190,7 @@ static void test_race(bed *b) {
   bed_destroy(b);
 }
 
-/* A growth writes a superblock while the keeper commits. */
+/* A growth writes a superblock while the commit thread commits. */
 static void test_growth_beside_commits(bed *b) {
   bed_create(b, "grow");
   lck_pool *pool = bed_pool(1, 4096);

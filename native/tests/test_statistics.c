@@ -84,7 +84,7 @@ static void test_publishing_is_in_nobodys_way(bed *b) {
   lck_region *other = reader(b);
   unsigned char *page = lck_guard_store(b->region, LCK_STATISTICS_OFFSET);
   bed_snapshot(b, pool, 0, 1);
-  if (b->staged) { /* out of reach for whoever publishes, while the keeper is in a sync */
+  if (b->staged) { /* out of reach for whoever publishes, while the commit thread is in a sync */
     CHECK(lck_fault_delay(LCK_FAULT_SYNC, 300 * MS) == 0, "delay");
     lck_snapshot *s = bed_begin(b, pool, 1);
     bed_nap(50 * MS);

@@ -16,7 +16,7 @@ from replicas import STEPS, Case, made, micro_batch, train
 import lightck
 from lightck.cli import timeline_data
 from lightck.distributed.ddp import CommObserver
-from lightck.region.native_pool import MOMENT_DTYPE
+from lightck.region.native_pool import SPAN_DTYPE
 from lightck.tracing.perfetto import document
 from lightck.tracing.trace import Event, Recorded
 
@@ -136,7 +136,7 @@ def event(kind: str, name: str, begin: int, end: int | None = None, amount: int 
 
 
 def drawn(events: list[Event]) -> list[tuple[str, float, float]]:
-    found = Recorded(events, [], np.zeros(0, MOMENT_DTYPE), 0, 1, {})
+    found = Recorded(events, [], np.zeros(0, SPAN_DTYPE), 0, 1, {})
     return [(s["name"], s["ts"], s["ts"] + s["dur"]) for s in slices(document(found), "allreduce")]
 
 

@@ -227,7 +227,7 @@ def test_poison_at_any_access_of_a_training_is_told_and_costs_no_older_snapshot(
         assert losses == expected
         told = bool(reports)
         for error in reports:
-            # The keeper may come across it in what nobody waits for; the next one is told why.
+            # The commit thread may come across it where nobody waits; the next one is told why.
             assert isinstance(error, lightck.RegionIOError | PreviousPersistError), error
             assert "poisoned" in str(error) and str(run) in str(error)
         assert len(reports) <= 1

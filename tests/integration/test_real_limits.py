@@ -192,7 +192,7 @@ def test_a_trainer_that_the_oom_killer_took_in_a_commit_goes_on_from_the_one_bef
         parent.send((handle.last_committed_step, loop.seen))
         faults.delay(faults.COMMIT, 3600)
         threading.Thread(target=hoard_all, daemon=True).start()
-        loop.run(1)  # its commit begins, and will not end: here, or on the keeper
+        loop.run(1)  # its commit begins, and will not end: here, or on the commit thread
         parent.pause()
 
     def hoard_all() -> None:

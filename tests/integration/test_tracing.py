@@ -206,7 +206,7 @@ def test_without_a_trace_there_is_nothing_to_write_and_nothing_is_kept(
             handle._checkpointer.stalls.trace is None
             and handle._checkpointer.pipeline.trace is None
         )
-        assert len(handle._checkpointer.pipeline.pool.timeline()[0]) == 0
+        assert len(handle._checkpointer.pipeline.pool.trace()[0]) == 0
         with pytest.raises(lightck.LightckError, match="attach with trace=True"):
             handle.trace(tmp_path / "run.json")
 

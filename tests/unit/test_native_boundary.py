@@ -17,7 +17,7 @@ import cffi
 import pytest
 
 from lightck.region import _ffi, native_pool, native_region
-from lightck.region.native_pool import COPY_DTYPE, MOMENT_DTYPE
+from lightck.region.native_pool import COPY_DTYPE, SPAN_DTYPE
 
 _ROOT = Path(__file__).parents[2]
 _HEADER = _ROOT / "native/include/lightck.h"
@@ -118,7 +118,7 @@ def test_python_constants_equal_the_headers() -> None:
     [
         ("lck_copy", COPY_DTYPE),
         ("lck_read", native_region.READ_DTYPE),
-        ("lck_moment", MOMENT_DTYPE),
+        ("lck_span", SPAN_DTYPE),
     ],
 )
 def test_arrays_passed_to_c_are_laid_out_as_its_structs(struct: str, dtype: Any) -> None:

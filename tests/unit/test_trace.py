@@ -12,15 +12,15 @@ import pytest
 
 from lightck.region.layout import Entry
 from lightck.region.native_pool import (
-    DID_COPY,
-    DID_DRAIN,
-    DID_INVALIDATE,
-    DID_RECORD,
-    DID_SYNC,
-    DID_TABLES,
-    MOMENT_DTYPE,
+    SPAN_COPY,
+    SPAN_DRAIN,
+    SPAN_DTYPE,
+    SPAN_INVALIDATE,
+    SPAN_RECORD,
+    SPAN_SYNC,
+    SPAN_TABLES,
     THREAD_CALLER,
-    THREAD_KEEPER,
+    THREAD_COMMIT,
     NativePool,
 )
 from lightck.region.slot_writer import Batch
@@ -30,9 +30,9 @@ from lightck.tracing.trace import Event, Opening, Recorded, Trace
 ME = threading.get_ident()
 
 
-def moment(did: int, begin: int, end: int, **fields: int) -> Any:
-    row = np.zeros((), MOMENT_DTYPE)
-    row["did"], row["begin_ns"], row["end_ns"] = did, begin, end
+def span(kind: int, begin: int, end: int, **fields: int) -> Any:
+    row = np.zeros((), SPAN_DTYPE)
+    row["kind"], row["begin_ns"], row["end_ns"] = kind, begin, end
     for name, value in fields.items():
         row[name] = value
     return row
@@ -41,9 +41,9 @@ def moment(did: int, begin: int, end: int, **fields: int) -> Any:
 def recorded(
     events: list[Event] = [],  # noqa: B006
     openings: list[Opening] = [],  # noqa: B006
-    moments: list[Any] = [],  # noqa: B006
+    spans: list[Any] = [],  # noqa: B006
 ) -> Recorded:
-    rows = np.array(moments, MOMENT_DTYPE)
+    rows = np.array(spans, SPAN_DTYPE)
     return Recorded(events, openings, rows, 0, ME, {"rank": 3, "process": 77})
 
 
@@ -86,9 +86,9 @@ def test_the_newest_events_stay_and_the_others_are_counted(monkeypatch: Any) -> 
 
 def test_both_clocks_are_one() -> None:
     before = trace.now_ns()
-    pool = NativePool(1, 4096, idle=False, moments=4)
+    pool = NativePool(1, 4096, idle=False, spans=4)
     try:
-        rows, lost = pool.timeline()
+        rows, lost = pool.trace()
         assert len(rows) == 0 and lost == 0
     finally:
         pool.close()
@@ -149,15 +149,15 @@ def test_a_copy_is_named_by_the_snapshot_that_was_in_its_slot_then() -> None:
         Opening(200, 8, 1, entries("a.x", "b.y", "c.z"), batches, 192),
         Opening(300, 9, 0, entries("d.x", "e.y", "f.z"), batches, 192),
     ]
-    moments = [
-        moment(DID_COPY, 110, 120, slot=0, copy=0, copies=1, bytes=64),
-        moment(DID_COPY, 310, 330, slot=0, copy=1, copies=2, bytes=128, thread=1),
-        moment(DID_COPY, 340, 350, slot=0, copy=1, copies=1, thread=THREAD_CALLER),
-        moment(DID_DRAIN, 210, 220, slot=1, copy=2, copies=1, bytes=64),
-        moment(DID_COPY, 10, 20, slot=0, copies=1),
-        moment(DID_COPY, 400, 410, slot=1, batch=5, copies=1),
+    spans = [
+        span(SPAN_COPY, 110, 120, slot=0, copy=0, copies=1, bytes=64),
+        span(SPAN_COPY, 310, 330, slot=0, copy=1, copies=2, bytes=128, thread=1),
+        span(SPAN_COPY, 340, 350, slot=0, copy=1, copies=1, thread=THREAD_CALLER),
+        span(SPAN_DRAIN, 210, 220, slot=1, copy=2, copies=1, bytes=64),
+        span(SPAN_COPY, 10, 20, slot=0, copies=1),
+        span(SPAN_COPY, 400, 410, slot=1, batch=5, copies=1),
     ]
-    document = perfetto.document(recorded([], openings, moments))
+    document = perfetto.document(recorded([], openings, spans))
     check_document(document)
     found = {e["ts"]: e for e in slices(document)}
     assert found[0.11]["name"] == "c" and found[0.11]["args"]["snapshot"] == 7
@@ -171,17 +171,17 @@ def test_a_copy_is_named_by_the_snapshot_that_was_in_its_slot_then() -> None:
 
 def test_a_commit_has_its_stages_a_flow_from_its_instant_and_a_mark() -> None:
     openings = [Opening(100, 7, 0, (), [], 1)]
-    keeper = THREAD_KEEPER
+    thread = THREAD_COMMIT
     stages = [
-        moment(DID_INVALIDATE, 100, 110, slot=0, thread=keeper),
-        moment(DID_TABLES, 200, 210, slot=0, thread=keeper),
-        moment(DID_SYNC, 210, 240, slot=0, thread=keeper),
-        moment(DID_RECORD, 240, 250, slot=0, thread=keeper),
-        moment(DID_SYNC, 250, 290, slot=0, thread=keeper),
+        span(SPAN_INVALIDATE, 100, 110, slot=0, thread=thread),
+        span(SPAN_TABLES, 200, 210, slot=0, thread=thread),
+        span(SPAN_SYNC, 210, 240, slot=0, thread=thread),
+        span(SPAN_RECORD, 240, 250, slot=0, thread=thread),
+        span(SPAN_SYNC, 250, 290, slot=0, thread=thread),
     ]
     document = perfetto.document(recorded([], openings, stages))
     check_document(document)
-    names = [e["name"] for e in slices(document, tid=perfetto.KEEPER)]
+    names = [e["name"] for e in slices(document, tid=perfetto.COMMIT_THREAD)]
     assert names == ["invalidate", "commit 7", "manifest", "sync", "record", "sync"]
     marks = {e["name"]: e["ts"] for e in document["traceEvents"] if e["ph"] == "i"}
     assert marks == {"forward start 7": 0.1, "committed 7": 0.29}
@@ -193,13 +193,13 @@ def test_a_commit_has_its_stages_a_flow_from_its_instant_and_a_mark() -> None:
 def test_counters_rise_to_the_payload_and_begin_anew_with_every_snapshot() -> None:
     entry, batches = entries("a"), [Batch(0, np.array([0]), 64)]
     openings = [Opening(1000 * i, i, i % 2, entry, batches, 640) for i in range(1, 4)]
-    moments = [
-        moment(DID_COPY, 1000 * i + j, 1000 * i + j + 1, slot=i % 2, copies=1, bytes=64)
+    spans = [
+        span(SPAN_COPY, 1000 * i + j, 1000 * i + j + 1, slot=i % 2, copies=1, bytes=64)
         for i in range(1, 4)
         for j in range(1, 11)
     ]
     released = [Event("released", "released", 1001, 1001, ME, 1, 640)]
-    document = perfetto.document(recorded(released, openings, moments))
+    document = perfetto.document(recorded(released, openings, spans))
     check_document(document)
     counts = [e for e in document["traceEvents"] if e["ph"] == "C"]
     captured = [e["args"]["bytes"] for e in counts if e["name"] == "captured"]
@@ -216,19 +216,19 @@ def test_whatever_is_recorded_makes_a_document_that_viewers_take(rng: np.random.
 
     entry, batches = entries("a"), [Batch(0, np.array([0]), 64)]
     for _ in range(300):
-        events, moments = [], []
+        events, spans = [], []
         for _ in range(draw(12)):
             kind, begin = _KINDS[draw(len(_KINDS))], draw(60)
             end = begin if kind == "tick" else begin + draw(60)
             events.append(Event(kind, "x", begin, end, ME + draw(2), 1))
         for _ in range(draw(12)):
             begin = draw(60)
-            made = moment(draw(7, 1), begin, begin + draw(60), thread=draw(66), copies=1)
-            moments.append(made)
-        moments.sort(key=lambda row: (int(row["thread"]), int(row["end_ns"])))  # as the pool has it
+            made = span(draw(7, 1), begin, begin + draw(60), thread=draw(66), copies=1)
+            spans.append(made)
+        spans.sort(key=lambda row: (int(row["thread"]), int(row["end_ns"])))  # as the pool has it
         opened = sorted(draw(60) for _ in range(draw(4)))
         openings = [Opening(at, i, 0, entry, batches, 64) for i, at in enumerate(opened)]
-        check_document(perfetto.document(recorded(events, openings, moments)))
+        check_document(perfetto.document(recorded(events, openings, spans)))
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Any, monkeypatch: Any) -> None:

@@ -1,4 +1,5 @@
-/* ancestry.c -- which snapshots count: the timelines of a region, and what is suspect of them. */
+/* timelines.c -- which snapshots count: the timelines of a region, and which sequences are suspect.
+ */
 #include <inttypes.h>
 #include <string.h>
 

@@ -1,6 +1,6 @@
-/* test_lane.c -- where workers run and with what priority, and that nobody waits for one that does
- * not get to run. A gate stands in for a CPU that others keep busy: it holds a worker of the idle
- * class in the middle of a chunk for as long as the test likes. */
+/* test_pool_thread.c -- where workers run and with what priority, and that nobody waits for one
+ * that does not get to run. A gate stands in for a CPU that others keep busy: it holds a worker of
+ * the idle class in the middle of a chunk for as long as the test likes. */
 #include <dirent.h>
 #include <sched.h>
 
@@ -37,7 +37,7 @@ static lck_pool *make_pool(uint32_t threads, uint32_t idle) {
   lck_pool_spec spec = {.threads = threads, .chunk_bytes = CHUNK, .idle = idle};
   CHECK(lck_pool_create(&spec, &pool) == 0, "%s", lck_last_error());
   for (uint32_t i = 0; i < threads && idle && lck_revoke_possible(); i++)
-    EVENTUALLY(atomic_load(&pool->lanes[i].id) != 0);
+    EVENTUALLY(atomic_load(&pool->threads[i].id) != 0);
   return pool;
 }
 
@@ -53,10 +53,10 @@ static void check_places(uint32_t threads) {
   CPU_ZERO(&covered);
   lck_pool *pool = make_pool(threads, 1);
   for (uint32_t i = 0; i < threads; i++) {
-    pid_t id = pool->lanes[i].id;
+    pid_t id = pool->threads[i].id;
     cpu_set_t own = cpus_of(id);
     CHECK(policy_of(id) == SCHED_IDLE, "policy %d of worker %u", policy_of(id), i);
-    CHECK(CPU_EQUAL(&own, &pool->lanes[i].home), "worker %u is not at home", i);
+    CHECK(CPU_EQUAL(&own, &pool->threads[i].cpus), "worker %u is not on its CPUs", i);
     CHECK((uint32_t)CPU_COUNT(&own) >= 1 && (uint32_t)CPU_COUNT(&own) <= most,
           "worker %u of %u: %d", i, threads, CPU_COUNT(&own));
     CPU_AND(&both, &own, &all);
@@ -94,7 +94,7 @@ static void test_shares_are_neighbours(void) {
       CPU_SET(3 * k + 1, &allowed); /* with holes */
     for (uint32_t k = 0; k < shares[i].count; k++)
       CPU_SET(3 * (shares[i].first + k) + 1, &want);
-    cpu_set_t got = lck_lane_share(&allowed, shares[i].worker, shares[i].threads);
+    cpu_set_t got = lck_cpu_share(&allowed, shares[i].worker, shares[i].threads);
     CHECK(CPU_EQUAL(&got, &want), "worker %u of %u", shares[i].worker, shares[i].threads);
   }
 }
@@ -114,7 +114,7 @@ static void test_normal_workers_are_as_the_caller(void) {
     seen++;
   }
   closedir(threads);
-  CHECK(seen >= 4, "%u threads, two workers and the keeper among them", seen);
+  CHECK(seen >= 4, "%u threads, two workers and the commit thread among them", seen);
   CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
 }
 
@@ -150,15 +150,16 @@ typedef struct stage {
 } stage;
 
 /* One idle worker stands at the gate with the first of eight chunks. Nobody else begins one unless
- * `watched`: a busy machine would be taken for crowded. */
+ * `watched`: a busy machine would be taken for contended. */
 static stage set_up(bed *b, uint32_t flags, int watched) {
   stage t = {.pool = make_pool(1, 1), .source = malloc(8 * CHUNK)};
   CHECK(t.source, "memory");
   bed_fill(t.source, 8 * CHUNK, 1);
-  atomic_store(&t.pool->crowd.watched, !watched); /* else somebody would have to wake the watcher */
+  atomic_store(&t.pool->contention.watched,
+               !watched); /* else somebody would have to wake the watcher */
   t.snapshot = bed_begin(b, t.pool, 0);
   if (b->staged)
-    EVENTUALLY(t.snapshot->erased);
+    EVENTUALLY(t.snapshot->invalidated);
   atomic_store(&scene.at_gate, 0);
   atomic_store(&scene.open, 0);
   atomic_store(&scene.stores, 0);
@@ -215,14 +216,14 @@ static void test_giving_up_takes_what_an_idle_worker_has_in_hand(bed *b) {
 static void test_a_visited_snapshot_is_buried(bed *b) {
   stage t = set_up(b, 0, 0);
   lck_snapshot *freed = t.snapshot;
-  atomic_fetch_add(&t.pool->lanes[1].visits, 1); /* as if the reserve looked on */
+  atomic_fetch_add(&t.pool->threads[1].visits, 1); /* as if the reserve looked on */
   CHECK(lck_snapshot_free(freed) == 0, "%s", lck_last_error());
-  CHECK(t.pool->buried == freed, "a snapshot was freed while it was visited");
-  atomic_fetch_add(&t.pool->lanes[1].visits, 1);
+  CHECK(t.pool->deferred == freed, "a snapshot was freed while it was visited");
+  atomic_fetch_add(&t.pool->threads[1].visits, 1);
   tear_down(b, &t);
 }
 
-/* ---- A crowded machine
+/* ---- A contended machine
  * ---------------------------------------------------------------------------
  */
 
@@ -236,10 +237,10 @@ static void test_copies_that_stand_still_go_over_to_the_reserve(bed *b) {
   lck_fault_gate(LCK_FAULT_COPY, never_for_idle);
   lck_batch *batch = lck_snapshot_batch(t.snapshot, t.batch);
   EVENTUALLY(atomic_load(&batch->next) == 8);
-  CHECK(atomic_load(&t.pool->crowd.on), "the machine is not taken for crowded");
+  CHECK(atomic_load(&t.pool->contention.on), "the machine is not taken for contended");
   bed_capture(t.snapshot, t.batch, 1);
   CHECK(lck_snapshot_free(t.snapshot) == 0, "%s", lck_last_error());
-  for (uint64_t sequence = 2; atomic_load(&t.pool->crowd.on); sequence++) {
+  for (uint64_t sequence = 2; atomic_load(&t.pool->contention.on); sequence++) {
     CHECK(sequence < 40, "the idle workers get no other try");
     bed_snapshot(b, t.pool, 1, sequence);
   }
@@ -273,7 +274,7 @@ static void test_what_is_captured_beside_busy_threads_is_what_was_there(bed *b) 
     uint32_t slot = (uint32_t)(round % 2);
     for (uint64_t i = 0; i < WORDS; i++)
       before[i] = source[i] = (round << 32) + i;
-    atomic_store(&pool->crowd.on, 0); /* or the idle workers would be left out */
+    atomic_store(&pool->contention.on, 0); /* or the idle workers would be left out */
     lck_snapshot *s = bed_begin(b, pool, slot);
     lck_copy copy = {.offset = bed_slot(b, slot),
                      .source = source,
@@ -302,7 +303,7 @@ static void test_what_is_captured_beside_busy_threads_is_what_was_there(bed *b) 
 }
 
 static void body(bed *b) {
-  bed_create(b, "lane");
+  bed_create(b, "thread");
   alarm(100);
   for (int help = 0; help < 2; help++) {
     test_a_capture_takes_what_an_idle_worker_has_in_hand(b, help, 0);
