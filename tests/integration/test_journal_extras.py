@@ -70,7 +70,7 @@ def test_what_extras_have_beyond_a_limit_is_told_and_costs_no_more(
     job.handle._checkpointer.instants.step_ended(0)
     told = r"extras\['position'\] has 1600\d{3} bytes.*a seed and a position"
     with pytest.warns(UserWarning, match=told):
-        kept.begin(0, peers=True)
+        kept.begin(0)
     assert "1048576" in job.handle.stats().not_kept
     sealed, seal = [], kept._sealing.sealed
     monkeypatch.setattr(kept._sealing, "sealed", lambda *said: sealed.append(1) or seal(*said))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loops import with_peers
 from torch import nn
 
 import lightck
@@ -72,8 +73,7 @@ def lived(
     with lightck.attach(
         net, optimizer, path, policy=NEVER, failure="jit", extras=extras, threads=1
     ) as handle:
-        assert handle._checkpointer.journaled is not None
-        handle._checkpointer.journaled.peers = True  # who has none has no entry at its fence
+        with_peers(handle)  # who has none has no entry at its fence
         for step in range(1, steps + 1):
             net(torch.randn(3, 4, generator=data)).sum().backward()
             extras["progress"]["batches"] += 1
