@@ -16,9 +16,9 @@ import torch
 from loops import Loop, adam_loop, attach, steps_at
 
 import lightck
-from lightck import handle as handle_module
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Hooks
+from lightck.loop.requests import Requests
 from lightck.pipeline.pipeline import Pipeline
 from lightck.region.native_pool import NativePool
 from lightck.region.native_region import NativeRegion
@@ -61,7 +61,7 @@ def native_threads() -> int:
         [(Pipeline, "close")],
         [(NativePool, "close")],
         [(NativeRegion, "close")],
-        [(handle_module, "finish_last_step"), (Hooks, "remove"), (NativeRegion, "close")],
+        [(Requests, "finish_last_step"), (Hooks, "remove"), (NativeRegion, "close")],
     ],
 )
 def test_whatever_a_part_of_closing_raises_the_others_are_closed_and_the_first_error_is_told(
@@ -179,7 +179,7 @@ def test_a_commit_that_comes_while_closing_goes_wrong_counts(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = adam_loop()
-    broken(handle_module, "finish_last_step", monkeypatch)
+    broken(Requests, "finish_last_step", monkeypatch)
     handle = attach(disk_dir, loop, policy=1000)
     loop.run(2)
     with faults.delayed(faults.SYNC, 0.2), pytest.raises(Broken):

@@ -16,6 +16,7 @@ from test_rescue import Broken, attach, counting_loop
 import lightck
 from lightck import handle as handle_module
 from lightck.loop.checkpointer import Checkpointer
+from lightck.loop.requests import Requests
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -74,13 +75,13 @@ def test_what_was_saved_at_an_exception_is_not_waited_for_at_the_exit(
 ) -> None:
     """The test calls the interpreter's hook by hand; training may go on after that."""
     left: list[float] = []
-    original = handle_module.settle_for_close
+    original = Requests.settle_for_close
 
-    def settle(checkpointer: Any, deadline: float, *, last_step: bool) -> None:
+    def settle(requests: Requests, deadline: float, *, last_step: bool) -> None:
         left.append(deadline - time.monotonic())
-        original(checkpointer, deadline, last_step=last_step)
+        original(requests, deadline, last_step=last_step)
 
-    monkeypatch.setattr(handle_module, "settle_for_close", settle)
+    monkeypatch.setattr(Requests, "settle_for_close", settle)
     monkeypatch.setattr(sys, "__excepthook__", lambda *about: None)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     loop = counting_loop()
