@@ -27,7 +27,7 @@ def test_an_expensive_first_snapshot_is_forgotten() -> None:
 
 
 def test_asking_twice_in_a_step_counts_once() -> None:
-    stalls = StallTimer({"fence": 1.0})
+    stalls = StallTimer(seconds={"fence": 1.0})
     assert stalls.cost(1, 1) == 1.0
     stalls.seconds["fence"] = 1.5
     assert stalls.cost(1, 1) == 1.0
