@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -257,18 +258,15 @@ def _status(child: subprocess.Popen[str], seconds: float) -> int | None:
         return child.wait(seconds)
     except subprocess.TimeoutExpired:
         _kill(child, signal.SIGTERM)
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the caller kills it then
         child.wait(_ENDING_S)
-    except subprocess.TimeoutExpired:
-        pass  # the caller kills it
     return None
 
 
 def _kill(child: subprocess.Popen[str], number: int) -> None:
-    try:
+    # It may have ended by itself, or its number belong to somebody else by now.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _with_root(environment: Mapping[str, str]) -> str:

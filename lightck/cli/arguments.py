@@ -36,6 +36,16 @@ def step_of(arguments: argparse.Namespace) -> int | Literal["latest"]:
     return "latest" if step is None else step
 
 
+def location(path: str | None) -> str:
+    """Return the place that PATH stands for: itself, $LIGHTCK_PATH or the default."""
+    return str(Config.resolve(path=path).path)
+
+
+def no_region(path: str | None) -> Refusal:
+    """Return the refusal of a place where nothing of lightck is."""
+    return Refusal(f"{location(path)}: there is no lightck region")
+
+
 def rows_at(
     path: str | None, step: int | None = None, *, whole: bool = False
 ) -> list[dict[str, Any]]:
@@ -47,7 +57,7 @@ def rows_at(
     from lightck.load import region_files, snapshots  # needs torch
 
     if not region_files(path):
-        raise Refusal(f"{Config.resolve(path=path).path}: there is no lightck region")
+        raise no_region(path)
     rows: list[dict[str, Any]] = snapshots(path).to_pylist()
     usable = [row for row in rows if row["state"] == "whole" or not whole]
     if step is not None and step not in {row["step"] for row in usable}:

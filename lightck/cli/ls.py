@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lightck.cli.arguments import add_path, rows_at
+from lightck.cli.arguments import add_path, location, rows_at
 from lightck.cli.output import BAD_DATA, OK, age, print_json, size, table, timeline
-from lightck.config import Config
 
 DESCRIPTION = """\
 List the snapshots at PATH, newest first. Nothing but their metadata is read and checked.
@@ -34,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     for row in rows:
         row["timeline"] = timeline(row["timeline"])
     if arguments.json:
-        print_json({"path": Config.resolve(path=arguments.path).path, "snapshots": rows})
+        print_json({"path": location(arguments.path), "snapshots": rows})
     else:
         _show(rows)
     return BAD_DATA if damaged else OK

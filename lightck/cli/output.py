@@ -52,13 +52,19 @@ def size(count: int) -> str:
     return f"{count / (1 << 20):,.1f} MiB"
 
 
-def age(then: datetime) -> str:
-    """Return how long ago a time was, in the largest unit that gives at least 2."""
-    seconds = max(0.0, (datetime.now(UTC) - then).total_seconds())
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+def span(seconds: float) -> str:
+    """Return a time as text in the largest unit that gives at least 2, below 2 min in s, ms, us."""
+    for unit, length, digits in (("d", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):
         if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+            return f"{seconds / length:.{digits}f} {unit}"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
+
+
+def age(then: datetime) -> str:
+    """Return how long ago a time was."""
+    return f"{span(max(0.0, (datetime.now(UTC) - then).total_seconds()))} ago"
 
 
 def timeline(identity: int | None) -> str | None:
@@ -75,16 +81,14 @@ def say_nothing(text: str) -> None:
     """Take the place of `say` where `--json` prints one document."""
 
 
-def print_json(document: Any) -> None:
-    """Print one JSON document to stdout."""
-    json.dump(document, sys.stdout, indent=2, default=_plain)
-    print()
+def print_json(document: Any, indent: int | None = 2) -> None:
+    """Print one JSON document to stdout, in one line without `indent`."""
+    json.dump(document, sys.stdout, indent=indent, default=_plain)
+    print(flush=True)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return value.astimezone(UTC).isoformat()
-    return str(value)
+def _plain(value: Any) -> str:
+    return value.astimezone(UTC).isoformat() if isinstance(value, datetime) else str(value)
 
 
 @contextmanager
@@ -101,15 +105,8 @@ def progress(title: str, total: int, unit: str = "B") -> Iterator[Callable[[int]
             if missing.name != "tqdm":
                 raise  # tqdm is installed but broken; if it is missing there is no bar
         else:
-            scaled = unit == "B"
-            bar = tqdm(
-                total=total,
-                desc=title,
-                unit=unit,
-                unit_scale=scaled,
-                unit_divisor=1024,
-                leave=False,
-            )
+            how = {"unit": unit, "unit_scale": unit == "B", "unit_divisor": 1024}
+            bar = tqdm(total=total, desc=title, leave=False, **how)
     try:
         yield bar.update if bar is not None else lambda more: None
     finally:

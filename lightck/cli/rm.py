@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from lightck.cli.arguments import location, no_region
 from lightck.cli.output import OK, Refusal, print_json, size
-from lightck.config import Config
 from lightck.removal import RunFile, files_at, remove
 
 DESCRIPTION = """\
@@ -27,10 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return the exit status."""
-    where = Config.resolve(path=arguments.path).path
+    where = location(arguments.path)
     found = files_at(where)
     if not found:
-        raise Refusal(f"{where}: there is no lightck region")
+        raise no_region(where)
     if not arguments.yes:
         _ask(found, asks=not arguments.json and sys.stdin.isatty())
     removed = remove(where)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lightck.cli.output import size
+from lightck.cli.output import size, span
 from lightck.cli.timeline_data import PHASES, REDUCTION, TRAINING, Bar, Recording, row_of
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -32,7 +33,7 @@ _COLOURS = {
     "invalidate": "#adb5bd",
     "commit": "#2a9d8f",
 }
-_PARTS = "YlGnBu", 0.12, 0.72
+_PARTS = "YlGnBu", 0.1, 0.6
 """The colours of a model's parts, from first to last: a colour map, and which range of it."""
 _SNAPSHOTS = ("#2f7f4f", "#7fbf7b", "#b8860b")
 """The colours of snapshots, in turn: neighbours differ."""
@@ -42,6 +43,8 @@ _STRIP = 0.26
 """Height of a strip at the bottom of a row."""
 _COPY_LANE = 0.6
 """Height of a bar with a line of text below it."""
+_LETTER = 0.64
+"""The width of a letter in parts of its size, with some room."""
 _GAP_MS = 0.08
 """The gap in ms below which two chunks are drawn as one bar."""
 
@@ -55,18 +58,25 @@ def draw(recording: Recording, out: Path, suffix: str) -> None:
 
 
 def _figure(recording: Recording) -> Figure:
-    workers = [t for t in recording.tracks if t.startswith("worker")]
-    reductions = [REDUCTION] if recording.of("allreduce") else []
-    rows = [TRAINING, "lightck there", *reductions, *workers, "commits"]
+    rows: dict[str, Callable[[Any, Recording, int, float], None]]
+    rows = {TRAINING: _phases, "held up by lightck": _stalls}
+    if recording.of("allreduce"):
+        rows[REDUCTION] = _reductions
+    busy = {bar.track for bar in recording.of("copy", "drain")}
+    workers = [track for track in recording.tracks if track.startswith("worker") and track in busy]
+    rows |= {track: partial(_copies, track) for track in workers} | {"commits": _commits}
     wide = len(recording.steps) > 1
-    figure = Figure(figsize=(15 if wide else 11, (3.6 if wide else 3.9) + 0.62 * len(rows)))
+    height = (3.4 if wide else 3.8) + 0.62 * len(rows)
+    figure = Figure(figsize=(15 if wide else 11, height))
     top, bottom = figure.subplots(
         2, 1, sharex=True, height_ratios=[len(rows) * 0.62 + 0.3, 1.5], gridspec_kw={"hspace": 0.09}
     )
-    if wide:
-        figure.subplots_adjust(left=0.1, right=0.985, top=0.83, bottom=0.135)
-    else:
-        figure.subplots_adjust(left=0.13, right=0.985, top=0.81, bottom=0.165)
+    figure.subplots_adjust(
+        left=0.1 if wide else 0.14,
+        right=0.985,
+        top=1 - (1.15 if wide else 1.3) / height,
+        bottom=(0.8 if wide else 1.0) / height,
+    )
     end = recording.steps[-1].end
     for axes in (top, bottom):
         axes.set_xlim(0, end)
@@ -75,8 +85,8 @@ def _figure(recording: Recording) -> Figure:
         axes.grid(axis="x", color=_GRID, linewidth=0.6)
         axes.set_axisbelow(True)
     _steps(top, bottom, recording, len(rows))
-    for place, row in enumerate(rows):
-        _row(top, recording, row, len(rows) - 1 - place, end)
+    for place, paint in enumerate(rows.values()):
+        paint(top, recording, len(rows) - 1 - place, end)
     top.set_yticks(range(len(rows) - 1, -1, -1), rows, color=_INK)
     top.set_ylim(-0.55, len(rows) - 0.3)
     _curves(bottom, recording, end)
@@ -85,19 +95,6 @@ def _figure(recording: Recording) -> Figure:
 
 
 # ---- rows ----------------------------------------------------------------------------------------
-
-
-def _row(axes: Any, recording: Recording, row: str, y: int, end: float) -> None:
-    if row == TRAINING:
-        _phases(axes, recording, y, end)
-    elif row == "lightck there":
-        _stalls(axes, recording, y, end)
-    elif row == REDUCTION:
-        _reductions(axes, recording, y, end)
-    elif row == "commits":
-        _commits(axes, recording, y, end)
-    else:
-        _copies(axes, recording, row, y, end)
 
 
 def _bars(
@@ -115,16 +112,15 @@ def _bars(
     )
 
 
-def _says(axes: Any, bar: Bar, y: float, texts: Sequence[str], end: float, **how: Any) -> bool:
-    """Write the longest of the texts that fits into the bar; return whether one fits."""
+def _says(axes: Any, bar: Bar, y: float, texts: Sequence[str], end: float, **how: Any) -> None:
+    """Write the first of the texts that fits into the bar, if one does."""
+    begin, stop = max(bar.begin, 0.0), min(bar.end, end)
+    points = 72 * axes.figure.get_figwidth() * axes.get_position().width * (stop - begin) / end
     for text in texts:
-        if len(text) * 0.00066 * how.get("fontsize", 10) * end < min(bar.end, end) - max(
-            bar.begin, 0.0
-        ):
-            middle = (max(bar.begin, 0.0) + min(bar.end, end)) / 2
-            axes.text(middle, y, text, ha="center", va="center", **{"color": _INK, **how})
-            return True
-    return False
+        if len(text) * _LETTER * how.get("fontsize", 10) < points:
+            at = (begin + stop) / 2, y
+            axes.text(*at, text, ha="center", va="center", **{"color": _INK, **how})
+            return
 
 
 def _parts(recording: Recording) -> dict[str, str]:
@@ -214,7 +210,7 @@ def _reductions(axes: Any, recording: Recording, y: int, end: float) -> None:
         _says(axes, bar, y, [bar.name, bar.name.removeprefix("bucket ")], end, fontsize=7.5)
 
 
-def _copies(axes: Any, recording: Recording, track: str, y: int, end: float) -> None:
+def _copies(track: str, axes: Any, recording: Recording, y: int, end: float) -> None:
     drains = [bar for bar in recording.of("drain") if bar.track == track]
     _bars(axes, _joined(drains), y + 0.06, _COLOURS["drain"], height=_COPY_LANE)
     copies = [bar for bar in recording.of("copy") if bar.track == track]
@@ -226,14 +222,9 @@ def _copies(axes: Any, recording: Recording, track: str, y: int, end: float) -> 
         else:
             _bars(axes, _joined(own), y + 0.06, _colour_of(snapshot), height=_COPY_LANE)
         moved, busy = sum(b.args["bytes"] for b in own), sum(b.length for b in own)
-        rate = f"snapshot {snapshot}:  {size(moved)} at {moved / max(busy, 1e-9) / 1e6:.1f} GB/s"
+        title = f"snapshot {snapshot}:  " if parts else f"{snapshot}:  "
+        rate = f"{title}{size(moved)} at {moved / max(busy, 1e-9) / 1e6:.1f} GB/s"
         axes.text(max(own[0].begin, 0.0), y - 0.44, rate, va="center", fontsize=8.5, color=_FAINT)
-    lost = [mark for mark in recording.marks if mark.name.startswith(("slipped", "torn"))]
-    for mark in lost if track.endswith(" 0") else ():
-        text = f"{mark.name}: {mark.args.get('why')}"
-        axes.text(
-            mark.begin, y + 0.06, f" {text}", va="center", fontsize=9, color=_COLOURS["fence"]
-        )
 
 
 def _joined(bars: Sequence[Bar]) -> list[tuple[float, float]]:
@@ -251,15 +242,15 @@ def _colour_of(snapshot: int) -> str:
 
 
 def _commits(axes: Any, recording: Recording, y: int, end: float) -> None:
-    stages = recording.of("commit")
-    invalid = [(b.begin, b.end) for b in stages if b.name == "invalidate"]
+    wide = len(recording.steps) > 1
+    invalid = [(b.begin, b.end) for b in recording.of("commit") if b.name == "invalidate"]
     _bars(axes, invalid, y, _COLOURS["invalidate"], height=_LANE / 2)
     for bar in recording.of("committed"):
         _bars(axes, [(bar.begin, bar.end)], y, _COLOURS["commit"])
         axes.plot([bar.end], [y], marker="D", markersize=6, color=_COLOURS["commit"], clip_on=False)
-        right = bar.end < 0.9 * end
+        right, text = bar.end < 0.8 * end, f"{bar.args['snapshot']} committed"
         axes.annotate(
-            f"{bar.args['snapshot']} committed" + (f" in {_time(bar.length)}" if right else ""),
+            text if wide else f"snapshot {text} in {span(bar.length / 1e3)}",
             (bar.end, y),
             xytext=(8 if right else -8, 0),
             textcoords="offset points",
@@ -270,9 +261,10 @@ def _commits(axes: Any, recording: Recording, y: int, end: float) -> None:
             bbox=_PAPER,
         )
 
-
-def _time(ms: float) -> str:
-    return f"{ms:.1f} ms" if ms >= 1 else f"{1e3 * ms:.0f} us"
+    for mark in recording.marks:
+        if mark.name.startswith(("slipped", "torn")):
+            text = f" {mark.name}: {mark.args.get('why')}"
+            axes.text(mark.begin, y, text, va="center", fontsize=9, color=_COLOURS["fence"])
 
 
 # ---- frame, curves and legend --------------------------------------------------------------------
@@ -314,13 +306,14 @@ def _words(figure: Figure, recording: Recording) -> None:
     for row in rows:
         for cause, ms in row["stalls_ms"].items():
             causes[cause] = causes.get(cause, 0.0) + ms / len(rows)
-    parts = ", ".join(f"{cause} {ms:.1f}" for cause, ms in sorted(causes.items()))
+    parts = ", ".join(f"{_SHORT.get(cause, cause)} {ms:.1f}" for cause, ms in causes.items())
     made = len({snapshot for row in rows for snapshot in row["snapshots"]})
     title = (
         f"{_counted(len(rows), 'step')} of {spent / len(rows):.0f} ms,"
         f" {_counted(made, 'snapshot')} in the background"
     )
-    figure.text(0.012, 0.95, title, fontsize=15, weight="bold", color=_INK)
+    inch = 1 / figure.get_figheight()
+    figure.text(0.012, 1 - 0.42 * inch, title, fontsize=15, weight="bold", color=_INK)
     text = (
         f"lightck held the training thread up for {stalled / len(rows):.1f} ms per step,"
         f" {100 * stalled / spent:.1f} %  ({parts} ms).",
@@ -329,7 +322,7 @@ def _words(figure: Figure, recording: Recording) -> None:
     )
     wide = len(rows) > 1
     told = ("   " if wide else "\n").join(text)
-    figure.text(0.012, 0.935, told, fontsize=10, color=_FAINT, va="top", linespacing=1.4)
+    figure.text(0.012, 1 - 0.54 * inch, told, fontsize=10, color=_FAINT, va="top", linespacing=1.4)
     stalls = [c for c in ("boundary", "fence", "step", "request") if c in causes]
     handles: list[Any] = [
         Patch(color=_COLOURS[name], label=name) for name in PHASES if recording.of(name)

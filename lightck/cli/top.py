@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import select
 import signal
@@ -14,9 +13,8 @@ from datetime import datetime
 from types import FrameType
 from typing import Any
 
-from lightck.cli.arguments import add_path
-from lightck.cli.output import OK, Refusal, pairs, size, table
-from lightck.config import Config
+from lightck.cli.arguments import add_path, location, no_region
+from lightck.cli.output import OK, pairs, print_json, size, span, table
 from lightck.watch import ELSEWHERE, ENDED, GONE, NONE, RUNNING, readings
 
 DESCRIPTION = """\
@@ -107,7 +105,8 @@ def _watch(arguments: argparse.Namespace, interrupted: int) -> None:
 def _print(arguments: argparse.Namespace, rows: list[Row], shown: str) -> str:
     """Print the rows in place of the text `shown`; return the text that is shown now."""
     if arguments.json:
-        _print_json(arguments, rows)
+        document = {"path": location(arguments.path), "regions": rows}
+        print_json(document, indent=2 if arguments.once else None)
         return ""
     text = "\n\n".join(_block(row) for row in rows) if len(rows) < 3 else _table(rows)
     _show(text, shown)
@@ -117,7 +116,7 @@ def _print(arguments: argparse.Namespace, rows: list[Row], shown: str) -> str:
 def _look(path: str | None, before: dict[str, Row]) -> list[Row]:
     rows = readings(path)
     if not rows:
-        raise Refusal(f"{Config.resolve(path=path).path}: there is no lightck region")
+        raise no_region(path)
     for row in rows:
         row["since_s"] = None
         _since(row, before.get(row["file"], {}).get("published"))
@@ -138,12 +137,6 @@ def _since(row: Row, then: Row | None) -> None:
     lost = {c: s - then["stall_s"].get(c, 0.0) for c, s in now["stall_s"].items()}
     now["stall_s_per_step"] = sum(lost.values()) / steps
     now["step_s"] = elapsed / steps
-
-
-def _print_json(arguments: argparse.Namespace, rows: list[Row]) -> None:
-    document = {"path": str(Config.resolve(path=arguments.path).path), "regions": rows}
-    json.dump(document, sys.stdout, indent=2 if arguments.once else None)
-    print(flush=True)
 
 
 def _show(text: str, shown: str) -> None:
@@ -195,20 +188,20 @@ def _trainer(row: Row) -> str:
     who = f"process {said['process']}"
     if state == RUNNING:
         late = said["age_s"] > max(_QUIET_S, _QUIET_STEPS * said["step_s"])
-        text = f"{who}, running, last step ended {_span(said['age_s'])} ago"
+        text = f"{who}, running, last step ended {span(said['age_s'])} ago"
         if not said["process_runs"]:
             text += " (not seen from here: in another container?)"
         return text + (" <- unusually long" if late else "")
     if state == ENDED:
-        return f"{who} has ended: it closed its handle {_span(said['age_s'])} ago"
+        return f"{who} has ended: it closed its handle {span(said['age_s'])} ago"
     if state == GONE:
-        return f"{who} is gone without closing (killed?), last step {_span(said['age_s'])} ago"
+        return f"{who} is gone without closing (killed?), last step {span(said['age_s'])} ago"
     assert state == ELSEWHERE
-    return f"another process than {who}, which closed its handle {_span(said['age_s'])} ago"
+    return f"another process than {who}, which closed its handle {span(said['age_s'])} ago"
 
 
 def _step_time(said: Row) -> str:
-    return f", {_span(said['step_s'])} per step" if said["step_s"] else ""
+    return f", {span(said['step_s'])} per step" if said["step_s"] else ""
 
 
 def _committed(row: Row) -> str:
@@ -220,17 +213,17 @@ def _committed(row: Row) -> str:
         behind = said["step"] - there["step"]
         lag = ", the last step" if behind == 0 else f", {behind} behind"
     count = f"; {said['committed']} since attach" if said is not None else ""
-    text = f"step {there['step']}{lag}, {_span(there['age_s'])} ago"
+    text = f"step {there['step']}{lag}, {span(there['age_s'])} ago"
     return f"{text}, {size(there['payload_bytes'])}{count}"
 
 
 def _written(row: Row) -> str:
     said = row["published"]
     helped = 100 * said["bytes_helped"] / said["bytes_copied"] if said["bytes_copied"] else 0.0
-    over = "since attach" if row["since_s"] is None else f"over the last {_span(row['since_s'])}"
+    over = "since attach" if row["since_s"] is None else f"over the last {span(row['since_s'])}"
     return (
         f"{_rate(said['write_rate'])} {over}; {_rate(said['copy_rate'])} while copying,"
-        f" {helped:.0f} % by the training thread; commits take {_span(said['commit_s'])}"
+        f" {helped:.0f} % by the training thread; commits take {span(said['commit_s'])}"
     )
 
 
@@ -257,15 +250,6 @@ def _rate(bytes_per_s: float) -> str:
     return f"{size(int(bytes_per_s))}/s"
 
 
-def _span(seconds: float) -> str:
-    for unit, length, digits in (("d", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.{digits}f} {unit}"
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
-
-
 # ---- many: a table -------------------------------------------------------------------------------
 
 
@@ -283,7 +267,7 @@ def _table(rows: list[Row]) -> str:
         lines.append(
             [
                 *(str(row["rank"]), row["state"], str(said["step"]), committed, lag),
-                _span(said["step_s"]),
+                span(said["step_s"]),
                 _rate(said["write_rate"]),
                 f"{1e3 * said['stall_s_per_step']:.2f} ms",
                 *(str(said["slipped"]), str(said["torn"]), str(said["failed"])),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lightck.cli.arguments import add_path, add_step, rows_at
+from lightck.cli.arguments import add_path, add_step, location, rows_at
 from lightck.cli.output import BAD_DATA, OK, print_json, progress, size, table
-from lightck.config import Config
 from lightck.examine import check
 
 DESCRIPTION = """\
@@ -34,8 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         results = check(arguments.path, arguments.step, progress=more)
     bad = [result for result in results if result["state"] == "damaged"]
     if arguments.json:
-        where = Config.resolve(path=arguments.path).path
-        print_json({"path": where, "ok": not bad, "snapshots": results})
+        print_json({"path": location(arguments.path), "ok": not bad, "snapshots": results})
         return BAD_DATA if bad else OK
     known = [result for result in results if "step" in result]
     if known:

@@ -121,19 +121,16 @@ def test_a_rank_that_fails_between_its_gradients_and_the_end_of_its_closure_is_f
             broken()
 
         training, saved = begin(me), None
-        try:
-            with armed(training, region_dir) as handle:
-                losses_of(training, 2)
-                training.optimizer.zero_grad()
-                assert handle.snapshot_now("all of them").fresh
-                losses_of(training, FAILS_AT - 2)
-                losses_of(training, 1, nothing if me.rank else behind)
-                saved = handle.snapshot_now("ahead").step
-                me.send("ahead")
-                me.pause()  # until the other has left
-                raise Broken
-        except Broken:
-            pass
+        with pytest.raises(Broken), armed(training, region_dir) as handle:
+            losses_of(training, 2)
+            training.optimizer.zero_grad()
+            assert handle.snapshot_now("all of them").fresh
+            losses_of(training, FAILS_AT - 2)
+            losses_of(training, 1, nothing if me.rank else behind)
+            saved = handle.snapshot_now("ahead").step
+            me.send("ahead")
+            me.pause()  # until the other has left
+            raise Broken
         return saved
 
     with ranks.started(2, train) as job:

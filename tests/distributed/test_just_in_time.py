@@ -260,19 +260,16 @@ def test_an_update_that_fails_on_one_rank_ends_as_on_the_other_or_leaves_the_ste
     def train(me: ranks.Me) -> Any:
         training = begin(me)
         saved = None
-        try:
-            with armed(training, region_dir) as handle:
-                losses_of(training, 2)
-                training.optimizer.zero_grad()
-                assert handle.snapshot_now("before").fresh
-                losses_of(training, 2)
-                if draws:
-                    training.optimizer.register_step_post_hook(lambda *_: torch.rand(()))
-                fail(training, "update" if me.rank == 0 else "nowhere")
-                saved = handle.snapshot_now("behind").step
-                raise Broken
-        except Broken:
-            pass
+        with pytest.raises(Broken), armed(training, region_dir) as handle:
+            losses_of(training, 2)
+            training.optimizer.zero_grad()
+            assert handle.snapshot_now("before").fresh
+            losses_of(training, 2)
+            if draws:
+                training.optimizer.register_step_post_hook(lambda *_: torch.rand(()))
+            fail(training, "update" if me.rank == 0 else "nowhere")
+            saved = handle.snapshot_now("behind").step
+            raise Broken
         return saved
 
     with ranks.started(2, train) as job:
@@ -286,23 +283,20 @@ def _left_off(me: ranks.Me, path: Path, before: Callable[[], Any]) -> Any:
     training, saved = begin(me), None
     update = training.optimizer.step
 
-    try:
-        with armed(training, path) as handle:
-            training.optimizer.step = lambda: (before(), update())
-            losses_of(training, 2)
-            training.optimizer.zero_grad()
-            assert handle.snapshot_now("all of them").fresh
-            losses_of(training, AT - 2)
-            if me.rank == 0:
-                # Once the other is ahead: it would save this step, too, if it heard earlier.
-                training.optimizer.step = lambda: (me.pause(), fail(training, "data"))
-            losses_of(training, 1)
-            saved = handle.snapshot_now("ahead").step
-            me.send("ahead")
-            me.pause()  # until the other has left
-            raise Broken
-    except Broken:
-        pass
+    with pytest.raises(Broken), armed(training, path) as handle:
+        training.optimizer.step = lambda: (before(), update())
+        losses_of(training, 2)
+        training.optimizer.zero_grad()
+        assert handle.snapshot_now("all of them").fresh
+        losses_of(training, AT - 2)
+        if me.rank == 0:
+            # Once the other is ahead: it would save this step, too, if it heard earlier.
+            training.optimizer.step = lambda: (me.pause(), fail(training, "data"))
+        losses_of(training, 1)
+        saved = handle.snapshot_now("ahead").step
+        me.send("ahead")
+        me.pause()  # until the other has left
+        raise Broken
     return saved
 
 

@@ -39,7 +39,7 @@ def test_each_kind_comes_once_and_the_end_is_the_undisturbed_one() -> None:
         row = rows[kind]
         assert row["resumed"] == row["step"] - (2 if kind == "corrupt" else 1)
         assert row["lost_steps"] == row["step"] - row["resumed"]
-        assert 0 < row["detected_s"] <= row["attached_s"] <= row["recovered_s"]
+        assert 0 < row["detected_s"] <= row["recovered_s"]
     for kind in ("stop", "gil"):
         assert rows[kind]["recovered_s"] >= 0.5
     assert rows["corrupt"]["flipped"]["step"] == 16

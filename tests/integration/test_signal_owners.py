@@ -113,7 +113,7 @@ def test_a_signal_that_came_just_before_the_release_is_answered_first() -> None:
                 parent.send("released")
                 return "lost"
             except KeyboardInterrupt:
-                pass
+                pass  # as it must: the signal came before the release
             WATCHDOG.release(own)  # whoever was interrupted in between
             assert signal.getsignal(INT) is signal.default_int_handler
             WATCHDOG.watch(own)

@@ -331,13 +331,13 @@ def test_the_user_is_asked_once_about_a_signal_and_the_exception_that_it_raises(
         training = Training(lambda phase: os.kill(os.getpid(), number) if phase == "loop" else None)
         if not since:
             signal.signal(number, handler)
-        try:
-            with training.attach(region_dir, on_failure=lambda s: asked.append(s.reason)):
-                if since:
-                    signal.signal(number, handler)
-                training.run(10**9)
-        except (KeyboardInterrupt, SystemExit):
-            pass
+        with (
+            pytest.raises((KeyboardInterrupt, SystemExit)),
+            training.attach(region_dir, on_failure=lambda s: asked.append(s.reason)),
+        ):
+            if since:
+                signal.signal(number, handler)
+            training.run(10**9)
         first = [*asked]
         try:
             with training.attach(region_dir, on_failure=lambda s: asked.append(s.reason)):

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,11 +70,10 @@ def process(code: Callable[[Parent], Any]) -> Iterator[Child]:
     try:
         yield child
     finally:
-        try:
+        # The test may have joined it already.
+        with suppress(ProcessLookupError, ChildProcessError):
             child.kill()
             child.join()
-        except (ProcessLookupError, ChildProcessError):
-            pass
 
 
 def says_no_more(child: Child) -> bool:

@@ -29,9 +29,8 @@ def rows(run: Run, reference: Run, faults: Sequence[Fault]) -> list[dict[str, An
     `fired`; then `step`, `rank`; `detected_s` and `detected_by`; `saved` (step and `why`, as
     lightck says); `ended` (the job had to be started again); `resumed` (the step it went on from);
     `lost_steps` and `lost_s` (work that was done again, the broken minibatch included);
-    `attached_s`, `recovered_s` (from the fault until attach had returned, and until the first step
-    that ended after that); `identical` (of the losses up to the next fault; None: there are none).
-    Seconds count from the fault.
+    `recovered_s` (from the fault until the first step that ended after attach); `identical` (of
+    the losses up to the next fault; None: there are none). Seconds count from the fault.
     """
     events = sorted(run.events, key=lambda each: each["t"])
     fired = [e for e in events if e["event"] == "fault"]
@@ -90,7 +89,6 @@ def _of_fault(
         last = max([began, *(e["t"] for e in further)])
         trained = fault["phase"] != "restore"
         row["lost_s"] = last - _when(resumed, last, events) if trained else 0.0
-        row["attached_s"] = max(e["t"] for e in _first_life(attached)) - began
         began_again = attached[0]["t"]
     else:
         row |= {"resumed": None, "lost_steps": 0, "lost_s": 0.0}
@@ -109,14 +107,6 @@ def _attached(events: Sequence[Event], living: set[int]) -> list[Event]:
     """
     attached = (e for e in events if e["event"] == "log" and e["name"] == "attached")
     return [e for e in attached if e.get("pid") not in living]
-
-
-def _first_life(attached: Sequence[Event]) -> list[Event]:
-    """Return the first of each rank's attach events."""
-    by_rank: dict[int, Event] = {}
-    for each in attached:
-        by_rank.setdefault(each["rank"], each)
-    return list(by_rank.values())
 
 
 def _detected(fault: Event, window: Sequence[Event], until: float | None) -> dict[str, Any]:
@@ -148,7 +138,7 @@ def _saved(window: Sequence[Event]) -> dict[str, Any]:
     said = [e["fields"] for e in window if is_saved(e)]
     steps = [each["step"] for each in said if each.get("step") is not None]
     why = next((each["why"] for each in said if each.get("why")), "")
-    return {"saved": max(steps, default=None), "why": why, "saves": len(said)}
+    return {"saved": max(steps, default=None), "why": why}
 
 
 def _when(step: int, until: float, events: Sequence[Event]) -> float:
