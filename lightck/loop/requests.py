@@ -105,7 +105,7 @@ def finish_last_step(checkpointer: Checkpointer) -> None:
     """Make sure the last complete step has an exact snapshot, due or not, if it can have one."""
     checkpointer.finish_window()
     checkpointer.pipeline.barrier.begin_close()
-    checkpointer.pipeline.region.spare = 0  # the last step of all: no newer one can fail
+    checkpointer.pipeline.region.use_spare_slots()
     counters, step = checkpointer.pipeline.counters, checkpointer.steps.step
     if not checkpointer.cadence.moved or counters.last_exact_step == step:
         return

@@ -185,7 +185,7 @@ def begin(
         topology, DueCalendar(every=every, announced=every is None, start=step)
     )
     job.start(ranks, timeline, restored, region, samples)
-    region.reusable = job.reusable
+    region.follow_ranks(job.reusable)
     return timeline, job
 
 
