@@ -76,6 +76,9 @@ enum { LCK_PHASE_OPEN, LCK_PHASE_SEALED, LCK_PHASE_COMMITTED };
 struct lck_snapshot {
   lck_pool *pool;
   lck_region *region;
+  unsigned char
+      *base; /* the region's addresses, for threads that may outlast it: see run_section */
+  uint64_t reserved_length;
   uint32_t slot;
   int paged; /* every copy is staged, and the commit thread invalidates the slot */
   _Atomic(lck_snapshot *) next; /* in the pool's list */
