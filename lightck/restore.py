@@ -30,8 +30,8 @@ from lightck.loop.hooks import before_next_forward
 from lightck.loop.steps import Steps
 from lightck.reader.fill import Saved, StateFiller
 from lightck.region import location
-from lightck.region.continuation import Continuation
 from lightck.region.native_region import Record
+from lightck.region.region import Continuation
 from lightck.state import boundary_codec, rng
 from lightck.state.arguments import check, refuse_unknown
 from lightck.state.extras import parse
@@ -242,17 +242,15 @@ def _carry_on(found: ChosenSnapshot, continuation: Continuation) -> None:
     own, snapshot = found.holdings.own, found.snapshot
     if found.holdings.broken is not None:
         continuation.given_up.add(found.holdings.where.file)
-    if own is not None:
-        own.region.continuation = continuation
     if isinstance(snapshot, ReceivedSnapshot):
         kept = snapshot.kept or _newest_before(found.holdings, found.key)
     else:
         there = own is not None and own.region is snapshot.parts[0].region
         kept = snapshot.record if there else None
     if own is not None and kept is not None:
-        own.region.carry_on(kept)
+        continuation.carry_on(own.region, kept)
     elif own is not None:
-        own.region.leave_behind()
+        continuation.leave_behind(own.region)
 
 
 def _newest_before(holdings: RegionSurvey, key: Key) -> Record | None:

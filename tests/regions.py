@@ -65,9 +65,7 @@ class Book:
     def close(self) -> None:
         """Abandon what is open, unmap, unlock."""
         for slot in self.region.slots:
-            if slot.writer is not None:
-                slot.writer.free()
-                slot.writer = None
+            slot.close_writer()
         self.pool.close()
         self.region.close()
 
@@ -83,7 +81,7 @@ class Book:
         batch = writer.add(
             filled, sources, np.full(len(filled), may_skip), np.arange(len(filled)) % 2 == 0
         )
-        writer.capture(batch)
+        writer.finish_copies(batch)
         return writer
 
     def seal(self, writer: SlotWriter, step: int) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from lightck.errors import CorruptSnapshotError, RegionFullError
 from lightck.journal.copy_buffer import CopyBuffer
-from lightck.region.journal import JournalEntry
+from lightck.region.native_region import JournalEntry
 from lightck.state import boundary_blob
 from lightck.state.boundary_blob import BlobWriter, Kept, form, part
 from lightck.state.inventory import StateTensor

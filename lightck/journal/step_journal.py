@@ -40,8 +40,7 @@ from lightck.journal.weight_guard import WeightGuard
 from lightck.pipeline import copy_plan
 from lightck.pipeline.copy_plan import CopySources
 from lightck.pipeline.pipeline import Pipeline
-from lightck.region.journal import FENCE, FORWARD, STEP_END, JournalEntry, write_entry
-from lightck.region.native_region import RECORD_EARLY
+from lightck.region.native_region import FENCE, FORWARD, RECORD_EARLY, STEP_END, JournalEntry
 from lightck.region.region import Region
 from lightck.state import tensor_support
 from lightck.state.inventory import SMALL_EXTRA_BYTES, CollectedState, StateTensor
@@ -306,7 +305,7 @@ class StepJournal:
         if self._left[0] == step and self._left[1]:
             self._left = step, b""
             with self.once:
-                write_entry(self.region.native, FENCE, step, self.region.timeline, b"")
+                self.region.native.write_journal(FENCE, step, self.region.timeline, b"")
 
     def _at_fence(self, step: int) -> None:
         if self.predictor is None or not self._writes:
@@ -382,7 +381,7 @@ class StepJournal:
                 self._update[kind] = step, blob
             if kind == FENCE and self._left == (step, blob):
                 return  # the journal has it
-            write_entry(self.region.native, kind, step, self.region.timeline, blob)
+            self.region.native.write_journal(kind, step, self.region.timeline, blob)
             if kind == FENCE and self._left[0] == step:
                 self._left = step, blob
         except RegionFullError:

@@ -224,7 +224,7 @@ class Pipeline:
             for group in wanted:
                 begin = now_ns()
                 if group.transfer is None:
-                    flight.writer.capture(group.batch)
+                    flight.writer.finish_copies(group.batch)
                 else:
                     # `aside`: by another thread than the one whose stream updates.
                     self.offload.fence(group, wait=aside or bool(flight.flags & RECORD_JIT))
@@ -346,9 +346,8 @@ class Pipeline:
         flights = [*self.persisting, *(flight for _, flight in self._abandoning)]
         known = {id(flight.writer.slot) for flight in flights}
         for slot in self.region.slots:
-            if slot.writer is not None and id(slot) not in known:
-                slot.writer.free()
-                slot.writer = None
+            if id(slot) not in known:
+                slot.close_writer()
         self.pool.reap([slot.writer for slot in self.region.slots if slot.writer is not None])
 
     def close(self) -> None:
@@ -392,7 +391,7 @@ class Pipeline:
         flight.groups.append(group)
         if part.at_once:
             began = time.perf_counter()
-            flight.writer.capture(batch)
+            flight.writer.finish_copies(batch)
             flight.waited_s += time.perf_counter() - began
             group.sources = None
         elif part.owned:

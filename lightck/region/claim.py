@@ -26,10 +26,9 @@ from lightck.errors import (
 from lightck.events import event
 from lightck.region import allocator, location, stats_page
 from lightck.region.backends import select
-from lightck.region.continuation import Continuation
 from lightck.region.layout import Entry
 from lightck.region.native_region import JOURNAL_BYTES, RegionSpec
-from lightck.region.region import Region
+from lightck.region.region import Continuation, Region
 
 HUGE_PAGE_BYTES = 2 << 20
 _SHARED = 3
@@ -105,7 +104,11 @@ def find(config: Config, rank: int, continuation: Continuation) -> ClaimedLocati
     durable = config.durability == "process"
     try:
         region = Region.open(
-            where, writable=True, process_durable=durable, numa_node=config.numa_node
+            where,
+            writable=True,
+            process_durable=durable,
+            numa_node=config.numa_node,
+            continuation=continuation,
         )
     except RegionBusyError as error:
         raise naming_owner(error, where) from error
@@ -115,7 +118,6 @@ def find(config: Config, rank: int, continuation: Continuation) -> ClaimedLocati
         _move_away(where, error)
         continuation.given_up.discard(where.file)
         return ClaimedLocation(where, None, continuation)
-    region.continuation = continuation
     try:
         _check_rank(region, rank)
         _take_over(region, config)
@@ -145,21 +147,19 @@ def take(
         event("two_slots", logging.WARNING, world=seat.world, why=why)
     if claim.region is None:
         room = (manifest_bytes, journal_bytes)
-        claim.region = _make(claim.where, config, seat, slots, entries, room)
-        claim.region.continuation = claim.continuation
+        claim.region = _make(claim, config, seat, slots, entries, room)
     else:
         claim.region.fit(entries, manifest_bytes)
     region = claim.region
     if region.info.slot_count != slots:  # fixed when the region was made
         event("slots_kept", slots=region.info.slot_count, asked=slots)
-    region.world = seat.world
     armed = seat.world > 1 and config.failure != "off"
-    region.spare = int(armed and region.info.slot_count > _SHARED)
+    region.prepare_writing(seat.world, spare=int(armed and region.info.slot_count > _SHARED))
     return region
 
 
 def _make(
-    where: location.Location,
+    claim: ClaimedLocation,
     config: Config,
     seat: RankIdentity,
     slots: int,
@@ -167,7 +167,7 @@ def _make(
     room: tuple[int, int],
 ) -> Region:
     manifest_bytes, journal_bytes = room
-    needed = allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, _page_bytes(where))
+    needed = allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, _page_bytes(claim.where))
     assert needed is not None
     named = hashlib.blake2b(config.run_id.encode(), digest_size=16).digest()
     spec = RegionSpec(
@@ -180,7 +180,7 @@ def _make(
         process_durable=config.durability == "process",
         numa_node=config.numa_node,
     )
-    return Region.create(where, spec)
+    return Region.create(claim.where, spec, claim.continuation)
 
 
 def _check_rank(region: Region, rank: int) -> None:
@@ -230,7 +230,7 @@ def _take_over(region: Region, config: Config) -> None:
     if ours and not region.overtaken:
         return
     if recovery.is_empty or config.overwrite:
-        region.start_anew()
+        region.continuation.start_anew(region)
         return
     steps = sorted(c.record.step for c in (*recovery.candidates, *recovery.abandoned))
     raise UnrestoredError(

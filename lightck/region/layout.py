@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lightck.errors import CorruptSnapshotError
-from lightck.region.arrow import read
+from lightck.region.manifest import read_stream
 from lightck.region.native_region import LINE_BYTES, Record, Segment
 
 SCHEMA = pa.schema(
@@ -157,7 +157,7 @@ def decode(table: bytes, *, context: str) -> Layout:
     Raises:
         CorruptSnapshotError: the bytes are no layout table; `context` names region and slot.
     """
-    rows = read(table, SCHEMA, context=f"{context}: layout table")
+    rows = read_stream(table, SCHEMA, context=f"{context}: layout table")
     try:
         plain = ("name", "role", "dtype", "shape", "strides", "length", "layer", "device")
         columns = [rows.column(name).to_pylist() for name in (*plain, "alias_of", "begin")]

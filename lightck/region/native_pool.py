@@ -14,7 +14,7 @@ from lightck.region.native_region import NativeRegion
 
 ALL = 2**64 - 1
 COPY_IF_CHANGED, COPY_STAGED, COPY_FED = 1, 2, 4
-SNAP_OPEN, SNAP_SEALED, SNAP_COMMITTED, SNAP_FAILED = 0, 1, 2, 3
+SNAP_COMMITTED = 2
 SPAN_COPY, SPAN_DRAIN, SPAN_INVALIDATE, SPAN_TABLES, SPAN_SYNC, SPAN_RECORD = 1, 2, 3, 4, 5, 6
 THREAD_COMMIT, THREAD_CALLER = 64, 65
 E_TIMEOUT, E_MISMATCH = -10, -13
@@ -162,10 +162,10 @@ class NativeSnapshot:
         check(code, f"capture into {self.label}")
         return True
 
-    def capture(self, batch: int, timeout_s: float | None = None, help: bool = True) -> None:
-        """Return when every copy of the batch has left its source."""
+    def capture(self, batch: int, timeout_s: float | None = None) -> None:
+        """Help to copy, and return when every copy of the batch has left its source."""
         timeout_ns = -1 if timeout_s is None else int(timeout_s * 1e9)
-        code = library().lck_snapshot_capture(self.handle, batch, timeout_ns, int(help))
+        code = library().lck_snapshot_capture(self.handle, batch, timeout_ns, 1)
         check(code, f"capture into {self.label}")
 
     def audit(self, batch: int, seed: int, everything: bool) -> int | None:

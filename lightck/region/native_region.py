@@ -1,4 +1,4 @@
-"""Wrap a native region as a typed object; `native_pool` has the workers, `journal` the journal."""
+"""Wrap a native region, its records and its boundary journal as typed objects."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ READ_ONLY = 1
 RECORD_EARLY, RECORD_SUSPECT, RECORD_JIT = 1, 2, 4
 HOLDS_ALL = bytes(16)
 """The share digest in records of a rank that holds all of its state."""
-E_EMPTY, E_CORRUPT, E_LEASED, E_BUSY, E_FULL = -6, -5, -8, -7, -9
+E_CORRUPT, E_EMPTY, E_FULL = -5, -6, -9
 MEDIA = {1: "fsdax", 2: "devdax", 3: "file", 4: "tmpfs", 5: "hugetlbfs"}
 
 READ_DTYPE = np.dtype(
@@ -107,6 +107,11 @@ def crc32c_at(address: int, length: int, crc: int = 0) -> int:
     `crc` is the checksum of the bytes that precede it.
     """
     return int(library().lck_crc32c(crc, ffi.cast("const void *", address), length))
+
+
+def crc32c_combined(crc_a: int, crc_b: int, length_b: int) -> int:
+    """Return the CRC32C of bytes a followed by b, from both checksums and the length of b."""
+    return int(library().lck_crc32c_combine(crc_a, crc_b, length_b))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +187,34 @@ class Record:
         Earlier means: before this snapshot in its timeline.
         """
         return bool(self.flags & RECORD_SUSPECT)
+
+
+STEP_END, FORWARD, FENCE = 1, 2, 3
+"""The kinds of journal entries, LCK_JOURNAL_*; see `JournalEntry.kind`."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """The boundary state of one moment of a step.
+
+    It may be used only with parameters of this very step and timeline.
+    """
+
+    kind: int
+    """The moment of the entry. STEP_END: complete in itself. FORWARD: everything, at forward start.
+    FENCE: the state that the update will not change, before the first update of the iteration that
+    completes `step`."""
+    step: int
+    timeline: int
+    sequence: int
+    wall_time_ns: int
+    flags: int
+    blob: bytes
+
+    @property
+    def early(self) -> bool:
+        """Return whether the entry was taken before forward start."""
+        return bool(self.flags & RECORD_EARLY)
 
 
 class NativeRegion:
@@ -363,6 +396,51 @@ class NativeRegion:
             raise CorruptSnapshotError(f"{self.label}: [{offset}, +{length}) is outside of it")
         row = np.array([(offset, length, address, 0, 0)], READ_DTYPE)
         self.fetch(row, 1)  # its checksum verdict is ignored: the caller compares what was copied
+
+    def write_journal(self, kind: int, step: int, timeline: int, blob: bytes) -> None:
+        """Write a journal entry over the oldest of the three.
+
+        A FENCE entry replaces the one of the same step. Only one thread at a time may call it; it
+        waits for no medium.
+
+        Raises:
+            RegionFullError: a third of the journal is too small for the entry; says by how much.
+            PreviousPersistError: the region is latched by an earlier failure.
+            RegionError: `timeline` is not the region's newest.
+        """
+        entry = ffi.new("lck_journal_entry *")
+        entry.step, entry.timeline, entry.length, entry.kind = step, timeline, len(blob), kind
+        code = library().lck_journal_write(self.handle, entry, blob)
+        if code != 0:
+            check(code, f"journal of {self.label}")
+
+    def read_journal(self, kind: int = 0) -> JournalEntry | None:
+        """Return the journal's newest whole entry of a kind (0: any) and of the newest timeline.
+
+        None: there is no such entry.
+
+        Raises:
+            CorruptSnapshotError: no entry is whole, and one is damaged.
+            RegionError: the owner, another process, rewrote the entries faster than they were read.
+        """
+        raw = ffi.new("lck_journal_entry *")
+        code = E_FULL
+        while code == E_FULL:  # first pass, or the owner has just written a longer entry
+            room = int(raw.length)
+            blob = ffi.new("char[]", room or 1)
+            code = library().lck_journal_read(self.handle, kind, raw, blob, room)
+        if code == E_EMPTY:
+            return None
+        check(code, f"journal of {self.label}")
+        return JournalEntry(
+            kind=raw.kind,
+            step=raw.step,
+            timeline=raw.timeline,
+            sequence=raw.sequence,
+            wall_time_ns=raw.wall_time_ns,
+            flags=raw.flags,
+            blob=bytes(ffi.buffer(blob, raw.length)),
+        )
 
     def close(self) -> None:
         """Unmap and unlock; idempotent."""

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -21,13 +22,17 @@ from lightck.errors import (
 )
 from lightck.region import allocator, layout, manifest, native_region
 from lightck.region.backends import select
-from lightck.region.container import enlarging
-from lightck.region.continuation import Continuation
 from lightck.region.layout import Entry, Layout, check
-from lightck.region.location import Location
+from lightck.region.location import Location, shm_advice
 from lightck.region.manifest import Manifest
 from lightck.region.native_pool import NativePool, NativeSnapshot
-from lightck.region.native_region import PROCESS_DURABLE, NativeRegion, Record, RegionSpec
+from lightck.region.native_region import (
+    PROCESS_DURABLE,
+    NativeRegion,
+    Record,
+    RegionSpec,
+    Segment,
+)
 from lightck.region.survival import GRAN_PAGE, survives
 
 # ---- whole snapshots in the order in which recovery takes them -----------------------------------
@@ -93,6 +98,52 @@ def _exact_first(candidates: list[T]) -> list[T]:
     return [*ordered, *waiting]
 
 
+# ---- what a model continues ----------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Continuation:
+    """The snapshots that one model continues: those it was restored from or recorded as.
+
+    With it attach refuses a path whose snapshots would be overwritten because a restore was
+    forgotten. It belongs to a model, not to the process: a new model, as a notebook's cell makes it
+    when it is run again, continues nothing.
+    """
+
+    records: dict[bytes, Record] = field(default_factory=dict)
+    """The snapshot, by region UUID, that the model was last restored from or committed as."""
+    newest: dict[bytes, int] = field(default_factory=dict)
+    """The region's newest sequence at the model's last restore or commit, by region UUID. A later
+    one is somebody else's."""
+    given_up: set[Path] = field(default_factory=set)
+    """Region files that cannot be opened and whose state restore got from other ranks: attach may
+    rename them."""
+
+    def clear(self) -> None:
+        """Forget everything, because the live state is about to become another snapshot's."""
+        self.records.clear()
+        self.newest.clear()
+        self.given_up.clear()
+
+    def carry_on(self, region: Region, record: Record) -> None:
+        """Declare that the live state continues `record`; attach may then write to its region."""
+        self.records[region.info.uuid] = record
+        self.newest[region.info.uuid] = region.next_sequence - 1
+
+    def leave_behind(self, region: Region) -> None:
+        """Declare that the live state continues another region's snapshot, and none of this one.
+
+        All snapshots of this region may then be overwritten.
+        """
+        self.start_anew(region)
+        self.newest[region.info.uuid] = region.next_sequence - 1
+
+    def start_anew(self, region: Region) -> None:
+        """Declare that the live state continues no snapshot of the region."""
+        self.records.pop(region.info.uuid, None)
+        self.newest.pop(region.info.uuid, None)
+
+
 # ---- slots, and the region -----------------------------------------------------------------------
 
 
@@ -109,12 +160,43 @@ class Slot:
     """The digest of the layout table that the slot's last commit made durable."""
     digests: tuple[bytes, npt.NDArray[np.uint32]] | None = None
     """Layout digest and CRCs of content that this process wrote completely or read and verified."""
-    layout: tuple[allocator.Plan, Layout, list[int]] | None = field(default=None, repr=False)
-    """The plan last used here, its layout with extents in this slot, and the offsets of table and
-    manifest."""
+    _layout: tuple[allocator.Plan, Layout, list[int]] | None = field(default=None, repr=False)
+    """The plan last used here, and what `layout_of` returned for it."""
     writer: NativeSnapshot | None = field(default=None, repr=False)
+    """The snapshot that is being written here; None: none is open."""
     kept: bool = False
     """The snapshot was begun for a failure: no other rank was asked about it, see `Region.keep`."""
+
+    def close_writer(self) -> None:
+        """Free the snapshot that is being written here, if there is one."""
+        if self.writer is not None:
+            self.writer.free()
+            self.writer = None
+
+    def note_content(self, digest: bytes, crcs: npt.NDArray[np.uint32]) -> None:
+        """Note that all of a snapshot is here: its layout's digest, and the CRCs of its extents."""
+        self.table_digest, self.digests = digest, (digest, crcs)
+
+    def take_digests(self, digest: bytes) -> npt.NDArray[np.uint32] | None:
+        """Return the CRCs of the extents if they are known and of this layout, and forget them."""
+        held, self.digests = self.digests, None
+        return held[1] if held is not None and held[0] == digest else None
+
+    def take_table(self, digest: bytes) -> bool:
+        """Return whether the slot holds this layout table, and forget that it does."""
+        held, self.table_digest = self.table_digest, b""
+        return held == digest
+
+    def layout_of(
+        self, plan: allocator.Plan, segments: Sequence[Segment]
+    ) -> tuple[Layout, list[int]]:
+        """Return a plan's layout in this slot, and the offsets of its table and its manifest."""
+        if self._layout is None or self._layout[0] is not plan:
+            space = allocator.Space(segments)
+            metadata = np.array([plan.table_at, plan.manifest_at], np.uint64)
+            layout = Layout(plan.entries, space.offsets(plan.at, self.index))
+            self._layout = plan, layout, space.offsets(metadata, self.index).tolist()
+        return self._layout[1:]
 
 
 _LOOKS = 4
@@ -153,8 +235,13 @@ class Recovery:
 class Region:
     """One open region. Only one thread uses it; the pool's workers run beside it."""
 
-    def __init__(self, handle: NativeRegion, where: Location) -> None:
-        """Wrap an open native region; see `create` and `open`."""
+    def __init__(
+        self, handle: NativeRegion, where: Location, continuation: Continuation | None = None
+    ) -> None:
+        """Wrap an open native region; see `create` and `open`.
+
+        `continuation` has the snapshots that the live state continues; None: it continues none.
+        """
         self.native = handle
         self.place = where
         self._file: os.stat_result | None = None
@@ -170,14 +257,15 @@ class Region:
         """The number of slots that due snapshots leave free for a failure."""
         self.next_sequence = 1 + max((seq for _, seq in self.info.lineage), default=0)
         self.timeline = self.info.timeline
-        self.continuation = Continuation()
-        """The snapshots that the live state continues; the code that knows them assigns it."""
+        self.continuation = Continuation() if continuation is None else continuation
         self.world = self.info.world
         """The number of ranks that write now; the superblock keeps the number when the region was
         made."""
 
     @classmethod
-    def create(cls, where: Location, spec: RegionSpec) -> Region:
+    def create(
+        cls, where: Location, spec: RegionSpec, continuation: Continuation | None = None
+    ) -> Region:
         """Make and own a region; on return it is durable under its name and every slot is empty.
 
         Raises:
@@ -186,14 +274,17 @@ class Region:
         """
         handle: NativeRegion | None = None
         try:
-            with enlarging(where.path), select.created(where, spec) as (fd, lock_fd, given):
+            with (
+                shm_advice(where.path),
+                select.created(where, spec) as (fd, lock_fd, given),
+            ):
                 handle = NativeRegion.create(fd, lock_fd, spec, str(where.file), given)
                 file = os.fstat(fd)
         except BaseException:  # the region could not be published
             if handle is not None:
                 handle.close()
             raise
-        made = cls(handle, where)
+        made = cls(handle, where, continuation)
         made._file = file
         return made
 
@@ -205,6 +296,7 @@ class Region:
         writable: bool,
         process_durable: bool = False,
         numa_node: int | None = None,
+        continuation: Continuation | None = None,
     ) -> Region:
         """Open an existing region; a writer becomes its owner."""
         flags = (PROCESS_DURABLE if process_durable else 0) | (
@@ -212,7 +304,8 @@ class Region:
         )
         with select.opened(where, writable=writable) as (fd, lock_fd, given):
             label = str(where.file)
-            found = cls(NativeRegion.open(fd, lock_fd, flags, numa_node, label, given), where)
+            handle = NativeRegion.open(fd, lock_fd, flags, numa_node, label, given)
+            found = cls(handle, where, continuation)
             found._file = os.fstat(fd)
         if writable and not found.is_in_place:
             found.close()
@@ -333,26 +426,7 @@ class Region:
     def verified(self, candidate: Candidate) -> None:
         """Record that this process read the whole payload and found it good."""
         slot = self.slots[candidate.record.slot]
-        slot.digests = (candidate.layout.digest, candidate.manifest.crcs)
-        slot.table_digest = candidate.layout.digest
-
-    def carry_on(self, record: Record) -> None:
-        """Declare that the live state now continues `record`; attach may then write here."""
-        self.continuation.records[self.info.uuid] = record
-        self.continuation.newest[self.info.uuid] = self.next_sequence - 1
-
-    def leave_behind(self) -> None:
-        """Declare that the live state continues another region's snapshot.
-
-        All snapshots here may then be overwritten.
-        """
-        self.start_anew()
-        self.continuation.newest[self.info.uuid] = self.next_sequence - 1
-
-    def start_anew(self) -> None:
-        """Declare that the live state continues no snapshot of this region."""
-        self.continuation.records.pop(self.info.uuid, None)
-        self.continuation.newest.pop(self.info.uuid, None)
+        slot.note_content(candidate.layout.digest, candidate.manifest.crcs)
 
     @property
     def written_here(self) -> bool:
@@ -407,15 +481,13 @@ class Region:
         # part.
         largest = max((entry.length for entry in entries), default=0) + page
         for missing in (lack, lack + len(self.info.segments) * largest, needed.needed_bytes):
-            more = allocator.Space(
-                [*self.info.segments, native_region.Segment(0, missing, missing)]
-            )
+            more = allocator.Space([*self.info.segments, Segment(0, missing, missing)])
             if allocator.plan(entries, more, manifest_bytes, page) is not None:
                 break
         # A quarter more avoids the next growths; later it is more, as there can be 16 segments at
         # most.
         spare = size if len(self.info.segments) >= _FEW_SEGMENTS else size // 4
-        with enlarging(self.place.path):
+        with shm_advice(self.place.path):
             try:
                 self.native.grow(max(missing, spare))
             except RegionFullError:
@@ -430,6 +502,26 @@ class Region:
                 f" a slot has {allocator.Space(self.info.segments).size}"
             )
         return grown
+
+    def prepare_writing(self, world: int, *, spare: int = 0) -> None:
+        """Set how many ranks write now, and how many slots due snapshots leave to a failure."""
+        self.world, self.spare = world, spare
+
+    def use_spare_slots(self) -> None:
+        """Let due snapshots take every slot, because no later step can fail."""
+        self.spare = 0
+
+    def follow_ranks(self, reusable: Callable[[int, int], bool]) -> None:
+        """Let all ranks decide from now on whether a committed snapshot counts.
+
+        `reusable` tells whether the slot that holds (timeline, step) may be reused.
+        """
+        self.reusable = reusable
+
+    def take_sequence(self) -> int:
+        """Return the sequence of the next commit, which no other commit gets."""
+        self.next_sequence += 1
+        return self.next_sequence - 1
 
     def free_slots(self) -> list[Slot]:
         """List the slots that may be overwritten, those without a snapshot that counts first."""
@@ -508,11 +600,15 @@ class Region:
         assert slot.record is not None, "overwritten before its fate was known"
         slot.fate_open = slot.kept = False
         if (held := self._held) is None or held.sequence <= slot.record.sequence:
-            self.carry_on(slot.record)
+            self.continuation.carry_on(self, slot.record)
             # Of one step, one rank may have an exact share and another an early one: all ranks
             # protect it.
             if self.reusable is not None or replaces(slot.record, held):
-                self.protected = slot.index
+                self.protect(slot)
+
+    def protect(self, slot: Slot) -> None:
+        """Keep the slot's snapshot until another slot is protected."""
+        self.protected = slot.index
 
     def dead(self, slot: Slot) -> None:
         """Record that the slot's snapshot does not count: the slot is reused first."""

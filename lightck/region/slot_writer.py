@@ -55,6 +55,8 @@ class SlotWriter:
     batches: list[Batch] = field(default_factory=list)
     record: Record | None = None
     """The commit record; set by `seal`."""
+    crcs: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    """The CRC32C of each entry's extent; set by `seal`."""
 
     @classmethod
     def open(
@@ -76,17 +78,8 @@ class SlotWriter:
         slot = region.begin(pool, due=due, kept=kept)
         if slot is None:
             return None
-        if slot.layout is None or slot.layout[0] is not plan:
-            space = allocator.Space(region.info.segments)
-            metadata = np.array([plan.table_at, plan.manifest_at], np.uint64)
-            slot.layout = (
-                plan,
-                Layout(plan.entries, space.offsets(plan.at, slot.index)),
-                space.offsets(metadata, slot.index).tolist(),
-            )
-        _, layout, places = slot.layout
-        held, slot.digests = slot.digests, None
-        known = held[1] if held is not None and held[0] == layout.digest else None
+        layout, places = slot.layout_of(plan, region.info.segments)
+        known = slot.take_digests(layout.digest)
         return cls(region, slot, plan, layout, places, known)
 
     @property
@@ -143,8 +136,8 @@ class SlotWriter:
         """Let the workers copy the first `up_to_bytes` of a batch."""
         self.snapshot.release(batch.number, up_to_bytes)
 
-    def capture(self, batch: Batch, timeout_s: float | None = None) -> None:
-        """Help until every copy of the batch has left its source."""
+    def finish_copies(self, batch: Batch, timeout_s: float | None = None) -> None:
+        """Help the workers to copy, and return when every copy of the batch has left its source."""
         self.snapshot.capture(batch.number, timeout_s)
 
     def audit(self, batch: Batch, seed: int, everything: bool) -> str | None:
@@ -168,7 +161,7 @@ class SlotWriter:
         crcs = np.zeros(len(plan.entries), np.uint32)
         for batch in self.batches:
             crcs[batch.positions] = self.snapshot.digests(batch.number, len(batch.positions))
-        sequence, region.next_sequence = region.next_sequence, region.next_sequence + 1
+        sequence = region.take_sequence()
         blob = manifest.encode(Manifest(step, sequence, crcs, at_step, at_forward))
         assert len(blob) <= plan.manifest_bytes, (len(blob), plan.manifest_bytes)
         table_at, manifest_at = self.places
@@ -186,8 +179,7 @@ class SlotWriter:
             "share_digest": share_digest,
             "world": region.world,
         }
-        there = slot.table_digest == self.layout.digest
-        slot.table_digest = b""
+        there = slot.take_table(self.layout.digest)
         self.snapshot.seal(fields, None if there else self.layout.table, blob)
         self.crcs = crcs
         self.record = Record(
@@ -213,18 +205,10 @@ class SlotWriter:
         assert self.record is not None
         # Protect first: an interrupt in between must not leave the newest snapshot unprotected.
         self.region.committed(self.slot, self.record)
-        self.slot.table_digest = self.layout.digest
-        self.slot.digests = (self.layout.digest, self.crcs)
-        self._close()
+        self.slot.note_content(self.layout.digest, self.crcs)
+        self.slot.close_writer()
         return True
 
     def abandon(self) -> None:
         """Give the snapshot up; the slot stays invalid and can be reused. Idempotent."""
-        if self.slot.writer is not None:
-            self._close()
-
-    def _close(self) -> None:
-        self.snapshot.free()
-        self.slot.writer = None
-
-    crcs: Any = None
+        self.slot.close_writer()

@@ -26,10 +26,10 @@ typedef struct kept {
 
 /* The first image has a superblock that lacks its first line only, the second two copies that
  * differ, if there are such images. */
-typedef struct keeper {
+typedef struct image_store {
   kept images[RESTARTS];
   uint64_t offered[RESTARTS];
-} keeper;
+} image_store;
 
 static int lacks_first_line(const unsigned char *page) {
   superblock_disk super;
@@ -40,7 +40,7 @@ static int lacks_first_line(const unsigned char *page) {
 
 /* Of all that are offered to a place each stays with the same probability. */
 static void keep_image(model *m, const outcome *found) {
-  keeper *k = m->saver;
+  image_store *k = m->saver;
   int update = memcmp(m->image, m->image + LCK_HEADER_PAGE, sizeof(superblock_disk)) != 0;
   uint64_t place = update ? 1 : 2 + draw_below(&m->random, RESTARTS - 2);
   if (update && (lacks_first_line(m->image) || lacks_first_line(m->image + LCK_HEADER_PAGE)))
@@ -72,7 +72,7 @@ static int memory_file(const unsigned char *bytes, uint64_t size) {
  */
 static void restart_machine(model *m, const bed *from, const kept *image, int chained) {
   lck_trace_log log;
-  keeper opening = {0};
+  image_store opening = {0};
   bed *b = malloc(sizeof(*b));
   if (!b)
     DIE("no memory");
@@ -180,7 +180,7 @@ static void run_trace(medium on, uint64_t seed, uint32_t per_cut, int stop_at_ba
   static bed b;
   lck_trace_log log;
   model m;
-  keeper kept = {0};
+  image_store kept = {0};
   model_make(&m);
   m.medium = on;
   m.per_cut = per_cut;

@@ -132,11 +132,11 @@ int lck_region_create(int fd, int lock_fd, const lck_region_spec *spec, lck_regi
  * repairs the other. LCK_E_BUSY; LCK_E_FORMAT (none, or cut); LCK_E_CORRUPT (both); LCK_E_IO. */
 int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_region **out);
 
-/* The same on a mapping that somebody else made. `fd` and `lock_fd` are of the file it maps: for
- * medium, syncs and locks. The region never unmaps it, but takes it from forked children for good.
- * The medium is found out as ever. A promise that is coarser than the medium's own granularity is
- * kept to. A finer one is not believed: where MAP_SYNC is granted, lines are flushed all the same;
- * elsewhere the region is LCK_PROCESS_DURABLE, and says so in its superblock.
+/* Make or open a region on a mapping that somebody else made. `fd` and `lock_fd` are of the file it
+ * maps: for medium, syncs and locks. The region never unmaps it, but takes it from forked children
+ * for good. The medium is found out as ever. A promise that is coarser than the medium's own
+ * granularity is kept to. A finer one is not believed: where MAP_SYNC is granted, lines are flushed
+ * all the same; elsewhere the region is LCK_PROCESS_DURABLE, and says so in its superblock.
  * create_on refuses space that holds a region, and clears the headers' pages of any other.
  * Errors also: LCK_E_INVALID (alignment, length, a NUMA node). */
 int lck_region_create_on(const lck_backing *backing, int fd, int lock_fd,
@@ -174,7 +174,7 @@ enum {
   LCK_RECORD_JIT = 1u << 2,     /* made by the failure path */
 };
 
-/* What a commit says. Blob extents are in the slot's own space. */
+/* A commit record. Blob extents are in the slot's own space. */
 typedef struct lck_record {
   uint64_t sequence; /* > 0; grows over the region's life; recovery prefers the highest */
   uint64_t step, timeline, parent;
@@ -329,7 +329,8 @@ int lck_snapshot_cuts(const lck_snapshot *snapshot, uint32_t batch, uint64_t *st
  * there. One thread at a time, not only the handle's. LCK_E_INVALID; the snapshot's failure. */
 int lck_snapshot_feed(lck_snapshot *snapshot, uint32_t batch, uint64_t end, const void *from);
 
-/* As lck_snapshot_capture, for the bytes of a fed batch up to `end`; feeds nothing itself. */
+/* Wait as lck_snapshot_capture does, for the bytes of a fed batch up to `end`; feeds nothing
+ * itself. */
 int lck_snapshot_taken(lck_snapshot *snapshot, uint32_t batch, uint64_t end, int64_t timeout_ns,
                        int help);
 
@@ -360,8 +361,8 @@ typedef struct lck_stall {
   uint64_t ns;
 } lck_stall;
 
-/* What a trainer says of itself at the end of a step. Times `_ns` are durations or, of `began` and
- * `updated`, of the wall clock; counters begin at attach. */
+/* The statistics that a trainer publishes at the end of a step. Times `_ns` are durations or, of
+ * `began` and `updated`, of the wall clock; counters begin at attach. */
 typedef struct lck_statistics {
   uint8_t boot_id[16];     /* of the kernel on which process and start mean something */
   uint64_t process_start;  /* ticks since boot: with the id it names one process */
@@ -380,8 +381,9 @@ typedef struct lck_statistics {
  * where a store might, the commit thread does it (the region must outlive the pool). */
 int lck_pool_publish(lck_pool *pool, lck_region *region, const lck_statistics *values);
 
-/* What was last published, and (in any case) in *owned whether any process owns the region now.
- * Errors: LCK_E_EMPTY, nothing was; LCK_E_CORRUPT, the page is torn or of another build. */
+/* Read the statistics last published, and (in any case) in *owned whether any process owns the
+ * region now. Errors: LCK_E_EMPTY, nothing was; LCK_E_CORRUPT, the page is torn or of another
+ * build. */
 int lck_region_statistics(const lck_region *region, lck_statistics *out, int *owned);
 
 enum { LCK_SNAP_OPEN = 0, LCK_SNAP_SEALED = 1, LCK_SNAP_COMMITTED = 2, LCK_SNAP_FAILED = 3 };

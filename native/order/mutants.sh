@@ -24,8 +24,9 @@ seed() { # KERNEL NAME FILE SED-EXPRESSION
   fi
   "${compile[@]}" -w -o "$place/$file.o" "$place/$file.c"
   local objects=()
-  for object in "$release"/*.o; do
-    [ "$(basename "$object")" = "$file.o" ] || objects+=("$object")
+  for source in native/src/*.c; do # not every object there is: that of a removed source may remain
+    base=$(basename "$source" .c)
+    [ "$base" = "$file" ] || objects+=("$release/$base.o")
   done
   "${link[@]}" -o "$place/tracee" "${program[@]}" "$place/$file.o" "${objects[@]}"
   printf '%s\t%s\t%s\n' "$kernel" "$place/tracee" "$name"

@@ -5,7 +5,6 @@
 #include <signal.h>
 #include <string.h>
 
-#include "bus.h"
 #include "error.h"
 #include "fault.h"
 #include "guard.h"
@@ -54,16 +53,24 @@ static int explain(const lck_region *region, const lck_bus_fault *fault) {
                   at, size, length);
 }
 
-int lck_access_run(const lck_region *region, void (*body)(void *), void *argument) {
-  lck_bus_fault fault;
+int lck_access_try(unsigned char *base, uint64_t reserved_length, void (*body)(void *),
+                   void *argument, lck_bus_fault *fault) {
   if (lck_fault_visit(LCK_FAULT_POISON) != 0) {
     body = lck_fault_poison;
-    argument = region->base;
+    argument = base;
   }
-  if (!lck_bus_run(region->base, LCK_MAPPINGS * region->reserved_length, body, argument, &fault))
-    return 0;
-  (void)explain(region, &fault);
+  return lck_bus_run(base, LCK_MAPPINGS * reserved_length, body, argument, fault);
+}
+
+int lck_access_failed(const lck_region *region, const lck_bus_fault *fault) {
+  (void)explain(region, fault);
   return latch(region);
+}
+
+int lck_access_run(const lck_region *region, void (*body)(void *), void *argument) {
+  lck_bus_fault fault;
+  int failed = lck_access_try(region->base, region->reserved_length, body, argument, &fault);
+  return failed ? lck_access_failed(region, &fault) : 0;
 }
 
 int lck_access_whole(const lck_region *region) {

@@ -283,7 +283,7 @@ static void add_relaxed(_Atomic uint64_t *counter, uint64_t value) {
 typedef struct chunk_run {
   lck_snapshot *snapshot;
   lck_batch *batch;
-  const lck_chunk *chunk;
+  lck_chunk *chunk;
   lck_pool_thread *thread;
   uint32_t held;            /* the chunk's word while it is the thread's */
   int kept;                 /* it was, to the end */
@@ -312,6 +312,33 @@ static void run_body(chunk_run *run, void (*body)(void *)) {
     body(run);
     run->kept = 1;
   }
+}
+
+/* Claim the run's chunk on behalf of the callers, whom nobody seizes from; 0: it was seized. Then
+ * the snapshot may be given up and its region closed at any time. A failure is told only while
+ * neither can be; who has seized the chunk copies it anew, and meets the failure again. */
+static int keep(chunk_run *run, uint32_t phase) {
+  uint32_t callers = claimed_by(&run->snapshot->pool->threads[LCK_THREAD_CALLER], phase);
+  run->kept = change(run->chunk, run->held, callers);
+  run->held = callers;
+  return run->kept;
+}
+
+/* Run the section of a claimed chunk. A worker that loses its CPU on the way in may find the region
+ * closed: only its addresses are used until the chunk is known to be the worker's still. */
+static int run_section(chunk_run *run, uint32_t phase, void (*section)(void *)) {
+  lck_snapshot *snapshot = run->snapshot;
+  lck_bus_fault fault;
+  int failed = lck_access_try(snapshot->base, snapshot->reserved_length, section, run, &fault);
+  return failed && keep(run, phase) ? lck_access_failed(snapshot->region, &fault) : 0;
+}
+
+static void fail_chunk(chunk_run *run, uint32_t phase, int code) {
+  if (!keep(run, phase))
+    return;
+  lck_snapshot_fail(run->snapshot, code);
+  (void)change(run->chunk, run->held, phase - 1);
+  lck_wait_queue_wake(&run->snapshot->pool->progress);
 }
 
 /* Inside the chunk's section, which a fault leaves. */
@@ -445,11 +472,9 @@ void lck_chunk_capture(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
   lck_chunk *chunk = &batch->chunks[index];
   chunk_run run = {.snapshot = snapshot, .batch = batch, .chunk = chunk, .thread = last->thread};
   run.held = claimed_by(last->thread, LCK_CHUNK_IN_CAPTURE);
-  int rc = judge(&run, index, lck_access_run(snapshot->region, capture_in_section, &run));
+  int rc = judge(&run, index, run_section(&run, LCK_CHUNK_IN_CAPTURE, capture_in_section));
   if (rc) {
-    lck_snapshot_fail(snapshot, rc);
-    (void)change(chunk, run.held, LCK_CHUNK_WAITS);
-    lck_wait_queue_wake(&snapshot->pool->progress);
+    fail_chunk(&run, LCK_CHUNK_IN_CAPTURE, rc);
     return;
   }
   if (run.kept && LCK_MUTANT(MUTANT_INVALIDATED_LATE))
@@ -496,7 +521,7 @@ static void drain_in_section(void *argument) {
 }
 
 static int drain(chunk_run *run) {
-  int rc = lck_access_run(run->snapshot->region, drain_in_section, run);
+  int rc = run_section(run, LCK_CHUNK_IN_DRAIN, drain_in_section);
   const lck_piece *piece = run->flipped;
   if (rc != 0 || piece == NULL)
     return rc;
@@ -529,9 +554,7 @@ void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
   run.held = claimed_by(last->thread, LCK_CHUNK_IN_DRAIN);
   int rc = drain(&run);
   if (rc) {
-    lck_snapshot_fail(snapshot, rc);
-    (void)change(chunk, run.held, LCK_CHUNK_CAPTURED);
-    lck_wait_queue_wake(&snapshot->pool->progress);
+    fail_chunk(&run, LCK_CHUNK_IN_DRAIN, rc);
     return;
   }
   finish_chunk(&snapshot->pool->drain_ns, started, last);

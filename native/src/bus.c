@@ -25,7 +25,7 @@ typedef struct section {
   siginfo_t held;
 } section;
 
-/* Of a thread of ours between two sections. */
+/* Stands for the section of a library thread that is between two sections. */
 static section idle;
 
 /* Each thread's section. A key and not a thread-local variable: that one's memory would be
@@ -64,8 +64,8 @@ static void send_again(siginfo_t *info) {
   (void)syscall(SYS_rt_tgsigqueueinfo, getpid(), syscall(SYS_gettid), SIGBUS, info);
 }
 
-/* As if there were no handler: a fault happens once more, at the same instruction, and ends the
- * process there; what somebody sent is sent once more. */
+/* Pass the signal on as if there were no handler: a fault happens once more, at the same
+ * instruction, and ends the process there; what somebody sent is sent once more. */
 static void die(siginfo_t *info) {
   struct sigaction fatal = {.sa_handler = SIG_DFL};
   (void)sigaction(SIGBUS, &fatal, NULL);

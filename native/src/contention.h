@@ -25,14 +25,14 @@ typedef struct lck_contention {
 struct lck_pool;
 struct lck_snapshot;
 
-/* Under the pool's lock: a snapshot begins. */
+/* Note that a snapshot begins. Under the pool's lock. */
 void lck_contention_begin_snapshot(struct lck_pool *pool);
 
-/* Somebody begins to wait for its copies. */
+/* Note that somebody begins to wait for a snapshot's copies. */
 void lck_contention_begin_wait(const struct lck_snapshot *snapshot);
 
-/* The watcher looks, inside a visit; returns when to look again (monotonic ns; UINT64_MAX: when it
- * is woken). */
+/* Look, as the first worker of the reserve, whether the machine is contended; returns when to look
+ * again (monotonic ns; UINT64_MAX: when it is woken). */
 uint64_t lck_contention_check(struct lck_pool *pool);
 
 #endif

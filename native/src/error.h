@@ -11,7 +11,7 @@
 /* Set the calling thread's error text and return `code`. */
 __attribute__((format(printf, 2, 3))) int lck_fail(int code, const char *format, ...);
 
-/* The same with ": strerror(errno)" appended; errno is read first. */
+/* Set the text with ": strerror(errno)" appended and return `code`; errno is read first. */
 __attribute__((format(printf, 2, 3))) int lck_fail_errno(int code, const char *format, ...);
 
 /* The first failure of several threads, for the one that waits for them. Zero: none. */
@@ -23,10 +23,11 @@ typedef struct lck_first_error {
 /* Note the calling thread's failure unless there is one, or code is 0. */
 void lck_error_record(lck_first_error *first, int code);
 
-/* Whether there is one. */
+/* Return whether a failure was noted. */
 int lck_error_recorded(const lck_first_error *first);
 
-/* 0, or its code with its text, set for the calling thread; once the others are done. */
+/* Return 0, or the failure's code with its text set for the calling thread. Call it once the other
+ * threads are done. */
 int lck_error_report(const lck_first_error *first);
 
 #endif

@@ -79,7 +79,7 @@ int lck_fault_visit(enum lck_fault_point point) {
   return next == 0 ? (int)(word & ERROR_MASK) : 0;
 }
 
-/* As the kernel tells of poison under a huge page. */
+/* Raise the SIGBUS that the kernel raises for poison under a huge page. */
 void lck_fault_poison(void *address) {
   siginfo_t info = {.si_signo = SIGBUS, .si_code = BUS_MCEERR_AR};
   info.si_addr = address;

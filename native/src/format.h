@@ -73,9 +73,9 @@ typedef struct superblock_disk {
 /* Set in a published sequence word, so that two bits would have to flip to make it look empty. */
 #define LCK_PUBLISHED (UINT64_C(1) << 63)
 
-/* What makes a snapshot valid. `sequence` is 0 while the slot is empty or being written; the number
- * and LCK_PUBLISHED are stored last, as one aligned 8-byte store, after the rest of the block is
- * durable. */
+/* The commit record, which makes a snapshot valid. `sequence` is 0 while the slot is empty or being
+ * written; the number and LCK_PUBLISHED are stored last, as one aligned 8-byte store, after the
+ * rest of the block is durable. */
 typedef struct record_disk {
   uint64_t sequence;
   uint32_t magic;

@@ -348,10 +348,11 @@ static uint32_t expendable(const lck_region *region, const lck_journal_entry *en
   return (region->journal.newest + 1) % LCK_JOURNAL_PLACES;
 }
 
-/* As a commit, without syncs. The place's word is 0, durably where a fence makes durable, before
- * another byte of it changes; entry and blob are so before the word is published. Meanwhile the
- * other places stay. On page media nothing orders these on the medium, and the CRCs over entry and
- * blob find every mixture of old and new sectors; processes see the stores in this order anyway. */
+/* Written in the order of a commit, without syncs. The place's word is 0, durably where a fence
+ * makes durable, before another byte of it changes; entry and blob are so before the word is
+ * published. Meanwhile the other places stay. On page media nothing orders these on the medium, and
+ * the CRCs over entry and blob find every mixture of old and new sectors; processes see the stores
+ * in this order anyway. */
 LCK_API int lck_journal_write(lck_region *region, const lck_journal_entry *entry,
                               const void *blob) {
   int rc = lck_region_writable(region);

@@ -9,7 +9,7 @@
 #include "api.h"
 #include "medium.h"
 
-/* What is left of DRAM, of swap, and (v1) of both together. */
+/* Bytes that are left of DRAM, of swap, and (v1) of both together. */
 typedef struct room {
   uint64_t memory, swap, both;
 } room;

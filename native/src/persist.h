@@ -17,7 +17,7 @@
 int lck_persist_payload(lck_region *region, uint64_t offset, const void *source, uint64_t length,
                         uint32_t *crc);
 
-/* The same for payload that somebody else (a device) has stored there already, through whatever
+/* Make payload durable that somebody else (a device) has stored there already, through whatever
  * cache: hash it, pad the last line with zeros, flush every line. No store of that other one may
  * still be under way. */
 int lck_persist_in_place(lck_region *region, uint64_t offset, uint64_t length, uint32_t *crc);
@@ -40,10 +40,10 @@ void lck_persist_fence(void);
  * A failure latches the region; it is never retried, and every later sync fails. Any thread. */
 int lck_persist_sync(lck_region *region);
 
-/* What a new owner finds may be in caches only: its predecessor may have died before a sync, or
- * stopped at a failed one, which leaves pages that count as clean. Make the headers and the
- * boundary journal durable, and with them what they say, before anything is overwritten in reliance
- * on them. */
+/* Make what a new owner finds durable, which may be in caches only: its predecessor may have died
+ * before a sync, or stopped at a failed one, which leaves pages that count as clean. This covers
+ * the headers and the boundary journal, and with them what they say, before anything is overwritten
+ * in reliance on them. */
 int lck_persist_adopt(lck_region *region);
 
 /* Make the kernel back every page of [offset, +length) without changing a byte; no other thread may

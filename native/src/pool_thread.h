@@ -31,10 +31,10 @@ typedef struct lck_pool_thread {
   uint64_t mask;          /* cells - 1; a power of two less one */
   _Atomic uint64_t next;
 
-  /* Of a worker. */
+  /* Used by every worker. */
   _Atomic uint64_t visits; /* of the list of snapshots, twice each; odd: it may be looking at one */
 
-  /* Of a worker of the idle class. */
+  /* Used by workers of the idle class. */
   cpu_set_t cpus;                /* its share of the CPUs; constant once the threads run */
   _Atomic pid_t id;              /* of the thread, once work can be taken from it; or 0 */
   _Atomic uint64_t busy_since;   /* it claimed its last chunk no earlier; ns */

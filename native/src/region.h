@@ -16,7 +16,7 @@ typedef struct lck_layout {
   uint32_t crc;
 } lck_layout;
 
-/* What the journal's writer knows; sequence 0: it has not looked yet. */
+/* The state of the journal's writer; sequence 0: it has not looked at the places yet. */
 typedef struct lck_journal {
   uint64_t sequence; /* highest so far */
   uint64_t step;     /* of the newest entry, if this handle has written it */
@@ -55,8 +55,8 @@ struct lck_region {
 /* 0, or LCK_E_INVALID (NULL) / LCK_E_FORKED with text: the first line of every reading call. */
 int lck_region_alive(const lck_region *region);
 
-/* The same, or LCK_E_INVALID (read-only) / LCK_E_PREVIOUS: the first line of every mutating call.
- */
+/* As lck_region_alive, or LCK_E_INVALID (read-only) / LCK_E_PREVIOUS: the first line of every
+ * mutating call. */
 int lck_region_writable(const lck_region *region);
 
 /* 0, or LCK_E_PREVIOUS with the text of the failure that latched the region. Any thread. */

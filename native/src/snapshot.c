@@ -80,6 +80,8 @@ LCK_API int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot
     return lck_fail(LCK_E_NOMEM, "no memory for a snapshot");
   snapshot->pool = pool;
   snapshot->region = region;
+  snapshot->base = region->base;
+  snapshot->reserved_length = region->reserved_length;
   snapshot->slot = slot;
   snapshot->paged = region->granularity == LCK_GRAN_PAGE || region->medium == LCK_FILE;
   rc = lck_slot_claim(region, slot);

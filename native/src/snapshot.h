@@ -76,6 +76,9 @@ enum { LCK_PHASE_OPEN, LCK_PHASE_SEALED, LCK_PHASE_COMMITTED };
 struct lck_snapshot {
   lck_pool *pool;
   lck_region *region;
+  unsigned char
+      *base; /* the region's addresses, for threads that may outlast it: see run_section */
+  uint64_t reserved_length;
   uint32_t slot;
   int paged; /* every copy is staged, and the commit thread invalidates the slot */
   _Atomic(lck_snapshot *) next; /* in the pool's list */
@@ -175,11 +178,12 @@ void lck_chunk_drain(lck_snapshot *snapshot, lck_batch *batch, uint64_t index,
 /* Invalidate the slot of a snapshot whose invalidation is due. Called by the commit thread. */
 void lck_snapshot_invalidate(lck_snapshot *snapshot);
 
-/* Commit the snapshot if it is due, nobody is at it, and the medium needs no sync (`may_sync`: or
- * does). Never on a thread of the idle class. */
+/* Commit the snapshot if it is due, nobody commits it already, and the medium needs no sync
+ * (`may_sync`: or does). Never on a thread of the idle class. */
 void lck_snapshot_try_commit(lck_snapshot *snapshot, int may_sync, lck_pool_thread *thread);
 
-/* Under the pool's lock: it is sealed, has not failed, and all of it is in the region. */
+/* Return whether a snapshot is sealed, has not failed, and is in the region with all its bytes.
+ * Under the pool's lock. */
 int lck_snapshot_due(const lck_snapshot *snapshot);
 
 /* Free the memory of a snapshot that nobody has. */

@@ -44,7 +44,8 @@ void lck_trace_start(lck_trace_log *log);
 void lck_trace_stop(void);
 void lck_trace_free(lck_trace_log *log);
 
-/* What every region opened from now on takes its medium for; LCK_GRAN_* or -1 for the truth. */
+/* Set the granularity that every region opened from now on takes its medium for: LCK_GRAN_*, or -1
+ * for the true one. */
 void lck_trace_force(int granularity);
 
 void lck_trace(enum lck_trace_op op, const lck_region *region, uint64_t offset, uint64_t length);

@@ -2,6 +2,7 @@
  * that does not get to run. A gate stands in for a CPU that others keep busy: it holds a worker of
  * the idle class in the middle of a chunk for as long as the test likes. */
 #include <dirent.h>
+#include <errno.h>
 #include <sched.h>
 
 #include "snapshot_bed.h"
@@ -212,8 +213,37 @@ static void test_giving_up_takes_what_an_idle_worker_has_in_hand(bed *b) {
   tear_down(b, &t);
 }
 
+/* The worker loses its CPU on the way into its chunk's section, where only addresses are left of a
+ * region that is closed meanwhile; and meets a fault there, which is nobody's any more. */
+static void test_a_closed_region_is_not_touched_by_an_idle_worker(bed *b) {
+  lck_pool *pool = make_pool(1, 1);
+  unsigned char *source = calloc(1, CHUNK);
+  CHECK(source, "memory");
+  atomic_store(&pool->contention.watched, 1);
+  lck_snapshot *s = bed_begin(b, pool, 0);
+  if (b->staged)
+    EVENTUALLY(s->invalidated);
+  atomic_store(&scene.at_gate, 0);
+  atomic_store(&scene.open, 0);
+  lck_copy copy = {.offset = bed_slot(b, 0), .source = source, .length = CHUNK};
+  uint32_t batch = bed_add(s, &copy, 1);
+  lck_fault_gate(LCK_FAULT_POISON, not_for_idle);
+  CHECK(lck_snapshot_release(s, batch, LCK_ALL) == 0, "%s", lck_last_error());
+  EVENTUALLY(atomic_load(&scene.at_gate));
+  CHECK(lck_snapshot_free(s) == 0, "%s", lck_last_error());
+  bed_reopen(b);
+  CHECK(lck_fault_arm(LCK_FAULT_POISON, 0, EIO) == 0, "arm");
+  atomic_store(&scene.open, 1);
+  EVENTUALLY(atomic_load(&pool->threads[0].visits) % 2 == 0);
+  lck_fault_gate(LCK_FAULT_POISON, NULL);
+  CHECK(lck_fault_arm(LCK_FAULT_POISON, -1, 0) == 0, "disarm");
+  bed_snapshot(b, pool, 1, 1);
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+  free(source);
+}
+
 /* What an idle worker looks at is not freed under it. */
-static void test_a_visited_snapshot_is_buried(bed *b) {
+static void test_a_visited_snapshot_is_freed_later(bed *b) {
   stage t = set_up(b, 0, 0);
   lck_snapshot *freed = t.snapshot;
   atomic_fetch_add(&t.pool->threads[1].visits, 1); /* as if the reserve looked on */
@@ -310,7 +340,8 @@ static void body(bed *b) {
     test_a_capture_takes_what_an_idle_worker_has_in_hand(b, help, LCK_COPY_STAGED);
   }
   test_giving_up_takes_what_an_idle_worker_has_in_hand(b);
-  test_a_visited_snapshot_is_buried(b);
+  test_a_closed_region_is_not_touched_by_an_idle_worker(b);
+  test_a_visited_snapshot_is_freed_later(b);
   test_copies_that_stand_still_go_over_to_the_reserve(b);
   test_what_is_captured_beside_busy_threads_is_what_was_there(b);
   alarm(0);

@@ -18,8 +18,7 @@ from lightck.failure.takeover.inference import RankLocalState
 from lightck.failure.takeover.takeover import Takeover, TakeoverContext, TakeoverResult
 from lightck.journal.boundary_state import BoundaryState
 from lightck.region import location
-from lightck.region.journal import FORWARD, STEP_END, JournalEntry, write_entry
-from lightck.region.native_region import RECORD_JIT
+from lightck.region.native_region import FORWARD, RECORD_JIT, STEP_END, JournalEntry
 from lightck.region.region import open_and_recover
 from lightck.state.extras import parse
 from lightck.state.inventory import Inventory, StateTensor
@@ -69,7 +68,7 @@ class Node:
         self.kept[blob] = RankLocalState(
             *instants.encode(collected, step, seen=False), lives or own
         )
-        write_entry(region.native, kind, step, region.timeline, blob)
+        region.native.write_journal(kind, step, region.timeline, blob)
 
     def die(self, *ranks: int) -> None:
         for rank in ranks:

@@ -28,7 +28,7 @@ from torch.autograd import Variable
 from lightck.failure import watchdog
 from lightck.failure.watchdog import HANG_STATUS
 from lightck.region import location
-from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
+from lightck.region.native_region import FENCE, FORWARD, STEP_END
 from lightck.region.region import open_and_recover
 from lightck.types import Failure, Saved
 
@@ -296,7 +296,7 @@ def test_what_a_rank_left_where_it_hung_gives_way_to_what_it_has_at_its_fence(
 
         def stands() -> None:
             watched(job.handle)
-            left = partial(read_entry, job.handle.region.native, FENCE)
+            left = partial(job.handle.region.native.read_journal, FENCE)
             until(lambda: (entry := left()) is not None and entry.step == AT)
             unwatched(job.handle._guard)
             checkpointer = job.handle._checkpointer
@@ -310,7 +310,7 @@ def test_what_a_rank_left_where_it_hung_gives_way_to_what_it_has_at_its_fence(
         def dies() -> None:
             me.send(job.handle._checkpointer.predictor._whole)
             kinds = (FORWARD,) if changes else (FORWARD, STEP_END)
-            found = [read_entry(job.handle.region.native, kind) for kind in kinds]
+            found = [job.handle.region.native.read_journal(kind) for kind in kinds]
             me.send({each and each.step for each in found})
             os.kill(os.getpid(), signal.SIGKILL)
 

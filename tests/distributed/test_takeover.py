@@ -19,7 +19,7 @@ from lightck.errors import TornSnapshotError
 from lightck.failure.takeover import coordinator
 from lightck.failure.takeover.takeover import TakeoverResult
 from lightck.region import location
-from lightck.region.journal import FORWARD, STEP_END
+from lightck.region.native_region import FORWARD, STEP_END
 from lightck.region.region import open_and_recover
 from lightck.state.inventory import StateTensor
 from lightck.types import Saved
@@ -277,7 +277,7 @@ def test_a_tensor_that_changes_under_the_copy_is_never_committed(
         node.train(1)
         node.train(2, absent=[0])
         node.die(0)
-        capture = SlotWriter.capture
+        capture = SlotWriter.finish_copies
 
         def changing(writer: SlotWriter, batch: Any, timeout_s: float | None = None) -> None:
             capture(writer, batch, timeout_s)
@@ -285,7 +285,7 @@ def test_a_tensor_that_changes_under_the_copy_is_never_committed(
                 for parameter in node.crew.ranks[1].net.parameters():
                     parameter += 1
 
-        monkeypatch.setattr(SlotWriter, "capture", changing)
+        monkeypatch.setattr(SlotWriter, "finish_copies", changing)
         takeover = node.takeover(1)
         lives = takeover.survivor.inventory.everything()
         lives = tuple(replace(live, sync=live.sync or torn_before) for live in lives)

@@ -13,8 +13,7 @@ from test_restore import check, restore
 from written import NoSlotError
 
 from lightck.failure.takeover.takeover import TakeoverResult, common
-from lightck.region.journal import FENCE, STEP_END
-from lightck.region.native_region import RECORD_EARLY
+from lightck.region.native_region import FENCE, RECORD_EARLY, STEP_END
 from lightck.region.region import Region
 
 

@@ -141,7 +141,7 @@ def test_the_audit_looks_where_the_part_begins(folder: Path) -> None:
     with writers(folder, 2) as ranks:
         for writer in ranks:
             writer.open(1, [live(tensor=tensor)])
-            writer.pipeline.window.writer.capture(writer.pipeline.window.groups[0].batch)
+            writer.pipeline.window.writer.finish_copies(writer.pipeline.window.groups[0].batch)
         tensor.numpy()[-1] += 1  # unseen by the version counter; a byte of the second share
         assert [writer.commit() for writer in ranks] == [True, False]
 

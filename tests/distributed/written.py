@@ -185,7 +185,7 @@ class Crew:
             held.append(chosen)
             nothing = np.zeros(len(part.positions), np.bool_)
             pointers = chosen.pointers + part.begins
-            writer.capture(writer.add(part.positions, pointers, nothing, nothing))
+            writer.finish_copies(writer.add(part.positions, pointers, nothing, nothing))
         writer.seal(step, *blobs, flags, collected.share_digest)
         assert writer.wait(None)
         self.records[rank.rank, step] = next(

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from trainer import Run
 
 import lightck
-from lightck.region.region import Region
+from lightck.region.region import Continuation, Region
 
 _NANOSLEEP = {"35", "230", "101", "115"}
 """nanosleep and clock_nanosleep, x86-64 and aarch64."""
@@ -35,7 +35,7 @@ CALLS: dict[str, tuple[str, int, bool]] = {
     "before the timeline begins": ("begin_timeline", 1, False),
     "timeline begun": ("begin_timeline", 1, True),
 }
-"""Phases of recovery: method of Region, which call, before or after it."""
+"""Phases of recovery: method of Region or Continuation, which call, before or after it."""
 
 DELAYS = {
     "creation": faults.ALLOCATE,
@@ -76,8 +76,9 @@ def _asleep(task: str) -> bool:
 
 
 def die_in_call(name: str, count: int, after: bool) -> None:
-    """The `count`th call of a method of Region is the last thing that happens."""
-    method: Callable[..., Any] = getattr(Region, name)
+    """The `count`th call of a method of Region or Continuation is the last thing that happens."""
+    owner = Region if hasattr(Region, name) else Continuation
+    method: Callable[..., Any] = getattr(owner, name)
     calls = [0]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +90,7 @@ def die_in_call(name: str, count: int, after: bool) -> None:
             die()
         return result
 
-    setattr(Region, name, counted)
+    setattr(owner, name, counted)
 
 
 class Trained(Plain):

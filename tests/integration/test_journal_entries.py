@@ -16,7 +16,7 @@ from torch import nn
 
 import lightck
 from lightck.journal.entry import unpacked
-from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
+from lightck.region.native_region import FENCE, FORWARD, STEP_END
 from lightck.state import boundary_blob, boundary_codec, extras, rng
 from lightck.state.inventory import Inventory
 
@@ -106,7 +106,7 @@ class Job:
 
     def entry(self, kind: int, step: int) -> tuple[Tree, Tree, Tree]:
         """The newest of a kind."""
-        found = read_entry(self.handle.region.native, kind)
+        found = self.handle.region.native.read_journal(kind)
         assert found is not None and (found.kind, found.step) == (kind, step)
         held = unpacked(found, context="test")
         first, second = (
@@ -258,7 +258,7 @@ def test_the_entry_at_the_fence_leaves_what_is_kept_of_the_last_step(run_dir: Pa
 
     def look(*_: Any) -> None:
         looked.append(1)
-        assert read_entry(job.handle.region.native).kind == FENCE
+        assert job.handle.region.native.read_journal().kind == FENCE
         assert kept.step == job.handle.step
         assert same(kept.ended.copies, ended)
         assert same(kept.begun.copies, {name: begun[name] for name in ended})
@@ -281,12 +281,12 @@ def test_of_several_optimizers_the_first_to_step_has_an_entry_at_its_fence(run_d
             model(torch.ones(2, 2)).mean().backward()
             first, second = optimizers if step % 2 else reversed(optimizers)
             first.step()
-            entry = read_entry(handle.region.native)
+            entry = handle.region.native.read_journal()
             assert entry is not None and (entry.kind, entry.step) == (FENCE, step)
             second.step()
-            found = read_entry(handle.region.native, FENCE)
+            found = handle.region.native.read_journal(FENCE)
             assert found is not None and found.sequence == entry.sequence
-            entry = read_entry(handle.region.native)
+            entry = handle.region.native.read_journal()
             assert entry is not None and (entry.kind, entry.step) == (STEP_END, step)
         handle.detach()
 
@@ -305,9 +305,9 @@ def test_an_update_that_the_scaler_skips_has_no_fence_and_those_after_it_have(
             loss = model(torch.ones(2, 2)).mean() * (float("inf") if step == 3 else 1)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
-            found = read_entry(handle.region.native, FENCE)
+            found = handle.region.native.read_journal(FENCE)
             fences.append(found and found.step)
-            ended = read_entry(handle.region.native, STEP_END)
+            ended = handle.region.native.read_journal(STEP_END)
             assert ended is not None and ended.step == handle.step == step
             scaler.update()
             optimizer.zero_grad()
@@ -327,7 +327,7 @@ def test_a_fence_whose_entry_fails_is_told_once_and_training_goes_on(
         job.inside = lambda: job.own.update(n=1)
         job.optimizer.step()
         assert same(job.entry(STEP_END, job.handle.step), job.values())
-    fence = read_entry(job.handle.region.native, FENCE)
+    fence = job.handle.region.native.read_journal(FENCE)
     assert fence is None or fence.step == 1
     assert sum("not_kept" in record.message for record in caplog.records) == 1
     job.inside = lambda: None
@@ -345,11 +345,11 @@ def test_marked_updates_have_an_entry_at_their_fence(run_dir: Path) -> None:
         for step in range(1, 3):
             model(torch.ones(2, 2)).mean().backward()
             handle.before_update()
-            entry = read_entry(handle.region.native)
+            entry = handle.region.native.read_journal()
             assert entry is not None and (entry.kind, entry.step) == (FENCE, step)
             optimizer.step()
             handle.after_update()
-            found = read_entry(handle.region.native, FENCE)
+            found = handle.region.native.read_journal(FENCE)
             assert found is not None and found.sequence == entry.sequence
         handle.detach()
 
@@ -364,8 +364,8 @@ def test_layers_that_update_by_themselves_have_no_fence_of_all(run_dir: Path) ->
             model(torch.ones(2, 2)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            assert read_entry(handle.region.native, FENCE) is None
-        assert read_entry(handle.region.native, STEP_END) is not None
+            assert handle.region.native.read_journal(FENCE) is None
+        assert handle.region.native.read_journal(STEP_END) is not None
         handle.detach()
 
 
@@ -377,7 +377,7 @@ def test_one_rank_has_no_entry_at_its_fence_for_nobody_finishes_its_update(run_d
         for step in range(1, 4):
             model(torch.ones(2, 2)).mean().backward()
             optimizer.step()
-            found = read_entry(handle.region.native)
+            found = handle.region.native.read_journal()
             assert found is not None and (found.kind, found.step) == (STEP_END, step)
-            assert read_entry(handle.region.native, FENCE) is None
+            assert handle.region.native.read_journal(FENCE) is None
         handle.detach()

@@ -14,7 +14,7 @@ from torch import nn
 
 import lightck
 from lightck.journal.step_journal import REST_STEPS
-from lightck.region.journal import FENCE, STEP_END, read_entry
+from lightck.region.native_region import FENCE, STEP_END
 
 Tree = dict[str, Any]
 
@@ -79,7 +79,7 @@ def test_what_extras_have_beyond_a_limit_is_told_and_costs_no_more(
         job.optimizer.step()
         position[step] = -1
         assert bool(sealed) == (step >= REST_STEPS)
-    assert len(sealed) == 1 and read_entry(native, STEP_END).step == 0
+    assert len(sealed) == 1 and native.read_journal(STEP_END).step == 0
     saved = job.handle.snapshot_now("test")  # what this process has itself is enough
     assert saved.fresh and saved.step == REST_STEPS + 3
     del job.position["order"]
@@ -100,7 +100,7 @@ def test_one_rank_is_not_told_of_what_only_others_would_read(run_dir: Path) -> N
         for _ in range(2):
             model(torch.ones(2, 2)).mean().backward()
             optimizer.step()
-        assert read_entry(handle.region.native) is None and not handle.stats().not_kept
+        assert handle.region.native.read_journal() is None and not handle.stats().not_kept
         assert handle.snapshot_now("test").fresh
         handle.detach()
 
@@ -115,7 +115,7 @@ def test_the_journal_has_room_for_what_extras_have_at_the_step_s_end(run_dir: Pa
         model(torch.ones(2, 2)).mean().backward()
         optimizer.step()
         for kind in (FENCE, STEP_END):
-            found = read_entry(handle.region.native, kind)
+            found = handle.region.native.read_journal(kind)
             assert found is not None and (found.step, len(found.blob) > 1_000_000) == (1, True)
         assert not handle.stats().not_kept
         handle.detach()

@@ -16,7 +16,7 @@ from torch import nn
 import lightck
 from lightck.failure.takeover.inference import CannotInfer, RankLocalState, _same, inferred
 from lightck.journal.entry import unpacked
-from lightck.region.journal import FENCE, FORWARD, STEP_END, read_entry
+from lightck.region.native_region import FENCE, FORWARD, STEP_END
 from lightck.state import boundary_blob
 
 NEVER = 10**6
@@ -84,11 +84,11 @@ def lived(
             optimizer.step()
         found = {}
         for kind in (FENCE, STEP_END):
-            entry = read_entry(handle.region.native, kind)
+            entry = handle.region.native.read_journal(kind)
             assert entry is not None and (entry.step, entry.early) == (steps, True)
             said = unpacked(entry, context="test")
             found[kind] = RankLocalState(said.at_step, said.at_forward, said.lives)
-        before = read_entry(handle.region.native, FORWARD)
+        before = handle.region.native.read_journal(FORWARD)
         assert before is not None and before.step == steps - 1
         handle.detach()
     return found

@@ -15,7 +15,7 @@ from loops import Loop, adam_loop, attach, mlp, train
 from test_real_limits import mounted
 
 import lightck
-from lightck.region import container
+from lightck.region import location
 
 
 def said(caplog: pytest.LogCaptureFixture, name: str) -> dict[str, Any]:
@@ -60,13 +60,13 @@ def test_a_container_with_too_little_shared_memory_is_told_how_it_gets_more(
     """The user is told at attach, and when the state outgrows the memory."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     mark = tmp_path / ".dockerenv"
-    monkeypatch.setattr(container, "MARKS", (mark,))
+    monkeypatch.setattr(location, "MARKS", (mark,))
     if kind == "docker":
         mark.touch()
     else:
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     with mounted("-o", "size=8m", "-t", "tmpfs") as memory:
-        monkeypatch.setattr(container, "SHARED_MEMORY", memory)
+        monkeypatch.setattr(location, "SHARED_MEMORY", memory)
         large = adam_loop(width=512)
         with pytest.raises(lightck.RegionFullError, match=r"\d+ bytes needed, \d+ free") as caught:
             attach(memory / "run", large)
@@ -92,10 +92,10 @@ def test_others_are_not_told_of_containers(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     (tmp_path / "mark").touch()
     marks = (tmp_path / ("none" if where == "no container" else "mark"),)
-    monkeypatch.setattr(container, "MARKS", marks)
+    monkeypatch.setattr(location, "MARKS", marks)
     with mounted("-o", "size=8m", "-t", "tmpfs") as memory:
         if where == "no container":
-            monkeypatch.setattr(container, "SHARED_MEMORY", memory)
+            monkeypatch.setattr(location, "SHARED_MEMORY", memory)
         with pytest.raises(lightck.RegionFullError) as caught:
             attach(memory / "run", adam_loop(width=512))
         assert "shm" not in str(caught.value)

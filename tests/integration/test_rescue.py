@@ -16,7 +16,7 @@ from torch import nn
 
 import lightck
 from lightck.policy import AtSteps
-from lightck.region.journal import FORWARD, STEP_END, read_entry
+from lightck.region.native_region import FORWARD, STEP_END
 
 SOON_S = 100.0
 
@@ -328,12 +328,12 @@ def test_the_journal_has_both_instants_of_the_last_step(run_dir: Path) -> None:
         loop.run(3)
         loop.note()
         native = handle.region.native
-        entry = read_entry(native)
+        entry = native.read_journal()
         assert entry is not None
         assert (entry.kind, entry.step, entry.early) == (STEP_END, 3, True)
         seen, last = loop.model.seen.clone(), loop.model.last.clone()
         loop.forward()
-        entry = read_entry(native)
+        entry = native.read_journal()
         assert entry is not None
         assert (entry.kind, entry.step, entry.early) == (FORWARD, 3, False)
         assert entry.timeline == handle.region.timeline

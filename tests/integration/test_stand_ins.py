@@ -15,7 +15,7 @@ from torch import nn
 
 import lightck
 from lightck.journal.entry import unpacked
-from lightck.region.journal import STEP_END, read_entry
+from lightck.region.native_region import STEP_END
 from lightck.region.slot_writer import SlotWriter
 
 SOON_S = 60.0
@@ -212,7 +212,7 @@ def test_weights_that_are_swapped_while_they_are_copied_are_not_committed(
 ) -> None:
     """All of them, before the first copy has run: the copies are what is there, and of no step."""
     loop = counting_loop()
-    original = SlotWriter.capture
+    original = SlotWriter.finish_copies
 
     def capture(*args: Any) -> Any:
         swap(loop.model, by_data)
@@ -220,7 +220,7 @@ def test_weights_that_are_swapped_while_they_are_copied_are_not_committed(
 
     with attach(run_dir, loop, schedule="backward") as handle:
         loop.run(3)
-        monkeypatch.setattr(SlotWriter, "capture", capture)
+        monkeypatch.setattr(SlotWriter, "finish_copies", capture)
         saved = handle.snapshot_now("now")
         assert not saved.fresh and "model/inner." in saved.why
         handle.detach()
@@ -250,7 +250,7 @@ def test_what_a_killed_process_leaves_is_not_taken_again_while_others_stand_in(
         swap(loop.model, by_data)
         loop.model.seen.data.fill_(-1)
         list(loader)
-        entry = read_entry(native)
+        entry = native.read_journal()
         assert entry is not None and (entry.kind, entry.step) == (STEP_END, 3)
         held = {live.name: live.tensor for live in unpacked(entry, context="test").lives}
         assert torch.equal(held["model/seen"], seen)

@@ -6,7 +6,7 @@ import torch
 
 from lightck.journal.copy_buffer import CopyBuffer
 from lightck.journal.entry import EntryEncoder, unpacked
-from lightck.region.journal import STEP_END, JournalEntry
+from lightck.region.native_region import STEP_END, JournalEntry
 from lightck.state import boundary_blob, rng
 from lightck.state.inventory import StateTensor
 

@@ -20,7 +20,7 @@ from lightck.errors import (
     RegionFullError,
     RegionIOError,
 )
-from lightck.region import journal, native_region
+from lightck.region import native_region
 from lightck.region.native_pool import NativePool, NativeSnapshot
 
 JOURNAL_OFFSET = 131072
@@ -58,17 +58,17 @@ def path(region_dir: Path) -> Path:
 
 def test_the_newest_entry_and_the_two_before_it_come_back(path: Path) -> None:
     with _opened(path) as region:
-        assert journal.read_entry(region) is None
+        assert region.read_journal() is None
         for step in range(1, 4):
-            journal.write_entry(region, journal.FENCE, step, 5, b"f" * step * 10)
-            journal.write_entry(region, journal.STEP_END, step, 5, b"a" * step * 1000)
-            journal.write_entry(region, journal.FORWARD, step, 5, b"b" * step)
+            region.write_journal(native_region.FENCE, step, 5, b"f" * step * 10)
+            region.write_journal(native_region.STEP_END, step, 5, b"a" * step * 1000)
+            region.write_journal(native_region.FORWARD, step, 5, b"b" * step)
     with _opened(path, native_region.READ_ONLY) as region:
-        found = journal.read_entry(region)
-        before = journal.read_entry(region, journal.STEP_END)
-        fence = journal.read_entry(region, journal.FENCE)
+        found = region.read_journal()
+        before = region.read_journal(native_region.STEP_END)
+        fence = region.read_journal(native_region.FENCE)
         assert found is not None and before is not None and fence is not None
-        assert (found.kind, found.step, found.timeline) == (journal.FORWARD, 3, 5)
+        assert (found.kind, found.step, found.timeline) == (native_region.FORWARD, 3, 5)
         assert found.blob == b"bbb" and not found.early
         assert before.blob == b"a" * 3000 and before.early and before.step == 3
         assert fence.blob == b"f" * 30 and fence.early and fence.step == 3
@@ -77,31 +77,31 @@ def test_the_newest_entry_and_the_two_before_it_come_back(path: Path) -> None:
 
 def test_entries_of_an_abandoned_timeline_do_not_count(path: Path) -> None:
     with _opened(path) as region:
-        journal.write_entry(region, journal.STEP_END, 9, 5, b"old")
+        region.write_journal(native_region.STEP_END, 9, 5, b"old")
         region.branch(6, [(5, 1)])
-        assert journal.read_entry(region) is None
+        assert region.read_journal() is None
         with pytest.raises(RegionError, match="timeline 5, the region is in 6"):
-            journal.write_entry(region, journal.FORWARD, 9, 5, b"old")
+            region.write_journal(native_region.FORWARD, 9, 5, b"old")
 
 
 def test_an_entry_that_does_not_fit_says_by_how_much(path: Path) -> None:
     most = JOURNAL_BYTES // 3 // 4096 * 4096 - ENTRY_BYTES
     with _opened(path) as region:
-        journal.write_entry(region, journal.STEP_END, 1, 5, b"x" * most)
+        region.write_journal(native_region.STEP_END, 1, 5, b"x" * most)
         with pytest.raises(RegionFullError, match=f"{most + 1} bytes needed.* {most} there"):
-            journal.write_entry(region, journal.FORWARD, 1, 5, b"x" * (most + 1))
-        found = journal.read_entry(region)
+            region.write_journal(native_region.FORWARD, 1, 5, b"x" * (most + 1))
+        found = region.read_journal()
         assert found is not None and found.blob == b"x" * most
 
 
 def test_damage_is_an_error_and_never_an_entry(path: Path) -> None:
     with _opened(path) as region:
-        journal.write_entry(region, journal.STEP_END, 1, 5, b"one")
+        region.write_journal(native_region.STEP_END, 1, 5, b"one")
     with path.open("r+b") as file:
         file.seek(JOURNAL_OFFSET + ENTRY_BYTES)
         file.write(b"O")
     with _opened(path, native_region.READ_ONLY) as region, pytest.raises(CorruptSnapshotError):
-        journal.read_entry(region)
+        region.read_journal()
 
 
 def test_a_latched_region_takes_no_entry(path: Path) -> None:
@@ -110,34 +110,37 @@ def test_a_latched_region_takes_no_entry(path: Path) -> None:
         with pytest.raises(RegionIOError):
             NativeSnapshot(pool, region, 0)
         with pytest.raises(PreviousPersistError):
-            journal.write_entry(region, journal.STEP_END, 1, 5, b"one")
+            region.write_journal(native_region.STEP_END, 1, 5, b"one")
 
 
 WRITER = """
 import os, sys
-from lightck.region import journal, native_region
+from lightck.region import native_region
 path = sys.argv[1]
 fds = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
 region = native_region.NativeRegion.open(*fds, 0, None, path)
 for step in range(1, 10**9):
-    journal.write_entry(region, journal.FENCE, step, 5, b"%d?" % step * 400)
-    journal.write_entry(region, journal.STEP_END, step, 5, b"%d " % step * 500)
-    journal.write_entry(region, journal.FORWARD, step, 5, b"%d!" % step * 300)
+    region.write_journal(native_region.FENCE, step, 5, b"%d?" % step * 400)
+    region.write_journal(native_region.STEP_END, step, 5, b"%d " % step * 500)
+    region.write_journal(native_region.FORWARD, step, 5, b"%d!" % step * 300)
     if step == 50:
         print("ready", flush=True)
 """
 
 
 FORMS = {
-    journal.FENCE: (b"%d?", 400),
-    journal.STEP_END: (b"%d ", 500),
-    journal.FORWARD: (b"%d!", 300),
+    native_region.FENCE: (b"%d?", 400),
+    native_region.STEP_END: (b"%d ", 500),
+    native_region.FORWARD: (b"%d!", 300),
 }
 
 
 def test_a_writer_killed_at_any_instant_leaves_the_two_newest_entries(path: Path) -> None:
     """The step before is still there in the midst of the fence's entry, too."""
-    before = {journal.FENCE: journal.FORWARD, journal.STEP_END: journal.FENCE}
+    before = {
+        native_region.FENCE: native_region.FORWARD,
+        native_region.STEP_END: native_region.FENCE,
+    }
     for _ in range(5):
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
@@ -145,13 +148,13 @@ def test_a_writer_killed_at_any_instant_leaves_the_two_newest_entries(path: Path
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
         with _opened(path, native_region.READ_ONLY) as reader:
-            beside = journal.read_entry(reader)
+            beside = reader.read_journal()
             assert beside is not None and beside.step >= 49
             writer.send_signal(signal.SIGKILL)
             writer.communicate()
-            found = journal.read_entry(reader)
+            found = reader.read_journal()
             assert found is not None and found.step >= beside.step
-            second = journal.read_entry(reader, before.get(found.kind, journal.STEP_END))
+            second = reader.read_journal(before.get(found.kind, native_region.STEP_END))
             assert second is not None and second.sequence == found.sequence - 1
         for entry in (found, second):
             text, count = FORMS[entry.kind]

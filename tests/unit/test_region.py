@@ -325,7 +325,7 @@ def test_over_ranks_an_early_step_is_protected_too_and_exact_ones_near_it_go_las
     """Another rank may have an exact share of it, and give up what is older: both protect one."""
     with Book(run, slots=4) as book:
         book.region.begin_timeline(None)
-        book.region.reusable = lambda timeline, step: True
+        book.region.follow_ranks(lambda timeline, step: True)
         for text in ["3", "4", "4e", "5e"]:
             commit_marked(book, rng, text)
             (newest,) = [s for s in book.region.slots if s.fate_open]
@@ -339,8 +339,8 @@ def test_due_snapshots_leave_a_slot_to_a_failure_and_have_the_others_beside_it(r
     for failed_first in (False, True):
         with Book(run.with_name(f"failed-{failed_first}"), slots=4) as book:
             region, pool = book.region, book.pool
-            region.reusable = lambda timeline, step: False
-            region.spare = 1
+            region.follow_ranks(lambda timeline, step: False)
+            region.prepare_writing(1, spare=1)
             if failed_first:
                 assert region.begin(pool, kept=True) is not None
             for _ in range(3):

@@ -193,7 +193,7 @@ def begin(
     timeline = ranks.agree(lambda rounds: agree_on_attach(rounds, identity) if rounds else 0)
     ranks.part()
     barrier.start(ranks, timeline, restored, region, samples)
-    region.reusable = barrier.reusable
+    region.follow_ranks(barrier.reusable)
     return timeline
 
 

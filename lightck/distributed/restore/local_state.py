@@ -19,9 +19,8 @@ from lightck.distributed.sharding import is_own
 from lightck.errors import LightckError
 from lightck.journal.entry import unpacked
 from lightck.reader.fill import fresh
-from lightck.region.journal import FORWARD, STEP_END, read_entry
 from lightck.region.layout import Entry
-from lightck.region.native_region import READ_DTYPE, Record
+from lightck.region.native_region import FORWARD, READ_DTYPE, STEP_END, Record
 from lightck.region.region import Candidate, Region
 from lightck.state import boundary_blob, tensor_layout
 
@@ -108,7 +107,7 @@ def of_journal(region: Region) -> list[LocalState]:
     found = []
     for kind in (FORWARD, STEP_END):
         try:
-            entry = read_entry(region.native, kind)
+            entry = region.native.read_journal(kind)
             if entry is None:
                 continue
             state = unpacked(entry, context=f"{region.place.file}: journal")

@@ -38,8 +38,8 @@ from lightck.errors import (
 from lightck.events import event
 from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import layout
-from lightck.region.continuation import Continuation
 from lightck.region.location import Location
+from lightck.region.region import Continuation
 
 # ---- replicas given and received before the restore, seen from one rank --------------------------
 

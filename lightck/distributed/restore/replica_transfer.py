@@ -27,8 +27,7 @@ from lightck.distributed.restore.received_snapshot import ReceivedSnapshot, Repl
 from lightck.errors import CoordinationError, CorruptSnapshotError, LightckError
 from lightck.reader.assembly import AssembledSnapshot, RegionPart
 from lightck.region import layout
-from lightck.region.crc32c import combine
-from lightck.region.native_region import Record, crc32c_at
+from lightck.region.native_region import Record, crc32c_at, crc32c_combined
 from lightck.state import tensor_layout
 
 # ---- bytes from one rank to another, over a gloo group of two ------------------------------------
@@ -209,7 +208,7 @@ def whole_sums(state: AssembledSnapshot) -> npt.NDArray[np.uint32]:
     last = -1
     for row in np.lexsort((begins, entries)):
         i, crc = int(entries[row]), int(crcs[row])
-        sums[i] = crc if i != last else combine(int(sums[i]), crc, int(lengths[row]))
+        sums[i] = crc if i != last else crc32c_combined(int(sums[i]), crc, int(lengths[row]))
         last = i
     return sums
 

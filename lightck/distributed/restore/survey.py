@@ -33,11 +33,11 @@ from lightck.reader import validation
 from lightck.reader.assembly import AssembledSnapshot, peers_of
 from lightck.region import location
 from lightck.region.backends import select
-from lightck.region.continuation import Continuation
 from lightck.region.location import Location
 from lightck.region.native_region import HOLDS_ALL, RECORD_JIT, Record
 from lightck.region.region import (
     Candidate,
+    Continuation,
     Recovery,
     Region,
     is_there,
@@ -159,8 +159,7 @@ class RegionSurvey:
         """Declare that the own region's snapshots have never counted, so that attach may go on."""
         own = self.own
         if own is not None and not own.recovery.is_empty:
-            own.region.continuation = continuation
-            own.region.leave_behind()
+            continuation.leave_behind(own.region)
 
     def keep(self, region: Region) -> None:
         """Take a region out of those that `close` closes; the caller closes it."""

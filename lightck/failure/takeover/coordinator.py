@@ -28,8 +28,8 @@ from lightck.journal.device_lag import PreUpdateState
 from lightck.journal.entry import unpacked
 from lightck.loop.checkpointer import Checkpointer
 from lightck.region import location, stats_page
-from lightck.region.journal import JournalEntry
 from lightck.region.location import Location
+from lightck.region.native_region import JournalEntry
 from lightck.region.region import Region
 from lightck.types import Saved
 

@@ -47,10 +47,17 @@ from lightck.journal.copy_buffer import is_readable
 from lightck.journal.device_lag import PreUpdateState
 from lightck.pipeline.copy_plan import CopyPlan, CopySources, sources
 from lightck.region import location
-from lightck.region.journal import FENCE, FORWARD, STEP_END, JournalEntry, read_entry
 from lightck.region.location import Location
 from lightck.region.native_pool import NativePool
-from lightck.region.native_region import RECORD_EARLY, RECORD_JIT, Record
+from lightck.region.native_region import (
+    FENCE,
+    FORWARD,
+    RECORD_EARLY,
+    RECORD_JIT,
+    STEP_END,
+    JournalEntry,
+    Record,
+)
 from lightck.region.region import Region, Slot
 from lightck.region.slot_writer import SlotWriter
 from lightck.state import boundary_blob, boundary_codec
@@ -86,12 +93,12 @@ def shield(region: Region, own: Region) -> None:
     These are the newest whole one, and those of unknown outcome.
     """
     if own.reusable is not None:
-        region.reusable = _spare(own, own.reusable)
+        region.follow_ranks(_spare(own, own.reusable))
     newest = own.slots[own.protected].record if own.protected is not None else None
     for slot in region.slots:
         record = slot.record
         if newest and record and (record.timeline, record.step) == (newest.timeline, newest.step):
-            region.protected = slot.index
+            region.protect(slot)
 
 
 def _spare(own: Region, reusable: Callable[[int, int], bool]) -> Callable[[int, int], bool]:
@@ -125,7 +132,7 @@ def copy(writer: SlotWriter, arrangement: CopyPlan, deadline: float) -> None:
             held = _fetched(part.device, chosen, deadline, made=part.owned)
             pointers = np.array([each.data_ptr() for each in held], np.uint64)
         batch = writer.add(part.positions, pointers, never, never)
-        writer.capture(batch, max(0.0, deadline - time.monotonic()))
+        writer.finish_copies(batch, max(0.0, deadline - time.monotonic()))
         if part.owned and not part.at_once:
             continue
         torn = [writer.layout.entries[int(part.positions[i])].name for i in chosen.changed()]
@@ -220,7 +227,7 @@ class TakeoverContext:
 
     def entry(self, kind: int) -> JournalEntry | None:
         """Return the journal entry of its own last update: FENCE, or STEP_END."""
-        return self.kept(kind) or read_entry(self.region.native, kind)
+        return self.kept(kind) or self.region.native.read_journal(kind)
 
     def records(self) -> list[Record]:
         """Return its committed snapshots of the live tensors' step, exact ones first."""
@@ -310,7 +317,7 @@ class Takeover:
                 return TakeoverResult(rank, ours.step, ours.early)
             own = self._own(region, ours)
             shield(region, self.survivor.region)
-            region.world = ours.world
+            region.prepare_writing(ours.world)
             self._write(region, rank, own, ours, deadline)
         return TakeoverResult(rank, ours.step, ours.early, wrote=True)
 
@@ -356,9 +363,9 @@ class Takeover:
     def _own(self, region: Region, ours: Record) -> RankLocalState:
         """Return the dead rank's own state of that step and instant."""
         kind = STEP_END if ours.early else FORWARD
-        entry = read_entry(region.native, kind)
+        entry = region.native.read_journal(kind)
         if ours.early and not _is_of(entry, ours.timeline, ours.step):
-            fence = read_entry(region.native, FENCE)
+            fence = region.native.read_journal(FENCE)
             if fence is not None and _is_of(fence, ours.timeline, ours.step):
                 return self._inferred(region, fence)
         instant = "end of the step" if ours.early else "start of the next forward"
@@ -392,7 +399,7 @@ class Takeover:
                 region.recover()
                 found = {r.early for r in of_step(region.slots, timeline, step)}
                 for kind in (FORWARD, STEP_END, FENCE) if journal else ():
-                    if _is_of(read_entry(region.native, kind), timeline, step):
+                    if _is_of(region.native.read_journal(kind), timeline, step):
                         found.add(kind != FORWARD)
                 return found
         except (_Refused, LightckError):
