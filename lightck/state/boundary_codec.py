@@ -30,13 +30,11 @@ from lightck.state.tensor_support import is_dtensor, must_be_dense
 TAG = "__lightck__"
 DEEPEST = 150
 """Levels of nesting at most: what recursion bears, with room for the caller's stack."""
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-FLAT = frozenset(PLAIN) - {bytes}
+_FLAT = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+)
 """Types that are taken as they are: a list or dict of nothing else is copied at once."""
 _KEYS = frozenset((str, int, bool, float, type(None)))
-_WORTH_LOOKING_BYTES = range(64 << 10, 1 << 20)
-"""The sizes of arrays that are compared with the last copy: a smaller one is copied sooner, and a
-larger one is written nowhere at every step."""
 
 _Where = str | tuple[Any, object]
 """A path, or the parent's path (of this kind) and a key: they are joined when somebody reads it."""
@@ -82,27 +80,29 @@ def plain(tree: Any, path: _Where, place: Place = keep, last: Any = None, level:
         tree: nested containers, scalars, NumPy values, tensors.
         path: where it sits, for messages and for `place`.
         place: decides what stands for each tensor.
-        last: what this returned for the same path before. Where nothing has changed since, bit by
-            bit, the same objects are returned again; so nobody may change what this returns.
+        last: what this returned for the same path before. Where nothing has changed since, the same
+            objects are returned again, so nobody may change what this returns. Arrays and tensors
+            kept here are copied anew: to compare one takes as long.
         level: how deep the copy is nested in the plain tree.
 
     Raises:
         StateError: a value that could not be restored, with its path and type.
     """
     kind = type(tree)
-    if kind in PLAIN:
+    if kind in _FLAT:
         return tree
     if level > DEEPEST:
         named = _named(path)
         raise StateError(f"{named} is nested more than {DEEPEST} levels deep", path=named)
     if isinstance(tree, torch.Tensor):
-        return _tensor(tree, path, place, last)
+        made = place(_named(path), tree)
+        return last if type(made) is type(last) is dict and made == last else made
     if kind in (list, tuple):
         return _sequence(tree, path, place, last if type(last) is kind else None, level)
     if kind in (dict, collections.OrderedDict):
         return _mapping(tree, path, place, last if type(last) is kind else None, level)
     if isinstance(tree, np.generic | np.ndarray):
-        return _numpy(tree, path, last if type(last) is dict else None)
+        return _numpy(tree, path)
     if kind in (collections.deque, set, frozenset):
         rows = enumerate(tree)
         items = [plain(value, (path, i), place, level=level + 2) for i, value in rows]
@@ -129,12 +129,12 @@ def _sequence(tree: Any, path: _Where, place: Place, last: Any, level: int) -> A
     # An object in both is constant: everything else in `last` is a private copy.
     if known and all(map(operator.is_, last, tree)):
         return last
-    if FLAT.issuperset(map(type, tree)):
+    if _FLAT.issuperset(map(type, tree)):
         return kind(tree)
     before = last if known else itertools.repeat(None)
     rows = enumerate(zip(tree, before, strict=known))
     made = kind(
-        value if type(value) in FLAT else plain(value, (path, i), place, old, level + 1)
+        value if type(value) in _FLAT else plain(value, (path, i), place, old, level + 1)
         for i, (value, old) in rows
     )
     return last if known and all(map(operator.is_, last, made)) else made
@@ -147,12 +147,12 @@ def _mapping(tree: Any, path: _Where, place: Place, last: Any, level: int) -> An
     kind, known = type(tree), last is not None and _same_keys(last, tree)
     if known and all(map(operator.is_, last.values(), tree.values())):
         return last
-    if FLAT.issuperset(map(type, tree.values())) and _KEYS.issuperset(map(type, tree)):
+    if _FLAT.issuperset(map(type, tree.values())) and _KEYS.issuperset(map(type, tree)):
         return kind(tree)
     before = last.values() if known else itertools.repeat(None)
     rows = zip(tree.items(), before, strict=known)
     made = kind(
-        (_key(k, path), v if type(v) in FLAT else plain(v, (path, k), place, old, level + 1))
+        (_key(k, path), v if type(v) in _FLAT else plain(v, (path, k), place, old, level + 1))
         for (k, v), old in rows
     )
     return last if known and all(map(operator.is_, last.values(), made.values())) else made
@@ -166,39 +166,6 @@ def _same_keys(last: Any, tree: Any) -> bool:
     )
 
 
-def _tensor(tensor: torch.Tensor, path: _Where, place: Place, last: Any) -> Any:
-    if place is keep and isinstance(last, torch.Tensor) and _is_still(last, tensor):
-        return last
-    made = place(_named(path), tensor)
-    return last if type(made) is type(last) is dict and made == last else made
-
-
-def _is_still(last: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor equals its last copy, bit by bit.
-
-    False for sizes where it does not pay to look: a small one is copied sooner.
-    """
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        return False  # `place` says what is wrong with it
-    return (
-        tensor.nbytes in _WORTH_LOOKING_BYTES
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.device.type == "cpu"
-        and (tensor.dtype, tensor.shape) == (last.dtype, last.shape)
-        and tensor.is_contiguous()
-        and last.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-        and torch.equal(_words(last), _words(tensor))
-    )
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as 8-byte words, if possible: they compare eight times as fast."""
-    flat = tensor.detach().reshape(-1)
-    wide = flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0
-    return flat.view(torch.uint8).view(torch.int64) if wide else flat.view(torch.uint8)
-
-
 def _key(key: Any, path: _Where) -> Any:
     if type(key) in _KEYS:
         return key
@@ -208,27 +175,13 @@ def _key(key: Any, path: _Where) -> Any:
     raise StateError(f"{named} has the key {key!r}; keys must be strings or numbers", path=named)
 
 
-def _numpy(value: Any, path: _Where, last: Any) -> dict[str, Any]:
+def _numpy(value: Any, path: _Where) -> dict[str, Any]:
     if value.dtype.hasobject or value.dtype.fields is not None:
         named = _named(path)
         raise StateError(f"{named} is a NumPy {value.dtype} value; use a plain dtype", path=named)
-    kind = "ndarray" if isinstance(value, np.ndarray) else "scalar"
-    array = np.asarray(value)
-    said = {TAG: kind, "dtype": array.dtype.str, "shape": list(array.shape)}
-    if array.nbytes in _WORTH_LOOKING_BYTES and array.flags.c_contiguous and last:
-        held = last.get("bytes")
-        same = said == {key: last.get(key) for key in said} and len(held) == array.nbytes
-        if same and np.array_equal(
-            _in_words(np.frombuffer(held, np.uint8)),
-            _in_words(array.reshape(-1).view(np.uint8)),
-        ):
-            made: dict[str, Any] = last
-            return made
-    return {**said, "bytes": array.tobytes()}
-
-
-def _in_words(flat: Any) -> Any:
-    return flat.view(np.int64) if flat.nbytes % 8 == 0 else flat
+    kind, array = "ndarray" if isinstance(value, np.ndarray) else "scalar", np.asarray(value)
+    shape = list(array.shape)
+    return {TAG: kind, "dtype": array.dtype.str, "shape": shape, "bytes": array.tobytes()}
 
 
 def _other(tree: Any, path: _Where, place: Place, level: int) -> dict[str, Any]:
