@@ -49,7 +49,6 @@ class BoundaryState:
     """Dataset that the loop learns from, where its batches are drawn ahead."""
     refused: StateError | None = None
     """Error of an extra that is taken at the wrong instant: nothing is saved any more."""
-    _types: Any = None
     _taken: dict[str, Any] = field(default_factory=dict)
     """State of each extra as it was last taken for step end."""
 
@@ -232,18 +231,13 @@ class BoundaryState:
         return first, second
 
     def encoded(self, first: dict[str, Any], second: dict[str, Any]) -> tuple[bytes, bytes]:
-        """Encode both for a manifest; where types have changed, prove that they come back.
+        """Encode both for a manifest.
 
         Raises:
-            StateError: they do not; its path is named. Or an extra's instant is wrong.
+            StateError: an extra is taken at the wrong instant.
         """
         if self.refused is not None:
             raise StateError(f"{self.refused}", path=self.refused.path)
-        types = (boundary_codec.types_of(first), boundary_codec.types_of(second))
-        if types != self._types:
-            boundary_blob.prove(first, "at_step")
-            boundary_blob.prove(second, "at_forward")
-            self._types = types
         return boundary_blob.closed(first), boundary_blob.closed(second)
 
 

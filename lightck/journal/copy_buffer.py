@@ -11,7 +11,7 @@ import torch
 
 from lightck.device.lookup import holder
 from lightck.state import tensor_layout, tensor_support
-from lightck.state.boundary_blob import BlobWriter, form, raw
+from lightck.state.boundary_blob import Part, PartWriter, raw
 from lightck.state.inventory import StateTensor
 
 _ALIGNED_BYTES = 16
@@ -43,7 +43,10 @@ class CopyBuffer:
     """The number of the buffer filled last, of the two that are filled in turn."""
     _last: int = 0
     _said: dict[str, Any] = field(default_factory=dict)
-    """The description, for a blob, of each tensor that is copied together."""
+    """The description, for a blob, of each tensor that is copied together. Below: where the bytes
+    of each are, and both as text."""
+    _rows: list[list[Any]] = field(default_factory=list)
+    _text: bytes = b""
 
     def __post_init__(self) -> None:
         """Make the buffers."""
@@ -64,11 +67,13 @@ class CopyBuffer:
             self._places.append(places)
             self._named.append({live.name: place for live, place in pairs})
             self._changing.append({live.name: place for live, place in pairs if live.sync})
+        writer = PartWriter(rows=self._rows, size=end)
         self._said = {
-            live.name: _said(live, form(place, int(place.storage_offset()) * place.itemsize))
-            for live, place in zip(lives, self._places[0], strict=True)
+            live.name: _said(live, writer.describe(place, begin))
+            for live, place, begin in zip(lives, self._places[0], begins, strict=True)
             if live.span is None
         }
+        self._text = writer.finish(self._said).text
 
     def fits(self, lives: Sequence[StateTensor]) -> bool:
         """Tell whether the buffers have the names and forms of these tensors; then serve these."""
@@ -115,23 +120,24 @@ class CopyBuffer:
             return self._changing[self._last]
         return {live.name: copies[live.name] for live in self.lives if live.sync}
 
-    def packed(self, parcel: BlobWriter, copies: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Put the copies that `fill` has just made into an empty blob; return their descriptions.
+    def part(self, copies: Mapping[str, torch.Tensor]) -> Part:
+        """Return the copies that `fill` has just made, with their descriptions, for a blob.
 
         Left out are shares, which others hold, too, shards, which are nothing without their mesh,
         and what a device holds: it would be waited for at every instant.
         """
-        if not self.lives:
-            return self._said
-        parcel.add(raw(self._flats[self._last]))
-        if not self._alone:
-            return self._said
-        said = dict(self._said)
-        for live in (self.lives[i] for i in self._alone):
-            whole = live.span is None and not tensor_support.is_dtensor(live.tensor)
-            if whole and is_readable(live.local):
-                said[live.name] = _said(live, parcel.put(_dense(copies[live.name])))
-        return said
+        flat = (raw(self._flats[self._last]),)
+        alone = [live for live in map(self.lives.__getitem__, self._alone) if _is_own(live)]
+        if not alone:
+            return Part(self._text, flat)
+        writer = PartWriter(rows=[*self._rows], data=[*flat], size=len(flat[0]))
+        said = {live.name: _said(live, writer.put(_dense(copies[live.name]))) for live in alone}
+        return writer.finish({**self._said, **said})
+
+
+def _is_own(live: StateTensor) -> bool:
+    whole = live.span is None and not tensor_support.is_dtensor(live.tensor)
+    return whole and is_readable(live.local)
 
 
 def _forms(tensors: Sequence[torch.Tensor]) -> list[Any]:

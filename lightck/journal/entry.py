@@ -1,14 +1,14 @@
 """Encode and decode entries of the boundary journal; `step_journal.py` describes their content.
 
 When a step ends, code and data are out of the caches: whatever is done costs ten times what it does
-in a loop, so as little as possible is done. Most of a state is what it was at the instant before:
-parts that are the same objects are pickled once (`boundary_blob.Kept`).
+in a loop, so as little as possible is done. What is the same object as at the instant before
+(names, large containers) is a part that is encoded once (`BlobWriter.apart`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,11 @@ from lightck.errors import CorruptSnapshotError, RegionFullError
 from lightck.journal.copy_buffer import CopyBuffer
 from lightck.region.native_region import JournalEntry
 from lightck.state import boundary_blob
-from lightck.state.boundary_blob import BlobWriter, Kept, form, part
+from lightck.state.boundary_blob import BlobWriter, Part
 from lightck.state.inventory import StateTensor
 
 MOST_EXTRA_BYTES = 1 << 20
 """Bytes of extras in an entry at most: more would cost every step a millisecond."""
-_AS_BYTES = ("torch", "cuda")
-"""Generators with tensors as state; other states are the same objects until somebody draws."""
 
 
 class ExtrasFullError(RegionFullError):
@@ -35,9 +33,10 @@ class ExtrasFullError(RegionFullError):
 class EntryEncoder:
     """Encodes entries. For one thread at a time."""
 
-    _kept: Kept = field(default_factory=Kept)
-    _names: dict[int, list[list[str]]] = field(default_factory=dict)
-    """Names of each optimizer's parameters by group, by the optimizer's index."""
+    _made: dict[int, tuple[Any, Part]] = field(default_factory=dict)
+    """The parts of the last entry that serve the next one, see `BlobWriter`."""
+    _groups: dict[int, _Groups] = field(default_factory=dict)
+    """Each optimizer's groups as last given, by its index."""
 
     def sealed(
         self,
@@ -58,76 +57,70 @@ class EntryEncoder:
             ExtrasFullError: extras have more than `MOST_EXTRA_BYTES`.
         """
         first, second = trees
-        held = BlobWriter(self._kept)
-        said = copy_buffer.packed(held, copies)
-        drawn = [first["rng"], second["rng"]] if "rng" in second else [first["rng"]]
-        at = []
-        for states in drawn:
-            at.append(held.size)
-            held.add(states["torch"].numpy().tobytes())
-        changing = self._changing(held, first["extras"], second["extras"], drawn)
-        fixed = [said, second["optimizers"], second.get("share"), share_digest]
-        return held.sealed([changing, *self._pickled(fixed, drawn, at)])
+        writer = BlobWriter(self._made)
+        extras = writer.put([first["extras"], second["extras"]])
+        if writer.size > MOST_EXTRA_BYTES:
+            raise ExtrasFullError(_too_much(first["extras"], second["extras"]))
+        rest = {key: value for key, value in second.items() if key not in ("extras", "step")}
+        if "rng" in rest:
+            rest["rng"] = _generators(writer, rest["rng"])
+        writer.put(
+            {
+                "tensors": writer.add(copy_buffer.part(copies)),
+                "extras": extras,
+                "rng": _generators(writer, first["rng"]),
+                "second": {**rest, "optimizers": self._optimizers(writer, second["optimizers"])},
+                "share_digest": share_digest,
+            }
+        )
+        self._made = writer.made
+        return writer.sealed()
 
-    def _changing(
-        self,
-        held: BlobWriter,
-        first: dict[str, Any],
-        second: dict[str, Any],
-        drawn: list[dict[str, Any]],
-    ) -> bytes:
-        """Pickle the extras and the states of CUDA generators.
-
-        Raises:
-            ExtrasFullError: extras have more than `MOST_EXTRA_BYTES`.
-        """
-        at = held.size
-        cuda = [states.get("cuda") for states in drawn]
-        pickled = held.pickled({"first": first, "second": second, "cuda": cuda})
-        if len(pickled) + held.size - at > MOST_EXTRA_BYTES:
-            raise ExtrasFullError(_too_much(first, second))
-        self._kept.parcels = held.parcels or {}
-        return pickled
-
-    def _pickled(self, fixed: list[Any], drawn: list[dict[str, Any]], at: list[int]) -> list[bytes]:
-        """Pickle all but what changes at every instant."""
-        said, optimizers, share, digest = fixed
-        held = BlobWriter(self._kept)
-        held.bare(None)  # number 0 is what changes
-        tree = {
-            "tensors": held.part("tensors", said),
-            "optimizers": self._optimizers(held, optimizers),
-            "share": share if share is None else held.part("share", share),
-            "share_digest": digest,
-            "rng": [
-                self._generators(held, i, states, at[i]) for i, states in enumerate(drawn)
-            ],
-            "changing": part(0),
-        }  # fmt: skip
-        held.bare(tree)
-        return held.pickles[1:]
-
-    def _optimizers(self, held: BlobWriter, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _optimizers(self, writer: BlobWriter, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Split the parameters' names, which are the most, from what a schedule changes."""
         said = []
         for i, tree in enumerate(trees):
             names = [group["params"] for group in tree["groups"]]
-            known = self._names.get(i)
-            if known is None or not _identical(known, names):
-                self._names[i] = names  # one part, however many groups there are
             options = [group["options"] for group in tree["groups"]]
-            said.append({**tree, "groups": options, "params": held.part(f"{i}", self._names[i])})
+            known = self._groups.get(i)
+            if known is None or not _identical(known.names, names):
+                known = _Groups(names)
+            if not _identical(known.options, options):
+                known = _Groups(known.names, options, _differences(options))
+            self._groups[i] = known
+            parts = {"params": writer.apart(known.names), "options": writer.apart(known.different)}
+            said.append({**tree, "groups": parts})
         return said
 
-    def _generators(
-        self, held: BlobWriter, i: int, states: dict[str, Any], at: int
-    ) -> dict[str, Any]:
-        plain = {
-            name: held.part(f"{i}/{name}", state)
-            for name, state in states.items()
-            if name not in _AS_BYTES
-        }
-        return {"torch": form(states["torch"], at), **plain}
+
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """Keeps what was last given of an optimizer's groups: what stays the same is encoded once."""
+
+    names: list[list[str]]
+    options: list[dict[str, Any]] = field(default_factory=list)
+    different: list[list[Any]] = field(default_factory=list)
+
+
+def _differences(options: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """Return of each group what the first one has not, and whether the rest is as there."""
+    if not options:
+        return []
+    first, names = options[0], [*options[0]]
+    found: list[list[Any]] = [[False, first]]
+    for each in options[1:]:
+        alike = [*each] == names
+        rest = {k: v for k, v in each.items() if v is not first[k]} if alike else each
+        found.append([alike, rest])
+    return found
+
+
+def _generators(writer: BlobWriter, states: dict[str, Any]) -> dict[str, Any]:
+    """Split states that are the same objects until somebody draws from those with tensors."""
+    return {
+        name: writer.apart(state) if type(state) is dict else state
+        for name, state in states.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -175,35 +168,25 @@ def _arranged(tree: Any, step: int) -> tuple[Any, Any, Any, Any]:
     Raises:
         KeyError, TypeError, ...: it is not what `sealed` makes.
     """
-    changing, rng = tree["changing"], [dict(states) for states in tree["rng"]]
-    for states, cuda in zip(rng, changing["cuda"], strict=True):
-        if cuda is not None:
-            states["cuda"] = cuda
-    optimizers = [_arranged_optimizer(said) for said in tree["optimizers"]]
-    second = {"optimizers": optimizers, "extras": changing["second"]}
-    if tree["share"] is not None:
-        second["share"] = tree["share"]
-    second["step"] = step
-    if len(rng) > 1:
-        second["rng"] = rng[1]
-    return (
-        tree["tensors"],
-        {"rng": rng[0], "extras": changing["first"]},
-        second,
-        tree["share_digest"],
-    )
+    extras, second = tree["extras"], tree["second"]
+    optimizers = [_arranged_optimizer(said) for said in second["optimizers"]]
+    first = {"rng": tree["rng"], "extras": extras[0]}
+    whole = {**second, "optimizers": optimizers, "extras": extras[1], "step": step}
+    return tree["tensors"], first, whole, tree["share_digest"]
 
 
 def _arranged_optimizer(said: dict[str, Any]) -> dict[str, Any]:
     """Rebuild an optimizer's values as `OptimizerOptions.take` gives them."""
-    rows = zip(said["params"], said["groups"], strict=True)
-    groups = [{"params": names, "options": options} for names, options in rows]
-    return {**{k: v for k, v in said.items() if k != "params"}, "groups": groups}
+    names, different = said["groups"]["params"], said["groups"]["options"]
+    options = [{**different[0][1], **rest} if alike else rest for alike, rest in different]
+    rows = zip(names, options, strict=True)
+    return {**said, "groups": [{"params": each, "options": rest} for each, rest in rows]}
 
 
 def _too_much(first: dict[str, Any], second: dict[str, Any]) -> str:
     sizes = {
-        name: boundary_blob.weight((first.get(name), second.get(name))) for name in first | second
+        name: len(boundary_blob.closed((first.get(name), second.get(name))))
+        for name in first | second
     }
     name, most = max(sizes.items(), key=operator.itemgetter(1))
     return (

@@ -43,7 +43,7 @@ def expected(inventory: Inventory) -> tuple[tuple[Entry, ...], int]:
     known = {live.name for live in everything}
     others = [live for live in collected.lives if live.name not in known]
     lives = [*inventory.share([*everything, *missing]).lives, *others]
-    blob = boundary_blob.weight(collected.tree)
+    blob = len(boundary_blob.closed(collected.tree))
     capacity = allocator.manifest_capacity(len(lives), blob + BOUNDARY_RESERVE_BYTES)
     return tuple(map(tensor_layout.describe, lives)), capacity
 
@@ -52,10 +52,10 @@ def journal_bytes(inventory: Inventory) -> int:
     """Return the bytes of the boundary journal: three entries, each twice what one would be now."""
     collected = inventory.collect()
     rest = {**collected.tree, "extras": {}}
-    size = boundary_blob.weight(rest) + BOUNDARY_RESERVE_BYTES
+    size = len(boundary_blob.closed(rest)) + BOUNDARY_RESERVE_BYTES
     # Larger extras are not written to the journal.
     extras = BoundaryState(inventory).standing()["extras"], collected.tree["extras"]
-    size += min(boundary_blob.weight(extras), MOST_EXTRA_BYTES)
+    size += min(len(boundary_blob.closed(extras)), MOST_EXTRA_BYTES)
     size += sum(live.local.nbytes for live in collected.lives if step_journal.is_own(live))
     return max(JOURNAL_BYTES, 6 * min(size, 2 * step_journal.MOST_BYTES))
 

@@ -1,206 +1,260 @@
-"""Boundary state as bytes, for the manifest and for the journal; written in microseconds.
+"""Boundary state as bytes, for manifest and journal: JSON, and tensors' bytes beside it.
 
-`torch.save` takes as long for a tree as a step may cost in all. Here the tree is a bare pickle
-beside its tensors' bytes; it becomes an archive for the restricted loader when it is read.
+    length of the text (8 bytes, little-endian) | text, UTF-8 | bytes of all parts, in their order
 
-    number of pickles, length of each (8 bytes, little-endian) | pickles | bytes of the tensors
+The text is a JSON list of parts, the last of which is the tree:
 
-The last pickle is the tree. The others are parts of it that have been the same for some time, and
-were pickled only once (`Kept`). Among the tensors lie the bytes of large arrays and, as blobs of
-this same form, large containers, which are made once, too: pickling is for what is small.
+    {"tree": ..., "tensors": [[dtype, shape, strides, offset, bytes], ...], "bytes": n}
+
+Offsets count from where the part's own n bytes begin. What JSON has not is an object of a tag and
+what it is (`_TAGS`): {"__lightck__": "tuple", "is": [1, 2]}. A tensor, bytes, or another part is a
+number there. Each is meant once: nothing unfolds to more than the blob has.
+
+Parts are what the journal writes at every instant and what seldom changes: while a part's tree is
+the same object, it is encoded once.
+
+Nothing here runs code that the bytes name, and everything is checked before it is made.
 """
 
 from __future__ import annotations
 
 import collections
-import io
+import json
 import math
-import pickle
+import re
+import reprlib
 import struct
-import zipfile
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightck.errors import CorruptSnapshotError, StateError
-from lightck.state import boundary_codec
-from lightck.state.boundary_codec import FLAT, TAG
+from lightck.state.boundary_codec import DEEPEST, TAG
 from lightck.state.tensor_support import DTYPES
 
 _WORD = 8
-_PART = "part"
-_BYTES = "bytes beside"
-_PARCEL = "parcel"
-_LARGE_BYTES = 1 << 10
 _MANY = 256
-"""The number of values from which on a container is a blob of its own."""
-_PROTOCOL = 2  # the newest that the restricted loader takes
-_MOST_PARTS = 1000
+"""The number of values from which on a container is a part of its own."""
+_MANY_FLOATS = 16
+"""The number of floats from which on a list of them is written as bytes: as text, each takes half a
+microsecond."""
 _MOST_DIMENSIONS = 64  # torch's
 _MOST = 1 << 62
-_ARCHIVE = b"PK\3\4"
-"""The first bytes of a `torch.save` archive, which lightck wrote into manifests at first."""
+_MOST_LEVELS = DEEPEST + 16
+"""Levels at most: those of a value, and those around it."""
+_MOST_NESTING = 3 * _MOST_LEVELS
+"""Brackets that are open at once at most: a dict whose keys are not strings takes three."""
+_MOST_DIGITS = 4300
+"""Digits of a number at most, as Python's own limit is: reading more takes quadratic time."""
+_LONG_BITS = 2000
+"""The bits from which on an integer may be longer than somebody's limit of digits."""
+_LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (_MOST_DIGITS + 1))
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_EVERY_DTYPE = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+"""Every dtype by its name, also those whose tensors have no plain bytes."""
+_SCALARS = frozenset((type(None), bool, int, float, str))
+"""Types that JSON has, but for some of their values (`PartWriter.careful`)."""
+_STRINGS, _FLOATS = frozenset((str,)), frozenset((float,))
 _CONTAINERS = (dict, collections.OrderedDict, list, tuple)
-_BESIDE = {TAG: str, "at": int, "length": int}
-_FORM = {TAG: str, "dtype": str, "shape": list, "strides": list, "at": int, "length": int}
+
+# ---- writing -------------------------------------------------------------------------------------
+
+_encoder = json.JSONEncoder(
+    ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """A part of a blob, encoded."""
+
+    text: bytes
+    data: tuple[memoryview | bytes, ...]
+    """Bytes of its tensors."""
 
 
 @dataclass(eq=False)
-class Kept:
-    """Keeps the pickles of parts, by path: each serves while its tree is the same object.
+class PartWriter:
+    """Writes one tree as JSON, and its tensors' bytes beside it."""
 
-    Nobody changes a tree that is in here: what differs is another one.
-    """
+    apart: Callable[[Any], Any] | None = None
+    """Adds a large container to the blob as a part of its own, and returns what stands for it."""
+    careful: bool = False
+    """True: look at every value for those that JSON has not (NaN, infinity, integers of thousands
+    of digits, lone surrogates). Rarely needed, and slow."""
+    rows: list[list[Any]] = field(default_factory=list)
+    data: list[memoryview | bytes] = field(default_factory=list)
+    size: int = 0
+    """The number of bytes in `data`."""
 
-    parcels: dict[int, tuple[Any, bytes]] = field(default_factory=dict)
-    """Containers that are blobs of their own, with their bytes, by identity."""
-    _known: dict[str, tuple[Any, bytes | None]] = field(default_factory=dict)
+    def put(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """Add a dense CPU tensor's bytes; return what stands for it in the tree."""
+        said = self.describe(tensor, self.size)
+        self.add(raw(tensor))
+        return said
 
-    def pickled(self, where: str, tree: Any) -> bytes | None:
-        """Return a tree's pickle; None if it is new at this path, for the next may differ, too."""
-        known = self._known.get(where)
-        if known is None or known[0] is not tree:
-            self._known[where] = tree, None
-            return None
-        if known[1] is None:
-            known = self._known[where] = tree, pickle.dumps(tree, _PROTOCOL)
-        return known[1]
+    def describe(self, tensor: torch.Tensor, at: int) -> dict[str, Any]:
+        """Add a row for a tensor whose bytes begin at `at`; return what stands for it."""
+        shape, strides = list(tensor.shape), list(tensor.stride())
+        return self._row("raw", [_NAMES[tensor.dtype], shape, strides, at, tensor.nbytes])
+
+    def _row(self, kind: str, row: list[Any]) -> dict[str, Any]:
+        self.rows.append(row)
+        return {TAG: kind, "is": len(self.rows) - 1}
+
+    def _beside(self, kind: str, dtype: str, values: bytes | array[float]) -> dict[str, Any]:
+        data = memoryview(values).cast("B")
+        said = self._row(kind, [dtype, [len(values)], [1], self.size, len(data)])
+        self.add(data)
+        return said
+
+    def add(self, data: memoryview | bytes) -> None:
+        """Add bytes, of which the caller describes what is in them."""
+        self.data.append(data)
+        self.size += len(data)
+
+    def finish(self, tree: Any) -> Part:
+        """Encode the tree.
+
+        Raises:
+            ValueError: it has a value that JSON has not, and this writer is not `careful`.
+            StateError: it has a value of a type that is in no plain tree.
+        """
+        said = {"tree": self._packed(tree), "tensors": self.rows, "bytes": self.size}
+        return Part(_encoder.encode(said).encode(), tuple(self.data))
+
+    def _packed(self, tree: Any) -> Any:
+        """Return a plain tree in what JSON has: tags in place of the rest."""
+        kind = type(tree)
+        if kind in _SCALARS:
+            return self._scalar(tree) if self.careful else tree
+        if kind not in _CONTAINERS:
+            return self._tagged(tree, kind)
+        if self.apart is not None and len(tree) >= _MANY:
+            return self.apart(tree)
+        if kind is list:
+            if len(tree) >= _MANY_FLOATS and _FLOATS.issuperset(map(type, tree)):
+                return self._beside("floats", "float64", array("d", tree))
+            return self._each(tree)
+        if kind is tuple:
+            return {TAG: "tuple", "is": self._each(tree)}
+        if kind is dict and self._has_names(tree):
+            if not self.careful and _SCALARS.issuperset(map(type, tree.values())):
+                return tree
+            return dict(zip(tree, self._each(tree.values()), strict=True))
+        items = [self._each(pair) for pair in tree.items()]
+        return {TAG: "dict" if kind is dict else "ordered", "is": items}
+
+    def _each(self, values: Collection[Any]) -> list[Any]:
+        """Return each of the values as `_packed` does, at no call for those that JSON has."""
+        if self.careful:
+            return list(map(self._packed, values))
+        return [each if type(each) in _SCALARS else self._packed(each) for each in values]
+
+    def _has_names(self, tree: dict[Any, Any]) -> bool:
+        """Tell whether all keys are strings that JSON has."""
+        if not _STRINGS.issuperset(map(type, tree)):
+            return False
+        return not self.careful or all(self._scalar(key) is key for key in tree)
+
+    def _tagged(self, tree: Any, kind: type) -> dict[str, Any]:
+        if isinstance(tree, torch.Tensor):
+            return self.put(tree)
+        if kind is bytes:
+            return self._beside("bytes", "uint8", tree)
+        if kind is torch.Size:
+            return {TAG: "size", "is": [*tree]}
+        if kind is complex:
+            return {TAG: "complex", "is": self._each((tree.real, tree.imag))}
+        if kind in (torch.dtype, torch.device):
+            return {TAG: kind.__name__, "is": str(tree)}
+        raise StateError(f"boundary state holds a {kind.__module__}.{kind.__qualname__}")
+
+    def _scalar(self, value: Any) -> Any:
+        if type(value) is float and not math.isfinite(value):
+            return {TAG: "float", "is": struct.pack(">d", value).hex()}
+        if type(value) is int and value.bit_length() > _LONG_BITS:
+            return {TAG: "int", "is": f"{value:x}"}
+        if type(value) is str and not value.isascii():
+            held = value.encode("utf-8", "surrogatepass")
+            return value if _is_utf8(held) else {TAG: "str", "is": held.hex()}
+        return value
+
+
+def _is_utf8(held: bytes) -> bool:
+    try:
+        held.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 @dataclass(eq=False)
 class BlobWriter:
-    """Writes a tree and, beside it, the bytes of its tensors."""
+    """Writes a blob, part by part. Nobody changes a tree that was put in here."""
 
-    kept: Kept = field(default_factory=Kept)
-    parts: list[memoryview | bytes] = field(default_factory=list)
-    size: int = 0
-    """The number of bytes in `parts`."""
-    pickles: list[bytes] = field(default_factory=list)
-    parcels: dict[int, tuple[Any, bytes]] | None = field(default_factory=dict)
-    """The entries of `Kept.parcels` that this blob contains; None: it is an inner blob itself, and
-    contains none."""
-    _numbers: dict[int, int] = field(default_factory=dict)
-    """The number of each part's pickle, by the identity of its tree."""
+    last: Mapping[int, tuple[Any, Part]] | None = None
+    """The parts of the blob before that were put in with `apart`, see `made`; None: large
+    containers are no parts."""
+    made: dict[int, tuple[Any, Part]] = field(default_factory=dict)
+    """Parts of this blob that serve the next one while their trees are the same objects, by the
+    identity of these."""
+    parts: list[Part] = field(default_factory=list)
 
-    def put(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Add a dense CPU tensor's bytes; return what stands for it in the tree."""
-        said = form(tensor, self.size)
-        self.add(raw(tensor))
-        return said
+    @property
+    def size(self) -> int:
+        """The number of bytes that the parts so far have."""
+        return sum(len(part.text) + sum(map(len, part.data)) for part in self.parts)
 
-    def add(self, data: memoryview | bytes) -> None:
-        """Add bytes; the caller puts something into the tree that refers to them, see `form`."""
-        self.parts.append(data)
-        self.size += len(data)
+    def add(self, part: Part) -> dict[str, Any]:
+        """Add a part; return what stands for it in the trees of later ones."""
+        self.parts.append(part)
+        return {TAG: "part", "is": len(self.parts) - 1}
 
-    def packed(self, tree: Any) -> Any:
-        """Return a plain tree with references in place of its tensors and of all that is large."""
-        kind = type(tree)
-        if isinstance(tree, torch.Tensor):
-            return self.put(tree)
-        if kind is bytes and len(tree) >= _LARGE_BYTES:
-            return self._beside(_BYTES, tree)
-        if kind not in _CONTAINERS:
-            return tree
-        if len(tree) >= _MANY and self.parcels is not None:
-            return self._apart(tree)
-        values = tree.values() if isinstance(tree, dict) else tree
-        if FLAT.issuperset(map(type, values)):
-            return tree
-        packed = (each if type(each) in FLAT else self.packed(each) for each in values)
-        return kind(zip(tree, packed, strict=True)) if isinstance(tree, dict) else kind(packed)
+    def put(self, tree: Any) -> dict[str, Any]:
+        """Encode a tree and add it, after the large containers that it has."""
+        begun, apart = len(self.parts), None if self.last is None else self.apart
+        if 0 < sys.get_int_max_str_digits() <= _MOST_DIGITS:
+            try:
+                return self.add(PartWriter(apart).finish(tree))
+            except ValueError:
+                del self.parts[begun:]
+        return self.add(PartWriter(apart, careful=True).finish(tree))
 
-    def _apart(self, tree: Any) -> dict[str, Any]:
-        known = self.kept.parcels.get(id(tree))
+    def apart(self, tree: Any) -> dict[str, Any]:
+        """Add a tree that seldom changes; while it is the same object, it is not encoded again."""
+        known = self.made.get(id(tree)) or (self.last or {}).get(id(tree))
         if known is None or known[0] is not tree:
-            inner = BlobWriter(parcels=None)
-            known = tree, inner.sealed([inner.pickled(tree)])
-        assert self.parcels is not None
-        self.parcels[id(tree)] = known
-        return self._beside(_PARCEL, known[1])
+            inner = BlobWriter()
+            inner.put(tree)
+            known = tree, inner.parts[0]
+        self.made[id(tree)] = known
+        return self.add(known[1])
 
-    def _beside(self, kind: str, data: bytes) -> dict[str, Any]:
-        at = self.size
-        self.add(data)
-        return {TAG: kind, "at": at, "length": len(data)}
-
-    def part(self, where: str, tree: Any) -> Any:
-        """Return a reference to a tree without tensors; the tree itself if it is new at this path.
-
-        The caller keeps the tree alive at least as long as this object.
-        """
-        pickled = self.kept.pickled(where, tree)
-        if pickled is None:
-            return tree
-        if id(tree) not in self._numbers:
-            self._numbers[id(tree)] = len(self.pickles)
-            self.pickles.append(pickled)
-        return part(self._numbers[id(tree)])
-
-    def pickled(self, tree: Any) -> bytes:
-        """Add a tree as one more pickle, with its tensors beside it, and return the pickle."""
-        return self.bare(self.packed(tree))
-
-    def bare(self, tree: Any) -> bytes:
-        """Add a tree without anything beside it as one more pickle, and return the pickle."""
-        self.pickles.append(pickle.dumps(tree, _PROTOCOL))
-        return self.pickles[-1]
-
-    def sealed(self, pickles: Sequence[bytes]) -> bytes:
-        """Return the blob as bytes; the last of the pickles is the tree, the others its parts."""
-        head = struct.pack(f"<{1 + len(pickles)}Q", len(pickles), *map(len, pickles))
-        return b"".join((head, *pickles, *self.parts))
+    def sealed(self) -> bytes:
+        """Return the blob as bytes; the part that was put in last is its tree."""
+        text = b",".join(part.text for part in self.parts)
+        data = (each for part in self.parts for each in part.data)
+        return b"".join((struct.pack("<Q", len(text) + 2), b"[", text, b"]", *data))
 
 
 def closed(tree: Any) -> bytes:
-    """Encode a tree that `boundary_codec.plain` made.
+    """Encode a plain tree.
 
     Raises:
-        StateError: a tensor in it has no plain bytes.
+        StateError: something in it has no plain bytes.
     """
-    held = BlobWriter()
+    writer = BlobWriter()
     try:
-        held.pickled(tree)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
-        raise StateError(f"the state holds what has no bytes: {error}") from error
-    return held.sealed(held.pickles)
-
-
-def prove(tree: Any, path: str) -> None:
-    """Show that a plain tree can be restored, before anything relies on it.
-
-    Raises:
-        StateError: the restricted loader refuses it.
-    """
-    try:
-        boundary_codec.rebuild(opened(closed(tree), context=path))
-    except (CorruptSnapshotError, StateError) as error:
-        raise StateError(f"{path} could not be restored: {error}", path=path) from error
-
-
-def weight(tree: Any) -> int:
-    """Return the number of bytes that a tree takes here."""
-    held = BlobWriter()
-    return len(held.pickled(tree)) + held.size
-
-
-def part(number: int) -> dict[str, Any]:
-    """Return the reference that stands for another pickle of the blob in the tree."""
-    return {TAG: _PART, "number": number}
-
-
-def form(tensor: torch.Tensor, at: int) -> dict[str, Any]:
-    """Return the reference that stands for a tensor whose bytes begin at `at`."""
-    return {
-        TAG: "bytes of a tensor",
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "strides": list(tensor.stride()),
-        "at": at,
-        "length": tensor.nbytes,
-    }
+        writer.put(tree)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise StateError(f"the state holds what has no bytes: {error!r}") from error
+    return writer.sealed()
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
@@ -211,127 +265,192 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+# ---- reading -------------------------------------------------------------------------------------
+
+_DAMAGE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
+"""The errors of json, torch and Python where bytes mean nothing."""
+
+
 def opened(data: bytes, *, context: str) -> Any:
     """Decode a tree, with tensors that own their bytes; runs no code.
 
     Raises:
-        CorruptSnapshotError: it is not what `sealed` makes.
+        CorruptSnapshotError: it is not what `BlobWriter` writes.
     """
-    if data.startswith(_ARCHIVE):
-        return boundary_codec.decode(data, context=context)
     try:
-        tree = _tree(data, context, inner=False)
-        boundary_codec.check_tree(tree, len(data))  # one part may be used many times
-        return tree
-    # As in `decode`: torch's errors are of every kind.
-    except CorruptSnapshotError:
-        raise
-    except Exception as error:
-        raise CorruptSnapshotError(f"{context}: {error}") from error
+        return _Reader(data).tree()
+    except _DAMAGE as error:
+        raise CorruptSnapshotError(f"{context}: boundary state does not load: {error}") from error
 
 
-def _tree(data: bytes, context: str, *, inner: bool) -> Any:
-    pickles, data = _opened(data, 1 if inner else _MOST_PARTS)
-    trees = [boundary_codec.decode(_archive(pickled), context=context) for pickled in pickles]
-    held = _Held(data, context, inner)
-    parts = [_unpacked(tree, held, ()) for tree in trees[:-1]]
-    return _unpacked(trees[-1], held, parts)
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")] = 1
+_STEPS[list(b"]}")] = -1
 
 
-def _opened(data: bytes, most: int) -> tuple[list[bytes], bytes]:
-    """Return the pickles, and the bytes after them."""
-    count = int.from_bytes(data[:_WORD], "little")
-    at = _WORD * (1 + count)
-    if not 0 < count <= most or at > len(data):
-        raise ValueError(f"{len(data)} bytes are no boundary state")
-    pickles = []
-    for length in struct.unpack_from(f"<{count}Q", data, _WORD):
-        if length > len(data) - at:
-            raise ValueError(f"a tree of {length} bytes in {len(data)}")
-        pickles.append(data[at : at + length])
-        at += length
-    return pickles, data[at:]
+def _parsed(text: bytes) -> Any:
+    """Parse JSON that is not deeper, and has no longer numbers, than can be parsed in its time.
+
+    Raises:
+        ValueError: it is, or is no JSON.
+    """
+    whole = text.decode()
+    # Every second piece between quotes is what stands outside of strings.
+    bare = b"".join(text.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+    nesting = int(np.cumsum(_STEPS[np.frombuffer(bare, np.uint8)], dtype=np.int32).max(initial=0))
+    if nesting > _MOST_NESTING:
+        raise ValueError(f"it is nested {nesting} levels deep, at most {_MOST_NESTING} expected")
+    if _LONG_NUMBER.search(bare):
+        raise ValueError(f"it has a number of more than {_MOST_DIGITS} digits")
+    return json.loads(whole, parse_constant=_refuse_constant)
 
 
-def _archive(pickled: bytes) -> bytes:
-    """Return an archive as `torch.save` makes it, around a pickle without tensors."""
-    sink = io.BytesIO()
-    with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("archive/data.pkl", pickled)
-        archive.writestr("archive/version", b"3\n")
-    return sink.getvalue()
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it has {name}, which is no JSON")
 
 
-@dataclass(eq=False)
-class _Held:
-    """The bytes beside a blob's tree, of which each reference may claim its own only."""
+@dataclass(frozen=True, eq=False, slots=True)
+class _Row:
+    """Describes a tensor's bytes."""
 
-    data: bytes
-    context: str
-    inner: bool
-    """True if the blob is inside another one, and so may have none itself."""
-    left: int = field(init=False)
-    """Bytes that may yet be claimed: overlapping references could otherwise ask for any amount."""
+    dtype: torch.dtype
+    shape: list[int]
+    strides: list[int]
+    data: memoryview
 
-    def __post_init__(self) -> None:
-        """Begin with all bytes unclaimed."""
-        self.left = len(self.data)
-
-    def take(self, at: int, length: int) -> bytearray:
-        if not 0 <= at <= at + length <= len(self.data):
-            raise ValueError(f"bytes {at} to {at + length} of {len(self.data)} are not there")
-        self.left -= length
-        if self.left < 0:
-            raise ValueError(f"its tensors claim more than the {len(self.data)} bytes there are")
-        return bytearray(self.data[at : at + length])
+    def tensor(self) -> torch.Tensor:
+        if not len(self.data):
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+        flat = torch.frombuffer(bytearray(self.data), dtype=self.dtype)
+        return flat.as_strided(self.shape, self.strides)
 
 
-def _unpacked(tree: Any, data: _Held, parts: Sequence[Any]) -> Any:
-    """Replace references by tensors and parts; a part is one object for all references to it."""
-    if isinstance(tree, dict):
-        kind = tree.get(TAG)
-        if kind == "bytes of a tensor":
-            return _tensor(tree, data)
-        if kind in (_BYTES, _PARCEL):
-            return _besides(kind, tree, data)
-        if kind == _PART:
-            number = tree["number"]
-            if type(number) is not int or not 0 <= number < len(parts):
-                raise ValueError(f"part {number!r} of {len(parts)}")
-            return parts[number]
-        return type(tree)((key, _unpacked(value, data, parts)) for key, value in tree.items())
-    if type(tree) in (list, tuple):
-        return type(tree)(_unpacked(value, data, parts) for value in tree)
-    return tree
-
-
-def _besides(kind: str, said: dict[str, Any], data: _Held) -> Any:
-    if said.keys() != _BESIDE.keys() or {type(said["at"]), type(said["length"])} != {int}:
-        raise ValueError(f"{kind} of unknown form: {said}")
-    held = bytes(data.take(said["at"], said["length"]))
-    if kind == _BYTES:
-        return held
-    if data.inner:
-        raise ValueError("a parcel in one that is in another")
-    if len(held) < _MANY:  # a loader is started for each
-        raise ValueError(f"a parcel of {len(held)} bytes for {_MANY} values")
-    return _tree(held, data.context, inner=True)
-
-
-def _tensor(said: dict[str, Any], data: _Held) -> torch.Tensor:
-    if said.keys() != _FORM.keys() or any(type(said[k]) is not kind for k, kind in _FORM.items()):
-        raise ValueError(f"a tensor of unknown form: {said}")
-    dtype, at, length = DTYPES.get(said["dtype"]), said["at"], said["length"]
-    shape, strides = said["shape"], said["strides"]
-    numbers = [*shape, *strides]
+def _row(said: Any, data: memoryview) -> _Row:
+    """Check one row of a part whose bytes are `data`."""
+    if type(said) is not list or [*map(type, said)] != [str, list, list, int, int]:
+        raise ValueError(f"a tensor of unknown form: {reprlib.repr(said)}")
+    name, shape, strides, at, length = said
+    dtype, numbers = DTYPES.get(name), [*shape, *strides]
     many = len(numbers) > 2 * _MOST_DIMENSIONS
     if dtype is None or many or not all(type(n) is int and 0 <= n < _MOST for n in numbers):
-        raise ValueError(f"a tensor of unknown form: {said}")
+        raise ValueError(f"a tensor of unknown form: {reprlib.repr(said)}")
     span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
     size = math.prod(shape) * dtype.itemsize
     if not size == length == span * dtype.itemsize:
-        raise ValueError(f"{length} bytes hold no {said}")
-    held = data.take(at, length)
-    if not length:
-        return torch.empty_strided(shape, strides, dtype=dtype)
-    return torch.frombuffer(held, dtype=dtype).as_strided(shape, strides)
+        raise ValueError(f"{length} bytes hold no {reprlib.repr(said)}")
+    if not 0 <= at <= at + length <= len(data):
+        raise ValueError(f"bytes {at} to {at + length} of {len(data)} are not there")
+    return _Row(dtype, shape, strides, data[at : at + length])
+
+
+def _rows(said: list[Any], data: memoryview) -> list[_Row | None]:
+    """Check a part's rows."""
+    rows = [_row(each, data) for each in said]
+    end = 0
+    for at, length in sorted((each[3], each[4]) for each in said if each[4]):
+        if at < end:
+            raise ValueError(f"its tensors share the bytes from {at} to {end}")
+        end = at + length
+    return [*rows]
+
+
+_PART = {"tree", "tensors", "bytes"}
+
+
+class _Reader:
+    """Makes a blob's tree, after everything that a blob says of itself was checked."""
+
+    def __init__(self, blob: bytes) -> None:
+        length = int.from_bytes(blob[:_WORD], "little")
+        if len(blob) < _WORD + length:
+            raise ValueError(f"{len(blob)} bytes, {_WORD} and {length} of text expected")
+        parts = _parsed(blob[_WORD : _WORD + length])
+        if type(parts) is not list or not parts:
+            raise ValueError("it is no list of parts")
+        data, at = memoryview(blob)[_WORD + length :], 0
+        self._parts: list[tuple[Any, list[_Row | None]] | None] = []
+        for part in parts:
+            if type(part) is not dict or part.keys() != _PART:
+                raise ValueError(f"a part of unknown form: {reprlib.repr(part)}")
+            said, size = part["tensors"], part["bytes"]
+            if type(said) is not list or type(size) is not int or not 0 <= size <= len(data) - at:
+                raise ValueError(f"a part with {size!r} of {len(data)} bytes")
+            self._parts.append((part["tree"], _rows(said, data[at : at + size])))
+            at += size
+        if at != len(data):
+            raise ValueError(f"its parts have {at} bytes, {len(data)} are there")
+
+    def tree(self) -> Any:
+        return self._part(len(self._parts) - 1, 0)
+
+    def _part(self, number: Any, level: int) -> Any:
+        tree, rows = _once(self._parts, number)
+        return self._made(tree, rows, level)
+
+    def _made(self, tree: Any, rows: list[_Row | None], level: int) -> Any:
+        """Make the values that a tree's tags stand for, and those in it."""
+        if level > _MOST_LEVELS:
+            raise ValueError(f"it is nested more than {_MOST_LEVELS} levels deep")
+        if type(tree) is list:
+            values = []
+            for each in tree:  # no comprehension: half as much recursion
+                values.append(each if type(each) in _SCALARS else self._made(each, rows, level + 1))
+            return values
+        if type(tree) is not dict:
+            return tree
+        tag = tree.get(TAG)
+        if tag in _TAGS:
+            if tree.keys() != _TAGGED:
+                raise ValueError(f"a {tag} of unknown form: {reprlib.repr([*tree])}")
+            return self._untagged(tag, tree["is"], rows, level)
+        made = {}
+        for key, value in tree.items():
+            scalar = type(value) in _SCALARS
+            made[key] = value if scalar else self._made(value, rows, level + 1)
+        return made
+
+    def _untagged(self, tag: str, said: Any, rows: list[_Row | None], level: int) -> Any:
+        if tag == "part":
+            return self._part(said, level + 1)
+        if tag == "raw":
+            return _once(rows, said).tensor()
+        if tag == "bytes":
+            return bytes(_once(rows, said).data)
+        if tag == "floats":
+            return array("d", bytes(_once(rows, said).data)).tolist()
+        if tag in _SCALAR_TAGS:
+            if type(said) is not str:
+                raise ValueError(f"a {tag} of a {type(said).__name__}")
+            return _SCALAR_TAGS[tag](said)
+        if tag in _SEQUENCE_TAGS:
+            return _SEQUENCE_TAGS[tag](self._made(said, rows, level))
+        made: dict[Any, Any] = {} if tag == "dict" else collections.OrderedDict()
+        for key, value in said:
+            made[self._made(key, rows, level + 1)] = self._made(value, rows, level + 1)
+        return made
+
+
+_SCALAR_TAGS: dict[str, Callable[[str], Any]] = {
+    "float": lambda said: struct.unpack(">d", bytes.fromhex(said))[0],
+    "int": lambda said: int(said, 16),
+    "str": lambda said: bytes.fromhex(said).decode("utf-8", "surrogatepass"),
+    "dtype": lambda said: _EVERY_DTYPE[said],
+    "device": torch.device,
+}
+_SEQUENCE_TAGS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "size": torch.Size,
+    "complex": lambda parts: complex(parts[0], parts[1]),
+}
+_TAGGED = {TAG, "is"}
+_TAGS = frozenset(
+    (*_SCALAR_TAGS, *_SEQUENCE_TAGS, "dict", "ordered", "raw", "bytes", "floats", "part")
+)
+
+
+def _once(every: list[Any], number: Any) -> Any:
+    """Return what has a number; it is nothing from then on."""
+    if type(number) is not int or not 0 <= number < len(every) or every[number] is None:
+        raise ValueError(f"number {number!r} of {len(every)} is not there, or is meant twice")
+    found, every[number] = every[number], None
+    return found

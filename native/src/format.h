@@ -1,4 +1,4 @@
-/* format.h -- the bytes on the medium, format version 1. The only description of the layout;
+/* format.h -- the bytes on the medium, format version 2. The only description of the layout;
  * docs/design.md's offset tables are checked against this file.
  *
  * Little-endian. Offsets count from the start of the region. Every structure that can be torn
@@ -16,7 +16,7 @@
 #error "the region format is little-endian"
 #endif
 
-#define LCK_FORMAT_VERSION 1u
+#define LCK_FORMAT_VERSION 2u
 #define LCK_SUPERBLOCK_MAGIC UINT64_C(0x314B43544847494C) /* "LIGHTCK1" */
 #define LCK_RECORD_MAGIC UINT32_C(0x524B434C)             /* "LCKR" */
 #define LCK_JOURNAL_MAGIC UINT32_C(0x4A4B434C)            /* "LCKJ" */

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lightck.journal.copy_buffer import CopyBuffer
@@ -24,6 +26,29 @@ def test_thousands_of_groups_have_entries_that_are_read() -> None:
         )
         found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         assert boundary_blob.opened(found.at_forward, context="test") == {**second, "step": step}
+
+
+def test_groups_come_back_with_their_own_options_in_their_own_order() -> None:
+    alike = {"lr": 0.1, "betas": (0.9, 0.99), "more": [1.0] * 20}
+    options: list[dict[str, Any]] = [
+        alike,
+        {**alike, "lr": 0.2},
+        {"betas": alike["betas"], "lr": 0.1, "more": alike["more"]},
+        {"lr": 0.1},
+        {},
+        {**alike, "new": None},
+        {**alike, "lr": float("nan")},
+    ]
+    sealing = EntryEncoder()
+    for step in range(6):
+        given = options[step:] + options[:step] if step < 5 else []
+        groups = [{"params": [f"p{i}"], "options": each} for i, each in enumerate(given)]
+        optimizers = [{"class": "C", "groups": groups, "state": {}, "attributes": {}}] * 2
+        trees = {"rng": rng.capture(), "extras": {}}, {"optimizers": optimizers, "extras": {}}
+        blob = sealing.sealed(CopyBuffer(()), {}, trees, b"d")
+        found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
+        second = boundary_blob.opened(found.at_forward, context="test")
+        assert repr(second["optimizers"]) == repr(optimizers)
 
 
 def test_what_extras_have_is_found_wherever_it_begins() -> None:
