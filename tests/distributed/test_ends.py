@@ -22,7 +22,6 @@ import lightck.policy
 from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.store import JobStore
 from lightck.errors import CoordinationError
-from lightck.loop import requests
 
 SHORT = timedelta(seconds=3)
 
@@ -60,7 +59,7 @@ def test_close_takes_the_last_step_again_where_it_was_lost(region_dir: Path) -> 
                 handle._checkpointer.due = False
                 handle._checkpointer.pipeline.barrier.lost(3, "for the test")
             else:
-                requests.open_missed(handle._checkpointer)
+                handle._requests._open_missed()
             until(lambda: settled(handle))
             dead = handle.stats().dead
         return dead, handle.last_committed_step
