@@ -50,6 +50,8 @@ def collect_stats(checkpointer: Checkpointer) -> Stats:
         copy_rate=pool["bytes_copied"] / seconds if seconds else 0.0,
         commit_s=counters.commit_s / counters.durable if counters.durable else 0.0,
         whole_s=counters.whole_s / counters.committed if counters.committed else 0.0,
+        placement=checkpointer.pipeline.placement.choice.mode,
+        placement_why=checkpointer.pipeline.placement.choice.why,
         staging_bytes=pool["staging_bytes"],
         device_mode=str(mode),
         device_why=why,

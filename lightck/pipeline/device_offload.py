@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from threading import get_ident
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 
 from lightck.device.base import Device, DeviceEvent
 from lightck.errors import DeviceError, LightckError
-from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup, sources
+from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup
 from lightck.pipeline.device_placement import DevicePlacement
-from lightck.pipeline.device_transfer import DeviceTransfer, TransferEngine, TransferMode, took
+from lightck.pipeline.device_transfer import DeviceTransfer, TransferEngine, TransferMode
 from lightck.pipeline.inflight import CopyGroup, InflightSnapshot
 from lightck.region.native_region import crc32c_at
 
@@ -107,11 +106,8 @@ class DeviceOffload:
                 if device.name not in self._warm:
                     self._warm[device.name] = device
                     device.warm()
-                judged = self.ways.judged(device)
-                if judged or not self.ways.in_place(device, way):
+                if self.ways.needs_measuring(device) or not self.ways.in_place(device, way):
                     self.transfers.reserve(device)
-                if judged:
-                    self.ways.measure(device, _live(arrangement, device), self.transfers.load_bytes)
             except LightckError as error:  # told by whoever makes a snapshot
                 self.noted(error)
 
@@ -211,21 +207,26 @@ class DeviceOffload:
         """Add one group's copies to a snapshot; nothing is copied before `depart`."""
         device = part.device
         assert device is not None
+        at, layout = part.positions, flight.writer.layout
+        places = layout.offsets[at].tolist(), layout.lengths[at].tolist()
+        known = flight.step >= self._prepared + PEAK_STEPS
+        own_thread = self._thread in (0, get_ident())
+        enough = part.total_bytes >= self.transfers.load_bytes and not staged[at].any()
+        if own_thread and enough and self.ways.needs_measuring(device):
+            with self.transfers.lend_place() as place:
+                self.ways.measure(device, chosen.flats, self.ways.extents(*places), place)
         if self._flight is not flight:
             self._flight, self._rooms = flight, {}
         if device.name not in self._rooms:
-            known = flight.step >= self._prepared + PEAK_STEPS
-            ask = known and self._thread in (0, get_ident())
-            way, copy = self.ways.choose(*_sizes(arrangement)[device.name], ask=ask)
+            size = _sizes(arrangement)[device.name]
+            way, copy = self.ways.choose(*size, ask=known and own_thread)
             if copy is not None and self.copy_taken:
                 way, copy = TransferMode.HOST, None
             self._rooms[device.name] = _Room(way, copy)
-        room, at, layout = self._rooms[device.name], part.positions, flight.writer.layout
+        room = self._rooms[device.name]
         in_place = self.ways.in_place(device, room.way) and not staged[at].any()
         batch = flight.writer.add_fed(at, staged[at])
-        extents = None
-        if in_place:
-            extents = self.ways.extents(layout.offsets[at].tolist(), layout.lengths[at].tolist())
+        extents = self.ways.extents(*places) if in_place else None
         copy = None
         if room.copy is not None:
             copy = room.copy[room.used : room.used + batch.total_bytes]
@@ -277,22 +278,7 @@ class DeviceOffload:
         Raises:
             LightckError: a transfer has failed.
         """
-        there = all(self.transfers.arrived(each, timeout_s) for each in flight.transfers)
-        if there:
-            self._learn(flight)
-        return there
-
-    def _learn(self, flight: InflightSnapshot) -> None:
-        """Learn what each device's transfers cost, if enough of their bytes were seen arriving."""
-        ran: dict[str, list[list[DeviceTransfer]]] = {}
-        for name, run in groupby(flight.transfers, lambda each: each.device.name):
-            ran.setdefault(name, []).append(list(run))
-        for runs in ran.values():
-            sizes, seconds = zip(*map(took, runs), strict=True)
-            of_it = [each for run in runs for each in run]
-            if 0 < sum(each.starts[-1] for each in of_it) <= 2 * sum(sizes):
-                in_place = all(each.in_place for each in of_it)
-                self.ways.paid(of_it[0].device, sum(seconds) / sum(sizes), in_place=in_place)
+        return all(self.transfers.arrived(each, timeout_s) for each in flight.transfers)
 
     def give_up(self, flight: InflightSnapshot) -> None:
         """Return when no copy of a snapshot is under way any more. Blocks; any thread.
@@ -351,17 +337,6 @@ def _reserved(arrangement: CopyPlan) -> list[torch.Tensor]:
         if part.owned and part.device is not None:
             lengths = [arrangement.entries[i].length for i in part.order]
             found += part.device.reserve(lengths)
-    return found
-
-
-def _live(arrangement: CopyPlan, device: Device) -> list[torch.Tensor]:
-    """Return the bytes of the tensors on a device, to be used at once."""
-    found: list[torch.Tensor] = []
-    for part in arrangement.parts:
-        if part.device is device and not part.owned:
-            before = part.last
-            found += sources(part, arrangement).flats
-            part.last = before  # else it would hold memory that the loop has let go of
     return found
 
 

@@ -97,9 +97,6 @@ class DeviceTransfer:
     """Places of the ring that the pool is not known to have read, with the ends of their bytes."""
     touching: RLock = field(default_factory=RLock)
     """Held while a thread asks the pool: the snapshot must not be freed meanwhile."""
-    arrivals: list[tuple[int, float]] = field(default_factory=list)
-    """The end and the arrival time, in seconds, of the first load that arrived and of the last
-    one."""
     _live: list[torch.Tensor] = field(default_factory=list)
     """Live memory that is being copied within the device."""
 
@@ -107,7 +104,6 @@ class DeviceTransfer:
         """Compute where each copy begins in the batch."""
         self.lengths = [source.numel() for source in self.sources]
         self.starts = [0, *accumulate(self.lengths)]
-        self.in_place = self.extents is not None
         assert self.starts[-1] == self.batch.total_bytes, (self.starts[-1], self.batch.total_bytes)
 
     @property
@@ -119,10 +115,6 @@ class DeviceTransfer:
         """Note that it has failed; whoever waits for its queueing goes on."""
         self.error = self.error or error
         self.queued.set()
-
-    def came(self, load: TransferChunk) -> None:
-        """Note that a load has arrived. Called by the feeding thread."""
-        self.arrivals[1:] = [(load.end, time.perf_counter())]
 
     def loads(self, most: int) -> Iterator[tuple[int, int]]:
         """Yield first and end byte of each load, of `most` bytes or of one chunk."""
@@ -176,18 +168,6 @@ class DeviceTransfer:
     def let_go(self) -> None:
         """Let go of the memory: nothing is read from the device any more."""
         self.sources, self._live, self.copy, self.extents = [], [], None, None
-
-
-def took(run: Sequence[DeviceTransfer]) -> tuple[int, float]:
-    """Return bytes and seconds of transfers that were moved in turn, without the first load.
-
-    That one waited for its turn. All transfers must be fed.
-    """
-    seen = [each.arrivals for each in run if each.arrivals]
-    if not seen:
-        return 0, 0.0
-    (head, begin), (_, end) = seen[0][0], seen[-1][-1]
-    return sum(arrivals[-1][0] for arrivals in seen) - head, end - begin
 
 
 # ---- the threads, and the ring -------------------------------------------------------------------
@@ -246,6 +226,16 @@ class TransferEngine:
     def reserve(self, device: Device) -> None:
         """Pin all of the ring now: a driver asked for memory later may wait for what hangs."""
         while (place := self._new_place(device)) is not None:
+            self._give_back(place)
+
+    @contextmanager
+    def lend_place(self) -> Iterator[torch.Tensor | None]:
+        """Lend a free place of the ring in the body; None if there is none."""
+        with self._changed:
+            place = self._free.pop() if self._free else None
+        try:
+            yield place
+        finally:
             self._give_back(place)
 
     def depart(self, transfers: Sequence[DeviceTransfer]) -> None:
@@ -490,7 +480,6 @@ class TransferEngine:
         try:
             job.device.enter_thread()
             load.mark.wait()
-            job.came(load)
             with job.touching:
                 if load.place is not None:
                     job.held.append((load.end, load.place))

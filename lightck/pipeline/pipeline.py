@@ -11,7 +11,6 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock, RLock, Thread
@@ -28,7 +27,7 @@ from lightck.pipeline.device_offload import DeviceOffload
 from lightck.pipeline.device_placement import DevicePlacement
 from lightck.pipeline.device_transfer import TransferEngine
 from lightck.pipeline.inflight import CopyGroup, Counters, InflightSnapshot, SlipReason
-from lightck.pipeline.placement import HostPlacement, behind, in_dram
+from lightck.pipeline.placement import HostPlacement, choose_placement
 from lightck.region.native_pool import NativePool
 from lightck.region.native_region import RECORD_EARLY, RECORD_JIT
 from lightck.region.region import Region
@@ -78,8 +77,6 @@ class Pipeline:
     _abandoning: list[tuple[Thread, InflightSnapshot]] = field(default_factory=list)
     """Snapshots that were dropped on page media or with copies from devices under way, and the
     threads that end them; the memory they read is kept."""
-    _mapping: Future[None] | None = None
-    """The mapping of DRAM, in the pool, that was begun last."""
     _last_stats: dict[str, int] | None = None
     _counting: Lock = field(default_factory=Lock)
     """Held while a thread asks the pool for its counters, so that the pool is not closed
@@ -97,13 +94,12 @@ class Pipeline:
     @classmethod
     def start(cls, region: Region, schedule: ReleaseSchedule, config: Config) -> Pipeline:
         """Make the pool, which starts the workers, and a pipeline with the config's settings."""
+        placement = HostPlacement(choose_placement(region, config))
         idle, moments = config.priority == "idle", moments_of(config)
         pool = NativePool(config.threads, config.chunk_bytes, idle=idle, moments=moments)
         pool.limit(config.write_limit)
-        pipeline = cls(region, pool, schedule, proof=config.proof)
+        pipeline = cls(region, pool, schedule, placement=placement, proof=config.proof)
         pipeline.arrangement.may_wait = not config.write_limit
-        chosen = in_dram(config.placement)
-        pipeline.placement = HostPlacement(chosen, region.staged, pipeline._map_dram)
         ways = pipeline.offload.ways
         ways.wanted, ways.limited = config.placement, bool(config.write_limit)
         return pipeline
@@ -115,7 +111,7 @@ class Pipeline:
             RegionFullError: the bytes needed and free are named.
         """
         self.arrangement.update(lives, boundary_bytes)
-        self.placement.prepare(sum(entry.length for entry in self.arrangement.entries))
+        self.placement.prepare(sum(e.length for e in self.arrangement.entries), self.pool)
         self.offload.prepare(self.arrangement, step)
 
     def stand(self, begun: bool) -> None:
@@ -310,11 +306,6 @@ class Pipeline:
         self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]
         return not self._abandoning
 
-    def _map_dram(self, size: int) -> Future[None]:
-        """Map DRAM for staging off the training thread."""
-        self._mapping = behind(self.pool.stage, size)
-        return self._mapping
-
     def _reap(self) -> None:
         """Free snapshots in slots that an interrupt (Ctrl-C) left without a `InflightSnapshot`."""
         flights = [*self.persisting, *(flight for _, flight in self._abandoning)]
@@ -338,8 +329,6 @@ class Pipeline:
         self.persisting.clear()
         self.awaiting.clear()
         self.await_abandoned()
-        if self._mapping is not None:
-            wait([self._mapping])
         if self._last_stats is None:
             self._reap()
             with self._counting:  # from here on nobody asks the pool, which is closed below
@@ -381,7 +370,7 @@ class Pipeline:
         staged = np.zeros(len(arrangement.entries), np.bool_)
         if arrangement.parts:
             order = np.concatenate([part.positions for part in arrangement.parts])
-            staged[order] = self.placement.choose(flight.writer.layout.lengths[order])
+            staged[order] = self.placement.place(flight.writer.layout.lengths[order])
         return staged
 
     def _release(self, flight: InflightSnapshot, total_bytes: int) -> None:
@@ -428,7 +417,7 @@ class Pipeline:
             self.window = None
             self.schedule.close()
         if not flight.transfers:  # what the fence waits for says nothing of the medium then
-            self.placement.waited(flight.waited_s, flight.writer.layout.payload_bytes)
+            self.placement.fence_waited(flight.waited_s, flight.writer.layout.payload_bytes)
         self.persisting.append(flight)
         if flight.transfers:
             self.offload.transfers.look()
