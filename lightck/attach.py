@@ -213,7 +213,7 @@ class _Parts:
         release_when = schedule(config.schedule, count, communicates=bool(communication.buckets))
         pipeline = kinds.pipeline.start(region, release_when, config)
         outcomes = Outcomes(pipeline, inventory, steps, reporter, reporter.surface)
-        pipeline.offload.transfers.sealed = outcomes.seal_arrived
+        pipeline.offload.engine.sealed = outcomes.seal_arrived
         instants = BoundaryState(inventory)
         habit = PreFencePredictor(instants, lambda: outcomes.lock, len([*layers(inventory.model)]))
         armed = config.failure != "off"

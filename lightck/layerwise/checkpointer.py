@@ -137,7 +137,7 @@ class LayerPipeline(Pipeline):
             for k, part in enumerate(begun.parts):
                 if k not in begun.done:
                     self._queue(flight, part, begun.staged)
-            self.offload.depart(flight)
+            self.offload.start(flight)
         except BaseException as error:
             self.drop(f"failed: {error}")
             raise

@@ -33,7 +33,7 @@ def collect_stats(checkpointer: Checkpointer) -> Stats:
     compared, uncompared = checkpointer.pipeline.barrier.compared()
     seconds, kept = pool["copy_ns"] / 1e9, checkpointer.journaled
     offload = checkpointer.pipeline.offload
-    mode, why = offload.ways.chosen
+    mode, why = offload.placement.chosen
     return Stats(
         captured=counters.captured,
         committed=counters.committed,
@@ -55,9 +55,9 @@ def collect_stats(checkpointer: Checkpointer) -> Stats:
         staging_bytes=pool["staging_bytes"],
         device_mode=str(mode),
         device_why=why,
-        bytes_from_device=offload.transfers.moved_bytes,
-        ring_bytes=offload.transfers.ring_bytes,
-        device_copy_bytes=offload.ways.copy_bytes,
+        bytes_from_device=offload.engine.moved_bytes,
+        ring_bytes=offload.engine.ring_bytes,
+        device_copy_bytes=offload.placement.copy_bytes,
         moved_in_draws=checkpointer.movement.count,
         not_kept=str((kept and kept.unwritten) or ""),
     )

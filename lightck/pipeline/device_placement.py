@@ -47,7 +47,7 @@ class DevicePlacement:
     """True if writes to the region are limited: devices do not store there themselves."""
     chosen: tuple[str, str] = ("", "")
     """The transfer mode of a device's tensors, and why; both change at once."""
-    _said: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _told: dict[str, tuple[str, str]] = field(default_factory=dict)
     """The mode and reason that were told last, by device."""
     _denied: dict[str, int] = field(default_factory=dict)
     """The bytes that each device did not have to spare. Asking takes as long as a small copy."""
@@ -86,22 +86,22 @@ class DevicePlacement:
             copy = self._spare(device, size, ask)
             why_not = "" if copy is not None else f"{device.name} has no {size} bytes to spare"
             why_not += "" if copy is not None or ask else ", as far as is known by now"
-        way, why = TransferMode.HOST, f"placement is {self.wanted!r}"
+        mode, why = TransferMode.HOST, f"placement is {self.wanted!r}"
         if copy is not None:
-            way, why = TransferMode.DEVICE, f"{device.name} has {size} bytes to spare"
+            mode, why = TransferMode.DEVICE, f"{device.name} has {size} bytes to spare"
             why_not = self._too_slow(device)
         elif self.wanted in ("auto", "direct"):
             avoided = self._refuses(device) or self._too_slow(device)
-            way = TransferMode.HOST if avoided else TransferMode.DIRECT
+            mode = TransferMode.HOST if avoided else TransferMode.DIRECT
             why = avoided or "the region is registered with the driver"
-        self._say(device, way, "; ".join(filter(None, (why_not, why))))
-        return way, copy
+        self._tell(device, mode, "; ".join(filter(None, (why_not, why))))
+        return mode, copy
 
-    def in_place(self, device: Device, way: TransferMode) -> bool:
+    def in_place(self, device: Device, mode: TransferMode) -> bool:
         """Tell whether the device stores into the region itself."""
-        if way is TransferMode.DEVICE:
+        if mode is TransferMode.DEVICE:
             return not (self._refuses(device) or self._too_slow(device))
-        return way is TransferMode.DIRECT
+        return mode is TransferMode.DIRECT
 
     def needs_measuring(self, device: Device) -> bool:
         """Tell whether `measure` is to decide whether the device stores into the region itself."""
@@ -185,15 +185,15 @@ class DevicePlacement:
                 device.unregister(address)
         self._registered.clear()
 
-    def _say(self, device: Device, way: TransferMode, why: str) -> None:
-        self.chosen = way, why
-        if self._said.get(device.name) != (way, why):
-            self._said[device.name] = (way, why)
-            event("device_placement", device=device.name, mode=str(way), why=why)
+    def _tell(self, device: Device, mode: TransferMode, why: str) -> None:
+        self.chosen = mode, why
+        if self._told.get(device.name) != (mode, why):
+            self._told[device.name] = (mode, why)
+            event("device_placement", device=device.name, mode=str(mode), why=why)
 
     def _spare(self, device: Device, size: int, ask: bool) -> torch.Tensor | None:
         held = self._copies.get(device.name)
-        if ask and held is not None and device.is_short():
+        if ask and held is not None and device.is_low_on_memory():
             del self._copies[device.name]  # once no snapshot uses it, training may have it
             held, self._denied[device.name] = None, 0
         if held is not None and held.numel() >= size:
@@ -202,7 +202,7 @@ class DevicePlacement:
             return None
         self._copies.pop(device.name, None)
         held = None  # before more is asked for
-        held = device.spare(size)
+        held = device.allocate_spare(size)
         if held is None:
             self._denied[device.name] = size
         else:
@@ -256,6 +256,6 @@ def _seconds(
     best = float("inf")
     for _ in range(3):
         begin = time.perf_counter()
-        device.copy(targets, sources).wait()
+        device.copy(targets, sources).synchronize()
         best = min(best, time.perf_counter() - begin)
     return best

@@ -100,8 +100,8 @@ class Pipeline:
         pool.limit(config.write_limit)
         pipeline = cls(region, pool, schedule, placement=placement, proof=config.proof)
         pipeline.arrangement.may_wait = not config.write_limit
-        ways = pipeline.offload.ways
-        ways.wanted, ways.limited = config.placement, bool(config.write_limit)
+        devices = pipeline.offload.placement
+        devices.wanted, devices.limited = config.placement, bool(config.write_limit)
         return pipeline
 
     def prepare(self, lives: Sequence[StateTensor], boundary_bytes: int, step: int) -> None:
@@ -119,7 +119,7 @@ class Pipeline:
 
         A thread that saves just in time starts from there.
         """
-        self.offload.stand(self.arrangement, begun=begun)
+        self.offload.note_streams(self.arrangement, begun=begun)
 
     def open(
         self, step: int, state: CollectedState, at_step: bytes, at_forward: bytes, *, flags: int = 0
@@ -158,12 +158,12 @@ class Pipeline:
         flight = self.window = InflightSnapshot(step, writer, *said)
         try:
             staged = self._placed(flight, self.arrangement)
-            with self.offload.aside():
+            with self.offload.side_streams():
                 for part in self.arrangement.parts:
                     self._queue(flight, part, staged)
-                self.offload.depart(flight)
+                self.offload.start(flight)
         except BaseException as error:
-            self.offload.noted(error)
+            self.offload.keep_error(error)
             self.drop(f"failed: {error}", for_good=is_final(error))
             raise
         held = flight.held_bytes = sum(g.batch.total_bytes for g in flight.groups if g.is_held)
@@ -224,7 +224,7 @@ class Pipeline:
             if all(group.captured for group in flight.groups):
                 self._leave_window(flight)
         except BaseException as error:
-            self.offload.noted(error)
+            self.offload.keep_error(error)
             self.drop(f"failed: {error}", for_good=is_final(error))
             flight.fail(error)
             raise
@@ -256,7 +256,7 @@ class Pipeline:
             return SlipReason.DRAM
         if self.offload.recording(self.arrangement):
             return SlipReason.GRAPH
-        return SlipReason.COPY if self.offload.copy_taken else None
+        return SlipReason.COPY if self.offload.spare_in_use else None
 
     def drop(self, why: str = "given up", *, for_good: bool = False) -> None:
         """Give up the snapshot in the window; its slot stays invalid and is reused first."""
@@ -420,14 +420,14 @@ class Pipeline:
             self.placement.fence_waited(flight.waited_s, flight.writer.layout.payload_bytes)
         self.persisting.append(flight)
         if flight.transfers:
-            self.offload.transfers.look()
+            self.offload.engine.wake()
 
     def _arrived(self, flight: InflightSnapshot, timeout_s: float | None) -> bool:
         try:
             if not self.offload.arrived(flight, timeout_s):
                 return False
         except LightckError as error:
-            self.offload.noted(error)
+            self.offload.keep_error(error)
             raise
         self._seal(flight)
         self.offload.forget(flight)

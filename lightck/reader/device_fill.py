@@ -54,8 +54,8 @@ class _Places:
 
     def take_back(self) -> None:
         """Wait until the device has read the oldest place, and free it."""
-        name, place, mark = self.busy.popleft()
-        mark.wait()
+        name, place, event = self.busy.popleft()
+        event.synchronize()
         self.free.setdefault(name, []).append(place)
 
 
@@ -86,7 +86,7 @@ def pour(
                 said = (int(row["offset"]), int(row["crc"]), there, device)
                 stretches.append(_Stretch(part, names[int(entry)], *said))
     for device in {each.device.name: each.device for each in stretches}.values():
-        device.follow(device.mark())
+        device.copy_stream_wait(device.record_event())
     stretches.sort(key=lambda each: -each.target.numel())
     threads = usual_threads()
     with ThreadPoolExecutor(threads, "lightck-pour") as workers:
@@ -105,8 +105,8 @@ def _pour(stretches: Sequence[_Stretch]) -> None:
                 place, size = places.next(stretch.device), target.numel()
                 stretch.part.region.native.peek(at, size, place.data_ptr())
                 crc = crc32c_at(place.data_ptr(), size, crc)
-                mark = stretch.device.copy([target], [place[:size]])
-                places.busy.append((stretch.device.name, place, mark))
+                event = stretch.device.copy([target], [place[:size]])
+                places.busy.append((stretch.device.name, place, event))
                 at += size
             if crc != stretch.crc:
                 raise CorruptSnapshotError(

@@ -159,11 +159,11 @@ def test_every_snapshot_is_of_one_step(
 def test_a_region_that_is_slow_to_store_into_is_left_for_the_ring(
     devices: tuple[str, ...], spare: bool, region_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_transfer, "LOAD_BYTES", 1 << 16)
+    monkeypatch.setattr(device_transfer, "CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(device_transfer, "RING_BYTES", 1 << 20)
     monkeypatch.setattr(device_placement, "TOO_SLOW", 0.0)  # whatever they take
     if not spare:
-        monkeypatch.setattr(cuda.Cuda, "spare", lambda self, size: None)
+        monkeypatch.setattr(cuda.Cuda, "allocate_spare", lambda self, size: None)
     model, optimizer = made(*devices)
     path, went = region_dir / "run", []
     settings = {"chunk_bytes": 1 << 16, "on_error": "raise", "slots": 16}

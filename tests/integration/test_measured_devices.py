@@ -20,8 +20,8 @@ SLOW, FAST = 0.0, 1e9
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
-    """Make a device whose transfers have many loads."""
-    monkeypatch.setattr(device_transfer, "LOAD_BYTES", 4096)
+    """Make a device whose transfers have many chunks."""
+    monkeypatch.setattr(device_transfer, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(device_transfer, "RING_BYTES", 65536)
     monkeypatch.setattr(device_offload, "PEAK_STEPS", 0)
     made = EmulatedDevice()
@@ -38,7 +38,7 @@ def train(job: Job, path: Path, steps: int, placement: str) -> list[tuple[str, s
         handle.wait(timeout=100)
         stats = handle.stats()
         went.append((stats.device_mode, stats.device_why))
-    ring = handle._checkpointer.pipeline.offload.transfers._free
+    ring = handle._checkpointer.pipeline.offload.engine._free
     used = sum(bool((place != GARBAGE).any()) for place in ring)
     through_ring = any("through the ring" in why for _, why in went)
     assert (used > 1) is through_ring, "what is said is not what was done"  # one is measured with
@@ -88,10 +88,10 @@ def test_a_region_that_is_fast_and_a_way_that_was_asked_for_are_kept(
     assert [way for way, _ in went] == ["direct"] * 8
 
 
-def test_less_than_one_load_is_not_measured(
+def test_less_than_one_chunk_is_not_measured(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_transfer, "LOAD_BYTES", 1 << 20)
+    monkeypatch.setattr(device_transfer, "CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(device_placement, "TOO_SLOW", SLOW)
     went = train(Job(device), run_dir, 3, "auto")
     assert [way for way, _ in went] == ["direct"] * 3

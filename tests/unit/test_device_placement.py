@@ -45,7 +45,7 @@ class Copies:
         assert [t.numel() for t in targets] == [s.numel() for s in sources]
         self.sizes.append(sum(source.numel() for source in sources))
         self.clock.now += self.costs.pop(0) * self.sizes[-1]
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(synchronize=lambda: None)
 
 
 def placement_of(wanted: str = "auto", refused: str = "") -> DevicePlacement:

@@ -144,7 +144,7 @@ def _fetched(
     just been `made`, the computation that made them is waited for.
     """
     if made:
-        device.follow(device.mark())
+        device.copy_stream_wait(device.record_event())
     place = device.pinned(_FETCHED_BYTES)
     held = [torch.empty(flat.numel(), dtype=torch.uint8, device="cpu") for flat in chosen.flats]
     for whole, flat in zip(held, chosen.flats, strict=True):
@@ -152,7 +152,7 @@ def _fetched(
         for target, source in rows:
             there = place[: source.numel()]
             copied = device.copy([there], [source])
-            while not copied.passed():
+            while not copied.query():
                 if time.monotonic() > deadline:
                     _under_way.append((place, chosen))
                     raise WaitTimeoutError(f"{device.name} did not copy a part in time")
