@@ -92,7 +92,7 @@ class DeviceOffload:
         """
         return all(each.event.query() for each in self.stream_positions)
 
-    def prepare(self, arrangement: CopyPlan, step: int) -> None:
+    def prepare(self, plan: CopyPlan, step: int) -> None:
         """Choose each device's transfer mode at the end of a step; may take a second.
 
         Loading, pinning and registering are all done here, because later they might wait for a
@@ -100,7 +100,7 @@ class DeviceOffload:
         is known. An error is raised when a snapshot is made.
         """
         self._want_reserve, self._prepared = True, step
-        for device, size in _sizes(arrangement).values():
+        for device, size in _sizes(plan).values():
             try:
                 mode, _ = self.placement.choose(device, size, ask=False)
                 if device.name not in self._loaded:
@@ -123,23 +123,19 @@ class DeviceOffload:
         if self._failure is None and isinstance(error, DeviceError):
             self._failure = error
 
-    def note_streams(self, arrangement: CopyPlan, *, begun: bool) -> None:
-        """Note that the training thread is at step end or, if `begun`, at forward start.
+    def note_streams(self, plan: CopyPlan, *, at_forward: bool) -> None:
+        """Note that the training thread is at forward start, or else at step end.
 
         A thread that saves just in time starts from there: see `side_streams`.
         """
         self._thread = get_ident()
         try:
-            self._at_forward, self.stream_positions = (
-                begun,
-                tuple(
-                    StreamPosition(device, device.stream(), device.record_event())
-                    for device, _ in _sizes(arrangement).values()
-                ),
-            )
+            devices = [device for device, _ in _sizes(plan).values()]
+            positions = (StreamPosition(d, d.stream(), d.record_event()) for d in devices)
+            self._at_forward, self.stream_positions = at_forward, tuple(positions)
             if self._want_reserve:
                 self._want_reserve = False
-                self._reserve = _allocate_reserve(arrangement)
+                self._reserve = _allocate_reserve(plan)
         except LightckError as error:  # told by whoever makes a snapshot
             self.keep_error(error)
 
@@ -196,33 +192,33 @@ class DeviceOffload:
                 found[device.name, stream] = device.record_event(stream)
         return found
 
-    def recording(self, arrangement: CopyPlan) -> bool:
+    def recording(self, plan: CopyPlan) -> bool:
         """Tell whether what is queued now is recorded into a graph."""
-        return any(device.recording() for device, _ in _sizes(arrangement).values())
+        return any(device.recording() for device, _ in _sizes(plan).values())
 
     def queue(
         self,
         snapshot: InflightSnapshot,
-        part: PlannedGroup,
+        group: PlannedGroup,
         chosen: CopySources,
         staged: npt.NDArray[np.bool_],
-        arrangement: CopyPlan,
+        plan: CopyPlan,
     ) -> CopyGroup:
         """Add one group's copies to a snapshot; nothing is copied before `start`."""
-        device = part.device
+        device = group.device
         assert device is not None
-        at, layout = part.positions, snapshot.writer.layout
+        at, layout = group.positions, snapshot.writer.layout
         places = layout.offsets[at].tolist(), layout.lengths[at].tolist()
         known = snapshot.step >= self._prepared + PEAK_STEPS
         own_thread = self._thread in (0, get_ident())
-        enough = part.total_bytes >= self.engine.chunk_bytes and not staged[at].any()
+        enough = group.total_bytes >= self.engine.chunk_bytes and not staged[at].any()
         if own_thread and enough and self.placement.needs_measuring(device):
             with self.engine.lend_place() as place:
                 self.placement.measure(device, chosen.flats, self.placement.extents(*places), place)
         if self._snapshot is not snapshot:
             self._snapshot, self._rooms = snapshot, {}
         if device.name not in self._rooms:
-            size = _sizes(arrangement)[device.name]
+            size = _sizes(plan)[device.name]
             mode, copy = self.placement.choose(*size, ask=known and own_thread)
             if copy is not None and self.spare_in_use:
                 mode, copy = TransferMode.HOST, None
@@ -238,9 +234,9 @@ class DeviceOffload:
         native = snapshot.writer.snapshot
         pieces = self.placement.pieces(device)
         transfer = DeviceTransfer(device, native, batch, chosen.flats, extents, pieces, copy)
-        group = CopyGroup(part.holders, batch, chosen, part.owned, transfer)
-        snapshot.groups.append(group)
-        return group
+        made = CopyGroup(group.holders, batch, chosen, group.is_private, transfer)
+        snapshot.groups.append(made)
+        return made
 
     def start(self, snapshot: InflightSnapshot) -> None:
         """Start all copies, from where the calling thread's streams are now, at forward start."""
@@ -265,7 +261,7 @@ class DeviceOffload:
         """
         transfer = group.transfer
         assert transfer is not None
-        if group.owned:
+        if group.is_private:
             return  # private copies: nothing that the stream does can reach them
         if transfer.device.recording():
             raise LightckError(
@@ -335,21 +331,21 @@ class DeviceOffload:
         self.placement.close()
 
 
-def _allocate_reserve(arrangement: CopyPlan) -> list[torch.Tensor]:
+def _allocate_reserve(plan: CopyPlan) -> list[torch.Tensor]:
     """Allocate memory for one snapshot's private copies, on their devices."""
     found: list[torch.Tensor] = []
-    for part in arrangement.parts:
-        if part.owned and part.device is not None:
-            lengths = [arrangement.entries[i].length for i in part.order]
-            found += part.device.reserve(lengths)
+    for group in plan.groups:
+        if group.is_private and group.device is not None:
+            lengths = [plan.entries[i].length for i in group.order]
+            found += group.device.reserve(lengths)
     return found
 
 
-def _sizes(arrangement: CopyPlan) -> dict[str, tuple[Device, int]]:
+def _sizes(plan: CopyPlan) -> dict[str, tuple[Device, int]]:
     """Return every device and the bytes that it holds, by name."""
     found: dict[str, tuple[Device, int]] = {}
-    for part in arrangement.parts:
-        if part.device is not None:
-            _, size = found.get(part.device.name, (part.device, 0))
-            found[part.device.name] = part.device, size + part.total_bytes
+    for group in plan.groups:
+        if group.device is not None:
+            _, size = found.get(group.device.name, (group.device, 0))
+            found[group.device.name] = group.device, size + group.total_bytes
     return found

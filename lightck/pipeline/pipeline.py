@@ -22,7 +22,7 @@ from lightck.config import Config
 from lightck.errors import CoordinationError, LightckError, TornSnapshotError, WaitTimeoutError
 from lightck.events import event
 from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier, is_final
-from lightck.pipeline.copy_plan import CopyPlan, PlannedGroup, sources
+from lightck.pipeline.copy_plan import CopyPlan, PlannedGroup
 from lightck.pipeline.device_offload import DeviceOffload
 from lightck.pipeline.device_placement import DevicePlacement
 from lightck.pipeline.device_transfer import TransferEngine
@@ -86,7 +86,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         """Begin with nothing planned."""
-        self.arrangement = CopyPlan(self.region)
+        self.copy_plan = CopyPlan(self.region)
         self.offload = DeviceOffload(
             DevicePlacement(self.region), TransferEngine(self.pool.chunk_bytes)
         )
@@ -99,7 +99,7 @@ class Pipeline:
         pool = NativePool(config.threads, config.chunk_bytes, idle=idle, moments=moments)
         pool.limit(config.write_limit)
         pipeline = cls(region, pool, schedule, placement=placement, proof=config.proof)
-        pipeline.arrangement.may_wait = not config.write_limit
+        pipeline.copy_plan.may_block_at_boundary = not config.write_limit
         devices = pipeline.offload.placement
         devices.wanted, devices.limited = config.placement, bool(config.write_limit)
         return pipeline
@@ -110,16 +110,16 @@ class Pipeline:
         Raises:
             RegionFullError: the bytes needed and free are named.
         """
-        self.arrangement.update(lives, boundary_bytes)
-        self.placement.prepare(sum(e.length for e in self.arrangement.entries), self.pool)
-        self.offload.prepare(self.arrangement, step)
+        self.copy_plan.update(lives, boundary_bytes)
+        self.placement.prepare(sum(e.length for e in self.copy_plan.entries), self.pool)
+        self.offload.prepare(self.copy_plan, step)
 
     def stand(self, begun: bool) -> None:
         """Note that training is at an instant: forward start if `begun`, else step end.
 
         A thread that saves just in time starts from there.
         """
-        self.offload.note_streams(self.arrangement, begun=begun)
+        self.offload.note_streams(self.copy_plan, at_forward=begun)
 
     def open(
         self, step: int, state: CollectedState, at_step: bytes, at_forward: bytes, *, flags: int = 0
@@ -143,7 +143,7 @@ class Pipeline:
             slip = self.barrier.opening(step)
         writer = None
         if slip is None:
-            plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
+            plan = self.copy_plan.update(state.lives, len(at_step) + len(at_forward))
             begin = now_ns()
             writer = SlotWriter.open(self.region, self.pool, plan, due=not local, kept=local)
         if writer is None:
@@ -157,9 +157,9 @@ class Pipeline:
         said = at_step, at_forward, flags, state.share_digest, state.form, local
         flight = self.window = InflightSnapshot(step, writer, *said)
         try:
-            staged = self._placed(flight, self.arrangement)
+            staged = self._placed(flight, self.copy_plan)
             with self.offload.side_streams():
-                for part in self.arrangement.parts:
+                for part in self.copy_plan.groups:
                     self._queue(flight, part, staged)
                 self.offload.start(flight)
         except BaseException as error:
@@ -254,7 +254,7 @@ class Pipeline:
         """The reason why no snapshot can be opened, lack of slots apart; None if there is none."""
         if self.placement.staging and self.persisting:
             return SlipReason.DRAM
-        if self.offload.recording(self.arrangement):
+        if self.offload.recording(self.copy_plan):
             return SlipReason.GRAPH
         return SlipReason.COPY if self.offload.spare_in_use else None
 
@@ -345,31 +345,31 @@ class Pipeline:
 
         Those from private copies may run at once; those that must not wait are done on return.
         """
-        chosen, at = sources(part, self.arrangement), part.positions
+        chosen, at = self.copy_plan.sources(part), part.positions
         if part.device is not None:
-            return self.offload.queue(flight, part, chosen, staged, self.arrangement)
+            return self.offload.queue(flight, part, chosen, staged, self.copy_plan)
         pointers = chosen.pointers + part.begins
         may_skip = part.unmoved(chosen.versions)
         batch = flight.writer.add(at, pointers, may_skip, staged[at])
-        group = CopyGroup(part.holders, batch, chosen, part.owned)
+        group = CopyGroup(part.holders, batch, chosen, part.is_private)
         flight.groups.append(group)
-        if part.at_once:
+        if part.copied_at_open:
             began = time.perf_counter()
             flight.writer.capture(batch)
             flight.waited_s += time.perf_counter() - began
             group.sources = None
-        elif part.owned:
+        elif part.is_private:
             flight.writer.release(batch)
         return group
 
-    def _placed(self, flight: InflightSnapshot, arrangement: CopyPlan) -> npt.NDArray[np.bool_]:
+    def _placed(self, flight: InflightSnapshot, plan: CopyPlan) -> npt.NDArray[np.bool_]:
         """Return, for each entry, whether its copy goes through DRAM.
 
         Should DRAM be short, the first ones in copy order do.
         """
-        staged = np.zeros(len(arrangement.entries), np.bool_)
-        if arrangement.parts:
-            order = np.concatenate([part.positions for part in arrangement.parts])
+        staged = np.zeros(len(plan.entries), np.bool_)
+        if plan.groups:
+            order = np.concatenate([part.positions for part in plan.groups])
             staged[order] = self.placement.place(flight.writer.layout.lengths[order])
         return staged
 
@@ -393,7 +393,7 @@ class Pipeline:
 
     def _torn(self, flight: InflightSnapshot, group: CopyGroup) -> list[str]:
         """Name the tensors that changed inside the window, as far as can be seen."""
-        if group.owned:
+        if group.is_private:
             return []
         assert group.sources is not None
         moved, entries = group.sources.changed(), flight.writer.layout.entries
@@ -474,8 +474,8 @@ class Pipeline:
             self.counters.durable += 1
             self.counters.commit_s += flight.durable_s - flight.captured_s
             self.newest = flight
-            self.barrier.committed(flight.step, flight.counted_form)
-            if flight.local:
+            self.barrier.committed(flight.step, flight.agreed_fingerprint)
+            if flight.rank_local:
                 self.region.keep(flight.writer.slot)
                 continue
             self.awaiting.append(flight)
@@ -549,5 +549,5 @@ class Pipeline:
             self.barrier.wait(flight.step, max(0.0, deadline - time.monotonic()))
 
     def _lost(self, flight: InflightSnapshot, why: str, *, for_good: bool) -> None:
-        if not flight.local:
+        if not flight.rank_local:
             self.barrier.lost(flight.step, why, for_good=for_good)

@@ -51,12 +51,12 @@ def test_a_survivor_copies_what_a_device_holds(
         gate = Event()
         if not buffers:  # their private copies are made by what computes
             device.compute.follow(gate)  # a collective that a dead rank has left
-        arrangement = CopyPlan(region)
+        plan = CopyPlan(region)
         lives = checkpointer.inventory.shared()
-        writer = SlotWriter.open(region, pool, arrangement.update(lives, 4096))
+        writer = SlotWriter.open(region, pool, plan.update(lives, 4096))
         assert writer is not None
-        assert any(part.device is not None for part in arrangement.parts)
-        takeover.copy(writer, arrangement, time.monotonic() + 100)
+        assert any(part.device is not None for part in plan.groups)
+        takeover.copy(writer, plan, time.monotonic() + 100)
         names = [entry.name for entry in writer.layout.entries]
         i = names.index("model/3.weight")
         there = checkpointer.pipeline.offload.placement.extents(
@@ -81,12 +81,11 @@ def test_a_survivor_does_not_wait_for_a_device_past_its_deadline(
     with checkpointer.lock:
         gate = Event()
         device.copying.follow(gate)
-        arrangement = CopyPlan(region)
-        plan = arrangement.update(checkpointer.inventory.shared(), 4096)
-        writer = SlotWriter.open(region, pool, plan)
+        plan = CopyPlan(region)
+        writer = SlotWriter.open(region, pool, plan.update(checkpointer.inventory.shared(), 4096))
         assert writer is not None
         with pytest.raises(WaitTimeoutError, match="emulated:0"):
-            takeover.copy(writer, arrangement, time.monotonic() + 0.1)
+            takeover.copy(writer, plan, time.monotonic() + 0.1)
         writer.abandon()
         gate.reach()
     handle.close()

@@ -147,7 +147,7 @@ def test_dram_is_not_measured_and_an_explicit_placement_wins(
 def test_no_copy_at_the_forward_waits_for_a_write_limit(run_dir: Path, limit: int) -> None:
     loop = adam_loop()
     with lightck.attach(loop.model, loop.optimizers, run_dir, write_limit=limit) as handle:
-        assert handle._checkpointer.pipeline.arrangement.may_wait == (limit == 0)
+        assert handle._checkpointer.pipeline.copy_plan.may_block_at_boundary == (limit == 0)
 
 
 def test_a_write_limit_holds_for_direct_snapshots_too(run_dir: Path) -> None:
