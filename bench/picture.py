@@ -21,7 +21,7 @@ from bench.place import ROOT, scratch
 
 PICTURE = ROOT / "docs" / "timeline.png"
 _STRESS = "stress"
-_STEPS = 24  # `schedule="auto"` has compared and chosen after some sixteen
+_STEPS = 24
 _CANDIDATES = 7  # of the last steps the median one is drawn: neither the best nor the worst
 
 

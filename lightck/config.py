@@ -46,17 +46,18 @@ class Config:
             threads of the training's priority. `normal`: always by such threads, on any CPU.
         schedule: when copies run: `eager` (all at once when a snapshot opens), `backward` (paced by
             the gradient hooks), `comm` (with data parallel: while gradients are communicated, at
-            full speed once the training thread only waits for them), or `auto` (tries those that
-            can differ and keeps what costs less).
+            full speed once the training thread only waits for them), or `auto` (`comm`
+            where attach sees data parallel, else `eager`).
         placement: `direct` (tensor to region), `staged` (through as much DRAM as the state has, to
-            the region in the background: for media slower than a step), or `auto` (tries
-            staging when the fence waits for the medium). Ordinary files are always staged.
+            the region in the background: for media slower than a step), or `auto` (chosen
+            at attach: `staged` where a measurement finds the medium less than half as fast as
+            DRAM, or `write_limit` is; else `direct`). Ordinary files are always staged.
             For tensors in a GPU's memory: `direct` (into the region, registered with the driver),
             `host` or `staged` (through a bounded ring of pinned DRAM), `device` (a copy in the
             GPU's spare memory first), `auto` (what is possible, in the order `device`, `direct`,
             `host`); what is not possible becomes `host`, as `stats()` says. `auto` and `device`
-            try the ring where the GPU is slow to store into the region. `host` and `device` are
-            `auto` for tensors in DRAM.
+            take the ring where the first snapshot measures that the GPU stores less than half as
+            fast into the region. `host` and `device` are `auto` for tensors in DRAM.
         write_limit: bytes per second written to the medium at most, for media that others use,
             too; writes may be 8 ms ahead of it. 0 is no limit.
         backend: what maps the region for the writer: `auto` (lightck itself; libpmemobj where the

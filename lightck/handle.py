@@ -95,7 +95,17 @@ class Handle:
         takes = f"{region.info.slot_count} slots x {region.slot_bytes} bytes"
         where, size = region.place.path, region.info.size
         survives = self.survives
-        event("attached", path=where, step=self.step, survives=survives, takes=takes, bytes=size)
+        placed = self._checkpointer.pipeline.placement.choice
+        event(
+            "attached",
+            path=where,
+            step=self.step,
+            survives=survives,
+            takes=takes,
+            bytes=size,
+            placement=placed.mode,
+            placement_why=placed.why,
+        )
 
     # ---- figures ---------------------------------------------------------------------------
 

@@ -145,8 +145,9 @@ class Stateful(Protocol):
 class ReleaseSchedule(Protocol):
     """The methods that decide when the copies of a snapshot may run; never what or in which order.
 
-    One object lives as long as its handle and gets one `open`, any number of `tick`s, `flies` and
-    `waits`, and one `close` per snapshot, so that it can learn a step's number of calls and timing.
+    One object lives as long as its handle and gets one `open`, any number of `tick`s,
+    `communicates` and `training_waits`, and one `close` per snapshot, so that it can learn a step's
+    number of calls.
 
     Thread: `open` and `close` on the training thread, the others on whichever thread runs the
     gradient hook (autograd's device thread on a GPU), never two calls at the same time; none may
@@ -172,7 +173,7 @@ class ReleaseSchedule(Protocol):
         """
         ...
 
-    def flies(self, share: float) -> int:
+    def communicates(self, share: float) -> int:
         """Note that gradients are being communicated while the training goes on computing.
 
         Args:
@@ -183,7 +184,7 @@ class ReleaseSchedule(Protocol):
         """
         ...
 
-    def waits(self) -> int:
+    def training_waits(self) -> int:
         """Note that the training thread computes nothing: it waits for communication to end.
 
         Returns:
@@ -264,6 +265,8 @@ class Stats:
         commit_s: mean seconds from the last copy to the durable commit record; 0 until known.
         whole_s: mean seconds from this rank's commit record to knowing that every rank has its own;
             0 with one rank, and until known.
+        placement: where copies from DRAM go first: `direct` or `staged`.
+        placement_why: one sentence: why, with what was measured.
         staging_bytes: DRAM held for staged snapshots now.
         device_mode: how tensors in a device's memory reach the region: `direct`, `host` or
             `device`; empty while there are none. With several devices, the last one's.
@@ -292,6 +295,8 @@ class Stats:
     copy_rate: float = 0.0
     commit_s: float = 0.0
     whole_s: float = 0.0
+    placement: str = ""
+    placement_why: str = ""
     staging_bytes: int = 0
     device_mode: str = ""
     device_why: str = ""

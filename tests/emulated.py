@@ -40,11 +40,11 @@ class Event:
     def reach(self) -> None:
         self._there.set()
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         self._raise()
         return self._there.is_set()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         assert self._there.wait(_PATIENCE_S), "an event that never comes"
         self._raise()
 
@@ -76,10 +76,10 @@ class Stream:
         return event
 
     def follow(self, event: Event) -> None:
-        self.queue(event.wait)
+        self.queue(event.synchronize)
 
     def finish(self) -> None:
-        self.record().wait()
+        self.record().synchronize()
 
     def _run(self) -> None:
         while True:
@@ -256,27 +256,27 @@ class EmulatedDevice:
     def stream(self) -> Stream:
         return self.current
 
-    def mark(self, stream: Any = None) -> Event:
+    def record_event(self, stream: Any = None) -> Event:
         self._check()
-        self.said.append("mark")
+        self.said.append("record_event")
         return (stream or self.current).record()
 
     @contextmanager
-    def apart(self, mark: Any) -> Iterator[None]:
-        self.said.append("apart")
+    def side_stream(self, event: Any) -> Iterator[None]:
+        self.said.append("side_stream")
         fresh = Stream(f"{self.name}-apart")
-        fresh.follow(mark)
+        fresh.follow(event)
         with self.on(fresh):
             yield
         fresh.queue(None)
 
-    def hold(self, mark: Any) -> None:
-        self.said.append("hold")
-        self.current.follow(mark)
+    def make_stream_wait(self, event: Any) -> None:
+        self.said.append("make_stream_wait")
+        self.current.follow(event)
 
-    def follow(self, mark: Any) -> None:
-        self.said.append("follow")
-        self.copying.follow(mark)
+    def copy_stream_wait(self, event: Any) -> None:
+        self.said.append("copy_stream_wait")
+        self.copying.follow(event)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Event:
         self._check()
@@ -315,10 +315,10 @@ class EmulatedDevice:
         self.run(work)
         return made
 
-    def spare(self, size: int) -> torch.Tensor | None:
+    def allocate_spare(self, size: int) -> torch.Tensor | None:
         return self.empty((size,), torch.uint8) if size <= self.spare_bytes else None
 
-    def is_short(self) -> bool:
+    def is_low_on_memory(self) -> bool:
         return self.short
 
     def reserve(self, sizes: Sequence[int]) -> list[Any]:
@@ -343,9 +343,9 @@ class EmulatedDevice:
     def unregister(self, address: int) -> None:
         self.registered.pop(address, None)  # of a handle that outlives its test: cleared already
 
-    def warm(self) -> None:
+    def preload(self) -> None:
         self._asked()
-        self.said.append("warm")
+        self.said.append("preload")
 
     def enter_thread(self) -> None:
         self._here.entered = True

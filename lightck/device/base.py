@@ -1,7 +1,7 @@
 """Define what transfers need of a device whose memory the workers cannot read.
 
-A device runs what is queued to a *stream* in order, and streams beside each other; a *mark* is an
-event, a place in a stream's order that others can wait for. Each thread of the training computes
+A device runs what is queued to a *stream* in order, and streams beside each other; an *event* is a
+place in a stream's order that others can wait for. Each thread of the training computes
 on its own current stream. lightck copies on one more stream of each device, which computes nothing.
 """
 
@@ -17,14 +17,14 @@ import torch
 class DeviceEvent(Protocol):
     """Event: a place in a stream's order. Any thread."""
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         """Tell whether everything before it is done.
 
         Raises:
             DeviceError: the device has failed.
         """
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Wait until it has passed; other threads run meanwhile. Raises as `passed`."""
 
 
@@ -36,17 +36,17 @@ class Device(Protocol):
     def stream(self) -> Any:
         """Return the calling thread's current stream."""
 
-    def mark(self, stream: Any = None) -> DeviceEvent:
+    def record_event(self, stream: Any = None) -> DeviceEvent:
         """Record an event behind what a stream, by default the calling thread's, has to do."""
 
-    def apart(self, mark: DeviceEvent) -> AbstractContextManager[object]:
-        """Give the calling thread its own stream inside the block, which begins behind the mark."""
+    def side_stream(self, event: DeviceEvent) -> AbstractContextManager[object]:
+        """Give the calling thread its own stream in the block, which begins behind the event."""
 
-    def hold(self, mark: DeviceEvent) -> None:
-        """Make the calling thread's stream wait for the mark before it does anything more."""
+    def make_stream_wait(self, event: DeviceEvent) -> None:
+        """Make the calling thread's stream wait for the event before it does anything more."""
 
-    def follow(self, mark: DeviceEvent) -> None:
-        """Make the copying stream wait for the mark before it does anything more."""
+    def copy_stream_wait(self, event: DeviceEvent) -> None:
+        """Make the copying stream wait for the event before it does anything more."""
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> DeviceEvent:
         """Copy bytes on the copying stream; return an event behind the last of them.
@@ -54,7 +54,7 @@ class Device(Protocol):
         Args:
             targets: uint8, on the device, or pinned or registered memory.
             sources: uint8, in memory as above, of the same lengths; one of each pair is on the
-                device. Both must live, and keep their memory, until the mark is passed.
+                device. Both must live, and keep their memory, until the event has passed.
         """
 
     def empty(
@@ -67,14 +67,14 @@ class Device(Protocol):
     ) -> torch.Tensor:
         """Copy a tensor densely into the device's memory, on the calling thread's stream."""
 
-    def spare(self, size: int) -> torch.Tensor | None:
+    def allocate_spare(self, size: int) -> torch.Tensor | None:
         """Return `size` bytes for the copying stream if they fit beside training, else None."""
 
-    def is_short(self) -> bool:
+    def is_low_on_memory(self) -> bool:
         """Tell whether training has grown so that what `spare` gave no longer fits beside it."""
 
     def reserve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Allocate memory that a thread in `apart` can have without the driver once it is freed.
+        """Allocate memory that, freed, a thread in `side_stream` can have without the driver.
 
         Asking the driver for more may wait for what hangs.
         """
@@ -91,7 +91,7 @@ class Device(Protocol):
     def unregister(self, address: int) -> None:
         """Undo `register` of this memory; no copy may be under way. May block."""
 
-    def warm(self) -> None:
+    def preload(self) -> None:
         """Load now what the methods above would load at their first call.
 
         May block, but does not wait for what computes.

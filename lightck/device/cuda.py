@@ -18,7 +18,7 @@ MARGIN = 16
 """The device's memory divided by this is left free beside the training's peak."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: register for every device, not for the current one alone."""
-_WARM_BYTES = 64
+_PRELOAD_BYTES = 64
 _MORE = 3
 """Number of further streams, for saves while earlier ones wait for what hangs."""
 _RELAXED = 2
@@ -44,7 +44,7 @@ def _told(name: str, doing: str) -> Iterator[None]:
         raise DeviceError(f"{name} failed while {doing}: {error}") from error
 
 
-class _Mark:
+class _Event:
     """CUDA event in a stream. Waiting for it sleeps, and takes no CPU from the training."""
 
     def __init__(self, name: str, stream: torch.cuda.Stream) -> None:
@@ -52,12 +52,12 @@ class _Mark:
         self.name, self.stream, self.event = name, stream, torch.cuda.Event(blocking=True)
         self.event.record(stream)
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         """See `base.DeviceEvent`."""
         with _told(self.name, "a copy was under way"), torch.cuda.device(self.stream.device):
             return bool(self.event.query())
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """See `base.DeviceEvent`."""
         with _told(self.name, "a copy was under way"), torch.cuda.device(self.stream.device):
             self.event.synchronize()
@@ -76,12 +76,12 @@ class Cuda:
 
     @cached_property
     def _saving(self) -> torch.cuda.Stream:
-        """Stream for threads in `apart`."""
+        """Stream for threads in `side_stream`."""
         return self._made_stream()
 
     @cached_property
     def _more_saving(self) -> list[torch.cuda.Stream]:
-        """Streams for threads in `apart` that come while earlier ones wait."""
+        """Streams for threads in `side_stream` that come while earlier ones wait."""
         return [self._made_stream() for _ in range(_MORE)]
 
     def _made_stream(self) -> torch.cuda.Stream:
@@ -112,31 +112,31 @@ class Cuda:
         """See `base.Device`."""
         return torch.cuda.current_stream(self.index)
 
-    def mark(self, stream: Any = None) -> base.DeviceEvent:
+    def record_event(self, stream: Any = None) -> base.DeviceEvent:
         """See `base.Device`."""
         with _told(self.name, "an event was recorded"):
-            return _Mark(self.name, stream or self.stream())
+            return _Event(self.name, stream or self.stream())
 
     @contextmanager
-    def apart(self, mark: Any) -> Iterator[None]:
+    def side_stream(self, event: Any) -> Iterator[None]:
         """See `base.Device`."""
         with _told(self.name, "a stream was made"):
             # Behind what an earlier save waits for, a later one would wait, too.
             ours = (self._saving, *self._more_saving)
             mine = next((each for each in ours if each.query()), ours[-1])
-            mine.wait_event(mark.event)
+            mine.wait_event(event.event)
         with self._on(mine):
             yield
 
-    def hold(self, mark: Any) -> None:
+    def make_stream_wait(self, event: Any) -> None:
         """See `base.Device`."""
         with _told(self.name, "the next update was made to wait"):
-            self.stream().wait_event(mark.event)
+            self.stream().wait_event(event.event)
 
-    def follow(self, mark: Any) -> None:
+    def copy_stream_wait(self, event: Any) -> None:
         """See `base.Device`."""
         with _told(self.name, "the copies were made to wait"):
-            self._copying.wait_event(mark.event)
+            self._copying.wait_event(event.event)
 
     def copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
@@ -144,7 +144,7 @@ class Cuda:
         """See `base.Device`. One call queues all copies, without the GIL."""
         with _told(self.name, "copies were queued"), self._on(self._copying):
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
-            return _Mark(self.name, self._copying)
+            return _Event(self.name, self._copying)
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int]
@@ -161,7 +161,7 @@ class Cuda:
         with _told(self.name, "a tensor was copied"):
             return self.empty(shape, source.dtype, strides).copy_(source)
 
-    def spare(self, size: int) -> torch.Tensor | None:
+    def allocate_spare(self, size: int) -> torch.Tensor | None:
         """See `base.Device`. Memory that training once had, and gave back, counts as its own."""
         with _told(self.name, "memory was asked for"):
             if size > self._left():
@@ -171,7 +171,7 @@ class Cuda:
             except torch.cuda.OutOfMemoryError:
                 return None
 
-    def is_short(self) -> bool:
+    def is_low_on_memory(self) -> bool:
         """See `base.Device`."""
         with _told(self.name, "memory was asked for"):
             return self._left() < 0
@@ -200,23 +200,23 @@ class Cuda:
     def register(self, address: int, length: int) -> str:
         """See `base.Device`."""
         runtime = torch.cuda.cudart()
-        return self._aside(lambda: runtime.cudaHostRegister(address, length, _PORTABLE))
+        return self._on_own_thread(lambda: runtime.cudaHostRegister(address, length, _PORTABLE))
 
     def unregister(self, address: int) -> None:
         """See `base.Device`. The result is of no use: the mapping is removed next."""
         runtime = torch.cuda.cudart()
-        self._aside(lambda: runtime.cudaHostUnregister(address))
+        self._on_own_thread(lambda: runtime.cudaHostUnregister(address))
 
-    def warm(self) -> None:
+    def preload(self) -> None:
         """See `base.Device`. It copies memory that nobody has written, whatever is in it."""
-        place = self.pinned(_WARM_BYTES)
+        place = self.pinned(_PRELOAD_BYTES)
         with _told(self.name, "memory was asked for"), self._on(self._copying):
             where = f"cuda:{self.index}"
-            one, other = torch.empty(2, _WARM_BYTES, dtype=torch.uint8, device=where)
+            one, other = torch.empty(2, _PRELOAD_BYTES, dtype=torch.uint8, device=where)
         self.copy([other, other[:1]], [one, one[:1]])
-        self.copy([place], [other]).wait()
+        self.copy([place], [other]).synchronize()
         for each in (self._saving, *self._more_saving):
-            self.mark(each)
+            self.record_event(each)
 
     def enter_thread(self) -> None:
         """See `base.Device`. Querying an event, say, would end recordings in the global mode."""
@@ -232,7 +232,7 @@ class Cuda:
         except RuntimeError:
             return False  # it has failed: the next call that needs it says so
 
-    def _aside(self, call: Callable[[], Any]) -> str:
+    def _on_own_thread(self, call: Callable[[], Any]) -> str:
         """Call the runtime on a thread of its own; return the error, empty if there is none.
 
         The runtime keeps an error of such a call for the thread that made it, and torch finds it

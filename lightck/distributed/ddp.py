@@ -58,7 +58,7 @@ class CommObserver:
         pipeline = self.checkpointer.pipeline
         if pipeline.trace is not None and not seen:
             pipeline.trace.bucket(bucket, size, now_ns())
-        pipeline.pace(lambda: pipeline.schedule.flies(share))
+        pipeline.pace(lambda: pipeline.schedule.communicates(share))
 
     def landed(self, bucket: int, size: int, begin_ns: int) -> None:
         """Note that a bucket that was launched at `begin_ns` is reduced."""
@@ -69,7 +69,7 @@ class CommObserver:
     def waits(self) -> None:
         """Let copies run as the schedule says when the backward only waits for other ranks."""
         if self.checkpointer.enabled:
-            self.checkpointer.pipeline.pace(self.checkpointer.pipeline.schedule.waits)
+            self.checkpointer.pipeline.pace(self.checkpointer.pipeline.schedule.training_waits)
 
     def waited(self, begin_ns: int) -> None:
         """Note that the backward has waited for other ranks since `begin_ns`."""

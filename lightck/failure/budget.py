@@ -94,7 +94,7 @@ def measured(checkpointer: Checkpointer, write_limit: int, usable_s: float) -> M
         usable_s: the time that the snapshot has to fit into.
     """
     pipeline = checkpointer.pipeline
-    size = sum(entry.length for entry in pipeline.arrangement.entries)
+    size = sum(entry.length for entry in pipeline.copy_plan.entries)
     if not size:
         return None
     pool, counters = pipeline.pool_stats(), pipeline.counters

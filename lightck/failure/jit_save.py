@@ -93,7 +93,7 @@ class DeviceWait:
         if behind is None:
             return None
         before = behind.there()
-        if before is None and behind.offload.has_come:
+        if before is None and behind.offload.is_reached:
             return None
         now = time.monotonic()
         if self._first is None:
@@ -321,7 +321,7 @@ class JitSaver:
 
     def _waits(self) -> bool:
         """Tell whether copies from devices wait for a device that hangs."""
-        return self.checkpointer.pipeline.offload.transfers.waits
+        return self.checkpointer.pipeline.offload.engine.is_waiting
 
     def _holds(self, step: int, early: bool) -> bool:
         """Tell whether the step is committed since attach, or is the one that was restored.
@@ -381,7 +381,7 @@ class JitSaver:
             raise RetryLater(why, WaitFor.DEVICE)
         instant = before.instant(early=early)
         blobs = self.checkpointer.instants.encoded(instant.first, instant.second)
-        with self.checkpointer.pipeline.offload.back_at(before.standing):
+        with self.checkpointer.pipeline.offload.as_of(before.standing):
             flight = self._opened(
                 before.step, instant.collected, blobs, instant.flags, before.moved
             )

@@ -58,12 +58,12 @@ class PreUpdateState:
         Raises:
             DeviceError: a device has failed.
         """
-        return not self.is_past and all(each.mark.passed() for each in self.standing)
+        return not self.is_past and all(each.event.query() for each in self.standing)
 
     @property
     def is_past(self) -> bool:
         """Tell whether a device has reached an update, or none is marked. Raises as `stands`."""
-        return not self.updates or any(mark.passed() for mark in self.updates.values())
+        return not self.updates or any(event.query() for event in self.updates.values())
 
     def instant(self, *, early: bool) -> BoundaryCapture:
         """Return the state at forward start (`early`: step end), with copies of what has changed.
@@ -141,7 +141,7 @@ class DeviceLag:
     @property
     def has_devices(self) -> bool:
         """Tell whether a device is in use; without one there is nothing to do."""
-        return bool(self.offload.standing)
+        return bool(self.offload.stream_positions)
 
     def update_begins(self, step: int, *, first: bool, seen: bool) -> None:
         """Keep the state before an update that is about to be queued. On its thread.
@@ -164,7 +164,7 @@ class DeviceLag:
                 return
             if self._befores and self._befores[-1].step == step:
                 last = self._befores[-1]
-                last.updates = self.offload.marked(last.updates)
+                last.updates = self.offload.mark_streams(last.updates)
 
     @property
     def pace_s(self) -> float:
@@ -216,7 +216,7 @@ class DeviceLag:
 
     def _before(self, step: int) -> PreUpdateState | None:
         """Collect the state before the update; None: not all of it is known."""
-        kept, standing = self.kept, self.offload.standing
+        kept, standing = self.kept, self.offload.stream_positions
         begun, ended = kept.begun, kept.ended
         if not standing or begun is None or begun.step != step or begun.copies is None:
             return None

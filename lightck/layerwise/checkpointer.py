@@ -86,7 +86,7 @@ class LayerPipeline(Pipeline):
         begun = self.begun
         assert begun is not None and begun.flight.step == step
         for k, part in enumerate(begun.parts):
-            early = not part.owned and part.device is None
+            early = not part.is_private and part.device is None
             if part.holders == {unit} and early and k not in begun.done:
                 group = self._queue(begun.flight, part, begun.staged)
                 begun.done[k] = group
@@ -94,8 +94,8 @@ class LayerPipeline(Pipeline):
 
     def _begin(self, step: int) -> bool:
         """Take a slot with the last snapshot's plan, without looking through the live state."""
-        plan = self.arrangement.plan
-        if plan is None or not self.arrangement.parts:
+        plan = self.copy_plan.allocation
+        if plan is None or not self.copy_plan.groups:
             return False
         # DRAM serves one snapshot at a time.
         one_by_one = self.region.staged or self.placement.staging
@@ -111,8 +111,8 @@ class LayerPipeline(Pipeline):
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
         flight = InflightSnapshot(step, writer, b"", b"", 0)
-        self.begun = Begun(flight, self.arrangement.parts, np.zeros(0, np.bool_))
-        self.begun.staged = self._placed(flight, self.arrangement)
+        self.begun = Begun(flight, self.copy_plan.groups, np.zeros(0, np.bool_))
+        self.begun.staged = self._placed(flight, self.copy_plan)
         return True
 
     def open(
@@ -123,7 +123,7 @@ class LayerPipeline(Pipeline):
         if begun is None:
             return super().open(step, state, at_step, at_forward, flags=flags)
         try:
-            plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
+            plan = self.copy_plan.update(state.lives, len(at_step) + len(at_forward))
             joins = plan is begun.flight.writer.plan and self._still(begun, step)
         except BaseException as error:
             self.barrier.lost(step, f"failed: {error}")
@@ -137,12 +137,12 @@ class LayerPipeline(Pipeline):
         assert self.window is None, "two snapshots in one window"
         flight = self.window = begun.flight
         flight.at_step, flight.at_forward, flight.flags = at_step, at_forward, flags
-        flight.share_digest, flight.form = state.share_digest, state.form
+        flight.share_digest, flight.state_fingerprint = state.share_digest, state.form
         try:
             for k, part in enumerate(begun.parts):
                 if k not in begun.done:
                     self._queue(flight, part, begun.staged)
-            self.offload.depart(flight)
+            self.offload.start(flight)
         except BaseException as error:
             self.drop(f"failed: {error}")
             raise
@@ -153,13 +153,13 @@ class LayerPipeline(Pipeline):
 
     def _still(self, begun: Begun, step: int) -> bool:
         """Check that the queued copies are of the same tensors, of this step and unchanged."""
-        if begun.parts is not self.arrangement.parts or begun.flight.step != step:
+        if begun.parts is not self.copy_plan.groups or begun.flight.step != step:
             return False
         changed: list[str] = []
         for k, group in begun.done.items():
             part, sources = begun.parts[k], group.sources
             assert sources is not None, "captured before forward start"
-            live = [self.arrangement.tensors[i] for i in part.order]
+            live = [self.copy_plan.tensors[i] for i in part.order]
             if not all(map(operator.is_, live, sources.tensors)) or self._of_other_step(
                 group, step
             ):
@@ -167,7 +167,7 @@ class LayerPipeline(Pipeline):
             moved = sources.changed()
             if moved:
                 self.late.update(part.holders)
-                changed += [self.arrangement.entries[part.order[i]].name for i in moved]
+                changed += [self.copy_plan.entries[part.order[i]].name for i in moved]
         if changed and not self._told:
             self._told = True
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""

@@ -47,7 +47,7 @@ class StatusPublisher:
         counters, pool = self.outcomes.counted, self.pipeline.pool_stats()
         compared, uncompared = self.pipeline.barrier.compared()
         seconds, kept, offload = pool["copy_ns"] / 1e9, self.journaled, self.pipeline.offload
-        mode, why = offload.ways.chosen
+        mode, why = offload.placement.chosen
         return Stats(
             captured=counters.captured,
             committed=counters.committed,
@@ -64,12 +64,14 @@ class StatusPublisher:
             copy_rate=pool["bytes_copied"] / seconds if seconds else 0.0,
             commit_s=counters.commit_s / counters.durable if counters.durable else 0.0,
             whole_s=counters.whole_s / counters.committed if counters.committed else 0.0,
+            placement=self.pipeline.placement.choice.mode,
+            placement_why=self.pipeline.placement.choice.why,
             staging_bytes=pool["staging_bytes"],
             device_mode=str(mode),
             device_why=why,
-            bytes_from_device=offload.transfers.moved_bytes,
-            ring_bytes=offload.transfers.ring_bytes,
-            device_copy_bytes=offload.ways.copy_bytes,
+            bytes_from_device=offload.engine.moved_bytes,
+            ring_bytes=offload.engine.ring_bytes,
+            device_copy_bytes=offload.placement.copy_bytes,
             moved_in_draws=self.movement.count,
             not_kept=str((kept and kept.unwritten) or ""),
         )

@@ -52,7 +52,7 @@ class StallTimer:
         Asked at every step with the snapshots captured so far; of a step the first call counts.
         What iterations without a snapshot cost is left out: were they rare it would be most of the
         sum, and no policy can save it. So is, by a median, what only the first ones cost (room,
-        page faults, trials).
+        page faults).
         """
         asked, before, known = self._seen
         if step != asked:

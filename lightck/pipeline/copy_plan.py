@@ -82,9 +82,9 @@ class PlannedGroup:
     """One planned group: copies of tensors that the same optimizers update, in order of release."""
 
     holders: frozenset[int]
-    owned: bool
+    is_private: bool
     """True if sources are private copies of forward start, or copied before the opening returns."""
-    at_once: bool
+    copied_at_open: bool
     """True if workers can read the sources as stored, and copy them before the opening returns."""
     device: Device | None
     """Device whose memory holds the sources, private copies too; None: workers can read them."""
@@ -123,10 +123,10 @@ class CopyPlan:
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Tensors of `lives`, in the same order."""
     entries: tuple[Entry, ...] = ()
-    parts: tuple[PlannedGroup, ...] = ()
-    plan: allocator.Plan | None = None
+    groups: tuple[PlannedGroup, ...] = ()
+    allocation: allocator.Plan | None = None
     """Allocation of the entries in the region; None before the first snapshot."""
-    may_wait: bool = True
+    may_block_at_boundary: bool = True
     """True if training may wait for the medium at forward start; else clones are made there."""
     _forms: list[list[Any]] = field(default_factory=list)
     _shards: list[Any] = field(default_factory=list)
@@ -152,11 +152,11 @@ class CopyPlan:
         held = tensor_support.locals_of(tensors)
         shards = [] if held is tensors else tensor_support.forms_of(tensors)
         if self._known(found) and shards == self._shards and self._formed(held):
-            plan = self._fit(self.entries, boundary_bytes)
+            allocation = self._fit(self.entries, boundary_bytes)
         else:
             entries = tuple(tensor_layout.describe(live) for live in found)
-            plan = self._fit(entries, boundary_bytes)
-            self.parts = _parts(found, entries, self.may_wait)
+            allocation = self._fit(entries, boundary_bytes)
+            self.groups = _groups(found, entries, self.may_block_at_boundary)
             self._shards = shards
             self._forms = [list(map(form, held)) for form in _FORM]
             self._rare = [
@@ -165,7 +165,30 @@ class CopyPlan:
             ]
             self._rare_forms = _rare_forms(self._rare, held)
         self.lives, self.tensors = found, tensors
-        return plan
+        return allocation
+
+    def sources(self, group: PlannedGroup) -> CopySources:
+        """Return what the group's copies read; private copies are made now."""
+        live = [self.tensors[i] for i in group.order]
+        if group.is_private and not group.copied_at_open:
+            lives, entries = self.lives, self.entries
+            copies = [tensor_layout.owned(lives[i], entries[i], group.device) for i in group.order]
+            flats = [flat(c, 0, c.nbytes) for c in copies] if group.device is not None else []
+            versions = _versions(live, tensor_support.locals_of(live))
+            return CopySources(copies, _addresses(copies), versions, [], flats)
+        pointers, versions = read(live)
+        # While the last storage at an address is held, no other storage can be there.
+        if group.last is not None and np.array_equal(pointers, group.last.pointers):
+            storages, flats = group.last.storages, group.last.flats
+        else:
+            held = tensor_support.locals_of(live)
+            storages, flats = [t.untyped_storage() for t in held], []
+            if group.device is not None:
+                lengths = [self.entries[i].length for i in group.order]
+                rows = zip(held, map(int, group.begins), lengths, strict=True)
+                flats = [flat(*row) for row in rows]
+        group.last = CopySources(live, pointers, versions, storages, flats)
+        return group.last
 
     def _formed(self, tensors: list[torch.Tensor]) -> bool:
         """Tell whether every tensor has the form that it had last time.
@@ -196,13 +219,13 @@ class CopyPlan:
         )
 
     def _fit(self, entries: tuple[Entry, ...], boundary_bytes: int) -> allocator.Plan:
-        plan = self.plan
+        allocation = self.allocation
         needed = 4 * len(entries) + boundary_bytes + allocator.MANIFEST_SLACK_BYTES
-        if plan is None or entries != self.entries or needed > plan.manifest_bytes:
+        if allocation is None or entries != self.entries or needed > allocation.manifest_bytes:
             capacity = allocator.manifest_capacity(len(entries), boundary_bytes)
-            plan = self.region.fit(entries, capacity)
-            self.plan, self.entries = plan, entries
-        return plan
+            allocation = self.region.fit(entries, capacity)
+            self.allocation, self.entries = allocation, entries
+        return allocation
 
 
 def _rare_forms(rare: list[list[int]], tensors: list[torch.Tensor]) -> list[list[Any]]:
@@ -211,8 +234,8 @@ def _rare_forms(rare: list[list[int]], tensors: list[torch.Tensor]) -> list[list
     return [list(map(form, map(tensors.__getitem__, some))) for some, (_, form) in forms]
 
 
-def _parts(
-    lives: tuple[StateTensor, ...], entries: tuple[Entry, ...], may_wait: bool
+def _groups(
+    lives: tuple[StateTensor, ...], entries: tuple[Entry, ...], may_block_at_boundary: bool
 ) -> tuple[PlannedGroup, ...]:
     """Group the copies, in each group the largest first.
 
@@ -224,49 +247,28 @@ def _parts(
         if entries[i].length:
             device = holder(live.local)
             own = tensor_layout.must_own(live, device)
-            at_once = (
-                own and may_wait and device is None and tensor_layout.lies_as_stored(live.local)
+            at_open = (
+                own
+                and may_block_at_boundary
+                and device is None
+                and tensor_layout.lies_as_stored(live.local)
             )
             where = "" if device is None else device.name
             devices.setdefault(where, device)
-            key = (own, at_once, frozenset() if own else live.holders, where)
+            key = (own, at_open, frozenset() if own else live.holders, where)
             members.setdefault(key, []).append(i)
-    parts = []
-    for (own, at_once, holders, where), wanted in members.items():
+    groups = []
+    for (own, at_open, holders, where), wanted in members.items():
         order = sorted(wanted, key=lambda i: -entries[i].length)
         free = np.array([not lives[i].holders for i in order], np.bool_)
         # A private copy has only the bytes that this rank captures of the tensor.
-        private = own and not at_once
+        private = own and not at_open
         begins = np.array([0 if private else entries[i].begin or 0 for i in order], np.uint64)
         positions = np.array(order, np.intp)
         total = sum(entries[i].length for i in order)
         at = positions, tuple(order), free, begins, total
-        parts.append(PlannedGroup(holders, own, at_once, devices[where], *at))
-    return tuple(parts)
-
-
-def sources(part: PlannedGroup, arrangement: CopyPlan) -> CopySources:
-    """Return what the group's copies read; private copies are made now."""
-    live = [arrangement.tensors[i] for i in part.order]
-    if part.owned and not part.at_once:
-        lives, entries = arrangement.lives, arrangement.entries
-        copies = [tensor_layout.owned(lives[i], entries[i], part.device) for i in part.order]
-        flats = [flat(c, 0, c.nbytes) for c in copies] if part.device is not None else []
-        versions = _versions(live, tensor_support.locals_of(live))
-        return CopySources(copies, _addresses(copies), versions, [], flats)
-    pointers, versions = read(live)
-    # While the last storage at an address is held, no other storage can be there.
-    if part.last is not None and np.array_equal(pointers, part.last.pointers):
-        storages, flats = part.last.storages, part.last.flats
-    else:
-        held = tensor_support.locals_of(live)
-        storages, flats = [t.untyped_storage() for t in held], []
-        if part.device is not None:
-            lengths = [arrangement.entries[i].length for i in part.order]
-            rows = zip(held, map(int, part.begins), lengths, strict=True)
-            flats = [flat(*row) for row in rows]
-    part.last = CopySources(live, pointers, versions, storages, flats)
-    return part.last
+        groups.append(PlannedGroup(holders, own, at_open, devices[where], *at))
+    return tuple(groups)
 
 
 def read(

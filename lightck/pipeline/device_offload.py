@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from threading import get_ident
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 
 from lightck.device.base import Device, DeviceEvent
 from lightck.errors import DeviceError, LightckError
-from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup, sources
+from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup
 from lightck.pipeline.device_placement import DevicePlacement
-from lightck.pipeline.device_transfer import DeviceTransfer, TransferEngine, TransferMode, took
+from lightck.pipeline.device_transfer import DeviceTransfer, TransferEngine, TransferMode
 from lightck.pipeline.inflight import CopyGroup, InflightSnapshot
 from lightck.region.native_region import crc32c_at
 
@@ -32,14 +31,14 @@ class StreamPosition:
 
     device: Device
     stream: Any
-    mark: DeviceEvent
+    event: DeviceEvent
 
 
 @dataclass(eq=False)
 class _Room:
     """One device's part of one snapshot: its transfer mode, and room in spare memory."""
 
-    way: TransferMode
+    mode: TransferMode
     copy: torch.Tensor | None
     """The room in the device's spare memory, for all groups; None: there is none."""
     used: int = 0
@@ -52,203 +51,205 @@ class DeviceOffload:
     Used by the training thread, or by others under the checkpointer's lock.
     """
 
-    ways: DevicePlacement
-    transfers: TransferEngine
-    _flight: InflightSnapshot | None = None
+    placement: DevicePlacement
+    engine: TransferEngine
+    _snapshot: InflightSnapshot | None = None
     """The snapshot whose copies are being queued."""
     _rooms: dict[str, _Room] = field(default_factory=dict)
     """Each device's part of that snapshot, by the device's name."""
     _copied: list[DeviceTransfer] = field(default_factory=list)
     """The transfers that use devices' spare memory."""
-    standing: tuple[StreamPosition, ...] = ()
+    stream_positions: tuple[StreamPosition, ...] = ()
     """The streams' positions at the last instant."""
-    _begun: bool = False
+    _at_forward: bool = False
     """True if the last instant was forward start (else step end)."""
-    _back: bool = False
-    """True if `standing` is of an earlier forward start, as `back_at` sets it."""
+    _is_earlier: bool = False
+    """True if `stream_positions` is of an earlier forward start, as `as_of` sets it."""
     _prepared: int = 0
     """The step at whose end `prepare` was called."""
     _thread: int = 0
-    _warm: dict[str, Device] = field(default_factory=dict)
+    _loaded: dict[str, Device] = field(default_factory=dict)
     """The devices that have loaded what they need, by name."""
-    _reserved: list[torch.Tensor] = field(default_factory=list)
+    _reserve: list[torch.Tensor] = field(default_factory=list)
     """Memory that is freed when another thread makes private copies, so that it finds room then."""
-    _lent: bool = True
-    """True if `_reserved` is to be allocated at the next instant."""
+    _want_reserve: bool = True
+    """True if `_reserve` is to be allocated at the next instant."""
     _failure: DeviceError | None = None
     """The first error of a device; from then on the content of its memory is not trusted."""
 
     @property
-    def copy_taken(self) -> bool:
+    def spare_in_use(self) -> bool:
         """Tell whether spare memory still holds bytes of an earlier snapshot."""
         self._copied = [each for each in self._copied if not each.fed.is_set()]
         return bool(self._copied)
 
     @property
-    def has_come(self) -> bool:
+    def is_reached(self) -> bool:
         """Tell whether devices have done what the training thread had queued at the last instant.
 
         Raises:
             DeviceError: one has failed.
         """
-        return all(each.mark.passed() for each in self.standing)
+        return all(each.event.query() for each in self.stream_positions)
 
-    def prepare(self, arrangement: CopyPlan, step: int) -> None:
+    def prepare(self, plan: CopyPlan, step: int) -> None:
         """Choose each device's transfer mode at the end of a step; may take a second.
 
         Loading, pinning and registering are all done here, because later they might wait for a
         device that hangs. Spare memory is asked for during training, once the peak of another step
         is known. An error is raised when a snapshot is made.
         """
-        self._lent, self._prepared = True, step
-        for device, size in _sizes(arrangement).values():
+        self._want_reserve, self._prepared = True, step
+        for device, size in _sizes(plan).values():
             try:
-                way, _ = self.ways.choose(device, size, ask=False)
-                if device.name not in self._warm:
-                    self._warm[device.name] = device
-                    device.warm()
-                judged = self.ways.judged(device)
-                if judged or not self.ways.in_place(device, way):
-                    self.transfers.reserve(device)
-                if judged:
-                    self.ways.measure(device, _live(arrangement, device), self.transfers.load_bytes)
+                mode, _ = self.placement.choose(device, size, ask=False)
+                if device.name not in self._loaded:
+                    self._loaded[device.name] = device
+                    device.preload()
+                if self.placement.needs_measuring(device) or not self.placement.in_place(
+                    device, mode
+                ):
+                    self.engine.reserve(device)
             except LightckError as error:  # told by whoever makes a snapshot
-                self.noted(error)
+                self.keep_error(error)
 
     def check(self) -> None:
         """Raise the error that a device has failed with, if any."""
         if self._failure is not None:
             raise self._failure
 
-    def noted(self, error: BaseException) -> None:
+    def keep_error(self, error: BaseException) -> None:
         """Keep the first error of a device; no device is asked for anything again after it."""
         if self._failure is None and isinstance(error, DeviceError):
             self._failure = error
 
-    def stand(self, arrangement: CopyPlan, *, begun: bool) -> None:
-        """Note that the training thread is at step end or, if `begun`, at forward start.
+    def note_streams(self, plan: CopyPlan, *, at_forward: bool) -> None:
+        """Note that the training thread is at forward start, or else at step end.
 
-        A thread that saves just in time starts from there: see `aside`.
+        A thread that saves just in time starts from there: see `side_streams`.
         """
         self._thread = get_ident()
         try:
-            self._begun, self.standing = (
-                begun,
-                tuple(
-                    StreamPosition(device, device.stream(), device.mark())
-                    for device, _ in _sizes(arrangement).values()
-                ),
-            )
-            if self._lent:
-                self._lent = False
-                self._reserved = _reserved(arrangement)
+            devices = [device for device, _ in _sizes(plan).values()]
+            positions = (StreamPosition(d, d.stream(), d.record_event()) for d in devices)
+            self._at_forward, self.stream_positions = at_forward, tuple(positions)
+            if self._want_reserve:
+                self._want_reserve = False
+                self._reserve = _allocate_reserve(plan)
         except LightckError as error:  # told by whoever makes a snapshot
-            self.noted(error)
+            self.keep_error(error)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def side_streams(self) -> Iterator[None]:
         """Let another thread than the training thread queue to streams of its own, in the body.
 
         After forward start these streams begin where the training's streams stood then: what those
         were given since may hang, and changes nothing that a snapshot has. Before forward start
         they begin after all of the training's work.
         """
-        with ExitStack() as apart:
-            if self._is_aside:
-                self._reserved, self._lent = [], True
+        with ExitStack() as streams:
+            if self._on_side_streams:
+                self._reserve, self._want_reserve = [], True
                 self.enter_thread()
-                for each in self.standing:
-                    mark = each.mark if self._begun else each.device.mark(each.stream)
-                    apart.enter_context(each.device.apart(mark))
+                for each in self.stream_positions:
+                    event = (
+                        each.event if self._at_forward else each.device.record_event(each.stream)
+                    )
+                    streams.enter_context(each.device.side_stream(event))
             yield
 
     @contextmanager
-    def back_at(self, standing: Sequence[StreamPosition]) -> Iterator[None]:
+    def as_of(self, positions: Sequence[StreamPosition]) -> Iterator[None]:
         """Take this earlier forward start for the last instant, in the body."""
-        before = self.standing, self._begun, self._back
-        self.standing, self._begun, self._back = tuple(standing), True, True
+        before = self.stream_positions, self._at_forward, self._is_earlier
+        self.stream_positions, self._at_forward, self._is_earlier = tuple(positions), True, True
         try:
             yield
         finally:
-            self.standing, self._begun, self._back = before
+            self.stream_positions, self._at_forward, self._is_earlier = before
 
     @property
-    def _is_aside(self) -> bool:
+    def _on_side_streams(self) -> bool:
         """True if the copies do not depend on what the calling thread's stream has come to."""
-        return self._back or get_ident() != self._thread
+        return self._is_earlier or get_ident() != self._thread
 
     def enter_thread(self) -> None:
         """Make the calling thread ready to use every device; see `Device.enter_thread`."""
-        for each in self.standing:
+        for each in self.stream_positions:
             each.device.enter_thread()
 
-    def marked(
-        self, marks: Mapping[tuple[str, Any], DeviceEvent]
+    def mark_streams(
+        self, events: Mapping[tuple[str, Any], DeviceEvent]
     ) -> dict[tuple[str, Any], DeviceEvent]:
         """Return these events, and a new one in each of the thread's streams that has none.
 
         The new one comes before whatever is queued next; a stream that records a graph gets none.
         """
-        found = dict(marks)
-        for device in (each.device for each in self.standing):
+        found = dict(events)
+        for device in (each.device for each in self.stream_positions):
             stream = device.stream()
             if (device.name, stream) not in found and not device.recording():
-                found[device.name, stream] = device.mark(stream)
+                found[device.name, stream] = device.record_event(stream)
         return found
 
-    def recording(self, arrangement: CopyPlan) -> bool:
+    def recording(self, plan: CopyPlan) -> bool:
         """Tell whether what is queued now is recorded into a graph."""
-        return any(device.recording() for device, _ in _sizes(arrangement).values())
+        return any(device.recording() for device, _ in _sizes(plan).values())
 
     def queue(
         self,
-        flight: InflightSnapshot,
-        part: PlannedGroup,
+        snapshot: InflightSnapshot,
+        group: PlannedGroup,
         chosen: CopySources,
         staged: npt.NDArray[np.bool_],
-        arrangement: CopyPlan,
+        plan: CopyPlan,
     ) -> CopyGroup:
-        """Add one group's copies to a snapshot; nothing is copied before `depart`."""
-        device = part.device
+        """Add one group's copies to a snapshot; nothing is copied before `start`."""
+        device = group.device
         assert device is not None
-        if self._flight is not flight:
-            self._flight, self._rooms = flight, {}
+        at, layout = group.positions, snapshot.writer.layout
+        places = layout.offsets[at].tolist(), layout.lengths[at].tolist()
+        known = snapshot.step >= self._prepared + PEAK_STEPS
+        own_thread = self._thread in (0, get_ident())
+        enough = group.total_bytes >= self.engine.chunk_bytes and not staged[at].any()
+        if own_thread and enough and self.placement.needs_measuring(device):
+            with self.engine.lend_place() as place:
+                self.placement.measure(device, chosen.flats, self.placement.extents(*places), place)
+        if self._snapshot is not snapshot:
+            self._snapshot, self._rooms = snapshot, {}
         if device.name not in self._rooms:
-            known = flight.step >= self._prepared + PEAK_STEPS
-            ask = known and self._thread in (0, get_ident())
-            way, copy = self.ways.choose(*_sizes(arrangement)[device.name], ask=ask)
-            if copy is not None and self.copy_taken:
-                way, copy = TransferMode.HOST, None
-            self._rooms[device.name] = _Room(way, copy)
-        room, at, layout = self._rooms[device.name], part.positions, flight.writer.layout
-        in_place = self.ways.in_place(device, room.way) and not staged[at].any()
-        batch = flight.writer.add_fed(at, staged[at])
-        extents = None
-        if in_place:
-            extents = self.ways.extents(layout.offsets[at].tolist(), layout.lengths[at].tolist())
+            size = _sizes(plan)[device.name]
+            mode, copy = self.placement.choose(*size, ask=known and own_thread)
+            if copy is not None and self.spare_in_use:
+                mode, copy = TransferMode.HOST, None
+            self._rooms[device.name] = _Room(mode, copy)
+        room = self._rooms[device.name]
+        in_place = self.placement.in_place(device, room.mode) and not staged[at].any()
+        batch = snapshot.writer.add_fed(at, staged[at])
+        extents = self.placement.extents(*places) if in_place else None
         copy = None
         if room.copy is not None:
             copy = room.copy[room.used : room.used + batch.total_bytes]
             room.used += batch.total_bytes
-        snapshot = flight.writer.snapshot
-        pieces = self.ways.pieces(device)
-        transfer = DeviceTransfer(device, snapshot, batch, chosen.flats, extents, pieces, copy)
-        group = CopyGroup(part.holders, batch, chosen, part.owned, transfer)
-        flight.groups.append(group)
-        return group
+        native = snapshot.writer.snapshot
+        pieces = self.placement.pieces(device)
+        transfer = DeviceTransfer(device, native, batch, chosen.flats, extents, pieces, copy)
+        made = CopyGroup(group.holders, batch, chosen, group.is_private, transfer)
+        snapshot.groups.append(made)
+        return made
 
-    def depart(self, flight: InflightSnapshot) -> None:
+    def start(self, snapshot: InflightSnapshot) -> None:
         """Start all copies, from where the calling thread's streams are now, at forward start."""
-        self._flight, self._rooms, marks = None, {}, {}
-        for transfer in flight.transfers:
+        self._snapshot, self._rooms, events = None, {}, {}
+        for transfer in snapshot.transfers:
             device = transfer.device
-            if device.name not in marks:
-                marks[device.name] = device.mark()
-            transfer.begun = marks[device.name]
-            if transfer.copy is not None:
+            if device.name not in events:
+                events[device.name] = device.record_event()
+            transfer.start_event = events[device.name]
+            if transfer.spare is not None:
                 self._copied.append(transfer)
-        if flight.transfers:
-            self.transfers.depart(flight.transfers)
+        if snapshot.transfers:
+            self.engine.start(snapshot.transfers)
 
     def fence(self, group: CopyGroup, *, wait: bool) -> None:
         """Make the calling thread's stream wait for the group's copies before anything more.
@@ -260,7 +261,7 @@ class DeviceOffload:
         """
         transfer = group.transfer
         assert transfer is not None
-        if group.owned:
+        if group.is_private:
             return  # private copies: nothing that the stream does can reach them
         if transfer.device.recording():
             raise LightckError(
@@ -269,43 +270,28 @@ class DeviceOffload:
             )
         if wait and get_ident() != self._thread:
             transfer.device.enter_thread()
-        self.transfers.fence(transfer, wait=wait)
+        self.engine.fence(transfer, wait=wait)
 
-    def arrived(self, flight: InflightSnapshot, timeout_s: float | None) -> bool:
+    def arrived(self, snapshot: InflightSnapshot, timeout_s: float | None) -> bool:
         """Tell, after waiting, whether the pool has read everything.
 
         Raises:
             LightckError: a transfer has failed.
         """
-        there = all(self.transfers.arrived(each, timeout_s) for each in flight.transfers)
-        if there:
-            self._learn(flight)
-        return there
+        return all(self.engine.arrived(each, timeout_s) for each in snapshot.transfers)
 
-    def _learn(self, flight: InflightSnapshot) -> None:
-        """Learn what each device's transfers cost, if enough of their bytes were seen arriving."""
-        ran: dict[str, list[list[DeviceTransfer]]] = {}
-        for name, run in groupby(flight.transfers, lambda each: each.device.name):
-            ran.setdefault(name, []).append(list(run))
-        for runs in ran.values():
-            sizes, seconds = zip(*map(took, runs), strict=True)
-            of_it = [each for run in runs for each in run]
-            if 0 < sum(each.starts[-1] for each in of_it) <= 2 * sum(sizes):
-                in_place = all(each.in_place for each in of_it)
-                self.ways.paid(of_it[0].device, sum(seconds) / sum(sizes), in_place=in_place)
-
-    def give_up(self, flight: InflightSnapshot) -> None:
+    def give_up(self, snapshot: InflightSnapshot) -> None:
         """Return when no copy of a snapshot is under way any more. Blocks; any thread.
 
         Free the snapshot after that, then call `forget`.
         """
-        for transfer in flight.transfers:
-            self.transfers.give_up(transfer)
+        for transfer in snapshot.transfers:
+            self.engine.give_up(transfer)
 
-    def forget(self, flight: InflightSnapshot) -> None:
+    def forget(self, snapshot: InflightSnapshot) -> None:
         """Let go of a snapshot's transfers: the pool reads nothing of it any more. Any thread."""
-        for transfer in flight.transfers:
-            self.transfers.forget(transfer)
+        for transfer in snapshot.transfers:
+            self.engine.forget(transfer)
 
     def differs(self, group: CopyGroup) -> int | None:
         """Return the index of the group's first copy that is not of the live bytes, or None.
@@ -317,16 +303,17 @@ class DeviceOffload:
         """
         transfer, sources = group.transfer, group.sources
         assert transfer is not None and sources is not None
-        self.transfers.arrived(transfer, None)
+        self.engine.arrived(transfer, None)
         digests = transfer.snapshot.digests(transfer.batch.number, len(sources.flats))
-        device, most = transfer.device, self.transfers.load_bytes
+        device, most = transfer.device, self.engine.chunk_bytes
         held = device.pinned(most)
-        device.follow(transfer.begun if self._is_aside and transfer.begun else device.mark())
+        begun = transfer.start_event if self._on_side_streams else None
+        device.copy_stream_wait(begun or device.record_event())
         for i, live in enumerate(sources.flats):
             crc = 0
             for piece in live.split(most):
                 there = held[: piece.numel()]
-                device.copy([there], [piece]).wait()
+                device.copy([there], [piece]).synchronize()
                 crc = crc32c_at(there.data_ptr(), there.numel(), crc)
             if crc != digests[i]:
                 return i
@@ -335,41 +322,30 @@ class DeviceOffload:
     def close(self) -> None:
         """Let go of what the devices were given; every snapshot has been forgotten. Idempotent."""
         try:
-            for device in self._warm.values():
-                device.mark()  # does it still answer?
+            for device in self._loaded.values():
+                device.record_event()  # does it still answer?
         except LightckError as error:
-            self.noted(error)
-        self._reserved.clear()
-        self.transfers.close(lost=self._failure is not None)
-        self.ways.close()
+            self.keep_error(error)
+        self._reserve.clear()
+        self.engine.close(lost=self._failure is not None)
+        self.placement.close()
 
 
-def _reserved(arrangement: CopyPlan) -> list[torch.Tensor]:
+def _allocate_reserve(plan: CopyPlan) -> list[torch.Tensor]:
     """Allocate memory for one snapshot's private copies, on their devices."""
     found: list[torch.Tensor] = []
-    for part in arrangement.parts:
-        if part.owned and part.device is not None:
-            lengths = [arrangement.entries[i].length for i in part.order]
-            found += part.device.reserve(lengths)
+    for group in plan.groups:
+        if group.is_private and group.device is not None:
+            lengths = [plan.entries[i].length for i in group.order]
+            found += group.device.reserve(lengths)
     return found
 
 
-def _live(arrangement: CopyPlan, device: Device) -> list[torch.Tensor]:
-    """Return the bytes of the tensors on a device, to be used at once."""
-    found: list[torch.Tensor] = []
-    for part in arrangement.parts:
-        if part.device is device and not part.owned:
-            before = part.last
-            found += sources(part, arrangement).flats
-            part.last = before  # else it would hold memory that the loop has let go of
-    return found
-
-
-def _sizes(arrangement: CopyPlan) -> dict[str, tuple[Device, int]]:
+def _sizes(plan: CopyPlan) -> dict[str, tuple[Device, int]]:
     """Return every device and the bytes that it holds, by name."""
     found: dict[str, tuple[Device, int]] = {}
-    for part in arrangement.parts:
-        if part.device is not None:
-            _, size = found.get(part.device.name, (part.device, 0))
-            found[part.device.name] = part.device, size + part.total_bytes
+    for group in plan.groups:
+        if group.device is not None:
+            _, size = found.get(group.device.name, (group.device, 0))
+            found[group.device.name] = group.device, size + group.total_bytes
     return found

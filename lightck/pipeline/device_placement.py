@@ -1,32 +1,32 @@
-"""Chooses how each device's tensors reach the region: as asked for, as possible, as measured.
+"""Choose how each device's tensors reach the region: as asked for, as possible, as measured.
 
-Where a device can store into the region itself and may not have to, both ways are measured: what
-counts is how long live memory, or its copy in spare memory, waits to be let go of. See
-`trial.py`.
+Where a device can store into the region itself and need not, one measurement decides: copies of the
+same bytes to the region and to pinned DRAM, made when the first snapshot has a slot.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
 from lightck.device.base import Device
 from lightck.events import event
 from lightck.pipeline.device_transfer import TransferMode
-from lightck.pipeline.trial import ABTrial, TrialResult
 from lightck.region.region import Region
 
 PIECE_BYTES = 1 << 30
 """The bytes that are registered with the driver at once; no copy may lie in two such pieces."""
 TOO_SLOW = 2.0
-"""Stores into the region that take this many times as long as copies to pinned DRAM are worth a
-trial."""
+"""A device that is this many times slower to store into the region than into pinned DRAM goes
+through the ring."""
 SAMPLE_BYTES = 32 << 20
-"""The bytes that are copied to pinned DRAM, three times, to know how long that takes."""
+"""The bytes that are copied both ways, three times, to know how long that takes."""
 _NO_PINS = {
     "fsdax": "its pages must not be pinned for long",
     "file": "it is an ordinary file",
@@ -47,7 +47,7 @@ class DevicePlacement:
     """True if writes to the region are limited: devices do not store there themselves."""
     chosen: tuple[str, str] = ("", "")
     """The transfer mode of a device's tensors, and why; both change at once."""
-    _said: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _told: dict[str, tuple[str, str]] = field(default_factory=dict)
     """The mode and reason that were told last, by device."""
     _denied: dict[str, int] = field(default_factory=dict)
     """The bytes that each device did not have to spare. Asking takes as long as a small copy."""
@@ -60,10 +60,8 @@ class DevicePlacement:
     _copies: dict[str, torch.Tensor] = field(default_factory=dict)
     """The spare memory of each device."""
     _mapped: torch.Tensor | None = None
-    _plain: dict[str, float] = field(default_factory=dict)
-    """The seconds a byte of a copy to pinned DRAM, by device. A device without is not judged."""
-    _contests: dict[str, ABTrial] = field(default_factory=dict)
-    """The trial, by device, of the ring against stores into the region, in seconds a byte."""
+    _rates: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Bytes per second of a device's stores into the region and into pinned DRAM, once measured."""
 
     @property
     def copy_bytes(self) -> int:
@@ -88,81 +86,78 @@ class DevicePlacement:
             copy = self._spare(device, size, ask)
             why_not = "" if copy is not None else f"{device.name} has no {size} bytes to spare"
             why_not += "" if copy is not None or ask else ", as far as is known by now"
-        way, why = TransferMode.HOST, f"placement is {self.wanted!r}"
+        mode, why = TransferMode.HOST, f"placement is {self.wanted!r}"
         if copy is not None:
-            way, why = TransferMode.DEVICE, f"{device.name} has {size} bytes to spare"
-            why_not = self._beaten(device)
+            mode, why = TransferMode.DEVICE, f"{device.name} has {size} bytes to spare"
+            why_not = self._too_slow(device)
         elif self.wanted in ("auto", "direct"):
-            avoided = self._refuses(device) or self._beaten(device)
-            way = TransferMode.HOST if avoided else TransferMode.DIRECT
+            avoided = self._refuses(device) or self._too_slow(device)
+            mode = TransferMode.HOST if avoided else TransferMode.DIRECT
             why = avoided or "the region is registered with the driver"
-        self._say(device, way, "; ".join(filter(None, (why_not, why))))
-        return way, copy
+        self._tell(device, mode, "; ".join(filter(None, (why_not, why))))
+        return mode, copy
 
-    def in_place(self, device: Device, way: TransferMode) -> bool:
+    def in_place(self, device: Device, mode: TransferMode) -> bool:
         """Tell whether the device stores into the region itself."""
-        if way is TransferMode.DEVICE:
-            return not (self._refuses(device) or self._beaten(device))
-        return way is TransferMode.DIRECT
+        if mode is TransferMode.DEVICE:
+            return not (self._refuses(device) or self._too_slow(device))
+        return mode is TransferMode.DIRECT
 
-    def judged(self, device: Device) -> bool:
-        """Tell whether the ring may be tried instead of stores into the region."""
-        return self.wanted in ("auto", "device") and not self._refuses(device)
+    def needs_measuring(self, device: Device) -> bool:
+        """Tell whether `measure` is to decide whether the device stores into the region itself."""
+        wanted = self.wanted in ("auto", "device") and device.name not in self._rates
+        return wanted and not self._refuses(device)
 
-    def measure(self, device: Device, sources: Sequence[torch.Tensor], load_bytes: int) -> None:
-        """Measure how fast the device copies these bytes to pinned DRAM. Blocks some ms."""
-        if device.name in self._plain:
-            return
-        place, loads, size = device.pinned(load_bytes), [], 0
-        for load in (part for each in sources for part in each.split(load_bytes)):
-            loads.append(load)
-            size += load.numel()
-            if size >= SAMPLE_BYTES:
-                break
-        if size < load_bytes:
-            return  # so few would measure the calls' own time
-        places, best = [place[: load.numel()] for load in loads], float("inf")
-        for _ in range(3):
-            begin = time.perf_counter()
-            device.copy(places, loads).wait()
-            best = min(best, time.perf_counter() - begin)
-        self._plain[device.name] = best / size
-        self._contests[device.name] = ABTrial()
+    def measure(
+        self,
+        device: Device,
+        sources: Sequence[torch.Tensor],
+        extents: Sequence[torch.Tensor],
+        place: torch.Tensor | None,
+    ) -> None:
+        """Measure how fast a device stores bytes into the region and into pinned DRAM, once.
 
-    def paid(self, device: Device, cost: float, *, in_place: bool) -> None:
-        """Learn what a snapshot's transfers from a device have cost.
+        Blocks for some milliseconds. Copies wait for nothing that computes, so that their bytes may
+        be of any moment.
 
         Args:
-            device: the device.
-            cost: seconds a byte, from the first load that arrived to the last one.
-            in_place: True if it stored into the region itself, False if through the ring.
+            device: that holds the sources.
+            sources: bytes of live tensors.
+            extents: their places in a slot that is open: they are written again with what counts.
+            place: pinned DRAM for the most bytes of one copy; None: nothing is measured.
         """
-        contest = self._contests.get(device.name)
-        if contest is None or in_place is contest.other:  # from before the trial's last turn
+        if place is None:
             return
-        turn = contest.saw(cost, lambda: TOO_SLOW * self._plain[device.name])
-        if turn is TrialResult.DOUBT:
-            contest.begin()
-        elif turn is not None:
-            event(
-                "device_ring",
-                device=device.name,
-                stays=turn is TrialResult.WON,
-                rates=self._rates(device),
-            )
+        chunks, targets, size = [], [], 0
+        pairs = zip(sources, extents, strict=True)
+        parts = (zip(*(each.split(place.numel()) for each in pair), strict=True) for pair in pairs)
+        for chunk, target in chain.from_iterable(parts):
+            if size >= SAMPLE_BYTES:
+                break
+            if not self._crosses(device, target):
+                chunks.append(chunk)
+                targets.append(target)
+                size += chunk.numel()
+        pinned = [place[: chunk.numel()] for chunk in chunks]
+        region_rate, pinned_rate = (size / _seconds(device, to, chunks) for to in (targets, pinned))
+        self._rates[device.name] = region_rate, pinned_rate
+        ring = self._too_slow(device) != ""
+        event("device_rates", device=device.name, region=region_rate, pinned=pinned_rate, ring=ring)
 
-    def _beaten(self, device: Device) -> str:
+    def _crosses(self, device: Device, target: torch.Tensor) -> bool:
+        """Tell whether these bytes of the region lie in two registered pieces."""
+        pieces, begin = self.pieces(device), target.data_ptr()
+        return bisect_right(pieces, begin) != bisect_right(pieces, begin + target.numel() - 1)
+
+    def _too_slow(self, device: Device) -> str:
         """Return why the device does not store into the region itself, though it could; else ""."""
-        contest = self._contests.get(device.name)
-        if contest is None or not contest.other:
+        region, pinned = self._rates.get(device.name, (0.0, 0.0))
+        if TOO_SLOW * region >= pinned:
             return ""
-        return f"its own stores into the region are slow: {self._rates(device)}"
-
-    def _rates(self, device: Device) -> str:
-        contest = self._contests[device.name]
-        costs = contest.first_cost, contest.other_cost, self._plain[device.name]
-        own, ring, plain = (f"{1e-9 / cost:.2f} GB/s" if cost else "not known" for cost in costs)
-        return f"{own}; through the ring {ring}; plain copies to pinned DRAM {plain}"
+        return (
+            f"it stores {1e-9 * region:.2f} GB/s into the region, {1e-9 * pinned:.2f} GB/s into"
+            " pinned DRAM: it goes through the ring"
+        )
 
     def pieces(self, device: Device) -> list[int]:
         """Return the addresses that no copy of this device may cross."""
@@ -190,15 +185,15 @@ class DevicePlacement:
                 device.unregister(address)
         self._registered.clear()
 
-    def _say(self, device: Device, way: TransferMode, why: str) -> None:
-        self.chosen = way, why
-        if self._said.get(device.name) != (way, why):
-            self._said[device.name] = (way, why)
-            event("device_placement", device=device.name, mode=str(way), why=why)
+    def _tell(self, device: Device, mode: TransferMode, why: str) -> None:
+        self.chosen = mode, why
+        if self._told.get(device.name) != (mode, why):
+            self._told[device.name] = (mode, why)
+            event("device_placement", device=device.name, mode=str(mode), why=why)
 
     def _spare(self, device: Device, size: int, ask: bool) -> torch.Tensor | None:
         held = self._copies.get(device.name)
-        if ask and held is not None and device.is_short():
+        if ask and held is not None and device.is_low_on_memory():
             del self._copies[device.name]  # once no snapshot uses it, training may have it
             held, self._denied[device.name] = None, 0
         if held is not None and held.numel() >= size:
@@ -207,7 +202,7 @@ class DevicePlacement:
             return None
         self._copies.pop(device.name, None)
         held = None  # before more is asked for
-        held = device.spare(size)
+        held = device.allocate_spare(size)
         if held is None:
             self._denied[device.name] = size
         else:
@@ -252,3 +247,15 @@ class DevicePlacement:
             begin += length
             self._ends[kind] = begin
         return ""
+
+
+def _seconds(
+    device: Device, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> float:
+    """Return how long a device's copy takes, the best of three."""
+    best = float("inf")
+    for _ in range(3):
+        begin = time.perf_counter()
+        device.copy(targets, sources).synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return best

@@ -1,4 +1,4 @@
-"""Copies from a device's memory to the pool: cut into loads, and moved by threads through a ring.
+"""Copies from a device's memory to the pool: cut into chunks, and moved by threads through a ring.
 
 One thread per pipeline queues copies to the devices, the other waits for them and feeds the pool:
 queueing never waits for a device, unless the ring of pinned DRAM is full.
@@ -25,16 +25,15 @@ from lightck.errors import DeviceError, LightckError
 from lightck.region.native_pool import NativeSnapshot
 from lightck.region.slot_writer import Batch
 
-# ---- the copies of one group, cut into loads, by the ring or in place ----------------------------
-# Groups are queued one after the other, a load (the bytes copied at once) at a time, to the extents
-# or to the ring. A load ends where the pool's chunks do. A mark is a place in a stream's order, as
-# a CUDA event. The order is:
+# ---- the copies of one group, cut into chunks, by the ring or in place --------------------------
+# Groups are queued one after the other, a chunk (the bytes copied at once) at a time, to the
+# extents or to the ring. It ends where one of the pool's chunks does. The order is:
 #
-#     start    at forward start a mark in the stream that computes; the copying stream follows it
-#     fence    that stream waits for a mark behind the group's last copy from live memory, which is
-#              queued by then: the calling thread waits for the queueing, never for the copies
-#     ring     a place is written again when the pool has read it; the pool reads it once the mark
-#              behind its copy is passed
+#     start    at forward start an event in the stream that computes; the copying stream follows it
+#     fence    that stream waits for an event behind the group's last copy from live memory, which
+#              is queued by then: the calling thread waits for the queueing, never for the copies
+#     ring     a place is written again when the pool has read it; the pool reads it once the event
+#              behind its copy has passed
 #     release  a transfer holds the sources, and the slot's memory, until both are let go of
 
 MOST_BYTES = 1 << 30
@@ -56,8 +55,8 @@ class TransferChunk:
 
     end: int
     """The end of its bytes in the batch."""
-    mark: DeviceEvent
-    """The mark (event) after its copy."""
+    event: DeviceEvent
+    """The event after its copy."""
     place: torch.Tensor | None
     """The place of the ring that it is in; None: the bytes are in their extents."""
 
@@ -78,28 +77,25 @@ class DeviceTransfer:
     """The extents in which the device stores each copy itself; None: it goes through the ring."""
     pieces: Sequence[int] = ()
     """Addresses, in ascending order, that no copy to an extent may cross."""
-    copy: torch.Tensor | None = None
+    spare: torch.Tensor | None = None
     """Room in the device's spare memory for all of it, to be copied to first; None: there is
     none."""
-    begun: DeviceEvent | None = None
-    """The mark of forward start: nothing is copied before."""
-    left: DeviceEvent | None = None
-    """The mark after the last copy from live memory; set once that copy is queued."""
+    start_event: DeviceEvent | None = None
+    """The event of forward start: nothing is copied before."""
+    left_event: DeviceEvent | None = None
+    """The event after the last copy from live memory; set once that copy is queued."""
     queued: Event = field(default_factory=Event)
-    """Set once `left` is set, or `error`."""
+    """Set once `left_event` is set, or `error`."""
     fed: Event = field(default_factory=Event)
     """Set once there is nothing more to do for it: all is fed, or `error` is set, or it is given
     up; no copy of the device's is under way."""
-    departed: bool = False
+    started: bool = False
     error: BaseException | None = None
     given_up: bool = False
-    held: deque[tuple[int, torch.Tensor]] = field(default_factory=deque)
+    places: deque[tuple[int, torch.Tensor]] = field(default_factory=deque)
     """Places of the ring that the pool is not known to have read, with the ends of their bytes."""
-    touching: RLock = field(default_factory=RLock)
+    pool_lock: RLock = field(default_factory=RLock)
     """Held while a thread asks the pool: the snapshot must not be freed meanwhile."""
-    arrivals: list[tuple[int, float]] = field(default_factory=list)
-    """The end and the arrival time, in seconds, of the first load that arrived and of the last
-    one."""
     _live: list[torch.Tensor] = field(default_factory=list)
     """Live memory that is being copied within the device."""
 
@@ -107,11 +103,10 @@ class DeviceTransfer:
         """Compute where each copy begins in the batch."""
         self.lengths = [source.numel() for source in self.sources]
         self.starts = [0, *accumulate(self.lengths)]
-        self.in_place = self.extents is not None
         assert self.starts[-1] == self.batch.total_bytes, (self.starts[-1], self.batch.total_bytes)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True if nothing more of it is to be queued or fed."""
         return self.given_up or self.error is not None
 
@@ -120,12 +115,8 @@ class DeviceTransfer:
         self.error = self.error or error
         self.queued.set()
 
-    def came(self, load: TransferChunk) -> None:
-        """Note that a load has arrived. Called by the feeding thread."""
-        self.arrivals[1:] = [(load.end, time.perf_counter())]
-
-    def loads(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield first and end byte of each load, of `most` bytes or of one chunk."""
+    def chunks(self, most: int) -> Iterator[tuple[int, int]]:
+        """Yield first and end byte of each chunk, of `most` bytes or of one chunk of the pool."""
         cuts = [*map(int, self.snapshot.cuts(self.batch.number)), self.starts[-1]]
         begin = 0
         for cut, following in pairwise(cuts):
@@ -135,16 +126,16 @@ class DeviceTransfer:
         if self.starts[-1] > begin:
             yield begin, self.starts[-1]
 
-    def leave_live_memory(self) -> None:
+    def copy_to_spare(self) -> None:
         """Copy everything, at once, into the device's spare memory."""
-        assert self.copy is not None
-        targets, sources = list(self.copy.split(self.lengths)), list(self.sources)
+        assert self.spare is not None
+        targets, sources = list(self.spare.split(self.lengths)), list(self.sources)
         if max(self.lengths) > MOST_BYTES:
             targets = [part for each in targets for part in each.split(MOST_BYTES)]
             sources = [part for each in sources for part in each.split(MOST_BYTES)]
-        self.left = self.device.copy(targets, sources)
+        self.left_event = self.device.copy(targets, sources)
         # From now on the copy's bytes are the sources; the live ones are held until it is made.
-        self._live, self.sources = self.sources, list(self.copy.split(self.lengths))
+        self._live, self.sources = self.sources, list(self.spare.split(self.lengths))
 
     def views(self, tensors: Sequence[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
         """Return the parts of the copies' tensors that lie in these bytes of the batch."""
@@ -173,26 +164,14 @@ class DeviceTransfer:
                 cut[1].append(source[first:last] if edges else source)
         return cut
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let go of the memory: nothing is read from the device any more."""
-        self.sources, self._live, self.copy, self.extents = [], [], None, None
-
-
-def took(run: Sequence[DeviceTransfer]) -> tuple[int, float]:
-    """Return bytes and seconds of transfers that were moved in turn, without the first load.
-
-    That one waited for its turn. All transfers must be fed.
-    """
-    seen = [each.arrivals for each in run if each.arrivals]
-    if not seen:
-        return 0, 0.0
-    (head, begin), (_, end) = seen[0][0], seen[-1][-1]
-    return sum(arrivals[-1][0] for arrivals in seen) - head, end - begin
+        self.sources, self._live, self.spare, self.extents = [], [], None, None
 
 
 # ---- the threads, and the ring -------------------------------------------------------------------
 
-LOAD_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
 """The least bytes copied at once; other uses of the device's copy engine (input, a loss) wait no
 longer than for these."""
 RING_BYTES = 64 << 20
@@ -216,44 +195,54 @@ class TransferEngine:
                 is called once more, soon.
         """
         self._seal = seal
-        self.load_bytes = max(LOAD_BYTES, chunk_bytes)
-        self.places = max(2, RING_BYTES // self.load_bytes)
+        self.chunk_bytes = max(CHUNK_BYTES, chunk_bytes)
+        self.most_places = max(2, RING_BYTES // self.chunk_bytes)
         self.moved_bytes = 0
         self.made = 0
         """The number of places of the ring that were made so far."""
         self._changed = Condition()
         """Guards the attributes that follow, and wakes the threads when they change."""
-        self._jobs: deque[DeviceTransfer] = deque()
+        self._to_queue: deque[DeviceTransfer] = deque()
         """The transfers to be queued; the first one is being queued."""
         self._free: list[torch.Tensor] = []
         self._closing = False
         self._again = False
         self._hurry = 0
         """The number of fences that wait for the queueing."""
-        self._out: deque[tuple[DeviceTransfer, TransferChunk]] = deque()
-        """The loads that are queued and not fed yet, with their transfers."""
-        self._wanting = False
+        self._copying: deque[tuple[DeviceTransfer, TransferChunk]] = deque()
+        """The chunks that are queued and not fed yet, with their transfers."""
+        self._place_wanted = False
         """True if the ring is full, and a copy waits for a place."""
         self._threads: list[Thread] = []
-        self._followed: list[DeviceEvent] = []
-        """The marks that the copying streams wait for, as far as they are not known to be
+        self._awaited: list[DeviceEvent] = []
+        """The events that the copying streams wait for, as far as they are not known to be
         passed."""
-        self._holding: deque[DeviceTransfer] = deque()
+        self._readers: deque[DeviceTransfer] = deque()
         """The transfers whose places of the ring are read next, in order; used by the feeding
         thread only."""
 
     @property
     def ring_bytes(self) -> int:
         """The bytes that are pinned now."""
-        return self.made * self.load_bytes
+        return self.made * self.chunk_bytes
 
     def reserve(self, device: Device) -> None:
         """Pin all of the ring now: a driver asked for memory later may wait for what hangs."""
         while (place := self._new_place(device)) is not None:
             self._give_back(place)
 
-    def depart(self, transfers: Sequence[DeviceTransfer]) -> None:
-        """Begin the transfers, in this order, each from its mark.
+    @contextmanager
+    def lend_place(self) -> Iterator[torch.Tensor | None]:
+        """Lend a free place of the ring in the body; None if there is none."""
+        with self._changed:
+            place = self._free.pop() if self._free else None
+        try:
+            yield place
+        finally:
+            self._give_back(place)
+
+    def start(self, transfers: Sequence[DeviceTransfer]) -> None:
+        """Begin the transfers, in this order, each from its event.
 
         Raises:
             LightckError: there are no more threads; none of them has begun.
@@ -269,8 +258,8 @@ class TransferEngine:
                     raise LightckError(f"the thread {name} does not start: {error}") from error
                 self._threads.append(thread)
             for transfer in transfers:
-                transfer.departed = True
-            self._jobs.extend(transfers)
+                transfer.started = True
+            self._to_queue.extend(transfers)
             self._changed.notify_all()
 
     def fence(self, transfer: DeviceTransfer, *, wait: bool) -> None:
@@ -285,24 +274,28 @@ class TransferEngine:
         with self._hurried():
             transfer.queued.wait()
         raise_error(transfer)
-        if transfer.left is not None:
+        if transfer.left_event is not None:
             if wait:
-                transfer.left.wait()
+                transfer.left_event.synchronize()
             else:
-                transfer.device.hold(transfer.left)
+                transfer.device.make_stream_wait(transfer.left_event)
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """True if a device has not come to a copy that is wanted: all later copies wait for it.
 
         Raises:
             DeviceError: one has failed.
         """
         with self._changed:
-            begun = [job.begun for job in self._jobs if job.begun is not None]
-            return not all(mark.passed() for mark in (*self._followed, *begun))
+            begun = [
+                transfer.start_event
+                for transfer in self._to_queue
+                if transfer.start_event is not None
+            ]
+            return not all(event.query() for event in (*self._awaited, *begun))
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """Let the feeding thread look for something to seal."""
         with self._changed:
             self._again = True
@@ -333,24 +326,24 @@ class TransferEngine:
         """
         transfer.given_up = True
         with self._changed:
-            waits = transfer in self._jobs and transfer is not self._jobs[0]
+            waits = transfer in self._to_queue and transfer is not self._to_queue[0]
             if waits:
-                self._jobs.remove(transfer)
-            if waits or not transfer.departed:
+                self._to_queue.remove(transfer)
+            if waits or not transfer.started:
                 transfer.queued.set()
                 transfer.fed.set()
             self._changed.notify_all()
         transfer.fed.wait()
-        with transfer.touching:
+        with transfer.pool_lock:
             pass  # whoever asked the pool for a place of it has its answer, and asks no more
 
     def forget(self, transfer: DeviceTransfer) -> None:
         """Free a transfer's places of the ring: the pool has read all, or its snapshot is freed."""
-        with transfer.touching:
+        with transfer.pool_lock:
             transfer.given_up = True
-            places = [place for _, place in transfer.held]
-            transfer.held.clear()
-            transfer.let_go()
+            places = [place for _, place in transfer.places]
+            transfer.places.clear()
+            transfer.release()
         with self._changed:
             self._free += places
             self._changed.notify_all()
@@ -385,77 +378,79 @@ class TransferEngine:
     def _queue_all(self) -> None:
         while True:
             with self._changed:
-                while not (self._jobs or self._closing):
+                while not (self._to_queue or self._closing):
                     self._changed.wait()
-                if not self._jobs:
+                if not self._to_queue:
                     return
-                job = self._jobs[0]
+                transfer = self._to_queue[0]
             try:
-                self._queue(job)
+                self._queue(transfer)
             except BaseException as error:  # noqa: BLE001 - told where the transfer is waited for
-                job.fail(error)
-            job.queued.set()
+                transfer.fail(error)
+            transfer.queued.set()
             with self._changed:
-                self._jobs.popleft()
-                self._settle(job)
+                self._to_queue.popleft()
+                self._settle(transfer)
 
-    def _queue(self, job: DeviceTransfer) -> None:
-        """Queue all loads of a transfer, as places of the ring become free."""
-        assert job.begun is not None
-        job.device.enter_thread()
-        if job.over:
+    def _queue(self, transfer: DeviceTransfer) -> None:
+        """Queue all chunks of a transfer, as places of the ring become free."""
+        assert transfer.start_event is not None
+        transfer.device.enter_thread()
+        if transfer.is_over:
             return
         with self._changed:
-            self._followed = [m for m in self._followed if not m.passed()] + [job.begun]
-        job.device.follow(job.begun)
-        if job.copy is not None:
-            job.leave_live_memory()
-            job.queued.set()
-        mark = None
-        for begin, end in job.loads(self.load_bytes):
-            place = None if job.extents is not None else self._place(job)
-            if job.over or (place is None and job.extents is None):
+            self._awaited = [m for m in self._awaited if not m.query()] + [transfer.start_event]
+        transfer.device.copy_stream_wait(transfer.start_event)
+        if transfer.spare is not None:
+            transfer.copy_to_spare()
+            transfer.queued.set()
+        event = None
+        for begin, end in transfer.chunks(self.chunk_bytes):
+            place = None if transfer.extents is not None else self._place(transfer)
+            if transfer.is_over or (place is None and transfer.extents is None):
                 self._give_back(place)
                 return
-            sources = job.views(job.sources, begin, end)
+            sources = transfer.views(transfer.sources, begin, end)
             if place is None:
-                assert job.extents is not None
-                targets, sources = job.within_pieces(job.views(job.extents, begin, end), sources)
-            elif job.copy is not None:
-                sources, targets = [job.copy[begin:end]], [place[: end - begin]]
+                assert transfer.extents is not None
+                targets, sources = transfer.within_pieces(
+                    transfer.views(transfer.extents, begin, end), sources
+                )
+            elif transfer.spare is not None:
+                sources, targets = [transfer.spare[begin:end]], [place[: end - begin]]
             else:
                 targets = list(place[: end - begin].split([each.numel() for each in sources]))
-            mark = job.device.copy(targets, sources)
+            event = transfer.device.copy(targets, sources)
             self.moved_bytes += end - begin
             with self._changed:
-                self._out.append((job, TransferChunk(end, mark, place)))
+                self._copying.append((transfer, TransferChunk(end, event, place)))
                 self._changed.notify_all()
-        if job.copy is None:
-            job.left = mark
+        if transfer.spare is None:
+            transfer.left_event = event
 
-    def _place(self, job: DeviceTransfer) -> torch.Tensor | None:
+    def _place(self, transfer: DeviceTransfer) -> torch.Tensor | None:
         """Return a free place of the ring, after waiting; None if the transfer is given up."""
         with self._changed:
-            if not self._free and self.made == self.places:
-                self._wanting = True
+            if not self._free and self.made == self.most_places:
+                self._place_wanted = True
                 self._changed.notify_all()
-                while not (self._free or job.over):
+                while not (self._free or transfer.is_over):
                     self._changed.wait()
-                self._wanting = False
-            if job.over:
+                self._place_wanted = False
+            if transfer.is_over:
                 return None
             if self._free:
                 return self._free.pop()
-        return self._new_place(job.device)
+        return self._new_place(transfer.device)
 
     def _new_place(self, device: Device) -> torch.Tensor | None:
         """Make one more place of the ring; None if there are as many as there may be."""
         with self._changed:
-            if self.made == self.places:
+            if self.made == self.most_places:
                 return None
             self.made += 1
         try:
-            return device.pinned(self.load_bytes)
+            return device.pinned(self.chunk_bytes)
         except BaseException:
             with self._changed:  # a place that is not there would be waited for
                 self.made -= 1
@@ -476,10 +471,10 @@ class TransferEngine:
                     self._changed.wait()
                 if self._idle and self._again:
                     self._changed.wait(_SOON_S)
-                wanting, oldest = self._wanting, self._out[0] if self._out else None
+                wanted, oldest = self._place_wanted, self._copying[0] if self._copying else None
                 if oldest is None and self._closing:
                     return
-            if wanting and self._retire(0.0 if oldest is not None else _LOOK_S):
+            if wanted and self._retire(0.0 if oldest is not None else _LOOK_S):
                 continue
             if oldest is not None:
                 self._feed(*oldest)
@@ -487,42 +482,43 @@ class TransferEngine:
 
     @property
     def _idle(self) -> bool:
-        return not (self._out or (self._wanting and self._holding))
+        return not (self._copying or (self._place_wanted and self._readers))
 
-    def _feed(self, job: DeviceTransfer, load: TransferChunk) -> None:
+    def _feed(self, transfer: DeviceTransfer, chunk: TransferChunk) -> None:
         """Wait for the oldest copy and give it to the pool."""
         try:
-            job.device.enter_thread()
-            load.mark.wait()
-            job.came(load)
-            with job.touching:
-                if load.place is not None:
-                    job.held.append((load.end, load.place))
-                    self._holding.append(job)
-                if not job.over:
-                    there = 0 if load.place is None else load.place.data_ptr()
-                    job.snapshot.feed(job.batch.number, load.end, there)
+            transfer.device.enter_thread()
+            chunk.event.synchronize()
+            with transfer.pool_lock:
+                if chunk.place is not None:
+                    transfer.places.append((chunk.end, chunk.place))
+                    self._readers.append(transfer)
+                if not transfer.is_over:
+                    there = 0 if chunk.place is None else chunk.place.data_ptr()
+                    transfer.snapshot.feed(transfer.batch.number, chunk.end, there)
         except BaseException as error:  # noqa: BLE001 - told where the transfer is waited for
-            job.fail(error)
+            transfer.fail(error)
         with self._changed:
-            self._out.popleft()
-            self._settle(job)
+            self._copying.popleft()
+            self._settle(transfer)
             self._changed.notify_all()
 
-    def _settle(self, job: DeviceTransfer) -> None:
+    def _settle(self, transfer: DeviceTransfer) -> None:
         """Set `fed` if there is nothing more to do for a transfer. Called under the lock."""
-        if job not in self._jobs and not any(job is other for other, _ in self._out):
-            job.fed.set()
+        if transfer not in self._to_queue and not any(
+            transfer is other for other, _ in self._copying
+        ):
+            transfer.fed.set()
 
     def _retire(self, wait_s: float) -> bool:
         """Free the oldest place of the ring if the pool has read it, after waiting; else False."""
-        while self._holding:
-            oldest = self._holding[0]
-            with oldest.touching:
-                if oldest.over or not oldest.held:  # its places are given back with it
-                    self._holding.popleft()
+        while self._readers:
+            oldest = self._readers[0]
+            with oldest.pool_lock:
+                if oldest.is_over or not oldest.places:  # its places are given back with it
+                    self._readers.popleft()
                     continue
-                end, place = oldest.held[0]
+                end, place = oldest.places[0]
                 try:
                     number = oldest.batch.number
                     if not oldest.snapshot.taken(number, end, wait_s, self._hurry > 0):
@@ -532,8 +528,8 @@ class TransferEngine:
                     with self._changed:
                         self._changed.notify_all()
                     continue
-                oldest.held.popleft()
-                self._holding.popleft()
+                oldest.places.popleft()
+                self._readers.popleft()
             self._give_back(place)
             return True
         return False

@@ -28,7 +28,7 @@ class CopyGroup:
     batch: Batch
     sources: CopySources | None
     """Tensors that are copied, which keeps their memory alive; None once they are captured."""
-    owned: bool
+    is_private: bool
     """True if no copy can be torn: of private copies, or made before the opening returned."""
     transfer: DeviceTransfer | None = None
     """Transfer from the device that holds the sources; None: none does."""
@@ -36,7 +36,7 @@ class CopyGroup:
     @property
     def is_held(self) -> bool:
         """Tell whether its copies run only when they are released."""
-        return not self.owned and self.transfer is None
+        return not self.is_private and self.transfer is None
 
     @property
     def captured(self) -> bool:
@@ -57,9 +57,9 @@ class InflightSnapshot:
     at_forward: bytes
     flags: int
     share_digest: bytes = HOLDS_ALL
-    form: bytes = b""
+    state_fingerprint: bytes = b""
     """Fingerprint of state that all ranks hold alike, see `inventory.RankShare`."""
-    local: bool = False
+    rank_local: bool = False
     """True if no other rank was asked: at restore, what all of them hold decides."""
     groups: list[CopyGroup] = field(default_factory=list)
     held_bytes: int = 0
@@ -80,9 +80,10 @@ class InflightSnapshot:
     """Futures of those who wait for this very snapshot."""
 
     @property
-    def counted_form(self) -> bytes:
+    def agreed_fingerprint(self) -> bytes:
         """Fingerprint that must agree on all ranks; if they share, it has the instant, too."""
-        return bytes([self.form[0] ^ 1]) + self.form[1:] if self.is_early_share else self.form
+        agreed = self.state_fingerprint
+        return bytes([agreed[0] ^ 1]) + agreed[1:] if self.is_early_share else agreed
 
     @property
     def is_early_share(self) -> bool:

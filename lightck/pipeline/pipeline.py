@@ -11,7 +11,6 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock, RLock, Thread
@@ -24,12 +23,12 @@ from lightck.config import Config
 from lightck.errors import CoordinationError, LightckError, TornSnapshotError, WaitTimeoutError
 from lightck.events import event
 from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier, is_final
-from lightck.pipeline.copy_plan import CopyPlan, PlannedGroup, sources
+from lightck.pipeline.copy_plan import CopyPlan, PlannedGroup
 from lightck.pipeline.device_offload import DeviceOffload
 from lightck.pipeline.device_placement import DevicePlacement
 from lightck.pipeline.device_transfer import TransferEngine
 from lightck.pipeline.inflight import CopyGroup, Counters, InflightSnapshot, SlipReason
-from lightck.pipeline.placement import HostPlacement, behind, in_dram
+from lightck.pipeline.placement import HostPlacement, choose_placement
 from lightck.region.native_pool import NativePool
 from lightck.region.native_region import RECORD_EARLY, RECORD_JIT
 from lightck.region.region import Region
@@ -81,8 +80,6 @@ class Pipeline:
     _abandoning: list[tuple[Thread, InflightSnapshot]] = field(default_factory=list)
     """Snapshots that were dropped on page media or with copies from devices under way, and the
     threads that end them; the memory they read is kept."""
-    _mapping: Future[None] | None = None
-    """The mapping of DRAM, in the pool, that was begun last."""
     _last_stats: dict[str, int] | None = None
     _counting: Lock = field(default_factory=Lock)
     """Held while a thread asks the pool for its counters, so that the pool is not closed
@@ -92,7 +89,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         """Begin with nothing planned."""
-        self.arrangement = CopyPlan(self.region)
+        self.copy_plan = CopyPlan(self.region)
         self.offload = DeviceOffload(
             DevicePlacement(self.region), TransferEngine(self.pool.chunk_bytes, self._try_seal)
         )
@@ -110,16 +107,15 @@ class Pipeline:
 
         `step`: the last complete one.
         """
+        placement = HostPlacement(choose_placement(region, config))
         idle, spans = config.priority == "idle", spans_of(config)
         pool = NativePool(config.threads, config.chunk_bytes, idle=idle, spans=spans)
         pool.limit(config.write_limit)
         trace = Trace.of(config, region, pool, step)
-        pipeline = cls(region, pool, schedule, barrier, trace, proof=config.proof)
-        pipeline.arrangement.may_wait = not config.write_limit
-        chosen = in_dram(config.placement)
-        pipeline.placement = HostPlacement(chosen, region.staged, pipeline._map_dram)
-        ways = pipeline.offload.ways
-        ways.wanted, ways.limited = config.placement, bool(config.write_limit)
+        pipeline = cls(region, pool, schedule, barrier, trace, placement, config.proof)
+        pipeline.copy_plan.may_block_at_boundary = not config.write_limit
+        devices = pipeline.offload.placement
+        devices.wanted, devices.limited = config.placement, bool(config.write_limit)
         return pipeline
 
     def prepare(self, lives: Sequence[StateTensor], boundary_bytes: int, step: int) -> None:
@@ -128,16 +124,16 @@ class Pipeline:
         Raises:
             RegionFullError: the bytes needed and free are named.
         """
-        self.arrangement.update(lives, boundary_bytes)
-        self.placement.prepare(sum(entry.length for entry in self.arrangement.entries))
-        self.offload.prepare(self.arrangement, step)
+        self.copy_plan.update(lives, boundary_bytes)
+        self.placement.prepare(sum(e.length for e in self.copy_plan.entries), self.pool)
+        self.offload.prepare(self.copy_plan, step)
 
     def stand(self, begun: bool) -> None:
         """Note that training is at an instant: forward start if `begun`, else step end.
 
         A thread that saves just in time starts from there.
         """
-        self.offload.stand(self.arrangement, begun=begun)
+        self.offload.note_streams(self.copy_plan, at_forward=begun)
 
     def open(
         self, step: int, state: CollectedState, at_step: bytes, at_forward: bytes, *, flags: int = 0
@@ -161,7 +157,7 @@ class Pipeline:
             slip = self.barrier.opening(step)
         writer = None
         if slip is None:
-            plan = self.arrangement.update(state.lives, len(at_step) + len(at_forward))
+            plan = self.copy_plan.update(state.lives, len(at_step) + len(at_forward))
             begin = now_ns()
             writer = SlotWriter.open(self.region, self.pool, plan, due=not local, kept=local)
         if writer is None:
@@ -175,13 +171,13 @@ class Pipeline:
         said = at_step, at_forward, flags, state.share_digest, state.form, local
         flight = self.window = InflightSnapshot(step, writer, *said)
         try:
-            staged = self._placed(flight, self.arrangement)
-            with self.offload.aside():
-                for part in self.arrangement.parts:
+            staged = self._placed(flight, self.copy_plan)
+            with self.offload.side_streams():
+                for part in self.copy_plan.groups:
                     self._queue(flight, part, staged)
-                self.offload.depart(flight)
+                self.offload.start(flight)
         except BaseException as error:
-            self.offload.noted(error)
+            self.offload.keep_error(error)
             self.drop(f"failed: {error}", for_good=is_final(error))
             raise
         held = flight.held_bytes = sum(g.batch.total_bytes for g in flight.groups if g.is_held)
@@ -241,7 +237,7 @@ class Pipeline:
             if all(group.captured for group in flight.groups):
                 self._leave_window(flight)
         except BaseException as error:
-            self.offload.noted(error)
+            self.offload.keep_error(error)
             self.drop(f"failed: {error}", for_good=is_final(error))
             flight.fail(error)
             raise
@@ -271,9 +267,9 @@ class Pipeline:
         """The reason why no snapshot can be opened, lack of slots apart; None if there is none."""
         if self.placement.staging and self.persisting:
             return SlipReason.DRAM
-        if self.offload.recording(self.arrangement):
+        if self.offload.recording(self.copy_plan):
             return SlipReason.GRAPH
-        return SlipReason.COPY if self.offload.copy_taken else None
+        return SlipReason.COPY if self.offload.spare_in_use else None
 
     def drop(self, why: str = "given up", *, for_good: bool = False) -> None:
         """Give up the snapshot in the window; its slot stays invalid and is reused first."""
@@ -336,11 +332,6 @@ class Pipeline:
         self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]
         return not self._abandoning
 
-    def _map_dram(self, size: int) -> Future[None]:
-        """Map DRAM for staging off the training thread."""
-        self._mapping = behind(self.pool.stage, size)
-        return self._mapping
-
     def _reap(self) -> None:
         """Free snapshots in slots that an interrupt (Ctrl-C) left without a `InflightSnapshot`."""
         flights = [*self.persisting, *(flight for _, flight in self._abandoning)]
@@ -363,8 +354,6 @@ class Pipeline:
         self.persisting.clear()
         self.awaiting.clear()
         self.await_abandoned()
-        if self._mapping is not None:
-            wait([self._mapping])
         if self._last_stats is None:
             self._reap()
             with self._counting:  # from here on nobody asks the pool, which is closed below
@@ -381,32 +370,32 @@ class Pipeline:
 
         Those from private copies may run at once; those that must not wait are done on return.
         """
-        chosen, at = sources(part, self.arrangement), part.positions
+        chosen, at = self.copy_plan.sources(part), part.positions
         if part.device is not None:
-            return self.offload.queue(flight, part, chosen, staged, self.arrangement)
+            return self.offload.queue(flight, part, chosen, staged, self.copy_plan)
         pointers = chosen.pointers + part.begins
         may_skip = part.unmoved(chosen.versions)
         batch = flight.writer.add(at, pointers, may_skip, staged[at])
-        group = CopyGroup(part.holders, batch, chosen, part.owned)
+        group = CopyGroup(part.holders, batch, chosen, part.is_private)
         flight.groups.append(group)
-        if part.at_once:
+        if part.copied_at_open:
             began = time.perf_counter()
             flight.writer.finish_copies(batch)
             flight.waited_s += time.perf_counter() - began
             group.sources = None
-        elif part.owned:
+        elif part.is_private:
             flight.writer.release(batch)
         return group
 
-    def _placed(self, flight: InflightSnapshot, arrangement: CopyPlan) -> npt.NDArray[np.bool_]:
+    def _placed(self, flight: InflightSnapshot, plan: CopyPlan) -> npt.NDArray[np.bool_]:
         """Return, for each entry, whether its copy goes through DRAM.
 
         Should DRAM be short, the first ones in copy order do.
         """
-        staged = np.zeros(len(arrangement.entries), np.bool_)
-        if arrangement.parts:
-            order = np.concatenate([part.positions for part in arrangement.parts])
-            staged[order] = self.placement.choose(flight.writer.layout.lengths[order])
+        staged = np.zeros(len(plan.entries), np.bool_)
+        if plan.groups:
+            order = np.concatenate([part.positions for part in plan.groups])
+            staged[order] = self.placement.place(flight.writer.layout.lengths[order])
         return staged
 
     def _release(self, flight: InflightSnapshot, total_bytes: int) -> None:
@@ -429,7 +418,7 @@ class Pipeline:
 
     def _torn(self, flight: InflightSnapshot, group: CopyGroup) -> list[str]:
         """Name the tensors that changed inside the window, as far as can be seen."""
-        if group.owned:
+        if group.is_private:
             return []
         assert group.sources is not None
         moved, entries = group.sources.changed(), flight.writer.layout.entries
@@ -453,17 +442,17 @@ class Pipeline:
             self.window = None
             self.schedule.close()
         if not flight.transfers:  # what the fence waits for says nothing of the medium then
-            self.placement.waited(flight.waited_s, flight.writer.layout.payload_bytes)
+            self.placement.fence_waited(flight.waited_s, flight.writer.layout.payload_bytes)
         self.persisting.append(flight)
         if flight.transfers:
-            self.offload.transfers.look()
+            self.offload.engine.wake()
 
     def _arrived(self, flight: InflightSnapshot, timeout_s: float | None) -> bool:
         try:
             if not self.offload.arrived(flight, timeout_s):
                 return False
         except LightckError as error:
-            self.offload.noted(error)
+            self.offload.keep_error(error)
             raise
         self._seal(flight)
         self.offload.forget(flight)
@@ -510,8 +499,8 @@ class Pipeline:
             self.counters.durable += 1
             self.counters.commit_s += flight.durable_s - flight.captured_s
             self.newest = flight
-            self.barrier.committed(flight.step, flight.counted_form)
-            if flight.local:
+            self.barrier.committed(flight.step, flight.agreed_fingerprint)
+            if flight.rank_local:
                 self.region.keep(flight.writer.slot)
                 continue
             self.awaiting.append(flight)
@@ -597,5 +586,5 @@ class Pipeline:
             self.barrier.wait(flight.step, max(0.0, deadline - time.monotonic()))
 
     def _lost(self, flight: InflightSnapshot, why: str, *, for_good: bool) -> None:
-        if not flight.local:
+        if not flight.rank_local:
             self.barrier.lost(flight.step, why, for_good=for_good)

@@ -23,7 +23,7 @@ others."""
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _DeviceExtent:
     """One extent and the tensor, or the part of one, that it fills."""
 
     part: RegionPart
@@ -36,7 +36,7 @@ class _Stretch:
 
 
 @dataclass(eq=False)
-class _Places:
+class _PinnedPlaces:
     """Pinned DRAM of one thread; a place is written again when the device has read it."""
 
     free: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -49,17 +49,17 @@ class _Places:
         if not self.free.get(device.name) and len(mine) < _PLACES:
             return device.pinned(PIECE_BYTES)
         while not self.free.get(device.name):
-            self.take_back()
+            self.reclaim()
         return self.free[device.name].pop()
 
-    def take_back(self) -> None:
+    def reclaim(self) -> None:
         """Wait until the device has read the oldest place, and free it."""
-        name, place, mark = self.busy.popleft()
-        mark.wait()
+        name, place, event = self.busy.popleft()
+        event.synchronize()
         self.free.setdefault(name, []).append(place)
 
 
-def pour(
+def copy_to_devices(
     parts: Sequence[RegionPart], targets: Mapping[int, torch.Tensor], names: Sequence[str]
 ) -> None:
     """Fill tensors on devices with what a snapshot has of them; all of it is there on return.
@@ -76,7 +76,7 @@ def pour(
         CorruptSnapshotError: bytes are not those of the checksum; the tensors are then undefined.
         DeviceError: the device failed.
     """
-    stretches = []
+    extents = []
     for part in parts:
         for row, entry, begin in zip(part.rows, part.entries, part.begins, strict=True):
             target = targets.get(int(entry))
@@ -84,35 +84,35 @@ def pour(
             if target is not None and device is not None:
                 there = flat(target.detach(), int(begin), int(row["length"]))
                 said = (int(row["offset"]), int(row["crc"]), there, device)
-                stretches.append(_Stretch(part, names[int(entry)], *said))
-    for device in {each.device.name: each.device for each in stretches}.values():
-        device.follow(device.mark())
-    stretches.sort(key=lambda each: -each.target.numel())
+                extents.append(_DeviceExtent(part, names[int(entry)], *said))
+    for device in {each.device.name: each.device for each in extents}.values():
+        device.copy_stream_wait(device.record_event())
+    extents.sort(key=lambda each: -each.target.numel())
     threads = usual_threads()
-    with ThreadPoolExecutor(threads, "lightck-pour") as workers:
-        shares = [stretches[i::threads] for i in range(threads)]
-        for done in [workers.submit(_pour, share) for share in shares]:
+    with ThreadPoolExecutor(threads, "lightck-fill") as workers:
+        shares = [extents[i::threads] for i in range(threads)]
+        for done in [workers.submit(_copy_in, share) for share in shares]:
             done.result()
 
 
-def _pour(stretches: Sequence[_Stretch]) -> None:
-    places = _Places()
+def _copy_in(extents: Sequence[_DeviceExtent]) -> None:
+    places = _PinnedPlaces()
     try:
-        for stretch in stretches:
-            stretch.device.enter_thread()
-            crc, at = 0, stretch.offset
-            for target in stretch.target.split(PIECE_BYTES):
-                place, size = places.next(stretch.device), target.numel()
-                stretch.part.region.native.peek(at, size, place.data_ptr())
+        for extent in extents:
+            extent.device.enter_thread()
+            crc, at = 0, extent.offset
+            for target in extent.target.split(PIECE_BYTES):
+                place, size = places.next(extent.device), target.numel()
+                extent.part.region.native.peek(at, size, place.data_ptr())
                 crc = crc32c_at(place.data_ptr(), size, crc)
-                mark = stretch.device.copy([target], [place[:size]])
-                places.busy.append((stretch.device.name, place, mark))
+                event = extent.device.copy([target], [place[:size]])
+                places.busy.append((extent.device.name, place, event))
                 at += size
-            if crc != stretch.crc:
+            if crc != extent.crc:
                 raise CorruptSnapshotError(
-                    f"{stretch.part.label}: {stretch.name} is damaged: CRC 0x{crc:08x}, expected"
-                    f" 0x{stretch.crc:08x}"
+                    f"{extent.part.label}: {extent.name} is damaged: CRC 0x{crc:08x}, expected"
+                    f" 0x{extent.crc:08x}"
                 )
     finally:
         while places.busy:
-            places.take_back()
+            places.reclaim()

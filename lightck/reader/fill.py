@@ -17,7 +17,7 @@ from lightck.data import lookahead
 from lightck.device.lookup import holder
 from lightck.errors import RestoreMismatchError
 from lightck.reader.assembly import AssembledSnapshot, Snapshot
-from lightck.reader.device_fill import pour
+from lightck.reader.device_fill import copy_to_devices
 from lightck.region.layout import Entry
 from lightck.state import boundary_codec, key_order, rng, tensor_support
 from lightck.state.boundary_codec import TAG, join, rebuild
@@ -397,7 +397,7 @@ class StateFiller:
         }
         if held:
             assert isinstance(self.snapshot, AssembledSnapshot)
-            pour(self.snapshot.parts, held, [entry.name for entry in entries])
+            copy_to_devices(self.snapshot.parts, held, [entry.name for entry in entries])
             filled[[*held]] = True
         return filled
 

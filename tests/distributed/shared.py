@@ -12,7 +12,7 @@ import torch
 from lightck.distributed.sharding import SharePartitioner
 from lightck.distributed.topology import Topology
 from lightck.pipeline.pipeline import Pipeline
-from lightck.pipeline.placement import HostPlacement, Mode
+from lightck.pipeline.placement import HostPlacement, Mode, PlacementChoice
 from lightck.pipeline.schedule import Eager
 from lightck.reader.assembly import Assembly, assemble, peers_of
 from lightck.region import location, native_region
@@ -53,13 +53,14 @@ class Writer:
         self.region.timeline = TIMELINE
         self.pool = NativePool(threads=1, chunk_bytes=4096, idle=False)
         self.pipeline = Pipeline(self.region, self.pool, Eager(), proof=proof)
-        self.pipeline.placement = HostPlacement(mode, False, self.pipeline._map_dram)
+        self.pipeline.placement = HostPlacement(PlacementChoice(mode, "the test asks for it"))
 
     def open(self, step: int, lives: Sequence[StateTensor]) -> None:
         """Open a snapshot at forward start; sources must not change until the fence."""
         shared = self.share(lives)
         collected = CollectedState(shared.lives, {}, shared.digest)
-        self.pipeline.placement.prepare(sum(tensor_layout.describe(v).length for v in shared.lives))
+        total = sum(tensor_layout.describe(v).length for v in shared.lives)
+        self.pipeline.placement.prepare(total, self.pool)
         flight = self.pipeline.open(step, collected, b"a", b"b")
         assert not isinstance(flight, str), flight
 

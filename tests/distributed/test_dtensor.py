@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightck.errors import StateError
-from lightck.pipeline.copy_plan import CopyPlan, sources
+from lightck.pipeline.copy_plan import CopyPlan
 from lightck.region import allocator
 from lightck.region.layout import Entry
 from lightck.state import tensor_layout, tensor_support
@@ -170,8 +170,8 @@ def test_a_write_is_seen_whichever_way_it_goes(write: Callable[[Any], None]) -> 
         arranged.update(
             [StateTensor(f"model/{i}", "parameter", "", t) for i, t in enumerate(tensors)], 0
         )
-        (part,) = arranged.parts
-        taken = sources(part, arranged)
+        (part,) = arranged.groups
+        taken = arranged.sources(part)
         before = taken.changed()
         write(tensors[1])
         return [before, [part.order[i] for i in taken.changed()]]

@@ -18,7 +18,7 @@ from torch import nn
 from lightck.distributed.sharding import SharePartitioner
 from lightck.distributed.topology import Topology
 from lightck.journal.boundary_state import BoundaryState
-from lightck.pipeline.copy_plan import CopyPlan, sources
+from lightck.pipeline.copy_plan import CopyPlan
 from lightck.region import location
 from lightck.region.native_pool import NativePool
 from lightck.region.native_region import Record, RegionSpec
@@ -174,14 +174,14 @@ class Crew:
         instants.step_ended(0)
         collected = instants.collect()
         blobs = instants.encode(collected, step, seen=False)
-        arrangement = CopyPlan(region)
-        plan = arrangement.update(collected.lives, sum(map(len, blobs)))
-        writer = SlotWriter.open(region, self.pool, plan)
+        plan = CopyPlan(region)
+        allocation = plan.update(collected.lives, sum(map(len, blobs)))
+        writer = SlotWriter.open(region, self.pool, allocation)
         if writer is None:
             raise NoSlotError
         held = []
-        for part in arrangement.parts:
-            chosen = sources(part, arrangement)
+        for part in plan.groups:
+            chosen = plan.sources(part)
             held.append(chosen)
             nothing = np.zeros(len(part.positions), np.bool_)
             pointers = chosen.pointers + part.begins

@@ -196,7 +196,7 @@ def test_training_that_goes_on_is_not_waited_for(
         while not saving.done():
             job.step()
             queued.append(device.compute.record())
-            queued.pop(0).wait()  # a queue has an end
+            queued.pop(0).synchronize()  # a queue has an end
         saved = saving.result()
     assert saved.fresh and not saved.why, saved
     handle.detach()

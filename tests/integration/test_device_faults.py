@@ -51,15 +51,15 @@ def test_a_survivor_copies_what_a_device_holds(
         gate = Event()
         if not buffers:  # their private copies are made by what computes
             device.compute.follow(gate)  # a collective that a dead rank has left
-        arrangement = CopyPlan(region)
+        plan = CopyPlan(region)
         lives = checkpointer.inventory.shared()
-        writer = SlotWriter.open(region, pool, arrangement.update(lives, 4096))
+        writer = SlotWriter.open(region, pool, plan.update(lives, 4096))
         assert writer is not None
-        assert any(part.device is not None for part in arrangement.parts)
-        takeover.copy(writer, arrangement, time.monotonic() + 100)
+        assert any(part.device is not None for part in plan.groups)
+        takeover.copy(writer, plan, time.monotonic() + 100)
         names = [entry.name for entry in writer.layout.entries]
         i = names.index("model/3.weight")
-        there = checkpointer.pipeline.offload.ways.extents(
+        there = checkpointer.pipeline.offload.placement.extents(
             writer.layout.offsets.tolist(), writer.layout.lengths.tolist()
         )[i]
         wanted = value("3.weight", 2, job.layers[3].weight.shape)
@@ -81,12 +81,11 @@ def test_a_survivor_does_not_wait_for_a_device_past_its_deadline(
     with checkpointer.lock:
         gate = Event()
         device.copying.follow(gate)
-        arrangement = CopyPlan(region)
-        plan = arrangement.update(checkpointer.inventory.shared(), 4096)
-        writer = SlotWriter.open(region, pool, plan)
+        plan = CopyPlan(region)
+        writer = SlotWriter.open(region, pool, plan.update(checkpointer.inventory.shared(), 4096))
         assert writer is not None
         with pytest.raises(WaitTimeoutError, match="emulated:0"):
-            takeover.copy(writer, arrangement, time.monotonic() + 0.1)
+            takeover.copy(writer, plan, time.monotonic() + 0.1)
         writer.abandon()
         gate.reach()
     handle.close()
@@ -96,7 +95,7 @@ def test_large_tensors_are_copied_on_the_device_in_parts(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "MOST_BYTES", 2048)
-    monkeypatch.setattr(device_transfer, "LOAD_BYTES", 4096)
+    monkeypatch.setattr(device_transfer, "CHUNK_BYTES", 4096)
     device.spare_bytes, device.copy_s = 16 << 20, 0.0
     job = Job(device)
     with job.attach(run_dir, placement="device") as handle:
@@ -149,7 +148,7 @@ def test_who_waits_for_all_of_a_transfer_sleeps(
     monkeypatch.setattr(NativeSnapshot, "taken", noted)
     with handle._checkpointer.lock:
         (each, *_) = handle._checkpointer.pipeline.window.transfers
-        assert handle._checkpointer.pipeline.offload.transfers.arrived(each, None)
+        assert handle._checkpointer.pipeline.offload.engine.arrived(each, None)
         assert waits
         assert all(wait_s > 0 for wait_s in waits), waits
     handle.close()
@@ -208,7 +207,7 @@ def test_no_due_snapshot_slips_because_the_cpu_runs_ahead(
         job.step()
         done.append(device.compute.record())
         if len(done) > 2:
-            done[-3].wait()  # as a full queue of launches makes it: two steps ahead
+            done[-3].synchronize()  # as a full queue of launches makes it: two steps ahead
     assert handle.stats().slipped == 0
     handle.close()
     stats = handle.stats()
@@ -256,7 +255,7 @@ def test_private_copies_are_on_the_cpu_whatever_the_default_device_is(run_dir: P
 def test_a_snapshot_is_not_freed_while_its_places_are_asked_for(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_transfer, "LOAD_BYTES", 8192)
+    monkeypatch.setattr(device_transfer, "CHUNK_BYTES", 8192)
     monkeypatch.setattr(device_transfer, "RING_BYTES", 16384)
     asks, go_on, freed = threading.Event(), threading.Event(), threading.Event()
     taken, free = NativeSnapshot.taken, NativeSnapshot.free
@@ -300,7 +299,7 @@ def test_a_device_is_made_ready_once_before_it_can_hang(
         for _ in range(3):
             job.step()
             handle.wait(timeout=100)
-    assert device.said.count("warm") == 1
+    assert device.said.count("preload") == 1
 
 
 def test_no_place_of_the_ring_is_waited_for_that_could_not_be_pinned(
@@ -334,7 +333,7 @@ def test_what_a_lost_device_had_pinned_is_never_freed(
     for _ in range(3):
         job.step()
     handle.wait(timeout=100)
-    ring = handle._checkpointer.pipeline.offload.transfers
+    ring = handle._checkpointer.pipeline.offload.engine
     places = [weakref.ref(place) for place in ring._free]
     assert places
     if lost:

@@ -167,7 +167,7 @@ def test_memory_that_the_loop_lets_go_of_is_not_reused_under_a_copy(
 def test_a_ring_smaller_than_the_state_is_bounded_and_loses_nothing(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_transfer, "LOAD_BYTES", 8192)
+    monkeypatch.setattr(device_transfer, "CHUNK_BYTES", 8192)
     monkeypatch.setattr(device_transfer, "RING_BYTES", 16384)
     device.copy_s = 0.0
     job = Job(device, layers=9)
@@ -428,7 +428,7 @@ def test_a_save_on_another_thread_goes_round_a_stream_that_hangs(
     with ThreadPoolExecutor(1) as other:
         saved = other.submit(handle.snapshot_now, "hang").result()
     assert (saved.step, saved.fresh, saved.early) == (3, True, False), saved
-    assert "apart" in device.said
+    assert "side_stream" in device.said
     # Who saves beside a hang asks no device for memory.
     assert handle.stats().device_mode == {"device": "host"}.get(way, way)
     device.hangs = False
@@ -450,7 +450,7 @@ def test_a_save_on_another_thread_holds_the_update_back(
             job.step()
         job.model(torch.zeros(1))
         saving = other.submit(handle.snapshot_now, "word")
-        while "apart" not in device.said:
+        while "side_stream" not in device.said:
             time.sleep(0.001)
         job.optimizers[0].step()
         assert saving.result().step == 3

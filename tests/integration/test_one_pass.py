@@ -178,15 +178,15 @@ def test_what_is_made_on_a_device_is_poured_into_it_and_checked_in_one_pass(
             damage(run_dir, 2, momentum)
         resumed, passes = Job(device, buffers=False), Passes(monkeypatch)
         before = [device.read(layer.weight) for layer in resumed.layers]
-        pour, poured = fill.pour, list[tuple[int, list[bool]]]()
+        copy, poured = fill.copy_to_devices, list[tuple[int, list[bool]]]()
 
         def noted(parts: Any, targets: Any, names: Any) -> None:
             now = [device.read(layer.weight) for layer in resumed.layers]
             same = [torch.equal(a, b) for a, b in zip(before, now, strict=True)]
-            pour(parts, targets, names)
+            copy(parts, targets, names)
             poured.append((len(targets), same))
 
-        monkeypatch.setattr(fill, "pour", noted)
+        monkeypatch.setattr(fill, "copy_to_devices", noted)
         info = lightck.restore(resumed.model, resumed.optimizers, run_dir)
         assert info is not None and info.step == (2 if whole else 1)
         assert len(info.fell_back) == (0 if whole else 1)

@@ -12,7 +12,7 @@ import torch
 from loops import Loop, adam_loop, attach, mlp, steps_at
 
 import lightck
-from lightck.pipeline import placement, trial
+from lightck.pipeline import placement
 from lightck.region.native_pool import NativePool
 
 HUGE_PAGE = 2 << 20
@@ -113,32 +113,41 @@ def test_one_staged_snapshot_holds_the_dram_although_slots_are_free(
     loop.check(run_dir, steps_at(run_dir))
 
 
-def test_auto_finds_out_that_the_medium_is_too_slow(
-    run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_auto_stages_what_goes_to_a_medium_slower_than_dram(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "lightck")
-    monkeypatch.setattr(placement, "TOO_SLOW", 0.0)  # any wait is worth a trial
-    monkeypatch.setattr(trial, "WORTH", 1e9)  # and any trial is won
     loop = adam_loop()
     handle = lightck.attach(loop.model, list(loop.optimizers), run_dir, write_limit=SLOW)
-    for _ in range(200):
-        loop.run(1)
-        if messages(caplog, "placement"):
-            break
-    (judged,) = messages(caplog, "placement")
-    assert judged["staged"]
-    assert handle.stats().staging_bytes > 0
-    loop.run(3)
+    (told,) = messages(caplog, "attached")
+    assert told["placement"] == "staged" and told["placement_why"].count("GB/s") == 2
+    loop.run(4)
+    stats = handle.stats()
+    assert (stats.placement, stats.placement_why) == ("staged", told["placement_why"])
+    assert stats.staging_bytes > 0
     loop.note()
     handle.close()
     loop.check(run_dir, steps_at(run_dir))
+
+
+@pytest.mark.parametrize("wanted", ["auto", "direct", "staged"])
+def test_dram_is_not_measured_and_an_explicit_placement_wins(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    monkeypatch.setattr(placement, "dram_rate", None)  # whoever measures fails
+    monkeypatch.setattr(placement, "measure_stores", None)
+    loop = adam_loop()
+    limit = {} if wanted == "auto" else {"write_limit": SLOW}
+    with lightck.attach(loop.model, loop.optimizers, run_dir, placement=wanted, **limit) as handle:
+        assert handle.stats().placement == ("staged" if wanted == "staged" else "direct")
+        loop.run(2)
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_no_copy_at_the_forward_waits_for_a_write_limit(run_dir: Path, limit: int) -> None:
     loop = adam_loop()
     with lightck.attach(loop.model, loop.optimizers, run_dir, write_limit=limit) as handle:
-        assert handle._checkpointer.pipeline.arrangement.may_wait == (limit == 0)
+        assert handle._checkpointer.pipeline.copy_plan.may_block_at_boundary == (limit == 0)
 
 
 def test_a_write_limit_holds_for_direct_snapshots_too(run_dir: Path) -> None:

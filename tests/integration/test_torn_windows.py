@@ -124,7 +124,7 @@ def test_the_sampled_audit_finds_a_tensor_that_changed_as_a_whole(
         slots=8,
         schedule="eager",
         on_error=reports,
-        placement="direct",  # a trial of staging could slip a snapshot
+        placement="direct",
     )
     for name, parameter in loop.model.named_parameters():
         torn = handle.stats().torn

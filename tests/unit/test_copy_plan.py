@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightck.device.lookup import holder
 from lightck.pipeline.copy_plan import _RUN as RUN
-from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup, sources
+from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup
 from lightck.region import allocator
 from lightck.region.layout import Entry
 from lightck.state import tensor_layout
@@ -77,7 +77,7 @@ def test_a_tensor_whose_data_takes_another_form_is_described_anew(case: str) -> 
     live.tensor.data = then
     arranged.update([live], 0)
     assert arranged.entries == entries_now([live])
-    assert [part.owned for part in arranged.parts] == [tensor_layout.must_own(live)]
+    assert [part.is_private for part in arranged.groups] == [tensor_layout.must_own(live)]
 
 
 @pytest.mark.parametrize("where", ["cpu to meta", "meta to cpu", "cuda to xpu"])
@@ -90,7 +90,7 @@ def test_a_tensor_that_is_on_another_device_now_is_described_anew(where: str) ->
         arranged.update(lives, 0)
         assert [entry.device for entry in arranged.entries] == [device]
         owned = tensor_layout.must_own(lives[0], holder(lives[0].local))
-        assert [part.owned for part in arranged.parts] == [owned]
+        assert [part.is_private for part in arranged.groups] == [owned]
 
 
 def test_a_tensor_that_has_no_version_counter_any_more_is_copied_at_the_forward() -> None:
@@ -99,7 +99,7 @@ def test_a_tensor_that_has_no_version_counter_any_more_is_copied_at_the_forward(
         with torch.inference_mode(inference):
             tensor = torch.ones(4)
         arranged.update(lives_of([tensor]), 0)
-        assert [part.owned for part in arranged.parts] == [owned]
+        assert [part.is_private for part in arranged.groups] == [owned]
 
 
 @pytest.mark.parametrize("at", [0, RUN - 1, RUN, RUN + 88])
@@ -115,11 +115,11 @@ def test_one_of_many_tensors_is_enough_wherever_it_is(at: int) -> None:
 def test_tensors_that_moved_but_kept_their_form_keep_plan_and_parts() -> None:
     lives = lives_of([parameter(torch.zeros(3, 3)), parameter(torch.ones(2) + 1j)])
     arranged, medium = arrangement()
-    plan, parts = arranged.update(lives, 0), arranged.parts
+    plan, parts = arranged.update(lives, 0), arranged.groups
     for live in lives:
         live.tensor.data = live.tensor.data.clone()
     assert arranged.update(lives, 0) is plan
-    assert arranged.parts is parts
+    assert arranged.groups is parts
     assert medium.plans == 1
 
 
@@ -141,9 +141,9 @@ def test_other_knowledge_of_a_tensor_is_arranged_anew(field: str) -> None:
     assert arranged.entries == fresh.entries == entries_now(after)
 
     def shape(part: PlannedGroup) -> tuple[Any, ...]:
-        return part.holders, part.owned, part.order, part.free.tolist()
+        return part.holders, part.is_private, part.order, part.free.tolist()
 
-    assert list(map(shape, arranged.parts)) == list(map(shape, fresh.parts))
+    assert list(map(shape, arranged.groups)) == list(map(shape, fresh.groups))
 
 
 # ---- What may be skipped as unchanged ----------------------------------------------------------
@@ -152,12 +152,12 @@ def test_other_knowledge_of_a_tensor_is_arranged_anew(field: str) -> None:
 def part_of(lives: Sequence[StateTensor]) -> tuple[PlannedGroup, CopyPlan]:
     arranged, _ = arrangement()
     arranged.update(lives, 0)
-    (part,) = arranged.parts
+    (part,) = arranged.groups
     return part, arranged
 
 
 def skippable(part: PlannedGroup, arranged: CopyPlan) -> list[bool]:
-    found: list[bool] = part.unmoved(sources(part, arranged).versions).tolist()
+    found: list[bool] = part.unmoved(arranged.sources(part).versions).tolist()
     return found
 
 
@@ -203,13 +203,13 @@ def test_memory_that_a_tensor_let_go_of_lives_while_copies_may_read_it() -> None
     seen = []
     for _ in range(3):  # each snapshot finds the tensor at another place than the last one
         tensor.data, alive = of_numpy(4)
-        taken = sources(part, arranged)
+        taken = arranged.sources(part)
         assert taken.pointers == [tensor.data_ptr()]
         tensor.data = torch.zeros(4)
         assert alive() is not None, "the memory went although the snapshot holds its sources"
         seen.append((taken, alive))
     del taken
-    sources(part, arranged)
+    arranged.sources(part)
     while seen:
         alive = seen.pop()[1]
         assert alive() is None, "a snapshot that is done holds memory"
@@ -219,8 +219,8 @@ def test_memory_that_did_not_move_is_held_from_one_snapshot_to_the_next() -> Non
     tensor = parameter(torch.zeros(4))
     tensor.data, alive = of_numpy(4)
     part, arranged = part_of(lives_of([tensor]))
-    taken = sources(part, arranged)
-    taken = sources(part, arranged)
+    taken = arranged.sources(part)
+    taken = arranged.sources(part)
     tensor.data = torch.zeros(4)
     assert taken.pointers != [tensor.data_ptr()]
     assert alive() is not None
@@ -229,7 +229,7 @@ def test_memory_that_did_not_move_is_held_from_one_snapshot_to_the_next() -> Non
 def test_a_private_copy_holds_what_the_tensor_held() -> None:
     tensor = torch.arange(8.0)[::2]  # which nobody can copy as it lies
     part, arranged = part_of(lives_of([tensor], sync=True))
-    taken = sources(part, arranged)
+    taken = arranged.sources(part)
     tensor.zero_()
     assert taken.pointers == [copy.data_ptr() for copy in taken.tensors] != [tensor.data_ptr()]
     assert torch.equal(taken.tensors[0], torch.arange(0.0, 8.0, 2.0))
@@ -239,23 +239,23 @@ def test_what_lies_as_it_is_stored_is_copied_at_once_from_where_it_is() -> None:
     gaps, dense = torch.arange(8.0)[::2], torch.arange(4.0)
     arranged, _ = arrangement()
     arranged.update(lives_of([gaps, dense], sync=True), 0)
-    kinds = {part.order: (part.owned, part.at_once) for part in arranged.parts}
+    kinds = {part.order: (part.is_private, part.copied_at_open) for part in arranged.groups}
     assert kinds == {(0,): (True, False), (1,): (True, True)}
-    (part,) = (part for part in arranged.parts if part.at_once)
-    assert sources(part, arranged).pointers == [dense.data_ptr()]
+    (part,) = (part for part in arranged.groups if part.copied_at_open)
+    assert arranged.sources(part).pointers == [dense.data_ptr()]
 
 
 def test_nothing_is_copied_at_once_where_training_must_not_wait_for_the_medium() -> None:
     arranged, _ = arrangement()
-    arranged.may_wait = False
+    arranged.may_block_at_boundary = False
     arranged.update(lives_of([torch.arange(4.0)], sync=True), 0)
-    assert [(part.owned, part.at_once) for part in arranged.parts] == [(True, False)]
+    assert [(part.is_private, part.copied_at_open) for part in arranged.groups] == [(True, False)]
 
 
 def test_of_a_tensor_that_others_hold_too_only_the_own_span_is_copied_at_once() -> None:
     tensor = torch.arange(8.0)
     part, _ = part_of(lives_of([tensor], sync=True, span=(8, 24)))
-    assert part.at_once and part.begins.tolist() == [8] and part.total_bytes == 16
+    assert part.copied_at_open and part.begins.tolist() == [8] and part.total_bytes == 16
 
 
 # ---- What is found torn ------------------------------------------------------------------------
@@ -271,7 +271,8 @@ def move(tensor: torch.Tensor) -> None:
 
 def open_window(count: int) -> tuple[list[torch.Tensor], CopySources]:
     tensors = [parameter(torch.zeros(3)) for _ in range(count)]
-    return tensors, sources(*part_of(lives_of(tensors)))
+    part, plan = part_of(lives_of(tensors))
+    return tensors, plan.sources(part)
 
 
 @pytest.mark.parametrize("touch", [write, move])

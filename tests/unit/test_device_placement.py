@@ -1,4 +1,4 @@
-"""Sums of what a device's own stores into the region cost, and the ring, decide which is on."""
+"""One measurement says whether a device stores into the region itself, or the ring does."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightck.pipeline import device_placement, device_transfer
-from lightck.pipeline.device_transfer import DeviceTransfer, TransferChunk, TransferMode, took
-from lightck.pipeline.trial import LOOKS
+from lightck.pipeline import device_placement
+from lightck.pipeline.device_placement import DevicePlacement
+from lightck.pipeline.device_transfer import TransferMode
 
-DEVICE: Any = SimpleNamespace(name="here:0")
+PLACE = torch.zeros(400, dtype=torch.uint8)
 
 
 class Clock:
@@ -27,10 +27,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The one that both modules read."""
+    """The one that the module reads."""
     made = Clock()
-    for module in (device_transfer, device_placement):
-        monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(device_placement, "time", made)
     return made
 
 
@@ -42,105 +41,82 @@ class Copies:
     def __init__(self, clock: Clock, costs: list[float]) -> None:
         self.clock, self.costs, self.sizes = clock, costs, list[int]()
 
-    def pinned(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.uint8)
-
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
         assert [t.numel() for t in targets] == [s.numel() for s in sources]
         self.sizes.append(sum(source.numel() for source in sources))
         self.clock.now += self.costs.pop(0) * self.sizes[-1]
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(synchronize=lambda: None)
 
 
-def chosen(clock: Clock, *, wanted: str = "auto") -> device_placement.DevicePlacement:
-    """Knows that a plain copy takes one second a byte."""
-    made = device_placement.DevicePlacement(Any, wanted)  # type: ignore[arg-type]
-    made._refused["SimpleNamespace"] = ""
-    made._plain["here:0"], made._contests["here:0"] = 1.0, device_placement.ABTrial()
+def placement_of(wanted: str = "auto", refused: str = "") -> DevicePlacement:
+    """Knows whether the region is registered."""
+    made = DevicePlacement(Any, wanted)  # type: ignore[arg-type]
+    made._refused["Copies"] = refused
     return made
 
 
-def paid(of: device_placement.DevicePlacement, *costs: float) -> None:
-    """Snapshots that went the way in use."""
-    for cost in costs:
-        of.paid(DEVICE, cost, in_place=not of._beaten(DEVICE))
+def measured(clock: Clock, region: float, pinned: float) -> tuple[DevicePlacement, Copies]:
+    """Stores into the region take so many seconds a byte at best, and so do copies to DRAM."""
+    costs = [factor * each for each in (region, pinned) for factor in (2.0, 1.0, 3.0)]
+    made, device = placement_of(), Copies(clock, costs)
+    tensors = [torch.zeros(650, dtype=torch.uint8) for _ in range(5)]
+    extents = [torch.zeros(650, dtype=torch.uint8) for _ in range(5)]
+    assert made.needs_measuring(device)  # type: ignore[arg-type]
+    made.measure(device, tensors, extents, PLACE)  # type: ignore[arg-type]
+    assert not made.needs_measuring(device)  # type: ignore[arg-type]
+    return made, device
 
 
-def test_a_plain_copy_is_the_best_of_three_of_at_most_the_sample(
+def test_the_best_of_three_of_at_most_the_sample_counts(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_placement, "SAMPLE_BYTES", 1000)
-    made, device = device_placement.DevicePlacement(Any), Copies(clock, [0.5, 0.25, 0.75])  # type: ignore[arg-type]
-    tensors = [torch.zeros(650, dtype=torch.uint8) for _ in range(5)]
-    for _ in range(2):  # the second time it is known
-        made.measure(device, tensors, 400)  # type: ignore[arg-type]
-    assert device.sizes == [1050] * 3
-    assert made._plain == {"here:0": 0.25}
+    made, device = measured(clock, 0.5, 0.25)
+    assert device.sizes == [1050] * 6
+    assert made._rates == {"here:0": (2.0, 4.0)}
 
 
-def test_less_than_one_load_is_too_little_to_judge_by(clock: Clock) -> None:
-    made, device = device_placement.DevicePlacement(Any), Copies(clock, [])  # type: ignore[arg-type]
-    made.measure(device, [torch.zeros(399, dtype=torch.uint8)], 400)  # type: ignore[arg-type]
-    assert not made._plain
-    made.paid(DEVICE, 1e9, in_place=True)
-    assert not made._beaten(DEVICE)
+@pytest.mark.parametrize(("cost", "ring"), [(2.0, False), (2.1, True)])
+@pytest.mark.parametrize("mode", [TransferMode.DIRECT, TransferMode.DEVICE])
+def test_a_device_half_as_fast_into_the_region_leaves_it_to_the_ring(
+    clock: Clock, cost: float, ring: bool, mode: TransferMode
+) -> None:
+    made, device = measured(clock, cost, 1.0)
+    assert ("through the ring" in made._too_slow(device)) is ring  # type: ignore[arg-type]
+    chosen, _ = made.choose(device, 100, ask=False)  # type: ignore[arg-type]
+    assert chosen is (TransferMode.HOST if ring else TransferMode.DIRECT)
+    if mode is TransferMode.DEVICE:
+        assert made.in_place(device, mode) is not ring  # type: ignore[arg-type]
 
 
-def test_stores_of_twice_a_plain_copy_are_kept_and_slower_ones_doubted(clock: Clock) -> None:
-    of = chosen(clock)
-    paid(of, *[2.0] * 10)
-    assert not of._beaten(DEVICE)
-    paid(of, *[2.1] * 2)
-    assert "own stores" in of._beaten(DEVICE)
+def test_no_bytes_are_measured_that_lie_in_two_registered_pieces(clock: Clock) -> None:
+    made, device = placement_of(), Copies(clock, [1.0] * 6)
+    extents = [torch.zeros(400, dtype=torch.uint8) for _ in range(3)]
+    pieces = sorted(each.data_ptr() for each in extents)
+    made._registered["Copies"] = (device, [pieces[0], pieces[1] + 100, pieces[2]])  # type: ignore[assignment]
+    made.measure(device, extents, extents, PLACE)  # type: ignore[arg-type]
+    assert device.sizes == [800] * 6
 
 
-def test_the_ring_is_kept_for_half_of_the_cost_and_not_for_more(clock: Clock) -> None:
-    for cost, kept in ((2.0, True), (2.01, False)):
-        of = chosen(clock)
-        paid(of, *[4.0] * LOOKS, *[cost] * LOOKS)
-        assert bool(of._beaten(DEVICE)) is kept
-
-
-def test_what_went_before_the_turn_is_not_counted_for_the_other_way(clock: Clock) -> None:
-    of = chosen(clock)
-    paid(of, *[4.0] * LOOKS)
-    for _ in range(LOOKS):
-        of.paid(DEVICE, 99.0, in_place=True)  # was under way
-    assert of._beaten(DEVICE)
-    paid(of, *[1.0] * LOOKS)
-    assert of._beaten(DEVICE)
-    assert "ring 0.00 GB/s" in of._beaten(DEVICE)
+def test_without_a_place_of_the_ring_nothing_is_measured(clock: Clock) -> None:
+    made, device = placement_of(), Copies(clock, [])
+    made.measure(device, [PLACE], [PLACE], None)  # type: ignore[arg-type]
+    assert made.needs_measuring(device)  # type: ignore[arg-type]
+    assert made.in_place(device, TransferMode.DIRECT)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "judged"), [("auto", True), ("device", True), ("direct", False)]
+    ("wanted", "refused", "needed"),
+    [
+        ("auto", "", True),
+        ("device", "", True),
+        ("direct", "", False),
+        ("host", "", False),
+        ("auto", "an ordinary file", False),
+    ],
 )
-def test_a_region_that_was_asked_for_by_name_is_not_judged(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, judged: bool
+def test_only_a_region_that_need_not_be_used_and_can_be_is_measured(
+    clock: Clock, wanted: str, refused: str, needed: bool
 ) -> None:
-    monkeypatch.setattr(device_placement.DevicePlacement, "_refuses", lambda self, device: "")
-    made = device_placement.DevicePlacement(Any, wanted)  # type: ignore[arg-type]
-    assert made.judged(DEVICE) is judged
-    assert (
-        made.in_place(DEVICE, TransferMode.DEVICE)
-        is made.in_place(DEVICE, TransferMode.DIRECT)
-        is True
-    )
-
-
-def test_transfers_take_from_their_first_load_to_their_last(clock: Clock) -> None:
-    def transfer_of(*sizes: int) -> DeviceTransfer:
-        sources = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-        batch: Any = SimpleNamespace(total_bytes=sum(sizes))
-        return DeviceTransfer(DEVICE, Any, batch, sources, None)  # type: ignore[arg-type]
-
-    first, empty, last = run = [transfer_of(8, 4), transfer_of(), transfer_of(3)]
-    assert not first.in_place
-    assert took(run) == took([empty]) == (0, 0.0)
-    seen = []
-    for of, end in ((first, 2), (first, 5), (first, 12), (last, 3)):
-        clock.now += 3.0
-        of.came(TransferChunk(end, Any, None))  # type: ignore[arg-type]
-        seen.append(took(run))
-    assert seen == [(0, 0.0), (3, 3.0), (10, 6.0), (13, 9.0)]
-    assert took([last]) == (0, 0.0)
+    made = placement_of(wanted, refused)
+    assert made.needs_measuring(Copies(clock, [])) is needed  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ from lightck.errors import (
 from lightck.failure.takeover.inference import CannotInfer, RankLocalState, inferred
 from lightck.journal.copy_buffer import is_readable
 from lightck.journal.device_lag import PreUpdateState
-from lightck.pipeline.copy_plan import CopyPlan, CopySources, sources
+from lightck.pipeline.copy_plan import CopyPlan, CopySources
 from lightck.region import location
 from lightck.region.location import Location
 from lightck.region.native_pool import NativePool
@@ -117,23 +117,23 @@ def _spare(own: Region, reusable: Callable[[int, int], bool]) -> Callable[[int, 
     return spare
 
 
-def copy(writer: SlotWriter, arrangement: CopyPlan, deadline: float) -> None:
+def copy(writer: SlotWriter, plan: CopyPlan, deadline: float) -> None:
     """Copy everything; the state must not change meanwhile.
 
     Raises:
         TornSnapshotError: the state has changed.
         WaitTimeoutError: the copy took longer than until the deadline.
     """
-    for part in arrangement.parts:
-        chosen = sources(part, arrangement)
+    for part in plan.groups:
+        chosen = plan.sources(part)
         never = np.zeros(len(part.positions), np.bool_)
         pointers = chosen.pointers + part.begins
         if part.device is not None:  # the workers cannot read it
-            held = _fetched(part.device, chosen, deadline, made=part.owned)
+            held = _fetched(part.device, chosen, deadline, made=part.is_private)
             pointers = np.array([each.data_ptr() for each in held], np.uint64)
         batch = writer.add(part.positions, pointers, never, never)
         writer.finish_copies(batch, max(0.0, deadline - time.monotonic()))
-        if part.owned and not part.at_once:
+        if part.is_private and not part.copied_at_open:
             continue
         torn = [writer.layout.entries[int(part.positions[i])].name for i in chosen.changed()]
         found = torn[0] if torn else writer.audit(batch, secrets.randbits(63), False)
@@ -151,7 +151,7 @@ def _fetched(
     just been `made`, the computation that made them is waited for.
     """
     if made:
-        device.follow(device.mark())
+        device.copy_stream_wait(device.record_event())
     place = device.pinned(_FETCHED_BYTES)
     held = [torch.empty(flat.numel(), dtype=torch.uint8, device="cpu") for flat in chosen.flats]
     for whole, flat in zip(held, chosen.flats, strict=True):
@@ -159,7 +159,7 @@ def _fetched(
         for target, source in rows:
             there = place[: source.numel()]
             copied = device.copy([there], [source])
-            while not copied.passed():
+            while not copied.query():
                 if time.monotonic() > deadline:
                     _under_way.append((place, chosen))
                     raise WaitTimeoutError(f"{device.name} did not copy a part in time")
@@ -419,12 +419,12 @@ class Takeover:
                     raise _Refused(f"this rank has gone on from step {ours.step}")
                 must_stand(ours.early)
                 lives = _of_then(before, self._lives(rank, own, ours), own)
-                arrangement = CopyPlan(region)
+                plan = CopyPlan(region)
                 size = len(own.at_step) + len(own.at_forward)
-                writer = SlotWriter.open(region, pool, arrangement.update(lives, size))
+                writer = SlotWriter.open(region, pool, plan.update(lives, size))
                 if writer is None:
                     raise _Refused(f"{region.place.file}: every slot is protected or leased")
-                copy(writer, arrangement, deadline)
+                copy(writer, plan, deadline)
                 must_stand(ours.early)
             flags = RECORD_JIT | (RECORD_EARLY if ours.early else 0)
             blobs = own.at_step, own.at_forward
