@@ -300,7 +300,7 @@ class JitSaver:
         if pipeline.window is not None and (before is None or not self._waits()):
             # In any case: the fence of an update comes before it changes anything.
             with checkpointer.outcomes.reported():
-                pipeline.fence(None, aside=not here)
+                checkpointer.outcomes.fence(aside=not here)
         step = checkpointer.steps.step if before is None else before.step
         for flight in pipeline.in_flight:
             if flight.step == step and early <= bool(flight.flags & RECORD_EARLY):

@@ -120,13 +120,13 @@ class Outcomes:
     slips: SlipWatch = field(default_factory=SlipWatch)
     _torn_once: set[str] = field(default_factory=set)
 
-    def fence(self, optimizer: int | None = None) -> bool:
+    def fence(self, optimizer: int | None = None, *, aside: bool = False) -> bool:
         """Fence the open snapshot (`Pipeline.fence`); count and report it if it is torn.
 
-        Returns False in that case.
+        Returns False in that case. `aside`: by another thread than the one that updates.
         """
         snapshot = self.pipeline.window
-        if snapshot is None or self.pipeline.fence(optimizer):
+        if snapshot is None or self.pipeline.fence(optimizer, aside=aside):
             return True
         self._torn(snapshot)
         return False

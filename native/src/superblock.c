@@ -100,10 +100,11 @@ static int check_bounds(const superblock_disk *super) {
 static int refuse(const superblock_disk copies[2], const enum verdict verdicts[2]) {
   for (int i = 0; i < 2; i++)
     if (verdicts[i] == OTHER_VERSION)
-      return lck_fail(LCK_E_FORMAT,
-                      "region format version %u, expected %u: another lightck wrote it; read it with"
-                      " that one, or remove it (lightck rm)",
-                      copies[i].version, LCK_FORMAT_VERSION);
+      return lck_fail(
+          LCK_E_FORMAT,
+          "region format version %u, expected %u: another lightck wrote it; read it with"
+          " that one, or remove it (lightck rm)",
+          copies[i].version, LCK_FORMAT_VERSION);
   for (int i = 0; i < 2; i++)
     if (verdicts[i] == DAMAGED && verdicts[1 - i] == BLANK)
       return lck_fail(LCK_E_FORMAT, "the region's creation was never finished");

@@ -200,7 +200,8 @@ static void test_superblock_versions(void) {
   must_close(region);
   poke(LCK_SUPERBLOCK_OFFSET(1) + 8, &version, 4);
   CHECK(try_open(path, 0, &region) == LCK_E_FORMAT, "%s", lck_last_error());
-  CHECK(strstr(lck_last_error(), "version 1, expected 2: another lightck wrote it") != NULL, "%s", lck_last_error());
+  CHECK(strstr(lck_last_error(), "version 1, expected 2: another lightck wrote it") != NULL, "%s",
+        lck_last_error());
   make();
   poke(0, zero, 4096);
   flip(LCK_SUPERBLOCK_OFFSET(1) + 300, 1);

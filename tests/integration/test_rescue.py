@@ -219,6 +219,27 @@ def test_the_window_that_is_open_is_finished_not_copied_again(run_dir: Path) -> 
     loop.check(run_dir, check_all)
 
 
+def test_a_save_that_finds_the_open_window_torn_tells_and_counts_it_as_any_fence(
+    run_dir: Path,
+) -> None:
+    loop = counting_loop()
+    told: list[BaseException] = []
+    with attach(run_dir, loop, policy=1, schedule="backward", on_error=told.append) as handle:
+        loop.run(3)
+        handle.wait()
+        loss = loop.forward()
+        with torch.no_grad():
+            loop.model.inner.bias.add_(1)
+        saved = handle.snapshot_now("now")
+        assert not saved.fresh and "model/inner.bias" in saved.why
+        assert handle.stats().torn == 1
+        assert [type(error) for error in told] == [lightck.TornSnapshotError]
+        loss.backward()
+        loop.update()
+        with pytest.raises(lightck.TornSnapshotError, match=r"model/inner\.bias"):
+            handle.close()
+
+
 def test_a_slot_that_persists_is_finished_first(disk_dir: Path) -> None:
     loop = counting_loop()
     with attach(disk_dir, loop, policy=2) as handle:
