@@ -6,16 +6,24 @@ Neither library is needed to build or import lightck.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lightck.errors import NoSnapshotError, PmdkMissingError
+from lightck.errors import NoSnapshotError, PmdkMissingError, RegionError
 from lightck.load import region_files
 from lightck.region import location
-from lightck.region.backends import libpmem2, pmdk
+from lightck.region.backends.pmdk import ffi, pmem2, text_of
 
-GRANULARITIES = {1: "byte", 2: "cache line", 3: "page"}
+_GRANULARITIES = ("byte", "cache line", "page")
+"""The names of PMEM2_GRANULARITY_*, by number."""
+_PAGE = 2  # PMEM2_GRANULARITY_PAGE: any medium will do
+_PROT_READ = 1 << 30
+_NO_BAD_BLOCK = -100029
+_DEVICE_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ def media_report(path: str | os.PathLike[str] | None = None) -> list[MediaReport
         NoSnapshotError: no region is there.
         RegionError: the place is not safe.
     """
-    pmdk.pmem2()
+    pmem2()
     files = region_files(path)
     if not files:
         raise NoSnapshotError(f"{path}: there is no lightck region")
@@ -60,18 +68,93 @@ def media_report(path: str | os.PathLike[str] | None = None) -> list[MediaReport
 
 
 def _report(where: location.Location) -> MediaReport:
-    with location.opened(where, writable=False) as (fd, _):
-        media = libpmem2.media_of(fd, str(where.file))
-    return MediaReport(
-        file=where.file,
-        granularity=GRANULARITIES.get(media.granularity or 0),
-        forced=bool(os.environ.get("PMEM2_FORCE_GRANULARITY")),
-        device=media.device,
-        numa_node=media.numa_node,
-        bad_blocks=media.bad_blocks,
-        unsafe_shutdowns=media.unsafe_shutdowns,
-        unknown=media.unknown,
-    )
+    unknown: list[str] = []
+    label = str(where.file)
+    with (
+        location.opened(where, writable=False) as (fd, _),
+        _source(fd, label) as source,
+    ):
+        return MediaReport(
+            file=where.file,
+            granularity=_granularity(source, label, unknown),
+            forced=bool(os.environ.get("PMEM2_FORCE_GRANULARITY")),
+            device=_device(source, unknown),
+            numa_node=_number(source, "numa_node", "int *", unknown),
+            bad_blocks=_bad_blocks(source, unknown),
+            unsafe_shutdowns=_number(source, "device_usc", "uint64_t *", unknown),
+            unknown=tuple(unknown),
+        )
+
+
+@contextlib.contextmanager
+def _source(fd: int, label: str) -> Iterator[Any]:
+    held = ffi.new("struct pmem2_source **")
+    _check(pmem2().pmem2_source_from_fd(held, fd), label)
+    try:
+        yield held[0]
+    finally:
+        pmem2().pmem2_source_delete(held)
+
+
+def _granularity(source: Any, label: str, unknown: list[str]) -> str | None:
+    """Return how libpmem2 makes stores durable in a mapping of the medium; None: it has none."""
+    lib = pmem2()
+    config, held = ffi.new("struct pmem2_config **"), ffi.new("struct pmem2_map **")
+    try:
+        _check(lib.pmem2_config_new(config), label)
+        try:
+            _check(lib.pmem2_config_set_required_store_granularity(config[0], _PAGE), label)
+            _check(lib.pmem2_config_set_protection(config[0], _PROT_READ), label)
+            _check(lib.pmem2_map_new(held, config[0], source), f"{label}: map")
+        finally:
+            lib.pmem2_config_delete(config)
+        found = _GRANULARITIES[lib.pmem2_map_get_store_granularity(held[0])]
+        _check(lib.pmem2_map_delete(held), f"{label}: unmap")
+    except RegionError as error:
+        unknown.append(str(error))
+        return None
+    return found
+
+
+def _device(source: Any, unknown: list[str]) -> str | None:
+    size, text = ffi.new("size_t *", _DEVICE_BYTES), ffi.new("char[]", _DEVICE_BYTES)
+    if _told(pmem2().pmem2_source_device_id(source, text, size), "device_id", unknown):
+        return str(ffi.string(text).decode(errors="replace")) or None
+    return None
+
+
+def _number(source: Any, what: str, kind: str, unknown: list[str]) -> int | None:
+    value = ffi.new(kind)
+    code = getattr(pmem2(), f"pmem2_source_{what}")(source, value)
+    return int(value[0]) if _told(code, what, unknown) else None
+
+
+def _bad_blocks(source: Any, unknown: list[str]) -> tuple[tuple[int, int], ...] | None:
+    lib = pmem2()
+    context, block = ffi.new("struct pmem2_badblock_context **"), ffi.new("pmem2_badblock *")
+    if not _told(lib.pmem2_badblock_context_new(context, source), "badblock", unknown):
+        return None
+    found: list[tuple[int, int]] = []
+    try:
+        while (code := lib.pmem2_badblock_next(context[0], block)) == 0:
+            found.append((int(block.offset), int(block.length)))
+    finally:
+        lib.pmem2_badblock_context_delete(context)
+    if code != _NO_BAD_BLOCK and not _told(code, "badblock", unknown):
+        return None
+    return tuple(found)
+
+
+def _told(code: int, what: str, unknown: list[str]) -> bool:
+    if code != 0:
+        unknown.append(f"{what}: {text_of(pmem2().pmem2_errormsg())} (code {code})")
+    return code == 0
+
+
+def _check(code: int, context: str) -> None:
+    if code != 0:
+        text = text_of(pmem2().pmem2_errormsg())
+        raise RegionError(f"{context}: libpmem2: {text} (code {code})")
 
 
 __all__ = ["MediaReport", "PmdkMissingError", "media_report"]

@@ -29,7 +29,7 @@ from lightck.errors import (
     RegionFullError,
 )
 from lightck.region import location
-from lightck.region.backends import libpmem2, libpmemobj, pmdk, select
+from lightck.region.backends import libpmemobj, pmdk, select
 from lightck.region.region import Region
 
 SIZES = {"a": 1, "d": 100_000}
@@ -302,16 +302,10 @@ def test_unsafe_shutdowns_and_bad_blocks_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real = libpmem2.media_of
-
-    def counted(fd: int, label: str) -> libpmem2.Media:
-        found = real(fd, label)
-        return libpmem2.Media(
-            found.granularity, "8089-a2-1837", 0, ((4096, 512),), 5, found.unknown
-        )
-
     Book(run_dir).close()
-    monkeypatch.setattr(libpmem2, "media_of", counted)
+    monkeypatch.setattr(lightck.pmdk, "_device", lambda source, unknown: "8089-a2-1837")
+    monkeypatch.setattr(lightck.pmdk, "_number", lambda source, what, kind, unknown: 5)
+    monkeypatch.setattr(lightck.pmdk, "_bad_blocks", lambda source, unknown: ((4096, 512),))
     (report,) = lightck.pmdk.media_report(run_dir)
     assert (report.device, report.unsafe_shutdowns) == ("8089-a2-1837", 5)
     assert report.bad_blocks == ((4096, 512),)
