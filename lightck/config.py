@@ -375,16 +375,7 @@ _FAILURE_CHECKS: dict[str, Callable[[object], Any]] = {
     "hang_exit_s": lambda value: None if value is None else _seconds(value),
     "on_failure": _at_will,
 }
-_TEXTS = (
-    "path",
-    "priority",
-    "schedule",
-    "placement",
-    "backend",
-    "durability",
-    "on_error",
-    "run_id",
-)
+_TEXTS = "path priority schedule placement backend durability on_error run_id".split()
 _CHECKS: dict[str, Callable[[object], object]] = {
     "path": _path,
     "policy": parse,

@@ -15,6 +15,11 @@ from lightck.region.region import Region
 from lightck.region.stats_page import Reading
 
 RUNNING, ENDED, GONE, ELSEWHERE, NONE = "running", "ended", "gone", "unknown owner", "idle"
+_COUNTERS = (
+    *("payload_bytes", "captured", "committed", "slipped", "torn", "failed", "bytes_copied"),
+    *("bytes_skipped", "bytes_helped", "staging_bytes", "bytes_drained", "errors"),
+)
+"""The counters of a statistics page that `published` hands on as they are."""
 
 
 def readings(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
@@ -111,19 +116,12 @@ def _published(said: Reading) -> dict[str, Any]:
         "began_s": lived,
         "age_s": max(0.0, time.time() - numbers["updated_ns"] / 1e9),
         "step_s": numbers["step_ns"] / 1e9,
-        "payload_bytes": numbers["payload_bytes"],
-        **{name: numbers[name] for name in ("captured", "committed", "slipped", "torn", "failed")},
-        "bytes_copied": numbers["bytes_copied"],
-        "bytes_skipped": numbers["bytes_skipped"],
-        "bytes_helped": numbers["bytes_helped"],
-        "staging_bytes": numbers["staging_bytes"],
-        "bytes_drained": numbers["bytes_drained"],
+        **{name: numbers[name] for name in _COUNTERS},
         "drain_rate": numbers["bytes_drained"] / drain_s if drain_s else 0.0,
         "copy_rate": numbers["bytes_copied"] / seconds if seconds else 0.0,
         "write_rate": numbers["bytes_copied"] / lived if lived > 0 else 0.0,
         "commit_s": numbers["commit_ns"] / 1e9 / max(1, numbers["committed"]),
         "stall_s": stalls,
         "stall_s_per_step": sum(stalls.values()) / steps if steps else 0.0,
-        "errors": numbers["errors"],
         "last_error": said.last_error or None,
     }

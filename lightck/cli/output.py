@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -72,13 +73,9 @@ def timeline(identity: int | None) -> str | None:
     return None if identity is None else f"{identity:016x}"
 
 
-def say(text: str) -> None:
-    """Print a line at once, also into a pipe."""
-    print(text, flush=True)
-
-
-def say_nothing(text: str) -> None:
-    """Take the place of `say` where `--json` prints one document."""
+def teller(arguments: argparse.Namespace) -> Callable[[str], None]:
+    """Return a function that prints a line at once, also into a pipe; with `--json` nothing."""
+    return lambda text: None if arguments.json else print(text, flush=True)
 
 
 def print_json(document: Any, indent: int | None = 2) -> None:

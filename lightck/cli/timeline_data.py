@@ -135,7 +135,7 @@ def row_of(recording: Recording, step: Bar) -> dict[str, Any]:
     busy = sum(bar.length for bar in copies)
     stalls = recording.during(step, "lightck")
     commits = recording.during(step, "committed")
-    lost = [m.name for m in recording.marks if m.name.startswith(("slipped", "torn"))]
+    marks = [mark for mark in recording.marks if step.begin <= mark.begin < step.end]
     return {
         "step": step.args["step"],
         "ms": step.length,
@@ -151,9 +151,5 @@ def row_of(recording: Recording, step: Bar) -> dict[str, Any]:
         "copy_gb_per_s": moved / busy / 1e6 if busy else None,
         "committed": [bar.args["snapshot"] for bar in commits],
         "commit_ms": [bar.length for bar in commits],
-        "lost": [name for name in lost if name in _within(recording, step)],
+        "lost": [m.name for m in marks if m.name.startswith(("slipped", "torn"))],
     }
-
-
-def _within(recording: Recording, step: Bar) -> set[str]:
-    return {mark.name for mark in recording.marks if step.begin <= mark.begin < step.end}

@@ -220,7 +220,8 @@ def _copies(track: str, axes: Any, recording: Recording, y: int, end: float) -> 
         if parts:
             _coloured(axes, own, y + 0.06, parts, end, _COPY_LANE)
         else:
-            _bars(axes, _joined(own), y + 0.06, _colour_of(snapshot), height=_COPY_LANE)
+            colour = _SNAPSHOTS[snapshot % len(_SNAPSHOTS)]
+            _bars(axes, _joined(own), y + 0.06, colour, height=_COPY_LANE)
         moved, busy = sum(b.args["bytes"] for b in own), sum(b.length for b in own)
         title = f"snapshot {snapshot}:  " if parts else f"{snapshot}:  "
         rate = f"{title}{size(moved)} at {moved / max(busy, 1e-9) / 1e6:.1f} GB/s"
@@ -235,10 +236,6 @@ def _joined(bars: Sequence[Bar]) -> list[tuple[float, float]]:
         else:
             spans.append((bar.begin, bar.end))
     return spans
-
-
-def _colour_of(snapshot: int) -> str:
-    return _SNAPSHOTS[snapshot % len(_SNAPSHOTS)]
 
 
 def _commits(axes: Any, recording: Recording, y: int, end: float) -> None:
@@ -314,10 +311,11 @@ def _words(figure: Figure, recording: Recording) -> None:
     )
     inch = 1 / figure.get_figheight()
     figure.text(0.012, 1 - 0.42 * inch, title, fontsize=15, weight="bold", color=_INK)
+    threads = _counted(about.get("threads"), "copying thread")
     text = (
         f"lightck held the training thread up for {stalled / len(rows):.1f} ms per step,"
         f" {100 * stalled / spent:.1f} %  ({parts} ms).",
-        f"{about.get('medium')}, survives {about.get('survives')}; {_threads(about)},"
+        f"{about.get('medium')}, survives {about.get('survives')}; {threads},"
         f" schedule {about.get('schedule')}",
     )
     wide = len(rows) > 1
@@ -348,13 +346,8 @@ def _words(figure: Figure, recording: Recording) -> None:
     )  # fmt: skip
 
 
-def _counted(count: int, what: str) -> str:
+def _counted(count: int | None, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-def _threads(about: dict[str, Any]) -> str:
-    count = about.get("threads")
-    return "one copying thread" if count == 1 else f"{count} copying threads"
 
 
 _PAPER = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.9}

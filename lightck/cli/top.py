@@ -163,8 +163,9 @@ def _block(row: Row) -> str:
     ]
     said = row["published"]
     if said is not None:
+        pace = f", {span(said['step_s'])} per step" if said["step_s"] else ""
         lines += [
-            ("step", f"{said['step']}{_step_time(said)}"),
+            ("step", f"{said['step']}{pace}"),
             ("committed", _committed(row)),
             ("written", _written(row)),
             *_drained(said),
@@ -198,10 +199,6 @@ def _trainer(row: Row) -> str:
         return f"{who} is gone without closing (killed?), last step {span(said['age_s'])} ago"
     assert state == ELSEWHERE
     return f"another process than {who}, which closed its handle {span(said['age_s'])} ago"
-
-
-def _step_time(said: Row) -> str:
-    return f", {span(said['step_s'])} per step" if said["step_s"] else ""
 
 
 def _committed(row: Row) -> str:

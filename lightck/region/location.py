@@ -330,13 +330,18 @@ def _own(fd: int) -> bool:
 
     It has no effect if `fd` holds it already.
     """
-    lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, OWNER_BYTE, 1, 0)
+    return _locked(fd, OWNER_BYTE, 1)
+
+
+def _locked(fd: int, start: int, length: int) -> bool:
+    """Lock bytes of a region's file against every other descriptor; return whether they are."""
+    lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
     except (BlockingIOError, PermissionError):
         return False
     except OSError as error:
-        raise RegionError(f"cannot lock a new region: {error.strerror}") from error
+        raise RegionError(f"cannot lock a region: {error.strerror}") from error
     return True
 
 
@@ -350,14 +355,11 @@ def seized(file: Path) -> Iterator[int]:
     """
     fd = _open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        _check_file(Location(file.parent, file, is_device=False), [fd, fd])
-        lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # length 0: to any end
-        try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
-        except (BlockingIOError, PermissionError) as error:
-            owned = is_owned(Location(file.parent, file, is_device=False))
-            who = "a trainer owns it" if owned else "a reader holds a snapshot in it"
-            raise RegionBusyError(f"{file}: {who}") from error
+        where = Location(file.parent, file, is_device=False)
+        _check_file(where, [fd, fd])
+        if not _locked(fd, 0, 0):  # length 0: to any end
+            who = "a trainer owns it" if is_owned(where) else "a reader holds a snapshot in it"
+            raise RegionBusyError(f"{file}: {who}")
         if not _is_same(file, fd):
             raise RegionBusyError(f"{file} was replaced while it was opened; try again")
         yield fd

@@ -284,18 +284,7 @@ class NativeRegion:
         return RegionInfo(
             uuid=bytes(raw.uuid),
             run_id=bytes(raw.run_id),
-            format_version=raw.format_version,
-            rank=raw.rank,
-            world=raw.world,
-            slot_count=raw.slot_count,
             medium=MEDIA[raw.medium],
-            granularity=raw.granularity,
-            page_bytes=raw.page_bytes,
-            latched=raw.latched,
-            size=raw.size,
-            generation=raw.generation,
-            created_ns=raw.created_ns,
-            timeline=raw.timeline,
             base=int(ffi.cast("uintptr_t", raw.base)),
             device=int(ffi.cast("uintptr_t", raw.device)),
             journal_bytes=raw.journal_length,
@@ -304,6 +293,11 @@ class NativeRegion:
                 for s in raw.segments[0 : raw.segment_count]
             ),
             lineage=tuple((b.timeline, b.sequence) for b in raw.lineage[0 : raw.lineage_count]),
+            **_numbers(
+                raw,
+                *("format_version", "rank", "world", "slot_count", "granularity", "page_bytes"),
+                *("latched", "size", "generation", "created_ns", "timeline"),
+            ),
         )
 
     def grow(self, slot_bytes: int) -> None:
@@ -432,15 +426,8 @@ class NativeRegion:
         if code == E_EMPTY:
             return None
         check(code, f"journal of {self.label}")
-        return JournalEntry(
-            kind=raw.kind,
-            step=raw.step,
-            timeline=raw.timeline,
-            sequence=raw.sequence,
-            wall_time_ns=raw.wall_time_ns,
-            flags=raw.flags,
-            blob=bytes(ffi.buffer(blob, raw.length)),
-        )
+        numbers = JournalEntry.__dataclass_fields__.keys() - {"blob"}
+        return JournalEntry(**_numbers(raw, *numbers), blob=bytes(ffi.buffer(blob, raw.length)))
 
     def close(self) -> None:
         """Unmap and unlock; idempotent."""
@@ -453,5 +440,8 @@ class NativeRegion:
 
 def _record(raw: Any) -> Record:
     numbers = Record.__dataclass_fields__.keys() - {"share_digest"}
-    found = {name: int(getattr(raw, name)) for name in numbers}
-    return Record(**found, share_digest=bytes(raw.share_digest))
+    return Record(**_numbers(raw, *numbers), share_digest=bytes(raw.share_digest))
+
+
+def _numbers(raw: Any, *names: str) -> dict[str, int]:
+    return {name: int(getattr(raw, name)) for name in names}

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,14 +36,6 @@ from lightck.region.native_region import (
 from lightck.region.survival import GRAN_PAGE, survives
 
 # ---- whole snapshots in the order in which recovery takes them -----------------------------------
-
-
-class _HasRecord(Protocol):
-    @property
-    def record(self) -> Record: ...
-
-
-T = TypeVar("T", bound=_HasRecord)
 
 
 def is_near(inexact: int, exact: int) -> bool:
@@ -75,7 +67,7 @@ def _yields(newer: Record, older: Record) -> bool:
     return newer.early and not older.early and is_near(newer.step, older.step)
 
 
-def preferred(candidates: Sequence[T]) -> list[T]:
+def preferred(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Order candidates, given newest first: those that are not suspect come before all others.
 
     Where replicas differ, one of them is wrong, and nothing in the bytes tells which.
@@ -84,10 +76,10 @@ def preferred(candidates: Sequence[T]) -> list[T]:
     return [*_exact_first(trusted), *(c for c in candidates if c.record.suspect)]
 
 
-def _exact_first(candidates: list[T]) -> list[T]:
+def _exact_first(candidates: list[Candidate]) -> list[Candidate]:
     """Put an exact snapshot before the early ones that are near it."""
-    ordered: list[T] = []
-    waiting: list[T] = []  # early ones: an exact one near them may still come
+    ordered: list[Candidate] = []
+    waiting: list[Candidate] = []  # early ones: an exact one near them may still come
     for each in candidates:
         if each.record.early:
             waiting.append(each)

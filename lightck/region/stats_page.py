@@ -39,14 +39,9 @@ class Process:
         return cls(os.getpid(), _start(os.getpid()) or 0, boot())
 
     @property
-    def is_here(self) -> bool:
-        """Return whether the process is of this boot of this machine and can be looked up."""
-        return self.boot == boot()
-
-    @property
     def is_running(self) -> bool:
         """Return whether the process runs, as far as this process's PID namespace shows."""
-        return self.is_here and self.start != 0 and _start(self.number) == self.start
+        return self.boot == boot() and self.start != 0 and _start(self.number) == self.start
 
 
 def boot() -> bytes:

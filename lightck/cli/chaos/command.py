@@ -27,9 +27,8 @@ from lightck.cli.output import (
     Refusal,
     print_json,
     progress,
-    say,
-    say_nothing,
     table,
+    teller,
 )
 from lightck.failure.fault_plan import KINDS, PHASES, Fault
 
@@ -125,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not 0 < getattr(arguments, name) < 1e6:
             raise Refusal(f"--{name} {getattr(arguments, name)}: must be seconds, more than 0")
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
-    tell = say_nothing if arguments.json else say
+    tell = teller(arguments)
     given = [plan.parse(text) for text in arguments.fault or ()]
     kinds = _kinds(arguments, given, tell)
     if not (given or arguments.command):  # refuse before training if the steps are too few

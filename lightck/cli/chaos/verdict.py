@@ -105,8 +105,7 @@ def _attached(events: Sequence[Event], living: set[int]) -> list[Event]:
 
     Processes that lived at the fault are left out: one of their ranks may still be attaching then.
     """
-    attached = (e for e in events if e["event"] == "log" and e["name"] == "attached")
-    return [e for e in attached if e.get("pid") not in living]
+    return [e for e in events if _is_attached(e) and e.get("pid") not in living]
 
 
 def _detected(fault: Event, window: Sequence[Event], until: float | None) -> dict[str, Any]:
@@ -146,15 +145,18 @@ def _when(step: int, until: float, events: Sequence[Event]) -> float:
     times = [
         e["t"]
         for e in events
-        if e["t"] <= until and ((e["event"] == "step" and e["step"] == step) or _began_at(e, step))
+        if e["t"] <= until
+        and (
+            (e["event"] == "step" and e["step"] == step)
+            or (_is_attached(e) and int(e["fields"]["step"]) == step)
+        )
     ]
     begin: float = max(times, default=events[0]["t"])
     return begin
 
 
-def _began_at(event: Event, step: int) -> bool:
-    named = event["event"] == "log" and event["name"] == "attached"
-    return named and int(event["fields"]["step"]) == step
+def _is_attached(event: Event) -> bool:
+    return event["event"] == "log" and bool(event["name"] == "attached")
 
 
 # ---- equality ------------------------------------------------------------------------------------

@@ -27,10 +27,9 @@ from lightck.cli.output import (
     Refusal,
     print_json,
     progress,
-    say,
-    say_nothing,
     size,
     table,
+    teller,
 )
 from lightck.examine import check
 from lightck.failure.fault_plan import VARIABLE, Fault, write_plan
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if steps < _FEWEST_STEPS:
         raise Refusal(f"--steps {steps}: at least {_FEWEST_STEPS}, for two kills")
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
-    tell = say_nothing if arguments.json else say
+    tell = teller(arguments)
     begin = time.monotonic()
     with run_folder(arguments.path, "demo") as folder:
         tell(f"lightck demo: {steps} steps, seed {seed} (repeat with --seed {seed})\n")
