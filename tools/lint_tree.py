@@ -15,9 +15,11 @@ import io
 import re
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +50,67 @@ _NAMES = (
 )
 INVARIANTS = {f"I{number}": name for number, name in enumerate(_NAMES, 1)}
 FIRST_WORDS = {"Of", "What", "That", "Likewise", "As", "Who", "Which", "Whether"}
+
+_MAKERS = {"cls", "copy", "deepcopy", "replace", "__new__", "new", "cast"}
+"""Functions, beside classes, whose result belongs to the caller; the last two are cffi's."""
+
+FOREIGN: dict[str, tuple[str, str]] = {
+    "lightck/__init__.py": ("__class__", "the module's own class"),
+    "lightck/cli/chaos/command.py": ("usage", "argparse's"),
+    "lightck/cli/demo/train.py": ("weight", "torch's: the head is tied"),
+    "lightck/data/lookahead.py": ("generator", "torch's sampler"),
+    "lightck/distributed/ddp.py": ("__doc__", "a function's"),
+    "lightck/failure/fault_injector.py": ("open", "faults on purpose replace it"),
+    "lightck/failure/fault_plan.py": ("read", "faults on purpose replace it"),
+    "lightck/failure/signals.py": ("mask", "of this thread"),
+    "lightck/failure/triggers.py": ("excepthook", "Python's"),
+    "lightck/layerwise/ddp.py": ("grad", "torch's"),
+    "lightck/layerwise/updates.py": ("param_groups", "torch's"),
+    "lightck/loop/hooks.py": ("__name__ __doc__", "a wrapper's"),
+    "lightck/loop/state_prediction.py": ("grad", "torch's"),
+    "lightck/region/backends/libpmemobj.py": ("made", "a native structure's"),
+    "lightck/region/stats_page.py": (
+        "process_start boot_id began_ns began_step cause ns",
+        "a native structure's",
+    ),
+    "lightck/state/data_loaders.py": (
+        "top dl_state_dict __name__ __doc__",
+        "of this thread; torchdata's; a wrapper's",
+    ),
+    "lightck/state/extras.py": ("state", "NumPy's bit generator"),
+}
+"""Assignments to other objects' attributes that are right: by file, the attributes and whose."""
+MENDING: dict[str, str] = {
+    "lightck/data/lookahead.py": "iteration",
+    "lightck/data/sampler.py": "iteration",
+    "lightck/distributed/commit/coordinator.py": (
+        "on_fate on_suspect reports claims looks deletions watches failures"
+    ),
+    "lightck/distributed/commit/distributed_barrier.py": "timeout_s",
+    "lightck/distributed/commit/protocol.py": "on_fate on_suspect",
+    "lightck/distributed/ddp.py": "clock came",
+    "lightck/distributed/restore/protocol.py": "half timeout_s overtaken",
+    "lightck/failure/jit_save.py": "moved",
+    "lightck/failure/takeover/takeover.py": "kept must_stand before",
+    "lightck/failure/watchdog.py": "measured elsewhere settled waits hold",
+    "lightck/handle.py": "hold hang elsewhere settled waits leaving",
+    "lightck/layerwise/checkpointer.py": (
+        "at_step at_forward flags share_digest state_fingerprint held_bytes"
+    ),
+    "lightck/loop/outcomes.py": "futures",
+    "lightck/pipeline/device_offload.py": "start_event",
+    "lightck/pipeline/inflight.py": "moved",
+    "lightck/pipeline/pipeline.py": (
+        "may_block_at_boundary wanted limited torn sources waited_s released_bytes sealed "
+        "captured_s captured last_captured_step last_exact_step durable_s durable "
+        "commit_s committed whole_s persist_s last_committed_step dead"
+    ),
+    "lightck/state/extras.py": "draws_from",
+}
+"""Assignments to other objects' attributes, and fields that default to a lambda, which are still to
+be mended: by file, the attributes. Nothing is added here."""
+ONE_NAME_TWICE = {"Listener", "Progress", "Saved"}
+"""Names of classes that are still there more than once. Nothing is added here."""
 
 _NAME = re.compile(r"utils?\b|helper|manager", re.I)
 _LETTER = re.compile(r"(?<![\w\])])\([ab]\)")  # not f(a), which is a call
@@ -247,6 +310,96 @@ def first_words(source: Source) -> Iterator[Finding]:
             yield source.finding(docstring.lineno, text)
 
 
+def foreign_attributes(source: Source) -> Iterator[Finding]:
+    """Refuse to set another object's attribute after the object is made.
+
+    A function may set the attributes of what it makes itself, and a file those that its own classes
+    declare, as of records that only its classes use.
+    """
+    if not source.path.startswith("lightck/"):
+        return
+    foreign, _ = FOREIGN.get(source.path, ("", ""))
+    right = {*foreign.split(), *MENDING.get(source.path, "").split()}
+    declared = set(_declared(source.tree))
+    for scope in ast.walk(source.tree):
+        if isinstance(scope, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
+            made = _made(scope)
+            for node in _within(scope):
+                if not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Load):
+                    continue
+                if node.attr not in right | declared and not _is_own(node.value, made):
+                    said = f"{ast.unparse(node)} is set after the object is made"
+                    yield source.finding(node.lineno, f"{said}: give it to the constructor")
+
+
+def _declared(tree: ast.Module) -> Iterator[str]:
+    """Yield the attributes that the classes of a file declare, in their bodies or on `self`."""
+    for each in ast.walk(tree):
+        if isinstance(each, ast.ClassDef):
+            fields = (node.target for node in each.body if isinstance(node, ast.AnnAssign))
+            yield from (field.id for field in fields if isinstance(field, ast.Name))
+            for node in ast.walk(each):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    if isinstance(node.value, ast.Name) and node.value.id == "self":
+                        yield node.attr
+
+
+def _within(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function or module, without those of functions inside it."""
+    for node in ast.iter_child_nodes(scope):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+            yield from _within(node)
+
+
+def _made(scope: ast.AST) -> set[str]:
+    """Return the names that a scope binds to objects it makes, and to nothing else."""
+    bound, made = Counter[str](), Counter[str]()
+    for node in _within(scope):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound[node.id] += 1
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+            maker = ast.unparse(node.value.func).rpartition(".")[2]
+            if maker in _MAKERS or maker.lstrip("_")[:1].isupper():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                made.update(each.id for each in targets if isinstance(each, ast.Name))
+    return {name for name, times in made.items() if times == bound[name]}
+
+
+def _is_own(value: ast.expr, made: set[str]) -> bool:
+    return isinstance(value, ast.Name) and value.id in {"self", "cls", *made}
+
+
+def lambda_fields(source: Source) -> Iterator[Finding]:
+    """Refuse a field for a function that is a lambda until somebody sets it."""
+    if not source.path.startswith("lightck/"):
+        return
+    mending = MENDING.get(source.path, "").split()
+    for node in ast.walk(source.tree):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.value, ast.Lambda)
+            and isinstance(node.target, ast.Name)
+            and node.target.id not in mending
+        ):
+            said = f"{node.target.id} is a lambda until it is set: give it to the constructor"
+            yield source.finding(node.lineno, said)
+
+
+def names_of_classes(sources: Iterable[Source]) -> Iterator[Finding]:
+    """Refuse a second class of one name in the package."""
+    first: dict[str, str] = {}
+    for source in sources:
+        if source.kind != PYTHON or not source.path.startswith("lightck/"):
+            continue
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                there = first.setdefault(node.name, f"{source.path}:{node.lineno}")
+                if there != f"{source.path}:{node.lineno}" and node.name not in ONE_NAME_TWICE:
+                    said = f"a class {node.name} is in {there}, too: one class of one name"
+                    yield source.finding(node.lineno, said)
+
+
 @dataclass(frozen=True)
 class Rule:
     """A check, and the kinds of files that it is for."""
@@ -267,6 +420,8 @@ RULES = (
     Rule(bare_invariants, _TEXT),
     Rule(references_elsewhere, _TEXT),
     Rule(first_words, frozenset({PYTHON})),
+    Rule(foreign_attributes, frozenset({PYTHON})),
+    Rule(lambda_fields, frozenset({PYTHON})),
 )
 
 
@@ -309,7 +464,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for file in chosen.files:
         if file.suffix not in KINDS:
             parser.error(f"{file}: no rule for this kind of file")
-    found = [each for file in chosen.files or tree() for each in check(read(file))]
+    sources = [read(file) for file in chosen.files or tree()]
+    found = [*chain.from_iterable(map(check, sources)), *names_of_classes(sources)]
     for each in found:
         print(each)
     return int(any(not each.warning for each in found))

@@ -124,7 +124,7 @@ class CopyPlan:
     """Tensors of `lives`, in the same order."""
     entries: tuple[Entry, ...] = ()
     groups: tuple[PlannedGroup, ...] = ()
-    allocation: allocator.Plan | None = None
+    allocation: allocator.SlotPlan | None = None
     """Allocation of the entries in the region; None before the first snapshot."""
     may_block_at_boundary: bool = True
     """True if training may wait for the medium at forward start; else clones are made there."""
@@ -135,7 +135,7 @@ class CopyPlan:
     """For each of `_RARE_FORM`, the indices of the tensors that it concerns."""
     _rare_forms: list[list[Any]] = field(default_factory=list)
 
-    def update(self, lives: Sequence[StateTensor], boundary_bytes: int) -> allocator.Plan:
+    def update(self, lives: Sequence[StateTensor], boundary_bytes: int) -> allocator.SlotPlan:
         """Plan the copies of these tensors, and return their allocation in the region.
 
         While nothing has changed, the last plan serves.
@@ -218,7 +218,7 @@ class CopyPlan:
             for now, then in zip(found, self.lives, strict=True)
         )
 
-    def _fit(self, entries: tuple[Entry, ...], boundary_bytes: int) -> allocator.Plan:
+    def _fit(self, entries: tuple[Entry, ...], boundary_bytes: int) -> allocator.SlotPlan:
         allocation = self.allocation
         needed = 4 * len(entries) + boundary_bytes + allocator.MANIFEST_SLACK_BYTES
         if allocation is None or entries != self.entries or needed > allocation.manifest_bytes:

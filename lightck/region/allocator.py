@@ -35,7 +35,7 @@ def align(value: int, unit: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SlotPlan:
     """The planned place of every extent of a layout, in slot coordinates."""
 
     entries: tuple[Entry, ...]
@@ -97,7 +97,7 @@ def manifest_capacity(count: int, boundary_bytes: int) -> int:
 
 def plan(
     entries: Sequence[Entry], space: Space, manifest_bytes: int, page_bytes: int
-) -> Plan | None:
+) -> SlotPlan | None:
     """Place a layout in a slot, or None when it does not fit.
 
     Args:
@@ -130,7 +130,7 @@ def plan(
         cursor = found + extent
     ids: dict[str, int] = {}
     layers = np.array([ids.setdefault(entry.layer, len(ids)) for entry in rows], np.uint32)
-    return Plan(rows, table_at, table_bytes, manifest_at, manifest_bytes, at, cursor, layers)
+    return SlotPlan(rows, table_at, table_bytes, manifest_at, manifest_bytes, at, cursor, layers)
 
 
 def _alignment(length: int, page_bytes: int) -> int:

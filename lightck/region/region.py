@@ -152,7 +152,7 @@ class Slot:
     """The digest of the layout table that the slot's last commit made durable."""
     digests: tuple[bytes, npt.NDArray[np.uint32]] | None = None
     """Layout digest and CRCs of content that this process wrote completely or read and verified."""
-    _layout: tuple[allocator.Plan, Layout, list[int]] | None = field(default=None, repr=False)
+    _layout: tuple[allocator.SlotPlan, Layout, list[int]] | None = field(default=None, repr=False)
     """The plan last used here, and what `layout_of` returned for it."""
     writer: NativeSnapshot | None = field(default=None, repr=False)
     """The snapshot that is being written here; None: none is open."""
@@ -180,7 +180,7 @@ class Slot:
         return held == digest
 
     def layout_of(
-        self, plan: allocator.Plan, segments: Sequence[Segment]
+        self, plan: allocator.SlotPlan, segments: Sequence[Segment]
     ) -> tuple[Layout, list[int]]:
         """Return a plan's layout in this slot, and the offsets of its table and its manifest."""
         if self._layout is None or self._layout[0] is not plan:
@@ -455,7 +455,7 @@ class Region:
             if slot.record and (continued is None or slot.record.sequence > continued.sequence):
                 slot.record = None
 
-    def fit(self, entries: Sequence[Entry], manifest_bytes: int) -> allocator.Plan:
+    def fit(self, entries: Sequence[Entry], manifest_bytes: int) -> allocator.SlotPlan:
         """Plan the entries into a slot, growing the region when they do not fit.
 
         Raises:

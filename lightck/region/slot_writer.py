@@ -45,7 +45,7 @@ class SlotWriter:
 
     region: Region
     slot: Slot
-    plan: allocator.Plan
+    plan: allocator.SlotPlan
     layout: Layout
     places: list[int]
     """The offsets of layout table and manifest."""
@@ -63,7 +63,7 @@ class SlotWriter:
         cls,
         region: Region,
         pool: NativePool,
-        plan: allocator.Plan,
+        plan: allocator.SlotPlan,
         *,
         due: bool = False,
         kept: bool = False,

@@ -38,7 +38,7 @@ PLACED: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...]]] = {
 class Medium:
     """Stands for a region that has room for anything."""
 
-    def fit(self, entries: Sequence[Entry], manifest_bytes: int) -> allocator.Plan | None:
+    def fit(self, entries: Sequence[Entry], manifest_bytes: int) -> allocator.SlotPlan | None:
         """Plan as `Region.fit` does."""
         return allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, 4096)
 

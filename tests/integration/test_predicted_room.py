@@ -38,7 +38,7 @@ def nested_loop(depth: int) -> Loop:
     return Loop(model, torch.optim.AdamW(model.parameters(), lr=0.1), width=16)
 
 
-def plan(loop: Loop) -> allocator.Plan:
+def plan(loop: Loop) -> allocator.SlotPlan:
     inventory = Inventory(loop.model, list(loop.optimizers), parse(None))
     entries, manifest_bytes = state_prediction.expected(inventory)
     found = allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, allocator.PAGE_BYTES)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightck.region import allocator
-from lightck.region.allocator import UNBOUNDED, Plan, Space, plan
+from lightck.region.allocator import UNBOUNDED, SlotPlan, Space, plan
 from lightck.region.layout import Entry
 from lightck.region.native_region import LINE_BYTES, Segment
 
@@ -42,7 +42,7 @@ def segments_of(slot_granules: list[int], slots: int) -> list[Segment]:
     return found
 
 
-def extents_of(found: Plan) -> list[tuple[int, int]]:
+def extents_of(found: SlotPlan) -> list[tuple[int, int]]:
     """(start, end) of everything that the plan places, in the order of the space."""
     spans = [
         (found.table_at, found.table_at + found.table_bytes),
@@ -56,7 +56,7 @@ def extents_of(found: Plan) -> list[tuple[int, int]]:
     return sorted(spans)
 
 
-def check_plan(found: Plan, page_bytes: int) -> None:
+def check_plan(found: SlotPlan, page_bytes: int) -> None:
     for (_, end), (start, _) in pairwise(extents_of(found)):
         assert allocator.align(end, LINE_BYTES) <= start, "two extents share a cache line"
     assert extents_of(found)[-1][1] <= found.needed_bytes

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightck.cli.chaos import plan
-from lightck.cli.chaos.runner import Job, Limits, Run
+from lightck.cli.chaos.runner import Job, Run, TimeLimits
 from lightck.cli.chaos.verdict import (
     _leaves,
     _same,
@@ -289,7 +289,7 @@ def test_a_hang_that_is_saved_is_ended_soon_unless_the_job_does_that(
     tmp_path: Path, ends: bool
 ) -> None:
     """If a job ends hangs, the hanging rank ends before those that wait, which write its share."""
-    job = Job(["true"], tmp_path / "job", [Fault("hang", 3)], Limits(patience_s=1000.0))
+    job = Job(["true"], tmp_path / "job", [Fault("hang", 3)], TimeLimits(patience_s=1000.0), print)
     job._act({"event": "attaching", "pid": 7, "rank": 0, "ends_hangs": ends})
     job._act({"event": "fault", "number": 0, "pid": 7})
     began = job._hang

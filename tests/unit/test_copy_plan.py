@@ -28,7 +28,7 @@ class Medium:
     def __init__(self) -> None:
         self.plans = 0
 
-    def fit(self, entries: Sequence[Entry], manifest_bytes: int) -> allocator.Plan | None:
+    def fit(self, entries: Sequence[Entry], manifest_bytes: int) -> allocator.SlotPlan | None:
         """Plan as `Region.fit` does."""
         self.plans += 1
         return allocator.plan(entries, allocator.UNBOUNDED, manifest_bytes, PAGE)

@@ -155,6 +155,81 @@ def test_a_docstring_begins_with_a_subject_or_a_verb(said, word: str) -> None:
     assert said("x.py", f'x = 1  # {word}\ny = "{word}"\n', fails=False) == []
 
 
+def _of_package(check, text: str, path: str = "lightck/x.py") -> list[str]:
+    return [str(each) for each in check(lint_tree.Source(path, lint_tree.PYTHON, text))]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "each.x = 1",
+        "each.x += 1",
+        "del each.x",
+        "self.y.x = 1",
+        "each.y[0].x = 1",
+        "each.y, each.x = 1, 2",
+        "for each.x in (): pass",
+        "made = Y(); made = each; made.x = 1",  # it may be another's
+        "made = found(); made.x = 1",
+        "made = Y(); made.y.x = 1",
+    ],
+)
+def test_no_attribute_of_another_object_is_set(line: str) -> None:
+    text = f"class Z:\n    def f(self, each):\n        {line}\n"
+    found = _of_package(lint_tree.foreign_attributes, text)
+    assert found and all(each.startswith("lightck/x.py:3: ") for each in found)
+    assert found[-1].endswith(".x is set after the object is made: give it to the constructor")
+    assert _of_package(lint_tree.foreign_attributes, text, "tests/x.py") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "self.x = 1",
+        "cls.x = 1",
+        "made = Y(); made.x = 1",
+        "made = cls(); made.x = 1",
+        "made: Y = replace(each); made.x = 1",
+        "made = ffi.new('y *'); made.x = 1",
+        "each.declared = 1",
+        "each.on_self = 1",
+        "each['x'] = 1",
+        "each.x(1)",
+    ],
+)
+def test_what_a_function_makes_and_a_file_declares_may_be_set(line: str) -> None:
+    text = f"class Z:\n    declared: int\n    def f(self, cls, each):\n        {line}\n"
+    text += "    def __init__(self):\n        self.on_self = 1\n"
+    assert _of_package(lint_tree.foreign_attributes, text) == []
+
+
+def test_exceptions_are_of_one_file_and_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(lint_tree.FOREIGN, "lightck/x.py", ("grad", "torch's"))
+    monkeypatch.setitem(lint_tree.MENDING, "lightck/x.py", "y")
+    text = "def f(p):\n    p.grad = p.y = 1\n    p.z = 1\n"
+    assert [each[:16] for each in _of_package(lint_tree.foreign_attributes, text)] == [
+        "lightck/x.py:3: "
+    ]
+    assert len(_of_package(lint_tree.foreign_attributes, text, "lightck/y.py")) == 3
+
+
+def test_a_field_is_no_lambda_until_it_is_set() -> None:
+    text = "class X:\n    f: Callable[[], int] = lambda: 0\n    g: list = field(default=None)\n"
+    said = "f is a lambda until it is set: give it to the constructor"
+    assert _of_package(lint_tree.lambda_fields, text) == [f"lightck/x.py:2: {said}"]
+
+
+def test_there_is_one_class_of_one_name() -> None:
+    def found(*files: tuple[str, str]) -> list[str]:
+        sources = [lint_tree.Source(path, lint_tree.PYTHON, text) for path, text in files]
+        return [str(each) for each in lint_tree.names_of_classes(sources)]
+
+    one, other = "class X: ...\n", "\nclass Y: ...\nclass X: ...\n"
+    said = "a class X is in lightck/a.py:1, too: one class of one name"
+    assert found(("lightck/a.py", one), ("lightck/b.py", other)) == [f"lightck/b.py:3: {said}"]
+    assert found(("lightck/a.py", one), ("tests/b.py", other)) == []
+
+
 def test_what_is_no_python_is_said_so(said) -> None:
     assert said("x.py", "x = 1\ndef f(:\n") == ["2: no Python: invalid syntax"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightck.cli.arguments import add_folder, run_folder
 from lightck.cli.chaos import plan
-from lightck.cli.chaos.runner import Event, Job, Limits, Run, network_refusal
+from lightck.cli.chaos.runner import Event, Job, Run, TimeLimits, network_refusal
 from lightck.cli.chaos.verdict import (
     differences,
     differing_losses,
@@ -88,7 +88,7 @@ another fault, evaluation only where there is a forward without gradients after 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    defaults = Limits()
+    defaults = TimeLimits()
     parser.usage = "lightck chaos [options] [-- COMMAND ...]"
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="after --")
     parser.add_argument(
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return the exit status."""
     command = _command(arguments)
-    limits = Limits(arguments.hold, arguments.patience, arguments.quiet)
+    limits = TimeLimits(arguments.hold, arguments.patience, arguments.quiet)
     for name in ("hold", "patience", "quiet"):
         if not 0 < getattr(arguments, name) < 1e6:
             raise Refusal(f"--{name} {getattr(arguments, name)}: must be seconds, more than 0")
@@ -203,7 +203,7 @@ def _kinds(
     return wanted
 
 
-def _reference(command: Sequence[str], folder: Path, limits: Limits) -> Run:
+def _reference(command: Sequence[str], folder: Path, limits: TimeLimits) -> Run:
     """Run the command without faults, and return what it did.
 
     Raises:

@@ -39,7 +39,7 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Limits:
+class TimeLimits:
     """Time limits, in seconds."""
 
     hold_s: float = 2.0
@@ -90,8 +90,8 @@ class Job:
     command: Sequence[str]
     folder: Path
     faults: Sequence[Fault]
-    limits: Limits
-    on_event: Callable[[Event], object] = lambda event: None
+    limits: TimeLimits
+    on_event: Callable[[Event], object]
     run: Run = field(init=False)
     _process: subprocess.Popen[bytes] | None = None
     _read_to: int = 0
