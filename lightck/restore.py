@@ -248,9 +248,9 @@ def _carry_on(found: ChosenSnapshot, continuation: Continuation) -> None:
         there = own is not None and own.region is snapshot.parts[0].region
         kept = snapshot.record if there else None
     if own is not None and kept is not None:
-        continuation.carry_on(own.region, kept)
+        continuation.mark_continued(own.region, kept)
     elif own is not None:
-        continuation.leave_behind(own.region)
+        continuation.disown(own.region)
 
 
 def _newest_before(holdings: RegionSurvey, key: Key) -> Record | None:

@@ -453,7 +453,7 @@ class JitSaver:
         pipeline = self.checkpointer.pipeline
         if not pipeline.region.has_room(due=False):
             for slot in self._exact(step):
-                pipeline.region.dead(slot)
+                pipeline.region.mark_aborted(slot)
         with pipeline.pacing:
             flight = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT)
         if isinstance(flight, str):

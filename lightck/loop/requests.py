@@ -97,7 +97,7 @@ class Requests:
         """Give the last complete step an exact snapshot, due or not, if it can have one."""
         self.checkpointer.finish_window()
         self.pipeline.barrier.begin_close()
-        self.pipeline.region.use_spare_slots()  # the last step of all: no newer one can fail
+        self.pipeline.region.use_reserved_slots()  # the last step of all: no newer one can fail
         counters, step = self.pipeline.counters, self.steps.step
         if not self.cadence.moved or counters.last_exact_step == step:
             return

@@ -501,7 +501,7 @@ class Pipeline:
             self.newest = flight
             self.barrier.committed(flight.step, flight.agreed_fingerprint)
             if flight.rank_local:
-                self.region.keep(flight.writer.slot)
+                self.region.keep_rank_local(flight.writer.slot)
                 continue
             self.awaiting.append(flight)
         for flight in [*self.awaiting]:
@@ -540,7 +540,7 @@ class Pipeline:
 
     def _whole(self, flight: InflightSnapshot) -> None:
         """Protect a snapshot that every rank has committed, and free the one protected before."""
-        self.region.whole(flight.writer.slot)
+        self.region.mark_committed(flight.writer.slot)
         self.awaiting = [each for each in self.awaiting if each is not flight]
         counters, now = self.counters, time.monotonic()
         counters.committed += 1
@@ -565,7 +565,7 @@ class Pipeline:
 
     def _dead(self, flight: InflightSnapshot) -> None:
         """Abort a snapshot that another rank does not have; its slot is reused first."""
-        self.region.dead(flight.writer.slot)
+        self.region.mark_aborted(flight.writer.slot)
         self.awaiting.remove(flight)
         self.counters.dead += 1
         why = self.barrier.why_dead(flight.step)

@@ -130,7 +130,7 @@ def find(config: Config, rank: int, continuation: Continuation) -> ClaimedLocati
 def take(
     claim: ClaimedLocation,
     config: Config,
-    seat: RankIdentity,
+    identity: RankIdentity,
     entries: tuple[Entry, ...],
     manifest_bytes: int,
     journal_bytes: int = JOURNAL_BYTES,
@@ -141,27 +141,29 @@ def take(
     takes neither the protected slot nor one whose global outcome is not known. Due snapshots leave
     that slot free.
     """
-    slots = config.slots or (2 if seat.world == 1 else _SHARED + (config.failure != "off"))
-    if seat.world > 1 and slots == 2:
+    slots = config.slots or (2 if identity.world == 1 else _SHARED + (config.failure != "off"))
+    if identity.world > 1 and slots == 2:
         why = "due steps slip while it is not known whether every rank has committed the last one"
-        event("two_slots", logging.WARNING, world=seat.world, why=why)
+        event("two_slots", logging.WARNING, world=identity.world, why=why)
     if claim.region is None:
         room = (manifest_bytes, journal_bytes)
-        claim.region = _make(claim, config, seat, slots, entries, room)
+        claim.region = _make(claim, config, identity, slots, entries, room)
     else:
         claim.region.fit(entries, manifest_bytes)
     region = claim.region
     if region.info.slot_count != slots:  # fixed when the region was made
         event("slots_kept", slots=region.info.slot_count, asked=slots)
-    armed = seat.world > 1 and config.failure != "off"
-    region.prepare_writing(seat.world, spare=int(armed and region.info.slot_count > _SHARED))
+    armed = identity.world > 1 and config.failure != "off"
+    region.prepare_writing(
+        identity.world, reserved_slots=int(armed and region.info.slot_count > _SHARED)
+    )
     return region
 
 
 def _make(
     claim: ClaimedLocation,
     config: Config,
-    seat: RankIdentity,
+    identity: RankIdentity,
     slots: int,
     entries: tuple[Entry, ...],
     room: tuple[int, int],
@@ -171,9 +173,9 @@ def _make(
     assert needed is not None
     named = hashlib.blake2b(config.run_id.encode(), digest_size=16).digest()
     spec = RegionSpec(
-        run_id=seat.run_id or named,
-        rank=seat.rank,
-        world=seat.world,
+        run_id=identity.run_id or named,
+        rank=identity.rank,
+        world=identity.world,
         slot_count=slots,
         slot_bytes=needed.needed_bytes,
         journal_bytes=journal_bytes,
@@ -230,7 +232,7 @@ def _take_over(region: Region, config: Config) -> None:
     if ours and not region.overtaken:
         return
     if recovery.is_empty or config.overwrite:
-        region.continuation.start_anew(region)
+        region.continuation.forget(region)
         return
     steps = sorted(c.record.step for c in (*recovery.candidates, *recovery.abandoned))
     raise UnrestoredError(

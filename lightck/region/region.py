@@ -51,7 +51,7 @@ def replaces(record: Record, held: Record | None) -> bool:
     return held is None or not _yields(record, held)
 
 
-def worth(record: Record | None, held: Record | None) -> tuple[bool, int]:
+def reuse_priority(record: Record | None, held: Record | None) -> tuple[bool, int]:
     """Return the sort key by which slots are reused: the least first.
 
     Args:
@@ -117,20 +117,20 @@ class Continuation:
         self.newest.clear()
         self.given_up.clear()
 
-    def carry_on(self, region: Region, record: Record) -> None:
+    def mark_continued(self, region: Region, record: Record) -> None:
         """Declare that the live state continues `record`; attach may then write to its region."""
         self.records[region.info.uuid] = record
         self.newest[region.info.uuid] = region.next_sequence - 1
 
-    def leave_behind(self, region: Region) -> None:
+    def disown(self, region: Region) -> None:
         """Declare that the live state continues another region's snapshot, and none of this one.
 
         All snapshots of this region may then be overwritten.
         """
-        self.start_anew(region)
+        self.forget(region)
         self.newest[region.info.uuid] = region.next_sequence - 1
 
-    def start_anew(self, region: Region) -> None:
+    def forget(self, region: Region) -> None:
         """Declare that the live state continues no snapshot of the region."""
         self.records.pop(region.info.uuid, None)
         self.newest.pop(region.info.uuid, None)
@@ -157,7 +157,7 @@ class Slot:
     writer: NativeSnapshot | None = field(default=None, repr=False)
     """The snapshot that is being written here; None: none is open."""
     kept: bool = False
-    """The snapshot was begun for a failure: no other rank was asked about it, see `Region.keep`."""
+    """The snapshot was begun for a failure without asking other ranks, see `Region.keep_rank_local`."""
 
     def close_writer(self) -> None:
         """Free the snapshot that is being written here, if there is one."""
@@ -245,7 +245,7 @@ class Region:
         moved or overwritten."""
         self.reusable: Callable[[int, int], bool] | None = None
         """Tells, with several ranks, whether the slot that holds (timeline, step) may be reused."""
-        self.spare = 0
+        self.reserved_slots = 0
         """The number of slots that due snapshots leave free for a failure."""
         self.next_sequence = 1 + max((seq for _, seq in self.info.lineage), default=0)
         self.timeline = self.info.timeline
@@ -495,13 +495,13 @@ class Region:
             )
         return grown
 
-    def prepare_writing(self, world: int, *, spare: int = 0) -> None:
+    def prepare_writing(self, world: int, *, reserved_slots: int = 0) -> None:
         """Set how many ranks write now, and how many slots due snapshots leave to a failure."""
-        self.world, self.spare = world, spare
+        self.world, self.reserved_slots = world, reserved_slots
 
-    def use_spare_slots(self) -> None:
+    def use_reserved_slots(self) -> None:
         """Let due snapshots take every slot, because no later step can fail."""
-        self.spare = 0
+        self.reserved_slots = 0
 
     def follow_ranks(self, reusable: Callable[[int, int], bool]) -> None:
         """Let all ranks decide from now on whether a committed snapshot counts.
@@ -519,16 +519,20 @@ class Region:
         """List the slots that may be overwritten, those without a snapshot that counts first."""
         free = [s for s in self.slots if s.writer is None and s.index != self.protected]
         settled = (slot for slot in free if self._settled(slot))
-        return sorted(settled, key=lambda slot: worth(slot.record, self._held))
+        return sorted(settled, key=lambda slot: reuse_priority(slot.record, self._held))
 
     def has_room(self, *, due: bool) -> bool:
-        """Return whether a snapshot can be begun; a `due` one leaves `spare` slots to a failure.
+        """Return whether a snapshot can be begun; a `due` one leaves `reserved_slots` to a failure.
 
         A snapshot that was begun for a failure, and still counts, is in one of those slots.
         """
         free = self.free_slots()
-        used = sum(slot.kept for slot in self.slots if slot not in free) if due else self.spare
-        return len(free) > max(0, self.spare - used)
+        used = (
+            sum(slot.kept for slot in self.slots if slot not in free)
+            if due
+            else self.reserved_slots
+        )
+        return len(free) > max(0, self.reserved_slots - used)
 
     @property
     def _held(self) -> Record | None:
@@ -575,16 +579,16 @@ class Region:
         self.continuation.newest[self.info.uuid] = self.next_sequence - 1
         slot.fate_open = self.reusable is not None
         if not slot.fate_open:
-            self.whole(slot)
+            self.mark_committed(slot)
 
-    def keep(self, slot: Slot) -> None:
+    def keep_rank_local(self, slot: Slot) -> None:
         """Keep the slot's snapshot until this rank has a newer one.
 
         No other rank was asked about it.
         """
         slot.fate_open, slot.kept = False, True
 
-    def whole(self, slot: Slot) -> None:
+    def mark_committed(self, slot: Slot) -> None:
         """Record that the snapshot is durable on every rank; protect it if it is the best.
 
         The live state then continues it, unless a newer one is protected.
@@ -592,7 +596,7 @@ class Region:
         assert slot.record is not None, "overwritten before its fate was known"
         slot.fate_open = slot.kept = False
         if (held := self._held) is None or held.sequence <= slot.record.sequence:
-            self.continuation.carry_on(self, slot.record)
+            self.continuation.mark_continued(self, slot.record)
             # Of one step, one rank may have an exact share and another an early one: all ranks
             # protect it.
             if self.reusable is not None or replaces(slot.record, held):
@@ -602,7 +606,7 @@ class Region:
         """Keep the slot's snapshot until another slot is protected."""
         self.protected = slot.index
 
-    def dead(self, slot: Slot) -> None:
+    def mark_aborted(self, slot: Slot) -> None:
         """Record that the slot's snapshot does not count: the slot is reused first."""
         slot.record, slot.fate_open = None, False
 

@@ -185,7 +185,7 @@ def test_what_is_whole_on_every_rank_stays_whole_until_something_newer_is(
                 if not missing:
                     whole = step
                     for region in node.crew.regions:
-                        region.whole(region.slots[_slot(region, step)])
+                        region.mark_committed(region.slots[_slot(region, step)])
             elif action == "die" and len(living) > 1 and a in living:
                 node.die(a)
                 dead.add(a)

@@ -329,7 +329,7 @@ def test_over_ranks_an_early_step_is_protected_too_and_exact_ones_near_it_go_las
         for text in ["3", "4", "4e", "5e"]:
             commit_marked(book, rng, text)
             (newest,) = [s for s in book.region.slots if s.fate_open]
-            book.region.whole(newest)
+            book.region.mark_committed(newest)
         assert book.region.protected == newest.index
         free = [s.record for s in book.region.free_slots() if s.record]
         assert [(r.step, r.early) for r in free] == [(3, False), (4, True), (4, False)]
@@ -340,7 +340,7 @@ def test_due_snapshots_leave_a_slot_to_a_failure_and_have_the_others_beside_it(r
         with Book(run.with_name(f"failed-{failed_first}"), slots=4) as book:
             region, pool = book.region, book.pool
             region.follow_ranks(lambda timeline, step: False)
-            region.prepare_writing(1, spare=1)
+            region.prepare_writing(1, reserved_slots=1)
             if failed_first:
                 assert region.begin(pool, kept=True) is not None
             for _ in range(3):

@@ -159,7 +159,7 @@ class RegionSurvey:
         """Declare that the own region's snapshots have never counted, so that attach may go on."""
         own = self.own
         if own is not None and not own.recovery.is_empty:
-            continuation.leave_behind(own.region)
+            continuation.disown(own.region)
 
     def keep(self, region: Region) -> None:
         """Take a region out of those that `close` closes; the caller closes it."""
