@@ -157,7 +157,7 @@ class Slot:
     writer: NativeSnapshot | None = field(default=None, repr=False)
     """The snapshot that is being written here; None: none is open."""
     kept: bool = False
-    """The snapshot was begun for a failure without asking other ranks, see `Region.keep_rank_local`."""
+    """The snapshot was begun for a failure: see `Region.keep_rank_local`."""
 
     def close_writer(self) -> None:
         """Free the snapshot that is being written here, if there is one."""
