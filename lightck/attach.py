@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 
 from lightck.config import Config, setting_names
 from lightck.device import lookup
-from lightck.distributed.commit import distributed_barrier
+from lightck.distributed.commit.distributed_barrier import DistributedBarrier
 from lightck.distributed.ddp import CommObserver, Communication
 from lightck.distributed.divergence import ReplicaSamples
 from lightck.distributed.rendezvous import Rendezvous, meeting
+from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
-from lightck.distributed.topology import Topology
+from lightck.distributed.topology import Topology, find
 from lightck.errors import LightckError
 from lightck.events import Subscriber, event
 from lightck.failure.jit_save import JitSaver
@@ -40,10 +41,12 @@ from lightck.loop.publisher import StatusPublisher
 from lightck.loop.stall_timer import StallTimer
 from lightck.loop.steps import Steps
 from lightck.loop.trace_listener import TraceListener
+from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.schedule import schedule
 from lightck.reader.fill import install_pending, tell_unfilled
 from lightck.region import claim
+from lightck.region.claim import ClaimedLocation
 from lightck.region.region import Region
 from lightck.restore import progress
 from lightck.state.arguments import check, refuse_unknown
@@ -205,7 +208,7 @@ class _Parts:
         """Return this rank's region, with room for its share, once all ranks know the topology."""
         found = claim.find(self.config, self.ranks.rank, self.progress.continuation)
         self.undo.append(found.close)
-        topology = distributed_barrier.place_of(self.ranks, self.config, found)
+        topology = self.ranks.agree(partial(self._topology, found))
         replicas = ReplicatedTensors(self.model, optimizers, topology.world)
         inventory = Inventory(
             self.model,
@@ -221,6 +224,12 @@ class _Parts:
         region = claim.take(found, self.config, seat, entries, *room)
         return topology, replicas, inventory, region
 
+    def _topology(self, found: ClaimedLocation, rounds: AgreementRounds | None) -> Topology:
+        """Return this rank's place in the job, and the run that all ranks belong to."""
+        name = None if self.config.run_id == "default" else self.config.run_id
+        reach = found.where.reach
+        return find(rounds, name=name, found=found.run_id, kind=self.ranks.kind, reach=reach)
+
     def _start(
         self,
         steps: Steps,
@@ -233,7 +242,7 @@ class _Parts:
         """Build what follows the loop, agree with the other ranks, and install the hooks."""
         config, known, undo = self.config, self.progress, self.undo
         collected, communication = inventory.collect(), Communication(self.model)
-        barrier = distributed_barrier.barrier_of(topology, config.policy, steps.step)
+        barrier = self._barrier(region, steps.step, ReplicaSamples(inventory.found, replicas))
         count = len({v.layer for v in inventory.everything() if v.role == "parameter"})
         released = schedule(config.schedule, count, communicates=bool(communication.buckets))
         pipeline = kinds.pipeline.start(region, released, barrier, config, steps.step)
@@ -244,10 +253,8 @@ class _Parts:
         undo += [kinds.stop, hooks.remove, communication.remove]
         checkpointer.start()
         checkpointer.check_state(collected)
-        samples = ReplicaSamples(inventory.found, replicas)
-        at = (steps.step, samples, known.restored)
-        timeline = distributed_barrier.begin(barrier, self.ranks, topology, region, config, *at)
-        undo.append(lambda: barrier.leave("attach failed", 1.0))
+        timeline = barrier.begin()  # the last that may fail on one rank alone
+        undo.append(partial(barrier.leave, "attach failed", 1.0))
         region.begin_timeline(region.continued, timeline)
         if checkpointer.journaled is not None:
             checkpointer.journaled.begin(steps.step)
@@ -262,6 +269,12 @@ class _Parts:
         if config.failure != "off":
             rescue = self._rescue(checkpointer, topology, timeline)
         return Components(config, region, checkpointer, hooks, known, rescue, undo)
+
+    def _barrier(self, region: Region, step: int, samples: ReplicaSamples) -> CommitBarrier:
+        if self.ranks.world == 1:
+            return SingleProcessBarrier()
+        restored = self.progress.restored
+        return DistributedBarrier(self.ranks, region, self.config, step, samples, restored)
 
     def _hooks(self, kinds: Kinds, inventory: Inventory, communication: Communication) -> Hooks:
         subjects = (extra.subject for extra in self.extras)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightck.distributed.rounds import AgreementRounds, Said
+from lightck.distributed.rounds import AgreementRounds, Message
 from lightck.errors import CoordinationError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -95,7 +95,7 @@ def find(
     return place(rounds.rank, decision)
 
 
-def settle(said: Sequence[Said]) -> Said:
+def settle(said: Sequence[Message]) -> Message:
     """Decide on rank 0: the run id, and nodes as runs of consecutive ranks, which keeps it short.
 
     Raises:
@@ -123,7 +123,7 @@ def settle(said: Sequence[Said]) -> Said:
     return {"run_id": run_id.hex(), "runs": runs}
 
 
-def _found(said: Sequence[Said]) -> bytes | None:
+def _found(said: Sequence[Message]) -> bytes | None:
     """Return the run id of the regions that exist; None without any.
 
     Raises:

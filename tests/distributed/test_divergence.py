@@ -204,16 +204,16 @@ def calls_of(world: int, digests: Callable[[int, int], bytes], steps: int = 3) -
     """Collect what each rank asks of the store until every step has its fate everywhere."""
     store: dict[str, bytes] = {}
     made: list[list[Call]] = [[] for _ in range(world)]
-    ledgers = [CommitProtocol(rank, world, compares=True) for rank in range(world)]
+    protocols = [CommitProtocol(rank, world, compares=True) for rank in range(world)]
     for step in range(1, steps + 1):
-        for rank, ledger in enumerate(ledgers):
-            ledger.opened(DueStep(step, step - 1), 0.0)
-            ledger.committed(step, 0.0, b"form", digests(rank, step))
-            while (call := ledger.next_call(0.0)) is not None:
+        for rank, protocol in enumerate(protocols):
+            protocol.opened(DueStep(step, step - 1), 0.0)
+            protocol.committed(step, 0.0, b"form", digests(rank, step))
+            while (call := protocol.next_call(0.0)) is not None:
                 made[rank].append(call)
-                ledger.answered(_served(store, call), 0.0)
-        for ledger in ledgers:
-            ledger.heard(step, store[f"f/{step}"])
+                protocol.answered(_served(store, call), 0.0)
+        for protocol in protocols:
+            protocol.outcome_read(step, store[f"f/{step}"])
     return made
 
 
@@ -249,46 +249,46 @@ def test_words_of_older_and_of_newer_differences_are_deleted_with_their_step() -
     """Rank 1 differs at step 1; at step 2 it says that first, and rank 0 the newer one."""
     store: dict[str, bytes] = {}
     seen: set[str] = set()
-    ledgers = [CommitProtocol(rank, 2, compares=True) for rank in range(2)]
+    protocols = [CommitProtocol(rank, 2, compares=True) for rank in range(2)]
 
-    def answered(ledger: CommitProtocol) -> None:
-        while (call := ledger.next_call(0.0)) is not None:
-            ledger.answered(_served(store, call), 0.0)
+    def answered(protocol: CommitProtocol) -> None:
+        while (call := protocol.next_call(0.0)) is not None:
+            protocol.answered(_served(store, call), 0.0)
             seen.update(store)
 
     for step, order in ((1, (0, 1)), (2, (1, 0))):
         for rank in order:
-            ledgers[rank].opened(DueStep(step, 0, "r"), 0.0)  # a block of its own
-            ledgers[rank].committed(step, 0.0, b"form", b"what:%d" % rank)
-            answered(ledgers[rank])
-        for ledger in ledgers:
-            ledger.heard(step, store[f"f/{step}"])
-        for ledger in ledgers:
-            answered(ledger)
+            protocols[rank].opened(DueStep(step, 0, "r"), 0.0)  # a block of its own
+            protocols[rank].committed(step, 0.0, b"form", b"what:%d" % rank)
+            answered(protocols[rank])
+        for protocol in protocols:
+            protocol.outcome_read(step, store[f"f/{step}"])
+        for protocol in protocols:
+            answered(protocol)
     assert {"x/1", "x/2", "y/2"} <= seen and "y/1" not in seen
     assert store == {}
 
 
 def test_a_digest_of_something_else_is_counted_as_not_compared() -> None:
-    ledger = CommitProtocol(1, 2, compares=True)
+    protocol = CommitProtocol(1, 2, compares=True)
     store = {"d/1": b"other:1", "d/2": b"what:1"}
     for step in (1, 2):
-        ledger.opened(DueStep(step, step - 1), 0.0)
-        ledger.committed(step, 0.0, b"", b"what:1")
-    while (call := ledger.next_call(0.0)) is not None:
-        ledger.answered(_served(store, call), 0.0)
-    assert (ledger.compared, ledger.incomparable, ledger.differed) == (1, 1, None)
+        protocol.opened(DueStep(step, step - 1), 0.0)
+        protocol.committed(step, 0.0, b"", b"what:1")
+    while (call := protocol.next_call(0.0)) is not None:
+        protocol.answered(_served(store, call), 0.0)
+    assert (protocol.compared, protocol.incomparable, protocol.differed) == (1, 1, None)
 
 
 def test_without_an_answer_from_the_store_nothing_counts_as_compared_or_whole() -> None:
-    ledger = CommitProtocol(0, 1, compares=True)
-    ledger.opened(DueStep(1, 0), 0.0)
-    ledger.committed(1, 0.0, b"", b"what:1")
+    protocol = CommitProtocol(0, 1, compares=True)
+    protocol.opened(DueStep(1, 0), 0.0)
+    protocol.committed(1, 0.0, b"", b"what:1")
     for attempt in range(3):
         now = 100.0 * attempt
-        assert ledger.next_call(now) == Claim("d/1", b"what:1")
-        ledger.failed(now)
-    assert (ledger.compared, ledger.unsettled) == (0, [1])
+        assert protocol.next_call(now) == Claim("d/1", b"what:1")
+        protocol.failed(now)
+    assert (protocol.compared, protocol.unsettled) == (0, [1])
 
 
 # ---- what follows ----------------------------------------------------------------------------
