@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightck.config import Config, setting_names
 from lightck.device import lookup
 from lightck.distributed.commit.distributed_barrier import DistributedBarrier
-from lightck.distributed.ddp import CommObserver, Communication
+from lightck.distributed.ddp_communication import DdpCommunication, ddp_modules
 from lightck.distributed.divergence import ReplicaSamples
 from lightck.distributed.rendezvous import Rendezvous, meeting
 from lightck.distributed.rounds import AgreementRounds
@@ -30,8 +30,7 @@ from lightck.journal.boundary_state import BoundaryState
 from lightck.journal.device_lag import DeviceLag
 from lightck.journal.pre_fence import PreFencePredictor
 from lightck.journal.step_journal import StepJournal
-from lightck.layerwise.checkpointer import Kinds
-from lightck.layerwise.ddp import finality
+from lightck.layerwise.checkpointer import LoopClasses
 from lightck.loop import state_prediction
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.extra_movement import Movement
@@ -165,14 +164,14 @@ class _Parts:
         if ends_step is not None and not any(ends_step is each for each in optimizers):
             optimizers = [*optimizers, ends_step]
         steps = self._steps(optimizers, ends_step)
-        final, marked = partial(finality, self.model), ends_step is not None
-        kinds = Kinds.of(self.config.update, self.model, optimizers, marked, final)
+        update, marked = self.config.update, ends_step is not None
+        classes = LoopClasses.chosen(update, self.model, optimizers, boundary=marked)
         # Nothing is claimed before the state is known to be one that can be taken.
-        seen = Inventory(self.model, optimizers, self.extras, units=kinds.units)
+        seen = Inventory(self.model, optimizers, self.extras, units=classes.units)
         tell_synchronous(seen.collect().lives)
-        topology, replicas, inventory, region = self._claim(optimizers, kinds)
+        topology, replicas, inventory, region = self._claim(optimizers, classes)
         self._tell_left_out(region)
-        return self._start(steps, kinds, topology, replicas, inventory, region)
+        return self._start(steps, classes, topology, replicas, inventory, region)
 
     def _tell_left_out(self, region: Region) -> None:
         """Warn of extras that the run's snapshots had, and the next ones will not have."""
@@ -203,7 +202,7 @@ class _Parts:
         )
 
     def _claim(
-        self, optimizers: list[Optimizer], kinds: Kinds
+        self, optimizers: list[Optimizer], classes: LoopClasses
     ) -> tuple[Topology, ReplicatedTensors, Inventory, Region]:
         """Return this rank's region, with room for its share, once all ranks know the topology."""
         found = claim.find(self.config, self.ranks.rank, self.progress.continuation)
@@ -214,7 +213,7 @@ class _Parts:
             self.model,
             optimizers,
             self.extras,
-            units=kinds.units,
+            units=classes.units,
             division=SharePartitioner(topology, replicas),
         )
         entries, manifest_bytes = state_prediction.expected(inventory)
@@ -233,7 +232,7 @@ class _Parts:
     def _start(
         self,
         steps: Steps,
-        kinds: Kinds,
+        classes: LoopClasses,
         topology: Topology,
         replicas: ReplicatedTensors,
         inventory: Inventory,
@@ -241,16 +240,16 @@ class _Parts:
     ) -> Components:
         """Build what follows the loop, agree with the other ranks, and install the hooks."""
         config, known, undo = self.config, self.progress, self.undo
-        collected, communication = inventory.collect(), Communication(self.model)
+        collected, modules = inventory.collect(), ddp_modules(self.model)
         barrier = self._barrier(region, steps.step, ReplicaSamples(inventory.found, replicas))
         count = len({v.layer for v in inventory.everything() if v.role == "parameter"})
-        released = schedule(config.schedule, count, communicates=bool(communication.buckets))
-        pipeline = kinds.pipeline.start(region, released, barrier, config, steps.step)
-        hooks = self._hooks(kinds, inventory, communication)
-        checkpointer = self._checkpointer(steps, kinds, topology, inventory, pipeline, hooks)
+        released = schedule(config.schedule, count, communicates=bool(modules))
+        pipeline = classes.pipeline.start(region, released, barrier, config, steps.step)
+        hooks = self._hooks(classes, inventory)
+        checkpointer = self._checkpointer(steps, classes, topology, inventory, pipeline, hooks)
         publisher, trace = checkpointer.publisher, pipeline.trace
         undo += [partial(self._write_trace, trace), checkpointer.outcomes.stop, publisher.ended]
-        undo += [kinds.stop, hooks.remove, communication.remove]
+        undo += [classes.stop, hooks.remove]
         checkpointer.start()
         checkpointer.check_state(collected)
         timeline = barrier.begin()  # the last that may fail on one rank alone
@@ -262,8 +261,10 @@ class _Parts:
         if trace is not None:
             listener = traced = TraceListener(checkpointer, trace, self.watched)
             undo.append(traced.remove)
-        hooks.install(self._tested(listener, checkpointer))
-        communication.install(CommObserver(checkpointer))
+        communication = DdpCommunication(modules, checkpointer)
+        undo.append(communication.remove)
+        at_gradient = communication.gradient if modules else None
+        hooks.install(self._tested(listener, checkpointer), at_gradient)
         publisher.publish()
         rescue = None
         if config.failure != "off":
@@ -276,21 +277,20 @@ class _Parts:
         restored = self.progress.restored
         return DistributedBarrier(self.ranks, region, self.config, step, samples, restored)
 
-    def _hooks(self, kinds: Kinds, inventory: Inventory, communication: Communication) -> Hooks:
+    def _hooks(self, classes: LoopClasses, inventory: Inventory) -> Hooks:
         subjects = (extra.subject for extra in self.extras)
         return Hooks(
             self.watched,
             loaders=tuple(subject for subject in subjects if is_loader(subject)),
-            at_gradient=communication.came if communication.buckets else None,
             recording=lookup.recording(live.local for live in inventory.collect().lives),
-            defers=kinds.defers,
+            defers=classes.defers,
             optimizers=inventory.optimizers,
         )
 
     def _checkpointer(
         self,
         steps: Steps,
-        kinds: Kinds,
+        classes: LoopClasses,
         topology: Topology,
         inventory: Inventory,
         pipeline: Pipeline,
@@ -300,7 +300,7 @@ class _Parts:
         known, instants = self.progress, BoundaryState(inventory)
         outcomes = Outcomes(pipeline, inventory, steps, self.reporter)
         early = known.early and known.step == steps.step and not known.attached
-        cadence = kinds.due(self.config.policy, pipeline.barrier, early)
+        cadence = classes.due(self.config.policy, pipeline.barrier, early)
         stalls, movement = StallTimer(pipeline.trace), Movement(self.extras)
         predictor = journaled = behind = None
         if self.config.failure != "off":
@@ -309,7 +309,7 @@ class _Parts:
                 predictor = PreFencePredictor(instants, pipeline.lock, count)
             journaled = StepJournal(instants, pipeline, outcomes.region_lost, predictor)
             behind = DeviceLag(journaled, pipeline.offload)
-        return kinds.checkpointer(
+        return classes.checkpointer(
             inventory=inventory,
             instants=instants,
             pipeline=pipeline,
