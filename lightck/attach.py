@@ -20,7 +20,7 @@ from lightck.distributed.divergence import ReplicaSamples
 from lightck.distributed.rendezvous import Rendezvous, meeting
 from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
-from lightck.distributed.topology import Topology, find
+from lightck.distributed.topology import Topology, agree_on_topology
 from lightck.errors import LightckError
 from lightck.events import Subscriber, event
 from lightck.failure.jit_save import JitSaver
@@ -227,7 +227,9 @@ class _Parts:
         """Return this rank's place in the job, and the run that all ranks belong to."""
         name = None if self.config.run_id == "default" else self.config.run_id
         reach = found.where.reach
-        return find(rounds, name=name, found=found.run_id, kind=self.ranks.kind, reach=reach)
+        return agree_on_topology(
+            rounds, name=name, found=found.run_id, kind=self.ranks.kind, reach=reach
+        )
 
     def _start(
         self,

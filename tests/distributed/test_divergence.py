@@ -23,7 +23,13 @@ from lightck.distributed.commit.protocol import (
     DueStep,
     Read,
 )
-from lightck.distributed.divergence import Divergence, ReplicaSamples, Verdict, decide, inquire
+from lightck.distributed.divergence import (
+    Divergence,
+    ReplicaSamples,
+    Verdict,
+    decide_verdict,
+    exchange_samples,
+)
 from lightck.errors import CoordinationError, DivergenceError, LightckError, RegionIOError
 from lightck.state.inventory import Inventory, StateTensor
 
@@ -54,7 +60,7 @@ def samples_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Repl
 
 def taken(samples: ReplicaSamples, turn: int = 0) -> divergence.ReplicaSample:
     samples.take(1, turn)
-    found = samples.of(1)
+    found = samples.sample(1)
     assert found is not None
     return found
 
@@ -68,7 +74,7 @@ def test_replicas_with_the_same_bytes_say_the_same_and_one_bit_shows() -> None:
     assert first == second
     b[0].weight.data.view(torch.int32)[1, 2] ^= 1
     third = taken(samples_of(b, opt_b))
-    assert third.what == first.what
+    assert third.form == first.form
     assert third.digest != first.digest
     changed = [n for n, x, y in zip(first.names, first.crcs, third.crcs, strict=True) if x != y]
     assert changed == ["model/0.weight"]
@@ -96,10 +102,10 @@ def test_other_names_or_forms_cannot_be_compared() -> None:
     b.append(torch.nn.Linear(3, 3))
     c, opt_c = small()
     c[0].weight.data = c[0].weight.data.t().contiguous().t()
-    whats = {taken(samples_of(m, o)).what for m, o in ((a, opt_a), (b, opt_b), (c, opt_c))}
+    whats = {taken(samples_of(m, o)).form for m, o in ((a, opt_a), (b, opt_b), (c, opt_c))}
     assert len(whats) == 3
     samples = samples_of(a, opt_a)
-    assert taken(samples, 0).what != taken(samples, 1).what, "each turn is one of its own"
+    assert taken(samples, 0).form != taken(samples, 1).form, "each turn is one of its own"
 
 
 def test_a_form_that_changed_under_the_sample_is_not_compared() -> None:
@@ -108,14 +114,14 @@ def test_a_form_that_changed_under_the_sample_is_not_compared() -> None:
     samples.take(1, 0)
     model[0].weight.data = torch.zeros(1)
     samples.take(2, 1)
-    assert (samples.of(2), samples.skipped) == (None, 1)
+    assert (samples.sample(2), samples.skipped) == (None, 1)
 
 
 def test_nothing_replicated_is_counted_and_says_nothing() -> None:
     model, optimizer = small()
     samples = ReplicaSamples(Inventory(model, [optimizer]).found, lambda lives: set())
     samples.take(1, 0)
-    assert (samples.of(1), samples.skipped) == (None, 1)
+    assert (samples.sample(1), samples.skipped) == (None, 1)
 
 
 # ---- who differs -----------------------------------------------------------------------------
@@ -126,20 +132,25 @@ def said(what: str, *crcs: int) -> str:
 
 
 def test_the_odd_rank_is_that_with_another_value_than_most() -> None:
-    assert decide([said("a", 1, 2), said("a", 1, 2), said("a", 1, 9)]).odd == {1: [2]}
-    assert decide([said("a", 7, 2), said("a", 1, 2), said("a", 1, 9)]).odd == {0: [0], 1: [2]}
+    assert decide_verdict([said("a", 1, 2), said("a", 1, 2), said("a", 1, 9)]).differing == {1: [2]}
+    assert decide_verdict([said("a", 7, 2), said("a", 1, 2), said("a", 1, 9)]).differing == {
+        0: [0],
+        1: [2],
+    }
 
 
 def test_of_two_ranks_none_is_the_odd_one() -> None:
-    assert decide([said("a", 1, 2), said("a", 1, 3)]).odd == {1: None}
-    assert decide([said("a", 1), said("a", 2), said("a", 3)]).odd == {0: None}
-    assert decide([said("a", 1), said("a", 1), said("a", 2), said("a", 2)]).odd == {0: None}
+    assert decide_verdict([said("a", 1, 2), said("a", 1, 3)]).differing == {1: None}
+    assert decide_verdict([said("a", 1), said("a", 2), said("a", 3)]).differing == {0: None}
+    assert decide_verdict([said("a", 1), said("a", 1), said("a", 2), said("a", 2)]).differing == {
+        0: None
+    }
 
 
 def test_ranks_without_such_a_sample_are_silent_not_equal() -> None:
-    found = decide([said("a", 1), "-", said("a", 1), said("b", 2), said("a", 1)])
-    assert (found.what, found.odd, found.silent) == ("a", {}, [1, 3])
-    assert decide(["-", "-"]) == Verdict("-", {}, [0, 1])
+    found = decide_verdict([said("a", 1), "-", said("a", 1), said("b", 2), said("a", 1)])
+    assert (found.form, found.differing, found.unsampled) == ("a", {}, [1, 3])
+    assert decide_verdict(["-", "-"]) == Verdict("-", {}, [0, 1])
     assert Verdict.decode(found.encode()) == found
 
 
@@ -172,7 +183,9 @@ def test_every_order_of_the_ranks_words_gives_all_of_them_the_same_verdict(world
             rank: int, server: Server = server, turns: Turns = turns, found: list[Any] = found
         ) -> None:
             store = MemoryStore(server, turns.fault(rank))
-            found[rank] = inquire(store, rank, world, 5, said("a", 1, int(rank == 1)), LONG_S)
+            found[rank] = exchange_samples(
+                store, rank, world, 5, said("a", 1, int(rank == 1)), LONG_S
+            )
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
         for thread in threads:
@@ -185,7 +198,7 @@ def test_every_order_of_the_ranks_words_gives_all_of_them_the_same_verdict(world
 
 def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     with pytest.raises(CoordinationError, match=r"rank\(s\) 1, 2 of 3 did not say"):
-        inquire(MemoryStore(Server()), 0, 3, 5, said("a", 1), 0.05)
+        exchange_samples(MemoryStore(Server()), 0, 3, 5, said("a", 1), 0.05)
 
 
 def test_a_wait_that_ends_with_nothing_there_is_no_verdict() -> None:
@@ -197,7 +210,7 @@ def test_a_wait_that_ends_with_nothing_there_is_no_verdict() -> None:
             return True
 
     with pytest.raises(CoordinationError, match=r"rank\(s\) 1, 2 of 3 did not say"):
-        inquire(Nervous(Server()), 0, 3, 5, said("a", 1), 0.05)
+        exchange_samples(Nervous(Server()), 0, 3, 5, said("a", 1), 0.05)
 
 
 def calls_of(world: int, digests: Callable[[int, int], bytes], steps: int = 3) -> list[list[Call]]:

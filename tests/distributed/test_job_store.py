@@ -18,7 +18,7 @@ from processes import Child, Parent, start
 from lightck.distributed import store as module
 from lightck.distributed.rounds import AgreementRounds, Identity, agree_on_attach
 from lightck.distributed.store import JobStore, bounded, default_store
-from lightck.distributed.topology import find, here
+from lightck.distributed.topology import agree_on_topology, here
 from lightck.errors import CoordinationError, StoreError
 from lightck.types import Fate
 
@@ -150,7 +150,7 @@ def test_gloo_ranks_agree_commit_and_learn_the_fate_together() -> None:
         parent.send(raw.port)
         dist.init_process_group("gloo", store=raw, rank=rank, world_size=world)
         rounds = AgreementRounds(default_store(), *here())
-        topology = find(rounds, environment={})
+        topology = agree_on_topology(rounds, environment={})
         timeline = agree_on_attach(rounds, Identity(topology.run_id, world, "/p", 3))
         store = default_store(f"lightck/{topology.run_id.hex()}/{timeline:x}")
         commit = barrier(store, rank, world, timeline=timeline)

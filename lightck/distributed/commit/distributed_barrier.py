@@ -160,7 +160,7 @@ class DistributedBarrier:
         self._store, self._watcher_store = store, store.clone()
         self._closing_round = ClosingRound(store.below("close"), rank, world)
         self._divergence = Divergence(
-            store, rank, world, self._samples, self._marks, self._troubles.append
+            store, rank, world, self._samples, self._marks.mark, self._troubles.append
         )
         self._protocol = CommitProtocol(
             rank, world, restored, timeline, patience_s=self._patience_s, compares=True
@@ -291,7 +291,7 @@ class DistributedBarrier:
             local = self._steps.get(step)
             if local is not None and local.opened and not local.over:
                 local.over = True
-                sample = self._samples.of(step)
+                sample = self._samples.sample(step)
                 self._marks.note(step)
                 digest = sample.digest if sample else b""
                 self._protocol.committed(step, time.monotonic(), form, digest)
