@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from barriers import barrier, due, lose, open_step, wait
-from memory import Fault, MemoryStore, Server
 
 from lightck.distributed.commit.distributed_barrier import LATE, DistributedBarrier
 from lightck.distributed.commit.due_steps import DueStep
@@ -23,6 +21,8 @@ from lightck.distributed.commit.protocol import (
 )
 from lightck.errors import LightckError
 from lightck.types import Fate
+from support.distributed.barriers import barrier, due, lose, open_step, wait
+from support.distributed.memory import Fault, MemoryStore, Server
 
 LONG_S = 100.0  # far beyond what any of these needs
 

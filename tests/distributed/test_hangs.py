@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from ranks import Gone, Me
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightck.failure.hang import Place, collective
 from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, HandleGuard
 from lightck.types import Failure, Saved
+from support.distributed import ranks
+from support.distributed.ranks import Gone, Me
 
 
 def barrier() -> None:

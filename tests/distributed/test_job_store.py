@@ -8,12 +8,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-import proof
 import pytest
 import torch.distributed as dist
-from barriers import barrier, open_step
-from barriers import wait as wait_for_fate
-from processes import Child, Parent, start
 
 from lightck.distributed import store as module
 from lightck.distributed.rounds import AgreementRounds, Identity, agree_on_attach
@@ -21,6 +17,10 @@ from lightck.distributed.store import JobStore, bounded, default_store
 from lightck.distributed.topology import agree_on_topology, here
 from lightck.errors import CoordinationError, StoreError
 from lightck.types import Fate
+from support import proof
+from support.distributed.barriers import barrier, open_step
+from support.distributed.barriers import wait as wait_for_fate
+from support.processes import Child, Parent, start
 
 LONG_S = 100.0
 

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch._dynamo  # what an optimizer would load on first use, in every rank by itself
-from proof import record
 from test_golden import Job
 from test_resume import same, state_of
 from torch.utils.data import DataLoader
@@ -27,6 +25,8 @@ from lightck.failure.takeover.takeover import Takeover
 from lightck.region import location
 from lightck.region.region import open_and_recover
 from lightck.region.slot_writer import SlotWriter
+from support.distributed import ranks
+from support.proof import record
 
 LAST, AT = 7, 4
 NEVER = 10**6

@@ -16,8 +16,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from processes import Child, Parent
-from watched import (
+
+from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, HandleGuard, SaveTask
+from lightck.types import Failure, Saved
+from support.processes import Child, Parent
+from support.watched import (
     Still,
     Telling,
     arrive,
@@ -30,9 +33,6 @@ from watched import (
     stuck,
     watched,
 )
-
-from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, HandleGuard, SaveTask
-from lightck.types import Failure, Saved
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 

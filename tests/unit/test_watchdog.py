@@ -7,7 +7,6 @@ import threading
 import time
 
 import pytest
-from proof import record
 
 from lightck.errors import LightckError
 from lightck.failure.budget import Measured
@@ -22,6 +21,7 @@ from lightck.failure.watchdog import (
     Watchdog,
 )
 from lightck.types import Failure, Saved
+from support.proof import record
 
 LOOKS = 2000
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from processes import Child, Parent, start
 
 from lightck.failure.watchdog import WATCHDOG, HandleGuard
 from lightck.types import Failure, Saved
+from support.processes import Child, Parent, start
 
 
 @dataclass(frozen=True)
