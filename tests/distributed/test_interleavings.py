@@ -151,7 +151,7 @@ def test_a_fate_that_is_not_written_once_is_caught(monkeypatch: pytest.MonkeyPat
     start = world(2, 1, slots=3, deaths=1)
     start.store = Overwritten()
     monkeypatch.setattr(interleavings, "Overwritten", Overwritten, raising=False)
-    Overwritten.__module__, Overwritten.__qualname__ = "interleavings", "Overwritten"
+    Overwritten.__module__, Overwritten.__qualname__ = interleavings.__name__, "Overwritten"
     with pytest.raises(AssertionError, match="step 1 is"):
         explore(start)
 
