@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 
 from lightck.config import Config, setting_names
 from lightck.device import lookup
-from lightck.distributed.commit import distributed_barrier
-from lightck.distributed.ddp import CommObserver, Communication
+from lightck.distributed.commit.distributed_barrier import DistributedBarrier
+from lightck.distributed.ddp_communication import DdpCommunication, ddp_modules
 from lightck.distributed.divergence import ReplicaSamples
 from lightck.distributed.rendezvous import Rendezvous, meeting
+from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
-from lightck.distributed.topology import Topology
+from lightck.distributed.topology import Topology, agree_on_topology
 from lightck.errors import LightckError
 from lightck.events import Subscriber, event
 from lightck.failure.jit_save import JitSaver
@@ -29,8 +30,7 @@ from lightck.journal.boundary_state import BoundaryState
 from lightck.journal.device_lag import DeviceLag
 from lightck.journal.pre_fence import PreFencePredictor
 from lightck.journal.step_journal import StepJournal
-from lightck.layerwise.checkpointer import Kinds
-from lightck.layerwise.ddp import finality
+from lightck.layerwise.checkpointer import LoopClasses
 from lightck.loop import state_prediction
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.extra_movement import Movement
@@ -40,10 +40,12 @@ from lightck.loop.publisher import StatusPublisher
 from lightck.loop.stall_timer import StallTimer
 from lightck.loop.steps import Steps
 from lightck.loop.trace_listener import TraceListener
+from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.schedule import schedule
 from lightck.reader.fill import install_pending, tell_unfilled
 from lightck.region import claim
+from lightck.region.claim import ClaimedLocation
 from lightck.region.region import Region
 from lightck.restore import progress
 from lightck.state.arguments import check, refuse_unknown
@@ -162,14 +164,14 @@ class _Parts:
         if ends_step is not None and not any(ends_step is each for each in optimizers):
             optimizers = [*optimizers, ends_step]
         steps = self._steps(optimizers, ends_step)
-        final, marked = partial(finality, self.model), ends_step is not None
-        kinds = Kinds.of(self.config.update, self.model, optimizers, marked, final)
+        update, marked = self.config.update, ends_step is not None
+        classes = LoopClasses.chosen(update, self.model, optimizers, boundary=marked)
         # Nothing is claimed before the state is known to be one that can be taken.
-        seen = Inventory(self.model, optimizers, self.extras, units=kinds.units)
+        seen = Inventory(self.model, optimizers, self.extras, units=classes.units)
         tell_synchronous(seen.collect().lives)
-        topology, replicas, inventory, region = self._claim(optimizers, kinds)
+        topology, replicas, inventory, region = self._claim(optimizers, classes)
         self._tell_left_out(region)
-        return self._start(steps, kinds, topology, replicas, inventory, region)
+        return self._start(steps, classes, topology, replicas, inventory, region)
 
     def _tell_left_out(self, region: Region) -> None:
         """Warn of extras that the run's snapshots had, and the next ones will not have."""
@@ -200,18 +202,18 @@ class _Parts:
         )
 
     def _claim(
-        self, optimizers: list[Optimizer], kinds: Kinds
+        self, optimizers: list[Optimizer], classes: LoopClasses
     ) -> tuple[Topology, ReplicatedTensors, Inventory, Region]:
         """Return this rank's region, with room for its share, once all ranks know the topology."""
         found = claim.find(self.config, self.ranks.rank, self.progress.continuation)
         self.undo.append(found.close)
-        topology = distributed_barrier.place_of(self.ranks, self.config, found)
+        topology = self.ranks.agree(partial(self._topology, found))
         replicas = ReplicatedTensors(self.model, optimizers, topology.world)
         inventory = Inventory(
             self.model,
             optimizers,
             self.extras,
-            units=kinds.units,
+            units=classes.units,
             division=SharePartitioner(topology, replicas),
         )
         entries, manifest_bytes = state_prediction.expected(inventory)
@@ -221,10 +223,18 @@ class _Parts:
         region = claim.take(found, self.config, seat, entries, *room)
         return topology, replicas, inventory, region
 
+    def _topology(self, found: ClaimedLocation, rounds: AgreementRounds | None) -> Topology:
+        """Return this rank's place in the job, and the run that all ranks belong to."""
+        name = None if self.config.run_id == "default" else self.config.run_id
+        reach = found.where.reach
+        return agree_on_topology(
+            rounds, name=name, found=found.run_id, kind=self.ranks.kind, reach=reach
+        )
+
     def _start(
         self,
         steps: Steps,
-        kinds: Kinds,
+        classes: LoopClasses,
         topology: Topology,
         replicas: ReplicatedTensors,
         inventory: Inventory,
@@ -232,22 +242,20 @@ class _Parts:
     ) -> Components:
         """Build what follows the loop, agree with the other ranks, and install the hooks."""
         config, known, undo = self.config, self.progress, self.undo
-        collected, communication = inventory.collect(), Communication(self.model)
-        barrier = distributed_barrier.barrier_of(topology, config.policy, steps.step)
+        collected, modules = inventory.collect(), ddp_modules(self.model)
+        barrier = self._barrier(region, steps.step, ReplicaSamples(inventory.found, replicas))
         count = len({v.layer for v in inventory.everything() if v.role == "parameter"})
-        released = schedule(config.schedule, count, communicates=bool(communication.buckets))
-        pipeline = kinds.pipeline.start(region, released, barrier, config, steps.step)
-        hooks = self._hooks(kinds, inventory, communication)
-        checkpointer = self._checkpointer(steps, kinds, topology, inventory, pipeline, hooks)
+        released = schedule(config.schedule, count, communicates=bool(modules))
+        pipeline = classes.pipeline.start(region, released, barrier, config, steps.step)
+        hooks = self._hooks(classes, inventory)
+        checkpointer = self._checkpointer(steps, classes, topology, inventory, pipeline, hooks)
         publisher, trace = checkpointer.publisher, pipeline.trace
         undo += [partial(self._write_trace, trace), checkpointer.outcomes.stop, publisher.ended]
-        undo += [kinds.stop, hooks.remove, communication.remove]
+        undo += [classes.stop, hooks.remove]
         checkpointer.start()
         checkpointer.check_state(collected)
-        samples = ReplicaSamples(inventory.found, replicas)
-        at = (steps.step, samples, known.restored)
-        timeline = distributed_barrier.begin(barrier, self.ranks, topology, region, config, *at)
-        undo.append(lambda: barrier.leave("attach failed", 1.0))
+        timeline = barrier.begin()  # the last that may fail on one rank alone
+        undo.append(partial(barrier.leave, "attach failed", 1.0))
         region.begin_timeline(region.continued, timeline)
         if checkpointer.journaled is not None:
             checkpointer.journaled.begin(steps.step)
@@ -255,29 +263,36 @@ class _Parts:
         if trace is not None:
             listener = traced = TraceListener(checkpointer, trace, self.watched)
             undo.append(traced.remove)
-        hooks.install(self._tested(listener, checkpointer))
-        communication.install(CommObserver(checkpointer))
+        communication = DdpCommunication(modules, checkpointer)
+        undo.append(communication.remove)
+        at_gradient = communication.gradient if modules else None
+        hooks.install(self._tested(listener, checkpointer), at_gradient)
         publisher.publish()
         rescue = None
         if config.failure != "off":
             rescue = self._rescue(checkpointer, topology, timeline)
         return Components(config, region, checkpointer, hooks, known, rescue, undo)
 
-    def _hooks(self, kinds: Kinds, inventory: Inventory, communication: Communication) -> Hooks:
+    def _barrier(self, region: Region, step: int, samples: ReplicaSamples) -> CommitBarrier:
+        if self.ranks.world == 1:
+            return SingleProcessBarrier()
+        restored = self.progress.restored
+        return DistributedBarrier(self.ranks, region, self.config, step, samples, restored)
+
+    def _hooks(self, classes: LoopClasses, inventory: Inventory) -> Hooks:
         subjects = (extra.subject for extra in self.extras)
         return Hooks(
             self.watched,
             loaders=tuple(subject for subject in subjects if is_loader(subject)),
-            at_gradient=communication.came if communication.buckets else None,
             recording=lookup.recording(live.local for live in inventory.collect().lives),
-            defers=kinds.defers,
+            defers=classes.defers,
             optimizers=inventory.optimizers,
         )
 
     def _checkpointer(
         self,
         steps: Steps,
-        kinds: Kinds,
+        classes: LoopClasses,
         topology: Topology,
         inventory: Inventory,
         pipeline: Pipeline,
@@ -287,7 +302,7 @@ class _Parts:
         known, instants = self.progress, BoundaryState(inventory)
         outcomes = Outcomes(pipeline, inventory, steps, self.reporter)
         early = known.early and known.step == steps.step and not known.attached
-        cadence = kinds.due(self.config.policy, pipeline.barrier, early)
+        cadence = classes.due(self.config.policy, pipeline.barrier, early)
         stalls, movement = StallTimer(pipeline.trace), Movement(self.extras)
         predictor = journaled = behind = None
         if self.config.failure != "off":
@@ -296,7 +311,7 @@ class _Parts:
                 predictor = PreFencePredictor(instants, pipeline.lock, count)
             journaled = StepJournal(instants, pipeline, outcomes.region_lost, predictor)
             behind = DeviceLag(journaled, pipeline.offload)
-        return kinds.checkpointer(
+        return classes.checkpointer(
             inventory=inventory,
             instants=instants,
             pipeline=pipeline,

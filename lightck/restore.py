@@ -164,7 +164,7 @@ def restore(
         live = Inventory(root, optimizers, parse(extras) + extra_states(root))
         fill = partial(_filled, live=live, strict=strict)
         info = restore_together(ranks, where, wanted, fill, progress(root).continuation)
-        ranks.part()
+        ranks.leave()
     return info
 
 

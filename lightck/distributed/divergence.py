@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from lightck.distributed.rounds import named
 from lightck.distributed.store import Store
 from lightck.errors import CoordinationError, DivergenceError, LightckError
 from lightck.region.native_region import crc32c, crc32c_at
@@ -50,7 +51,7 @@ PIECE_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SamplePiece:
     """Bytes [begin, end) of a tensor, given by its index."""
 
     tensor: int
@@ -75,7 +76,7 @@ class SampleRotation:
         """Return in how many consecutive turns every byte is compared once."""
         return self.windows * self.pause
 
-    def pieces(self, turn: int) -> list[Piece]:
+    def pieces(self, turn: int) -> list[SamplePiece]:
         """Return the bytes to compare at this turn; most often none where `pause` is above 1."""
         if turn % self.pause or not self._lengths:
             return []
@@ -85,7 +86,7 @@ class SampleRotation:
         while i < len(self._lengths) and self._starts[i] < end:
             start = self._starts[i]
             # The extra bytes that a piece counts for, after its own, are not compared.
-            piece = Piece(i, max(begin - start, 0), min(end - start, self._lengths[i]))
+            piece = SamplePiece(i, max(begin - start, 0), min(end - start, self._lengths[i]))
             if piece.begin < piece.end:
                 found.append(piece)
             i += 1
@@ -105,24 +106,24 @@ class ReplicaSample:
     """The checksums that this rank computed of replicated state at a step.
 
     Attributes:
-        what: identifies the tensors' names and forms, and the turn; the same on ranks whose samples
+        form: identifies the tensors' names and forms, and the turn; the same on ranks whose samples
             can be compared.
         names: the names of the sampled tensors.
         crcs: the CRC32C of the sampled bytes of each tensor.
     """
 
-    what: str
+    form: str
     names: tuple[str, ...]
     crcs: tuple[int, ...]
 
     @property
     def digest(self) -> bytes:
         """Return the digest of the whole sample, for `CommitProtocol.committed`."""
-        return f"{self.what}:{crc32c(self._sums().encode()):08x}".encode()
+        return f"{self.form}:{crc32c(self._sums().encode()):08x}".encode()
 
-    def said(self) -> str:
+    def to_message(self) -> str:
         """Return the message that carries the checksum of every sampled tensor."""
-        return f"{self.what}:{self._sums()}"
+        return f"{self.form}:{self._sums()}"
 
     def _sums(self) -> str:
         return "".join(f"{crc:08x}" for crc in self.crcs)
@@ -132,7 +133,7 @@ class ReplicaSample:
 class ReplicaSamples:
     """The sampling of replicated state on this rank.
 
-    Threads: `take` runs on the training thread, `of` on any.
+    Threads: `take` runs on the training thread, `sample` on any.
     """
 
     everything: Callable[[], Sequence[StateTensor]]
@@ -144,7 +145,7 @@ class ReplicaSamples:
     _found: Sequence[StateTensor] | None = None
     """The tensors that the rotation was made for."""
     _lives: list[StateTensor] = field(default_factory=list)
-    _what: str = ""
+    _form: str = ""
     _rotation: SampleRotation | None = None
     _taken: deque[tuple[int, ReplicaSample]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
@@ -171,9 +172,9 @@ class ReplicaSamples:
                 for live, p in zip(chosen, pieces, strict=True)
             ]
             names = tuple(live.name for live in chosen)
-            self._taken.append((step, ReplicaSample(f"{self._what}.{turn}", names, tuple(crcs))))
+            self._taken.append((step, ReplicaSample(f"{self._form}.{turn}", names, tuple(crcs))))
 
-    def of(self, step: int) -> ReplicaSample | None:
+    def sample(self, step: int) -> ReplicaSample | None:
         """Return the sample of a recent step; None if none was taken."""
         taken = reversed(list(self._taken))
         return next((sample for at, sample in taken if at == step), None)
@@ -188,7 +189,7 @@ class ReplicaSamples:
             [v.name, str(v.tensor.dtype), list(v.tensor.shape), list(v.tensor.stride())]
             for v in self._lives
         ]
-        self._what = hashlib.blake2b(json.dumps(forms).encode(), digest_size=8).hexdigest()
+        self._form = hashlib.blake2b(json.dumps(forms).encode(), digest_size=8).hexdigest()
         return SampleRotation([live.tensor.nbytes for live in self._lives])
 
 
@@ -211,45 +212,47 @@ class Verdict:
     """The differences that the ranks found together.
 
     Attributes:
-        what: identifies the samples that were compared, as in `ReplicaSample`.
-        odd: per tensor of the sample, by index, the ranks that differ from the majority; None where
-            no value has a majority.
-        silent: ranks without such a sample.
+        form: identifies the samples that were compared, as in `ReplicaSample`.
+        differing: per tensor of the sample, by index, the ranks that differ from the majority; None
+            where no value has a majority.
+        unsampled: ranks without such a sample.
     """
 
-    what: str
-    odd: dict[int, list[int] | None]
-    silent: list[int]
+    form: str
+    differing: dict[int, list[int] | None]
+    unsampled: list[int]
 
     def encode(self) -> bytes:
         """Encode it as a value of the store."""
-        rows = [[i, ranks] for i, ranks in self.odd.items()]
-        return json.dumps([self.what, rows, self.silent], separators=(",", ":")).encode()
+        rows = [[i, ranks] for i, ranks in self.differing.items()]
+        return json.dumps([self.form, rows, self.unsampled], separators=(",", ":")).encode()
 
     @staticmethod
     def decode(value: bytes) -> Verdict:
         """Decode a value of the store."""
-        what, rows, silent = json.loads(value)
-        return Verdict(what, dict(rows), silent)
+        form, rows, unsampled = json.loads(value)
+        return Verdict(form, dict(rows), unsampled)
 
 
-def decide(said: Sequence[str]) -> Verdict:
+def decide_verdict(messages: Sequence[str]) -> Verdict:
     """Find which ranks differ in which tensors: a pure function of the messages, in rank order."""
-    parts = [each.partition(":") for each in said]
+    parts = [each.partition(":") for each in messages]
     kinds = Counter(what for what, _, _ in parts if what != _NOTHING)
     what = max(kinds, key=lambda kind: kinds[kind], default=_NOTHING)
     sums = {r: sums for r, (kind, _, sums) in enumerate(parts) if kind == what != _NOTHING}
-    odd: dict[int, list[int] | None] = {}
+    differing: dict[int, list[int] | None] = {}
     for i in range(max(map(len, sums.values()), default=0) // 8):
         values = {rank: each[8 * i : 8 * i + 8] for rank, each in sums.items()}
         (most, count), *others = Counter(values.values()).most_common()
         if others:
             differ = [rank for rank, value in values.items() if value != most]
-            odd[i] = differ if 2 * count > len(values) else None
-    return Verdict(what, odd, [r for r in range(len(said)) if r not in sums])
+            differing[i] = differ if 2 * count > len(values) else None
+    return Verdict(what, differing, [r for r in range(len(messages)) if r not in sums])
 
 
-def inquire(store: Store, rank: int, world: int, step: int, said: str, seconds: float) -> Verdict:
+def exchange_samples(
+    store: Store, rank: int, world: int, step: int, message: str, seconds: float
+) -> Verdict:
     """Report this rank's sample of `step`; return the verdict on all ranks' samples. Blocks.
 
     It takes six messages per rank; only the last rank to report reads all samples. The keys are
@@ -260,22 +263,22 @@ def inquire(store: Store, rank: int, world: int, step: int, said: str, seconds: 
         StoreError: the store does not answer.
     """
     count, verdict = f"e/{step}/n", f"e/{step}/v"
-    store.claim(f"e/{step}/{rank}", said.encode())
+    store.claim(f"e/{step}/{rank}", message.encode())
     if store.add(count) == world:
         every = store.read_many([f"e/{step}/{r}" for r in range(world)])
-        store.claim(verdict, decide([each.decode() for each in every]).encode())
+        store.claim(verdict, decide_verdict([each.decode() for each in every]).encode())
     began = time.monotonic()
-    told = None
+    decided = None
     # A wait may end without the key: torch's server wakes all waiters when one of them gives up.
-    while told is None and (left := began + seconds - time.monotonic()) > 0:
-        told = store.read(verdict) if store.wait(verdict, left) else None
-    if told is None:
+    while decided is None and (left := began + seconds - time.monotonic()) > 0:
+        decided = store.read(verdict) if store.wait(verdict, left) else None
+    if decided is None:
         missing = [r for r in range(world) if store.read(f"e/{step}/{r}") is None]
         raise CoordinationError(
-            f"rank(s) {_listed(missing)} of {world} did not say in {time.monotonic() - began:.0f} s"
+            f"rank(s) {named(missing)} of {world} did not say in {time.monotonic() - began:.0f} s"
             f" what they hold (key e/{step})"
         )
-    found = Verdict.decode(told)
+    found = Verdict.decode(decided)
     store.delete([f"e/{step}/{rank}"])
     if store.add(count) == 2 * world:
         store.delete([verdict, count])
@@ -304,7 +307,7 @@ class SuspectMarks:
         while len(self._sequences) > _REMEMBERED:
             del self._sequences[next(iter(self._sequences))]
 
-    def __call__(self, step: int) -> None:
+    def mark(self, step: int) -> None:
         """Durably mark the snapshot of `step`, and all later ones of the timeline, as suspect."""
         later = [number for at, number in [*self._sequences.items()] if at >= step]
         self.region.native.suspect(min(later, default=self.region.next_sequence))
@@ -322,11 +325,11 @@ class Divergence:
     world: int
     samples: ReplicaSamples
     mark: Callable[[int], None]
-    """Marks the snapshots from a step on as suspect; see `SuspectMarks`."""
+    """Marks the snapshots from a step on as suspect; see `SuspectMarks.mark`."""
     report: Callable[[LightckError], None]
     """Receives the errors that are found; called on a background thread."""
     patience_s: float = 60.0
-    _asked: set[int] = field(default_factory=set)
+    _looked_into: set[int] = field(default_factory=set)
     _named: set[str] = field(default_factory=set)
     _naming: threading.Lock = field(default_factory=threading.Lock)
     """Guards `_named`: differences at several steps are looked into at the same time."""
@@ -341,12 +344,12 @@ class Divergence:
             self.mark(step)
         except LightckError as error:
             self.report(error)
-        if differed in self._asked:
+        if differed in self._looked_into:
             return
-        self._asked.add(differed)
+        self._looked_into.add(differed)
         # The answers of other ranks may take long; outcomes of other steps do not wait for them.
         thread = threading.Thread(
-            target=self._name, args=(step, differed), name="lightck-differ", daemon=True
+            target=self._look_into, args=(step, differed), name="lightck-differ", daemon=True
         )
         self._threads.append(thread)
         thread.start()
@@ -357,46 +360,51 @@ class Divergence:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _name(self, step: int, differed: int) -> None:
-        sample = self.samples.of(differed)
-        said = sample.said() if sample else _NOTHING
+    def _look_into(self, step: int, differed: int) -> None:
+        sample = self.samples.sample(differed)
+        message = sample.to_message() if sample else _NOTHING
         try:
             store = self.store.clone()
-            found = inquire(store, self.rank, self.world, differed, said, self.patience_s)
-        except CoordinationError as error:
-            text = f"step {differed}: replicas differ; in what is not known: {error}. "
+            found = exchange_samples(
+                store, self.rank, self.world, differed, message, self.patience_s
+            )
+        except CoordinationError as failure:
+            text = f"step {differed}: replicas differ; in what is not known: {failure}. "
             self.report(DivergenceError(text + _suspect(step), step=differed))
             return
-        told = self._error(step, differed, found, sample)
-        if told is not None:
-            self.report(told)
+        error = self._error(step, differed, found, sample)
+        if error is not None:
+            self.report(error)
 
     def _error(
         self, step: int, differed: int, found: Verdict, sample: ReplicaSample | None
     ) -> DivergenceError | None:
-        same = sample is not None and sample.what == found.what
-        names = {i: sample.names[i] if sample and same else f"#{i}" for i in found.odd}
+        same = sample is not None and sample.form == found.form
+        names = {i: sample.names[i] if sample and same else f"#{i}" for i in found.differing}
         with self._naming:
-            new = {name: found.odd[i] for i, name in names.items() if name not in self._named}
+            new = {name: found.differing[i] for i, name in names.items() if name not in self._named}
             self._named.update(new)
-        if not new and found.odd:
+        if not new and found.differing:
             return None
-        odd = sorted({rank for ranks in new.values() for rank in ranks or range(self.world)})
+        differing = sorted({rank for ranks in new.values() for rank in ranks or range(self.world)})
         text = f"step {differed}: replicas differ in {_each(new, self.world)}. "
-        if found.silent:
-            text += f"Not compared: rank(s) {_listed(found.silent)}. "
-        return DivergenceError(text + _suspect(step), step=differed, names=tuple(new), ranks=odd)
+        if found.unsampled:
+            text += f"Not compared: rank(s) {named(found.unsampled)}. "
+        names_new = tuple(new)
+        return DivergenceError(
+            text + _suspect(step), step=differed, names=names_new, ranks=differing
+        )
 
 
-def _each(odd: dict[str, Any], world: int) -> str:
-    told = []
-    for name, ranks in list(odd.items())[:_NAMED]:
+def _each(differing: dict[str, Any], world: int) -> str:
+    parts = []
+    for name, ranks in list(differing.items())[:_NAMED]:
         if ranks is None:
-            told.append(f"{name} (no value is most ranks': any of the {world} may be wrong)")
+            parts.append(f"{name} (no value is most ranks': any of the {world} may be wrong)")
         else:
-            told.append(f"{name} (rank(s) {_listed(ranks)} of {world} differ from the others)")
-    more = f" and {len(odd) - _NAMED} more tensors" if len(odd) > _NAMED else ""
-    return (", ".join(told) or "a tensor that cannot be named") + more
+            parts.append(f"{name} (rank(s) {named(ranks)} of {world} differ from the others)")
+    more = f" and {len(differing) - _NAMED} more tensors" if len(differing) > _NAMED else ""
+    return (", ".join(parts) or "a tensor that cannot be named") + more
 
 
 def _suspect(step: int) -> str:
@@ -404,8 +412,3 @@ def _suspect(step: int) -> str:
         f"Snapshots from step {step} on are suspect, and restore prefers one from before. Look for "
         "code that changes a replica on one rank only, and at that rank's memory; then restore"
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return ", ".join(str(rank) for rank in ranks[:_NAMED]) + more

@@ -6,7 +6,7 @@ No rank waits for ever for one that failed.
         ...                                # whatever may fail here, on this rank alone
         ranks.agree(lambda rounds: ...)    # a round; raises the same on every rank
         ...
-        ranks.part()                       # from here on no rank waits for another
+        ranks.leave()                      # from here on no rank waits for another
 
 A single rank holds no meeting: `rounds` is None, and nothing happens.
 """
@@ -44,7 +44,8 @@ class Rendezvous:
     rank: int = 0
     world: int = 1
     rounds: AgreementRounds | None = None
-    parted: bool = False
+    left: bool = False
+    """True if a failure from here on is this rank's own."""
 
     @property
     def store(self) -> JobStore:
@@ -69,17 +70,17 @@ class Rendezvous:
         try:
             return bounded(f"{self.kind} on rank {self.rank}", seconds, lambda: ask(rounds))
         except BaseException:
-            self.parted = True  # the others raise, too, or wait in vain for a bounded time
+            self.left = True  # the others raise, too, or wait in vain for a bounded time
             raise
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """End the meeting for this rank: a failure from here on is this rank's own."""
-        self.parted = True
+        self.left = True
 
 
 @contextmanager
 def meeting(kind: str) -> Iterator[Rendezvous]:
-    """Hold a meeting; a failure inside, before `part`, makes every other rank fail, too.
+    """Hold a meeting; a failure inside, before `leave`, makes every other rank fail, too.
 
     Args:
         kind: what the ranks want to do together, for messages.
@@ -93,8 +94,8 @@ def meeting(kind: str) -> Iterator[Rendezvous]:
     try:
         yield ranks
     except BaseException as error:
-        if not ranks.parted:
-            ranks.part()
+        if not ranks.left:
+            ranks.leave()
             why = f"{type(error).__name__}: {error}"
             # A store that is away must not hide the error of this rank.
             with suppress(StoreError):

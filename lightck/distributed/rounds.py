@@ -24,8 +24,8 @@ MAX_BYTES = 4096  # the longest message of one rank
 _NAMED = 16  # missing ranks named in a message
 _FAILURE = 1500  # the longest failure text, in characters
 
-Said = dict[str, Any]
-Decide = Callable[[Sequence[Said]], Said]
+Message = dict[str, Any]
+Decide = Callable[[Sequence[Message]], Message]
 
 
 @dataclass
@@ -43,12 +43,12 @@ class AgreementRounds:
     number: int = 0
     """The number of the next round."""
 
-    def agree(self, kind: str, said: Said, decide: Decide) -> Said:
+    def agree(self, kind: str, message: Message, decide: Decide) -> Message:
         """Take part in the next round, and return the decision.
 
         Args:
             kind: of the round, such as `attach`; a rank that is in another kind of round is named.
-            said: the message of this rank; JSON, at most `MAX_BYTES`.
+            message: of this rank; JSON, at most `MAX_BYTES`.
             decide: called on rank 0 with the messages of all ranks, in rank order; pure. A
                 `CoordinationError` that it raises is raised on every rank.
 
@@ -60,7 +60,7 @@ class AgreementRounds:
             StoreError: the store does not answer.
         """
         base, began = self._next(), time.monotonic()
-        self._say(base, {"kind": kind, **said})
+        self._send(base, {"kind": kind, **message})
         if self.rank == 0:
             answer = self._decide(base, kind, decide, began)
             self.store.set(f"{base}/out", json.dumps(answer).encode())
@@ -78,7 +78,7 @@ class AgreementRounds:
         this rank and the reason.
         """
         base, text = self._next(), why.encode("ascii", "replace").decode()[:_FAILURE]
-        self._say(base, {"kind": kind, "failure": text})
+        self._send(base, {"kind": kind, "failure": text})
         if self.rank == 0:
             self.store.set(f"{base}/out", json.dumps({"error": _failed(kind, {0: text})}).encode())
 
@@ -86,15 +86,15 @@ class AgreementRounds:
         base, self.number = f"round/{self.number}", self.number + 1
         return base
 
-    def _say(self, base: str, said: Said) -> None:
-        text = json.dumps(said, separators=(",", ":"))
+    def _send(self, base: str, message: Message) -> None:
+        text = json.dumps(message, separators=(",", ":"))
         if len(text) > MAX_BYTES:  # fail at once: otherwise all would wait for it
             why = f"it has {len(text)} bytes to say, more than {MAX_BYTES}"
-            text = json.dumps({"kind": said["kind"], "failure": why})
+            text = json.dumps({"kind": message["kind"], "failure": why})
         mine = f"{base}/in/{self.rank}"
         if self.store.claim(mine, text.encode()) != text.encode():
-            # A nonce inside `said` is not needed: two lives of one rank with the same message are
-            # found by the count, which then exceeds the world.
+            # The message needs no nonce: two lives of one rank with the same message are found by
+            # the count, which then exceeds the world.
             raise self._stale(mine)
         count = self.store.add(f"{base}/count")
         if count > self.world:
@@ -102,17 +102,17 @@ class AgreementRounds:
         if count == self.world:
             self.store.set(f"{base}/all", b"1")
 
-    def _decide(self, base: str, kind: str, decide: Decide, began: float) -> Said:
+    def _decide(self, base: str, kind: str, decide: Decide, began: float) -> Message:
         if not self.store.wait(f"{base}/all", self.timeout_s):
             missing = [r for r in range(self.world) if self.store.read(f"{base}/in/{r}") is None]
             waited = time.monotonic() - began
             return {"error": _absent(kind, missing, self.world, base, waited)}
         raw = self.store.read_many([f"{base}/in/{r}" for r in range(self.world)])
-        said = [json.loads(each) for each in raw]
-        failures = {r: each["failure"] for r, each in enumerate(said) if "failure" in each}
+        messages = [json.loads(each) for each in raw]
+        failures = {r: each["failure"] for r, each in enumerate(messages) if "failure" in each}
         if failures:
-            return {"error": _failed(said[min(failures)]["kind"], failures)}
-        other = [(r, each["kind"]) for r, each in enumerate(said) if each["kind"] != kind]
+            return {"error": _failed(messages[min(failures)]["kind"], failures)}
+        other = [(r, each["kind"]) for r, each in enumerate(messages) if each["kind"] != kind]
         if other:
             rank, theirs = other[0]
             return {
@@ -120,21 +120,21 @@ class AgreementRounds:
                 "lightck.restore and lightck.attach in the same order"
             }
         try:
-            return decide(said)
+            return decide(messages)
         except CoordinationError as error:
             return {"error": str(error)}
-        except Exception as error:  # noqa: BLE001 - a fault of ours, which every rank must hear of
+        except Exception as error:  # noqa: BLE001 - a fault of ours, which every rank must know
             return {"error": f"{kind}: rank 0 could not decide: {error!r}"[:_FAILURE]}
 
-    def _await(self, base: str, kind: str, began: float) -> Said:
+    def _await(self, base: str, kind: str, began: float) -> Message:
         # Wait half as long again as rank 0, whose answer then names the ranks that are missing. A
         # wait may end without the key: torch's server wakes all waiters when one of them gives up.
         while (left := began + 1.5 * self.timeout_s - time.monotonic()) > 0:
             if self.store.wait(f"{base}/out", left):
-                said = self.store.read(f"{base}/out")
-                if said is not None:
-                    answer: Said = json.loads(said)
-                    return answer
+                decision = self.store.read(f"{base}/out")
+                if decision is not None:
+                    decided: Message = json.loads(decision)
+                    return decided
         waited = time.monotonic() - began
         raise CoordinationError(_absent(kind, [0], self.world, base, waited))
 
@@ -210,11 +210,11 @@ def agree_on_attach(rounds: AgreementRounds, identity: Identity) -> int:
         CoordinationError: the identities differ; names the field, the values and the ranks. Raised
             on every rank.
     """
-    said = {**asdict(identity), "run_id": identity.run_id.hex()}
-    return int(rounds.agree("attach", said, decide_attach)["timeline"])
+    message = {**asdict(identity), "run_id": identity.run_id.hex()}
+    return int(rounds.agree("attach", message, decide_attach)["timeline"])
 
 
-def decide_attach(said: Sequence[Said]) -> Said:
+def decide_attach(messages: Sequence[Message]) -> Message:
     """Decide the attach round on rank 0: draw a timeline id, or raise if the identities differ."""
     remedies = {
         "run_id": "regions of two jobs are mixed: give every rank the same run",
@@ -227,7 +227,7 @@ def decide_attach(said: Sequence[Said]) -> Said:
     }
     for field, remedy in remedies.items():
         values: dict[str, list[int]] = {}
-        for rank, each in enumerate(said):
+        for rank, each in enumerate(messages):
             values.setdefault(str(each[field]), []).append(rank)
         if len(values) > 1:
             found = "; ".join(f"{v} on rank(s) {named(r)}" for v, r in list(values.items())[:4])

@@ -152,49 +152,49 @@ class ByteRange:
     """The bytes that one rank writes of one tensor."""
 
     name: str
-    place: int
+    peer: int
     """The index of the rank among those that share."""
     begin: int
     end: int
 
 
-def divide(items: Sequence[SharedTensor], ranks: int) -> list[ByteRange]:
+def divide(tensors: Sequence[SharedTensor], ranks: int) -> list[ByteRange]:
     """Divide tensors among ranks; every byte, and every empty tensor, goes to exactly one.
 
     Without tensors that cannot be cut, no rank has more than two pages above its part of the sum.
-    The order of the items does not matter.
+    The order of the tensors does not matter.
     """
-    cuts: list[ByteRange] = []
+    ranges: list[ByteRange] = []
     for held in (True, False):
-        alike = sorted((i for i in items if i.held is held), key=lambda item: item.name)
-        whole = [item for item in alike if not item.may_cut]
+        alike = sorted((i for i in tensors if i.held is held), key=lambda each: each.name)
+        whole = [each for each in alike if not each.may_cut]
         loads = [0] * ranks
-        for item in sorted(whole, key=lambda item: -item.length):
-            place = loads.index(min(loads))
-            loads[place] += item.length
-            cuts.append(ByteRange(item.name, place, 0, item.length))
-        cuts += _ranges([item for item in alike if item.may_cut], loads)
-    return cuts
+        for each in sorted(whole, key=lambda each: -each.length):
+            peer = loads.index(min(loads))
+            loads[peer] += each.length
+            ranges.append(ByteRange(each.name, peer, 0, each.length))
+        ranges += _cut([each for each in alike if each.may_cut], loads)
+    return ranges
 
 
-def _ranges(items: Sequence[SharedTensor], loads: Sequence[int]) -> list[ByteRange]:
+def _cut(tensors: Sequence[SharedTensor], loads: Sequence[int]) -> list[ByteRange]:
     """Cut consecutive ranges, of such sizes that all ranks end with the same load if they can."""
-    starts = [0, *accumulate(item.length for item in items)]
+    starts = [0, *accumulate(each.length for each in tensors)]
     bounds = [0, *accumulate(_quotas(loads, starts[-1]))]
     bounds[1:-1] = [_rounded(bound, starts) for bound in bounds[1:-1]]
-    cuts = []
-    for item, start in zip(items, starts, strict=False):
+    ranges = []
+    for each, start in zip(tensors, starts, strict=False):
         # The last rank whose range begins here or before: the next one begins further on.
-        place = min(bisect_right(bounds, start), len(loads)) - 1
-        at, end = start, start + item.length
+        peer = min(bisect_right(bounds, start), len(loads)) - 1
+        at, end = start, start + each.length
         while True:
-            until = min(end, bounds[place + 1])
-            if until > at or not item.length:
-                cuts.append(ByteRange(item.name, place, at - start, until - start))
-            at, place = until, place + 1
+            until = min(end, bounds[peer + 1])
+            if until > at or not each.length:
+                ranges.append(ByteRange(each.name, peer, at - start, until - start))
+            at, peer = until, peer + 1
             if at == end:
                 break
-    return cuts
+    return ranges
 
 
 def _rounded(bound: int, starts: Sequence[int]) -> int:
@@ -209,14 +209,14 @@ def _rounded(bound: int, starts: Sequence[int]) -> int:
 
 def _quotas(loads: Sequence[int], free: int) -> list[int]:
     """Return how much each rank takes of `free` bytes: the least loaded are filled to one level."""
-    order = sorted(range(len(loads)), key=lambda place: loads[place])
+    order = sorted(range(len(loads)), key=lambda peer: loads[peer])
     count, total = len(loads), free + sum(loads)
     while loads[order[count - 1]] * count > total:
         count -= 1
         total -= loads[order[count]]
     quotas = [0] * len(loads)
-    for i, place in enumerate(order[:count]):
-        quotas[place] = (total + i) // count - loads[place]
+    for i, peer in enumerate(order[:count]):
+        quotas[peer] = (total + i) // count - loads[peer]
     return quotas
 
 
@@ -240,36 +240,36 @@ class SharePartitioner:
         """
         peers, world = self.topology.peers, self.topology.world
         alike = self.replicated(lives) if world > 1 else set()
-        told = {"rank": self.topology.rank, "world": world, "peers": list(peers)}
-        told["alike"] = all(v.name in alike for v in lives if _may_be_alike(v))
+        statement = {"rank": self.topology.rank, "world": world, "peers": list(peers)}
+        statement["alike"] = all(v.name in alike for v in lives if _may_be_alike(v))
         if len(peers) == 1:
-            return RankShare(tuple(lives), told=told if world > 1 else None)
+            return RankShare(tuple(lives), told=statement if world > 1 else None)
         entries = {
             live.name: tensor_layout.describe(live)
             for live in lives
             if live.name in alike and not live.alias_of
         }
         if not entries:
-            return RankShare(tuple(lives), told=told)
-        items = [
+            return RankShare(tuple(lives), told=statement)
+        tensors = [
             SharedTensor(
                 v.name, entries[v.name].length, tensor_layout.is_dense(v.tensor), bool(v.holders)
             )
             for v in lives
             if v.name in entries
         ]
-        cuts = divide(items, len(peers))
-        mine = {c.name: (c.begin, c.end) for c in cuts if peers[c.place] == self.topology.rank}
+        ranges = divide(tensors, len(peers))
+        mine = {c.name: (c.begin, c.end) for c in ranges if peers[c.peer] == self.topology.rank}
         # An alias has no bytes: it is in the map once, on whichever rank its target is.
         aliases = [(-1, tensor_layout.describe(v), None, 0) for v in lives if v.alias_of in entries]
-        placed = [(peers[c.place], entries[c.name], c.begin, c.end - c.begin) for c in cuts]
+        placed = [(peers[c.peer], entries[c.name], c.begin, c.end - c.begin) for c in ranges]
         # The form knows no ranks, but everything that determines the cuts.
-        whole = [(-1 - i.held - 2 * i.may_cut, entries[i.name], None, i.length) for i in items]
+        whole = [(-1 - i.held - 2 * i.may_cut, entries[i.name], None, i.length) for i in tensors]
         return RankShare(
             tuple(_kept(lives, entries.keys(), mine)),
             assembly.digest(world, [*placed, *aliases]),
             assembly.digest(world, [*whole, *aliases]),
-            told,
+            statement,
         )
 
 

@@ -63,6 +63,10 @@ class Store(Protocol):
         """Open another connection to the same store, whose waits block no other caller."""
         ...
 
+    def below(self, part: str) -> Store:
+        """Open another connection, whose keys have one more part in front."""
+        ...
+
 
 class JobStore:
     """The default store of torch.distributed, or any torch store, under one prefix of ours.
@@ -140,7 +144,7 @@ class JobStore:
         return JobStore(self._origin, self._prefix, timeout_s=self._timeout_s)
 
     def below(self, part: str) -> JobStore:
-        """Open another connection, whose keys have one more part in front."""
+        """See `Store`."""
         return JobStore(self._origin, self._name(part), timeout_s=self._timeout_s)
 
     def plain(self, part: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightck.distributed.rounds import AgreementRounds, Said
+from lightck.distributed.rounds import AgreementRounds, Message
 from lightck.errors import CoordinationError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -22,23 +22,17 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """This rank's place in the job.
+    """The ranks of the job, as one of them sees them.
 
     Attributes:
         rank: the rank, below `world`.
         world: number of ranks.
-        local_rank: its index among the ranks of its node, in order of rank.
-        local_world: number of ranks on its node.
-        node: number of its node; nodes are numbered in order of their first rank.
         peers: the ranks of its node, itself among them, in order.
         run_id: 16 bytes, the same on every rank.
     """
 
     rank: int = 0
     world: int = 1
-    local_rank: int = 0
-    local_world: int = 1
-    node: int = 0
     peers: tuple[int, ...] = (0,)
     run_id: bytes = bytes(16)
 
@@ -55,7 +49,7 @@ def run_digest(name: str) -> bytes:
     return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
 
-def find(
+def agree_on_topology(
     rounds: AgreementRounds | None,
     *,
     name: str | None = None,
@@ -65,7 +59,7 @@ def find(
     found: bytes | None = None,
     kind: str = "attach",
 ) -> Topology:
-    """Find this rank's place and agree on the run id with the others.
+    """Find out which ranks share this rank's node, and agree on the run id with all.
 
     Args:
         rounds: over the job's store; None with one rank.
@@ -89,23 +83,26 @@ def find(
     name = None if name == "none" else name
     if rounds is None:
         return Topology(run_id=run_digest(name) if name else secrets.token_bytes(16))
-    said = {"name": name, "node": _seat(rounds.rank, reach, node), "world": rounds.world}
-    said["found"] = found.hex() if found else None
-    decision = rounds.agree(kind, said, settle)
-    return place(rounds.rank, decision)
+    message = {
+        "name": name,
+        "node": _node_name(rounds.rank, reach, node),
+        "world": rounds.world,
+        "found": found.hex() if found else None,
+    }
+    return topology_of(rounds.rank, rounds.agree(kind, message, decide_topology))
 
 
-def settle(said: Sequence[Said]) -> Said:
+def decide_topology(messages: Sequence[Message]) -> Message:
     """Decide on rank 0: the run id, and nodes as runs of consecutive ranks, which keeps it short.
 
     Raises:
         CoordinationError: worlds, names or regions' runs differ.
     """
-    worlds = {each["world"] for each in said}
-    if worlds != {len(said)}:
+    worlds = {each["world"] for each in messages}
+    if worlds != {len(messages)}:
         raise CoordinationError(f"the ranks count differently: worlds of {sorted(worlds)}")
     names: dict[str, int] = {}
-    for rank, each in enumerate(said):
+    for rank, each in enumerate(messages):
         if each["name"] is not None:
             names.setdefault(each["name"], rank)
     if len(names) > 1:
@@ -114,23 +111,23 @@ def settle(said: Sequence[Said]) -> Said:
             f"the ranks belong to different runs: {found}; give all of them the same "
             "LIGHTCK_RUN_ID (or run_id=)"
         )
-    run_id = _found(said)
+    run_id = _found(messages)
     if run_id is None:
         run_id = run_digest(next(iter(names))) if names else secrets.token_bytes(16)
     numbers: dict[str, int] = {}
-    nodes = [numbers.setdefault(each["node"], len(numbers)) for each in said]
+    nodes = [numbers.setdefault(each["node"], len(numbers)) for each in messages]
     runs = [[node, len(list(group))] for node, group in groupby(nodes)]
     return {"run_id": run_id.hex(), "runs": runs}
 
 
-def _found(said: Sequence[Said]) -> bytes | None:
+def _found(messages: Sequence[Message]) -> bytes | None:
     """Return the run id of the regions that exist; None without any.
 
     Raises:
         CoordinationError: they belong to different runs.
     """
     runs: dict[str, list[int]] = {}
-    for rank, each in enumerate(said):
+    for rank, each in enumerate(messages):
         if each.get("found"):
             runs.setdefault(each["found"], []).append(rank)
     if len(runs) > 1:
@@ -142,22 +139,19 @@ def _found(said: Sequence[Said]) -> bytes | None:
     return bytes.fromhex(next(iter(runs))) if runs else None
 
 
-def place(rank: int, decision: Mapping[str, Any]) -> Topology:
-    """Return this rank's place according to a decision of `settle`."""
+def topology_of(rank: int, decision: Mapping[str, Any]) -> Topology:
+    """Return a rank's topology according to a decision of `decide_topology`."""
     nodes = [node for node, count in decision["runs"] for _ in range(count)]
     peers = tuple(r for r, node in enumerate(nodes) if node == nodes[rank])
     return Topology(
         rank=rank,
         world=len(nodes),
-        local_rank=peers.index(rank),
-        local_world=len(peers),
-        node=nodes[rank],
         peers=peers,
         run_id=bytes.fromhex(decision["run_id"]),
     )
 
 
-def _seat(rank: int, reach: str | None, node: str | None) -> str:
+def _node_name(rank: int, reach: str | None, node: str | None) -> str:
     within = f"rank {rank}" if reach == "" else reach or ""
     return f"{node or _this_node()} {within}"
 

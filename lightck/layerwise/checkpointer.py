@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightck.layerwise.gradients import Accumulated, Finality
-from lightck.layerwise.updates import Unit, Units, Updates, refuse
+from lightck.layerwise.ddp import final_gradients
+from lightck.layerwise.updates import LayerUpdates, Unit, Units
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.due import DueCheck
 from lightck.pipeline.copy_plan import PlannedGroup
@@ -44,14 +44,14 @@ MIXED = -1
 
 
 @dataclass(eq=False)
-class Begun:
-    """Holds a snapshot whose copies have begun before forward start."""
+class BegunSnapshot:
+    """A snapshot whose copies have begun before forward start."""
 
     flight: InflightSnapshot
     parts: tuple[PlannedGroup, ...]
     """The groups of the copy plan that the snapshot was opened with."""
     staged: npt.NDArray[np.bool_]
-    done: dict[int, CopyGroup] = field(default_factory=dict)
+    queued: dict[int, CopyGroup] = field(default_factory=dict)
     """The copies that are queued already, by position in `parts`."""
 
 
@@ -66,14 +66,22 @@ class LayerPipeline(Pipeline):
     """The step that each unit's tensors are of, by the unit's number."""
     owners: Mapping[int, int] = field(default_factory=dict)
     """The index of each unit's optimizer, by the unit's number."""
-    begun: Begun | None = None
-    late: set[int] = field(default_factory=set)
+    begun: BegunSnapshot | None = None
+    changed_late: set[int] = field(default_factory=set)
     """Units that the loop changes after their update: their copies begin at forward start."""
-    _told: bool = False
+    _warned: bool = False
 
     def set_units(self, owners: Mapping[int, int], step: int) -> None:
         """Take the units' optimizers, by the unit's number; all tensors are of `step`."""
         self.owners, self.content = owners, dict.fromkeys(owners, step)
+
+    def update_begins(self, unit: int) -> None:
+        """Note that a unit's tensors are of no step until its update has ended."""
+        self.content[unit] = MIXED
+
+    def update_ends(self, unit: int, step: int) -> None:
+        """Note that a unit's tensors are of `step`."""
+        self.content[unit] = step
 
     def begin(self, step: int, unit: int) -> None:
         """Queue the copies of one layer, which is at `step` now; the first one opens the snapshot.
@@ -81,15 +89,15 @@ class LayerPipeline(Pipeline):
         Does nothing when that is not possible: what is not queued here is queued at forward start.
         """
         assert self.content.get(unit) == step, (unit, self.content.get(unit), step)
-        if unit in self.late or (self.begun is None and not self._begin(step)):
+        if unit in self.changed_late or (self.begun is None and not self._begin(step)):
             return
         begun = self.begun
         assert begun is not None and begun.flight.step == step
         for k, part in enumerate(begun.parts):
             early = not part.is_private and part.device is None
-            if part.holders == {unit} and early and k not in begun.done:
+            if part.holders == {unit} and early and k not in begun.queued:
                 group = self._queue(begun.flight, part, begun.staged)
-                begun.done[k] = group
+                begun.queued[k] = group
                 begun.flight.writer.release(group.batch)
 
     def _begin(self, step: int) -> bool:
@@ -111,7 +119,7 @@ class LayerPipeline(Pipeline):
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
         flight = InflightSnapshot(step, writer, b"", b"", 0)
-        self.begun = Begun(flight, self.copy_plan.groups, np.zeros(0, np.bool_))
+        self.begun = BegunSnapshot(flight, self.copy_plan.groups, np.zeros(0, np.bool_))
         self.begun.staged = self._placed(flight, self.copy_plan)
         return True
 
@@ -124,12 +132,12 @@ class LayerPipeline(Pipeline):
             return super().open(step, state, at_step, at_forward, flags=flags)
         try:
             plan = self.copy_plan.update(state.lives, len(at_step) + len(at_forward))
-            joins = plan is begun.flight.writer.plan and self._still(begun, step)
+            goes_on = plan is begun.flight.writer.plan and self._is_unchanged(begun, step)
         except BaseException as error:
             self.barrier.lost(step, f"failed: {error}")
             self._abandon(begun.flight)
             raise
-        if not joins:
+        if not goes_on:
             self._abandon(begun.flight)
             if flags & RECORD_JIT and not self.barrier.alone:
                 self.barrier.lost(step, "the snapshot that had begun could not go on")
@@ -140,7 +148,7 @@ class LayerPipeline(Pipeline):
         flight.share_digest, flight.state_fingerprint = state.share_digest, state.form
         try:
             for k, part in enumerate(begun.parts):
-                if k not in begun.done:
+                if k not in begun.queued:
                     self._queue(flight, part, begun.staged)
             self.offload.start(flight)
         except BaseException as error:
@@ -151,12 +159,12 @@ class LayerPipeline(Pipeline):
         self._release(flight, held)
         return flight
 
-    def _still(self, begun: Begun, step: int) -> bool:
+    def _is_unchanged(self, begun: BegunSnapshot, step: int) -> bool:
         """Check that the queued copies are of the same tensors, of this step and unchanged."""
         if begun.parts is not self.copy_plan.groups or begun.flight.step != step:
             return False
         changed: list[str] = []
-        for k, group in begun.done.items():
+        for k, group in begun.queued.items():
             part, sources = begun.parts[k], group.sources
             assert sources is not None, "captured before forward start"
             live = [self.copy_plan.tensors[i] for i in part.order]
@@ -166,10 +174,10 @@ class LayerPipeline(Pipeline):
                 return False
             moved = sources.changed()
             if moved:
-                self.late.update(part.holders)
+                self.changed_late.update(part.holders)
                 changed += [self.copy_plan.entries[part.order[i]].name for i in moved]
-        if changed and not self._told:
-            self._told = True
+        if changed and not self._warned:
+            self._warned = True
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             warnings.warn(
                 f"{changed[0]}{more} changed between its layer's update and the next forward"
@@ -239,11 +247,11 @@ class EarlyDueCheck(DueCheck):
 
 
 @dataclass(eq=False, kw_only=True)
-class LayerRecorder(Checkpointer):
-    """Records a training loop whose layers it updates itself."""
+class LayerCheckpointer(Checkpointer):
+    """The checkpointer of a training loop whose layers it updates itself."""
 
     pipeline: LayerPipeline
-    updates: Updates
+    updates: LayerUpdates
     _ahead: bool = False
     """True if the step being computed is due, so that its copies may begin."""
 
@@ -252,28 +260,28 @@ class LayerRecorder(Checkpointer):
     def start(self) -> None:
         """Take the first step end, and listen for gradients."""
         super().start()
-        self._arrange()
+        self._find_units()
 
-    def _arrange(self) -> None:
+    def _find_units(self) -> None:
         """Find the units anew; `add_param_group` and `requires_grad_` change them."""
-        if self.updates.arrange(self):
+        if self.updates.find_units(self):
             self.inventory.invalidate()
         units = self.updates.units.all
         self.pipeline.set_units({unit.number: unit.optimizer for unit in units}, self.steps.step)
 
-    def come(self, parameter: torch.Tensor, *, final: bool) -> None:
+    def gradient_added(self, parameter: torch.Tensor, *, final: bool) -> None:
         """Take note of a gradient, and update its layer if it was the last one that layer needs."""
         if not self.enabled:
             return
         updating = self.steps.updating and final
-        unit = self.updates.come(parameter, inside_update=updating, final=final)
+        unit = self.updates.gradient_added(parameter, inside_update=updating, final=final)
         if unit is not None:
             self._update(unit)
 
-    def filled(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
+    def gradient_placed(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
         """Check that the gradient after the backward is what its layer was updated from."""
         if self.enabled:
-            self.updates.filled(parameter, final)
+            self.updates.gradient_placed(parameter, final)
 
     def _update(self, unit: Unit) -> None:
         step = self.steps.step + 1
@@ -284,9 +292,9 @@ class LayerRecorder(Checkpointer):
             self._ahead = self._ask(step)
         with self.stalls.of("fence"), self.lock, self.outcomes.reported():
             self.outcomes.fence(unit.number)
-        self.pipeline.content[unit.number] = MIXED
+        self.pipeline.update_begins(unit.number)
         self.updates.update(unit)
-        self.pipeline.content[unit.number] = step
+        self.pipeline.update_ends(unit.number, step)
         if self._ahead:
             self._ahead = False  # not again in this step, should it fail
             with self.stalls.of("boundary"), self.lock, self.outcomes.reported():
@@ -305,11 +313,11 @@ class LayerRecorder(Checkpointer):
         self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
     ) -> None:
         """Check the loop at the user's `step()`, and update what has had no update yet."""
-        self.updates.own.put_back()  # an interrupt may have kept a step from its end
+        self.updates.step_hooks.put_back()  # an interrupt may have kept a step from its end
         super().update_begins(optimizer, frame, unseen=unseen)
         index = self._index(optimizer)
         if index is not None:
-            self.updates.own.behind_hooks(optimizer, lambda: self._complete(index))
+            self.updates.step_hooks.behind_hooks(optimizer, lambda: self._complete(index))
 
     def fenced(self) -> None:
         """Do nothing: layers are updated before `step()`, so no instant precedes all updates."""
@@ -320,13 +328,13 @@ class LayerRecorder(Checkpointer):
             return
         self.steps.layer_updated()
         for unit in self.updates.units.all:
-            if unit.optimizer == index and not self.updates.done(unit):
-                self.pipeline.content[unit.number] = MIXED
-        self.updates.rest(index)
+            if unit.optimizer == index and not self.updates.is_updated(unit):
+                self.pipeline.update_begins(unit.number)
+        self.updates.update_rest(index)
 
     def update_ends(self, optimizer: Optimizer) -> None:
         """Take note that everything this optimizer holds is updated."""
-        self.updates.own.put_back()
+        self.updates.step_hooks.put_back()
         super().update_ends(optimizer)
 
     def update_skipped(self, optimizer: Optimizer) -> None:
@@ -336,7 +344,7 @@ class LayerRecorder(Checkpointer):
             ConfigError: always.
         """
         if self._index(optimizer) is not None:
-            raise self.updates.wrong("a GradScaler skipped a step")
+            raise self.updates.misuse("a GradScaler skipped a step")
 
     def mark_begin(self) -> None:
         """Refuse a loop that marks its updates itself: they are not the optimizers'.
@@ -344,7 +352,7 @@ class LayerRecorder(Checkpointer):
         Raises:
             ConfigError: always.
         """
-        raise self.updates.wrong("the loop marks its updates itself")
+        raise self.updates.misuse("the loop marks its updates itself")
 
     def add_optimizer(self, optimizer: Optimizer) -> int:
         """Refuse an optimizer that was not known at attach.
@@ -352,18 +360,18 @@ class LayerRecorder(Checkpointer):
         Raises:
             ConfigError: always.
         """
-        raise self.updates.wrong(f"a {type(optimizer).__name__} was not given to attach")
+        raise self.updates.misuse(f"a {type(optimizer).__name__} was not given to attach")
 
     def _step_ended(self) -> None:
         self._ahead = False
         self.updates.step_ended()
-        self._arrange()
+        self._find_units()
         super()._step_ended()
 
     def go_on_from(self, step: int) -> None:
         """Go on from another step, of which every layer is now."""
         super().go_on_from(step)
-        self._arrange()
+        self._find_units()
 
     def finish_window(self) -> None:
         """Capture the open snapshot.
@@ -374,42 +382,44 @@ class LayerRecorder(Checkpointer):
             self.outcomes.fence()
 
 
-@dataclass(eq=False)
-class Kinds:
-    """Holds the classes that attach makes, as the setting `update` asks for."""
+@dataclass(frozen=True, eq=False)
+class LoopClasses:
+    """The classes that attach makes, as the setting `update` asks for."""
 
     pipeline: type[Pipeline] = Pipeline
     checkpointer: Callable[..., Checkpointer] = Checkpointer
     due: type[DueCheck] = DueCheck
-    defers: bool = True
-    """True if an update may begin where its closure returns: the one given to the optimizer's
-    `step`."""
-    units: Units | None = None
-    """Assigns tensors to the units that are updated alone; None: there are none."""
-    updates: Updates | None = None
-
-    def stop(self) -> None:
-        """End what the checkpointer has begun besides."""
-        if self.updates is not None:
-            self.updates.stop()
+    updates: LayerUpdates | None = None
+    """The updates of single layers; None if optimizers update as the loop calls them."""
 
     @classmethod
-    def of(
-        cls,
-        update: object,
-        model: nn.Module,
-        optimizers: list[Optimizer],
-        boundary: bool,
-        final: Callable[[], Finality] = Accumulated,
-    ) -> Kinds:
-        """Choose the plain classes, or the layer-wise ones; `final` makes their `Finality`.
+    def chosen(
+        cls, update: object, model: nn.Module, optimizers: list[Optimizer], *, boundary: bool
+    ) -> LoopClasses:
+        """Choose the plain classes, or the layer-wise ones.
 
         Raises:
             ConfigError: layer-wise update cannot be had here, and why.
         """
         if not isinstance(update, Layerwise):
             return cls()
-        updates = Updates(Units(model, optimizers), update.accumulation, final())
-        refuse(updates, boundary=boundary)
-        checkpointer = partial(LayerRecorder, updates=updates)
-        return cls(LayerPipeline, checkpointer, EarlyDueCheck, False, updates.units, updates)
+        final = final_gradients(model)
+        updates = LayerUpdates(Units(model, optimizers), update.accumulation, final)
+        updates.refuse(boundary=boundary)
+        checkpointer = partial(LayerCheckpointer, updates=updates)
+        return cls(LayerPipeline, checkpointer, EarlyDueCheck, updates)
+
+    @property
+    def units(self) -> Units | None:
+        """Return what assigns tensors to the units that are updated alone; None: nothing does."""
+        return None if self.updates is None else self.updates.units
+
+    @property
+    def defers(self) -> bool:
+        """Tell whether an update may begin where the closure that `step` was given returns."""
+        return self.updates is None
+
+    def stop(self) -> None:
+        """End the updates of single layers."""
+        if self.updates is not None:
+            self.updates.stop()

@@ -1,4 +1,4 @@
-"""Tell when gradients are final, and note what an update was made from, to see later changes."""
+"""The gradients that are final, and records of those an update was made from."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _dice = random.Random()
 """Generator of our own, since the global ones belong to the user."""
 
 
-class Listener(Protocol):
+class GradientListener(Protocol):
     """Receiver of gradients; called on the thread that runs the backward."""
 
-    def come(self, parameter: torch.Tensor, *, final: bool) -> None:
+    def gradient_added(self, parameter: torch.Tensor, *, final: bool) -> None:
         """Note that a gradient was added to the parameter's.
 
         `final`: that includes what other ranks add to it.
@@ -33,22 +33,22 @@ class Listener(Protocol):
             ConfigError: layer-wise update cannot follow.
         """
 
-    def filled(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
-        """Check that `p.grad` holds, from now on, what `come` has called final.
+    def gradient_placed(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
+        """Check that `p.grad` holds, from now on, what `gradient_added` has called final.
 
         Raises:
             ConfigError: it does not.
         """
 
 
-class Finality(Protocol):
-    """Reports when a parameter's gradient has come; data parallel does after the reduction."""
+class FinalGradients(Protocol):
+    """The report of gradients that are final; in data parallel they are after the reduction."""
 
     def refusal(self) -> str | None:
         """Say why it cannot report that; None if it can."""
 
     def listen(
-        self, parameters: Iterable[torch.Tensor], listener: Listener
+        self, parameters: Iterable[torch.Tensor], listener: GradientListener
     ) -> list[RemovableHandle]:
         """Report each of these parameters, every time that a gradient was added to it."""
 
@@ -66,21 +66,21 @@ class Finality(Protocol):
         """Stop listening."""
 
 
-class Accumulated:
-    """`Finality` of a single process: a gradient is final once autograd has accumulated it."""
+class LocalGradients:
+    """`FinalGradients` of a single process: one is final once autograd has accumulated it."""
 
     def refusal(self) -> str | None:
         """Return None: it can always report that."""
         return None
 
     def listen(
-        self, parameters: Iterable[torch.Tensor], listener: Listener
+        self, parameters: Iterable[torch.Tensor], listener: GradientListener
     ) -> list[RemovableHandle]:
         """Register a hook on each parameter."""
 
         @untraced
         def hook(parameter: torch.Tensor) -> None:
-            listener.come(parameter, final=True)
+            listener.gradient_added(parameter, final=True)
 
         return [p.register_post_accumulate_grad_hook(hook) for p in parameters]
 
@@ -96,8 +96,8 @@ class Accumulated:
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
-    """A parameter and its gradient as they were when its update was made, or could have been."""
+class GradientRecord:
+    """A record of a parameter and its gradient when its update was made, or could have been."""
 
     parameter_version: int
     gradient: torch.Tensor
@@ -106,15 +106,15 @@ class Noted:
     sample: torch.Tensor
 
     @classmethod
-    def of(cls, parameter: torch.Tensor) -> Noted:
-        """Note the parameter and its gradient as they are now."""
+    def take(cls, parameter: torch.Tensor) -> GradientRecord:
+        """Record the parameter and its gradient as they are now."""
         gradient = parameter.grad
-        assert gradient is not None, "a gradient has come"
+        assert gradient is not None, "a gradient was added"
         first = _dice.randrange(_stride(gradient))
         sample = _sample(gradient, first)
         return cls(parameter._version, gradient, gradient._version, first, sample)
 
-    def changed(self, parameter: torch.Tensor) -> str | None:
+    def change(self, parameter: torch.Tensor) -> str | None:
         """Say what has changed since; None if nothing has."""
         if parameter.grad is None:
             return "its gradient was cleared"
@@ -129,7 +129,7 @@ class Noted:
         return None
 
 
-def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_samples(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether elements drawn at random hold the same bytes in both tensors."""
     first = _dice.randrange(_stride(one))
     return torch.equal(_sample(one, first), _sample(other, first))

@@ -18,14 +18,13 @@ from torch.utils.hooks import RemovableHandle
 
 from lightck.errors import ConfigError
 from lightck.layerwise.gradients import (
-    Accumulated,
-    Finality,
+    FinalGradients,
+    GradientListener,
+    GradientRecord,
     GroupOptions,
-    Listener,
-    Noted,
-    alike,
     option_changed,
     options_of,
+    same_samples,
 )
 from lightck.state.boundary_codec import join
 from lightck.state.inventory import StateTensor, all_covered, held_parameters, names_of
@@ -135,7 +134,7 @@ def step_only(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
 
 
 @dataclass(eq=False)
-class OwnSteps:
+class StepHooks:
     """Inserts layer-wise update between an optimizer's own `step()` and the user's hooks on it."""
 
     _hooks: list[RemovableHandle] = field(default_factory=list)
@@ -191,7 +190,7 @@ _PLAINLY = 'use update="plain"'
 
 
 @dataclass(eq=False)
-class Updates:
+class LayerUpdates:
     """Decides when each unit is updated, and checks that the loop agrees.
 
     The thread that runs the backward uses it, which is the training thread on a CPU.
@@ -199,43 +198,53 @@ class Updates:
 
     units: Units
     accumulation: int
-    final: Finality = field(default_factory=Accumulated)
+    final: FinalGradients
     step: int = 0
     """The number of complete steps since attach."""
     failed: str = ""
     """Why the state is mixed for good: some layers are updated, and the step cannot be
     completed."""
-    _come: dict[int, int] = field(default_factory=dict)
+    _counts: dict[int, int] = field(default_factory=dict)
     """The number of gradients in this step, by the parameter's identity."""
-    _noted: dict[int, Noted] = field(default_factory=dict)
+    _records: dict[int, GradientRecord] = field(default_factory=dict)
     _options: dict[int, GroupOptions] = field(default_factory=dict)
     """The options of each optimizer when its first gradient was final, by the optimizer's index."""
     _updated: set[int] = field(default_factory=set)
     """The numbers of the units that were updated in this step."""
-    own: OwnSteps = field(default_factory=OwnSteps)
-    _heard: list[RemovableHandle] = field(default_factory=list)
+    step_hooks: StepHooks = field(default_factory=StepHooks)
+    _handles: list[RemovableHandle] = field(default_factory=list)
 
-    def arrange(self, listener: Listener) -> bool:
+    def refuse(self, *, boundary: bool) -> None:
+        """Refuse, at attach, a job that cannot have layer-wise update.
+
+        Raises:
+            ConfigError: the reason.
+        """
+        why = _refusal(self.units, boundary) or self.final.refusal()
+        if why is not None:
+            raise ConfigError(f"{_ASKED}{why}; {_PLAINLY}")
+
+    def find_units(self, listener: GradientListener) -> bool:
         """Find the units and listen for their gradients; anew when the parameters have changed.
 
         Returns whether they have.
         """
         changed = self.units.find()
         if changed:
-            self._silence()
+            self._remove_handles()
             every = (p for unit in self.units.all for p in unit.parameters)
-            self._heard = self.final.listen(every, listener)
+            self._handles = self.final.listen(every, listener)
         return changed
 
-    def _silence(self) -> None:
-        for handle in self._heard:
+    def _remove_handles(self) -> None:
+        for handle in self._handles:
             handle.remove()
-        self._heard.clear()
+        self._handles.clear()
 
     def stop(self) -> None:
         """Stop listening. Idempotent."""
-        self.own.put_back()
-        self._silence()
+        self.step_hooks.put_back()
+        self._remove_handles()
         self.final.stop()
 
     @property
@@ -243,7 +252,7 @@ class Updates:
         """Tell whether layers are updated by themselves: the plain steps are over."""
         return self.step >= PLAIN_STEPS
 
-    def come(
+    def gradient_added(
         self, parameter: torch.Tensor, *, inside_update: bool, final: bool = True
     ) -> Unit | None:
         """Take note of a gradient that was added; return the unit to be updated now, if any.
@@ -254,31 +263,31 @@ class Updates:
         unit = self.units.of(parameter)
         if unit is None:
             return None
-        self._go_on()
+        self._require_unmixed()
         name = self.units.names[id(parameter)]
         if inside_update:
-            raise self.wrong(f"{name} gets a gradient inside an update (a closure?)")
+            raise self.misuse(f"{name} gets a gradient inside an update (a closure?)")
         if unit.number in self._updated:
-            raise self.wrong(
+            raise self.misuse(
                 f"{name} gets another gradient after its update: a backward of this step has"
                 f" failed half-way, or there are more than accumulation={self.accumulation}"
                 " backward passes per step"
             )
-        if any(p.grad is None for p in unit.parameters if p is parameter or id(p) in self._come):
-            raise self.wrong(f"a gradient of {unit.layer or name} is cleared inside the backward")
-        self._come[id(parameter)] = self._come.get(id(parameter), 0) + 1
+        if any(p.grad is None for p in unit.parameters if p is parameter or id(p) in self._counts):
+            raise self.misuse(f"a gradient of {unit.layer or name} is cleared inside the backward")
+        self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
         if not final:
-            if self._come[id(parameter)] >= self.accumulation:
-                raise self.wrong(
-                    f"gradient {self._come[id(parameter)]} of {name} in this step, of"
+            if self._counts[id(parameter)] >= self.accumulation:
+                raise self.misuse(
+                    f"gradient {self._counts[id(parameter)]} of {name} in this step, of"
                     f" accumulation={self.accumulation}, is this rank's alone: no_sync(), or DDP"
                     " still waits for parameters without a gradient"
                 )
             return None
         if not self.active:
-            self._note(unit, (parameter,))
+            self._record(unit, (parameter,))
             return None
-        whole = all(self._come.get(id(p), 0) == self.accumulation for p in unit.parameters)
+        whole = all(self._counts.get(id(p), 0) == self.accumulation for p in unit.parameters)
         return unit if whole else None
 
     def update(self, unit: Unit) -> None:
@@ -286,7 +295,7 @@ class Updates:
         self._updated.add(unit.number)
         with self.final.in_place(unit.parameters):
             self._step(unit.optimizer, unit.parameters)
-        self._note(unit, unit.parameters)
+        self._record(unit, unit.parameters)
 
     def _step(self, i: int, parameters: Sequence[torch.Tensor]) -> None:
         optimizer = self.units.optimizers[i]
@@ -300,25 +309,25 @@ class Updates:
         names = [self.units.names.get(id(p), "a parameter") for p in parameters[:1]]
         return names[0] + (f" and {len(parameters) - 1} more" if len(parameters) > 1 else "")
 
-    def _note(self, unit: Unit, parameters: Iterable[torch.Tensor]) -> None:
+    def _record(self, unit: Unit, parameters: Iterable[torch.Tensor]) -> None:
         if unit.optimizer not in self._options:
             optimizer = self.units.optimizers[unit.optimizer]
             self._options[unit.optimizer] = options_of(optimizer)
-        self._noted |= {id(p): Noted.of(p) for p in parameters}
+        self._records |= {id(p): GradientRecord.take(p) for p in parameters}
 
-    def filled(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
+    def gradient_placed(self, parameter: torch.Tensor, final: torch.Tensor) -> None:
         """Take the gradient as the backward leaves it: from now on only the loop writes it.
 
         Raises:
             ConfigError: it is not the one that was used.
         """
-        noted = self._noted.get(id(parameter))
-        if noted is None:
+        record = self._records.get(id(parameter))
+        if record is None:
             return
-        if parameter.grad is not noted.gradient or not alike(noted.gradient, final):
+        if parameter.grad is not record.gradient or not same_samples(record.gradient, final):
             name = self.units.names[id(parameter)]
-            raise self.wrong(f"the gradient of {name} is not the one that was reduced")
-        self._noted[id(parameter)] = Noted.of(parameter)
+            raise self.misuse(f"the gradient of {name} is not the one that was reduced")
+        self._records[id(parameter)] = GradientRecord.take(parameter)
 
     def check(self, i: int) -> None:
         """Check, as the user's step begins, that what its update is made from has not changed.
@@ -326,21 +335,21 @@ class Updates:
         Raises:
             ConfigError: something has changed in between; with layers updated, for good.
         """
-        self._go_on()
+        self._require_unmixed()
         self.final.step_begins()
         optimizer = self.units.optimizers[i]
-        wrong = self._difference(i, optimizer)
-        if wrong is None and not self.active:
-            wrong = self._miscounted(i)
-        if wrong is not None:
-            raise self.wrong(wrong)
+        why = self._difference(i, optimizer)
+        if why is None and not self.active:
+            why = self._wrong_count(i)
+        if why is not None:
+            raise self.misuse(why)
 
     def _difference(self, i: int, optimizer: Optimizer) -> str | None:
         if getattr(optimizer, "grad_scale", None) is not None:
             return "a GradScaler leaves the unscaling to the optimizer's step"
         for parameter in held_parameters(optimizer):
-            noted = self._noted.get(id(parameter))
-            changed = None if noted is None else noted.changed(parameter)
+            record = self._records.get(id(parameter))
+            changed = None if record is None else record.change(parameter)
             if changed is not None:
                 name = self.units.names[id(parameter)]
                 return (
@@ -356,9 +365,9 @@ class Updates:
                 )
         return None
 
-    def _miscounted(self, i: int) -> str | None:
+    def _wrong_count(self, i: int) -> str | None:
         mine = [p for unit in self.units.all if unit.optimizer == i for p in unit.parameters]
-        counts = {id(p): self._come[id(p)] for p in mine if id(p) in self._come}
+        counts = {id(p): self._counts[id(p)] for p in mine if id(p) in self._counts}
         if not counts or max(counts.values()) == self.accumulation:
             return None
         most = max(counts, key=counts.__getitem__)
@@ -368,33 +377,33 @@ class Updates:
             " update=lightck.Layerwise(accumulation=<backward passes per step>)"
         )
 
-    def rest(self, i: int) -> None:
+    def update_rest(self, i: int) -> None:
         """Update what had no update of its own, and leave the user's step nothing to do."""
         optimizer = self.units.optimizers[i]
         rest = [p for p in held_parameters(optimizer) if not self._updated_alone(p)]
         if rest:
             self._step(i, rest)
-        self.own.take(optimizer)
+        self.step_hooks.take(optimizer)
 
     def _updated_alone(self, parameter: torch.Tensor) -> bool:
         unit = self.units.of(parameter)
-        return unit is not None and self.done(unit)
+        return unit is not None and self.is_updated(unit)
 
-    def done(self, unit: Unit) -> bool:
+    def is_updated(self, unit: Unit) -> bool:
         """Tell whether a unit was updated in this step."""
         return unit.number in self._updated
 
     def step_ended(self) -> None:
         """Take note that every optimizer has stepped: a step is complete."""
         self.step += 1
-        for held in (self._come, self._noted, self._options, self._updated):
+        for held in (self._counts, self._records, self._options, self._updated):
             held.clear()
 
-    def _go_on(self) -> None:
+    def _require_unmixed(self) -> None:
         if self.failed:
             raise ConfigError(f"the state is mixed: {self.failed}. Restore the last snapshot")
 
-    def wrong(self, why: str) -> ConfigError:
+    def misuse(self, why: str) -> ConfigError:
         """Make the error for a loop that layer-wise update cannot follow; note a mixed state."""
         if not self._updated:
             return ConfigError(f"{_ASKED}{why}; {_PLAINLY}. No layer of this step is updated yet")
@@ -405,18 +414,8 @@ class Updates:
         )
 
 
-def refuse(updates: Updates, *, boundary: bool) -> None:
-    """Refuse, at attach, a job that cannot have layer-wise update.
-
-    Raises:
-        ConfigError: the reason.
-    """
-    why = _reason(updates.units, boundary) or updates.final.refusal()
-    if why is not None:
-        raise ConfigError(f"{_ASKED}{why}; {_PLAINLY}")
-
-
-def _reason(units: Units, boundary: bool) -> str | None:
+def _refusal(units: Units, boundary: bool) -> str | None:
+    """Return why no layer of these units can be updated alone; None if each can."""
     optimizers = units.optimizers
     if not optimizers or not all_covered(units.model, optimizers):
         return "it needs all optimizers: give attach every one, for every trainable parameter"

@@ -121,8 +121,6 @@ class Hooks:
     watched: Watched
     loaders: tuple[Any, ...] = ()
     """Extras that the loop iterates over."""
-    at_gradient: Callable[[], None] | None = None
-    """Called at each layer's gradient, too: keeping dynamo out of another hook costs."""
     recording: Callable[[], bool] | None = None
     """Tells whether the calling thread's device records a graph: what runs then changes nothing
     and is no step. None: there is no device."""
@@ -144,8 +142,11 @@ class Hooks:
         assert self._listener is not None
         return self._listener
 
-    def install(self, listener: Listener) -> None:
-        """Start to call `listener`."""
+    def install(self, listener: Listener, at_gradient: Callable[[], None] | None = None) -> None:
+        """Start to call `listener`, and `at_gradient` at each layer's gradient, too.
+
+        Keeping dynamo out of another hook costs.
+        """
         self._listener, recording = listener, self.recording
         closures = Closures(listener.update_begins, self._is_ours, untraced, self.defers)
         # Of a compiled module only the outer call reaches the hook, and once is what we want.
@@ -168,7 +169,7 @@ class Hooks:
             register_optimizer_step_pre_hook(begins),
             register_optimizer_step_post_hook(ends),
         ]
-        self._install_gradients()
+        self._install_gradients(at_gradient)
         _observe(torch.amp.GradScaler, "step", listener, _scaler_step)
         lookahead.watch()
         lookahead.listeners.add(listener)
@@ -185,9 +186,9 @@ class Hooks:
         known = any(optimizer is each for each in self.optimizers)
         return known or self.watched.owns(optimizer)
 
-    def _install_gradients(self) -> None:
+    def _install_gradients(self, also: Callable[[], None] | None) -> None:
         """Install one hook per layer, on the first parameter of a module's own that it trains."""
-        listener, also, recording = self.listener, self.at_gradient, self.recording
+        listener, recording = self.listener, self.recording
         for name, parameter in layers(self.watched.model):
 
             @untraced

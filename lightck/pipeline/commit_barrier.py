@@ -25,6 +25,13 @@ class CommitBarrier(Protocol):
     alone: bool
     """True if no other rank takes part: the next step then makes up for one that is skipped."""
 
+    def begin(self) -> int | None:
+        """Begin, as the last of attach that may fail on one rank alone.
+
+        Returns the timeline that the ranks agreed on; None: a single rank draws its own.
+        """
+        ...
+
     def due(self, moment: Moment, policy: Policy) -> bool:
         """Tell whether the step that ends now is due; every rank gets the same answer."""
         ...
@@ -109,8 +116,12 @@ class SingleProcessBarrier:
 
     alone = True
 
+    def begin(self) -> int | None:
+        """Return None: no other rank takes part. See `CommitBarrier` for this and all below."""
+        return None
+
     def due(self, moment: Moment, policy: Policy) -> bool:
-        """Ask the policy. See `CommitBarrier` for this and the methods below."""
+        """Ask the policy."""
         return policy.due(moment)
 
     def request(self, step: int) -> bool:

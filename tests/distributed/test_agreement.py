@@ -13,7 +13,7 @@ import pytest
 from lightck.distributed.restore.offers import RankView
 from lightck.distributed.restore.selection import decide_restore
 from lightck.distributed.rounds import MAX_BYTES, AgreementRounds, Identity, agree_on_attach
-from lightck.distributed.topology import Topology, find, place, settle
+from lightck.distributed.topology import Topology, agree_on_topology, decide_topology, topology_of
 from lightck.errors import CoordinationError
 from support.distributed.memory import MemoryStore, Server
 from support.distributed.missing import never_come
@@ -142,15 +142,11 @@ def test_messages_per_rank_do_not_grow_with_the_world() -> None:
 
 def test_ranks_on_one_node_find_each_other() -> None:
     def code(rounds: AgreementRounds) -> Topology:
-        return find(rounds, environment={}, node=f"host{rounds.rank % 2}")
+        return agree_on_topology(rounds, environment={}, node=f"host{rounds.rank % 2}")
 
     found = together(5, code)
     assert [t.peers for t in found] == [(0, 2, 4), (1, 3), (0, 2, 4), (1, 3), (0, 2, 4)]
-    assert [(t.node, t.local_rank, t.local_world) for t in found[:3]] == [
-        (0, 0, 3),
-        (1, 0, 2),
-        (0, 1, 3),
-    ]
+    assert [(t.rank, t.world) for t in found] == [(rank, 5) for rank in range(5)]
     assert len({t.run_id for t in found}) == 1
 
 
@@ -159,7 +155,7 @@ def test_ranks_that_cannot_read_each_other_s_regions_share_nothing() -> None:
 
     def peers(*reach: str | None) -> list[tuple[int, ...]]:
         def code(rounds: AgreementRounds) -> Topology:
-            return find(rounds, environment={}, node="host", reach=reach[rounds.rank])
+            return agree_on_topology(rounds, environment={}, node="host", reach=reach[rounds.rank])
 
         return [place.peers for place in together(len(reach), code)]
 
@@ -169,17 +165,19 @@ def test_ranks_that_cannot_read_each_other_s_regions_share_nothing() -> None:
 
 
 def test_a_name_settles_the_run_id_and_two_names_are_an_error() -> None:
-    named = together(2, lambda r: find(r, environment={"LIGHTCK_RUN_ID": "a"} if r.rank else {}))
-    assert named[0].run_id == named[1].run_id == find(None, name="a").run_id
-    for result in together(2, lambda r: find(r, name=f"job{r.rank}", environment={})):
+    named = together(
+        2, lambda r: agree_on_topology(r, environment={"LIGHTCK_RUN_ID": "a"} if r.rank else {})
+    )
+    assert named[0].run_id == named[1].run_id == agree_on_topology(None, name="a").run_id
+    for result in together(2, lambda r: agree_on_topology(r, name=f"job{r.rank}", environment={})):
         assert "'job0' on rank 0, 'job1' on rank 1" in str(result)
 
 
 def test_ten_thousand_ranks_read_a_decision_of_some_bytes_per_node() -> None:
     said = [{"name": "x", "node": f"host{r // 8}", "world": 10_000} for r in range(10_000)]
-    decision = settle(said)
+    decision = decide_topology(said)
     assert len(str(decision)) < 12 * 1250
-    assert place(9_999, decision).peers == tuple(range(9_992, 10_000))
+    assert topology_of(9_999, decision).peers == tuple(range(9_992, 10_000))
 
 
 def test_a_wait_that_ends_with_nothing_there_is_no_answer() -> None:

@@ -86,10 +86,10 @@ def test_a_step_that_loops_asked_for_is_the_same_block_however_often_each_has_as
 
 
 def test_an_announcement_that_comes_late_does_not_lose_what_the_loop_asked_for() -> None:
-    ledger = CommitProtocol(0, 2)
-    ledger.opened(DueStep(9, 0, "r"), 0.0)
-    ledger.committed(9, 0.0)
-    ledger.lost(DueStep(9, 4, "a"), "not known in time", 0.0)
-    assert ledger.next_call(0.0) is not None and ledger.unsettled == [9]
+    protocol = CommitProtocol(0, 2)
+    protocol.opened(DueStep(9, 0, "r"), 0.0)
+    protocol.committed(9, 0.0)
+    protocol.lost(DueStep(9, 4, "a"), "not known in time", 0.0)
+    assert protocol.next_call(0.0) is not None and protocol.unsettled == [9]
     with pytest.raises(ValueError, match="cannot be lost"):
-        ledger.lost(DueStep(9, 0, "r"), "slipped", 0.0)
+        protocol.lost(DueStep(9, 0, "r"), "slipped", 0.0)

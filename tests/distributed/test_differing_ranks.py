@@ -13,7 +13,7 @@ from test_fates_of_steps import until
 
 import lightck
 from lightck.distributed import divergence
-from lightck.distributed.commit.coordinator import CommitCoordinator
+from lightck.distributed.commit.distributed_barrier import DistributedBarrier
 from lightck.errors import DivergenceError, LightckError
 from support.distributed import ranks
 from support.distributed.training import Training
@@ -78,19 +78,19 @@ def train(path: Path, odd: int | None, name: str, named: int = 1, **settings: An
 
 def say_in_turns(me: ranks.Me) -> None:
     """Rank 0 says its digest first, so that rank 1 finds that they differ; later it is rank 1."""
-    ask, link = CommitCoordinator._ask, me.store.clone()
+    ask, link = DistributedBarrier._ask, me.store.clone()
 
-    def asked(commit: CommitCoordinator, call: Any) -> object:
+    def asked(barrier: DistributedBarrier, call: Any) -> object:
         kind, _, step = getattr(call, "key", "").partition("/")
         first = kind in ("d", "c") and me.rank == (int(step) > FIRST)
         if kind == "d" and not first:
             link.wait([f"counted/{step}"])
-        answer = ask(commit, call)
+        answer = ask(barrier, call)
         if kind == "c" and first:
             link.set(f"counted/{step}", "")
         return answer
 
-    CommitCoordinator._ask = asked  # type: ignore[method-assign]
+    DistributedBarrier._ask = asked  # type: ignore[method-assign]
 
 
 def goes_on(me: ranks.Me, path: Path) -> tuple[lightck.RestoreInfo, dict[int, bool]]:

@@ -22,7 +22,13 @@ from lightck.distributed.commit.protocol import (
     DueStep,
     Read,
 )
-from lightck.distributed.divergence import Divergence, ReplicaSamples, Verdict, decide, inquire
+from lightck.distributed.divergence import (
+    Divergence,
+    ReplicaSamples,
+    Verdict,
+    decide_verdict,
+    exchange_samples,
+)
 from lightck.errors import CoordinationError, DivergenceError, LightckError, RegionIOError
 from lightck.state.inventory import Inventory, StateTensor
 from support.distributed.memory import MemoryStore, Server
@@ -54,7 +60,7 @@ def samples_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Repl
 
 def taken(samples: ReplicaSamples, turn: int = 0) -> divergence.ReplicaSample:
     samples.take(1, turn)
-    found = samples.of(1)
+    found = samples.sample(1)
     assert found is not None
     return found
 
@@ -68,7 +74,7 @@ def test_replicas_with_the_same_bytes_say_the_same_and_one_bit_shows() -> None:
     assert first == second
     b[0].weight.data.view(torch.int32)[1, 2] ^= 1
     third = taken(samples_of(b, opt_b))
-    assert third.what == first.what
+    assert third.form == first.form
     assert third.digest != first.digest
     changed = [n for n, x, y in zip(first.names, first.crcs, third.crcs, strict=True) if x != y]
     assert changed == ["model/0.weight"]
@@ -96,10 +102,10 @@ def test_other_names_or_forms_cannot_be_compared() -> None:
     b.append(torch.nn.Linear(3, 3))
     c, opt_c = small()
     c[0].weight.data = c[0].weight.data.t().contiguous().t()
-    whats = {taken(samples_of(m, o)).what for m, o in ((a, opt_a), (b, opt_b), (c, opt_c))}
+    whats = {taken(samples_of(m, o)).form for m, o in ((a, opt_a), (b, opt_b), (c, opt_c))}
     assert len(whats) == 3
     samples = samples_of(a, opt_a)
-    assert taken(samples, 0).what != taken(samples, 1).what, "each turn is one of its own"
+    assert taken(samples, 0).form != taken(samples, 1).form, "each turn is one of its own"
 
 
 def test_a_form_that_changed_under_the_sample_is_not_compared() -> None:
@@ -108,14 +114,14 @@ def test_a_form_that_changed_under_the_sample_is_not_compared() -> None:
     samples.take(1, 0)
     model[0].weight.data = torch.zeros(1)
     samples.take(2, 1)
-    assert (samples.of(2), samples.skipped) == (None, 1)
+    assert (samples.sample(2), samples.skipped) == (None, 1)
 
 
 def test_nothing_replicated_is_counted_and_says_nothing() -> None:
     model, optimizer = small()
     samples = ReplicaSamples(Inventory(model, [optimizer]).found, lambda lives: set())
     samples.take(1, 0)
-    assert (samples.of(1), samples.skipped) == (None, 1)
+    assert (samples.sample(1), samples.skipped) == (None, 1)
 
 
 # ---- who differs -----------------------------------------------------------------------------
@@ -126,20 +132,25 @@ def said(what: str, *crcs: int) -> str:
 
 
 def test_the_odd_rank_is_that_with_another_value_than_most() -> None:
-    assert decide([said("a", 1, 2), said("a", 1, 2), said("a", 1, 9)]).odd == {1: [2]}
-    assert decide([said("a", 7, 2), said("a", 1, 2), said("a", 1, 9)]).odd == {0: [0], 1: [2]}
+    assert decide_verdict([said("a", 1, 2), said("a", 1, 2), said("a", 1, 9)]).differing == {1: [2]}
+    assert decide_verdict([said("a", 7, 2), said("a", 1, 2), said("a", 1, 9)]).differing == {
+        0: [0],
+        1: [2],
+    }
 
 
 def test_of_two_ranks_none_is_the_odd_one() -> None:
-    assert decide([said("a", 1, 2), said("a", 1, 3)]).odd == {1: None}
-    assert decide([said("a", 1), said("a", 2), said("a", 3)]).odd == {0: None}
-    assert decide([said("a", 1), said("a", 1), said("a", 2), said("a", 2)]).odd == {0: None}
+    assert decide_verdict([said("a", 1, 2), said("a", 1, 3)]).differing == {1: None}
+    assert decide_verdict([said("a", 1), said("a", 2), said("a", 3)]).differing == {0: None}
+    assert decide_verdict([said("a", 1), said("a", 1), said("a", 2), said("a", 2)]).differing == {
+        0: None
+    }
 
 
 def test_ranks_without_such_a_sample_are_silent_not_equal() -> None:
-    found = decide([said("a", 1), "-", said("a", 1), said("b", 2), said("a", 1)])
-    assert (found.what, found.odd, found.silent) == ("a", {}, [1, 3])
-    assert decide(["-", "-"]) == Verdict("-", {}, [0, 1])
+    found = decide_verdict([said("a", 1), "-", said("a", 1), said("b", 2), said("a", 1)])
+    assert (found.form, found.differing, found.unsampled) == ("a", {}, [1, 3])
+    assert decide_verdict(["-", "-"]) == Verdict("-", {}, [0, 1])
     assert Verdict.decode(found.encode()) == found
 
 
@@ -172,7 +183,9 @@ def test_every_order_of_the_ranks_words_gives_all_of_them_the_same_verdict(world
             rank: int, server: Server = server, turns: Turns = turns, found: list[Any] = found
         ) -> None:
             store = MemoryStore(server, turns.fault(rank))
-            found[rank] = inquire(store, rank, world, 5, said("a", 1, int(rank == 1)), LONG_S)
+            found[rank] = exchange_samples(
+                store, rank, world, 5, said("a", 1, int(rank == 1)), LONG_S
+            )
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
         for thread in threads:
@@ -185,7 +198,7 @@ def test_every_order_of_the_ranks_words_gives_all_of_them_the_same_verdict(world
 
 def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     with pytest.raises(CoordinationError, match=r"rank\(s\) 1, 2 of 3 did not say"):
-        inquire(MemoryStore(Server()), 0, 3, 5, said("a", 1), 0.05)
+        exchange_samples(MemoryStore(Server()), 0, 3, 5, said("a", 1), 0.05)
 
 
 def test_a_wait_that_ends_with_nothing_there_is_no_verdict() -> None:
@@ -197,23 +210,23 @@ def test_a_wait_that_ends_with_nothing_there_is_no_verdict() -> None:
             return True
 
     with pytest.raises(CoordinationError, match=r"rank\(s\) 1, 2 of 3 did not say"):
-        inquire(Nervous(Server()), 0, 3, 5, said("a", 1), 0.05)
+        exchange_samples(Nervous(Server()), 0, 3, 5, said("a", 1), 0.05)
 
 
 def calls_of(world: int, digests: Callable[[int, int], bytes], steps: int = 3) -> list[list[Call]]:
     """Collect what each rank asks of the store until every step has its fate everywhere."""
     store: dict[str, bytes] = {}
     made: list[list[Call]] = [[] for _ in range(world)]
-    ledgers = [CommitProtocol(rank, world, compares=True) for rank in range(world)]
+    protocols = [CommitProtocol(rank, world, compares=True) for rank in range(world)]
     for step in range(1, steps + 1):
-        for rank, ledger in enumerate(ledgers):
-            ledger.opened(DueStep(step, step - 1), 0.0)
-            ledger.committed(step, 0.0, b"form", digests(rank, step))
-            while (call := ledger.next_call(0.0)) is not None:
+        for rank, protocol in enumerate(protocols):
+            protocol.opened(DueStep(step, step - 1), 0.0)
+            protocol.committed(step, 0.0, b"form", digests(rank, step))
+            while (call := protocol.next_call(0.0)) is not None:
                 made[rank].append(call)
-                ledger.answered(_served(store, call), 0.0)
-        for ledger in ledgers:
-            ledger.heard(step, store[f"f/{step}"])
+                protocol.answered(_served(store, call), 0.0)
+        for protocol in protocols:
+            protocol.outcome_read(step, store[f"f/{step}"])
     return made
 
 
@@ -249,46 +262,46 @@ def test_words_of_older_and_of_newer_differences_are_deleted_with_their_step() -
     """Rank 1 differs at step 1; at step 2 it says that first, and rank 0 the newer one."""
     store: dict[str, bytes] = {}
     seen: set[str] = set()
-    ledgers = [CommitProtocol(rank, 2, compares=True) for rank in range(2)]
+    protocols = [CommitProtocol(rank, 2, compares=True) for rank in range(2)]
 
-    def answered(ledger: CommitProtocol) -> None:
-        while (call := ledger.next_call(0.0)) is not None:
-            ledger.answered(_served(store, call), 0.0)
+    def answered(protocol: CommitProtocol) -> None:
+        while (call := protocol.next_call(0.0)) is not None:
+            protocol.answered(_served(store, call), 0.0)
             seen.update(store)
 
     for step, order in ((1, (0, 1)), (2, (1, 0))):
         for rank in order:
-            ledgers[rank].opened(DueStep(step, 0, "r"), 0.0)  # a block of its own
-            ledgers[rank].committed(step, 0.0, b"form", b"what:%d" % rank)
-            answered(ledgers[rank])
-        for ledger in ledgers:
-            ledger.heard(step, store[f"f/{step}"])
-        for ledger in ledgers:
-            answered(ledger)
+            protocols[rank].opened(DueStep(step, 0, "r"), 0.0)  # a block of its own
+            protocols[rank].committed(step, 0.0, b"form", b"what:%d" % rank)
+            answered(protocols[rank])
+        for protocol in protocols:
+            protocol.outcome_read(step, store[f"f/{step}"])
+        for protocol in protocols:
+            answered(protocol)
     assert {"x/1", "x/2", "y/2"} <= seen and "y/1" not in seen
     assert store == {}
 
 
 def test_a_digest_of_something_else_is_counted_as_not_compared() -> None:
-    ledger = CommitProtocol(1, 2, compares=True)
+    protocol = CommitProtocol(1, 2, compares=True)
     store = {"d/1": b"other:1", "d/2": b"what:1"}
     for step in (1, 2):
-        ledger.opened(DueStep(step, step - 1), 0.0)
-        ledger.committed(step, 0.0, b"", b"what:1")
-    while (call := ledger.next_call(0.0)) is not None:
-        ledger.answered(_served(store, call), 0.0)
-    assert (ledger.compared, ledger.incomparable, ledger.differed) == (1, 1, None)
+        protocol.opened(DueStep(step, step - 1), 0.0)
+        protocol.committed(step, 0.0, b"", b"what:1")
+    while (call := protocol.next_call(0.0)) is not None:
+        protocol.answered(_served(store, call), 0.0)
+    assert (protocol.compared, protocol.incomparable, protocol.differed) == (1, 1, None)
 
 
 def test_without_an_answer_from_the_store_nothing_counts_as_compared_or_whole() -> None:
-    ledger = CommitProtocol(0, 1, compares=True)
-    ledger.opened(DueStep(1, 0), 0.0)
-    ledger.committed(1, 0.0, b"", b"what:1")
+    protocol = CommitProtocol(0, 1, compares=True)
+    protocol.opened(DueStep(1, 0), 0.0)
+    protocol.committed(1, 0.0, b"", b"what:1")
     for attempt in range(3):
         now = 100.0 * attempt
-        assert ledger.next_call(now) == Claim("d/1", b"what:1")
-        ledger.failed(now)
-    assert (ledger.compared, ledger.unsettled) == (0, [1])
+        assert protocol.next_call(now) == Claim("d/1", b"what:1")
+        protocol.failed(now)
+    assert (protocol.compared, protocol.unsettled) == (0, [1])
 
 
 # ---- what follows ----------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def test_a_store_that_dies_stops_snapshots_and_nothing_else(region_dir: Path) ->
         end = time.monotonic() + ranks.LONG_S
         while reachable.any() and time.monotonic() < end:
             training.step()
-            reachable.fill_(barrier.commit.reachable)
+            reachable.fill_(barrier.reachable)
             dist.all_reduce(reachable)  # all ranks train the same number of steps
         slipped = handle.stats().slipped
         training.steps(5)

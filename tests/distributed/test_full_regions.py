@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 from test_peer_death import FORWARD, LAST, LONG_S, LOOP, Mortal, first_life, go_on, stand
 
-from lightck.distributed.commit.coordinator import CommitCoordinator
+from lightck.distributed.commit.protocol import CommitProtocol
 from support.distributed import ranks
 from support.distributed.training import Training
 
 
 def count_nothing_behind_step_1() -> None:
     """This rank says of no later step that it has committed it: no fate is known any more."""
-    committed = CommitCoordinator.committed
+    committed = CommitProtocol.committed
 
-    def counted(own: CommitCoordinator, step: int, *more: Any) -> None:
+    def counted(own: CommitProtocol, step: int, *more: Any) -> None:
         if step == 1:
             committed(own, step, *more)
 
-    CommitCoordinator.committed = counted  # type: ignore[assignment]
+    CommitProtocol.committed = counted  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("where", [FORWARD, LOOP])

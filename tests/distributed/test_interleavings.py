@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightck.distributed.commit import due_steps as module
-from lightck.distributed.commit.protocol import Add, Claim, CommitProtocol, DueStep
+from lightck.distributed.commit.protocol import SUSPECT, Add, Claim, CommitProtocol, DueStep
 from support.distributed import interleavings
 from support.distributed.interleavings import Rank, explore, world
 
@@ -79,7 +79,7 @@ def test_a_rank_that_counts_itself_before_it_says_that_it_differs_is_caught(
     right = CommitProtocol._call_for
 
     def hasty(self: CommitProtocol, step: int, case: Any) -> Any:
-        case.accuse = ""
+        case.report_key = ""
         return right(self, step, case)
 
     monkeypatch.setattr(CommitProtocol, "_call_for", hasty)
@@ -93,7 +93,7 @@ def test_a_rank_that_is_content_with_a_word_of_an_older_step_is_caught(
     right = CommitProtocol._call_for
 
     def content(self: CommitProtocol, step: int, case: Any) -> Any:
-        case.accuse = case.accuse.strip("y")
+        case.report_key = case.report_key.strip("y")
         return right(self, step, case)
 
     monkeypatch.setattr(CommitProtocol, "_call_for", content)
@@ -104,10 +104,14 @@ def test_a_rank_that_is_content_with_a_word_of_an_older_step_is_caught(
 def test_a_suspect_snapshot_that_replaces_the_trusted_one_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def newest(self: CommitProtocol, step: int, value: bytes) -> None:
-        self._best = max((True, step), self._best or (True, step))
+    right = CommitProtocol._settle
 
-    monkeypatch.setattr(CommitProtocol, "_stands", newest)
+    def newest(self: CommitProtocol, case: Any, value: bytes) -> None:
+        right(self, case, value)
+        if value.startswith(SUSPECT):
+            self._newest = max((True, case.due.step), self._newest or (True, 0))
+
+    monkeypatch.setattr(CommitProtocol, "_settle", newest)
     with pytest.raises(AssertionError, match="is whole, and all ranks hold"):
         explore(world(2, 3, slots=2, odd={2: 1}))
 
@@ -147,14 +151,14 @@ def test_a_fate_that_is_not_written_once_is_caught(monkeypatch: pytest.MonkeyPat
     start = world(2, 1, slots=3, deaths=1)
     start.store = Overwritten()
     monkeypatch.setattr(interleavings, "Overwritten", Overwritten, raising=False)
-    Overwritten.__module__, Overwritten.__qualname__ = "interleavings", "Overwritten"
+    Overwritten.__module__, Overwritten.__qualname__ = interleavings.__name__, "Overwritten"
     with pytest.raises(AssertionError, match="step 1 is"):
         explore(start)
 
 
 def test_an_add_repeated_after_a_lost_answer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(self: CommitProtocol, now_s: float) -> None:
-        self._taken()  # the case stays in its stage, so that the add is sent again
+        self._take_current()  # the case stays in its stage, so that the add is sent again
         self.unanswered(now_s)
 
     monkeypatch.setattr(CommitProtocol, "failed", again)
@@ -171,37 +175,37 @@ def test_a_lagging_rank_makes_others_slip_and_stalls_nobody() -> None:
             interleavings._step(start, rank, interleavings.free_slot)
             if rank.opened is not None:
                 interleavings._commit(start, rank)
-            while rank.ledger.next_call(0.0) is not None:
-                rank.ledger._call = None
+            while rank.protocol.next_call(0.0) is not None:
+                rank.protocol._current = None
                 interleavings._call(start, rank, True, True)
         assert rank.at == 6
         assert rank.records == {1, 2, 3}, "three slots of unknown fate"
-        assert rank.ledger.unsettled == [1, 2, 3]
+        assert rank.protocol.unsettled == [1, 2, 3]
     assert all(start.store[f"f/{step}"].startswith(b"dead") for step in (4, 5, 6))
     for _ in range(5):
         interleavings._commit(start, lagging)
         interleavings._step(start, lagging, interleavings.free_slot)
-        while lagging.ledger.next_call(0.0) is not None:
-            lagging.ledger._call = None
+        while lagging.protocol.next_call(0.0) is not None:
+            lagging.protocol._current = None
             interleavings._call(start, lagging, True, True)
     assert start.store["f/1"] == start.store["f/2"] == b"whole"
 
 
 def test_steps_that_a_rank_has_passed_keep_their_order() -> None:
-    ledger = CommitProtocol(0, 2)
-    ledger.opened(DueStep(4, 0), 0.0)
+    protocol = CommitProtocol(0, 2)
+    protocol.opened(DueStep(4, 0), 0.0)
     with pytest.raises(ValueError, match="step 4 is not above 4"):
-        ledger.opened(DueStep(4, 1), 0.0)
+        protocol.opened(DueStep(4, 1), 0.0)
     with pytest.raises(ValueError, match="step 5 was never opened"):
-        ledger.committed(5, 0.0)
+        protocol.committed(5, 0.0)
 
 
 def test_more_commits_than_ranks_never_make_a_step_whole() -> None:
-    ledger = CommitProtocol(0, 2)
-    ledger.opened(DueStep(1, 0), 0.0)
-    ledger.committed(1, 0.0)
-    assert ledger.next_call(0.0) == Add("c/1")
-    ledger.answered(3, 0.0)
-    claim = ledger.next_call(0.0)
+    protocol = CommitProtocol(0, 2)
+    protocol.opened(DueStep(1, 0), 0.0)
+    protocol.committed(1, 0.0)
+    assert protocol.next_call(0.0) == Add("c/1")
+    protocol.answered(3, 0.0)
+    claim = protocol.next_call(0.0)
     assert isinstance(claim, Claim)
     assert claim.value.startswith(b"dead 0 0 counted 3 commits of 2 ranks")

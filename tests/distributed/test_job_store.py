@@ -12,15 +12,14 @@ import pytest
 import torch.distributed as dist
 
 from lightck.distributed import store as module
-from lightck.distributed.commit.coordinator import CommitCoordinator, Limits
-from lightck.distributed.commit.due_steps import DueCalendar
-from lightck.distributed.commit.protocol import CommitProtocol
 from lightck.distributed.rounds import AgreementRounds, Identity, agree_on_attach
 from lightck.distributed.store import JobStore, bounded, default_store
-from lightck.distributed.topology import find, here
+from lightck.distributed.topology import agree_on_topology, here
 from lightck.errors import CoordinationError, StoreError
 from lightck.types import Fate
 from support import proof
+from support.distributed.barriers import barrier, open_step
+from support.distributed.barriers import wait as wait_for_fate
 from support.processes import Child, Parent, start
 
 LONG_S = 100.0
@@ -151,26 +150,22 @@ def test_gloo_ranks_agree_commit_and_learn_the_fate_together() -> None:
         parent.send(raw.port)
         dist.init_process_group("gloo", store=raw, rank=rank, world_size=world)
         rounds = AgreementRounds(default_store(), *here())
-        topology = find(rounds, environment={})
+        topology = agree_on_topology(rounds, environment={})
         timeline = agree_on_attach(rounds, Identity(topology.run_id, world, "/p", 3))
         store = default_store(f"lightck/{topology.run_id.hex()}/{timeline:x}")
-        commit = CommitCoordinator(
-            store, CommitProtocol(rank, world, timeline=timeline), DueCalendar(every=1)
-        )
+        commit = barrier(store, rank, world, timeline=timeline)
         fates, waits = [], []
         for step in range(1, steps + 1):
-            due = commit.due(step)
-            assert due
-            commit.opened(due)
+            open_step(commit, step)
             dist.barrier()
             began = time.monotonic()
             if rank == 1 and step % 5 == 0:
-                commit.lost(due, "slip")
+                commit.lost(step, "slip")
             else:
-                commit.committed(step)
-            fates.append(commit.wait(step, LONG_S))
+                commit.committed(step, b"")
+            fates.append(wait_for_fate(commit, step, LONG_S))
             waits.append(time.monotonic() - began)
-        left = commit.close()
+        left = commit._settle(LONG_S)
         dist.barrier()  # rank 0 hosts the store
         dist.destroy_process_group()
         return topology.peers, timeline, fates, sorted(waits), left
@@ -196,20 +191,13 @@ def test_a_rank_that_is_stopped_in_its_commit_makes_others_slip_and_stalls_none(
     code_store = lambda: JobStore(tcp(port))  # noqa: E731
 
     def code(rank: int, parent: Parent) -> object:
-        commit = CommitCoordinator(
-            code_store(),
-            CommitProtocol(rank, 2),
-            DueCalendar(every=1),
-            limits=Limits(patience_s=0.5),
-        )
-        due = commit.due(1)
-        assert due
-        commit.opened(due)
+        commit = barrier(code_store(), rank, 2, patience_s=0.5)
+        open_step(commit, 1)
         parent.send("opened")
         parent.pause()
-        commit.committed(1)
-        fate = commit.wait(1, LONG_S)
-        commit.close()
+        commit.committed(1, b"")
+        fate = wait_for_fate(commit, 1, LONG_S)
+        commit._settle(LONG_S)
         return fate
 
     both = ranks_of(port, 2, code)

@@ -34,7 +34,7 @@ class Node:
         self.stuck: set[int] = set()
         """Ranks that cannot save."""
         for rank in range(world):
-            topology = Topology(rank, world, rank, world, peers=tuple(range(world)))
+            topology = Topology(rank, world, peers=tuple(range(world)))
             peers = Peers(MemoryStore(server), topology, NOWHERE, look_s=0.005)
             self.stack.callback(peers.stop, LONG_S)
             pipeline = SimpleNamespace(region=SimpleNamespace(slots=[]))
@@ -183,7 +183,7 @@ def test_a_rank_that_stands_is_not_waited_for_if_it_hangs_or_another_of_its_node
     own.hang = SimpleNamespace(has_stood=lambda at: stood, is_stuck=lambda at: hangs)
     own.progress = lambda: SimpleNamespace(step=6 if ahead else 7)
     if alone:
-        own.peers.topology = Topology(0, 3, 0, 1, peers=(0,))
+        own.peers.topology = Topology(0, 3, peers=(0,))
     node.save(1, "hang")
     node.hear(0, 1)
     assert own.is_stuck() == stuck

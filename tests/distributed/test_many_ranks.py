@@ -25,44 +25,44 @@ def server() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
 
 
-def _advance(ledger: CommitProtocol, store: JobStore) -> int:
+def _advance(protocol: CommitProtocol, store: JobStore) -> int:
     """Make the calls that are due, as the commit thread does; how many."""
     count = 0
-    while (call := ledger.next_call(0.0)) is not None:
+    while (call := protocol.next_call(0.0)) is not None:
         assert isinstance(call, Add | Claim)
         answer: object = (
             store.add(call.key, call.amount)
             if isinstance(call, Add)
             else store.claim(call.key, call.value)
         )
-        ledger.answered(answer, 0.0)
+        protocol.answered(answer, 0.0)
         count += 1
     return count
 
 
 def test_a_thousand_ranks_commit_over_one_real_store(server: dist.TCPStore) -> None:
-    ledgers = [CommitProtocol(rank, WORLD, patience_s=1e9) for rank in range(WORLD)]
+    protocols = [CommitProtocol(rank, WORLD, patience_s=1e9) for rank in range(WORLD)]
     barrier = threading.Barrier(CLIENTS)
     began, ended, messages = [0.0] * STEPS, [0.0] * STEPS, [0] * CLIENTS
 
     def code(client: int) -> None:
         store = JobStore(server, "thousand")
-        mine = ledgers[client::CLIENTS]
+        mine = protocols[client::CLIENTS]
         for index in range(STEPS):
             step = index + 1
             barrier.wait()
             began[index] = time.perf_counter()
-            for ledger in mine:
-                ledger.opened(DueStep(step, index), 0.0)
-                if ledger.rank == 7 and step == 3:
-                    ledger.lost(DueStep(step, index), "slip", 0.0)
+            for protocol in mine:
+                protocol.opened(DueStep(step, index), 0.0)
+                if protocol.rank == 7 and step == 3:
+                    protocol.lost(DueStep(step, index), "slip", 0.0)
                 else:
-                    ledger.committed(step, 0.0)
-                messages[client] += _advance(ledger, store)
-            for ledger in mine:
-                if ledger.watched == step:
+                    protocol.committed(step, 0.0)
+                messages[client] += _advance(protocol, store)
+            for protocol in mine:
+                if protocol.watched == step:
                     assert store.wait(f"f/{step}", 30.0)
-                    ledger.heard(step, store.read(f"f/{step}") or b"")
+                    protocol.outcome_read(step, store.read(f"f/{step}") or b"")
                     messages[client] += 2
             ended[index] = max(ended[index], time.perf_counter())
             barrier.wait()
@@ -73,8 +73,8 @@ def test_a_thousand_ranks_commit_over_one_real_store(server: dist.TCPStore) -> N
     for thread in threads:
         thread.join()
     expected = [Fate.DEAD if step == 3 else Fate.WHOLE for step in range(1, STEPS + 1)]
-    for ledger in ledgers:
-        assert [ledger.fate(step) for step in range(1, STEPS + 1)] == expected
+    for protocol in protocols:
+        assert [protocol.fate(step) for step in range(1, STEPS + 1)] == expected
     per_rank = sum(messages) / WORLD / STEPS
     assert per_rank <= 3.01
     numbers = {

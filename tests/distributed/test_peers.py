@@ -34,7 +34,7 @@ def listening(
     made = [
         Peers(
             MemoryStore(server),
-            Topology(rank, world, rank, world, peers=tuple(range(world))),
+            Topology(rank, world, peers=tuple(range(world))),
             where(rank),
             look_s=0.005,
         )
@@ -143,7 +143,7 @@ class Away(MemoryStore):
 
 
 def test_an_unreachable_store_is_no_failure_and_what_was_to_be_said_is_said_later() -> None:
-    server, topology = Server(), Topology(0, 2, 0, 2, peers=(0, 1))
+    server, topology = Server(), Topology(0, 2, peers=(0, 1))
     store = Away(server)
     store.away = True
     peers = Peers(store, topology, NOWHERE, look_s=0.005)
@@ -168,7 +168,7 @@ def test_a_store_that_hangs_holds_nobody_up() -> None:
             raise StoreError("the server is gone")
 
     done = threading.Event()
-    peers = Peers(Hanging(Server()), Topology(0, 2, 0, 2, peers=(0, 1)), NOWHERE, look_s=0.005)
+    peers = Peers(Hanging(Server()), Topology(0, 2, peers=(0, 1)), NOWHERE, look_s=0.005)
     began = time.monotonic()
     assert not peers.announce("SIGTERM", seconds=0.05)
     assert peers.look().is_quiet
@@ -237,7 +237,7 @@ def test_a_killed_rank_is_seen_and_one_that_closed_is_not(region_dir: Path, way:
             me.pause()
             return None
         where = location.locate(region_dir / "run", 0, create=False)
-        topology = Topology(0, 2, 0, 2, peers=(0, 1))
+        topology = Topology(0, 2, peers=(0, 1))
         peers = Peers(MemoryStore(Server()), topology, where, look_s=0.01)
         assert looked(peers).is_quiet
         me.send("listening")

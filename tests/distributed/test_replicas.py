@@ -47,7 +47,7 @@ class View:
 
 
 def view(me: Me, model: nn.Module, *optimizers: Optimizer) -> View:
-    node = Topology(me.rank, me.world, me.rank, me.world, 0, tuple(range(me.world)), bytes(16))
+    node = Topology(me.rank, me.world, tuple(range(me.world)), bytes(16))
     replicas = ReplicatedTensors(model, list(optimizers), me.world)
     inventory = Inventory(model, list(optimizers), division=SharePartitioner(node, replicas))
     inventory.collect()
@@ -275,7 +275,7 @@ def test_compressed_gradients_are_the_same_on_all_ranks() -> None:
 def hooked_late(me: Me) -> list[bytes]:
     model = wrapped()
     optimizers: list[Optimizer] = [SGD(model.parameters(), lr=0.1)]
-    node = Topology(me.rank, me.world, me.rank, me.world, 0, tuple(range(me.world)), bytes(16))
+    node = Topology(me.rank, me.world, tuple(range(me.world)), bytes(16))
     replicas = ReplicatedTensors(model, optimizers, me.world)
     inventory = Inventory(model, optimizers, division=SharePartitioner(node, replicas))
     before = inventory.collect().share_digest

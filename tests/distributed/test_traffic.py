@@ -12,7 +12,7 @@ import torch
 
 import lightck
 from lightck.cli import timeline_data
-from lightck.distributed.ddp import CommObserver
+from lightck.distributed.ddp_communication import DdpCommunication
 from lightck.region.native_pool import SPAN_DTYPE
 from lightck.tracing.perfetto import document
 from lightck.tracing.trace import Event, Recorded
@@ -112,13 +112,13 @@ def test_the_wait_is_told_before_ddp_waits(tmp_path: Path, monkeypatch: pytest.M
         held.append((torch.futures.Future(), bucket.buffer()))
         return held[-1][0]
 
-    def let_go(self: CommObserver) -> None:
+    def let_go(self: DdpCommunication) -> None:
         while held:
             future, value = held.pop()
             future.set_result(value)
 
     def code(me: Me) -> None:
-        monkeypatch.setattr(CommObserver, "waits", let_go)
+        monkeypatch.setattr(DdpCommunication, "gradients_complete", let_go)
         module, optimizer = made(Case())
         with lightck.attach(module, optimizer, tmp_path / "run"):
             module.register_comm_hook(None, hold)

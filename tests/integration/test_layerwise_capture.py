@@ -33,7 +33,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queued]:
     found, joined = Queued(), LayerPipeline.open
 
     def watched(self: LayerPipeline, *args: Any, **kwargs: Any) -> Any:
-        done = 0 if self.begun is None else len(self.begun.done)
+        done = 0 if self.begun is None else len(self.begun.queued)
         found.append(done)
         return joined(self, *args, **kwargs)
 
@@ -144,7 +144,7 @@ def test_what_changes_silently_after_the_step_is_found_torn(run_dir: Path) -> No
         loop.run(3)
         pipeline = handle._checkpointer.pipeline
         assert isinstance(pipeline, LayerPipeline) and pipeline.begun is not None
-        for group in pipeline.begun.done.values():  # from here on every copy is made
+        for group in pipeline.begun.queued.values():  # from here on every copy is made
             pipeline.begun.flight.writer.finish_copies(group.batch)
         loop.model[2].weight.detach().numpy()[...] += 1
         loop.run(1)

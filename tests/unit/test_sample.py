@@ -64,8 +64,8 @@ def test_many_small_tensors_do_not_make_many_pieces() -> None:
 def test_a_rotation_that_leaves_a_byte_out_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = SampleRotation.pieces
 
-    def short(self: SampleRotation, turn: int) -> list[divergence.Piece]:
-        return [divergence.Piece(p.tensor, p.begin, p.end - 1) for p in right(self, turn)]
+    def short(self: SampleRotation, turn: int) -> list[divergence.SamplePiece]:
+        return [divergence.SamplePiece(p.tensor, p.begin, p.end - 1) for p in right(self, turn)]
 
     monkeypatch.setattr(SampleRotation, "pieces", short)
     assert 0 in covered(SampleRotation([1000, 5]), [1000, 5], 0)

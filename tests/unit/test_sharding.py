@@ -37,7 +37,7 @@ def by_name(cuts: list[ByteRange]) -> dict[str, list[ByteRange]]:
 
 
 def loads(cuts: list[ByteRange], ranks: int) -> list[int]:
-    return [sum(c.end - c.begin for c in cuts if c.place == place) for place in range(ranks)]
+    return [sum(c.end - c.begin for c in cuts if c.peer == peer) for peer in range(ranks)]
 
 
 @given(inventories(), st.integers(1, 8))
@@ -47,12 +47,12 @@ def test_every_byte_is_written_by_exactly_one_rank(items: list[SharedTensor], ra
     for item in items:
         at = 0
         for cut in found[item.name]:
-            assert 0 <= cut.place < ranks
+            assert 0 <= cut.peer < ranks
             assert cut.begin == at, "a gap, or bytes twice"
             assert cut.end > cut.begin or item.length == 0
             at = cut.end
         assert at == item.length
-        assert len(found[item.name]) == len({c.place for c in found[item.name]})
+        assert len(found[item.name]) == len({c.peer for c in found[item.name]})
         if item.length == 0 or not item.may_cut:
             assert len(found[item.name]) == 1
 

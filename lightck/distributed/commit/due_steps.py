@@ -46,7 +46,7 @@ class DueStep:
         return 1 if self.source == "r" else BLOCK
 
 
-def key(ordinal: int) -> str:
+def announcement_key(ordinal: int) -> str:
     """Return the store key of an announcement."""
     return f"due/{ordinal}"
 
@@ -79,6 +79,12 @@ class DueCalendar:
         if self.every is None or step <= self.start or step % self.every:
             return None
         return DueStep(step, step // self.every - self.start // self.every - 1)
+
+    def next_steps(self, step: int) -> range:
+        """Return the steps of the next two periods after `step` at which one may be due."""
+        every = self.every or 1
+        first = (step // every + 1) * every
+        return range(first, first + 2 * every + 1, every)
 
     def at(self, step: int) -> DueStep | None:
         """Return the due step if `step`, which ends now here, is due; called once for each step."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
-from lightck.distributed.rounds import Said
+from lightck.distributed.rounds import Message as Said
 from lightck.errors import CoordinationError
 
 # ---- timelines over several regions: which snapshots count, and of which job ---------------------

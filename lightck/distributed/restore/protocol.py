@@ -26,7 +26,8 @@ from lightck.distributed.restore.received_snapshot import ReceivedSnapshot
 from lightck.distributed.restore.replica_transfer import P2PChannel
 from lightck.distributed.restore.selection import Choice, decide_restore
 from lightck.distributed.restore.survey import RegionSurvey
-from lightck.distributed.rounds import Decide, Said
+from lightck.distributed.rounds import Decide
+from lightck.distributed.rounds import Message as Said
 from lightck.errors import (
     CoordinationError,
     CorruptSnapshotError,
@@ -266,7 +267,7 @@ def restore_together(
             text = holdings.nothing_whole(step, problems)
         if not choice.overtaken:
             break
-    ranks.part()  # every rank comes to the same result by itself
+    ranks.leave()  # every rank comes to the same result by itself
     raise NoSnapshotError(text)
 
 

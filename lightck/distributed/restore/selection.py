@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightck.distributed.restore.offers import Key, Lineage, RankView, SnapshotOffer, age, rule
-from lightck.distributed.rounds import Said, named
+from lightck.distributed.rounds import Message as Said
+from lightck.distributed.rounds import named
 from lightck.errors import CoordinationError
 from lightck.region.region import is_near
 

@@ -439,7 +439,7 @@ class Takeover:
     def _lives(self, rank: int, own: RankLocalState, ours: Record) -> list[StateTensor]:
         """Return the tensors of the dead rank's snapshot: its share from here, the rest its own."""
         topology = self.survivor.topology
-        theirs = replace(topology, rank=rank, local_rank=topology.peers.index(rank))
+        theirs = replace(topology, rank=rank)
         everything = self.survivor.inventory.everything()
         shared = SharePartitioner(theirs, self.survivor.replicated)(everything)
         if shared.told is None:

@@ -26,7 +26,7 @@ NEVER = 1e9  # patience is a case of its own
 
 @dataclass
 class Rank:
-    ledger: CommitProtocol
+    protocol: CommitProtocol
     slots: list[int | None]
     """Step whose snapshot a slot holds or gets; None: empty."""
     records: set[int] = field(default_factory=set)
@@ -82,8 +82,6 @@ def world(
                 r,
                 ranks,
                 patience_s=NEVER,
-                on_fate=_ignore,
-                on_suspect=_ignore,
                 compares=odd is not None,
             ),
             [None] * slots,
@@ -91,10 +89,6 @@ def world(
         for r in range(ranks)
     ]
     return World(members, {}, due, tears, outages, deaths, unlike, odd=odd or {})
-
-
-def _ignore(*told: object) -> None:
-    """Fates are looked up, not told."""
 
 
 def explore(
@@ -130,7 +124,7 @@ def free_slot(rank: Rank) -> int | None:
         if step is None:
             return index
     for index, step in enumerate(rank.slots):
-        if step != rank.opened and rank.ledger.reusable(0, step):
+        if step != rank.opened and rank.protocol.reusable(0, step):
             return index
     return None
 
@@ -143,12 +137,12 @@ def _moves(state: World, choose: Callable[[Rank], int | None]) -> Iterator[Calla
             yield lambda w, r=r: _commit(w, w.ranks[r])
             if state.tears:
                 yield lambda w, r=r: _tear(w, w.ranks[r])
-        watched = rank.ledger.watched
+        watched = rank.protocol.watched
         if watched is not None and f"f/{watched}" in state.store:
-            yield lambda w, r=r, s=watched: w.ranks[r].ledger.heard(s, w.store[f"f/{s}"])
+            yield lambda w, r=r, s=watched: w.ranks[r].protocol.outcome_read(s, w.store[f"f/{s}"])
         if watched is not None and state.deaths:
             yield lambda w, r=r: _lose_patience(w, w.ranks[r])
-        call = rank.ledger.next_call(NEVER / 2)
+        call = rank.protocol.next_call(NEVER / 2)
         if call is not None:
             yield lambda w, r=r: _call(w, w.ranks[r], True, True)
             if state.outages:
@@ -159,12 +153,12 @@ def _moves(state: World, choose: Callable[[Rank], int | None]) -> Iterator[Calla
 def _step(state: World, rank: Rank, choose: Callable[[Rank], int | None]) -> None:
     due = DueStep(rank.at + 1, rank.at)
     rank.at += 1
-    slot = choose(rank) if rank.ledger.reachable and not rank.ledger.ended else None
+    slot = choose(rank) if rank.protocol.reachable and not rank.protocol.ended else None
     if slot is None:
-        rank.ledger.lost(due, "slip", 0.0)
+        rank.protocol.lost(due, "slip", 0.0)
         return
     old = rank.slots[slot]
-    rank.ledger.opened(due, 0.0)
+    rank.protocol.opened(due, 0.0)
     if old is not None:
         rank.records.discard(old)
     rank.slots[slot] = rank.opened = due.step
@@ -176,27 +170,27 @@ def _commit(state: World, rank: Rank) -> None:
     rank.records.add(step)
     other = step <= state.unlike and rank is state.ranks[-1]
     digest = b""
-    if rank.ledger.compares:
-        digest = b"all:%d" % (state.odd.get(step) == rank.ledger.rank)
-    rank.ledger.committed(step, 0.0, b"other" if other else b"form", digest)
+    if rank.protocol.compares:
+        digest = b"all:%d" % (state.odd.get(step) == rank.protocol.rank)
+    rank.protocol.committed(step, 0.0, b"other" if other else b"form", digest)
 
 
 def _tear(state: World, rank: Rank) -> None:
     step, rank.opened = rank.opened, None
     assert step is not None
     state.tears -= 1
-    rank.ledger.lost(DueStep(step, step - 1), "torn", 0.0)
+    rank.protocol.lost(DueStep(step, step - 1), "torn", 0.0)
 
 
 def _lose_patience(state: World, rank: Rank) -> None:
     state.deaths -= 1
-    rank.ledger.patience_s = -1.0
+    rank.protocol.patience_s = -1.0
     _call(state, rank, True, True)
-    rank.ledger.patience_s = NEVER
+    rank.protocol.patience_s = NEVER
 
 
 def _call(state: World, rank: Rank, effect: bool, answer: bool) -> None:
-    call = rank.ledger.next_call(NEVER / 2)
+    call = rank.protocol.next_call(NEVER / 2)
     assert call is not None
     result: object = None
     store = state.store
@@ -216,17 +210,18 @@ def _call(state: World, rank: Rank, effect: bool, answer: bool) -> None:
                 for each in keys:
                     store.pop(each, None)
     if answer:
-        rank.ledger.answered(result, 0.0)
+        rank.protocol.answered(result, 0.0)
     else:
         state.outages -= 1
-        rank.ledger.failed(0.0)
+        rank.protocol.failed(0.0)
 
 
 def _check(state: World) -> None:
     fates: dict[int, set[str]] = {}
     for rank in state.ranks:
+        rank.protocol.take_outcomes()  # fates are looked up below
         for step in range(1, state.due + 1):
-            fate = rank.ledger.fate(step).value
+            fate = rank.protocol.fate(step).value
             if fate != "unknown":
                 fates.setdefault(step, set()).add(fate)
     for step, said in fates.items():
@@ -259,7 +254,7 @@ def _check_end(state: World, found: Found) -> None:
     found.ends += 1
     for rank in state.ranks:
         assert rank.at == state.due, "a rank stopped before the end"
-        assert not rank.ledger.unsettled, f"never settled: {rank.ledger.unsettled}"
+        assert not rank.protocol.unsettled, f"never settled: {rank.protocol.unsettled}"
     found.whole += len(state.whole)
     found.suspect += len(state.suspect)
     found.dead += state.due - len(state.whole) - len(state.suspect)

@@ -28,33 +28,36 @@ class MemoryStore:
 
     server: Server = field(default_factory=Server)
     fault: Fault = lambda operation, key: None
+    prefix: str = ""
 
-    def _do(self, operation: str, key: str, effect: Callable[[dict[str, bytes]], object]) -> object:
-        how = self.fault(operation, key)
+    def _do(
+        self, operation: str, key: str, effect: Callable[[dict[str, bytes], str], object]
+    ) -> object:
+        how, key = self.fault(operation, key), self.prefix + key
         if how == "before":
             raise StoreError(f"{operation} {key}: lost on the way there")
         with self.server.changed:
             self.server.messages[operation] += 1
-            result = effect(self.server.values)
+            result = effect(self.server.values, key)
             self.server.changed.notify_all()
         if how == "after":
             raise StoreError(f"{operation} {key}: lost on the way back")
         return result
 
     def read(self, key: str) -> bytes | None:
-        return self._do("read", key, lambda v: v.get(key))  # type: ignore[return-value]
+        return self._do("read", key, lambda v, key: v.get(key))  # type: ignore[return-value]
 
     def read_many(self, keys: Sequence[str]) -> list[bytes]:
-        return [self._do("read", key, lambda v, k=key: v[k]) for key in keys]  # type: ignore
+        return [self._do("read", key, lambda v, k: v[k]) for key in keys]  # type: ignore
 
     def set(self, key: str, value: bytes) -> None:
-        self._do("set", key, lambda v: v.__setitem__(key, value))
+        self._do("set", key, lambda v, key: v.__setitem__(key, value))
 
     def claim(self, key: str, value: bytes) -> bytes:
-        return self._do("claim", key, lambda v: v.setdefault(key, value))  # type: ignore
+        return self._do("claim", key, lambda v, key: v.setdefault(key, value))  # type: ignore
 
     def add(self, key: str, amount: int = 1) -> int:
-        def effect(values: dict[str, bytes]) -> int:
+        def effect(values: dict[str, bytes], key: str) -> int:
             values[key] = str(int(values.get(key, b"0")) + amount).encode()
             return int(values[key])
 
@@ -63,13 +66,18 @@ class MemoryStore:
     def wait(self, key: str, seconds: float) -> bool:
         if self.fault("wait", key):
             raise StoreError(f"wait {key}: lost")
+        key = self.prefix + key
         with self.server.changed:
             self.server.messages["wait"] += 1
             return self.server.changed.wait_for(lambda: key in self.server.values, seconds)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            self._do("delete", key, lambda v, k=key: v.pop(k, None))  # type: ignore[misc]
+            self._do("delete", key, lambda v, k: v.pop(k, None))  # type: ignore[misc]
 
     def clone(self) -> MemoryStore:
-        return MemoryStore(self.server, lambda operation, key: self.fault(operation, key))
+        return self.below("")
+
+    def below(self, part: str) -> MemoryStore:
+        prefix = f"{self.prefix}{part}/" if part else self.prefix
+        return MemoryStore(self.server, lambda operation, key: self.fault(operation, key), prefix)

@@ -79,7 +79,7 @@ class Node:
         survivor = TakeoverContext(
             self.crew.regions[rank],
             Inventory(live.net, [live.optimizer], parse(live.extras)),
-            Topology(rank, self.world, rank, self.world, peers=peers),
+            Topology(rank, self.world, peers=peers),
             replicated,
             threading.RLock(),
             lambda: self.stands[rank],

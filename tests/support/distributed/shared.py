@@ -27,7 +27,7 @@ TIMELINE = 5
 
 def sharing(rank: int, world: int, own: Sequence[str] = ()) -> SharePartitioner:
     """All ranks are on one node; everything is replicated but buffers and what is named."""
-    place_of = Topology(rank, world, rank, world, 0, tuple(range(world)), bytes(16))
+    place_of = Topology(rank, world, tuple(range(world)), bytes(16))
     return SharePartitioner(
         place_of,
         lambda lives: {

@@ -72,18 +72,18 @@ class Simulation:
     def run(self) -> Result:
         """Return what it took."""
         world = len(self.commit_at_s)
-        self._ledgers = [
+        self._protocols = [
             CommitProtocol(r, world, patience_s=1e9, compares=self.digests) for r in range(world)
         ]
         self._sent = [0] * world
         self._knew: list[float] = []
         for rank, at in enumerate(self.commit_at_s):
-            self._ledgers[rank].opened(DueStep(1, 0), 0.0)
+            self._protocols[rank].opened(DueStep(1, 0), 0.0)
             self._at(at, lambda now, r=rank: self._committed(r, now))
         while self._events:
             now, _, act = heapq.heappop(self._events)
             act(now)
-        fates = {ledger.fate(1) for ledger in self._ledgers}
+        fates = {protocol.fate(1) for protocol in self._protocols}
         assert len(fates) == 1 and Fate.UNKNOWN not in fates
         assert len(self._knew) == world
         return Result(
@@ -101,21 +101,21 @@ class Simulation:
 
     def _committed(self, rank: int, now: float) -> None:
         if rank == self.lost_by:
-            self._ledgers[rank].lost(DueStep(1, 0), "slip", now)
+            self._protocols[rank].lost(DueStep(1, 0), "slip", now)
         else:
             digest = b"0123456789abcdef.1000:01234567" if self.digests else b""
-            self._ledgers[rank].committed(1, now, digest=digest)
+            self._protocols[rank].committed(1, now, digest=digest)
         self._next(rank, now)
 
     def _next(self, rank: int, now: float) -> None:
-        ledger = self._ledgers[rank]
-        call = ledger.next_call(now)
+        protocol = self._protocols[rank]
+        call = protocol.next_call(now)
         if call is not None:
             self._send(rank, now, lambda at: self._serve(rank, call, at))
-        elif ledger.watched is not None:
+        elif protocol.watched is not None:
             self._bytes += size("wait", "f/1")
             self._send(rank, now, lambda at: self._wait(rank, at))
-        elif ledger.fate(1) is not Fate.UNKNOWN:
+        elif protocol.fate(1) is not Fate.UNKNOWN:
             self._knew.append(now)
 
     def _send(self, rank: int, now: float, serve: Callable[[float], None]) -> None:
@@ -147,7 +147,7 @@ class Simulation:
                 self._notify(other, self._work(done, self.costs.service_s))
 
         def answered(now: float) -> None:
-            self._ledgers[rank].answered(answer, now)
+            self._protocols[rank].answered(answer, now)
             self._next(rank, now)
 
         self._at(done + self.costs.wire_s, answered)
@@ -165,7 +165,7 @@ class Simulation:
         def heard(at: float) -> None:
             value = self._values["f/1"]
             self._bytes += size("read", "f/1", value)
-            self._ledgers[rank].heard(1, value)
+            self._protocols[rank].outcome_read(1, value)
             self._next(rank, at)
 
         self._send(rank, now, lambda done: self._at(done + self.costs.wire_s, heard))
