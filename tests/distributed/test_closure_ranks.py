@@ -16,9 +16,9 @@ import torch._dynamo  # what an optimizer would load on first use, in every rank
 from test_just_in_time import AT as FAILS_AT
 from test_just_in_time import Broken, armed, check, resumed
 from test_peer_death import BEFORE, Mortal, last_complete_step_is_everywhere
-from test_resume import begin
 
 from support.distributed import ranks
+from support.distributed.resumed import begin
 from support.distributed.training import Training
 
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import same, state_of
 from torch.nn.parallel import DistributedDataParallel
 
 import lightck
 from lightck.errors import LightckError
 from support.distributed import ranks
+from support.distributed.resumed import same, state_of
 from support.distributed.training import Training
 
 LAST = 24

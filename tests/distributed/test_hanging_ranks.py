@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from test_peer_death import AT, KIND, LAST, NEVER, Mortal, go_on, golden, until
-from test_resume import same, state_of
 from torch import nn
 from torch.autograd import Variable
 
@@ -31,6 +30,7 @@ from lightck.region.region import open_and_recover
 from lightck.types import Failure, Saved
 from support.distributed import ranks
 from support.distributed.ranks import Gone, Me
+from support.distributed.resumed import same, state_of
 
 HOURS_S = 1e5
 INSIDE = ["fence", "half", "updated"]

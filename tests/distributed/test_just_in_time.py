@@ -15,13 +15,22 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # what an optimizer would load on first use, in every rank
-from test_resume import LAST, attach, begin, golden, losses_of, restore, same, state_of
 
 import lightck
 from lightck.region import location
 from lightck.region.location import Location
 from lightck.region.region import open_and_recover
 from support.distributed import ranks
+from support.distributed.resumed import (
+    LAST,
+    attach,
+    begin,
+    golden,
+    losses_of,
+    restore,
+    same,
+    state_of,
+)
 from support.distributed.training import Training
 
 AT = 4

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch._dynamo  # what an optimizer would load on first use, in every rank by itself
 from test_golden import Job
-from test_resume import same, state_of
 from torch.utils.data import DataLoader
 
 import lightck
@@ -26,6 +25,7 @@ from lightck.region import location
 from lightck.region.region import open_and_recover
 from lightck.region.slot_writer import SlotWriter
 from support.distributed import ranks
+from support.distributed.resumed import same, state_of
 from support.proof import record
 
 LAST, AT = 7, 4

@@ -17,12 +17,12 @@ import torch
 import torch._dynamo  # what an optimizer would load on first use, in every rank by itself
 import torch.distributed as dist
 from test_golden import Job
-from test_resume import same, state_of
 
 from lightck.failure.watchdog import HANG_STATUS
 from lightck.types import Failure, Saved
 from support.distributed import ranks
 from support.distributed.ranks import Gone, Me
+from support.distributed.resumed import same, state_of
 from support.proof import record
 
 LAST, AT, WORLD = 7, 4, 2

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_resume import same
 
+from support.distributed.resumed import same
 from support.proof import record
 
 LAST = 12

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from test_resume import state_of
 
 import lightck
+from support.distributed.resumed import state_of
 from support.distributed.training import Training
 
 
