@@ -36,8 +36,7 @@ from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.extra_movement import Movement
 from lightck.loop.hooks import Hooks, Listener, Watched, layers
 from lightck.loop.outcomes import ErrorReporter, Outcomes
-from lightck.loop.publisher import StatusPublisher
-from lightck.loop.stall_timer import StallTimer
+from lightck.loop.publisher import StallTimer, StatusPublisher
 from lightck.loop.steps import Steps
 from lightck.loop.trace_listener import TraceListener
 from lightck.pipeline.pipeline import Pipeline
@@ -212,7 +211,7 @@ class _Parts:
             optimizers,
             self.extras,
             units=kinds.units,
-            division=SharePartitioner(topology, replicas),
+            division=SharePartitioner(topology, replicas) if topology.world > 1 else None,
         )
         entries, manifest_bytes = state_prediction.expected(inventory)
         run_id = topology.run_id if topology.world > 1 else None

@@ -26,7 +26,7 @@ from lightck.journal.boundary_state import holding
 from lightck.journal.device_lag import PreUpdateState
 from lightck.loop.checkpointer import Checkpointer
 from lightck.pipeline.copy_plan import versions_of
-from lightck.pipeline.inflight import InflightSnapshot
+from lightck.pipeline.pipeline import InflightSnapshot
 from lightck.region.native_region import RECORD_EARLY, RECORD_JIT, Record
 from lightck.region.region import Slot
 from lightck.state.inventory import CollectedState

@@ -138,11 +138,6 @@ class DeviceLag:
     _shelved: tuple[Any, frozenset[str]] = ((), frozenset())
     """Names of the private copies, and those of them whose memory later instants fill anew."""
 
-    @property
-    def has_devices(self) -> bool:
-        """Tell whether a device is in use; without one there is nothing to do."""
-        return bool(self.offload.stream_positions)
-
     def update_begins(self, step: int, *, first: bool, seen: bool) -> None:
         """Keep the state before an update that is about to be queued. On its thread.
 

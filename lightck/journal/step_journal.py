@@ -334,7 +334,7 @@ class StepJournal:
             copies = copy_buffer.changing(every)
             with self.once:
                 self._write(kind, step, trees, collected.share_digest, copy_buffer, every)
-        self.pipeline.stand(kind == FORWARD)
+        self.pipeline.note_instant(at_forward=kind == FORWARD)
         return BoundaryCapture(kind, step, *trees, collected, copies, sources)
 
     def _sort(self, collected: CollectedState) -> CopyBuffer | None:

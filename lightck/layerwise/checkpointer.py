@@ -25,8 +25,7 @@ from lightck.layerwise.updates import Unit, Units, Updates, refuse
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.due import DueCheck
 from lightck.pipeline.copy_plan import PlannedGroup
-from lightck.pipeline.inflight import CopyGroup, InflightSnapshot
-from lightck.pipeline.pipeline import Pipeline
+from lightck.pipeline.pipeline import CopyGroup, InflightSnapshot, Pipeline
 from lightck.region.native_region import RECORD_JIT
 from lightck.region.slot_writer import SlotWriter
 from lightck.state.inventory import CollectedState
@@ -142,7 +141,8 @@ class LayerPipeline(Pipeline):
             for k, part in enumerate(begun.parts):
                 if k not in begun.done:
                     self._queue(flight, part, begun.staged)
-            self.offload.start(flight)
+            if flight.transfers:
+                self.offload.start(flight.transfers)
         except BaseException as error:
             self.drop(f"failed: {error}")
             raise

@@ -31,8 +31,7 @@ from lightck.loop.due import DueCheck
 from lightck.loop.extra_movement import Movement
 from lightck.loop.hooks import Hooks, Watched
 from lightck.loop.outcomes import Outcomes
-from lightck.loop.publisher import StatusPublisher
-from lightck.loop.stall_timer import StallTimer
+from lightck.loop.publisher import StallTimer, StatusPublisher
 from lightck.loop.steps import Steps
 from lightck.pipeline.commit_barrier import is_final
 from lightck.pipeline.pipeline import Pipeline
@@ -167,7 +166,7 @@ class Checkpointer:
         self.fence(None if who == Steps.MARK else who)
         if first and outermost:
             self.fenced()
-        if outermost and self.enabled and self.behind is not None and self.behind.has_devices:
+        if outermost and self.enabled and self.behind is not None and self.pipeline.on_devices:
             with self.stalls.of("fence"), self.lock:
                 self.behind.update_begins(self.steps.step, first=first, seen=seen)
 
@@ -207,7 +206,8 @@ class Checkpointer:
 
     def _window_begins(self, *, seen: bool) -> None:
         """Keep the state at forward start, seen or missed, and open the due snapshot."""
-        self.movement.forward(self.steps.step)
+        if self.movement.extras:
+            self.movement.forward(self.steps.step)
         kept = None
         if self.journaled is None:
             self.buffers = [buffer._version for buffer in self.inventory.buffers()]
@@ -415,7 +415,8 @@ class Checkpointer:
             self._ended_in = torch._C._current_graph_task_id()
             with self.outcomes.reported():
                 self._take_step_end()
-            self.movement.step_ended()
+            if self.movement.extras:
+                self.movement.step_ended()
             self.hooks.arm_forward()
             self.outcomes.tell_troubles()
             self.outcomes.reporter.surface()

@@ -23,8 +23,13 @@ from lightck.errors import (
 from lightck.events import event
 from lightck.loop.steps import Steps
 from lightck.pipeline.commit_barrier import is_final
-from lightck.pipeline.inflight import Counters, InflightSnapshot, SlipReason, torn_error
-from lightck.pipeline.pipeline import Pipeline
+from lightck.pipeline.pipeline import (
+    Counters,
+    InflightSnapshot,
+    Pipeline,
+    SlipReason,
+    torn_error,
+)
 from lightck.region.native_region import RECORD_JIT
 from lightck.state.inventory import Inventory
 
@@ -120,6 +125,10 @@ class Outcomes:
     slips: SlipWatch = field(default_factory=SlipWatch)
     _torn_once: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        """Note what a commit into this region survives."""
+        self._survives = self.pipeline.region.survives
+
     def fence(self, optimizer: int | None = None, *, aside: bool = False) -> bool:
         """Fence the open snapshot (`Pipeline.fence`); count and report it if it is torn.
 
@@ -148,8 +157,7 @@ class Outcomes:
         committed = False
         for flight in self.pipeline.poll(timeout_s):
             committed = True
-            survives = self.pipeline.region.survives
-            event("committed", logging.DEBUG, step=flight.step, survives=survives)
+            event("committed", logging.DEBUG, step=flight.step, survives=self._survives)
             for future in flight.futures:
                 future.set_result(flight.step)
         if committed:

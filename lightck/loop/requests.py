@@ -18,7 +18,7 @@ from lightck.errors import (
 from lightck.events import event
 from lightck.journal.step_journal import BoundaryCapture
 from lightck.loop.checkpointer import Checkpointer
-from lightck.pipeline.inflight import SlipReason
+from lightck.pipeline.pipeline import SlipReason
 from lightck.region.native_region import RECORD_EARLY
 
 FATE_S = 10.0

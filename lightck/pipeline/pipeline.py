@@ -1,8 +1,10 @@
 """Copies live tensors through the pool, one snapshot at a time, fenced before the update.
 
-A snapshot under way (`inflight.py`) is opened at forward start, captured by the fence and sealed,
-made durable by the pool, and counts once the barrier knows that every rank has it. The barrier is
-told of every step that a snapshot was due for: of its opening, its commit here, or its loss.
+A snapshot in flight is opened at forward start, captured by the fence and sealed, made durable by
+the pool, and counts once the barrier knows that every rank has it. Its copies form groups, one per
+set of optimizers that update the tensors, so that each optimizer's step waits for its own tensors
+only. The barrier is told of every step that a snapshot was due for: of its opening, its commit
+here, or its loss.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from threading import Lock, RLock, Thread
 from typing import Self
 
@@ -23,19 +27,164 @@ from lightck.config import Config
 from lightck.errors import CoordinationError, LightckError, TornSnapshotError, WaitTimeoutError
 from lightck.events import event
 from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier, is_final
-from lightck.pipeline.copy_plan import CopyPlan, PlannedGroup
+from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup
 from lightck.pipeline.device_offload import DeviceOffload
 from lightck.pipeline.device_placement import DevicePlacement
-from lightck.pipeline.device_transfer import TransferEngine
-from lightck.pipeline.inflight import CopyGroup, Counters, InflightSnapshot, SlipReason
+from lightck.pipeline.device_transfer import DeviceTransfer, TransferEngine
 from lightck.pipeline.placement import HostPlacement, choose_placement
 from lightck.region.native_pool import NativePool
-from lightck.region.native_region import RECORD_EARLY, RECORD_JIT
+from lightck.region.native_region import HOLDS_ALL, RECORD_EARLY, RECORD_JIT
 from lightck.region.region import Region
-from lightck.region.slot_writer import SlotWriter
+from lightck.region.slot_writer import Batch, SlotWriter
 from lightck.state.inventory import CollectedState, StateTensor
 from lightck.tracing.trace import Trace, now_ns, spans_of
 from lightck.types import Fate, ReleaseSchedule
+
+# ---- a snapshot in flight: its copies, and who waits for it --------------------------------------
+
+
+@dataclass(eq=False)
+class CopyGroup:
+    """One group of copies, whose sources the same optimizers update."""
+
+    holders: frozenset[int]
+    batch: Batch
+    sources: CopySources | None
+    """Tensors that are copied, which keeps their memory alive; None once they are captured."""
+    is_private: bool
+    """True if no copy can be torn: of private copies, or made before the opening returned."""
+    transfer: DeviceTransfer | None = None
+    """Transfer from the device that holds the sources; None: none does."""
+
+    @property
+    def is_held(self) -> bool:
+        """Tell whether its copies run only when they are released."""
+        return not self.is_private and self.transfer is None
+
+    @property
+    def captured(self) -> bool:
+        """Tell whether every copy has left its source.
+
+        A device's copies may still run, but before whatever the device does next.
+        """
+        return self.sources is None
+
+
+@dataclass(eq=False)
+class InflightSnapshot:
+    """One snapshot, from its opening at forward start until its fate is known."""
+
+    step: int
+    writer: SlotWriter
+    at_step: bytes
+    at_forward: bytes
+    flags: int
+    share_digest: bytes = HOLDS_ALL
+    state_fingerprint: bytes = b""
+    """Fingerprint of state that all ranks hold alike, see `inventory.RankShare`."""
+    rank_local: bool = False
+    """True if no other rank was asked: at restore, what all of them hold decides."""
+    groups: list[CopyGroup] = field(default_factory=list)
+    held_bytes: int = 0
+    """Bytes of all copies that run only when they are released."""
+    released_bytes: int = 0
+    opened_s: float = field(default_factory=time.monotonic)
+    captured_s: float = 0.0
+    durable_s: float = 0.0
+    sealed: bool = False
+    """True once sealed; False behind the fence while copies are on their way from a device."""
+    waited_s: float = 0.0
+    """Seconds at fences so far."""
+    torn: tuple[str, ...] = ()
+    """Names of what changed while it was copied, for which the snapshot was dropped."""
+    moved: Callable[[], str] = lambda: ""
+    """Names a tensor that has changed since an instant before the opening, see `WeightGuard`."""
+    futures: list[Future[int]] = field(default_factory=list)
+    """Futures of those who wait for this very snapshot."""
+
+    @property
+    def agreed_fingerprint(self) -> bytes:
+        """Fingerprint that must agree on all ranks; if they share, it has the instant, too."""
+        agreed = self.state_fingerprint
+        return bytes([agreed[0] ^ 1]) + agreed[1:] if self.is_early_share else agreed
+
+    @property
+    def is_early_share(self) -> bool:
+        """Tell whether it goes together with other ranks' early shares only."""
+        return self.share_digest != HOLDS_ALL and bool(self.flags & RECORD_EARLY)
+
+    @property
+    def transfers(self) -> list[DeviceTransfer]:
+        """Transfers of its groups."""
+        return [group.transfer for group in self.groups if group.transfer is not None]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell those who wait that the snapshot will not come."""
+        for future in self.futures:
+            if not future.done():
+                future.set_exception(error)
+
+
+@dataclass(eq=False)
+class Counters:
+    """Counts of what happened, for `handle.stats()`."""
+
+    captured: int = 0
+    durable: int = 0
+    """Number of snapshots that are durable on this rank."""
+    committed: int = 0
+    """Number of snapshots that are committed on every rank."""
+    slipped: int = 0
+    torn: int = 0
+    failed: int = 0
+    dead: int = 0
+    commit_s: float = 0.0
+    whole_s: float = 0.0
+    persist_s: float | None = None
+    """Seconds from opening to commit of the last snapshot; None before the first."""
+    last_captured_step: int | None = None
+    last_exact_step: int | None = None
+    """Step of the last snapshot that was captured and is not early."""
+    last_committed_step: int | None = None
+
+    def count_slipped(self) -> None:
+        """Count a due snapshot that was not opened."""
+        self.slipped += 1
+
+    def count_torn(self) -> None:
+        """Count a snapshot that was dropped because its sources changed."""
+        self.torn += 1
+
+    def count_failed(self) -> None:
+        """Count a snapshot that an error has cost."""
+        self.failed += 1
+
+    def forget_steps(self) -> None:
+        """Forget the last steps: a timeline begins behind which none is captured yet."""
+        self.last_captured_step = self.last_exact_step = self.last_committed_step = None
+
+
+class SlipReason(StrEnum):
+    """Why a due snapshot cannot be opened now."""
+
+    SLOTS = "every slot is busy"
+    DRAM = "the DRAM for staging still holds the last snapshot"
+    COPY = "the device's own copy still holds the last snapshot"
+    GRAPH = "the device records a graph"
+
+
+def torn_error(names: Sequence[str], step: int) -> TornSnapshotError:
+    """Make the error that reports a torn snapshot."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return TornSnapshotError(
+        f"snapshot of step {step} was dropped: {names[0]}{more} changed between the forward and the"
+        " next optimizer step. The next snapshot is copied at once; a tensor that changes there"
+        " again is copied at the start of the forward from then on",
+        names=names,
+    )
+
+
+# ---- the pipeline --------------------------------------------------------------------------------
 
 _RELEASES = 16
 """The most parts in which a window's bytes are released: waking workers takes longer than many
@@ -128,12 +277,18 @@ class Pipeline:
         self.placement.prepare(sum(e.length for e in self.copy_plan.entries), self.pool)
         self.offload.prepare(self.copy_plan, step)
 
-    def stand(self, begun: bool) -> None:
-        """Note that training is at an instant: forward start if `begun`, else step end.
+    @property
+    def on_devices(self) -> bool:
+        """Tell whether a device holds tensors now, or did at the last instant."""
+        return bool(self.copy_plan.devices or self.offload.stream_positions)
+
+    def note_instant(self, *, at_forward: bool) -> None:
+        """Note that training is at forward start, or else at step end.
 
         A thread that saves just in time starts from there.
         """
-        self.offload.note_streams(self.copy_plan, at_forward=begun)
+        if self.on_devices:
+            self.offload.note_streams(self.copy_plan, at_forward=at_forward)
 
     def open(
         self, step: int, state: CollectedState, at_step: bytes, at_forward: bytes, *, flags: int = 0
@@ -149,7 +304,8 @@ class Pipeline:
             PreviousPersistError: the region is latched.
         """
         assert self.window is None, "two snapshots in one window"
-        self.offload.check()
+        if self.offload.failure is not None:
+            raise self.offload.failure
         self._reap()
         local = bool(flags & RECORD_JIT) and not self.barrier.alone
         slip: str | None = self.taken_up
@@ -172,10 +328,11 @@ class Pipeline:
         flight = self.window = InflightSnapshot(step, writer, *said)
         try:
             staged = self._placed(flight, self.copy_plan)
-            with self.offload.side_streams():
+            with self.offload.side_streams() if self.copy_plan.devices else nullcontext():
                 for part in self.copy_plan.groups:
                     self._queue(flight, part, staged)
-                self.offload.start(flight)
+                if flight.transfers:
+                    self.offload.start(flight.transfers)
         except BaseException as error:
             self.offload.keep_error(error)
             self.drop(f"failed: {error}", for_good=is_final(error))
@@ -221,9 +378,10 @@ class Pipeline:
                 begin = now_ns()
                 if group.transfer is None:
                     flight.writer.finish_copies(group.batch)
-                else:
+                elif not group.is_private:  # no stream can reach private copies
                     # `aside`: by another thread than the one whose stream updates.
-                    self.offload.fence(group, wait=aside or bool(flight.flags & RECORD_JIT))
+                    late = aside or bool(flight.flags & RECORD_JIT)
+                    self.offload.fence(group.transfer, wait=late)
                 captured = now_ns()
                 torn = self._torn(flight, group)
                 if self.trace is not None:
@@ -267,6 +425,8 @@ class Pipeline:
         """The reason why no snapshot can be opened, lack of slots apart; None if there is none."""
         if self.placement.staging and self.persisting:
             return SlipReason.DRAM
+        if not self.copy_plan.devices:
+            return None
         if self.offload.recording(self.copy_plan):
             return SlipReason.GRAPH
         return SlipReason.COPY if self.offload.spare_in_use else None
@@ -316,11 +476,14 @@ class Pipeline:
 
     def _end(self, flight: InflightSnapshot) -> None:
         """End a dropped snapshot, on a thread of its own."""
+        engine = self.offload.engine
         for transfer in flight.transfers:
             transfer.device.enter_thread()
-        self.offload.give_up(flight)
+        for transfer in flight.transfers:
+            engine.give_up(transfer)
         flight.writer.abandon()
-        self.offload.forget(flight)
+        for transfer in flight.transfers:
+            engine.forget(transfer)
 
     def await_abandoned(self, deadline: float | None = None) -> bool:
         """Wait until dropped snapshots have let go of their slots and of devices' spare memory.
@@ -372,7 +535,12 @@ class Pipeline:
         """
         chosen, at = self.copy_plan.sources(part), part.positions
         if part.device is not None:
-            return self.offload.queue(flight, part, chosen, staged, self.copy_plan)
+            transfer = self.offload.queue(
+                flight.step, flight.writer, part, chosen, staged, self.copy_plan
+            )
+            group = CopyGroup(part.holders, transfer.batch, chosen, part.is_private, transfer)
+            flight.groups.append(group)
+            return group
         pointers = chosen.pointers + part.begins
         may_skip = part.unmoved(chosen.versions)
         batch = flight.writer.add(at, pointers, may_skip, staged[at])
@@ -393,7 +561,7 @@ class Pipeline:
         Should DRAM be short, the first ones in copy order do.
         """
         staged = np.zeros(len(plan.entries), np.bool_)
-        if plan.groups:
+        if plan.groups and self.placement.staging:
             order = np.concatenate([part.positions for part in plan.groups])
             staged[order] = self.placement.place(flight.writer.layout.lengths[order])
         return staged
@@ -425,7 +593,7 @@ class Pipeline:
         if moved:
             return [entries[int(group.batch.positions[i])].name for i in moved]
         if group.transfer is not None:
-            i = self.offload.differs(group) if self.proof else None
+            i = self.offload.differs(group.transfer, group.sources) if self.proof else None
             differs = None if i is None else entries[int(group.batch.positions[i])].name
         else:
             differs = flight.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
@@ -441,7 +609,8 @@ class Pipeline:
         with self.pacing:
             self.window = None
             self.schedule.close()
-        if not flight.transfers:  # what the fence waits for says nothing of the medium then
+        # With transfers, what the fence waits for says nothing of the medium.
+        if self.placement.choice.may_be_late and not flight.transfers:
             self.placement.fence_waited(flight.waited_s, flight.writer.layout.payload_bytes)
         self.persisting.append(flight)
         if flight.transfers:
@@ -449,13 +618,14 @@ class Pipeline:
 
     def _arrived(self, flight: InflightSnapshot, timeout_s: float | None) -> bool:
         try:
-            if not self.offload.arrived(flight, timeout_s):
+            if not self.offload.arrived(flight.transfers, timeout_s):
                 return False
         except LightckError as error:
             self.offload.keep_error(error)
             raise
         self._seal(flight)
-        self.offload.forget(flight)
+        for transfer in flight.transfers:
+            self.offload.engine.forget(transfer)
         return True
 
     def _seal(self, flight: InflightSnapshot) -> None:
