@@ -206,7 +206,7 @@ class Outcomes:
         at_once = self.synchronous or bool(self.wanted)
         if at_once:
             self.synchronous = False
-            flight.futures += self.wanted
+            flight.add_futures(self.wanted)
             self.wanted = []
         return at_once
 
@@ -217,7 +217,7 @@ class Outcomes:
         """
         for flight in self.pipeline.in_flight:
             if flight.step == step:
-                flight.futures += self.wanted
+                flight.add_futures(self.wanted)
                 self.wanted = []
         if self.pipeline.counters.last_committed_step == step:
             for future in self.wanted:

@@ -45,7 +45,7 @@ from lightck.types import Fate, ReleaseSchedule
 
 @dataclass(eq=False)
 class CopyGroup:
-    """One group of copies, whose sources the same optimizers update."""
+    """One group of copies, whose sources the same optimizers update; its `Pipeline` changes it."""
 
     holders: frozenset[int]
     batch: Batch
@@ -72,7 +72,10 @@ class CopyGroup:
 
 @dataclass(eq=False)
 class InflightSnapshot:
-    """One snapshot, from its opening at forward start until its fate is known."""
+    """One snapshot, from its opening at forward start until its fate is known.
+
+    A record that its `Pipeline` alone changes, but for those who wait.
+    """
 
     step: int
     writer: SlotWriter
@@ -118,6 +121,10 @@ class InflightSnapshot:
         """Transfers of its groups."""
         return [group.transfer for group in self.groups if group.transfer is not None]
 
+    def add_futures(self, futures: Sequence[Future[int]]) -> None:
+        """Let these wait for this very snapshot, too."""
+        self.futures += futures
+
     def fail(self, error: BaseException) -> None:
         """Tell those who wait that the snapshot will not come."""
         for future in self.futures:
@@ -127,7 +134,7 @@ class InflightSnapshot:
 
 @dataclass(eq=False)
 class Counters:
-    """Counts of what happened, for `handle.stats()`."""
+    """Counts of what happened, for `handle.stats()`; the `Pipeline` changes them."""
 
     captured: int = 0
     durable: int = 0
@@ -209,6 +216,10 @@ class Pipeline:
     trace: Trace | None = None
     placement: HostPlacement = field(default_factory=HostPlacement)
     proof: bool = False
+    device_setting: str = "auto"
+    """The setting `placement`, as far as devices' tensors are concerned."""
+    write_limited: bool = False
+    """True if a limit bounds what is written to the region per second."""
     window: InflightSnapshot | None = None
     """The snapshot whose sources must not change: it is opened, and not yet captured."""
     counters: Counters = field(default_factory=Counters)
@@ -238,9 +249,10 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         """Begin with nothing planned."""
-        self.copy_plan = CopyPlan(self.region)
+        self.copy_plan = CopyPlan(self.region, may_block_at_boundary=not self.write_limited)
         self.offload = DeviceOffload(
-            DevicePlacement(self.region), TransferEngine(self.pool.chunk_bytes, self._try_seal)
+            DevicePlacement(self.region, self.device_setting, self.write_limited),
+            TransferEngine(self.pool.chunk_bytes, self._try_seal),
         )
 
     @classmethod
@@ -261,11 +273,8 @@ class Pipeline:
         pool = NativePool(config.threads, config.chunk_bytes, idle=idle, spans=spans)
         pool.limit(config.write_limit)
         trace = Trace.of(config, region, pool, step)
-        pipeline = cls(region, pool, schedule, barrier, trace, placement, config.proof)
-        pipeline.copy_plan.may_block_at_boundary = not config.write_limit
-        devices = pipeline.offload.placement
-        devices.wanted, devices.limited = config.placement, bool(config.write_limit)
-        return pipeline
+        devices = config.placement, bool(config.write_limit)
+        return cls(region, pool, schedule, barrier, trace, placement, config.proof, *devices)
 
     def prepare(self, lives: Sequence[StateTensor], boundary_bytes: int, step: int) -> None:
         """Plan the layout and make room for it, before training relies on it.
