@@ -248,8 +248,8 @@ class _Parts:
         timeline = distributed_barrier.begin(barrier, self.ranks, topology, region, config, *at)
         undo.append(lambda: barrier.leave("attach failed", 1.0))
         region.begin_timeline(region.continued, timeline)
-        if checkpointer.journaled is not None:
-            checkpointer.journaled.begin(steps.step)
+        if checkpointer.step_journal is not None:
+            checkpointer.step_journal.begin(steps.step)
         listener: Listener = checkpointer
         if trace is not None:
             listener = traced = TraceListener(checkpointer, trace, self.watched)
@@ -283,35 +283,35 @@ class _Parts:
         hooks: Hooks,
     ) -> Checkpointer:
         """Build the checkpointer and all that it calls."""
-        known, instants = self.progress, BoundaryState(inventory)
+        known, boundary_state = self.progress, BoundaryState(inventory)
         outcomes = Outcomes(pipeline, inventory, steps, self.reporter)
         early = known.early and known.step == steps.step and not known.attached
-        cadence = kinds.due(self.config.policy, pipeline.barrier, early)
-        stalls, movement = StallTimer(pipeline.trace), Movement(self.extras)
-        predictor = journaled = behind = None
+        due_check = kinds.due(self.config.policy, pipeline.barrier, early)
+        stall_timer, movement = StallTimer(pipeline.trace), Movement(self.extras)
+        predictor = step_journal = device_lag = None
         if self.config.failure != "off":
             if topology.world > 1:
                 count = len([*layers(self.model)])
-                predictor = PreFencePredictor(instants, pipeline.lock, count)
-            journaled = StepJournal(instants, pipeline, outcomes.region_lost, predictor)
-            behind = DeviceLag(journaled, pipeline.offload)
+                predictor = PreFencePredictor(boundary_state, pipeline.lock, count)
+            step_journal = StepJournal(boundary_state, pipeline, outcomes.region_failed, predictor)
+            device_lag = DeviceLag(step_journal, pipeline.offload)
         return kinds.checkpointer(
             inventory=inventory,
-            instants=instants,
+            boundary_state=boundary_state,
             pipeline=pipeline,
             steps=steps,
-            cadence=cadence,
+            due_check=due_check,
             watched=self.watched,
             outcomes=outcomes,
             hooks=hooks,
             publisher=StatusPublisher(
-                pipeline, outcomes, steps, stalls, cadence, movement, journaled
+                pipeline, outcomes, steps, stall_timer, due_check, movement, step_journal
             ),
-            stalls=stalls,
+            stall_timer=stall_timer,
             movement=movement,
             pending=known.pending,
-            journaled=journaled,
-            behind=behind,
+            step_journal=step_journal,
+            device_lag=device_lag,
             predictor=predictor,
         )
 

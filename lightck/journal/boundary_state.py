@@ -106,7 +106,7 @@ class BoundaryState:
         with users_code():
             return {"rng": rng.capture(), "extras": self._positions()}
 
-    def generators_stand(self) -> None:
+    def declare_forward_start(self) -> None:
         """Declare forward start here: whatever runs or is drawn next comes after the snapshot."""
         self._early = None
         self._rng = rng.capture()
@@ -200,10 +200,10 @@ class BoundaryState:
     def collect(self, *, sure: bool = True) -> CollectedState:
         """Return the state at forward start, with buffers as they were before any training forward.
 
-        Unless `sure`, its tensors are those that the cheaper `Inventory.glance` finds.
+        Unless `sure`, its tensors are those that the cheaper `Inventory.collect_cached` finds.
         """
         with users_code():
-            collected = self.inventory.collect() if sure else self.inventory.glance()
+            collected = self.inventory.collect() if sure else self.inventory.collect_cached()
         return collected if self._early is None else holding(collected, self._early[1])
 
     def encode(self, collected: CollectedState, step: int, *, seen: bool) -> tuple[bytes, bytes]:

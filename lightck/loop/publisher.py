@@ -91,15 +91,15 @@ class StatusPublisher:
     pipeline: Pipeline
     outcomes: Outcomes
     steps: Steps
-    stalls: StallTimer
-    cadence: DueCheck
+    stall_timer: StallTimer
+    due_check: DueCheck
     movement: Movement
-    journaled: StepJournal | None
+    step_journal: StepJournal | None
 
     def __post_init__(self) -> None:
         """Open the statistics page."""
         self._page = Page(self.pipeline.pool, self.pipeline.region.native, self.steps.step)
-        self._summary = Summary(self.pipeline.counters, self.steps, self.stalls)
+        self._summary = Summary(self.pipeline.counters, self.steps, self.stall_timer)
 
     def collect(self) -> Stats:
         """Return the statistics for `handle.stats()`, as of the last poll.
@@ -108,7 +108,7 @@ class StatusPublisher:
         """
         counters, pool = self.outcomes.counted, self.pipeline.pool_stats()
         compared, uncompared = self.pipeline.barrier.compared()
-        seconds, kept, offload = pool["copy_ns"] / 1e9, self.journaled, self.pipeline.offload
+        seconds, kept, offload = pool["copy_ns"] / 1e9, self.step_journal, self.pipeline.offload
         mode, why = offload.placement.chosen
         return Stats(
             captured=counters.captured,
@@ -122,7 +122,7 @@ class StatusPublisher:
             skipped_unchanged_bytes=pool["bytes_skipped"],
             bytes_copied=pool["bytes_copied"],
             bytes_helped=pool["bytes_helped"],
-            stall_s=dict(self.stalls.seconds),
+            stall_s=dict(self.stall_timer.seconds),
             copy_rate=pool["bytes_copied"] / seconds if seconds else 0.0,
             commit_s=counters.commit_s / counters.durable if counters.durable else 0.0,
             whole_s=counters.whole_s / counters.committed if counters.committed else 0.0,
@@ -156,16 +156,16 @@ class StatusPublisher:
                     "step": self.steps.step,
                     "captured_step": NO_STEP if captured is None else captured,
                     "committed_step": NO_STEP if committed is None else committed,
-                    "step_ns": int((self.cadence.step_s or 0.0) * 1e9),
+                    "step_ns": int((self.due_check.step_s or 0.0) * 1e9),
                     "payload_bytes": record.payload_bytes if record is not None else 0,
                     "errors": reporter.count,
                     **{name: getattr(counters, name) for name in _COUNTED},
                 },
-                self.stalls.seconds,
+                self.stall_timer.seconds,
                 reporter.latest,
             )
         except RegionIOError as error:
-            self.outcomes.region_lost(error)
+            self.outcomes.region_failed(error)
 
     def ended(self) -> None:
         """Publish the last statistics and log the last summary, while the pool is still there."""
@@ -185,7 +185,7 @@ class Summary:
 
     counters: Counters
     steps: Steps
-    stalls: StallTimer
+    stall_timer: StallTimer
     _since: tuple[float, int, dict[str, int], float] = field(init=False)
     """Time, step, counts and stall at the last `tell`."""
 
@@ -218,4 +218,4 @@ class Summary:
 
     def _now(self) -> tuple[float, int, dict[str, int], float]:
         counts = {name: getattr(self.counters, name) for name in _SUMMED}
-        return time.monotonic(), self.steps.step, counts, self.stalls.total()
+        return time.monotonic(), self.steps.step, counts, self.stall_timer.total()

@@ -315,9 +315,9 @@ class Pipeline:
         assert self.window is None, "two snapshots in one window"
         if self.offload.failure is not None:
             raise self.offload.failure
-        self._reap()
+        self._free_orphans()
         local = bool(flags & RECORD_JIT) and not self.barrier.alone
-        slip: str | None = self.taken_up
+        slip: str | None = self.blocked_by
         if slip is None and not local:
             slip = self.barrier.opening(step)
         writer = None
@@ -334,21 +334,21 @@ class Pipeline:
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
         said = at_step, at_forward, flags, state.share_digest, state.form, local
-        flight = self.window = InflightSnapshot(step, writer, *said)
+        snapshot = self.window = InflightSnapshot(step, writer, *said)
         try:
-            staged = self._placed(flight, self.copy_plan)
+            staged = self._choose_staged(snapshot, self.copy_plan)
             with self.offload.side_streams() if self.copy_plan.devices else nullcontext():
                 for part in self.copy_plan.groups:
-                    self._queue(flight, part, staged)
-                if flight.transfers:
-                    self.offload.start(flight.transfers)
+                    self._queue(snapshot, part, staged)
+                if snapshot.transfers:
+                    self.offload.start(snapshot.transfers)
         except BaseException as error:
             self.offload.keep_error(error)
             self.drop(f"failed: {error}", for_good=is_final(error))
             raise
-        held = flight.held_bytes = sum(g.batch.total_bytes for g in flight.groups if g.is_held)
-        self._release(flight, self.schedule.open(held))
-        return flight
+        held = snapshot.held_bytes = sum(g.batch.total_bytes for g in snapshot.groups if g.is_held)
+        self._release(snapshot, self.schedule.open(held))
+        return snapshot
 
     def _taken(self, writer: SlotWriter) -> None:
         """Forget the newest durable snapshot if this writer has taken its slot (it was aborted)."""
@@ -361,12 +361,12 @@ class Pipeline:
         Any thread.
         """
         with self.pacing:
-            flight = self.window
-            if flight is not None:
-                total, held = says(), flight.held_bytes
+            snapshot = self.window
+            if snapshot is not None:
+                total, held = says(), snapshot.held_bytes
                 part = held // _RELEASES if total < held else 0
-                if total - flight.released_bytes > part:
-                    self._release(flight, total)
+                if total - snapshot.released_bytes > part:
+                    self._release(snapshot, total)
 
     def fence(self, optimizer: int | None = None, *, aside: bool = False) -> bool:
         """Return when every copy of what `optimizer` (None: anyone) changes has left its source.
@@ -377,36 +377,36 @@ class Pipeline:
         Raises:
             LightckError: a copy failed; the snapshot is dropped, older ones are intact.
         """
-        flight = self.window
-        if flight is None:
+        snapshot = self.window
+        if snapshot is None:
             return True
-        wanted = [g for g in flight.groups if not g.captured and self._concerns(g, optimizer)]
+        wanted = [g for g in snapshot.groups if not g.captured and self._concerns(g, optimizer)]
         began = time.perf_counter()
         try:
             for group in wanted:
                 begin = now_ns()
                 if group.transfer is None:
-                    flight.writer.finish_copies(group.batch)
+                    snapshot.writer.finish_copies(group.batch)
                 elif not group.is_private:  # no stream can reach private copies
                     # `aside`: by another thread than the one whose stream updates.
-                    late = aside or bool(flight.flags & RECORD_JIT)
+                    late = aside or bool(snapshot.flags & RECORD_JIT)
                     self.offload.fence(group.transfer, wait=late)
                 captured = now_ns()
-                torn = self._torn(flight, group)
+                torn = self._torn(snapshot, group)
                 if self.trace is not None:
                     self.trace.fenced(begin, captured)
                 if torn:
                     self.drop(f"torn: {torn[0]}")
-                    flight.torn = tuple(torn)
+                    snapshot.torn = tuple(torn)
                     return False
                 group.sources = None
-            flight.waited_s += time.perf_counter() - began
-            if all(group.captured for group in flight.groups):
-                self._leave_window(flight)
+            snapshot.waited_s += time.perf_counter() - began
+            if all(group.captured for group in snapshot.groups):
+                self._leave_window(snapshot)
         except BaseException as error:
             self.offload.keep_error(error)
             self.drop(f"failed: {error}", for_good=is_final(error))
-            flight.fail(error)
+            snapshot.fail(error)
             raise
         return True
 
@@ -418,19 +418,19 @@ class Pipeline:
     @property
     def busy(self) -> bool:
         """Tell whether a due snapshot must wait until one that persists is committed."""
-        return self.taken_up is not None or not self.region.has_room(due=True)
+        return self.blocked_by is not None or not self.region.has_room(due=True)
 
-    def behind_s(self) -> float:
+    def lag_wait_s(self) -> float:
         """Return the seconds to wait for a device, so that the next snapshot need not be skipped.
 
         They are 0 unless the CPU has run ahead of a device that has not yet done the last
         snapshot's copies.
         """
-        under_way = any(not flight.sealed for flight in self.persisting)
+        under_way = any(not snapshot.sealed for snapshot in self.persisting)
         return BEHIND_S if under_way and self.busy else 0.0
 
     @property
-    def taken_up(self) -> SlipReason | None:
+    def blocked_by(self) -> SlipReason | None:
         """The reason why no snapshot can be opened, lack of slots apart; None if there is none."""
         if self.placement.staging and self.persisting:
             return SlipReason.DRAM
@@ -443,12 +443,12 @@ class Pipeline:
     def drop(self, why: str = "given up", *, for_good: bool = False) -> None:
         """Give up the snapshot in the window; its slot stays invalid and is reused first."""
         with self.pacing:
-            flight, self.window = self.window, None
-            if flight is None:
+            snapshot, self.window = self.window, None
+            if snapshot is None:
                 return
             self.schedule.close()
-        self._lost(flight, why, for_good=for_good)
-        self._abandon(flight)
+        self._lost(snapshot, why, for_good=for_good)
+        self._abandon(snapshot)
 
     def after_fork(self) -> None:
         """Begin with a free lock in a forked child: another thread of the parent may hold it."""
@@ -465,33 +465,33 @@ class Pipeline:
 
     def forget(self, why: str) -> None:
         """Give up what is open: the state was replaced."""
-        flight = self.window
+        snapshot = self.window
         self.drop(why)
-        if flight is not None:
-            flight.fail(TornSnapshotError(f"step {flight.step} has no snapshot: {why}"))
+        if snapshot is not None:
+            snapshot.fail(TornSnapshotError(f"step {snapshot.step} has no snapshot: {why}"))
 
-    def _abandon(self, flight: InflightSnapshot) -> None:
-        if not self.region.staged and not flight.transfers:
-            flight.writer.abandon()
+    def _abandon(self, snapshot: InflightSnapshot) -> None:
+        if not self.region.staged and not snapshot.transfers:
+            snapshot.writer.abandon()
             return
         # On page media giving up waits for the slot's invalidation, perhaps in a sync; with copies
         # under way, for a device. The training thread does not: I9 (the training thread waits only
         # at the fence). Both may still read, and a device may write the slot: it and the snapshot's
         # memory are kept.
-        thread = Thread(target=self._end, args=(flight,), name="lightck-abandon")
+        thread = Thread(target=self._end, args=(snapshot,), name="lightck-abandon")
         self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]
-        self._abandoning.append((thread, flight))
+        self._abandoning.append((thread, snapshot))
         thread.start()
 
-    def _end(self, flight: InflightSnapshot) -> None:
+    def _end(self, snapshot: InflightSnapshot) -> None:
         """End a dropped snapshot, on a thread of its own."""
         engine = self.offload.engine
-        for transfer in flight.transfers:
+        for transfer in snapshot.transfers:
             transfer.device.enter_thread()
-        for transfer in flight.transfers:
+        for transfer in snapshot.transfers:
             engine.give_up(transfer)
-        flight.writer.abandon()
-        for transfer in flight.transfers:
+        snapshot.writer.abandon()
+        for transfer in snapshot.transfers:
             engine.forget(transfer)
 
     def await_abandoned(self, deadline: float | None = None) -> bool:
@@ -504,10 +504,10 @@ class Pipeline:
         self._abandoning = [pair for pair in self._abandoning if pair[0].is_alive()]
         return not self._abandoning
 
-    def _reap(self) -> None:
+    def _free_orphans(self) -> None:
         """Free snapshots in slots that an interrupt (Ctrl-C) left without a `InflightSnapshot`."""
-        flights = [*self.persisting, *(flight for _, flight in self._abandoning)]
-        known = {id(flight.writer.slot) for flight in flights}
+        snapshots = [*self.persisting, *(snapshot for _, snapshot in self._abandoning)]
+        known = {id(snapshot.writer.slot) for snapshot in snapshots}
         for slot in self.region.slots:
             if id(slot) not in known:
                 slot.close_writer()
@@ -516,18 +516,19 @@ class Pipeline:
     def close(self) -> None:
         """Drop what is not sealed and stop the workers. Idempotent."""
         self.drop("closed")
-        for flight in self.persisting:
-            if flight.sealed:
-                flight.writer.abandon()
+        for snapshot in self.persisting:
+            if snapshot.sealed:
+                snapshot.writer.abandon()
             else:
-                self._abandon(flight)
-        for flight in self.in_flight:
-            flight.fail(WaitTimeoutError(f"step {flight.step} was not committed before the close"))
+                self._abandon(snapshot)
+        for snapshot in self.in_flight:
+            why = f"step {snapshot.step} was not committed before the close"
+            snapshot.fail(WaitTimeoutError(why))
         self.persisting.clear()
         self.awaiting.clear()
         self.await_abandoned()
         if self._last_stats is None:
-            self._reap()
+            self._free_orphans()
             with self._counting:  # from here on nobody asks the pool, which is closed below
                 self._last_stats = self.pool.stats()
             self.offload.close()
@@ -536,7 +537,7 @@ class Pipeline:
             self.pool.close()
 
     def _queue(
-        self, flight: InflightSnapshot, part: PlannedGroup, staged: npt.NDArray[np.bool_]
+        self, snapshot: InflightSnapshot, part: PlannedGroup, staged: npt.NDArray[np.bool_]
     ) -> CopyGroup:
         """Queue one group's copies.
 
@@ -545,26 +546,26 @@ class Pipeline:
         chosen, at = self.copy_plan.sources(part), part.positions
         if part.device is not None:
             transfer = self.offload.queue(
-                flight.step, flight.writer, part, chosen, staged, self.copy_plan
+                snapshot.step, snapshot.writer, part, chosen, staged, self.copy_plan
             )
             group = CopyGroup(part.holders, transfer.batch, chosen, part.is_private, transfer)
-            flight.groups.append(group)
+            snapshot.groups.append(group)
             return group
         pointers = chosen.pointers + part.begins
         may_skip = part.unmoved(chosen.versions)
-        batch = flight.writer.add(at, pointers, may_skip, staged[at])
+        batch = snapshot.writer.add(at, pointers, may_skip, staged[at])
         group = CopyGroup(part.holders, batch, chosen, part.is_private)
-        flight.groups.append(group)
+        snapshot.groups.append(group)
         if part.copied_at_open:
             began = time.perf_counter()
-            flight.writer.finish_copies(batch)
-            flight.waited_s += time.perf_counter() - began
+            snapshot.writer.finish_copies(batch)
+            snapshot.waited_s += time.perf_counter() - began
             group.sources = None
         elif part.is_private:
-            flight.writer.release(batch)
+            snapshot.writer.release(batch)
         return group
 
-    def _placed(self, flight: InflightSnapshot, plan: CopyPlan) -> npt.NDArray[np.bool_]:
+    def _choose_staged(self, snapshot: InflightSnapshot, plan: CopyPlan) -> npt.NDArray[np.bool_]:
         """Return, for each entry, whether its copy goes through DRAM.
 
         Should DRAM be short, the first ones in copy order do.
@@ -572,82 +573,82 @@ class Pipeline:
         staged = np.zeros(len(plan.entries), np.bool_)
         if plan.groups and self.placement.staging:
             order = np.concatenate([part.positions for part in plan.groups])
-            staged[order] = self.placement.place(flight.writer.layout.lengths[order])
+            staged[order] = self.placement.place(snapshot.writer.layout.lengths[order])
         return staged
 
-    def _release(self, flight: InflightSnapshot, total_bytes: int) -> None:
-        flight.released_bytes = total_bytes
+    def _release(self, snapshot: InflightSnapshot, total_bytes: int) -> None:
+        snapshot.released_bytes = total_bytes
         if self.trace is not None:
-            self.trace.released(flight.step, total_bytes)
-        for group in flight.groups:
+            self.trace.released(snapshot.step, total_bytes)
+        for group in snapshot.groups:
             if not group.is_held:
                 continue
             if total_bytes <= 0:
                 break
             # A failed snapshot is told at the fence, once, and never out of somebody's backward.
             with suppress(LightckError):
-                flight.writer.release(group.batch, min(total_bytes, group.batch.total_bytes))
+                snapshot.writer.release(group.batch, min(total_bytes, group.batch.total_bytes))
             total_bytes -= group.batch.total_bytes
 
     def _concerns(self, group: CopyGroup, optimizer: int | None) -> bool:
         """Tell whether a group has a tensor that `optimizer` (None: any) is about to change."""
         return optimizer is None or optimizer in group.holders or not group.holders
 
-    def _torn(self, flight: InflightSnapshot, group: CopyGroup) -> list[str]:
+    def _torn(self, snapshot: InflightSnapshot, group: CopyGroup) -> list[str]:
         """Name the tensors that changed inside the window, as far as can be seen."""
         if group.is_private:
             return []
         assert group.sources is not None
-        moved, entries = group.sources.changed(), flight.writer.layout.entries
+        moved, entries = group.sources.changed(), snapshot.writer.layout.entries
         if moved:
             return [entries[int(group.batch.positions[i])].name for i in moved]
         if group.transfer is not None:
             i = self.offload.differs(group.transfer, group.sources) if self.proof else None
             differs = None if i is None else entries[int(group.batch.positions[i])].name
         else:
-            differs = flight.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
-        return [*filter(None, [differs or flight.moved()])]
+            differs = snapshot.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
+        return [*filter(None, [differs or snapshot.moved()])]
 
-    def _leave_window(self, flight: InflightSnapshot) -> None:
+    def _leave_window(self, snapshot: InflightSnapshot) -> None:
         """Take the captured snapshot out of the window, and seal it.
 
         With copies on their way from a device it is sealed later, when they have arrived.
         """
-        if not flight.transfers:
-            self._seal(flight)
+        if not snapshot.transfers:
+            self._seal(snapshot)
         with self.pacing:
             self.window = None
             self.schedule.close()
         # With transfers, what the fence waits for says nothing of the medium.
-        if self.placement.choice.may_be_late and not flight.transfers:
-            self.placement.fence_waited(flight.waited_s, flight.writer.layout.payload_bytes)
-        self.persisting.append(flight)
-        if flight.transfers:
+        if self.placement.choice.may_be_late and not snapshot.transfers:
+            self.placement.fence_waited(snapshot.waited_s, snapshot.writer.layout.payload_bytes)
+        self.persisting.append(snapshot)
+        if snapshot.transfers:
             self.offload.engine.wake()
 
-    def _arrived(self, flight: InflightSnapshot, timeout_s: float | None) -> bool:
+    def _arrived(self, snapshot: InflightSnapshot, timeout_s: float | None) -> bool:
         try:
-            if not self.offload.arrived(flight.transfers, timeout_s):
+            if not self.offload.arrived(snapshot.transfers, timeout_s):
                 return False
         except LightckError as error:
             self.offload.keep_error(error)
             raise
-        self._seal(flight)
-        for transfer in flight.transfers:
+        self._seal(snapshot)
+        for transfer in snapshot.transfers:
             self.offload.engine.forget(transfer)
         return True
 
-    def _seal(self, flight: InflightSnapshot) -> None:
+    def _seal(self, snapshot: InflightSnapshot) -> None:
         begin = now_ns()
-        said = (flight.at_step, flight.at_forward, flight.flags, flight.share_digest)
-        flight.writer.seal(flight.step, *said)
+        said = (snapshot.at_step, snapshot.at_forward, snapshot.flags, snapshot.share_digest)
+        snapshot.writer.seal(snapshot.step, *said)
         if self.trace is not None:
             self.trace.note("part", "seal", begin, now_ns())
-        flight.sealed, flight.captured_s = True, time.monotonic()
+        snapshot.sealed, snapshot.captured_s = True, time.monotonic()
         self.counters.captured += 1
-        self.counters.last_captured_step = flight.step
-        if not flight.flags & RECORD_EARLY:
-            self.counters.last_exact_step = flight.step
+        self.counters.last_captured_step = snapshot.step
+        if not snapshot.flags & RECORD_EARLY:
+            self.counters.last_exact_step = snapshot.step
 
     # ---- after the window: captured snapshots made durable, and counted --------------------
 
@@ -659,37 +660,37 @@ class Pipeline:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self.persisting:
-            flight = self.persisting[0]
+            snapshot = self.persisting[0]
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                if not (flight.sealed or self._arrived(flight, left)):
+                if not (snapshot.sealed or self._arrived(snapshot, left)):
                     break
-                if not flight.writer.wait(left):
+                if not snapshot.writer.wait(left):
                     break
             except Exception as error:
-                self.persisting.remove(flight)
-                self._lost(flight, f"failed: {error}", for_good=is_final(error))
-                if not flight.sealed:
-                    self._abandon(flight)
-                flight.fail(error)
+                self.persisting.remove(snapshot)
+                self._lost(snapshot, f"failed: {error}", for_good=is_final(error))
+                if not snapshot.sealed:
+                    self._abandon(snapshot)
+                snapshot.fail(error)
                 raise
-            self.persisting.remove(flight)
-            flight.durable_s = time.monotonic()
+            self.persisting.remove(snapshot)
+            snapshot.durable_s = time.monotonic()
             self.counters.durable += 1
-            self.counters.commit_s += flight.durable_s - flight.captured_s
-            self.newest = flight
-            self.barrier.committed(flight.step, flight.agreed_fingerprint)
-            if flight.rank_local:
-                self.region.keep(flight.writer.slot)
+            self.counters.commit_s += snapshot.durable_s - snapshot.captured_s
+            self.newest = snapshot
+            self.barrier.committed(snapshot.step, snapshot.agreed_fingerprint)
+            if snapshot.rank_local:
+                self.region.keep(snapshot.writer.slot)
                 continue
-            self.awaiting.append(flight)
-        for flight in [*self.awaiting]:
-            fate = self.barrier.fate(flight.step)
+            self.awaiting.append(snapshot)
+        for snapshot in [*self.awaiting]:
+            fate = self.barrier.fate(snapshot.step)
             if fate is Fate.WHOLE:
-                self._whole(flight)
-                yield flight
+                self._whole(snapshot)
+                yield snapshot
             elif fate is Fate.DEAD:
-                self._dead(flight)
+                self._dead(snapshot)
 
     def _try_seal(self) -> bool:
         """Seal what has arrived, unless another thread has the lock; False in that case.
@@ -708,50 +709,51 @@ class Pipeline:
 
         Call it under the lock. An error is raised by the next `poll`, not here.
         """
-        for flight in self.persisting:
-            if not flight.sealed:
+        for snapshot in self.persisting:
+            if not snapshot.sealed:
                 with suppress(LightckError):
-                    if any(transfer.error for transfer in flight.transfers):
+                    if any(transfer.error for transfer in snapshot.transfers):
                         return True
-                    if not self._arrived(flight, 0.0):
-                        return not all(transfer.fed.is_set() for transfer in flight.transfers)
+                    if not self._arrived(snapshot, 0.0):
+                        return not all(transfer.fed.is_set() for transfer in snapshot.transfers)
         return True
 
-    def _whole(self, flight: InflightSnapshot) -> None:
+    def _whole(self, snapshot: InflightSnapshot) -> None:
         """Protect a snapshot that every rank has committed, and free the one protected before."""
-        self.region.whole(flight.writer.slot)
-        self.awaiting = [each for each in self.awaiting if each is not flight]
+        self.region.whole(snapshot.writer.slot)
+        self.awaiting = [each for each in self.awaiting if each is not snapshot]
         counters, now = self.counters, time.monotonic()
         counters.committed += 1
-        counters.whole_s += now - flight.durable_s
-        counters.persist_s = now - flight.opened_s
+        counters.whole_s += now - snapshot.durable_s
+        counters.persist_s = now - snapshot.opened_s
         # Fates need not come in the order of the steps.
-        counters.last_committed_step = max(flight.step, counters.last_committed_step or 0)
+        counters.last_committed_step = max(snapshot.step, counters.last_committed_step or 0)
 
     def count_last(self) -> None:
         """Count the newest snapshot as committed, whatever its fate was.
 
         At their close the ranks found that every one of them holds it.
         """
-        flight = self.newest
-        if flight is not None and self.counters.last_committed_step != flight.step:
-            assert flight.writer.record is not None
-            self.region.committed(flight.writer.slot, flight.writer.record)
-            self._whole(flight)
-            for future in flight.futures:
+        snapshot = self.newest
+        if snapshot is not None and self.counters.last_committed_step != snapshot.step:
+            assert snapshot.writer.record is not None
+            self.region.committed(snapshot.writer.slot, snapshot.writer.record)
+            self._whole(snapshot)
+            for future in snapshot.futures:
                 if not future.done():
-                    future.set_result(flight.step)
+                    future.set_result(snapshot.step)
 
-    def _dead(self, flight: InflightSnapshot) -> None:
+    def _dead(self, snapshot: InflightSnapshot) -> None:
         """Abort a snapshot that another rank does not have; its slot is reused first."""
-        self.region.dead(flight.writer.slot)
-        self.awaiting.remove(flight)
+        self.region.dead(snapshot.writer.slot)
+        self.awaiting.remove(snapshot)
         self.counters.dead += 1
-        why = self.barrier.why_dead(flight.step)
-        event("dead", logging.DEBUG, step=flight.step, why=why)
+        why = self.barrier.why_dead(snapshot.step)
+        event("dead", logging.DEBUG, step=snapshot.step, why=why)
         if self.trace is not None:
-            self.trace.lost_snapshot("dead", flight.step, why)
-        flight.fail(CoordinationError(f"snapshot of step {flight.step} does not count: {why}"))
+            self.trace.lost_snapshot("dead", snapshot.step, why)
+        why = f"snapshot of step {snapshot.step} does not count: {why}"
+        snapshot.fail(CoordinationError(why))
 
     @property
     def in_flight(self) -> list[InflightSnapshot]:
@@ -761,9 +763,9 @@ class Pipeline:
     def await_fates(self, seconds: float) -> None:
         """Wait up to `seconds` for the fate of every snapshot this rank has committed."""
         deadline = time.monotonic() + seconds
-        for flight in self.awaiting:
-            self.barrier.wait(flight.step, max(0.0, deadline - time.monotonic()))
+        for snapshot in self.awaiting:
+            self.barrier.wait(snapshot.step, max(0.0, deadline - time.monotonic()))
 
-    def _lost(self, flight: InflightSnapshot, why: str, *, for_good: bool) -> None:
-        if not flight.rank_local:
-            self.barrier.lost(flight.step, why, for_good=for_good)
+    def _lost(self, snapshot: InflightSnapshot, why: str, *, for_good: bool) -> None:
+        if not snapshot.rank_local:
+            self.barrier.lost(snapshot.step, why, for_good=for_good)

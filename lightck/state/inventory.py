@@ -368,7 +368,7 @@ class Inventory:
         """
         return self._collected(self._known())
 
-    def glance(self) -> CollectedState:
+    def collect_cached(self) -> CollectedState:
         """Collect as `collect` does, but look only at values and buffers, where that is enough.
 
         Other tensors are returned as they were found last, if there are as many.
