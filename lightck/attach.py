@@ -36,8 +36,7 @@ from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.extra_movement import Movement
 from lightck.loop.hooks import Hooks, Listener, Watched, layers
 from lightck.loop.outcomes import ErrorReporter, Outcomes
-from lightck.loop.publisher import StatusPublisher
-from lightck.loop.stall_timer import StallTimer
+from lightck.loop.publisher import StallTimer, StatusPublisher
 from lightck.loop.steps import Steps
 from lightck.loop.trace_listener import TraceListener
 from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
@@ -214,7 +213,7 @@ class _Parts:
             optimizers,
             self.extras,
             units=classes.units,
-            division=SharePartitioner(topology, replicas),
+            division=SharePartitioner(topology, replicas) if topology.world > 1 else None,
         )
         entries, manifest_bytes = state_prediction.expected(inventory)
         run_id = topology.run_id if topology.world > 1 else None
@@ -257,8 +256,8 @@ class _Parts:
         timeline = barrier.begin()  # the last that may fail on one rank alone
         undo.append(partial(barrier.leave, "attach failed", 1.0))
         region.begin_timeline(region.continued, timeline)
-        if checkpointer.journaled is not None:
-            checkpointer.journaled.begin(steps.step)
+        if checkpointer.step_journal is not None:
+            checkpointer.step_journal.begin(steps.step)
         listener: Listener = checkpointer
         if trace is not None:
             listener = traced = TraceListener(checkpointer, trace, self.watched)
@@ -299,35 +298,35 @@ class _Parts:
         hooks: Hooks,
     ) -> Checkpointer:
         """Build the checkpointer and all that it calls."""
-        known, instants = self.progress, BoundaryState(inventory)
+        known, boundary_state = self.progress, BoundaryState(inventory)
         outcomes = Outcomes(pipeline, inventory, steps, self.reporter)
         early = known.early and known.step == steps.step and not known.attached
-        cadence = classes.due(self.config.policy, pipeline.barrier, early)
-        stalls, movement = StallTimer(pipeline.trace), Movement(self.extras)
-        predictor = journaled = behind = None
+        due_check = classes.due(self.config.policy, pipeline.barrier, early)
+        stall_timer, movement = StallTimer(pipeline.trace), Movement(self.extras)
+        predictor = step_journal = device_lag = None
         if self.config.failure != "off":
             if topology.world > 1:
                 count = len([*layers(self.model)])
-                predictor = PreFencePredictor(instants, pipeline.lock, count)
-            journaled = StepJournal(instants, pipeline, outcomes.region_lost, predictor)
-            behind = DeviceLag(journaled, pipeline.offload)
+                predictor = PreFencePredictor(boundary_state, pipeline.lock, count)
+            step_journal = StepJournal(boundary_state, pipeline, outcomes.region_failed, predictor)
+            device_lag = DeviceLag(step_journal, pipeline.offload)
         return classes.checkpointer(
             inventory=inventory,
-            instants=instants,
+            boundary_state=boundary_state,
             pipeline=pipeline,
             steps=steps,
-            cadence=cadence,
+            due_check=due_check,
             watched=self.watched,
             outcomes=outcomes,
             hooks=hooks,
             publisher=StatusPublisher(
-                pipeline, outcomes, steps, stalls, cadence, movement, journaled
+                pipeline, outcomes, steps, stall_timer, due_check, movement, step_journal
             ),
-            stalls=stalls,
+            stall_timer=stall_timer,
             movement=movement,
             pending=known.pending,
-            journaled=journaled,
-            behind=behind,
+            step_journal=step_journal,
+            device_lag=device_lag,
             predictor=predictor,
         )
 

@@ -259,7 +259,7 @@ class Handle:
     def epoch(self) -> None:
         """Mark the end of an epoch, for policies that count epochs."""
         self._require_own()
-        self._checkpointer.cadence.end_epoch()
+        self._checkpointer.due_check.end_epoch()
 
     def detach(self) -> None:
         """Stop: commit opened snapshots, remove the hooks, release the region. Idempotent."""

@@ -72,14 +72,13 @@ class Draws:
 
     def forward_begins(self) -> None:
         """Take the generators where the forward of a step begins."""
-        if self.on:
-            self._forward = rng.capture()
-            if self._end is not None:
-                self._outside |= _moved(self._end, self._forward)
+        self._forward = rng.capture()
+        if self._end is not None:
+            self._outside |= _moved(self._end, self._forward)
 
     def step_ended(self, states: dict[str, Any]) -> None:
         """Note that a step has ended with these generators; after enough steps, log the finding."""
-        if not self.on or self._forward is None:  # at attach; or the forward went unseen
+        if self._forward is None:  # at attach; or the forward went unseen
             return
         self._inside &= _moved(self._forward, states)
         self._end, self._forward = states, None

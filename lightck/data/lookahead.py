@@ -55,6 +55,8 @@ class Redraw:
     extras: tuple[Extra, ...]
 
 
+followed = False
+"""True once a loader draws ahead in this process, or a restored one may: else nothing is held."""
 listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _open: weakref.WeakSet[Lookahead] = weakref.WeakSet()
 _expected: Redraw | None = None
@@ -81,9 +83,9 @@ def watch() -> None:
 
 def expect(redraw: Redraw) -> None:
     """Ask the loader that goes on in the middle of its data to draw its held batch again."""
-    global _expected
+    global _expected, followed
     watch()
-    _expected = redraw
+    _expected, followed = redraw, True
 
 
 def standing(known: Mapping[Lookahead, dict[str, Any]], step: int) -> dict[str, Any] | None:
@@ -131,7 +133,9 @@ class Lookahead(data_loaders.Ahead):
     """Wraps the iterator of a loader that draws ahead; the loop gets this one."""
 
     def __init__(self, loader: Any, inner: Any) -> None:
+        global followed
         super().__init__(inner)
+        followed = True
         self.loader = loader
         self.base = loader.base_dataloader
         self.given = 0

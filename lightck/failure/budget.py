@@ -102,7 +102,7 @@ def measured(checkpointer: Checkpointer, write_limit: int, usable_s: float) -> M
     if not counters.durable or not pool["copy_ns"]:
         quick = size / _SLOW_RATE <= usable_s
         rate = _SLOW_RATE if quick else dram_rate()
-        return Measured(size, rate, limit, step_s=checkpointer.cadence.step_s)
+        return Measured(size, rate, limit, step_s=checkpointer.due_check.step_s)
     medium = drained / (pool["drain_ns"] / 1e9) if drained and pool["drain_ns"] else limit
     return Measured(
         size,
@@ -110,5 +110,5 @@ def measured(checkpointer: Checkpointer, write_limit: int, usable_s: float) -> M
         medium,
         # After staged copies the commit is mostly the drain, whose rate is known already.
         0.0 if drained else counters.commit_s / counters.durable,
-        checkpointer.cadence.step_s,
+        checkpointer.due_check.step_s,
     )

@@ -26,7 +26,7 @@ from lightck.journal.boundary_state import holding
 from lightck.journal.device_lag import PreUpdateState
 from lightck.loop.checkpointer import Checkpointer
 from lightck.pipeline.copy_plan import versions_of
-from lightck.pipeline.inflight import InflightSnapshot
+from lightck.pipeline.pipeline import InflightSnapshot
 from lightck.region.native_region import RECORD_EARLY, RECORD_JIT, Record
 from lightck.region.region import Slot
 from lightck.state.inventory import CollectedState
@@ -89,7 +89,7 @@ class DeviceWait:
             Later: devices may yet make the updates that training has queued.
             DeviceError: a device has failed.
         """
-        behind, step = self.checkpointer.behind, self.checkpointer.steps.step
+        behind, step = self.checkpointer.device_lag, self.checkpointer.steps.step
         if behind is None:
             return None
         before = behind.there()
@@ -102,7 +102,7 @@ class DeviceWait:
             return None  # both go on: the devices are about to have the wanted state
         if before is not self._last:
             self._last, self._since = before, now
-        step_s = max(behind.pace_s, self.checkpointer.cadence.step_s or 0.0)
+        step_s = max(behind.pace_s, self.checkpointer.due_check.step_s or 0.0)
         patience = max(DEVICE_PATIENCE_S, _STEPS * step_s)
         known = hangs or before is behind.taken
         if before is None or (not known and now < min(self._since + patience, self.most)):
@@ -111,8 +111,8 @@ class DeviceWait:
 
     def take(self, before: PreUpdateState | None) -> None:
         """Claim a state of hanging devices: a snapshot of it is committed or being written."""
-        if before is not None and self.checkpointer.behind is not None:
-            self.checkpointer.behind.take(before)
+        if before is not None and self.checkpointer.device_lag is not None:
+            self.checkpointer.device_lag.take(before)
 
 
 POLL_S = 0.002
@@ -165,7 +165,7 @@ class JitSaver:
     @property
     def last_step(self) -> int:
         """Return the last complete step, or the step that hanging devices have, if it was saved."""
-        behind = self.checkpointer.behind
+        behind = self.checkpointer.device_lag
         taken = behind.taken if behind is not None else None
         return self.checkpointer.steps.step if taken is None else taken.step
 
@@ -177,7 +177,7 @@ class JitSaver:
             checkpointer.mixed,
             checkpointer.inside,
             checkpointer.ticks,
-            checkpointer.cadence.step_s,
+            checkpointer.due_check.step_s,
             checkpointer.thread,
         )
 
@@ -187,9 +187,9 @@ class JitSaver:
         Any thread.
         """
         if until is None:
-            self.checkpointer.hold.end()
+            self.checkpointer.pause.end()
         else:
-            self.checkpointer.hold.begin(until, at_fence=self.checkpointer.pipeline.barrier.alone)
+            self.checkpointer.pause.begin(until, at_fence=self.checkpointer.pipeline.barrier.alone)
 
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
         """Commit the last complete step, unless it is committed; return by the deadline.
@@ -208,10 +208,10 @@ class JitSaver:
         try:
             if os.getpid() != self._pid:
                 raise LightckError("a forked child must not write")
-            step, flight = self._captured(deadline, early)
+            step, snapshot = self._captured(deadline, early)
             asked = min(asked, step)
-            if flight is not None and not self._durable(flight, deadline):
-                why = f"step {flight.step} was not committed by the deadline"
+            if snapshot is not None and not self._durable(snapshot, deadline):
+                why = f"step {snapshot.step} was not committed by the deadline"
         except LightckError as error:
             why = str(error)
         except Exception as error:  # noqa: BLE001 - user's code: state_dict, on_error
@@ -302,14 +302,14 @@ class JitSaver:
             with checkpointer.outcomes.reported():
                 checkpointer.outcomes.fence(aside=not here)
         step = checkpointer.steps.step if before is None else before.step
-        for flight in pipeline.in_flight:
-            if flight.step == step and early <= bool(flight.flags & RECORD_EARLY):
-                return step, flight
+        for snapshot in pipeline.in_flight:
+            if snapshot.step == step and early <= bool(snapshot.flags & RECORD_EARLY):
+                return step, snapshot
         if self._holds(step, early):
             return step, None
         self._check(step, before)
         room = pipeline.region.has_room(due=False) or (early and self._exact(step))
-        if pipeline.taken_up is not None or not room:
+        if pipeline.blocked_by is not None or not room:
             raise RetryLater("no slot became free", WaitFor.SLOT)
         if before is not None:
             return step, self._open_before(before, early)
@@ -328,7 +328,7 @@ class JitSaver:
 
         With `early`, an exact snapshot does not count.
         """
-        region, began = self.checkpointer.pipeline.region, self.checkpointer.cadence.began
+        region, began = self.checkpointer.pipeline.region, self.checkpointer.due_check.began
         restored = region.continued
         if not began and restored is not None and restored.step == step:
             return True
@@ -337,7 +337,7 @@ class JitSaver:
         return any(early <= record.early for record in alike)
 
     def _check(self, step: int, before: PreUpdateState | None) -> None:
-        checkpointer, kept = self.checkpointer, self.checkpointer.journaled
+        checkpointer, kept = self.checkpointer, self.checkpointer.step_journal
         assert kept is not None, "not armed"
         if step == 0:
             raise LightckError("no step is complete yet")
@@ -360,10 +360,10 @@ class JitSaver:
 
     def _open_late(self, early: bool) -> InflightSnapshot:
         """Open a snapshot after the next forward has begun, of the state when it began."""
-        kept = self.checkpointer.journaled
+        kept = self.checkpointer.step_journal
         assert kept is not None
         instant = kept.late(early=early)
-        blobs = self.checkpointer.instants.encoded(instant.first, instant.second)
+        blobs = self.checkpointer.boundary_state.encoded(instant.first, instant.second)
         moved = partial(kept.moved, early=instant.early)
         step, state = self.checkpointer.steps.step, instant.collected
         return self._sealed(self._opened(step, state, blobs, instant.flags, moved))
@@ -380,12 +380,12 @@ class JitSaver:
             why = f"step {before.step}, which a device has: {moved} is not what it was"
             raise RetryLater(why, WaitFor.DEVICE)
         instant = before.instant(early=early)
-        blobs = self.checkpointer.instants.encoded(instant.first, instant.second)
+        blobs = self.checkpointer.boundary_state.encoded(instant.first, instant.second)
         with self.checkpointer.pipeline.offload.as_of(before.standing):
-            flight = self._opened(
+            snapshot = self._opened(
                 before.step, instant.collected, blobs, instant.flags, before.moved
             )
-            return self._sealed(flight)
+            return self._sealed(snapshot)
 
     def _open_early(self, here: bool) -> InflightSnapshot:
         """Open a snapshot before forward start.
@@ -395,7 +395,7 @@ class JitSaver:
         Raises:
             Later: the loop changes the state, or other tensors stand in for the weights.
         """
-        kept, step = self.checkpointer.journaled, self.checkpointer.steps.step
+        kept, step = self.checkpointer.step_journal, self.checkpointer.steps.step
         assert kept is not None
         moved = partial(kept.moved, early=True)
         state, blobs = self._before_forward()
@@ -403,7 +403,7 @@ class JitSaver:
         if name:
             why = f"{name} is not what it was when step {step} ended: its snapshot has to wait for"
             raise RetryLater(f"{why} the next forward", WaitFor.TRAINING)
-        flight = self._opened(step, state, blobs, RECORD_EARLY, moved)
+        snapshot = self._opened(step, state, blobs, RECORD_EARLY, moved)
         try:
             again, said = (state, blobs) if here else self._before_forward()
             changed = not here and (_versions(again) != versions or said != blobs)
@@ -413,7 +413,7 @@ class JitSaver:
         if changed:
             self.checkpointer.pipeline.drop("the loop has changed something meanwhile")
             raise RetryLater("the loop kept changing the state", WaitFor.TRAINING)
-        return self._sealed(flight)
+        return self._sealed(snapshot)
 
     def _exact(self, step: int) -> list[Slot]:
         """Return the slots of this rank's snapshots of the step that no other rank counts on.
@@ -433,14 +433,14 @@ class JitSaver:
         too. The loop's work between step end and forward start is then to be done on every rank.
         """
         checkpointer = self.checkpointer
-        instants, kept = checkpointer.instants, checkpointer.journaled
+        boundary_state, kept = checkpointer.boundary_state, checkpointer.step_journal
         if checkpointer.forward_unseen and kept is not None and kept.ended is not None:
-            instants.forward_missed(kept.ended.copies)  # the forward may have begun
-        collected = instants.collect()
+            boundary_state.forward_missed(kept.ended.copies)  # the forward may have begun
+        collected = boundary_state.collect()
         ended = kept.ended if kept is not None and not checkpointer.pipeline.barrier.alone else None
         if ended is None or ended.copies is None:
-            return collected, instants.encode(collected, checkpointer.steps.step, seen=False)
-        return holding(collected, ended.copies), instants.encoded(ended.first, ended.second)
+            return collected, boundary_state.encode(collected, checkpointer.steps.step, seen=False)
+        return holding(collected, ended.copies), boundary_state.encoded(ended.first, ended.second)
 
     def _opened(
         self,
@@ -455,49 +455,49 @@ class JitSaver:
             for slot in self._exact(step):
                 pipeline.region.mark_aborted(slot)
         with pipeline.pacing:
-            flight = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT)
-        if isinstance(flight, str):
-            raise RetryLater(f"step {step} has no snapshot: {flight}", WaitFor.SLOT)
-        flight.moved = moved
-        return flight
+            snapshot = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT)
+        if isinstance(snapshot, str):
+            raise RetryLater(f"step {step} has no snapshot: {snapshot}", WaitFor.SLOT)
+        snapshot.moved = moved
+        return snapshot
 
-    def _sealed(self, flight: InflightSnapshot) -> InflightSnapshot:
+    def _sealed(self, snapshot: InflightSnapshot) -> InflightSnapshot:
         """Return the inflight snapshot with all of its copies made.
 
         Raises:
             Later: the loop has changed something meanwhile; it may succeed the next time.
         """
         if not self.checkpointer.pipeline.fence(None):
-            first, more = flight.torn[0], len(flight.torn) - 1
+            first, more = snapshot.torn[0], len(snapshot.torn) - 1
             names = f"{first} and {more} more" if more else first
-            why = f"step {flight.step}: {names} changed while it was copied"
+            why = f"step {snapshot.step}: {names} changed while it was copied"
             raise RetryLater(why, WaitFor.TRAINING)
-        return flight
+        return snapshot
 
     # ---- commit ----------------------------------------------------------------------------
 
-    def _durable(self, flight: InflightSnapshot, deadline: float) -> bool:
+    def _durable(self, snapshot: InflightSnapshot, deadline: float) -> bool:
         """Wait for a sealed snapshot's commit on this rank; False at the deadline.
 
         Raises:
             LightckError: it failed.
         """
         pipeline = self.checkpointer.pipeline
-        while not flight.durable_s:
+        while not snapshot.durable_s:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
             with self._locked(deadline):
                 self.checkpointer.poll()
-                if not flight.durable_s and flight not in pipeline.persisting:
-                    raise LightckError(f"step {flight.step} could not be written")
+                if not snapshot.durable_s and snapshot not in pipeline.persisting:
+                    raise LightckError(f"step {snapshot.step} could not be written")
             time.sleep(min(POLL_S, left))  # the training thread may need the lock
         return True
 
     def _finish_others(self, deadline: float) -> None:
         """Wait for the snapshots that are sealed already: a restart finds the newest of them."""
-        for flight in [*self.checkpointer.pipeline.persisting]:
-            self._durable(flight, deadline)
+        for snapshot in [*self.checkpointer.pipeline.persisting]:
+            self._durable(snapshot, deadline)
 
 
 def _versions(collected: CollectedState) -> list[tuple[str, int]]:

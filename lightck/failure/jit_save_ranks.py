@@ -106,7 +106,7 @@ class RankJitSaver(JitSaver):
         If it stays there for long, that counts as a hang in a collective. Any thread; takes no
         lock.
         """
-        behind = self.checkpointer.behind
+        behind = self.checkpointer.device_lag
         with suppress(LightckError):
             before = behind.there() if behind is not None else None
             if before is not None:

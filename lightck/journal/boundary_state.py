@@ -63,10 +63,12 @@ class BoundaryState:
         self.step = step
         self.ended += 1
         self._rng = rng.capture()
-        self.draws.step_ended(self._rng)
-        self._holding = lookahead.holding()
-        for iterator in self._held_here():
-            self._data = iterator.base.dataset
+        if self.draws.on:
+            self.draws.step_ended(self._rng)
+        if lookahead.followed:
+            self._holding = lookahead.holding()
+            for iterator in self._held_here():
+                self._data = iterator.base.dataset
         with users_code():
             for extra in self.inventory.extras if self.ended else ():
                 if isinstance(extra.subject, Prefetched):
@@ -87,7 +89,7 @@ class BoundaryState:
         return {extra.name: self._private(extra) for extra in extras} | self._held()
 
     def _held(self) -> dict[str, Any]:
-        held = lookahead.standing(self._ahead, self.step)
+        held = lookahead.standing(self._ahead, self.step) if lookahead.followed else None
         return {} if held is None else {lookahead.NAME: held}
 
     def _private(self, extra: Extra) -> Any:
@@ -104,7 +106,7 @@ class BoundaryState:
         with users_code():
             return {"rng": rng.capture(), "extras": self._positions()}
 
-    def generators_stand(self) -> None:
+    def declare_forward_start(self) -> None:
         """Declare forward start here: whatever runs or is drawn next comes after the snapshot."""
         self._early = None
         self._rng = rng.capture()
@@ -185,7 +187,8 @@ class BoundaryState:
 
     def forward_seen(self) -> None:
         """Forget buffers taken in case forward start goes unseen: it is seen here."""
-        self.draws.forward_begins()
+        if self.draws.on:
+            self.draws.forward_begins()
         if self._early is not None and self._early[0] is None:
             self._early = None
 
@@ -197,10 +200,10 @@ class BoundaryState:
     def collect(self, *, sure: bool = True) -> CollectedState:
         """Return the state at forward start, with buffers as they were before any training forward.
 
-        Unless `sure`, its tensors are those that the cheaper `Inventory.glance` finds.
+        Unless `sure`, its tensors are those that the cheaper `Inventory.collect_cached` finds.
         """
         with users_code():
-            collected = self.inventory.collect() if sure else self.inventory.glance()
+            collected = self.inventory.collect() if sure else self.inventory.collect_cached()
         return collected if self._early is None else holding(collected, self._early[1])
 
     def encode(self, collected: CollectedState, step: int, *, seen: bool) -> tuple[bytes, bytes]:

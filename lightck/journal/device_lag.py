@@ -138,11 +138,6 @@ class DeviceLag:
     _shelved: tuple[Any, frozenset[str]] = ((), frozenset())
     """Names of the private copies, and those of them whose memory later instants fill anew."""
 
-    @property
-    def has_devices(self) -> bool:
-        """Tell whether a device is in use; without one there is nothing to do."""
-        return bool(self.offload.stream_positions)
-
     def update_begins(self, step: int, *, first: bool, seen: bool) -> None:
         """Keep the state before an update that is about to be queued. On its thread.
 
@@ -223,7 +218,8 @@ class DeviceLag:
         watched = begun.watched
         if watched is None or versions_of(watched.tensors) != watched.versions.tolist():
             return None  # the write may have been queued to any stream
-        lives = kept.instants.inventory.found(), begun.collected.lives[len(begun.collected.base) :]
+        more = begun.collected.lives[len(begun.collected.base) :]
+        lives = kept.boundary_state.inventory.found(), more
         if self._counting is None or not self._counting.serves(*lives):
             self._counting = _Counting(*lives, frozenset(begun.copies))
         counts, ended = self._counting.now(), ended and self._private(ended)

@@ -31,7 +31,7 @@ _CHANGING = (("nn", "modules", "module.py"), ("utils", "data", "dataloader.py"))
 class PreFencePredictor:
     """Predictor for one loop, which learns from the iterations that it examines."""
 
-    instants: BoundaryState
+    boundary_state: BoundaryState
     lock: RLock
     """Held while the state is examined."""
     layers: int
@@ -94,8 +94,8 @@ class PreFencePredictor:
         """Take what may change before the fence; None: that failed."""
         try:
             with users_code():
-                collected = self.instants.inventory.glance()
-            trees = [self.instants.standing(), collected.tree["extras"]]
+                collected = self.boundary_state.inventory.collect_cached()
+            trees = [self.boundary_state.standing(), collected.tree["extras"]]
             changing = [live.tensor for live in collected.lives if live.sync]
             return trees, versions_of(changing)
         except Exception:  # noqa: BLE001 - the user's; the next instant reports it

@@ -144,9 +144,9 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 class StepJournal:
     """Keeps the boundary state of each step, on the training thread and under the lock."""
 
-    instants: BoundaryState
+    boundary_state: BoundaryState
     pipeline: Pipeline
-    region_lost: Callable[[LightckError], None]
+    region_failed: Callable[[LightckError], None]
     """Called with the error when the region takes no more."""
     predictor: PreFencePredictor | None
     """Says whether an iteration that is left off has come to its fence. With several ranks, of
@@ -218,7 +218,7 @@ class StepJournal:
                 self._update[FENCE] = self._left
         with self.once:
             with users_code():
-                collected = self.instants.inventory.glance()
+                collected = self.boundary_state.inventory.collect_cached()
             own = self.weights.step_ended(collected.base)
             self.ended = self._take(STEP_END, step, collected, seen=False) if own else before
 
@@ -232,7 +232,8 @@ class StepJournal:
         sure = sure or self._doubts > 0 or step % DOUBT_STEPS == 0
         with self.once:
             before = self._base
-            self.begun = self._take(FORWARD, step, self.instants.collect(sure=sure), seen=seen)
+            collected = self.boundary_state.collect(sure=sure)
+            self.begun = self._take(FORWARD, step, collected, seen=seen)
             if sure:
                 same = before is self._base
                 self._doubts = max(self._doubts - 1, 0) if same else DOUBT_STEPS
@@ -251,7 +252,7 @@ class StepJournal:
         if kept is None:
             raise _torn(self.step, f"its boundary state is not kept: {self.unwritten}")
         newest = self.begun or kept
-        why = newest.changed(self.instants.inventory.shared())
+        why = newest.changed(self.boundary_state.inventory.shared())
         name = "" if why else self.moved(early=kept.early)
         if why or name:
             raise _torn(self.step, why or f"{name} is not what it was at the instant to be saved")
@@ -263,13 +264,13 @@ class StepJournal:
 
         For forward start only bytes are compared. Empty: none, as far as can be seen.
         """
-        return self.weights.moved(self.instants.inventory.shared(), early=early)
+        return self.weights.moved(self.boundary_state.inventory.shared(), early=early)
 
     def untouched(self) -> bool:
         """Tell whether what a forward may change is as at forward start: all is of one instant."""
         if self.begun is None or self.begun.copies is None:
             return False
-        live = {each.name: each.tensor for each in self.instants.inventory.collect().lives}
+        live = {each.name: each.tensor for each in self.boundary_state.inventory.collect().lives}
         kept = self.begun.copies
         same = (name in live and _equal(live[name], kept[name]) for name in kept)
         return all(same)
@@ -312,8 +313,8 @@ class StepJournal:
             return
         with self.once:
             with users_code():
-                collected = self.instants.inventory.glance()
-            trees = self.instants.standing(), {**collected.tree, "step": step}
+                collected = self.boundary_state.inventory.collect_cached()
+            trees = self.boundary_state.standing(), {**collected.tree, "step": step}
             copy_buffer = self._sort(collected)
             if copy_buffer is not None:
                 copies = copy_buffer.fill(aside=True)
@@ -322,7 +323,7 @@ class StepJournal:
     def _take(
         self, kind: int, step: int, collected: CollectedState, *, seen: bool
     ) -> BoundaryCapture:
-        trees = self.instants.trees(collected, step, seen=seen)
+        trees = self.boundary_state.trees(collected, step, seen=seen)
         copy_buffer = self._sort(collected)
         copies = sources = None
         if kind == FORWARD:
@@ -334,7 +335,7 @@ class StepJournal:
             copies = copy_buffer.changing(every)
             with self.once:
                 self._write(kind, step, trees, collected.share_digest, copy_buffer, every)
-        self.pipeline.stand(kind == FORWARD)
+        self.pipeline.note_instant(at_forward=kind == FORWARD)
         return BoundaryCapture(kind, step, *trees, collected, copies, sources)
 
     def _sort(self, collected: CollectedState) -> CopyBuffer | None:
@@ -424,7 +425,7 @@ class StepJournal:
         self._told.add(type(error))
         event("not_kept", logging.WARNING if new else logging.DEBUG, step=self.step, why=error)
         if new and isinstance(error, RegionIOError):
-            self.region_lost(error)
+            self.region_failed(error)
 
 
 @dataclass(frozen=True, eq=False)

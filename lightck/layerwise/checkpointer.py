@@ -25,8 +25,7 @@ from lightck.layerwise.updates import LayerUpdates, Unit, Units
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.due import DueCheck
 from lightck.pipeline.copy_plan import PlannedGroup
-from lightck.pipeline.inflight import CopyGroup, InflightSnapshot
-from lightck.pipeline.pipeline import Pipeline
+from lightck.pipeline.pipeline import CopyGroup, InflightSnapshot, Pipeline
 from lightck.region.native_region import RECORD_JIT
 from lightck.region.slot_writer import SlotWriter
 from lightck.state.inventory import CollectedState
@@ -47,7 +46,7 @@ MIXED = -1
 class BegunSnapshot:
     """A snapshot whose copies have begun before forward start."""
 
-    flight: InflightSnapshot
+    snapshot: InflightSnapshot
     parts: tuple[PlannedGroup, ...]
     """The groups of the copy plan that the snapshot was opened with."""
     staged: npt.NDArray[np.bool_]
@@ -92,13 +91,13 @@ class LayerPipeline(Pipeline):
         if unit in self.changed_late or (self.begun is None and not self._begin(step)):
             return
         begun = self.begun
-        assert begun is not None and begun.flight.step == step
+        assert begun is not None and begun.snapshot.step == step
         for k, part in enumerate(begun.parts):
             early = not part.is_private and part.device is None
             if part.holders == {unit} and early and k not in begun.queued:
-                group = self._queue(begun.flight, part, begun.staged)
+                group = self._queue(begun.snapshot, part, begun.staged)
                 begun.queued[k] = group
-                begun.flight.writer.release(group.batch)
+                begun.snapshot.writer.release(group.batch)
 
     def _begin(self, step: int) -> bool:
         """Take a slot with the last snapshot's plan, without looking through the live state."""
@@ -118,9 +117,9 @@ class LayerPipeline(Pipeline):
         self._taken(writer)
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
-        flight = InflightSnapshot(step, writer, b"", b"", 0)
-        self.begun = BegunSnapshot(flight, self.copy_plan.groups, np.zeros(0, np.bool_))
-        self.begun.staged = self._placed(flight, self.copy_plan)
+        snapshot = InflightSnapshot(step, writer, b"", b"", 0)
+        self.begun = BegunSnapshot(snapshot, self.copy_plan.groups, np.zeros(0, np.bool_))
+        self.begun.staged = self._choose_staged(snapshot, self.copy_plan)
         return True
 
     def open(
@@ -132,36 +131,37 @@ class LayerPipeline(Pipeline):
             return super().open(step, state, at_step, at_forward, flags=flags)
         try:
             plan = self.copy_plan.update(state.lives, len(at_step) + len(at_forward))
-            goes_on = plan is begun.flight.writer.plan and self._is_unchanged(begun, step)
+            goes_on = plan is begun.snapshot.writer.plan and self._is_unchanged(begun, step)
         except BaseException as error:
             self.barrier.lost(step, f"failed: {error}")
-            self._abandon(begun.flight)
+            self._abandon(begun.snapshot)
             raise
         if not goes_on:
-            self._abandon(begun.flight)
+            self._abandon(begun.snapshot)
             if flags & RECORD_JIT and not self.barrier.alone:
                 self.barrier.lost(step, "the snapshot that had begun could not go on")
             return super().open(step, state, at_step, at_forward, flags=flags)
         assert self.window is None, "two snapshots in one window"
-        flight = self.window = begun.flight
-        flight.at_step, flight.at_forward, flight.flags = at_step, at_forward, flags
-        flight.share_digest, flight.state_fingerprint = state.share_digest, state.form
+        snapshot = self.window = begun.snapshot
+        snapshot.at_step, snapshot.at_forward, snapshot.flags = at_step, at_forward, flags
+        snapshot.share_digest, snapshot.state_fingerprint = state.share_digest, state.form
         try:
             for k, part in enumerate(begun.parts):
                 if k not in begun.queued:
-                    self._queue(flight, part, begun.staged)
-            self.offload.start(flight)
+                    self._queue(snapshot, part, begun.staged)
+            if snapshot.transfers:
+                self.offload.start(snapshot.transfers)
         except BaseException as error:
             self.drop(f"failed: {error}")
             raise
-        held = flight.held_bytes = sum(g.batch.total_bytes for g in flight.groups if g.is_held)
+        held = snapshot.held_bytes = sum(g.batch.total_bytes for g in snapshot.groups if g.is_held)
         self.schedule.open(held)
-        self._release(flight, held)
-        return flight
+        self._release(snapshot, held)
+        return snapshot
 
     def _is_unchanged(self, begun: BegunSnapshot, step: int) -> bool:
         """Check that the queued copies are of the same tensors, of this step and unchanged."""
-        if begun.parts is not self.copy_plan.groups or begun.flight.step != step:
+        if begun.parts is not self.copy_plan.groups or begun.snapshot.step != step:
             return False
         changed: list[str] = []
         for k, group in begun.queued.items():
@@ -194,12 +194,12 @@ class LayerPipeline(Pipeline):
         mine = any(self.owners.get(unit) == optimizer for unit in group.holders)
         return mine or super()._concerns(group, optimizer)
 
-    def _torn(self, flight: InflightSnapshot, group: CopyGroup) -> list[str]:
+    def _torn(self, snapshot: InflightSnapshot, group: CopyGroup) -> list[str]:
         """Name the tensors that are torn; a layer with another step's content counts as torn."""
-        if self._of_other_step(group, flight.step):
-            entries = flight.writer.layout.entries
+        if self._of_other_step(group, snapshot.step):
+            entries = snapshot.writer.layout.entries
             return [entries[int(i)].name for i in group.batch.positions]
-        return super()._torn(flight, group)
+        return super()._torn(snapshot, group)
 
     def _of_other_step(self, group: CopyGroup, step: int) -> bool:
         return any(self.content.get(unit, step) != step for unit in group.holders)
@@ -217,8 +217,8 @@ class LayerPipeline(Pipeline):
     def _forget_begun(self, why: str) -> None:
         begun, self.begun = self.begun, None
         if begun is not None:
-            self.barrier.lost(begun.flight.step, why)
-            self._abandon(begun.flight)
+            self.barrier.lost(begun.snapshot.step, why)
+            self._abandon(begun.snapshot)
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -290,14 +290,14 @@ class LayerCheckpointer(Checkpointer):
             self._missed_forward("a layer's update")
         if self.steps.layer_updated():
             self._ahead = self._ask(step)
-        with self.stalls.of("fence"), self.lock, self.outcomes.reported():
+        with self.stall_timer.of("fence"), self.lock, self.outcomes.reported():
             self.outcomes.fence(unit.number)
         self.pipeline.update_begins(unit.number)
         self.updates.update(unit)
         self.pipeline.update_ends(unit.number, step)
         if self._ahead:
             self._ahead = False  # not again in this step, should it fail
-            with self.stalls.of("boundary"), self.lock, self.outcomes.reported():
+            with self.stall_timer.of("boundary"), self.lock, self.outcomes.reported():
                 if self.pipeline.begun is None:
                     self.poll()  # a commit gives a slot back
                 self.pipeline.begin(step, unit.number)
@@ -305,8 +305,8 @@ class LayerCheckpointer(Checkpointer):
 
     def _ask(self, step: int) -> bool:
         counters = self.pipeline.counters
-        cost = self.stalls.cost(step, counters.captured)
-        due = self.cadence.ask(step, cost, counters.persist_s, bool(self.outcomes.wanted))
+        cost = self.stall_timer.cost(step, counters.captured)
+        due = self.due_check.ask(step, cost, counters.persist_s, bool(self.outcomes.wanted))
         return due and not self.outcomes.synchronous
 
     def update_begins(
@@ -378,7 +378,7 @@ class LayerCheckpointer(Checkpointer):
 
         Layers that were updated had their fence, the others are intact.
         """
-        with self.stalls.of("request"), self.lock, self.outcomes.reported():
+        with self.stall_timer.of("request"), self.lock, self.outcomes.reported():
             self.outcomes.fence()
 
 

@@ -31,8 +31,7 @@ from lightck.loop.due import DueCheck
 from lightck.loop.extra_movement import Movement
 from lightck.loop.hooks import Hooks, Watched
 from lightck.loop.outcomes import Outcomes
-from lightck.loop.publisher import StatusPublisher
-from lightck.loop.stall_timer import StallTimer
+from lightck.loop.publisher import StallTimer, StatusPublisher
 from lightck.loop.steps import Steps
 from lightck.pipeline.commit_barrier import is_final
 from lightck.pipeline.pipeline import Pipeline
@@ -71,7 +70,7 @@ class TrainingPause:
         """End the pause. Any thread."""
         self._over.set()
 
-    def here(self, *, fence: bool) -> None:
+    def wait_if_paused(self, *, fence: bool) -> None:
         """Wait while paused here. For the training thread, which holds no lock of lightck's."""
         while fence == self.at_fence and not self._over.is_set():
             left_s = self.until_s - time.monotonic()
@@ -88,26 +87,26 @@ class Checkpointer:
     """Listens to one training loop and opens, fences and seals its snapshots."""
 
     inventory: Inventory
-    instants: BoundaryState
+    boundary_state: BoundaryState
     pipeline: Pipeline
     steps: Steps
-    cadence: DueCheck
+    due_check: DueCheck
     watched: Watched
     outcomes: Outcomes
     hooks: Hooks
     publisher: StatusPublisher
-    stalls: StallTimer
+    stall_timer: StallTimer
     movement: Movement
     """The check for extras that change from a step's end to the next forward."""
     pending: list[Saved]
     """State that restore has kept for optimizers that are found when they first step."""
-    journaled: StepJournal | None = None
+    step_journal: StepJournal | None = None
     """The boundary state of every step, kept while the failure path is armed; else None."""
-    behind: DeviceLag | None = None
+    device_lag: DeviceLag | None = None
     """The states that devices still have, while the failure path is armed; else None."""
     predictor: PreFencePredictor | None = None
     """Says when all gradients of an iteration have come; None with a single rank."""
-    hold: TrainingPause = field(default_factory=TrainingPause)
+    pause: TrainingPause = field(default_factory=TrainingPause)
     """Pauses training while a thread that will end the process saves."""
     ticks: int = 0
     """A counter that moves with every hook, which shows that training makes progress."""
@@ -155,7 +154,7 @@ class Checkpointer:
             with self.lock:  # a save changes the copy plan, too
                 self._settle()
         if unseen:
-            self.outcomes.overtaken(due=self.due)
+            self.outcomes.drop_for_unseen_update(due=self.due)
             self.due = False
         else:
             self._stand_at_fence()
@@ -167,9 +166,9 @@ class Checkpointer:
         self.fence(None if who == Steps.MARK else who)
         if first and outermost:
             self.fenced()
-        if outermost and self.enabled and self.behind is not None and self.behind.has_devices:
-            with self.stalls.of("fence"), self.lock:
-                self.behind.update_begins(self.steps.step, first=first, seen=seen)
+        if outermost and self.enabled and self.device_lag is not None and self.pipeline.on_devices:
+            with self.stall_timer.of("fence"), self.lock:
+                self.device_lag.update_begins(self.steps.step, first=first, seen=seen)
 
     def update_ends(self, optimizer: Optimizer) -> None:
         """Take note that an update has ended; a step may be complete."""
@@ -194,26 +193,27 @@ class Checkpointer:
             return
         self._tick()
         # A save on another thread takes buffers as they are before the forward, or as kept here.
-        with self.stalls.of("boundary"), self.lock:
+        with self.stall_timer.of("boundary"), self.lock:
             if training:
                 self.forward_unseen = False
-                self.instants.forward_seen()
+                self.boundary_state.forward_seen()
                 self.hooks.disarm_forward()
                 self._window_begins(seen=True)
-            elif self.due or self.journaled is not None:
-                self.instants.before_forward(generators=True)
+            elif self.due or self.step_journal is not None:
+                self.boundary_state.before_forward(generators=True)
         if training:
-            self.hold.here(fence=False)
+            self.pause.wait_if_paused(fence=False)
 
     def _window_begins(self, *, seen: bool) -> None:
         """Keep the state at forward start, seen or missed, and open the due snapshot."""
-        self.movement.forward(self.steps.step)
+        if self.movement.extras:
+            self.movement.forward(self.steps.step)
         kept = None
-        if self.journaled is None:
+        if self.step_journal is None:
             self.buffers = [buffer._version for buffer in self.inventory.buffers()]
         else:
             self.buffers = []
-            kept = self.journaled.forward(self.steps.step, seen=seen, sure=self.due)
+            kept = self.step_journal.forward(self.steps.step, seen=seen, sure=self.due)
         if self.due:
             self.open(kept, seen=seen)
 
@@ -230,7 +230,7 @@ class Checkpointer:
     def _release_more(self) -> None:
         self._gradients += 1
         self.ticks += 1  # on a GPU by autograd's own thread
-        unkept = self.journaled is not None and self.buffers is None
+        unkept = self.step_journal is not None and self.buffers is None
         if (self.due or unkept) and not self.steps.updating:
             self._missed_forward("a gradient hook")
         self.pipeline.pace(self.pipeline.schedule.tick)
@@ -238,22 +238,22 @@ class Checkpointer:
     def iterating(self, loader: Any, drawing: bool = False) -> None:
         """Take RNG states where a loader starts anew, or draws, from step end to forward start."""
         self._look(loader, drawing)
-        if isinstance(loader, Prefetched) and self.forward_unseen and self.instants.ended:
+        if isinstance(loader, Prefetched) and self.forward_unseen and self.boundary_state.ended:
             return  # whether the forward has begun cannot be told
-        self.instants.draws.iterating(drawing=drawing, inside=self.inside)
+        self.boundary_state.draws.iterating(drawing=drawing, inside=self.inside)
         if self.enabled and not self.inside and not self.steps.updating:
             self._tick()
-            with self.stalls.of("boundary"), self.lock:
-                taken = self.instants.iterating(loader, drawing)
-                if taken and self.journaled is not None and self.buffers is None:
-                    self.journaled.step_ended(self.steps.step)
+            with self.stall_timer.of("boundary"), self.lock:
+                taken = self.boundary_state.iterating(loader, drawing)
+                if taken and self.step_journal is not None and self.buffers is None:
+                    self.step_journal.step_ended(self.steps.step)
 
     def _look(self, loader: Any, drawing: bool) -> None:
         """Note the extras before a draw, or that there is none."""
         ahead = isinstance(loader, Prefetched) or data_loaders.running() is not None
         within = isinstance(loader, Prefetched) and self.inside
         if self.enabled and (within or not (self.inside or self.steps.updating)):
-            with self.stalls.of("boundary"), self.lock:
+            with self.stall_timer.of("boundary"), self.lock:
                 if drawing:
                     self.movement.drawing(loader, ahead=ahead, within=within)
                 else:
@@ -263,19 +263,19 @@ class Checkpointer:
         """Take note that a batch has been drawn, with or without an error."""
         if self.enabled:
             try:
-                with self.stalls.of("boundary"), self.lock:
+                with self.stall_timer.of("boundary"), self.lock:
                     self.movement.drawn(self.steps.step)
             except StateError as error:
-                self.instants.refuse(error)
+                self.boundary_state.refuse(error)
                 raise
 
     def drawing_ahead(self, iterator: Lookahead) -> None:
         """Take note that a loader draws a batch ahead of the one that it gives."""
         if self.enabled:
-            if self.instants.goes_on(iterator):
+            if self.boundary_state.goes_on(iterator):
                 self.iterating(iterator, drawing=True)
-            with self.stalls.of("boundary"), self.lock:
-                self.instants.drawing_ahead(iterator)
+            with self.stall_timer.of("boundary"), self.lock:
+                self.boundary_state.drawing_ahead(iterator)
 
     # ---- the instants ----------------------------------------------------------------------
 
@@ -298,22 +298,22 @@ class Checkpointer:
         self.hooks.arm_forward()
 
     def _take_step_end(self) -> None:
-        if self.journaled is not None:
-            self.journaled.forget(self.steps.step)
-        self.instants.step_ended(self.steps.step)
-        if self.journaled is not None:
-            self.journaled.step_ended(self.steps.step)
+        if self.step_journal is not None:
+            self.step_journal.forget(self.steps.step)
+        self.boundary_state.step_ended(self.steps.step)
+        if self.step_journal is not None:
+            self.step_journal.step_ended(self.steps.step)
 
     def forget(self) -> None:
         """Forget the last step: nothing of it can be saved any more. Call it under the lock."""
         self.due = False
         self.outcomes.last_step_lost("the state was replaced")
-        self.instants.forget()
+        self.boundary_state.forget()
         self.movement.forget()
-        if self.journaled is not None:
-            self.journaled.forget(self.steps.step)
-        if self.behind is not None:
-            self.behind.forget()
+        if self.step_journal is not None:
+            self.step_journal.forget(self.steps.step)
+        if self.device_lag is not None:
+            self.device_lag.forget()
 
     def go_on_from(self, step: int) -> None:
         """Go on from `step`, by whose state the live one has been replaced. Call it under the lock.
@@ -322,7 +322,7 @@ class Checkpointer:
         be saved.
         """
         self.steps.go_on_from(step)
-        self.cadence.go_on_from(step)
+        self.due_check.go_on_from(step)
         self.forget()
         if not self.inside:
             with self.outcomes.reported():
@@ -337,29 +337,29 @@ class Checkpointer:
         Raises:
             StateError: its path is named.
         """
-        self.instants.encode(collected, self.steps.step, seen=True)
+        self.boundary_state.encode(collected, self.steps.step, seen=True)
 
     def fence(self, optimizer: int | None) -> None:
         """Wait, and help, until what `optimizer` (None: any) will change has been copied."""
         if not self.enabled:
             return
-        with self.stalls.of("fence"), self.lock, self.outcomes.reported():
+        with self.stall_timer.of("fence"), self.lock, self.outcomes.reported():
             if self.due:
                 self._missed_forward("the update")
             self.outcomes.fence(optimizer)
 
     def _stand_at_fence(self) -> None:
         """Pause here while a save is to end the process: the update that comes would be lost."""
-        kept = self.journaled
+        kept = self.step_journal
         # A save waits for the end of an update that has begun, and for a kept boundary state.
         if kept is not None and not self.mixed and kept.step == self.steps.step:
-            self.hold.here(fence=True)
+            self.pause.wait_if_paused(fence=True)
 
     def fenced(self) -> None:
         """Record, with other ranks, that the iteration's first update is about to begin."""
-        kept = self.journaled
+        kept = self.step_journal
         if self.enabled and self.steps.settled and kept is not None and self.predictor is not None:
-            with self.stalls.of("fence"), self.lock:
+            with self.stall_timer.of("fence"), self.lock:
                 kept.fenced(self.steps.step + 1)
 
     # ---- an entry before the fence: other ranks may make the update that this one does not make --
@@ -371,16 +371,16 @@ class Checkpointer:
         from here on has its part in the allreduce, and its peers make the update. On autograd's
         thread.
         """
-        with self.lock, self.stalls.of("fence"):
-            if self.journaled is not None and self.steps.settled and not self.mixed:
+        with self.lock, self.stall_timer.of("fence"):
+            if self.step_journal is not None and self.steps.settled and not self.mixed:
                 if complete:
-                    self.journaled.leave(self.steps.step + 1)
+                    self.step_journal.leave(self.steps.step + 1)
                 else:
-                    self.journaled.take_back(self.steps.step + 1)
+                    self.step_journal.take_back(self.steps.step + 1)
 
     def iteration_left(self, error: BaseException) -> None:
         """Write or void the pre-fence journal entry when an exception leaves the iteration."""
-        kept, here = self.journaled, threading.get_ident() == self.thread
+        kept, here = self.step_journal, threading.get_ident() == self.thread
         if not (here and self.inside) or self.mixed or kept is None or self.predictor is None:
             return
         if self.predictor.at_fence(error):
@@ -395,7 +395,7 @@ class Checkpointer:
         Under the lock; any thread. If the training goes on after all, its fence writes what has
         changed.
         """
-        kept, frame = self.journaled, sys._current_frames().get(self.thread)
+        kept, frame = self.step_journal, sys._current_frames().get(self.thread)
         if not (self.enabled and self.steps.settled and self.inside) or self.mixed:
             return
         if kept is None or self.predictor is None or frame is None:
@@ -409,13 +409,14 @@ class Checkpointer:
         """Take step end, and ask whether it gets a snapshot. Called under the lock."""
         if not self.enabled:
             return
-        with self.stalls.of("step"):
+        with self.stall_timer.of("step"):
             # Step end first: whatever is raised below, a later snapshot must not find the old one.
             self._gradients, self.buffers = 0, None
             self._ended_in = torch._C._current_graph_task_id()
             with self.outcomes.reported():
                 self._take_step_end()
-            self.movement.step_ended()
+            if self.movement.extras:
+                self.movement.step_ended()
             self.hooks.arm_forward()
             self.outcomes.tell_troubles()
             self.outcomes.reporter.surface()
@@ -423,13 +424,13 @@ class Checkpointer:
             if not self._room_made:
                 self._make_room()
             counters = self.pipeline.counters
-            cost = self.stalls.cost(self.steps.step, counters.captured)
-            if self.cadence.ask(
+            cost = self.stall_timer.cost(self.steps.step, counters.captured)
+            if self.due_check.ask(
                 self.steps.step, cost, counters.persist_s, bool(self.outcomes.wanted)
             ):
                 self.due = True
                 if self.forward_unseen:
-                    self.instants.before_forward(generators=False)
+                    self.boundary_state.before_forward(generators=False)
             with self.outcomes.reported():
                 self.publisher.step_ended()
 
@@ -440,7 +441,7 @@ class Checkpointer:
             RegionFullError: whatever `on_error` says: attach would have raised it.
         """
         collected = self.inventory.collect()
-        at_step, at_forward = self.instants.encode(collected, self.steps.step, seen=True)
+        at_step, at_forward = self.boundary_state.encode(collected, self.steps.step, seen=True)
         self.pipeline.prepare(collected.lives, len(at_step) + len(at_forward), self.steps.step)
         self._room_made = True
 
@@ -466,23 +467,23 @@ class Checkpointer:
             try:
                 if self.pipeline.window is not None:
                     self.outcomes.fence()
-                self.poll(self.pipeline.behind_s())
+                self.poll(self.pipeline.lag_wait_s())
                 if kept is not None:
                     collected, trees = kept.collected, (kept.first, kept.second)
                 else:
-                    collected = self.instants.collect()
-                    trees = self.instants.trees(collected, step, seen=seen)
-                at_step, at_forward = self.instants.encoded(*trees)
-                flight = self.pipeline.open(step, collected, at_step, at_forward, flags=flags)
-                if isinstance(flight, str):
-                    outcomes.slipped(step, flight)
-                    self.cadence.skipped(made_up=barrier.alone)
+                    collected = self.boundary_state.collect()
+                    trees = self.boundary_state.trees(collected, step, seen=seen)
+                at_step, at_forward = self.boundary_state.encoded(*trees)
+                snapshot = self.pipeline.open(step, collected, at_step, at_forward, flags=flags)
+                if isinstance(snapshot, str):
+                    outcomes.slipped(step, snapshot)
+                    self.due_check.skipped(made_up=barrier.alone)
                     return
                 outcomes.slips.note(step, None)
                 barrier.sample(step)
                 # What was asked for is copied at once: its future may be waited for on this
                 # thread, which then never comes to the fence.
-                at_once = outcomes.take_over_wanted(flight)
+                at_once = outcomes.take_over_wanted(snapshot)
                 if at_once or synchronous:
                     outcomes.fence()
             except BaseException as error:
@@ -499,9 +500,9 @@ class Checkpointer:
                 " snapshots open there, with buffers and generators as they were at the step's end",
                 stacklevel=2,
             )
-        with self.stalls.of("boundary"), self.lock:
-            if self.journaled is not None and self.journaled.ended is not None:
-                self.instants.forward_missed(self.journaled.ended.copies)
+        with self.stall_timer.of("boundary"), self.lock:
+            if self.step_journal is not None and self.step_journal.ended is not None:
+                self.boundary_state.forward_missed(self.step_journal.ended.copies)
             self._window_begins(seen=False)
 
     # ---- optimizers ------------------------------------------------------------------------
@@ -550,7 +551,7 @@ class Checkpointer:
 
     def can_open_now(self) -> bool:
         """Tell whether the live state is that of the last complete step, with no forward since."""
-        return not self.mixed and not self.inside and self.instants.step == self.steps.step
+        return not self.mixed and not self.inside and self.boundary_state.step == self.steps.step
 
     @property
     def mixed(self) -> bool:
@@ -564,7 +565,7 @@ class Checkpointer:
 
     def finish_window(self) -> None:
         """Capture what is open; inside an update, drop it."""
-        with self.stalls.of("request"), self.lock, self.outcomes.reported():
+        with self.stall_timer.of("request"), self.lock, self.outcomes.reported():
             if self.steps.updating:
                 self.pipeline.drop()
             else:

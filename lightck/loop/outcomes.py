@@ -23,8 +23,13 @@ from lightck.errors import (
 from lightck.events import event
 from lightck.loop.steps import Steps
 from lightck.pipeline.commit_barrier import is_final
-from lightck.pipeline.inflight import Counters, InflightSnapshot, SlipReason, torn_error
-from lightck.pipeline.pipeline import Pipeline
+from lightck.pipeline.pipeline import (
+    Counters,
+    InflightSnapshot,
+    Pipeline,
+    SlipReason,
+    torn_error,
+)
 from lightck.region.native_region import RECORD_JIT
 from lightck.state.inventory import Inventory
 
@@ -120,6 +125,10 @@ class Outcomes:
     slips: SlipWatch = field(default_factory=SlipWatch)
     _torn_once: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        """Note what a commit into this region survives."""
+        self._survives = self.pipeline.region.survives
+
     def fence(self, optimizer: int | None = None, *, aside: bool = False) -> bool:
         """Fence the open snapshot (`Pipeline.fence`); count and report it if it is torn.
 
@@ -146,12 +155,11 @@ class Outcomes:
 
     def _take_note(self, timeout_s: float | None) -> None:
         committed = False
-        for flight in self.pipeline.poll(timeout_s):
+        for snapshot in self.pipeline.poll(timeout_s):
             committed = True
-            survives = self.pipeline.region.survives
-            event("committed", logging.DEBUG, step=flight.step, survives=survives)
-            for future in flight.futures:
-                future.set_result(flight.step)
+            event("committed", logging.DEBUG, step=snapshot.step, survives=self._survives)
+            for future in snapshot.futures:
+                future.set_result(snapshot.step)
         if committed:
             self._tell_removed()
 
@@ -184,13 +192,13 @@ class Outcomes:
         if self.pipeline.trace is not None:
             self.pipeline.trace.lost_snapshot("slipped", step, why)
         if not self.pipeline.barrier.alone:
-            self.fail_wanted(RegionBusyError(f"step {step} has no snapshot: {why}"))
+            self.fail_pending_futures(RegionBusyError(f"step {step} has no snapshot: {why}"))
 
     def last_step_lost(self, why: str) -> None:
         """Note why the last step of all would have no snapshot, if it were this one."""
         self.why_not_last = why
 
-    def take_over_wanted(self, flight: InflightSnapshot) -> bool:
+    def take_over_wanted(self, snapshot: InflightSnapshot) -> bool:
         """Let those who want a snapshot at the next boundary wait for this one, just opened.
 
         Returns whether it must be copied at once: somebody waits, or the last one was torn.
@@ -198,7 +206,7 @@ class Outcomes:
         at_once = self.synchronous or bool(self.wanted)
         if at_once:
             self.synchronous = False
-            flight.futures += self.wanted
+            snapshot.add_futures(self.wanted)
             self.wanted = []
         return at_once
 
@@ -207,29 +215,29 @@ class Outcomes:
 
         Several ranks take one snapshot of a step at most.
         """
-        for flight in self.pipeline.in_flight:
-            if flight.step == step:
-                flight.futures += self.wanted
+        for snapshot in self.pipeline.in_flight:
+            if snapshot.step == step:
+                snapshot.add_futures(self.wanted)
                 self.wanted = []
         if self.pipeline.counters.last_committed_step == step:
             for future in self.wanted:
                 future.set_result(step)
             self.wanted = []
-        self.fail_wanted(CoordinationError(f"step {step} has lost its snapshot already"))
+        self.fail_pending_futures(CoordinationError(f"step {step} has lost its snapshot already"))
 
     def forget_slip(self) -> None:
         """Forget which step slipped: it is taken after all."""
         self.slipped_step = -1
 
-    def _torn(self, flight: InflightSnapshot) -> None:
+    def _torn(self, snapshot: InflightSnapshot) -> None:
         """Count a torn snapshot that the pipeline has dropped; the next one is copied at once.
 
         One made just in time is not counted, and only its maker is told: the loop went on
         meanwhile, which is no fault of the loop.
         """
-        if flight.flags & RECORD_JIT:
+        if snapshot.flags & RECORD_JIT:
             return
-        step, names = flight.step, flight.torn
+        step, names = snapshot.step, snapshot.torn
         if self.pipeline.trace is not None:
             self.pipeline.trace.lost_snapshot("torn", step, names[0])
         self.pipeline.counters.count_torn()
@@ -239,20 +247,20 @@ class Outcomes:
             self.inventory.always_sync.update(self._torn_once.intersection(names))
             self.inventory.invalidate()
         self._torn_once.update(new)
-        flight.fail(torn_error(names, step))
+        snapshot.fail(torn_error(names, step))
         if new:
             self.reporter(torn_error(new, step))
 
-    def overtaken(self, *, due: bool) -> None:
+    def drop_for_unseen_update(self, *, due: bool) -> None:
         """Drop the last step's open or due snapshot: an update has begun before it was known."""
         pipeline, step = self.pipeline, self.steps.step
         why = "torn: an update had begun before it was known"
         with self.pipeline.lock:
-            flight = pipeline.window
+            snapshot = pipeline.window
             pipeline.drop(why)
-            if flight is not None:
+            if snapshot is not None:
                 pipeline.counters.count_torn()
-                flight.fail(TornSnapshotError(f"step {step} has no snapshot: {why}"))
+                snapshot.fail(TornSnapshotError(f"step {step} has no snapshot: {why}"))
             if due:
                 pipeline.barrier.lost(step, why)
                 self.slipped(step, why)
@@ -269,14 +277,14 @@ class Outcomes:
                 self.poll(1.0)  # the error that latched the region is told first
             self.pipeline.counters.count_failed()
             self.last_step_lost(str(error))
-            self.fail_wanted(error)
+            self.fail_pending_futures(error)
             if self.latched and is_final(error):
                 event("skipped", logging.DEBUG, step=self.steps.step, why=error)
                 return
             self.latched = self.latched or is_final(error)  # for good, whatever else fails
             self.reporter(error)
 
-    def region_lost(self, error: LightckError) -> None:
+    def region_failed(self, error: LightckError) -> None:
         """Report, once, that the region's memory is gone.
 
         If a snapshot under way meets that error, too, its error is the one that is told.
@@ -287,7 +295,7 @@ class Outcomes:
             self.latched = True
             self.reporter(error)
 
-    def fail_wanted(self, error: LightckError) -> None:
+    def fail_pending_futures(self, error: LightckError) -> None:
         """Fail the futures that wait for a snapshot that is not open yet: none will come."""
         for future in self.wanted:
             future.set_exception(error)
@@ -297,13 +305,13 @@ class Outcomes:
         """End the pipeline; whoever waits for a snapshot gets an error."""
         pipeline, closed = self.pipeline, WaitTimeoutError("the handle was closed")
         with self.pipeline.lock:  # the thread of a future may be polling
-            flights = [*pipeline.in_flight, *filter(None, [pipeline.window])]
+            snapshots = [*pipeline.in_flight, *filter(None, [pipeline.window])]
             try:
                 pipeline.close()
             finally:
-                for flight in flights:
-                    flight.fail(closed)
-                self.fail_wanted(closed)
+                for snapshot in snapshots:
+                    snapshot.fail(closed)
+                self.fail_pending_futures(closed)
                 self.count()
 
 

@@ -1,8 +1,15 @@
-"""Collects a handle's statistics, and publishes them after every step for `lightck top`."""
+"""Collects a handle's statistics, and publishes them after every step for `lightck top`.
+
+What lightck costs the training thread is measured here, too.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +19,67 @@ from lightck.journal.step_journal import StepJournal
 from lightck.loop.due import DueCheck
 from lightck.loop.extra_movement import Movement
 from lightck.loop.outcomes import Outcomes
-from lightck.loop.stall_timer import StallTimer
 from lightck.loop.steps import Steps
-from lightck.pipeline.inflight import Counters
-from lightck.pipeline.pipeline import Pipeline
+from lightck.pipeline.pipeline import Counters, Pipeline
 from lightck.region.stats_page import NO_STEP, Page
+from lightck.tracing.trace import Trace
 from lightck.types import Stats
+
+# ---- time that the training thread spends in lightck, by cause -----------------------------------
+
+_LAST = 9  # snapshots whose cost counts
+
+
+@dataclass(eq=False)
+class StallTimer:
+    """Sums seconds per cause; where causes are nested, the outermost one counts."""
+
+    trace: Trace | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    _running: bool = False
+    _seen: tuple[int, float, int] = (0, 0.0, 0)
+    """Step, seconds and snapshots when `cost` last looked."""
+    _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
+
+    @contextmanager
+    def of(self, cause: str) -> Iterator[None]:
+        """Count the time of the body under a cause."""
+        if self._running:
+            yield
+            return
+        self._running = True
+        begin = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._running = False
+            end = time.perf_counter_ns()
+            self.seconds[cause] = self.seconds.get(cause, 0.0) + (end - begin) / 1e9
+            if self.trace is not None:
+                self.trace.stall(cause, begin, end)
+
+    def total(self) -> float:
+        """Return the seconds over all causes."""
+        return sum(self.seconds.values())
+
+    def cost(self, step: int, captured: int) -> float | None:
+        """Return the seconds that a snapshot adds to its iteration, lately; None before the first.
+
+        Asked at every step with the snapshots captured so far; of a step the first call counts.
+        What iterations without a snapshot cost is left out: were they rare it would be most of the
+        sum, and no policy can save it. So is, by a median, what only the first ones cost (room,
+        page faults).
+        """
+        asked, before, known = self._seen
+        if step != asked:
+            total = self.total()
+            if captured > known:
+                self._costs.append((total - before) / (captured - known))
+            self._seen = step, total, captured
+        return statistics.median_low(self._costs) if self._costs else None
+
+
+# ---- the statistics ------------------------------------------------------------------------------
 
 _COUNTED = ("captured", "committed", "slipped", "torn", "failed")
 
@@ -29,15 +91,15 @@ class StatusPublisher:
     pipeline: Pipeline
     outcomes: Outcomes
     steps: Steps
-    stalls: StallTimer
-    cadence: DueCheck
+    stall_timer: StallTimer
+    due_check: DueCheck
     movement: Movement
-    journaled: StepJournal | None
+    step_journal: StepJournal | None
 
     def __post_init__(self) -> None:
         """Open the statistics page."""
         self._page = Page(self.pipeline.pool, self.pipeline.region.native, self.steps.step)
-        self._summary = Summary(self.pipeline.counters, self.steps, self.stalls)
+        self._summary = Summary(self.pipeline.counters, self.steps, self.stall_timer)
 
     def collect(self) -> Stats:
         """Return the statistics for `handle.stats()`, as of the last poll.
@@ -46,7 +108,7 @@ class StatusPublisher:
         """
         counters, pool = self.outcomes.counted, self.pipeline.pool_stats()
         compared, uncompared = self.pipeline.barrier.compared()
-        seconds, kept, offload = pool["copy_ns"] / 1e9, self.journaled, self.pipeline.offload
+        seconds, kept, offload = pool["copy_ns"] / 1e9, self.step_journal, self.pipeline.offload
         mode, why = offload.placement.chosen
         return Stats(
             captured=counters.captured,
@@ -60,7 +122,7 @@ class StatusPublisher:
             skipped_unchanged_bytes=pool["bytes_skipped"],
             bytes_copied=pool["bytes_copied"],
             bytes_helped=pool["bytes_helped"],
-            stall_s=dict(self.stalls.seconds),
+            stall_s=dict(self.stall_timer.seconds),
             copy_rate=pool["bytes_copied"] / seconds if seconds else 0.0,
             commit_s=counters.commit_s / counters.durable if counters.durable else 0.0,
             whole_s=counters.whole_s / counters.committed if counters.committed else 0.0,
@@ -94,16 +156,16 @@ class StatusPublisher:
                     "step": self.steps.step,
                     "captured_step": NO_STEP if captured is None else captured,
                     "committed_step": NO_STEP if committed is None else committed,
-                    "step_ns": int((self.cadence.step_s or 0.0) * 1e9),
+                    "step_ns": int((self.due_check.step_s or 0.0) * 1e9),
                     "payload_bytes": record.payload_bytes if record is not None else 0,
                     "errors": reporter.count,
                     **{name: getattr(counters, name) for name in _COUNTED},
                 },
-                self.stalls.seconds,
+                self.stall_timer.seconds,
                 reporter.latest,
             )
         except RegionIOError as error:
-            self.outcomes.region_lost(error)
+            self.outcomes.region_failed(error)
 
     def ended(self) -> None:
         """Publish the last statistics and log the last summary, while the pool is still there."""
@@ -123,7 +185,7 @@ class Summary:
 
     counters: Counters
     steps: Steps
-    stalls: StallTimer
+    stall_timer: StallTimer
     _since: tuple[float, int, dict[str, int], float] = field(init=False)
     """Time, step, counts and stall at the last `tell`."""
 
@@ -156,4 +218,4 @@ class Summary:
 
     def _now(self) -> tuple[float, int, dict[str, int], float]:
         counts = {name: getattr(self.counters, name) for name in _SUMMED}
-        return time.monotonic(), self.steps.step, counts, self.stalls.total()
+        return time.monotonic(), self.steps.step, counts, self.stall_timer.total()

@@ -18,7 +18,7 @@ from lightck.errors import (
 from lightck.events import event
 from lightck.journal.step_journal import BoundaryCapture
 from lightck.loop.checkpointer import Checkpointer
-from lightck.pipeline.inflight import SlipReason
+from lightck.pipeline.pipeline import SlipReason
 from lightck.region.native_region import RECORD_EARLY
 
 FATE_S = 10.0
@@ -38,7 +38,7 @@ class Requests:
         """Prepare to serve what concerns this loop."""
         self.checkpointer = checkpointer
         self.pipeline, self.outcomes = checkpointer.pipeline, checkpointer.outcomes
-        self.steps, self.cadence = checkpointer.steps, checkpointer.cadence
+        self.steps, self.due_check = checkpointer.steps, checkpointer.due_check
 
     def open_now(self) -> None:
         """Declare forward start reached and copy the state of the last complete step at once.
@@ -47,14 +47,14 @@ class Requests:
         a slot if every one is persisting, and for other ranks' commits `FATE_S` at most: the caller
         asked for it.
         """
-        with self.checkpointer.stalls.of("request"), self.pipeline.lock:
+        with self.checkpointer.stall_timer.of("request"), self.pipeline.lock:
             with self.outcomes.reported():
                 self.outcomes.fence()
             if not self.pipeline.barrier.request(self.steps.step):
                 self.outcomes.join_wanted(self.steps.step)
                 return
             self._await_slot()
-            self.checkpointer.instants.generators_stand()
+            self.checkpointer.boundary_state.declare_forward_start()
             self.checkpointer.open(seen=False, synchronous=True)
 
     def _await_slot(self) -> None:
@@ -88,8 +88,8 @@ class Requests:
             except TornSnapshotError as error:
                 return str(error)
         self.outcomes.forget_slip()
-        self.cadence.skipped(made_up=False)
-        with self.checkpointer.stalls.of("request"):
+        self.due_check.skipped(made_up=False)
+        with self.checkpointer.stall_timer.of("request"):
             self.checkpointer.open(kept, flags=flags, seen=False, synchronous=True)
         return f"{self.outcomes.slip}" if self.outcomes.slipped_step == self.steps.step else ""
 
@@ -99,7 +99,7 @@ class Requests:
         self.pipeline.barrier.begin_close()
         self.pipeline.region.use_reserved_slots()  # the last step of all: no newer one can fail
         counters, step = self.pipeline.counters, self.steps.step
-        if not self.cadence.moved or counters.last_exact_step == step:
+        if not self.due_check.moved or counters.last_exact_step == step:
             return
         captured, slipped = counters.last_captured_step == step, counters.slipped
         why = self._not_whole()
@@ -127,7 +127,7 @@ class Requests:
         """Say why the last complete step cannot be copied any more; empty if it can."""
         if self.checkpointer.mixed:
             return "an update is half done"
-        if self.checkpointer.instants.step != self.steps.step:
+        if self.checkpointer.boundary_state.step != self.steps.step:
             # An interrupt came before they were, or the state was replaced inside an iteration.
             return "its position and generators were not taken"
         return ""
@@ -140,7 +140,7 @@ class Requests:
         Raises:
             TornSnapshotError: a forward has changed it, and nothing is kept.
         """
-        kept = self.checkpointer.journaled
+        kept = self.checkpointer.step_journal
         if kept is None:
             now = [buffer._version for buffer in self.checkpointer.inventory.buffers(anew=True)]
             if (self.checkpointer.buffers or []) != now:
@@ -182,7 +182,7 @@ class Requests:
         pipeline, told = self.pipeline, False
         while pipeline.persisting:
             if time.monotonic() >= deadline and not told:
-                told, steps = True, [flight.step for flight in pipeline.persisting]
+                told, steps = True, [snapshot.step for snapshot in pipeline.persisting]
                 event(
                     "closing_late",
                     logging.WARNING,
@@ -204,7 +204,7 @@ class Requests:
             return
         held = pipeline.newest.step if pipeline.newest is not None else None
         last = self.steps.step if held == self.steps.step else None
-        why = "" if last is not None or not self.cadence.moved else outcomes.why_not_last
+        why = "" if last is not None or not self.due_check.moved else outcomes.why_not_last
         try:
             if pipeline.barrier.close(last, why, seconds) is not None:
                 pipeline.count_last()
@@ -221,14 +221,14 @@ class Requests:
         deadline = None if timeout is None else time.monotonic() + timeout
         self.checkpointer.finish_window()
         ready, missed = True, ""
-        if step is not None and not any(flight.step >= step for flight in self.pipeline.in_flight):
+        if step is not None and not any(each.step >= step for each in self.pipeline.in_flight):
             last = self.steps.step >= step and not self._reached(step)
             if last and self._has_missed():
                 # Its slot may be busy.
                 ready = self._drain(step, deadline) and pipeline.await_abandoned(deadline)
                 missed = self._open_missed() if ready else ""
         if not (ready and self._drain(step, deadline)):
-            waiting = [flight.step for flight in self.pipeline.in_flight]
+            waiting = [snapshot.step for snapshot in self.pipeline.in_flight]
             raise WaitTimeoutError(f"not committed after {timeout} s: steps {waiting}")
         self.outcomes.reporter.surface()
         if step is None or self._reached(step):
@@ -264,7 +264,7 @@ class Requests:
         """
         if type(step) is not int or step < 0:
             raise ConfigError(f"replaced({step!r}): expected the number of a step, 0 or more")
-        with self.checkpointer.stalls.of("request"), self.pipeline.lock:
+        with self.checkpointer.stall_timer.of("request"), self.pipeline.lock:
             if self.checkpointer.mixed:
                 raise LightckError(
                     f"replaced({step}): the update after step {self.steps.step} is half done;"

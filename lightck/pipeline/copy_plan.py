@@ -124,6 +124,8 @@ class CopyPlan:
     """Tensors of `lives`, in the same order."""
     entries: tuple[Entry, ...] = ()
     groups: tuple[PlannedGroup, ...] = ()
+    devices: dict[str, tuple[Device, int]] = field(default_factory=dict)
+    """Each device that holds tensors, and the bytes that it holds, by the device's name."""
     allocation: allocator.SlotPlan | None = None
     """Allocation of the entries in the region; None before the first snapshot."""
     may_block_at_boundary: bool = True
@@ -157,6 +159,7 @@ class CopyPlan:
             entries = tuple(tensor_layout.describe(live) for live in found)
             allocation = self._fit(entries, boundary_bytes)
             self.groups = _groups(found, entries, self.may_block_at_boundary)
+            self.devices = _devices(self.groups)
             self._shards = shards
             self._forms = [list(map(form, held)) for form in _FORM]
             self._rare = [
@@ -269,6 +272,16 @@ def _groups(
         at = positions, tuple(order), free, begins, total
         groups.append(PlannedGroup(holders, own, at_open, devices[where], *at))
     return tuple(groups)
+
+
+def _devices(groups: Sequence[PlannedGroup]) -> dict[str, tuple[Device, int]]:
+    """Return every device of the groups and the bytes that it holds, by name."""
+    found: dict[str, tuple[Device, int]] = {}
+    for group in groups:
+        if group.device is not None:
+            _, size = found.get(group.device.name, (group.device, 0))
+            found[group.device.name] = group.device, size + group.total_bytes
+    return found
 
 
 def read(

@@ -17,8 +17,8 @@ from lightck.errors import DeviceError, LightckError
 from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup
 from lightck.pipeline.device_placement import DevicePlacement
 from lightck.pipeline.device_transfer import DeviceTransfer, TransferEngine, TransferMode
-from lightck.pipeline.inflight import CopyGroup, InflightSnapshot
 from lightck.region.native_region import crc32c_at
+from lightck.region.slot_writer import SlotWriter
 
 PEAK_STEPS = 1
 """Steps to wait, from when all optimizer state exists, until training's peak on a device is
@@ -53,8 +53,8 @@ class DeviceOffload:
 
     placement: DevicePlacement
     engine: TransferEngine
-    _snapshot: InflightSnapshot | None = None
-    """The snapshot whose copies are being queued."""
+    _writer: SlotWriter | None = None
+    """The writer of the snapshot whose copies are being queued."""
     _rooms: dict[str, _Room] = field(default_factory=dict)
     """Each device's part of that snapshot, by the device's name."""
     _copied: list[DeviceTransfer] = field(default_factory=list)
@@ -74,7 +74,7 @@ class DeviceOffload:
     """Memory that is freed when another thread makes private copies, so that it finds room then."""
     _want_reserve: bool = True
     """True if `_reserve` is to be allocated at the next instant."""
-    _failure: DeviceError | None = None
+    failure: DeviceError | None = None
     """The first error of a device; from then on the content of its memory is not trusted."""
 
     @property
@@ -100,7 +100,7 @@ class DeviceOffload:
         is known. An error is raised when a snapshot is made.
         """
         self._want_reserve, self._prepared = True, step
-        for device, size in _sizes(plan).values():
+        for device, size in plan.devices.values():
             try:
                 mode, _ = self.placement.choose(device, size, ask=False)
                 if device.name not in self._loaded:
@@ -113,15 +113,10 @@ class DeviceOffload:
             except LightckError as error:  # told by whoever makes a snapshot
                 self.keep_error(error)
 
-    def check(self) -> None:
-        """Raise the error that a device has failed with, if any."""
-        if self._failure is not None:
-            raise self._failure
-
     def keep_error(self, error: BaseException) -> None:
         """Keep the first error of a device; no device is asked for anything again after it."""
-        if self._failure is None and isinstance(error, DeviceError):
-            self._failure = error
+        if self.failure is None and isinstance(error, DeviceError):
+            self.failure = error
 
     def note_streams(self, plan: CopyPlan, *, at_forward: bool) -> None:
         """Note that the training thread is at forward start, or else at step end.
@@ -130,7 +125,7 @@ class DeviceOffload:
         """
         self._thread = get_ident()
         try:
-            devices = [device for device, _ in _sizes(plan).values()]
+            devices = [device for device, _ in plan.devices.values()]
             positions = (StreamPosition(d, d.stream(), d.record_event()) for d in devices)
             self._at_forward, self.stream_positions = at_forward, tuple(positions)
             if self._want_reserve:
@@ -194,75 +189,69 @@ class DeviceOffload:
 
     def recording(self, plan: CopyPlan) -> bool:
         """Tell whether what is queued now is recorded into a graph."""
-        return any(device.recording() for device, _ in _sizes(plan).values())
+        return any(device.recording() for device, _ in plan.devices.values())
 
     def queue(
         self,
-        snapshot: InflightSnapshot,
+        step: int,
+        writer: SlotWriter,
         group: PlannedGroup,
         chosen: CopySources,
         staged: npt.NDArray[np.bool_],
         plan: CopyPlan,
-    ) -> CopyGroup:
-        """Add one group's copies to a snapshot; nothing is copied before `start`."""
+    ) -> DeviceTransfer:
+        """Add one group's copies to the snapshot of `step`; nothing is copied before `start`."""
         device = group.device
         assert device is not None
-        at, layout = group.positions, snapshot.writer.layout
+        at, layout = group.positions, writer.layout
         places = layout.offsets[at].tolist(), layout.lengths[at].tolist()
-        known = snapshot.step >= self._prepared + PEAK_STEPS
+        known = step >= self._prepared + PEAK_STEPS
         own_thread = self._thread in (0, get_ident())
         enough = group.total_bytes >= self.engine.chunk_bytes and not staged[at].any()
         if own_thread and enough and self.placement.needs_measuring(device):
             with self.engine.lend_place() as place:
                 self.placement.measure(device, chosen.flats, self.placement.extents(*places), place)
-        if self._snapshot is not snapshot:
-            self._snapshot, self._rooms = snapshot, {}
+        if self._writer is not writer:
+            self._writer, self._rooms = writer, {}
         if device.name not in self._rooms:
-            size = _sizes(plan)[device.name]
+            size = plan.devices[device.name]
             mode, copy = self.placement.choose(*size, ask=known and own_thread)
             if copy is not None and self.spare_in_use:
                 mode, copy = TransferMode.HOST, None
             self._rooms[device.name] = _Room(mode, copy)
         room = self._rooms[device.name]
         in_place = self.placement.in_place(device, room.mode) and not staged[at].any()
-        batch = snapshot.writer.add_fed(at, staged[at])
+        batch = writer.add_fed(at, staged[at])
         extents = self.placement.extents(*places) if in_place else None
         copy = None
         if room.copy is not None:
             copy = room.copy[room.used : room.used + batch.total_bytes]
             room.used += batch.total_bytes
-        native = snapshot.writer.snapshot
         pieces = self.placement.pieces(device)
-        transfer = DeviceTransfer(device, native, batch, chosen.flats, extents, pieces, copy)
-        made = CopyGroup(group.holders, batch, chosen, group.is_private, transfer)
-        snapshot.groups.append(made)
-        return made
+        return DeviceTransfer(
+            device, writer.snapshot, batch, chosen.flats, extents, pieces, spare=copy
+        )
 
-    def start(self, snapshot: InflightSnapshot) -> None:
+    def start(self, transfers: Sequence[DeviceTransfer]) -> None:
         """Start all copies, from where the calling thread's streams are now, at forward start."""
-        self._snapshot, self._rooms, events = None, {}, {}
-        for transfer in snapshot.transfers:
+        self._writer, self._rooms, events = None, {}, {}
+        for transfer in transfers:
             device = transfer.device
             if device.name not in events:
                 events[device.name] = device.record_event()
             transfer.start_event = events[device.name]
             if transfer.spare is not None:
                 self._copied.append(transfer)
-        if snapshot.transfers:
-            self.engine.start(snapshot.transfers)
+        self.engine.start(transfers)
 
-    def fence(self, group: CopyGroup, *, wait: bool) -> None:
-        """Make the calling thread's stream wait for the group's copies before anything more.
+    def fence(self, transfer: DeviceTransfer, *, wait: bool) -> None:
+        """Make the calling thread's stream wait for the copies before anything more.
 
         With `wait`, return only when they are done, so that every thread's stream may go on.
 
         Raises:
             LightckError: the transfer has failed, or that cannot be.
         """
-        transfer = group.transfer
-        assert transfer is not None
-        if group.is_private:
-            return  # private copies: nothing that the stream does can reach them
         if transfer.device.recording():
             raise LightckError(
                 f"{transfer.device.name} records a graph, and an update is marked in it: call"
@@ -272,37 +261,22 @@ class DeviceOffload:
             transfer.device.enter_thread()
         self.engine.fence(transfer, wait=wait)
 
-    def arrived(self, snapshot: InflightSnapshot, timeout_s: float | None) -> bool:
+    def arrived(self, transfers: Sequence[DeviceTransfer], timeout_s: float | None) -> bool:
         """Tell, after waiting, whether the pool has read everything.
 
         Raises:
             LightckError: a transfer has failed.
         """
-        return all(self.engine.arrived(each, timeout_s) for each in snapshot.transfers)
+        return all(self.engine.arrived(each, timeout_s) for each in transfers)
 
-    def give_up(self, snapshot: InflightSnapshot) -> None:
-        """Return when no copy of a snapshot is under way any more. Blocks; any thread.
-
-        Free the snapshot after that, then call `forget`.
-        """
-        for transfer in snapshot.transfers:
-            self.engine.give_up(transfer)
-
-    def forget(self, snapshot: InflightSnapshot) -> None:
-        """Let go of a snapshot's transfers: the pool reads nothing of it any more. Any thread."""
-        for transfer in snapshot.transfers:
-            self.engine.forget(transfer)
-
-    def differs(self, group: CopyGroup) -> int | None:
-        """Return the index of the group's first copy that is not of the live bytes, or None.
+    def differs(self, transfer: DeviceTransfer, sources: CopySources) -> int | None:
+        """Return the index of the first copy that is not of the live bytes, or None.
 
         Waits for everything, and compares all bytes.
 
         Raises:
             LightckError: the transfer has failed.
         """
-        transfer, sources = group.transfer, group.sources
-        assert transfer is not None and sources is not None
         self.engine.arrived(transfer, None)
         digests = transfer.snapshot.digests(transfer.batch.number, len(sources.flats))
         device, most = transfer.device, self.engine.chunk_bytes
@@ -327,7 +301,7 @@ class DeviceOffload:
         except LightckError as error:
             self.keep_error(error)
         self._reserve.clear()
-        self.engine.close(lost=self._failure is not None)
+        self.engine.close(lost=self.failure is not None)
         self.placement.close()
 
 
@@ -338,14 +312,4 @@ def _allocate_reserve(plan: CopyPlan) -> list[torch.Tensor]:
         if group.is_private and group.device is not None:
             lengths = [plan.entries[i].length for i in group.order]
             found += group.device.reserve(lengths)
-    return found
-
-
-def _sizes(plan: CopyPlan) -> dict[str, tuple[Device, int]]:
-    """Return every device and the bytes that it holds, by name."""
-    found: dict[str, tuple[Device, int]] = {}
-    for group in plan.groups:
-        if group.device is not None:
-            _, size = found.get(group.device.name, (group.device, 0))
-            found[group.device.name] = group.device, size + group.total_bytes
     return found

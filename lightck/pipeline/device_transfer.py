@@ -82,10 +82,10 @@ class DeviceTransfer:
     none."""
     start_event: DeviceEvent | None = None
     """The event of forward start: nothing is copied before."""
-    left_event: DeviceEvent | None = None
+    captured_event: DeviceEvent | None = None
     """The event after the last copy from live memory; set once that copy is queued."""
     queued: Event = field(default_factory=Event)
-    """Set once `left_event` is set, or `error`."""
+    """Set once `captured_event` is set, or `error`."""
     fed: Event = field(default_factory=Event)
     """Set once there is nothing more to do for it: all is fed, or `error` is set, or it is given
     up; no copy of the device's is under way."""
@@ -133,7 +133,7 @@ class DeviceTransfer:
         if max(self.lengths) > MOST_BYTES:
             targets = [part for each in targets for part in each.split(MOST_BYTES)]
             sources = [part for each in sources for part in each.split(MOST_BYTES)]
-        self.left_event = self.device.copy(targets, sources)
+        self.captured_event = self.device.copy(targets, sources)
         # From now on the copy's bytes are the sources; the live ones are held until it is made.
         self._live, self.sources = self.sources, list(self.spare.split(self.lengths))
 
@@ -274,11 +274,11 @@ class TransferEngine:
         with self._hurried():
             transfer.queued.wait()
         raise_error(transfer)
-        if transfer.left_event is not None:
+        if transfer.captured_event is not None:
             if wait:
-                transfer.left_event.synchronize()
+                transfer.captured_event.synchronize()
             else:
-                transfer.device.make_stream_wait(transfer.left_event)
+                transfer.device.make_stream_wait(transfer.captured_event)
 
     @property
     def is_waiting(self) -> bool:
@@ -426,7 +426,7 @@ class TransferEngine:
                 self._copying.append((transfer, TransferChunk(end, event, place)))
                 self._changed.notify_all()
         if transfer.spare is None:
-            transfer.left_event = event
+            transfer.captured_event = event
 
     def _place(self, transfer: DeviceTransfer) -> torch.Tensor | None:
         """Return a free place of the ring, after waiting; None if the transfer is given up."""

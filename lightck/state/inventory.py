@@ -24,9 +24,7 @@ from lightck.state.boundary_codec import join, plain, reference
 from lightck.state.extras import Extra
 from lightck.state.key_order import noted
 from lightck.state.modules import (
-    buffers_of,
     every_module,
-    held_buffers,
     named_buffers,
     named_parameters,
     persistent_buffers,
@@ -370,7 +368,7 @@ class Inventory:
         """
         return self._collected(self._known())
 
-    def glance(self) -> CollectedState:
+    def collect_cached(self) -> CollectedState:
         """Collect as `collect` does, but look only at values and buffers, where that is enough.
 
         Other tensors are returned as they were found last, if there are as many.
@@ -497,15 +495,23 @@ class Inventory:
             [[labels[parameter] for parameter in group["params"]] for group in o.param_groups]
             for o, labels in zip(self.optimizers, known, strict=True)
         ]
-        assigned, kept = (
-            tuple(self.units.assign(lives) if self.units else lives),
-            buffers_of(modules),
+        assigned = tuple(self.units.assign(lives) if self.units else lives)
+        kept = [module._buffers for module in modules]
+        holding = [each for each in kept if each]
+        return _Cache(
+            modules,
+            objects,
+            everything=assigned,
+            shared=self.share(assigned),
+            states=states,
+            orders=orders,
+            held=held,
+            bare=[each for each in kept if not each],
+            holding=holding,
+            buffers=[*chain.from_iterable(map(dict.values, holding))],
+            persistent=persistent_buffers(modules),
+            sizes=_sizes(self.optimizers),
         )
-        shared, sizes = self.share(assigned), _sizes(self.optimizers)
-        bare, holding = [each for each in kept if not each], [each for each in kept if each]
-        buffers = held_buffers(holding), persistent_buffers(modules)
-        rest = (states, orders, held, bare, holding, *buffers, sizes)
-        return _Cache(modules, objects, assigned, shared, *rest)
 
     def _model_lives(self) -> Iterator[StateTensor]:
         holders: dict[int, set[int]] = {}
@@ -638,7 +644,9 @@ def _sizes(optimizers: Sequence[Optimizer]) -> list[int]:
 
 def _same_buffers(cache: _Cache) -> bool:
     """Tell whether modules hold the same buffers as before."""
-    return not any(cache.bare) and _identical(held_buffers(cache.holding), cache.buffers)
+    return not any(cache.bare) and _identical(
+        [*chain.from_iterable(map(dict.values, cache.holding))], cache.buffers
+    )
 
 
 def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -7,11 +7,9 @@ are found while gathered copies stand in.
 
 from __future__ import annotations
 
-import operator
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -77,7 +75,6 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that torch.compile and activation checkpointing put into names; they come and go."""
-_BUFFERS = operator.attrgetter("_buffers")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -134,16 +131,6 @@ def every_module(model: nn.Module) -> list[nn.Module]:
                 seen.add(id(child))
                 found.append(child)
     return found
-
-
-def buffers_of(modules: Iterable[nn.Module]) -> list[dict[str, torch.Tensor | None]]:
-    """Return the dict in which each module keeps its buffers."""
-    return list(map(_BUFFERS, modules))
-
-
-def held_buffers(holding: Iterable[dict[str, torch.Tensor | None]]) -> list[torch.Tensor | None]:
-    """Return every buffer in these dicts, persistent or not."""
-    return list(chain.from_iterable(map(dict.values, holding)))
 
 
 def persistent_buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor]:

@@ -151,7 +151,7 @@ def test_no_slot_of_unknown_fate_is_reused(mistake: bool, region_dir: Path) -> N
             training.step()
             if me.rank == 0:
                 until(lambda: (handle.stats(), not handle._checkpointer.pipeline.persisting)[1])
-        open_steps = [flight.step for flight in handle._checkpointer.pipeline.awaiting]
+        open_steps = [snapshot.step for snapshot in handle._checkpointer.pipeline.awaiting]
         slipped = handle.stats().slipped
         dist.barrier()  # rank 1's close commits what it holds back: only once rank 0 has looked
         Pipeline.poll = kept  # type: ignore[method-assign]

@@ -101,10 +101,10 @@ def test_how_long_after_the_last_ranks_copies_every_rank_knows(region_dir: Path)
         whole: dict[int, float] = {}
         kept = Pipeline._whole
 
-        def noted(pipeline: Pipeline, flight: Any) -> None:
-            captured[flight.step] = flight.captured_s
-            whole[flight.step] = time.monotonic()
-            kept(pipeline, flight)
+        def noted(pipeline: Pipeline, snapshot: Any) -> None:
+            captured[snapshot.step] = snapshot.captured_s
+            whole[snapshot.step] = time.monotonic()
+            kept(pipeline, snapshot)
 
         Pipeline._whole = noted  # type: ignore[method-assign]
         training = Training(me.rank)

@@ -87,7 +87,7 @@ def _any_instant(machine: Machine, rng: random.Random) -> str:
     return "at any instant"
 
 
-def instants(count: int) -> list[Callable[[Machine, random.Random], str]]:
+def boundary_state(count: int) -> list[Callable[[Machine, random.Random], str]]:
     """Return, per kill, how to choose the moment."""
     kinds = [_any_instant, _acknowledged, _creation]
     return [kinds[i % 3] if i < 3 else kinds[i % 2] for i in range(count)]
@@ -99,7 +99,7 @@ def persistent(case: Case, bench: Bench) -> Iterator[Verdict]:
     The kill while the region is made comes first, when there is nothing yet to be lost.
     """
     count = min(bench.kills, case.kills_most)
-    moments = sorted(instants(count), key=lambda moment: moment is not _creation)
+    moments = sorted(boundary_state(count), key=lambda moment: moment is not _creation)
     seen: Seen | None = None
     for moment in [*moments, None]:
         steps = ["fresh"] if seen is None else ["again", case.step("verify")]

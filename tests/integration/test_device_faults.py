@@ -180,16 +180,16 @@ def fast_medium(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Only the product waits for the device itself.
     """
-    behind_s = pipeline.Pipeline.behind_s
+    lag_wait_s = pipeline.Pipeline.lag_wait_s
 
     def settled(pipe: pipeline.Pipeline) -> float:
-        seconds = behind_s(pipe)
-        for flight in pipe.persisting:
-            if flight.sealed:
-                assert flight.writer.snapshot.wait(100.0) == SNAP_COMMITTED, "the medium is stuck"
+        seconds = lag_wait_s(pipe)
+        for snapshot in pipe.persisting:
+            if snapshot.sealed:
+                assert snapshot.writer.snapshot.wait(100.0) == SNAP_COMMITTED, "the medium is stuck"
         return seconds
 
-    monkeypatch.setattr(pipeline.Pipeline, "behind_s", settled)
+    monkeypatch.setattr(pipeline.Pipeline, "lag_wait_s", settled)
 
 
 @pytest.mark.usefixtures("fast_medium")

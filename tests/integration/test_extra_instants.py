@@ -85,11 +85,11 @@ def test_what_is_known_is_taken_at_its_instant_without_a_word(run_dir: Path) -> 
         "dice": torch.Generator(),
     }
     attach(run_dir, adam_loop(), extras=known).close()
-    instants = {extra.name: extra.instant for extra in parse(known)}
-    assert {name for name, at in instants.items() if at == "step"} == {
+    boundary_state = {extra.name: extra.instant for extra in parse(known)}
+    assert {name for name, at in boundary_state.items() if at == "step"} == {
         "sampler", "iterable", "iterator",
     }  # fmt: skip
-    assert {name for name, at in instants.items() if at == "both"} == {"dice"}
+    assert {name for name, at in boundary_state.items() if at == "both"} == {"dice"}
 
 
 class Counting(torch.utils.data.Dataset[torch.Tensor]):

@@ -117,16 +117,16 @@ def test_between_two_optimizers_of_a_step_nothing_is_held(disk_dir: Path) -> Non
 
 def test_what_is_held_is_let_go_at_the_end_and_at_the_deadline_and_nowhere_else() -> None:
     hold = TrainingPause()
-    hold.here(fence=True)
-    hold.here(fence=False)
+    hold.wait_if_paused(fence=True)
+    hold.wait_if_paused(fence=False)
     hold.begin(time.monotonic() + 0.05, at_fence=True)
-    hold.here(fence=False)
-    hold.here(fence=True)
+    hold.wait_if_paused(fence=False)
+    hold.wait_if_paused(fence=True)
     assert time.monotonic() >= hold.until_s
     hold.begin(time.monotonic() + 600.0, at_fence=False)
-    hold.here(fence=True)
+    hold.wait_if_paused(fence=True)
     passed = threading.Event()
-    thread = threading.Thread(target=lambda: (hold.here(fence=False), passed.set()))
+    thread = threading.Thread(target=lambda: (hold.wait_if_paused(fence=False), passed.set()))
     thread.start()
     assert not passed.wait(0.1)
     hold.end()

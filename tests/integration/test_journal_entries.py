@@ -245,7 +245,7 @@ def _once(name: str) -> Callable[[Job], Any]:
 
 def test_the_entry_at_the_fence_leaves_what_is_kept_of_the_last_step(run_dir: Path) -> None:
     job = Job(run_dir)
-    kept = job.handle._checkpointer.journaled
+    kept = job.handle._checkpointer.step_journal
     for _ in range(STEADY):
         job.iterate()
     ended = {name: value.clone() for name, value in kept.ended.copies.items()}

@@ -65,9 +65,9 @@ def test_what_extras_have_beyond_a_limit_is_told_and_costs_no_more(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, position = Job(run_dir), np.arange(200_000)
-    kept, native = job.handle._checkpointer.journaled, job.handle.region.native
+    kept, native = job.handle._checkpointer.step_journal, job.handle.region.native
     job.position["order"] = position
-    job.handle._checkpointer.instants.step_ended(0)
+    job.handle._checkpointer.boundary_state.step_ended(0)
     told = r"extras\['position'\] has 1600\d{3} bytes.*a seed and a position"
     with pytest.warns(UserWarning, match=told):
         kept.begin(0)

@@ -145,7 +145,7 @@ def test_what_changes_silently_after_the_step_is_found_torn(run_dir: Path) -> No
         pipeline = handle._checkpointer.pipeline
         assert isinstance(pipeline, LayerPipeline) and pipeline.begun is not None
         for group in pipeline.begun.queued.values():  # from here on every copy is made
-            pipeline.begun.flight.writer.finish_copies(group.batch)
+            pipeline.begun.snapshot.writer.finish_copies(group.batch)
         loop.model[2].weight.detach().numpy()[...] += 1
         loop.run(1)
         assert handle.stats().torn == 1

@@ -111,8 +111,8 @@ def test_a_window_that_is_open_counts_as_nothing(run_dir: Path) -> None:
     with attach(run_dir, loop) as handle:
         run(loop, handle, 2)
         loop.forward().backward()
-        flight = handle._checkpointer.pipeline.window
-        assert flight is not None and flight.step == 2
+        snapshot = handle._checkpointer.pipeline.window
+        assert snapshot is not None and snapshot.step == 2
         load(loop, state, 7)
         handle.replaced(7)
         assert handle._checkpointer.pipeline.window is None

@@ -45,7 +45,7 @@ def test_a_step_ends_under_the_lock_of_saves(
     with attach(run_dir, loop) as handle:
         loop.run(2)
         checkpointer = handle._checkpointer
-        kept, done = checkpointer.journaled, threading.Event()
+        kept, done = checkpointer.step_journal, threading.Event()
         assert kept is not None
 
         def observe() -> None:

@@ -165,14 +165,14 @@ def test_state_that_cannot_be_taken_twice_leaves_nothing_open(
     with attach(run_dir, loop) as handle:
         loop.run(3)
         checkpointer = handle._checkpointer
-        collect = checkpointer.instants.collect
+        collect = checkpointer.boundary_state.collect
 
         def fails_later(**how: Any) -> Any:
             if checkpointer.pipeline.window is not None:
                 raise KeyError("gone")
             return collect(**how)
 
-        monkeypatch.setattr(checkpointer.instants, "collect", fails_later)
+        monkeypatch.setattr(checkpointer.boundary_state, "collect", fails_later)
         worker = threading.Thread(target=lambda: found.append(handle.snapshot_now("now")))
         worker.start()
         worker.join(SOON_S)

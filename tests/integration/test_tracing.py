@@ -202,7 +202,7 @@ def test_without_a_trace_there_is_nothing_to_write_and_nothing_is_kept(
         assert not allocated.statistics("lineno")
         assert isinstance(handle._hooks.listener, Checkpointer), "something stands in between"
         assert (
-            handle._checkpointer.stalls.trace is None
+            handle._checkpointer.stall_timer.trace is None
             and handle._checkpointer.pipeline.trace is None
         )
         assert len(handle._checkpointer.pipeline.pool.trace()[0]) == 0

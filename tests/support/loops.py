@@ -189,7 +189,8 @@ class SilentPredictor(PreFencePredictor):
 def with_peers(handle: lightck.Handle) -> Any:
     """Write as if other ranks could read what it leaves: then it has an entry at its fence, too."""
     checkpointer = handle._checkpointer
-    kept = checkpointer.journaled
+    kept = checkpointer.step_journal
     assert kept is not None and kept.predictor is None
-    kept.predictor = checkpointer.predictor = SilentPredictor(kept.instants, checkpointer.lock, 1)
+    predictor = SilentPredictor(kept.boundary_state, checkpointer.lock, 1)
+    kept.predictor = checkpointer.predictor = predictor
     return handle

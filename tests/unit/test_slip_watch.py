@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightck.loop.outcomes import SlipWatch
-from lightck.pipeline.inflight import SlipReason
+from lightck.pipeline.pipeline import SlipReason
 
 
 def _noted(caplog: pytest.LogCaptureFixture, fates: dict[int, str | None]) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightck.loop.stall_timer import StallTimer
+from lightck.loop.publisher import StallTimer
 
 
 def test_steps_without_a_snapshot_do_not_count() -> None:

@@ -74,10 +74,10 @@ class TakeoverCoordinator:
             stands=partial(_stands, checkpointer),
             process_durable=process_durable,
             kept=lambda kind: (
-                checkpointer.journaled.entry(kind) if checkpointer.journaled else None
+                checkpointer.step_journal.entry(kind) if checkpointer.step_journal else None
             ),
             must_stand=lambda early: (
-                checkpointer.journaled and checkpointer.journaled.late(early=early)
+                checkpointer.step_journal and checkpointer.step_journal.late(early=early)
             ),
             before=partial(_behind, checkpointer),
         )
@@ -175,7 +175,7 @@ class TakeoverCoordinator:
 
 def _behind(checkpointer: Checkpointer) -> PreUpdateState | None:
     """Return the state before the update that hanging devices have, if it has been saved."""
-    return checkpointer.behind.taken if checkpointer.behind is not None else None
+    return checkpointer.device_lag.taken if checkpointer.device_lag is not None else None
 
 
 def _stands(checkpointer: Checkpointer) -> int | None:

@@ -53,11 +53,11 @@ class Node:
         """A rank's own state as it stands; its blob is a key into `kept`."""
         live, region = self.crew.ranks[rank], self.crew.regions[rank]
         sharing = self.crew.sharing(rank)
-        instants = BoundaryState(
+        boundary_state = BoundaryState(
             Inventory(live.net, [live.optimizer], parse(live.extras), division=sharing)
         )
-        instants.step_ended(0)
-        collected = instants.collect()
+        boundary_state.step_ended(0)
+        collected = boundary_state.collect()
         own = tuple(
             StateTensor(v.name, v.role, v.layer, v.tensor.clone(), sync=True)
             for v in collected.lives
@@ -65,7 +65,7 @@ class Node:
         )
         blob = f"{rank} {step} {kind} {len(self.kept)}".encode()
         self.kept[blob] = RankLocalState(
-            *instants.encode(collected, step, seen=False), lives or own
+            *boundary_state.encode(collected, step, seen=False), lives or own
         )
         region.native.write_journal(kind, step, region.timeline, blob)
 

@@ -61,8 +61,8 @@ class Writer:
         collected = CollectedState(shared.lives, {}, shared.digest)
         total = sum(tensor_layout.describe(v).length for v in shared.lives)
         self.pipeline.placement.prepare(total, self.pool)
-        flight = self.pipeline.open(step, collected, b"a", b"b")
-        assert not isinstance(flight, str), flight
+        snapshot = self.pipeline.open(step, collected, b"a", b"b")
+        assert not isinstance(snapshot, str), snapshot
 
     def commit(self) -> bool:
         """Say whether what was open is committed; otherwise it was torn."""

@@ -170,10 +170,10 @@ class Crew:
         rank, region = self.ranks[number], self.regions[number]
         sharing = self.sharing(number) if self.shares and self.world > 1 else None
         inventory = Inventory(rank.net, [rank.optimizer], parse(rank.extras), division=sharing)
-        instants = BoundaryState(inventory)
-        instants.step_ended(0)
-        collected = instants.collect()
-        blobs = instants.encode(collected, step, seen=False)
+        boundary_state = BoundaryState(inventory)
+        boundary_state.step_ended(0)
+        collected = boundary_state.collect()
+        blobs = boundary_state.encode(collected, step, seen=False)
         plan = CopyPlan(region)
         allocation = plan.update(collected.lives, sum(map(len, blobs)))
         writer = SlotWriter.open(region, self.pool, allocation)
