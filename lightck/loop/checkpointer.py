@@ -201,7 +201,7 @@ class Checkpointer:
                 self.hooks.disarm_forward()
                 self._window_begins(seen=True)
             elif self.due or self.journaled is not None:
-                self.instants.before_forward(generators=True)
+                self.instants.capture_before_forward(generators=True)
         if training:
             self.hold.here(fence=False)
 
@@ -213,7 +213,7 @@ class Checkpointer:
             self.buffers = [buffer._version for buffer in self.inventory.buffers()]
         else:
             self.buffers = []
-            kept = self.journaled.forward(self.steps.step, seen=seen, sure=self.due)
+            kept = self.journaled.forward_started(self.steps.step, seen=seen, full=self.due)
         if self.due:
             self.open(kept, seen=seen)
 
@@ -238,7 +238,7 @@ class Checkpointer:
     def iterating(self, loader: Any, drawing: bool = False) -> None:
         """Take RNG states where a loader starts anew, or draws, from step end to forward start."""
         self._look(loader, drawing)
-        if isinstance(loader, Prefetched) and self.forward_unseen and self.instants.ended:
+        if isinstance(loader, Prefetched) and self.forward_unseen and self.instants.steps_ended:
             return  # whether the forward has begun cannot be told
         self.instants.draws.iterating(drawing=drawing, inside=self.inside)
         if self.enabled and not self.inside and not self.steps.updating:
@@ -272,10 +272,10 @@ class Checkpointer:
     def drawing_ahead(self, iterator: Lookahead) -> None:
         """Take note that a loader draws a batch ahead of the one that it gives."""
         if self.enabled:
-            if self.instants.goes_on(iterator):
+            if self.instants.follows_step_end(iterator):
                 self.iterating(iterator, drawing=True)
             with self.stalls.of("boundary"), self.lock:
-                self.instants.drawing_ahead(iterator)
+                self.instants.note_draw_ahead(iterator)
 
     # ---- the instants ----------------------------------------------------------------------
 
@@ -360,7 +360,7 @@ class Checkpointer:
         kept = self.journaled
         if self.enabled and self.steps.settled and kept is not None and self.predictor is not None:
             with self.stalls.of("fence"), self.lock:
-                kept.fenced(self.steps.step + 1)
+                kept.record_fence(self.steps.step + 1)
 
     # ---- an entry before the fence: other ranks may make the update that this one does not make --
 
@@ -374,20 +374,20 @@ class Checkpointer:
         with self.lock, self.stalls.of("fence"):
             if self.journaled is not None and self.steps.settled and not self.mixed:
                 if complete:
-                    self.journaled.leave(self.steps.step + 1)
+                    self.journaled.write_pre_fence(self.steps.step + 1)
                 else:
-                    self.journaled.take_back(self.steps.step + 1)
+                    self.journaled.void_pre_fence(self.steps.step + 1)
 
     def iteration_left(self, error: BaseException) -> None:
         """Write or void the pre-fence journal entry when an exception leaves the iteration."""
         kept, here = self.journaled, threading.get_ident() == self.thread
         if not (here and self.inside) or self.mixed or kept is None or self.predictor is None:
             return
-        if self.predictor.at_fence(error):
+        if self.predictor.is_state_of_fence(error):
             self.fenced()
         else:
             with self.lock:
-                kept.take_back(self.steps.step + 1)
+                kept.void_pre_fence(self.steps.step + 1)
 
     def thread_stuck(self) -> None:
         """Write or void the pre-fence journal entry when the training thread is stuck.
@@ -400,10 +400,10 @@ class Checkpointer:
             return
         if kept is None or self.predictor is None or frame is None:
             return
-        if self.predictor.at_fence(frame):
-            kept.leave(self.steps.step + 1)
+        if self.predictor.is_state_of_fence(frame):
+            kept.write_pre_fence(self.steps.step + 1)
         else:
-            kept.take_back(self.steps.step + 1)
+            kept.void_pre_fence(self.steps.step + 1)
 
     def _step_ended(self) -> None:
         """Take step end, and ask whether it gets a snapshot. Called under the lock."""
@@ -429,7 +429,7 @@ class Checkpointer:
             ):
                 self.due = True
                 if self.forward_unseen:
-                    self.instants.before_forward(generators=False)
+                    self.instants.capture_before_forward(generators=False)
             with self.outcomes.reported():
                 self.publisher.step_ended()
 
@@ -468,11 +468,11 @@ class Checkpointer:
                     self.outcomes.fence()
                 self.poll(self.pipeline.behind_s())
                 if kept is not None:
-                    collected, trees = kept.collected, (kept.first, kept.second)
+                    collected, trees = kept.collected, (kept.step_end_values, kept.forward_values)
                 else:
                     collected = self.instants.collect()
                     trees = self.instants.trees(collected, step, seen=seen)
-                at_step, at_forward = self.instants.encoded(*trees)
+                at_step, at_forward = self.instants.encode_trees(*trees)
                 flight = self.pipeline.open(step, collected, at_step, at_forward, flags=flags)
                 if isinstance(flight, str):
                     outcomes.slipped(step, flight)
@@ -500,8 +500,8 @@ class Checkpointer:
                 stacklevel=2,
             )
         with self.stalls.of("boundary"), self.lock:
-            if self.journaled is not None and self.journaled.ended is not None:
-                self.instants.forward_missed(self.journaled.ended.copies)
+            if self.journaled is not None and self.journaled.step_end is not None:
+                self.instants.forward_missed(self.journaled.step_end.copies)
             self._window_begins(seen=False)
 
     # ---- optimizers ------------------------------------------------------------------------

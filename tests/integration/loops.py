@@ -191,5 +191,7 @@ def with_peers(handle: lightck.Handle) -> Any:
     checkpointer = handle._checkpointer
     kept = checkpointer.journaled
     assert kept is not None and kept.predictor is None
-    kept.predictor = checkpointer.predictor = SilentPredictor(kept.instants, checkpointer.lock, 1)
+    kept.predictor = checkpointer.predictor = SilentPredictor(
+        kept.boundary_state, checkpointer.lock, 1
+    )
     return handle
