@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-_ROOT = Path(__file__).parent.parent
+_TESTS = Path(__file__).parent
+_ROOT = _TESTS.parent
 
 
 @pytest.fixture
@@ -49,7 +50,12 @@ def testing_library() -> Path:
 
 
 def pytest_configure() -> None:
-    """Undo an ignored SIGINT, which a shell passes on to what it runs in the background."""
+    """Let child processes import what this one does.
+
+    Also undo an ignored SIGINT, which a shell passes on to what it runs in the background.
+    """
+    path = [str(_ROOT), str(_TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, path)))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -8,7 +8,7 @@
 static const char *folder;
 static uint64_t wanted, offered;
 
-/* [counts of events and bytes][events][bytes], as tests/integration/traced.py writes it. */
+/* [counts of events and bytes][events][bytes], as tests/support/traced.py writes it. */
 static void load_trace(const char *path, lck_trace_log *log) {
   FILE *in = fopen(path, "rbe");
   uint64_t counts[2];

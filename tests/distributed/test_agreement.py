@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from memory import MemoryStore, Server
-from missing import never_come
 
 from lightck.distributed.restore.offers import RankView
 from lightck.distributed.restore.selection import decide_restore
 from lightck.distributed.rounds import MAX_BYTES, AgreementRounds, Identity, agree_on_attach
 from lightck.distributed.topology import Topology, find, place, settle
 from lightck.errors import CoordinationError
+from support.distributed.memory import MemoryStore, Server
+from support.distributed.missing import never_come
 
 T1 = 11
 

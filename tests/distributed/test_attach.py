@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-from training import Training
 
 from lightck.region.location import locate
 from lightck.region.region import open_and_recover
+from support.distributed import ranks
+from support.distributed.training import Training
 
 
 def records(path: Path, rank: int) -> dict[int, Any]:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from missing import never_come
-from training import Training
 
 import lightck
 from lightck.errors import CoordinationError
 from lightck.state import tensor_layout
+from support.distributed import ranks
+from support.distributed.missing import never_come
+from support.distributed.training import Training
 
 Outcomes = list[Any]
 

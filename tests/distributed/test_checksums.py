@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import torch
-from written import Crew
 
 from lightck.distributed.restore.offers import Key
 from lightck.distributed.restore.replica_transfer import whole_sums
@@ -15,6 +14,7 @@ from lightck.distributed.sharding import is_own
 from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import location
 from lightck.region.native_region import crc32c, crc32c_combined
+from support.distributed.written import Crew
 
 
 def test_checksums_of_parts_give_that_of_the_whole() -> None:

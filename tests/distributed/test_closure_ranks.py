@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch._dynamo  # what an optimizer would load on first use, in every rank by itself
 from test_just_in_time import AT as FAILS_AT
 from test_just_in_time import Broken, armed, check, resumed
 from test_peer_death import BEFORE, Mortal, last_complete_step_is_everywhere
 from test_resume import begin
-from training import Training
+
+from support.distributed import ranks
+from support.distributed.training import Training
 
 
 class Closed(Mortal):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import ranks
-from training import Training
 
 import lightck
+from support.distributed import ranks
+from support.distributed.training import Training
 
 
 def test_a_model_that_is_wrapped_after_the_restore_goes_on_and_a_new_one_does_not(

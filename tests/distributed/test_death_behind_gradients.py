@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from test_peer_death import (
     AT,
@@ -21,6 +20,8 @@ from test_peer_death import (
     passed,
 )
 from torch import nn
+
+from support.distributed import ranks
 
 PHASE = "gathered"
 

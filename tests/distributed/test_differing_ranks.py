@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from test_fates_of_steps import until
-from training import Training
 
 import lightck
 from lightck.distributed import divergence
 from lightck.distributed.commit.coordinator import CommitCoordinator
 from lightck.errors import DivergenceError, LightckError
+from support.distributed import ranks
+from support.distributed.training import Training
 
 FIRST, LAST = 4, 9
 """The step after which the bit is flipped, and the last one."""

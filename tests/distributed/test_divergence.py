@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from memory import MemoryStore, Server
 
 from lightck.distributed import divergence
 from lightck.distributed import divergence as sample
@@ -26,6 +25,7 @@ from lightck.distributed.commit.protocol import (
 from lightck.distributed.divergence import Divergence, ReplicaSamples, Verdict, decide, inquire
 from lightck.errors import CoordinationError, DivergenceError, LightckError, RegionIOError
 from lightck.state.inventory import Inventory, StateTensor
+from support.distributed.memory import MemoryStore, Server
 
 LONG_S = 100.0
 

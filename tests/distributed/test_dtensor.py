@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Me, started
-from sharded import held, mesh_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -20,6 +18,8 @@ from lightck.region import allocator
 from lightck.region.layout import Entry
 from lightck.state import tensor_layout, tensor_support
 from lightck.state.inventory import Inventory, StateTensor
+from support.distributed.ranks import Me, started
+from support.distributed.sharded import held, mesh_of
 
 SHAPE = (7, 5)
 PLACED: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...]]] = {

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from missing import never_come
 from test_attach import records
 from test_fates_of_steps import settled, step, until
-from training import Training
 
 import lightck.policy
 from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.store import JobStore
 from lightck.errors import CoordinationError
+from support.distributed import ranks
+from support.distributed.missing import never_come
+from support.distributed.training import Training
 
 SHORT = timedelta(seconds=3)
 

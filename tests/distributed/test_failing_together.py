@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-import ranks
-from proof import record
 from test_peer_death import AT, KIND, NEVER, Events, Mortal, go_on
 
 from lightck.types import Failure
+from support.distributed import ranks
+from support.proof import record
 
 LONG_S = 100.0
 

@@ -8,19 +8,19 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from test_attach import records
-from training import Training
 
 import lightck
 from lightck.errors import CoordinationError
 from lightck.pipeline.pipeline import Pipeline
 from lightck.region.region import Region
 from lightck.region.slot_writer import SlotWriter
+from support import faults
+from support.distributed import ranks
+from support.distributed.training import Training
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import proof
 import pytest
 import torch
-from ranks import Me, started
-from sharded import (
+
+import lightck
+from support import proof
+from support.distributed.ranks import Me, started
+from support.distributed.sharded import (
     OPTIMIZERS,
     differing,
     loss_of,
@@ -20,8 +22,6 @@ from sharded import (
     settle,
     train,
 )
-
-import lightck
 
 STEPS, KILLED_AFTER = 6, 3
 MANY = 20

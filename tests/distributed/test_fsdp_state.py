@@ -10,20 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Me, started
-from sharded import (
-    OPTIMIZERS,
-    Net,
-    differing,
-    full,
-    held,
-    loss_of,
-    mesh_of,
-    net,
-    parts,
-    settle,
-    train,
-)
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -40,6 +26,20 @@ from lightck.reader.assembly import AssembledSnapshot
 from lightck.region.layout import Entry
 from lightck.region.layout import Shard as Part
 from lightck.state.inventory import Inventory
+from support.distributed.ranks import Me, started
+from support.distributed.sharded import (
+    OPTIMIZERS,
+    Net,
+    differing,
+    full,
+    held,
+    loss_of,
+    mesh_of,
+    net,
+    parts,
+    settle,
+    train,
+)
 
 
 def on_ranks(world: int, code: Callable[[Me], Any]) -> list[Any]:

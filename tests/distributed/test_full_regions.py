@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 from test_peer_death import FORWARD, LAST, LONG_S, LOOP, Mortal, first_life, go_on, stand
-from training import Training
 
 from lightck.distributed.commit.coordinator import CommitCoordinator
+from support.distributed import ranks
+from support.distributed.training import Training
 
 
 def count_nothing_behind_step_1() -> None:

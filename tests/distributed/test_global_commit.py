@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from memory import Fault, MemoryStore, Server
 
 from lightck.distributed.commit.coordinator import LATE, CommitCoordinator, Limits
 from lightck.distributed.commit.due_steps import DueCalendar, DueStep
@@ -22,6 +21,7 @@ from lightck.distributed.commit.protocol import (
 )
 from lightck.errors import CoordinationError
 from lightck.types import Fate
+from support.distributed.memory import Fault, MemoryStore, Server
 
 LONG_S = 100.0  # far beyond what any of these needs
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from test_resume import same, state_of
 from torch.nn.parallel import DistributedDataParallel
-from training import Training
 
 import lightck
 from lightck.errors import LightckError
+from support.distributed import ranks
+from support.distributed.training import Training
 
 LAST = 24
 LIVES = 4

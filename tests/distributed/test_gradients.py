@@ -10,15 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from proof import record_whole
-from ranks import Me
-from replicas import Case, compared, made, micro_batch, register, same_bits, train
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightck
+from support.distributed import ranks
+from support.distributed.ranks import Me
+from support.distributed.replicas import (
+    Case,
+    compared,
+    made,
+    micro_batch,
+    register,
+    same_bits,
+    train,
+)
+from support.proof import record_whole
 
 VIEWS: tuple[dict[str, Any], ...] = (
     {"gradient_as_bucket_view": True},

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch.distributed as dist
-from ranks import Gone, Me
 from test_peer_death import AT, KIND, LAST, NEVER, Mortal, go_on, golden, until
 from test_resume import same, state_of
 from torch import nn
@@ -31,6 +29,8 @@ from lightck.region import location
 from lightck.region.native_region import FENCE, FORWARD, STEP_END
 from lightck.region.region import open_and_recover
 from lightck.types import Failure, Saved
+from support.distributed import ranks
+from support.distributed.ranks import Gone, Me
 
 HOURS_S = 1e5
 INSIDE = ["fence", "half", "updated"]

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from ranks import Gone, Me
-from savers import LoneSaver
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightck.failure.hang import CollectivePosition, HangWatch, current_collective
 from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, HandleGuard
 from lightck.types import Failure, Saved
+from support.distributed import ranks
+from support.distributed.ranks import Gone, Me
+from support.savers import LoneSaver
 
 
 def barrier() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from islands import Islands, check
-from training import Training
-from written import Rank
 
 import lightck
+from support.distributed import ranks
+from support.distributed.islands import Islands, check
+from support.distributed.training import Training
+from support.distributed.written import Rank
 
 LAST = 8
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
-from islands import Islands, check
-from written import Crew, Net, Rank
 
 import lightck
 from lightck.errors import CoordinationError, NoSnapshotError, RegionFormatError
 from lightck.region.native_region import RECORD_EARLY, RECORD_SUSPECT
+from support.distributed import ranks
+from support.distributed.islands import Islands, check
+from support.distributed.written import Crew, Net, Rank
 
 SHAPES = [(2, 2), (3, 3), (4, 2)]
 """Ranks, and nodes that they are spread over."""

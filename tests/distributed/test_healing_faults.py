@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from islands import Islands, check
-from written import Crew
 
 from lightck.distributed.restore import protocol, replica_transfer
 from lightck.distributed.restore import protocol as gifts
@@ -25,6 +22,9 @@ from lightck.distributed.restore.replica_transfer import P2PChannel
 from lightck.distributed.store import JobStore
 from lightck.errors import CoordinationError, NoSnapshotError
 from lightck.reader.assembly import AssembledSnapshot
+from support.distributed import ranks
+from support.distributed.islands import Islands, check
+from support.distributed.written import Crew
 
 NAME = "model/second.weight"
 

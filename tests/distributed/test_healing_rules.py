@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from test_choice import T1, view
-from written import Crew, Rank, replicated
 
 from lightck.distributed.restore.local_state import LocalState
 from lightck.distributed.restore.offers import Key, RankView
@@ -35,6 +34,7 @@ from lightck.reader.fill import fresh
 from lightck.region import location
 from lightck.state.extras import parse
 from lightck.state.inventory import Inventory
+from support.distributed.written import Crew, Rank, replicated
 
 K8 = Key(T1, 8, 3)
 

@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
-import ranks
 import torch
 import torch._dynamo  # what an optimizer would load on first use, in every rank by itself
 import torch.distributed as dist
-from ranks import Me
 from test_golden import Job, golden
 from test_resume import state_of
 
 from lightck.failure.watchdog import SaveTask
 from lightck.types import Failure
+from support import faults
+from support.distributed import ranks
+from support.distributed.ranks import Me
 
 WORLD, NEVER = 2, 10**6
 SLOW_S = 0.1  # of every sync: dozens of steps would fit into a commit

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import interleavings
 import pytest
-from interleavings import Rank, explore, world
 
 from lightck.distributed.commit import due_steps as module
 from lightck.distributed.commit.protocol import Add, Claim, CommitProtocol, DueStep
+from support.distributed import interleavings
+from support.distributed.interleavings import Rank, explore, world
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-import proof
 import pytest
 import torch.distributed as dist
-from processes import Child, Parent, start
 
 from lightck.distributed import store as module
 from lightck.distributed.commit.coordinator import CommitCoordinator, Limits
@@ -22,6 +20,8 @@ from lightck.distributed.store import JobStore, bounded, default_store
 from lightck.distributed.topology import find, here
 from lightck.errors import CoordinationError, StoreError
 from lightck.types import Fate
+from support import proof
+from support.processes import Child, Parent, start
 
 LONG_S = 100.0
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from memory import MemoryStore, Server
 from test_peers import LONG_S, NOWHERE, until
 
 from lightck.distributed.topology import Topology
@@ -19,6 +18,7 @@ from lightck.failure.jit_save import JitSaver
 from lightck.failure.jit_save_ranks import RankJitSaver
 from lightck.failure.peer_monitor import PeerMonitor, PeerStatus
 from lightck.types import Saved
+from support.distributed.memory import MemoryStore, Server
 
 
 class Node:

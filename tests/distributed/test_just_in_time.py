@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch._dynamo  # what an optimizer would load on first use, in every rank
 from test_resume import LAST, attach, begin, golden, losses_of, restore, same, state_of
-from training import Training
 
 import lightck
 from lightck.region import location
 from lightck.region.location import Location
 from lightck.region.region import open_and_recover
+from support.distributed import ranks
+from support.distributed.training import Training
 
 AT = 4
 """The last complete step when it fails."""

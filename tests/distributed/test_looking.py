@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from test_restore import damage_payload
-from written import T1, Crew, differences
 
 import lightck
 from lightck.cli.main import main
@@ -18,6 +17,7 @@ from lightck.distributed.restore.offers import Key
 from lightck.distributed.restore.survey import RegionSurvey
 from lightck.errors import NoSnapshotError
 from lightck.load import load_tensors
+from support.distributed.written import T1, Crew, differences
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import ranks
-from islands import Islands
 from test_healed_jobs import begin, losses_of
-from written import Rank
 
 import lightck
 from lightck.region import location
 from lightck.region.region import Region
+from support.distributed import ranks
+from support.distributed.islands import Islands
+from support.distributed.written import Rank
 
 
 def killed_after_attach(islands: Islands) -> list[int]:

@@ -8,14 +8,14 @@ import time
 from dataclasses import asdict
 from datetime import timedelta
 
-import proof
 import pytest
 import torch.distributed as dist
-from simulation import Costs, Simulation, measure
 
 from lightck.distributed.commit.protocol import Add, Claim, CommitProtocol, DueStep
 from lightck.distributed.store import JobStore
 from lightck.types import Fate
+from support import proof
+from support.distributed.simulation import Costs, Simulation, measure
 
 WORLD, CLIENTS, STEPS = 1000, 8, 5
 

@@ -8,21 +8,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-import proof
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from test_fates_of_steps import settled, until
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Training
 
 import lightck
 from lightck.pipeline.commit_barrier import SingleProcessBarrier
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore import progress
 from lightck.state.modules import innermost, named_buffers, named_parameters
+from support import proof
+from support.distributed import ranks
+from support.distributed.training import Training
 
 
 def plain() -> nn.Module:

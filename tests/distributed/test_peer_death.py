@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch._dynamo  # what an optimizer would load on first use, in every rank by itself
-from proof import record
 from test_golden import Job
 from test_resume import same, state_of
 from torch.utils.data import DataLoader
@@ -27,6 +25,8 @@ from lightck.failure.takeover.takeover import Takeover
 from lightck.region import location
 from lightck.region.region import open_and_recover
 from lightck.region.slot_writer import SlotWriter
+from support.distributed import ranks
+from support.proof import record
 
 LAST, AT = 7, 4
 NEVER = 10**6
@@ -367,7 +367,7 @@ def test_a_survivor_that_dies_while_it_takes_over_is_followed_by_the_next(region
 
     def prepare(me: ranks.Me, job: Mortal) -> None:
         passed(me, job, 1, "backward")
-        write, of = Takeover._write_snapshot, Takeover.of
+        write, of = Takeover._write_snapshot, Takeover.complete
 
         def end(*_: Any) -> None:
             me.send("at it")
@@ -387,7 +387,7 @@ def test_a_survivor_that_dies_while_it_takes_over_is_followed_by_the_next(region
         if me.rank == 0:
             Takeover._write_snapshot = dying  # type: ignore[method-assign]
         if me.rank == 2:
-            Takeover.of = following  # type: ignore[method-assign]
+            Takeover.complete = following  # type: ignore[method-assign]
 
     code = first_life(region_dir, 1, "backward", prepare=prepare, policy=NEVER)
     with ranks.started(3, code) as job:

@@ -11,9 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ranks
-from memory import MemoryStore, Server
-from training import Training
 
 from lightck.distributed.topology import Topology
 from lightck.errors import StoreError
@@ -22,6 +19,9 @@ from lightck.region import location
 from lightck.region.location import Location
 from lightck.region.native_region import RegionSpec
 from lightck.region.region import Region
+from support.distributed import ranks
+from support.distributed.memory import MemoryStore, Server
+from support.distributed.training import Training
 
 LONG_S = 100.0
 NOWHERE = Location(Path("/nowhere"), Path("/nowhere"), is_device=True)

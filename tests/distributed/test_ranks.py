@@ -6,11 +6,11 @@ import os
 import time
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 
 from lightck.errors import TornSnapshotError
+from support.distributed import ranks
 
 
 def total(me: ranks.Me) -> float:

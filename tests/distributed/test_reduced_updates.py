@@ -8,18 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from proof import record_whole
-from ranks import Me
-from replicas import OPTIMIZERS, Case, compared, made, micro_batch, register, same_bits, train
 from torch.nn.parallel import DistributedDataParallel
 
 import lightck
 from lightck.errors import ConfigError
 from lightck.layerwise import updates as layer_updates
 from lightck.layerwise.updates import step_only
+from support.distributed import ranks
+from support.distributed.ranks import Me
+from support.distributed.replicas import (
+    OPTIMIZERS,
+    Case,
+    compared,
+    made,
+    micro_batch,
+    register,
+    same_bits,
+    train,
+)
+from support.proof import record_whole
 
 KINDS = ("checkpointed", "tied", "half", "mixed")
 VIEW: dict[str, Any] = {"gradient_as_bucket_view": True}

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 from test_fates_of_steps import step
-from training import Training
 
 import lightck
+from support.distributed import ranks
+from support.distributed.training import Training
 
 
 def peer() -> list[dict[str, Any]]:

@@ -9,10 +9,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from ranks import Me
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -24,6 +22,8 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
 from lightck.distributed.topology import Topology
 from lightck.state.inventory import Inventory, RankShare
+from support.distributed import ranks
+from support.distributed.ranks import Me
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit

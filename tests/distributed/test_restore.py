@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from memory import Server
-from missing import never_come
-from together import together
-from written import T2, Crew, Rank, differences
 
 import lightck
 from lightck.errors import CoordinationError, NoSnapshotError, RegionFormatError
@@ -21,6 +17,10 @@ from lightck.region import location
 from lightck.region.native_region import RECORD_EARLY, RECORD_SUSPECT
 from lightck.region.region import Region
 from lightck.types import RestoreInfo
+from support.distributed.memory import Server
+from support.distributed.missing import never_come
+from support.distributed.together import together
+from support.distributed.written import T2, Crew, Rank, differences
 
 OWN = ("model/seen", "position", "noise", "rng")
 """Each rank has its own of these, but `rng` is this process's, which the ranks here share."""

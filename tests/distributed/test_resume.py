@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from missing import never_come
-from training import Training
 
 import lightck
 from lightck.errors import CoordinationError, NoSnapshotError
+from support.distributed import ranks
+from support.distributed.missing import never_come
+from support.distributed.training import Training
 
 LAST = 8
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Me, started
-from sharded import differing, full, held, mesh_of, parts
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
@@ -18,6 +16,8 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import AdamW, Optimizer
 
 import lightck
+from support.distributed.ranks import Me, started
+from support.distributed.sharded import differing, full, held, mesh_of, parts
 
 
 def tensor_parallel(me: Me) -> nn.Module:

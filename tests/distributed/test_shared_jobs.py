@@ -6,15 +6,10 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import proof
 import pytest
-import ranks
 import torch
-from ranks import Me
-from shared import Readers, stored
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Training
 
 import lightck
 from lightck.errors import CoordinationError
@@ -22,6 +17,11 @@ from lightck.region.layout import Entry
 from lightck.region.location import locate
 from lightck.region.region import open_and_recover
 from lightck.state.inventory import Inventory
+from support import proof
+from support.distributed import ranks
+from support.distributed.ranks import Me
+from support.distributed.shared import Readers, stored
+from support.distributed.training import Training
 
 PAGE = 4096
 METADATA = 256 << 10

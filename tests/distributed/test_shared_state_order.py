@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import ranks
-from training import Training
 
 import lightck
+from support.distributed import ranks
+from support.distributed.training import Training
 
 ORDER = ["step", "exp_avg", "exp_avg_sq"]
 

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch._dynamo  # what an optimizer would load on first use, in every rank by itself
 import torch.distributed as dist
-from proof import record
-from ranks import Gone, Me
 from test_golden import Job
 from test_resume import same, state_of
 
 from lightck.failure.watchdog import HANG_STATUS
 from lightck.types import Failure, Saved
+from support.distributed import ranks
+from support.distributed.ranks import Gone, Me
+from support.proof import record
 
 LAST, AT, WORLD = 7, 4, 2
 NEVER = 10**6

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from node import JIT, LONG_S, Live, Node
 from test_restore import check, restore
-from written import T2
 
 from lightck.errors import TornSnapshotError
 from lightck.failure.takeover import coordinator
@@ -23,6 +21,8 @@ from lightck.region.native_region import FORWARD, STEP_END
 from lightck.region.region import open_and_recover
 from lightck.state.inventory import StateTensor
 from lightck.types import Saved
+from support.distributed.node import JIT, LONG_S, Live, Node
+from support.distributed.written import T2
 
 
 class Saves:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
-from node import JIT, Node
 from test_restore import check, restore
-from written import NoSlotError
 
 from lightck.failure.takeover.takeover import TakeoverResult, common_instant
 from lightck.region.native_region import FENCE, RECORD_EARLY, STEP_END
 from lightck.region.region import Region
+from support.distributed.node import JIT, Node
+from support.distributed.written import NoSlotError
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from proof import record
 from test_resume import same
 
-HERE = Path(__file__).parent
+from support.proof import record
+
 LAST = 12
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # pytorch issue 135712
 
@@ -22,18 +22,20 @@ OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # pytorch issue 135712
 def torchrun(folder: Path, region: Path, world: int, *deaths: str) -> subprocess.Popen[bytes]:
     """A job in a session of its own; its output lies in `folder`."""
     options = ["--standalone", f"--nproc-per-node={world}", f"--max-restarts={len(deaths)}"]
-    script = [str(HERE / "torchrun_training.py"), str(folder), str(region), str(LAST), *deaths]
+    script = [
+        "-m",
+        "support.distributed.torchrun_training",
+        str(folder),
+        str(region),
+        str(LAST),
+        *deaths,
+    ]
     folder.mkdir(exist_ok=True)
     region.mkdir(exist_ok=True)
     with (folder / "output").open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *options, *script],
-            env={
-                **os.environ,
-                **OWN_STORE,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(sys.path),
-            },
+            env={**os.environ, **OWN_STORE, "OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

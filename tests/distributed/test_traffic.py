@@ -8,10 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ranks
 import torch
-from ranks import Me
-from replicas import STEPS, Case, made, micro_batch, train
 
 import lightck
 from lightck.cli import timeline_data
@@ -19,6 +16,9 @@ from lightck.distributed.ddp import CommObserver
 from lightck.region.native_pool import SPAN_DTYPE
 from lightck.tracing.perfetto import document
 from lightck.tracing.trace import Event, Recorded
+from support.distributed import ranks
+from support.distributed.ranks import Me
+from support.distributed.replicas import STEPS, Case, made, micro_batch, train
 
 
 def traced(me: Me, case: Case, folder: Path, **settings: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightck
 from lightck.region import location
+from support.distributed import ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its own

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import Readers, sharing, whole, writers
 
 from lightck.errors import CorruptSnapshotError
 from lightck.pipeline.placement import Mode
 from lightck.reader.assembly import assemble
 from lightck.state.inventory import StateTensor
+from support.distributed.shared import Readers, sharing, whole, writers
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool, torch.complex64,

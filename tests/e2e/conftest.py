@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from resume import Bed, Server
+
+from support.e2e.resume import Bed, Server
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from back_ends import make_pool, needs_pmdk
-from jobs import Plain
-from pmdk_jobs import InAPool
-from resume import KILLS, Bed, same_end, same_steps
 
 import lightck
+from support.back_ends import make_pool, needs_pmdk
+from support.e2e.jobs import Plain
+from support.e2e.pmdk_jobs import InAPool
+from support.e2e.resume import KILLS, Bed, same_end, same_steps
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
 
@@ -29,6 +28,7 @@ from bench.group import Place
 from bench.measures.loop import Loop
 from bench.record import Result
 from bench.work import Training, Work, tensors
+from support import processes
 
 _ROOT = Path(__file__).parents[2]
 _MAIN = {

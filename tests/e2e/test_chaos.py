@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from chaos_runs import NEVER, TRAINER, TWO, chaos, faults
-from proof import record
 
 from lightck.cli.chaos.runner import descendants, network_refusal
 from lightck.cli.main import main
 from lightck.failure.fault_plan import PHASES
+from support.e2e.chaos_runs import NEVER, TRAINER, TWO, chaos, faults
+from support.proof import record
 
 _ENDING = {"exception", "term", "kill", "corrupt", "hang"}
 
@@ -95,7 +95,7 @@ def test_a_network_drop_passes() -> None:
 def test_faults_of_several_kinds_and_phases_under_torchrun() -> None:
     """No step is ever due; what the last one leaves is killed once more, in its restore."""
     texts = ["exception:4:backward:1", "kill:5:restore:0", "term:7:commit:*", "kill:9:between:1"]
-    command = [*TWO, TRAINER[1], "--steps", "11", "--policy", str(NEVER)]
+    command = [*TWO, *TRAINER[1:], "--steps", "11", "--policy", str(NEVER)]
     document = chaos(*faults(*texts), "--", *command, LIGHTCK_FAILURE="jit")
     assert document["identical"] and document["world"] == 2
     assert [row for row in document["faults"] if not (row["fired"] and row["identical"])] == []
@@ -113,7 +113,7 @@ _ON_RANKS = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("texts", _ON_RANKS, ids=lambda texts: texts[0])
 def test_several_ranks_and_every_phase_under_torchrun(texts: list[str]) -> None:
-    command = [*TWO, TRAINER[1], "--steps", "22"]
+    command = [*TWO, *TRAINER[1:], "--steps", "22"]
     document = chaos("--patience", "3", *faults(*texts), "--", *command)
     assert document["identical"] and document["world"] == 2
     assert all(row["fired"] for row in document["faults"])
@@ -122,7 +122,7 @@ def test_several_ranks_and_every_phase_under_torchrun(texts: list[str]) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_torchrun_restarts_the_ranks_itself() -> None:
-    command = [*TWO, "--max-restarts=3", TRAINER[1], "--steps", "16"]
+    command = [*TWO, "--max-restarts=3", *TRAINER[1:], "--steps", "16"]
     document = chaos(*faults("kill:5:backward:1", "exception:10:update:0"), "--", *command)
     assert document["identical"] and document["lives"] == 1
     assert all(row["resumed"] is not None for row in document["faults"])

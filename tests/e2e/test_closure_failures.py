@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from failing import FailingClosed
-from jobs import Plain, batch
-from resume import Bed, same_end, same_steps
 from test_failures import EXACT
 from torch.nn import functional as F
-from trainer import Run
+
+from support.e2e.failing import FailingClosed
+from support.e2e.jobs import Plain, batch
+from support.e2e.resume import Bed, same_end, same_steps
+from support.e2e.trainer import Run
 
 
 class Closed(Plain):

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import CLASSES, small_model
-from resume import Bed
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from trainer import Job, Run
 
 import lightck
+from support.e2e.jobs import CLASSES, small_model
+from support.e2e.resume import Bed
+from support.e2e.trainer import Job, Run
 
 TORCHDATA = "torchdata.stateful_dataloader"
 BATCHES = 5

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import CLASSES, Plain, batch, small_model
-from resume import Bed
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from trainer import Run
 
 import lightck
+from support.e2e.jobs import CLASSES, Plain, batch, small_model
+from support.e2e.resume import Bed
+from support.e2e.trainer import Run
 
 
 class Meter:

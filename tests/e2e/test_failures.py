@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from failing import PHASES, Failing
-from resume import Bed, Outcome, same_end, same_steps
+
+from support.e2e.failing import PHASES, Failing
+from support.e2e.resume import Bed, Outcome, same_end, same_steps
 
 EXACT = ("forward", "backward", "micro-batches")
 

@@ -7,12 +7,12 @@ goes into docs/proof.md's table.
 from __future__ import annotations
 
 import pytest
-from chaos_runs import NEVER, TRAINER, TWO, chaos, faults
-from proof import record
 
 from lightck.cli.chaos import plan as chaos_plan
 from lightck.cli.chaos.runner import network_refusal
 from lightck.failure.fault_plan import NOT_IN
+from support.e2e.chaos_runs import NEVER, TRAINER, TWO, chaos, faults
+from support.proof import record
 
 PARTS = {
     "before": ["forward", "backward"],
@@ -120,7 +120,7 @@ def run(kind: str, policy: str, part: str, plan: Plan) -> dict[str, int]:
     patience, limits = ("40", ["--hang-s=5", "--hang-exit-s=2"]) if hangs else ("8", ["--hang-s=2"])
     words = ["--hold", "0.2", "--patience", patience, *faults(*(text for _, text in plan))]
     # Torchrun starts its workers again by itself, unless it is ended.
-    command = [*TWO, f"--max-restarts={2 * len(plan)}", TRAINER[1], "--steps", str(last)]
+    command = [*TWO, f"--max-restarts={2 * len(plan)}", *TRAINER[1:], "--steps", str(last)]
     command += ["--evaluates", *limits, f"--policy={NEVER if policy == OFF else 1}"]
     document = chaos(*words, "--", *command, LIGHTCK_FAILURE="jit")
     assert document["world"] == 2 and document["identical"], document["differences"]

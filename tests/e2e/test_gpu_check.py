@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import processes
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from bench.gpu import measuring, results
 from bench.gpu.__main__ import _BUDGET_S
 from bench.gpu.check import Check
 from bench.gpu.parts import PARTS, TESTS, Part, contenders_of, definition_of, seconds_of
+from support import processes
 
 _ROOT = Path(__file__).parents[2]
 _MEASURED = [part for part in PARTS if part.group != TESTS]

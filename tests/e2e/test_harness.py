@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Plain
-from resume import Bed, same_end
-from trainer import Run
+
+from support.e2e.jobs import Plain
+from support.e2e.resume import Bed, same_end
+from support.e2e.trainer import Run
 
 
 class WithoutOptimizer(Plain):

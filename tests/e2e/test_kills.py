@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import proof
 import pytest
-from kill_jobs import CALLS, DELAYS, Racing, Trained
-from resume import Outcome, Server, request, same_end, same_steps
+
+from support import proof
+from support.e2e.kill_jobs import CALLS, DELAYS, Racing, Trained
+from support.e2e.resume import Outcome, Server, request, same_end, same_steps
 
 MEDIA = ("tmpfs", "ext4 sync", "ext4 process", "hugetlbfs")
 LONGEST_S = 0.9

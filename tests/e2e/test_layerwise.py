@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Plain, batch
-from resume import Bed
 from torch.nn import functional as F
-from trainer import Run
 
 import lightck
+from support.e2e.jobs import Plain, batch
+from support.e2e.resume import Bed
+from support.e2e.trainer import Run
 
 
 class Layers(Plain):

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import Plain, batch, small_model
-from resume import HERE, KILLS, Bed, request, same_end, same_steps
 from torch import nn
 from torch.nn import functional as F
-from trainer import Run
 
 import lightck
+from support.e2e.jobs import Plain, batch, small_model
+from support.e2e.resume import JOBS, KILLS, Bed, request, same_end, same_steps
+from support.e2e.trainer import Run
 
 
 class Late(Plain):
@@ -196,9 +196,11 @@ class Handless(Plain):
 def test_interpreter_that_exits_without_close_keeps_what_was_open(bed: Bed, tmp_path: Path) -> None:
     asked = request(Handless, bed.folder / "run", "attach", last=5, settle=False)
     asked |= {"out": str(tmp_path / "out"), "log": str(tmp_path / "log")}
-    code = "import json, sys, trainer; trainer.main(json.loads(sys.argv[1]))"
+    code = (
+        "import json, sys; from support.e2e import trainer; trainer.main(json.loads(sys.argv[1]))"
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent.parent)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(JOBS), os.environ["PYTHONPATH"]])
     # Nothing waits: the exit itself has to commit what is open.
     subprocess.run(
         [sys.executable, "-c", code, json.dumps(asked)], check=True, env=environment, timeout=250

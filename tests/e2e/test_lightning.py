@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from failing import Broken, Never
-from jobs import batch, small_model
-from resume import Bed, same_end, same_steps
 from torch.nn import functional as F
-from trainer import Job, Run
+
+from support.e2e.failing import Broken, Never
+from support.e2e.jobs import batch, small_model
+from support.e2e.resume import Bed, same_end, same_steps
+from support.e2e.trainer import Job, Run
 
 INSIDE = ("forward", "zero_grad", "backward", "clipping")
 

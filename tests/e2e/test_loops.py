@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo  # seconds to import: before the server forks
-from jobs import CLASSES, Plain, batch, small_model
-from resume import Bed
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
-from trainer import Run
+
+from support.e2e.jobs import CLASSES, Plain, batch, small_model
+from support.e2e.resume import Bed
+from support.e2e.trainer import Run
 
 HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks"
 """torch's own warning, whoever has a global hook."""

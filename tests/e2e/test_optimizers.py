@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import batch, small_model
-from resume import Bed
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from trainer import Job, Run
 
 import lightck
+from support.e2e.jobs import batch, small_model
+from support.e2e.resume import Bed
+from support.e2e.trainer import Job, Run
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{"t0": 3.0, "lambd": 0.01}],

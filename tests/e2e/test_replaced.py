@@ -6,12 +6,12 @@ import copy
 from typing import Any
 
 import pytest
-from jobs import Plain, batch
-from resume import Bed, same_end
 from torch.nn import functional as F
-from trainer import Run
 
 import lightck
+from support.e2e.jobs import Plain, batch
+from support.e2e.resume import Bed, same_end
+from support.e2e.trainer import Run
 
 NOW_AT = 4
 """Step after which, or inside the iteration behind it, the state is replaced."""

@@ -7,13 +7,13 @@ import os
 import sys
 from pathlib import Path
 
-import processes
 import pytest
 import torch
 from torch import nn
 
 import lightck
 from lightck.cli.main import main
+from support import processes
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from torch import nn
 import lightck
 from lightck.cli.main import main
 from lightck.watch import readings
+from support import processes
 
 STATISTICS = 8192 + 16 * 4096
 """Offset of the page, see docs/design.md section 3."""

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Plain, batch, small_model
-from resume import Bed, request, same_end
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from trainer import Run
 
 import lightck
+from support.e2e.jobs import Plain, batch, small_model
+from support.e2e.resume import Bed, request, same_end
+from support.e2e.trainer import Run
 
 
 class TiedModel(nn.Module):

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
 from torch import nn
 
 import lightck
 from lightck.cli.main import main
+from support import processes
 
 _PATIENCE_S = 100.0
 

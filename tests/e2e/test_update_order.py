@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Plain, batch, small_model
-from resume import Bed
 from torch import nn
 from torch.nn import functional as F
-from trainer import Job, Run
 
 import lightck
+from support.e2e.jobs import Plain, batch, small_model
+from support.e2e.resume import Bed
+from support.e2e.trainer import Job, Run
 
 
 class Gan(Job):

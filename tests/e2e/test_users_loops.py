@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nanogpt import NanoGPT
-from resume import KILLS, Bed, same_end, same_steps
 from test_data import BATCHES, Sampled
-from titan import Titan
-from trainer import Job
+
+from support.e2e.nanogpt import NanoGPT
+from support.e2e.resume import KILLS, Bed, same_end, same_steps
+from support.e2e.titan import Titan
+from support.e2e.trainer import Job
 
 
 def check(
@@ -79,7 +80,7 @@ ACCELERATE = [
 )
 def test_accelerates_loop(bed: Bed, rng: np.random.Generator, params: dict[str, Any]) -> None:
     pytest.importorskip("accelerate", reason="SKIPPED: accelerate is not installed")
-    job = importlib.import_module("accelerated").Accelerated
+    job = importlib.import_module("support.e2e.accelerated").Accelerated
     # The last batch of an epoch ends a step there, too.
     epoch = -(-BATCHES // params.get("accumulate", 1))
     seeds_workers = params["where"] == "skip" and params["workers"] > 0

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import lightck
+from support import processes
 
 # What torch warns of on a GPU is not known here; lightck's own warnings are not what is tested.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -22,7 +22,7 @@ from tests.guest import image, jobs
 from tests.guest.kills import Bench
 from tests.guest.machine import GuestError
 from tests.guest.verdict import Verdict
-from tests.proof import record
+from tests.support.proof import record
 
 ROOM_BYTES = 3 << 30
 """The memory of two machines and an image may take this much."""

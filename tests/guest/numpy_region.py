@@ -18,9 +18,10 @@ _package = types.ModuleType("lightck")
 _package.__path__ = [str(ROOT / "lightck")]
 sys.modules["lightck"] = _package
 
+from tests.regions import Book, Contents, newest, same  # noqa: E402
+
 from lightck.region import location, native_region  # noqa: E402
 from lightck.region.region import Region, open_and_recover  # noqa: E402
-from tests.regions import Book, Contents, newest, same  # noqa: E402
 
 UNITS = ("none", "byte", "line", "page")
 SIZES = {"weight": 300_000, "bias": 77, "moment": 65_536, "step": 8}

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import faults
-import processes
 import pytest
 import torch
-from loops import Digests, Loop, adam_loop, train
+
+from support import faults, processes
+from support.loops import Digests, Loop, adam_loop, train
 
 
 @pytest.fixture(autouse=True)

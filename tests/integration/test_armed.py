@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch._dynamo  # noqa: F401 - what an optimizer would load on first use, in every child
-from loops import Loop, adam_loop, attach, steps_at
-from processes import run
 
 import lightck
 from lightck.failure import signals
+from support.loops import Loop, adam_loop, attach, steps_at
+from support.processes import run
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STEPS = 3

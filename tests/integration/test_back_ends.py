@@ -11,18 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import faults
 import numpy as np
-import processes
-import proof
 import pytest
-from back_ends import KINDS, Ground, Kind, prepared
-from regions import contents_of, newest, random_contents, same, stored
 
 from lightck.errors import CorruptSnapshotError, RegionBusyError, RegionFullError
 from lightck.region import location
 from lightck.region.region import Region, open_and_recover
 from lightck.region.survival import POWER_LOSS
+from support import faults, processes, proof
+from support.back_ends import KINDS, Ground, Kind, prepared
+from support.regions import contents_of, newest, random_contents, same, stored
 
 SIZES = {"a": 1, "b": 63, "c": 4097, "d": 100_000, "empty": 0}
 RECORDS_AT = 8192

@@ -7,12 +7,12 @@ import logging
 import warnings
 from pathlib import Path
 
-import faults
 import pytest
 import torch
-from loops import Loop, adam_loop, of_live, of_stored, steps_at
 
 import lightck
+from support import faults
+from support.loops import Loop, adam_loop, of_live, of_stored, steps_at
 
 # Where a snapshot can fail, and on which medium the place is visited.
 PLACES = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from loops import adam_loop, attach, of_stored, restored, steps_at, train
 
 import lightck
+from support.loops import adam_loop, attach, of_stored, restored, steps_at, train
 
 
 def test_unknown_settings_are_named_and_nothing_is_made(run_dir: Path) -> None:

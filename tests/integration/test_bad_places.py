@@ -7,12 +7,12 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import processes
 import pytest
 import torch
-from loops import Loop, adam_loop, mlp, of_live, of_stored, steps_at
 
 import lightck
+from support import processes
+from support.loops import Loop, adam_loop, mlp, of_live, of_stored, steps_at
 
 NOBODY = 65534
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import Loop, adam_loop, attach, mlp, of_live, restored, still_there, train
 from torch import nn
 
 import lightck
 from lightck.region.native_region import crc32c
+from support.loops import Loop, adam_loop, attach, mlp, of_live, restored, still_there, train
 
 VERSION_AT, CRC_AT, COPY_AT = 8, 956, (0, 4096)  # of a superblock; a test compares with format.h
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import EmulatedDevice, Event, Stream, devices
-from emulated_job import Job
 from test_devices import assert_exact
 
 import lightck
@@ -20,6 +18,8 @@ from lightck.errors import TornSnapshotError
 from lightck.failure import jit_save
 from lightck.failure.takeover.coordinator import CheckpointerState
 from lightck.types import Saved
+from support.emulated import EmulatedDevice, Event, Stream, devices
+from support.emulated_job import Job
 
 WAYS = ("host", "direct", "device")
 SPARE = 16 << 20

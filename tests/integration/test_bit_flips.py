@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import proof
 import pytest
 import torch
-from loops import Digests, Loop, mlp, of_live
-from regions import Book, Contents, newest, random_contents, same
 
 import lightck
 from lightck.region import location
 from lightck.region.region import Region
+from support import proof
+from support.loops import Digests, Loop, mlp, of_live
+from support.regions import Book, Contents, newest, random_contents, same
 
 SUPERBLOCK_BYTES, RECORD_BYTES, PAGE = 960, 256, 4096
 OLDER, NEWEST = 7, 8

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, attach, mlp, of_stored, steps_at
 
 import lightck
+from support.loops import Loop, attach, mlp, of_stored, steps_at
 
 NUMBER = torch.tensor(2 + 3j)
 FORMS: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = {

@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
-from loops import adam_loop, attach, train
 
 import lightck
 from lightck.region import location, native_region
+from support import processes
+from support.loops import adam_loop, attach, train
 
 
 def test_a_region_being_made_is_taken_for_no_leftover(run_dir: Path) -> None:

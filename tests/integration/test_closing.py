@@ -10,10 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import faults
 import pytest
 import torch
-from loops import Loop, adam_loop, attach, steps_at
 
 import lightck
 from lightck.loop.checkpointer import Checkpointer
@@ -23,6 +21,8 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.region.native_pool import NativePool
 from lightck.region.native_region import NativeRegion
 from lightck.state import tensor_layout
+from support import faults
+from support.loops import Loop, adam_loop, attach, steps_at
 
 
 class Broken(Exception):

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, Overwriter, mlp, steps_at
 from test_rescue import Broken, Counting, Never, attach, check
 from torch import nn
 from torch.optim import Optimizer
@@ -22,6 +21,7 @@ from lightck.loop import hooks
 from lightck.loop.hooks import CALL_FIRST
 from lightck.policy import AtSteps
 from lightck.region.native_region import FORWARD
+from support.loops import Loop, Overwriter, mlp, steps_at
 
 SOON_S = 100.0
 INSIDE = ["forward", "backward"]

@@ -7,14 +7,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
-import processes
 import pytest
 import torch
-from loops import Loop, adam_loop, attach, mlp, restored, steps_at, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import lightck
+from support import processes
+from support.loops import Loop, adam_loop, attach, mlp, restored, steps_at, train
 
 
 def refused(path: Path, loop: Loop, steps: str) -> None:

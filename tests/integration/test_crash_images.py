@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import proof
 import pytest
 import torch
-import traced
 
 import lightck
 from lightck.errors import LightckError, NoSnapshotError, RegionError
+from support import proof, traced
 
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "build" / "native"
@@ -41,10 +40,10 @@ def _trace(folder: Path, mutant: int, *granularities: int) -> Path:
     assert library.exists(), f"{library} is missing: run `make native-test` first"
     numbers = [str(number) for number in (mutant, *granularities)]
     subprocess.run(
-        [sys.executable, str(Path(traced.__file__)), str(folder), *numbers],
+        [sys.executable, "-m", traced.__name__, str(folder), *numbers],
         check=True,
         timeout=300,
-        env={**os.environ, "LIGHTCK_NATIVE": str(library), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "LIGHTCK_NATIVE": str(library)},
     )
     return folder
 

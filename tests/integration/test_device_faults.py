@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import EmulatedDevice, Event, devices
-from emulated_job import Job, value, wrong
 
 import lightck
 from lightck.device import cuda
@@ -24,6 +22,8 @@ from lightck.pipeline import device_transfer as transfer
 from lightck.pipeline.copy_plan import CopyPlan
 from lightck.region.native_pool import SNAP_COMMITTED, NativeSnapshot
 from lightck.region.slot_writer import SlotWriter
+from support.emulated import EmulatedDevice, Event, devices
+from support.emulated_job import Job, value, wrong
 
 
 @pytest.fixture

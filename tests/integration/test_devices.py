@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import EmulatedDevice, Event, Stream, devices
-from emulated_job import Job, value, write, wrong
-from loops import steps_at
 
 import lightck
 from lightck.errors import TornSnapshotError
 from lightck.pipeline import device_offload, device_placement, device_transfer, pipeline
+from support.emulated import EmulatedDevice, Event, Stream, devices
+from support.emulated_job import Job, value, write, wrong
+from support.loops import steps_at
 
 WAYS = ("host", "direct", "device")
 SPARE = 16 << 20

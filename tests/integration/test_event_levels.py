@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from loops import adam_loop, attach
 
 import lightck
 from lightck.loop import publisher
+from support.loops import adam_loop, attach
 
 
 def _fields(records: list[logging.LogRecord], name: str) -> list[dict[str, Any]]:

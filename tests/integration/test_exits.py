@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, adam_loop, mlp, of_live, steps_at
 from test_rescue import Broken, attach, counting_loop
 
 import lightck
 from lightck import handle as handle_module
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.requests import Requests
+from support.loops import Loop, adam_loop, mlp, of_live, steps_at
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loops import adam_loop, attach, mlp, steps_at
 from torch.utils.data import DataLoader
 
 import lightck
 from lightck.loop import extra_movement
 from lightck.state.extras import parse
+from support.loops import adam_loop, attach, mlp, steps_at
 
 BOTH = r"lightck\.at_step\(it\) takes it .* drawn.*lightck\.at_forward\(it\) takes it .* forward"
 

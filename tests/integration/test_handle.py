@@ -6,13 +6,13 @@ import concurrent.futures
 import dataclasses
 from pathlib import Path
 
-import faults
 import pytest
 import torch
-from loops import Loop, adam_loop, mlp, of_stored, steps_at
 
 import lightck
 from lightck.policy import AtSteps, EveryEpochs, EverySteps
+from support import faults
+from support.loops import Loop, adam_loop, mlp, of_stored, steps_at
 
 
 def attach(loop: Loop, path: Path, **settings: object) -> lightck.Handle:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import faults
-import processes
 import pytest
-from loops import adam_loop, attach, of_live, of_stored, steps_at
 
 import lightck
+from support import faults, processes
+from support.loops import adam_loop, attach, of_live, of_stored, steps_at
 
 
 def test_restore_under_an_attached_handle_is_refused_and_changes_nothing(run_dir: Path) -> None:

@@ -10,17 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
 import torch
-from loops import steps_at
-from processes import Child, Parent
 from test_signalled_training import AT, LAST, NEVER, PHASES, Training, golden, second_life
-from watched import process
 
 import lightck
 from lightck.loop.checkpointer import TrainingPause
 from lightck.types import Failure, Saved
+from support import faults
+from support.loops import steps_at
+from support.processes import Child, Parent
+from support.watched import process
 
 TERM = signal.SIGTERM
 SLOW_S = 0.2  # of every sync: hundreds of steps would fit into a commit

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
 import torch._dynamo  # by the parent, once: hooks of the forked ones need it
@@ -22,6 +21,7 @@ from lightck.failure.fault_injector import flip_bit
 from lightck.failure.fault_plan import ANY_NEWER, PHASES, Fault, FaultPlan, InjectedError
 from lightck.handle import Handle
 from lightck.region.native_pool import NativePool
+from support import processes
 
 _PARTS = 4
 

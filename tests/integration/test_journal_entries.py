@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loops import with_peers
 from torch import nn
 
 import lightck
@@ -19,6 +18,7 @@ from lightck.journal.entry import decode_entry
 from lightck.region.native_region import FENCE, FORWARD, STEP_END
 from lightck.state import boundary_blob, boundary_codec, extras, rng
 from lightck.state.inventory import Inventory
+from support.loops import with_peers
 
 Tree = dict[str, Any]
 STEADY = 3

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loops import with_peers
 from torch import nn
 
 import lightck
@@ -18,6 +17,7 @@ from lightck.failure.takeover.inference import CannotInfer, RankLocalState, _sam
 from lightck.journal.entry import decode_entry
 from lightck.region.native_region import FENCE, FORWARD, STEP_END
 from lightck.state import boundary_blob
+from support.loops import with_peers
 
 NEVER = 10**6
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
 import torch
-from loops import Loop, digest, mlp, of_live, of_stored, steps_at
 from torch import nn
 
 import lightck
 from lightck.layerwise.checkpointer import LayerPipeline
+from support import faults
+from support.loops import Loop, digest, mlp, of_live, of_stored, steps_at
 
 WIDTH = 32
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from loops import digest
 from torch import nn
 from torch.optim import Optimizer
 
 import lightck
 from lightck.layerwise.updates import ALLOWED
+from support.loops import digest
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{"t0": 2.0, "lambd": 0.01}],

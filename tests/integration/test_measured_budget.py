@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 
 import pytest
-from loops import adam_loop
 
 import lightck
 from lightck.failure.budget import shortfall
 from lightck.types import Failure
+from support.loops import adam_loop
 
 NEVER = 10**6
 

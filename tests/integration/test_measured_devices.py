@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from emulated import GARBAGE, EmulatedDevice, devices
-from emulated_job import Job
 from test_devices import assert_exact
 
 from lightck.pipeline import device_offload, device_placement, device_transfer
+from support.emulated import GARBAGE, EmulatedDevice, devices
+from support.emulated_job import Job
 
 SPARE = 16 << 20
 SLOW, FAST = 0.0, 1e9

@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import faults
-import proof
 import pytest
 import torch
-from loops import Loop, adam_loop, attach, of_live, of_stored, restored, steps_at
 
 import lightck
 from lightck import examine
 from lightck.cli.main import main as command
 from lightck.errors import PreviousPersistError
+from support import faults, proof
+from support.loops import Loop, adam_loop, attach, of_live, of_stored, restored, steps_at
 
 PLACES = [("tmpfs", "direct"), ("tmpfs", "staged"), ("file", "auto")]
 CUTS: dict[str, Callable[[int], int]] = {

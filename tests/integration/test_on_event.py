@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loops import adam_loop, attach, steps_at
 
 import lightck
 from lightck import events
+from support.loops import adam_loop, attach, steps_at
 
 
 def test_it_is_told_of_every_event_in_order_on_a_thread_of_its_own(run_dir: Path) -> None:

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import EmulatedDevice, devices
-from emulated_job import Job
-from loops import adam_loop, attach, of_live, of_stored
 
 import lightck
 from lightck.device.lookup import holder
@@ -22,6 +19,9 @@ from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import location
 from lightck.region.region import Region, open_and_recover
 from lightck.state import tensor_layout
+from support.emulated import EmulatedDevice, devices
+from support.emulated_job import Job
+from support.loops import adam_loop, attach, of_live, of_stored
 
 
 class Passes:

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import processes
 import pytest
 import torch
-from loops import (
+
+import lightck
+from support import processes
+from support.loops import (
     Loop,
     adam_loop,
     attach,
@@ -22,8 +24,6 @@ from loops import (
     still_there,
     train,
 )
-
-import lightck
 
 
 def test_attach_without_restore_is_refused_and_overwrites_nothing(
@@ -196,8 +196,7 @@ def test_a_forked_child_neither_writes_nor_closes(run_dir: Path) -> None:
 
 LEAVES = """
 import sys, torch, lightck
-sys.path.insert(0, {tests!r})
-from loops import Loop, mlp
+from support.loops import Loop, mlp
 model = mlp(16, 2)
 loop = Loop(model, torch.optim.AdamW(model.parameters(), lr=0.1), width=16)
 handle = lightck.attach(model, list(loop.optimizers), {path!r})
@@ -213,7 +212,7 @@ print(*sorted(loop.seen[2].items()), sep="\\n")
 def test_an_interpreter_that_exits_without_close_keeps_what_was_open(
     run_dir: Path, end: str
 ) -> None:
-    script = LEAVES.format(tests=str(Path(__file__).parent), path=str(run_dir), end=end)
+    script = LEAVES.format(path=str(run_dir), end=end)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=250
     )

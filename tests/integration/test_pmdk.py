@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
-from back_ends import POOL_BYTES, make_pool, needs_pmdk
-from loops import adam_loop, attach, of_live, restored, steps_at, train
-from regions import Book, newest, random_contents, stored
 
 import lightck
 import lightck.pmdk
@@ -31,6 +27,10 @@ from lightck.errors import (
 from lightck.region import location
 from lightck.region.backends import libpmem2, libpmemobj, pmdk, select
 from lightck.region.region import Region
+from support import processes
+from support.back_ends import POOL_BYTES, make_pool, needs_pmdk
+from support.loops import adam_loop, attach, of_live, restored, steps_at, train
+from support.regions import Book, newest, random_contents, stored
 
 SIZES = {"a": 1, "d": 100_000}
 
@@ -249,10 +249,9 @@ def test_a_process_that_was_forked_and_exits_leaves_pool_and_mapping_alone(
     """The process ends with Python's and the library's own ends, not `os._exit`."""
     code = f"""
 import os, sys
-sys.path[:0] = {[p for p in sys.path if p]!r}
 import numpy as np
 from pathlib import Path
-from regions import Book, random_contents, newest
+from support.regions import Book, random_contents, newest
 rng = np.random.default_rng(1)
 book = Book(Path({str(region_dir)!r}) / "own", backend="pmemobj")
 book.region.begin_timeline(None)

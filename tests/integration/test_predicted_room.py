@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import Loop, attach
 from torch import nn
 
 import lightck
@@ -15,6 +14,7 @@ from lightck.loop import state_prediction
 from lightck.region import allocator
 from lightck.state.extras import parse
 from lightck.state.inventory import Inventory
+from support.loops import Loop, attach
 
 
 class Nested(nn.Module):

@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import faults
-import processes
 import pytest
 import torch
-from loops import Loop, adam_loop, attach, mlp, of_live, restored, steps_at, train
 
 import lightck
+from support import faults, processes
+from support.loops import Loop, adam_loop, attach, mlp, of_live, restored, steps_at, train
 
 MEMORY = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20

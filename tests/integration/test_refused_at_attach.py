@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, adam_loop, attach, mlp, train
 
 import lightck
+from support.loops import Loop, adam_loop, attach, mlp, train
 
 
 class ZeroParamStatus(Enum):

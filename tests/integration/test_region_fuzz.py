@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import forge
-import proof
 import pytest
-from forge import Image
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from judge import Judge, train
-from loops import Digests
+
+from support import forge, proof
+from support.forge import Image
+from support.judge import Judge, train
+from support.loops import Digests
 
 EXAMPLES = int(os.environ.get("LIGHTCK_FUZZ_EXAMPLES") or 25)
 PARTS = [f"{part}{i}" for i in (0, 1) for part in ("super", "record", "layout", "manifest")]

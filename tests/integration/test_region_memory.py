@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, adam_loop, attach, mlp, train
 from test_real_limits import mounted
 
 import lightck
 from lightck.region import location
+from support.loops import Loop, adam_loop, attach, mlp, train
 
 
 def said(caplog: pytest.LogCaptureFixture, name: str) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loops import adam_loop, attach, restored, steps_at, train
 
 import lightck
 from lightck.region import native_region
+from support.loops import adam_loop, attach, restored, steps_at, train
 
 
 @pytest.mark.parametrize(

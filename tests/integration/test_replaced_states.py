@@ -6,12 +6,12 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
 import torch
-from loops import Loop, adam_loop, attach, mlp, of_live, of_stored, steps_at
 
 import lightck
+from support import faults
+from support.loops import Loop, adam_loop, attach, mlp, of_live, of_stored, steps_at
 
 FAILURES = ["jit", "off"]
 

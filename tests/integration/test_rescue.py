@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
 import torch
-from loops import Loop, adam_loop, digest, of_stored, steps_at
 from torch import nn
 
 import lightck
 from lightck.policy import AtSteps
 from lightck.region.native_region import FORWARD, STEP_END
+from support import faults
+from support.loops import Loop, adam_loop, digest, of_stored, steps_at
 
 SOON_S = 100.0
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, mlp
 from test_rescue import SOON_S, attach, counting_loop
 
 import lightck
 from lightck.types import Saved
+from support.loops import Loop, mlp
 
 
 def owned(handle: lightck.Handle) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, mlp, of_live, steps_at
 from test_rescue import Broken, Never, attach, check, counting_loop
 
 import lightck
 from lightck.types import Saved
+from support.loops import Loop, mlp, of_live, steps_at
 
 SOON_S = 100.0
 

@@ -7,15 +7,15 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
-from loops import adam_loop, attach, of_live, of_stored
 
 import lightck
 from lightck.distributed.restore import survey as holdings
 from lightck.errors import StateError
 from lightck.region.region import Region
+from support import processes
+from support.loops import adam_loop, attach, of_live, of_stored
 
 
 def _read_while_overtaken(path: Path, reader: str, patch: pytest.MonkeyPatch, more: int) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Parent, run
-from watched import Telling, guard, idle, process, send, silent, state, watched
 
 from lightck.failure.signals import Signals
 from lightck.failure.watchdog import WATCHDOG
 from lightck.types import Saved
+from support.processes import Parent, run
+from support.watched import Telling, guard, idle, process, send, silent, state, watched
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 

@@ -10,15 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
 import test_signalled_training as signalled
 import torch
-from loops import steps_at
-from processes import Parent
 from test_held_training import SLOW_S, trained
 from test_signalled_training import AT, INT, LAST, TERM, USR1, ended
-from watched import process, stuck
+
+from support import faults
+from support.loops import steps_at
+from support.processes import Parent
+from support.watched import process, stuck
 
 INSIDE = ["forward", "backward"]
 

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # what an optimizer would load on first use, in every child by itself
-from processes import Child, Parent, run
-from proof import record
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from watched import process, stuck
 
 import lightck
 from lightck.types import Failure
+from support.processes import Child, Parent, run
+from support.proof import record
+from support.watched import process, stuck
 
 AT, LAST = 4, 7
 NEVER = 10**6

@@ -16,8 +16,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from processes import Child, Parent
-from watched import (
+
+from lightck.failure.hang import HangWatch
+from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, HandleGuard, SaveTask
+from lightck.types import Failure, Saved
+from support.processes import Child, Parent
+from support.watched import (
     Still,
     Telling,
     arrive,
@@ -30,10 +34,6 @@ from watched import (
     stuck,
     watched,
 )
-
-from lightck.failure.hang import HangWatch
-from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, HandleGuard, SaveTask
-from lightck.types import Failure, Saved
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 

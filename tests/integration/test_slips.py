@@ -10,12 +10,12 @@ import gc
 import logging
 from pathlib import Path
 
-import faults
 import pytest
 import torch
-from loops import adam_loop, digest, of_stored, steps_at
 
 import lightck
+from support import faults
+from support.loops import adam_loop, digest, of_stored, steps_at
 
 
 def test_steps_go_on_while_the_medium_syncs_and_what_does_not_fit_slips(disk_dir: Path) -> None:

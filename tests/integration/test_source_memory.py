@@ -6,13 +6,12 @@ import sys
 import warnings
 from pathlib import Path
 
-import faults
-import processes
 import pytest
 import torch
 
 import lightck
 from lightck.policy import AtSteps
+from support import faults, processes
 
 
 @pytest.mark.parametrize("medium", ["tmpfs", "disk"])

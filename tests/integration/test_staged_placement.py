@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, adam_loop, attach, mlp, steps_at
 
 import lightck
 from lightck.pipeline import placement
 from lightck.region.native_pool import NativePool
+from support.loops import Loop, adam_loop, attach, mlp, steps_at
 
 HUGE_PAGE = 2 << 20
 SLOW = 4 << 20  # bytes per second

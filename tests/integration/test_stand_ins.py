@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop
 from test_rescue import Broken, Counting, attach, check, counting_loop
 from torch import nn
 
@@ -17,6 +16,7 @@ import lightck
 from lightck.journal.entry import decode_entry
 from lightck.region.native_region import STEP_END
 from lightck.region.slot_writer import SlotWriter
+from support.loops import Loop
 
 SOON_S = 60.0
 Swap = Callable[[nn.Parameter, torch.Tensor], None]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from loops import mlp
 from torch.optim import Optimizer
 
 import lightck
+from support.loops import mlp
 
 
 class Untidy(Optimizer):

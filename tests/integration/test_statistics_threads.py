@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loops import adam_loop, attach
 
 import lightck
 from lightck.region.native_pool import NativePool
+from support.loops import adam_loop, attach
 
 GROWING = ("captured", "committed", "slipped", "torn", "failed", "dead", "bytes_copied")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import faults
 import pytest
 import torch
-from loops import Loop, Overwriter, mlp, of_live, of_stored, steps_at
 from torch import nn
 
 import lightck
+from support import faults
+from support.loops import Loop, Overwriter, mlp, of_live, of_stored, steps_at
 
 STEPS = 5
 

@@ -7,16 +7,16 @@ import signal
 from pathlib import Path
 
 import numpy as np
-import processes
 import pytest
-from loops import adam_loop, attach
-from regions import Book, newest, random_contents
 
 import lightck
 from lightck.cli.main import main
 from lightck.errors import RegionIOError
 from lightck.region import location
 from lightck.region.region import Region, open_and_recover
+from support import processes
+from support.loops import adam_loop, attach
+from support.regions import Book, newest, random_contents
 
 SIZES = {"a": 1000, "b": 70000}
 

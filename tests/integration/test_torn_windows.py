@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import faults
 import pytest
 import torch
-from loops import Loop, Overwriter, mlp, of_stored, steps_at
 
 import lightck
+from support import faults
+from support.loops import Loop, Overwriter, mlp, of_stored, steps_at
 
 DELAY_S = 0.0005
 

@@ -8,16 +8,15 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import processes
-import proof
 import pytest
 import torch
-from loops import adam_loop, attach, mlp, train
 
 import lightck
 from lightck.loop import trace_listener
 from lightck.loop.checkpointer import Checkpointer
 from lightck.tracing import perfetto, trace
+from support import processes, proof
+from support.loops import adam_loop, attach, mlp, train
 
 Document = dict[str, Any]
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
 import torch
-from loops import Loop, adam_loop, of_live, of_stored, restored, steps_at
 from torch import nn
 
 import lightck
+from support import faults
+from support.loops import Loop, adam_loop, of_live, of_stored, restored, steps_at
 
 
 def attach(path: Path, loop: Loop, **settings: Any) -> lightck.Handle:

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import processes
 import pytest
 
 from bench import definition
@@ -21,6 +20,7 @@ from bench.measures import device_training
 from bench.measures.device_training import Block
 from bench.place import ROOT
 from bench.work import Training, Work, copied, difference
+from support import processes
 
 _STEP = 0.1  # s
 _NORMED = Work("resnet18-thin", "sgd")  # a forward changes BatchNorm's buffers

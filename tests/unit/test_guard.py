@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from regions import Book, random_contents
 
 from lightck.region._ffi import library_path
+from support.regions import Book, random_contents
 
 SIZES = {"a": 5000, "b": 200_000}
 
@@ -42,7 +42,7 @@ def test_a_store_by_python_into_the_region_ends_the_process(region_dir: Path) ->
     code = f"""
 import ctypes
 from pathlib import Path
-from regions import Book
+from support.regions import Book
 with Book(Path({str(region_dir / "run")!r})) as book:
     print("open", flush=True)
     ctypes.memset(book.region.native.describe().base + 4096, 1, 1)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import faults
 import pytest
 
 from lightck.errors import (
@@ -22,6 +21,7 @@ from lightck.errors import (
 )
 from lightck.region import native_region
 from lightck.region.native_pool import NativePool, NativeSnapshot
+from support import faults
 
 JOURNAL_OFFSET = 131072
 JOURNAL_BYTES = 1 << 16

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from regions import Book, Bytes, random_contents, same, stored
 
 from lightck.config import Config
 from lightck.errors import NoSnapshotError
@@ -30,6 +29,7 @@ from lightck.region import _ffi as native
 from lightck.region import location
 from lightck.region.native_pool import NativePool
 from lightck.region.region import Region
+from support.regions import Book, Bytes, random_contents, same, stored
 
 LENGTHS = np.array([600, 300, 100], np.uint64)
 PAYLOAD = 1000

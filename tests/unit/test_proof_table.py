@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import proof_table
 import pytest
+
+from support import proof_table
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def stored() -> dict[str, Any]:
 def test_the_document_is_rendered_from_the_stored_runs(stored: dict[str, Any]) -> None:
     document = proof_table.DOCUMENT.read_text()
     assert proof_table.replaced(document, proof_table.render(stored)) == document, (
-        "run `python tests/proof_table.py`"
+        "run `python -m tests.support.proof_table`"
     )
 
 

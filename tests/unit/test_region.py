@@ -8,11 +8,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import faults
-import forge
 import numpy as np
 import pytest
-from regions import Book, contents_of, newest, random_contents, same, stored
 
 from lightck.errors import (
     PreviousPersistError,
@@ -22,6 +19,8 @@ from lightck.errors import (
 )
 from lightck.region import location, native_region
 from lightck.region.region import Region, open_and_recover
+from support import faults, forge
+from support.regions import Book, contents_of, newest, random_contents, same, stored
 
 MAX_SEGMENTS = 16
 SIZES = {"a": 1, "b": 63, "c": 4097, "d": 100_000, "empty": 0}

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import faults
 import numpy as np
 import pytest
-from regions import Book, Bytes, contents_of, random_contents, same
 
 from lightck.errors import PersistError, RegionIOError
 from lightck.region.region import Candidate, open_and_recover
 from lightck.region.slot_writer import SlotWriter
+from support import faults
+from support.regions import Book, Bytes, contents_of, random_contents, same
 
 OPERATIONS = 120
 

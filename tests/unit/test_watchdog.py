@@ -8,8 +8,6 @@ import time
 from typing import Any
 
 import pytest
-from proof import record
-from savers import LoneSaver
 
 from lightck.errors import LightckError
 from lightck.failure.budget import SnapshotCost
@@ -22,6 +20,8 @@ from lightck.failure.watchdog import (
     Watchdog,
 )
 from lightck.types import Failure, Saved
+from support.proof import record
+from support.savers import LoneSaver
 
 LOOKS = 2000
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from test_resume import state_of
-from training import Training
 
 import lightck
+from support.distributed.training import Training
 
 
 def main(folder: Path, region: Path, last: int, deaths: list[str]) -> None:

@@ -6,12 +6,12 @@ import contextlib
 from typing import Any
 
 import torch
-from jobs import batch, small_model
 from torch.nn import functional as F
-from trainer import Job, Run
 
 import lightck
 from lightck.loop.hooks import layers
+from support.e2e.jobs import batch, small_model
+from support.e2e.trainer import Job, Run
 
 PHASES = (
     "data",  # before the next batch is drawn

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from memory import MemoryStore, Server
-
 from lightck.distributed import rendezvous
 from lightck.distributed.rounds import AgreementRounds
+from support.distributed.memory import MemoryStore, Server
 
 PATIENCE_S = 20.0
 _here = threading.local()

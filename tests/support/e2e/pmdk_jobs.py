@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jobs import Plain
+from support.e2e.jobs import Plain
 
 
 class InAPool(Plain):

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch._dynamo  # seconds, spent here once instead of in every rank
-from ranks import Me
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightck
+from support.distributed.ranks import Me
 
 WORDS, WIDTH, ODD = 11, 6, 7
 """Rows that no number of ranks from 2 to 4 divides, and one (6) that two and three do."""

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from jobs import CLASSES, small_model
 from torch import nn
 from torch.nn import functional as F
-from trainer import Job, Run
 
 import lightck
+from support.e2e.jobs import CLASSES, small_model
+from support.e2e.trainer import Job, Run
 
 
 class Loader:

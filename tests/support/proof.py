@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest  # the guest's runner records without it
 
-FOLDER = Path(__file__).parent.parent / "build" / "proof"
+FOLDER = Path(__file__).parents[2] / "build" / "proof"
 
 
 def record(subject: str, numbers: Mapping[str, object]) -> None:

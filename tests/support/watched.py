@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from processes import Child, Parent, start
-from savers import LoneSaver
 
 from lightck.failure.hang import HangWatch
 from lightck.failure.watchdog import WATCHDOG, HandleGuard
 from lightck.types import Failure, Saved
+from support.processes import Child, Parent, start
+from support.savers import LoneSaver
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from jobs import CLASSES, small_model
 from test_data import Augmented
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from trainer import Job, Run
 
 import lightck
+from support.e2e.jobs import CLASSES, small_model
+from support.e2e.trainer import Job, Run
 
 
 class Counted:

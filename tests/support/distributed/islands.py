@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import ranks
 import torch
-from written import Crew, Rank, differences
 
 import lightck
 from lightck.region import location
 from lightck.region.region import Region
 from lightck.types import RestoreInfo
+from support.distributed import ranks
+from support.distributed.written import Crew, Rank, differences
 
 PATH = "/proc/self/cwd/run"
 

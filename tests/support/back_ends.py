@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from regions import Book
 
 from lightck.errors import PmdkMissingError
 from lightck.region.backends import pmdk
 from lightck.region.location import Backend
 from lightck.region.survival import POWER_LOSS, PROCESS_DEATH
+from support.regions import Book
 
 _OVERCOMMIT = Path("/proc/sys/vm/nr_overcommit_hugepages")
 POOL_BYTES = 32 << 20

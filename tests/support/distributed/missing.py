@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ranks import LONG_S
-
 from lightck.distributed.rounds import AgreementRounds
+from support.distributed.ranks import LONG_S
 
 
 def never_come(

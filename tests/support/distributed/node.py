@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from written import Crew, replicated
-
 from lightck.distributed.topology import Topology
 from lightck.failure.takeover.inference import RankLocalState
 from lightck.failure.takeover.takeover import Takeover, TakeoverContext, TakeoverResult
@@ -22,6 +20,7 @@ from lightck.region.native_region import FORWARD, RECORD_JIT, STEP_END, JournalE
 from lightck.region.region import open_and_recover
 from lightck.state.extras import parse
 from lightck.state.inventory import Inventory, StateTensor
+from support.distributed.written import Crew, replicated
 
 LONG_S = 100.0
 JIT = RECORD_JIT

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import torch
-from loops import Digests, Loop, mlp, of_live
 
 import lightck
 from lightck import examine
 from lightck.cli.main import main as command
+from support import processes
+from support.loops import Digests, Loop, mlp, of_live
 
 MEMORY_BYTES = 768 << 20
 """A reader may take this beyond what the process has: a region here has 4 MiB."""

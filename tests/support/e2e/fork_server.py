@@ -27,7 +27,7 @@ def child(request: dict[str, Any]) -> None:
     code = 1
     try:
         os.setpgid(0, 0)  # what it forks dies with it
-        import trainer
+        from support.e2e import trainer
 
         trainer.main(request)
         code = 0
@@ -81,9 +81,9 @@ def main() -> None:
     import faulthandler
 
     import torch
-    import trainer  # noqa: F401
 
     import lightck  # noqa: F401
+    from support.e2e import trainer  # noqa: F401
 
     faulthandler.enable()
     torch.set_num_threads(1)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch._dynamo  # what torch would load on first use, in every rank by itself
 import torch.distributed as dist
-from ranks import Me
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import lightck
+from support.distributed.ranks import Me
 
 STEPS = 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import faults
 import torch
-from jobs import CLASSES, Plain, small_model
 from torch.nn import functional as F
-from trainer import Run
 
 import lightck
 from lightck.region.region import Continuation, Region
+from support import faults
+from support.e2e.jobs import CLASSES, Plain, small_model
+from support.e2e.trainer import Run
 
 _NANOSLEEP = {"35", "230", "101", "115"}
 """nanosleep and clock_nanosleep, x86-64 and aarch64."""

@@ -1,7 +1,7 @@
 """Render what the proofs showed (build/proof/*.json) into docs/proof.md, between its markers.
 
-    python tests/proof_table.py          take the last run's numbers into tests/proof.json, render
-    python tests/proof_table.py --check  say whether docs/proof.md is as tests/proof.json renders
+    python -m tests.support.proof_table          take the last run's numbers into proof.json, render
+    python -m tests.support.proof_table --check  say whether docs/proof.md is as it renders
 
 Numbers are never typed by hand: a program that proves something writes its own file, this one sets
 them in tables. A subject that the last run did not touch keeps the numbers of the run before.
@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from proof import FOLDER
+from .proof import FOLDER
 
-ROOT = Path(__file__).parent.parent
-STORED = Path(__file__).parent / "proof.json"
+ROOT = Path(__file__).parents[2]
+STORED = ROOT / "tests" / "data" / "proof.json"
 DOCUMENT = ROOT / "docs" / "proof.md"
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 

@@ -1,6 +1,6 @@
 """Kill a training job anywhere, resume it in a new process, compare with one that was never killed.
 
-The pytest side of `trainer`: sends requests to a `fork_server` and judges what the runs wrote down.
+The pytest side of `trainer`: sends requests to a `fork_server`, judges what the runs wrote down.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import trainer
+from support.e2e import trainer
 
-HERE = Path(__file__).parent
+JOBS = Path(__file__).parents[2] / "e2e"
 KILLS = ("forward", "backward", "update", "after")
 TIMEOUT_S = 200.0
 
@@ -73,11 +73,10 @@ class Server:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         for name in [n for n in environment if n.startswith("LIGHTCK_") and n != "LIGHTCK_NATIVE"]:
             del environment[name]
-        root = str(HERE.parent.parent)
-        paths = [str(HERE), str(HERE.parent), root, os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        # Jobs stand in test modules, too.
+        environment["PYTHONPATH"] = os.pathsep.join([str(JOBS), environment["PYTHONPATH"]])
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "fork_server.py")],
+            [sys.executable, "-m", "support.e2e.fork_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -6,10 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-TRAINER = [sys.executable, str(Path(__file__).with_name("chaos_trainer.py"))]
+TRAINER = [sys.executable, "-m", "support.e2e.chaos_trainer"]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 NEVER = 1_000_000
 """A policy by which no step of a test is ever due."""

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from trainer import Job, Run
 
 import lightck
+from support.e2e.trainer import Job, Run
 
 BLOCK, BATCH, VOCAB, WIDTH = 8, 4, 17, 16
 DATA = np.random.default_rng(0).integers(0, VOCAB, 1_000, dtype=np.uint16)

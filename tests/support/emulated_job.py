@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulated import EmulatedDevice, attached
 from torch import nn
 
 import lightck
+from support.emulated import EmulatedDevice, attached
 
 FORWARD_S, UPDATE_S = 0.004, 0.002
 

@@ -26,7 +26,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from processes import fork
+
+from support.processes import fork
 
 LONG_S = 100.0
 """Far beyond what any test needs; a test that runs into it has failed."""

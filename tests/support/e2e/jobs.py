@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from trainer import Job, Run
+
+from support.e2e.trainer import Job, Run
 
 CLASSES = 5
 

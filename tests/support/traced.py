@@ -1,4 +1,4 @@
-"""Tiny training runs, their stores traced: `traced.py FOLDER MUTANT GRANULARITY...`.
+"""Tiny training runs, their stores traced: `python -m support.traced FOLDER MUTANT GRANULARITY...`.
 
 Loads the trace build (`make build/native/lightck-trace.so`) through LIGHTCK_NATIVE and writes to
 FOLDER/GRANULARITY the trace, as `crash --replay` reads it, and the state after every step. MUTANT

@@ -1,0 +1,1 @@
+"""Ranks, their trainings and their stores, for the tests of several ranks."""

@@ -1,0 +1,1 @@
+"""Training jobs, and the means to run, kill and resume them."""
