@@ -113,9 +113,9 @@ class _Package(ModuleType):
 def _made(name: str, module: ModuleType) -> Any:
     value = getattr(module, name)
     if name == "restore" and "LIGHTCK_CHAOS" in os.environ:  # set by `lightck chaos`
-        from lightck.failure.fault_plan import around_restore
+        from lightck.failure.fault_plan import with_restore_faults
 
-        value = around_restore(value)
+        value = with_restore_faults(value)
     return value
 
 

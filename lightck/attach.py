@@ -23,6 +23,7 @@ from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
 from lightck.distributed.topology import Topology, agree_on_topology
 from lightck.errors import LightckError
 from lightck.events import Subscriber, event
+from lightck.failure.hang import HangWatch
 from lightck.failure.jit_save import JitSaver
 from lightck.failure.jit_save_ranks import RankJitSaver
 from lightck.handle import Components, Handle, release
@@ -54,7 +55,7 @@ from lightck.state.module_extra_state import extra_states
 from lightck.state.tensor_layout import tell_synchronous
 from lightck.tracing import perfetto
 from lightck.tracing.trace import Trace
-from lightck.types import Policy
+from lightck.types import Failure, Policy
 
 
 class _EveryStep(int):
@@ -257,7 +258,7 @@ class _Parts:
         undo.append(partial(barrier.leave, "attach failed", 1.0))
         region.begin_timeline(region.continued, timeline)
         if checkpointer.step_journal is not None:
-            checkpointer.step_journal.begin(steps.step)
+            checkpointer.step_journal.start(steps.step)
         listener: Listener = checkpointer
         if trace is not None:
             listener = traced = TraceListener(checkpointer, trace, self.watched)
@@ -337,13 +338,17 @@ class _Parts:
 
         With several ranks it also completes it for dead ranks.
         """
+        config, world = self.config, topology.world
+        assert isinstance(config.failure, Failure), "armed"
+        hang = HangWatch.of_world(config.failure, world)
+        saver = JitSaver(checkpointer, hang, config.write_limit)
         if timeline is None:
-            return JitSaver(checkpointer)
+            return saver
         store = self.ranks.store.below(f"t{timeline:x}/failure")
-        durable = self.config.durability == "process"
-        rescue = RankJitSaver.among(checkpointer, topology, store, process_durable=durable)
-        self.undo.append(rescue.stop)
-        return rescue
+        durable = config.durability == "process"
+        among = RankJitSaver.create(saver, topology, store, process_durable=durable)
+        self.undo.append(among.stop)
+        return among
 
     def _tested(self, listener: Listener, checkpointer: Checkpointer) -> Listener:
         """Return the object that the hooks call.
@@ -354,7 +359,7 @@ class _Parts:
             return listener
         from lightck.failure import fault_injector
 
-        return fault_injector.stand_before(listener, checkpointer, self.config)
+        return fault_injector.with_faults(listener, checkpointer, self.config)
 
     def _write_trace(self, trace: Trace | None) -> None:
         """Write the trace to the file that the config names; a failure is a background error."""

@@ -21,9 +21,7 @@ from lightck.config import Config
 from lightck.errors import LightckError
 from lightck.events import event
 from lightck.failure import triggers
-from lightck.failure.budget import measured, usable_s
 from lightck.failure.jit_save import JitSaver
-from lightck.failure.jit_save_ranks import RankJitSaver
 from lightck.failure.watchdog import WATCHDOG, HandleGuard
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Hooks
@@ -89,7 +87,7 @@ class Handle:
         _handles.add(self)
         atexit.register(self._at_exit)
         if self._rescue is not None:
-            triggers.tell(self._failed)
+            triggers.register(self._failed)
             self._watch(self._rescue)
         region = self.region
         takes = f"{region.info.slot_count} slots x {region.slot_bytes} bytes"
@@ -294,8 +292,10 @@ class Handle:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        signalled = error is not None and self._guard is not None and self._guard.knows(error)
-        if error is None or (triggers.ends_well(error) and not signalled):
+        signalled = (
+            error is not None and self._guard is not None and self._guard.is_from_signal(error)
+        )
+        if error is None or (triggers.is_success(error) and not signalled):
             self.close()
             return
         self._failed(error)
@@ -310,15 +310,8 @@ class Handle:
 
     def _watch(self, rescue: JitSaver) -> None:
         """Begin to listen for signals, hangs and notices."""
-        checkpointer, config, failure = self._checkpointer, self.config, self.config.failure
-        assert isinstance(failure, Failure)
-        limits = config.write_limit, usable_s(failure.grace_s)
-        measure = partial(measured, checkpointer, *limits)
-        self._guard = HandleGuard(rescue, failure, self._reporter, self.region.world, measure)
-        self._guard.hold, rescue.hang = rescue.hold, self._guard.hang
-        if isinstance(rescue, RankJitSaver):
-            self._guard.elsewhere, self._guard.settled = rescue.elsewhere, rescue.is_settled
-            self._guard.waits = rescue.waits
+        assert rescue.hang is not None
+        self._guard = HandleGuard(rescue, rescue.hang, self._reporter, self.region.world)
         WATCHDOG.watch(self._guard)
 
     def _failed(self, error: BaseException) -> None:
@@ -332,7 +325,7 @@ class Handle:
         except LightckError as theirs:  # `on_error` raises: the training's exception counts
             error.add_note(f"lightck: {theirs}")
         if self._guard is not None:
-            WATCHDOG.hear_out(self._guard)
+            WATCHDOG.await_peers(self._guard)
         if not saved.fresh and not isinstance(error, LightckError):
             error.add_note(f"lightck: the last step is not saved: {saved.why}")
         failure = self.config.failure
@@ -373,7 +366,7 @@ class Handle:
         if self._closed:
             return
         if self._rescue is not None:
-            self._rescue.leaving = True
+            self._rescue.begin_close()
         checkpointer, deadline = self._checkpointer, time.monotonic() + self.config.close_timeout_s
         parted = min(deadline, time.monotonic() + most_s)
         self._reporter.begin_close()
@@ -392,7 +385,7 @@ class Handle:
         if held:
             said = {"memory_bytes": held, "until": f"lightck rm {path}"}
         event("closed", path=path, step=self.step, **said)
-        triggers.forget(self._failed)
+        triggers.unregister(self._failed)
         self._checkpointer.stop()
         self._progress.left_at(self.step, self._checkpointer.steps)
         atexit.unregister(self._at_exit)

@@ -1,6 +1,6 @@
 """The time that a just-in-time snapshot needs, compared with the time left to the process.
 
-Pure, except `measured`, which may copy once to find out.
+Pure, except `measure`, which may copy once to find out.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from lightck.loop.checkpointer import Checkpointer
 from lightck.pipeline.placement import dram_rate
 
-_KEPT = 0.1
-_KEPT_MOST_S = 1.0
+_RESERVED = 0.1
+_RESERVED_MOST_S = 1.0
 """This part of the grace period, at most so many seconds, is kept for ending the process."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class SnapshotCost:
     """The cost of a snapshot of this rank, as far as it is known.
 
     Attributes:
@@ -44,27 +44,28 @@ class Measured:
 
 def usable_s(grace_s: float) -> float:
     """Return the part of a grace period, in seconds, in which a snapshot must be committed."""
-    return grace_s - min(_KEPT * grace_s, _KEPT_MOST_S)
+    return grace_s - min(_RESERVED * grace_s, _RESERVED_MOST_S)
 
 
-def shortfall(measured: Measured, grace_s: float) -> str | None:
+def shortfall(cost: SnapshotCost, grace_s: float) -> str | None:
     """Return a warning, with advice, if a snapshot does not fit into the grace period, or None."""
-    needed_s = measured.needed_s
+    needed_s = cost.needed_s
     if needed_s <= usable_s(grace_s):
         return None
     advice = "shorten the policy's interval to what you can afford to lose"
-    if measured.step_s:
+    if cost.step_s:
         # As often as the medium allows: one snapshot is committed when the next is due.
-        steps = max(1, math.ceil(needed_s / measured.step_s))
+        steps = max(1, math.ceil(needed_s / cost.step_s))
         advice = (
-            f"a policy of {steps} steps ({_said(steps * measured.step_s)}) is as short as it can"
+            f"a policy of {steps} steps ({_seconds(steps * cost.step_s)}) is as short as it can"
             " keep up with, and bounds what is lost"
         )
     return (
-        f"a just-in-time snapshot of {measured.state_bytes / 1e9:.3g} GB takes about"
-        f" {_said(needed_s)} here, and grace_s = {grace_s:g} leaves {_said(usable_s(grace_s))}:"
-        f" after SIGTERM or a notice it will not be finished, and the newest periodic snapshot is"
-        f" what is left; {advice}; or make grace_s what your launcher really gives"
+        f"a just-in-time snapshot of {cost.state_bytes / 1e9:.3g} GB takes about"
+        f" {_seconds(needed_s)} here, and grace_s = {grace_s:g} leaves"
+        f" {_seconds(usable_s(grace_s))}: after SIGTERM or a notice it will not be finished, and"
+        f" the newest periodic snapshot is what is left; {advice}; or make grace_s what your"
+        " launcher really gives"
     )
 
 
@@ -72,7 +73,7 @@ def _over(size: int, rate: float) -> float:
     return size / rate if rate > 0 else 0.0
 
 
-def _said(seconds: float) -> str:
+def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
@@ -82,7 +83,7 @@ _SLOW_RATE = 1e9
 """A rate that any memory exceeds: if a snapshot fits at this rate, it need not be measured."""
 
 
-def measured(checkpointer: Checkpointer, write_limit: int, usable_s: float) -> Measured | None:
+def measure(checkpointer: Checkpointer, write_limit: int, usable_s: float) -> SnapshotCost | None:
     """Return the cost of a snapshot, from those so far, or from a plain copy before the first one.
 
     None if not even the size is known. Runs on the watchdog's thread. The plain copy takes
@@ -102,9 +103,9 @@ def measured(checkpointer: Checkpointer, write_limit: int, usable_s: float) -> M
     if not counters.durable or not pool["copy_ns"]:
         quick = size / _SLOW_RATE <= usable_s
         rate = _SLOW_RATE if quick else dram_rate()
-        return Measured(size, rate, limit, step_s=checkpointer.due_check.step_s)
+        return SnapshotCost(size, rate, limit, step_s=checkpointer.due_check.step_s)
     medium = drained / (pool["drain_ns"] / 1e9) if drained and pool["drain_ns"] else limit
-    return Measured(
+    return SnapshotCost(
         size,
         pool["bytes_copied"] / (pool["copy_ns"] / 1e9) * pipeline.pool.threads,
         medium,

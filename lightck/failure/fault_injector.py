@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightck.config import Config
 from lightck.data.lookahead import Lookahead
-from lightck.failure.fault_plan import Chaos, of_process
+from lightck.failure.fault_plan import FaultPlan, process_faults
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Listener, is_weight, untraced
 from lightck.region.native_region import RECORD_JIT
@@ -31,9 +31,9 @@ from lightck.types import Failure
 _SLOWEST = 4096  # bytes per second
 
 
-def stand_before(listener: Listener, checkpointer: Checkpointer, config: Config) -> Listener:
+def with_faults(listener: Listener, checkpointer: Checkpointer, config: Config) -> Listener:
     """Put the planned faults between the hooks of a handle and its checkpointer."""
-    return Injector(listener, checkpointer, of_process(), config)
+    return Injector(listener, checkpointer, process_faults(), config)
 
 
 @dataclass(eq=False)
@@ -43,9 +43,9 @@ class Injector:
     Where the loop marks its updates there are no faults at fence, commit, update and between.
     """
 
-    inner: Listener
+    listener: Listener
     checkpointer: Checkpointer
-    chaos: Chaos
+    plan: FaultPlan
     config: Config
     _calls: list[int] = field(default_factory=lambda: [0, 0])
     """Numbers of module forwards in this iteration, and in the one before."""
@@ -58,7 +58,7 @@ class Injector:
         """Report where the process begins, and hook events that the checkpointer is not told of."""
         checkpointer, failure = self.checkpointer, self.config.failure
         at = checkpointer.pipeline.region.place
-        self.chaos.teller.tell(
+        self.plan.events.write(
             "attaching",
             step=checkpointer.steps.step,
             world=checkpointer.pipeline.region.world,
@@ -69,7 +69,7 @@ class Injector:
         )
         self._kinds = {"slow": self._slow, "full": self._full, "corrupt": self._corrupt}
         self._open = checkpointer.pipeline.open
-        checkpointer.pipeline.open = self._opens  # type: ignore[method-assign]
+        checkpointer.pipeline.open = self._open_with_faults  # type: ignore[method-assign]
         # These hooks stay for the process's life: it was started for chaos.
         register_module_forward_pre_hook(untraced(self._module_runs))
 
@@ -80,48 +80,48 @@ class Injector:
     ) -> None:
         """Inject faults at the fence, before and after what the checkpointer does there."""
         self._reach("fence")
-        self.inner.update_begins(optimizer, frame, unseen=unseen)
+        self.listener.update_begins(optimizer, frame, unseen=unseen)
         self._reach("commit")
 
     def update_ends(self, optimizer: Optimizer) -> None:
         """Inject faults when the parameters have changed, and when the step is complete."""
         self._reach("update")
         before = self.checkpointer.steps.step
-        if self._ends(lambda: self.inner.update_ends(optimizer)):
+        if self._end_step(lambda: self.listener.update_ends(optimizer)):
             self._reach("between", of=before + 1)
 
     def update_skipped(self, optimizer: Optimizer) -> None:
         """Pass the call on."""
-        self._ends(lambda: self.inner.update_skipped(optimizer))
+        self._end_step(lambda: self.listener.update_skipped(optimizer))
 
     def mark_begin(self) -> None:
         """Pass the call on."""
-        self.inner.mark_begin()
+        self.listener.mark_begin()
 
     def mark_end(self) -> None:
         """Pass the call on."""
-        self._ends(self.inner.mark_end)
+        self._end_step(self.listener.mark_end)
 
-    def _ends(self, end: Callable[[], None]) -> bool:
+    def _end_step(self, end: Callable[[], None]) -> bool:
         """Pass the call on, tell of the step that it has ended, and return whether it has."""
         before = self.checkpointer.steps.step
         end()
         if self.checkpointer.steps.step == before:
             return False
         self._calls, self._ticks = [0, self._calls[0]], [0, self._ticks[0]]
-        self.chaos.teller.tell("step", step=self.checkpointer.steps.step)
+        self.plan.events.write("step", step=self.checkpointer.steps.step)
         return True
 
     def forward(self, training: bool) -> None:
         """Pass the call on; faults in the forward are injected by `_module_runs`."""
-        self.inner.forward(training)
+        self.listener.forward(training)
 
     def gradient(self, layer: str) -> None:
         """Note a layer's gradient, and inject faults in the backward's middle.
 
         The first gradient of a backward queues a callback for its end.
         """
-        self.inner.gradient(layer)
+        self.listener.gradient(layer)
         if not self._ticks[0]:
             self._reach("forward")  # a single or compiled module has no middle of its forward
             engine: Any = Variable._execution_engine
@@ -139,15 +139,15 @@ class Injector:
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
         """Pass the call on."""
-        self.inner.iterating(loader, drawing)
+        self.listener.iterating(loader, drawing)
 
     def drawn(self) -> None:
         """Pass the call on."""
-        self.inner.drawn()
+        self.listener.drawn()
 
     def drawing_ahead(self, iterator: Lookahead) -> None:
         """Pass the call on."""
-        self.inner.drawing_ahead(iterator)
+        self.listener.drawing_ahead(iterator)
 
     def _module_runs(self, module: nn.Module, args: Any) -> None:
         checkpointer = self.checkpointer
@@ -161,7 +161,7 @@ class Injector:
         elif not torch.is_grad_enabled() and not self._calls[0] and not checkpointer.steps.updating:
             self._reach("evaluation", of=checkpointer.steps.step)
 
-    def _opens(self, *arguments: Any, flags: int = 0, **more: Any) -> Any:
+    def _open_with_faults(self, *arguments: Any, flags: int = 0, **more: Any) -> Any:
         """Open a snapshot; inject faults in a save, before its copies and its commit."""
         opened = self._open(*arguments, flags=flags, **more)
         if flags & RECORD_JIT and not isinstance(opened, str):
@@ -176,22 +176,22 @@ class Injector:
             self._undo = None
         if self.checkpointer.enabled:
             complete = self.checkpointer.steps.step
-            self.chaos.reach(phase, complete + 1 if of is None else of, complete, self._kinds)
+            self.plan.reach(phase, complete + 1 if of is None else of, complete, self._kinds)
 
     def _slow(self) -> None:
         """Slow the medium down, by the limit that `write_limit` sets."""
-        pipeline, hold_s = self.checkpointer.pipeline, self.chaos.hold_s
+        pipeline, hold_s = self.checkpointer.pipeline, self.plan.hold_s
         known = pipeline.region.continued
         size = known.payload_bytes if known is not None else 0
         pipeline.pool.limit(max(_SLOWEST, int(size / hold_s)))
-        self._last(lambda: pipeline.pool.limit(self.config.write_limit))
+        self._undo_later(lambda: pipeline.pool.limit(self.config.write_limit))
 
     def _full(self) -> None:
         """Let files grow no more, as on a full medium; Python ignores SIGXFSZ."""
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         size = self.checkpointer.pipeline.region.info.size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-        self._last(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
+        self._undo_later(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
 
     def _corrupt(self) -> None:
         """Corrupt the newest snapshot, then kill the process, as if it decayed between lives."""
@@ -200,11 +200,11 @@ class Injector:
         self.checkpointer.poll(
             None
         )  # snapshots under way are committed first, so that two are whole
-        self.chaos.teller.tell("flipped", **flip(self.checkpointer))
-        self.chaos.kill()
+        self.plan.events.write("flipped", **flip_bit(self.checkpointer))
+        self.plan.kill()
 
-    def _last(self, undo: Callable[[], object]) -> None:
-        self._undo = (time.monotonic() + self.chaos.hold_s, undo)
+    def _undo_later(self, undo: Callable[[], object]) -> None:
+        self._undo = (time.monotonic() + self.plan.hold_s, undo)
 
 
 def _digest(state: Any) -> str:
@@ -213,7 +213,7 @@ def _digest(state: Any) -> str:
     return hashlib.blake2b(shown, digest_size=8).hexdigest()
 
 
-def flip(checkpointer: Checkpointer) -> dict[str, Any]:
+def flip_bit(checkpointer: Checkpointer) -> dict[str, Any]:
     """Flip a bit of the largest tensor in the newest snapshot of this rank's region.
 
     Returns:

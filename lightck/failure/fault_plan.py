@@ -1,4 +1,4 @@
-"""Fault injection inside a training process that `lightck chaos` has started.
+"""Fault injection inside a training process that `lightck plan` has started.
 
 `attach` and `restore` look at one environment variable; without it this module is not even
 imported. It names a folder that all lives of the job share: `plan.json` says which faults are to
@@ -87,7 +87,7 @@ def write_plan(folder: Path, faults: Sequence[Fault], hold_s: float) -> None:
 
 
 @dataclass(eq=False)
-class Teller(logging.Handler):
+class EventWriter(logging.Handler):
     """A writer of this process's events, including lightck's log events, one line each.
 
     Lines are whole, even if the process is killed.
@@ -108,27 +108,27 @@ class Teller(logging.Handler):
 
     __hash__ = logging.Handler.__hash__
 
-    def tell(self, event: str, **fields: Any) -> None:
+    def write(self, event: str, **fields: Any) -> None:
         """Write one event. Any thread."""
-        said = {"event": event, "t": time.monotonic(), "rank": self.rank, "pid": os.getpid()}
-        os.write(self._fd, (json.dumps({**said, **fields}, default=str) + "\n").encode())
+        record = {"event": event, "t": time.monotonic(), "rank": self.rank, "pid": os.getpid()}
+        os.write(self._fd, (json.dumps({**record, **fields}, default=str) + "\n").encode())
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a log event of lightck."""
         name = getattr(record, "lightck_event", None)
         if name is not None:
-            self.tell("log", name=name, fields=getattr(record, "lightck", {}))
+            self.write("log", name=name, fields=getattr(record, "lightck", {}))
 
 
 @dataclass(eq=False)
-class Chaos:
+class FaultPlan:
     """The plan of faults in this process."""
 
     folder: Path
     rank: int
     faults: Sequence[Fault] = field(init=False)
     hold_s: float = field(init=False)
-    teller: Teller = field(init=False)
+    events: EventWriter = field(init=False)
     _for_job: bool = False
     """True if the fault that is being injected is meant for every rank."""
 
@@ -137,7 +137,7 @@ class Chaos:
         plan = json.loads((self.folder / PLAN).read_text())
         self.faults = [Fault(**each) for each in plan["faults"]]
         self.hold_s = plan["hold_s"]
-        self.teller = Teller(self.folder, self.rank)
+        self.events = EventWriter(self.folder, self.rank)
 
     def reach(
         self, phase: str, step: int, complete: int, more: Mapping[str, Callable[[], object]]
@@ -156,11 +156,11 @@ class Chaos:
                 continue
             if self._claim(number, fault):
                 losses = os.environ.get(LOSSES, "")
-                said = os.path.getsize(losses) if losses and os.path.exists(losses) else 0
+                record = os.path.getsize(losses) if losses and os.path.exists(losses) else 0
                 at = {"number": number, "kind": fault.kind, "step": step, "phase": phase}
-                self.teller.tell("fault", complete=complete, losses=said, **at)
+                self.events.write("fault", complete=complete, losses=record, **at)
                 (more.get(fault.kind) or getattr(self, fault.kind))()
-                self.teller.tell("over", **at)
+                self.events.write("over", **at)
 
     def _claim(self, number: int, fault: Fault) -> bool:
         """Claim the fault for this process: each happens once; False if another has claimed it."""
@@ -179,7 +179,7 @@ class Chaos:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> None:
-        """Stop this process; `lightck chaos` continues it."""
+        """Stop this process; `lightck plan` continues it."""
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def hang(self) -> None:
@@ -202,35 +202,35 @@ class Chaos:
             usleep(int(left * 1e6))
 
     def term(self) -> None:
-        """Send SIGTERM to this process; if the command is meant, `lightck chaos` sends it."""
+        """Send SIGTERM to this process; if the command is meant, `lightck plan` sends it."""
         if not self._for_job:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def network(self) -> None:
-        """Do nothing here: `lightck chaos` takes the network device down, and up again."""
+        """Do nothing here: `lightck plan` takes the network device down, and up again."""
 
 
 @functools.cache
-def _of(folder: str, process: int, rank: int) -> Chaos:
-    return Chaos(Path(folder), rank)
+def _process_faults(folder: str, process: int, rank: int) -> FaultPlan:
+    return FaultPlan(Path(folder), rank)
 
 
-def of_process() -> Chaos:
-    """Return the `Chaos` of this process."""
-    return _of(os.environ[VARIABLE], os.getpid(), here()[0])
+def process_faults() -> FaultPlan:
+    """Return the `FaultPlan` of this process."""
+    return _process_faults(os.environ[VARIABLE], os.getpid(), here()[0])
 
 
-def around_restore(restore: F) -> F:
+def with_restore_faults(restore: F) -> F:
     """Wrap `restore` to inject faults after it has read tensors, before it restores the rest."""
     read = AssembledSnapshot.read
 
     @functools.wraps(restore)
     def restoring(*args: Any, **settings: Any) -> Any:
-        chaos = of_process()
+        plan = process_faults()
 
         def read_half(self: AssembledSnapshot, addresses: Any) -> None:
             read(self, addresses)
-            chaos.reach("restore", self.record.step, self.record.step, {})
+            plan.reach("restore", self.record.step, self.record.step, {})
 
         AssembledSnapshot.read = read_half  # type: ignore[method-assign]
         try:

@@ -11,52 +11,48 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Protocol
 
 from lightck.types import Failure
 
+LOOK_S = 0.25
+"""Seconds between looks at a loop of several ranks, where hangs are found in seconds."""
+ALONE_LOOK_S = 1.0
+"""Seconds between looks with one rank, for which only `hang_s` counts."""
 SLACK_S = 0.5
 """Seconds beyond `hang_steps` steps; the rest of the promised second is to look and to save."""
 _SAMPLES = 9
 """Number of last steps whose median is the usual step time."""
 _LATE_S = 2.0
 """A look later than this beyond twice its period means that the process was stopped."""
-_CLOSE_S = 0.1
+_WAITING_LOOK_S = 0.1
 """Seconds between looks while a thread waits in a collective."""
 _DEPTH = 64
 """The number of innermost frames that identify a thread's position."""
 
 
-class Progress(Protocol):
-    """The progress of a training loop, as its hooks report it."""
+@dataclass(frozen=True, slots=True)
+class LoopProgress:
+    """The progress of a training loop, as its hooks report it.
 
-    @property
-    def step(self) -> int:
-        """Return the last complete step."""
+    Attributes:
+        step: the last complete step.
+        updating: inside an update, or between those of several optimizers.
+        inside: the next iteration's forward has begun.
+        ticks: grows with every hook.
+        step_s: seconds of the last step; None: not known yet.
+        thread: the identifier of the training thread.
+    """
 
-    @property
-    def updating(self) -> bool:
-        """Tell whether the loop is inside an update."""
-
-    @property
-    def inside(self) -> bool:
-        """Tell whether the loop is inside an iteration."""
-
-    @property
-    def ticks(self) -> int:
-        """Return a count that grows with every hook."""
-
-    @property
-    def step_s(self) -> float | None:
-        """Return the seconds of the last step; None if not known yet."""
-
-    @property
-    def thread(self) -> int:
-        """Return the identifier of the training thread."""
+    step: int
+    updating: bool
+    inside: bool
+    ticks: int
+    step_s: float | None
+    thread: int
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CollectivePosition:
     """The position of a thread inside a collective."""
 
     text: str
@@ -70,16 +66,16 @@ class Suspicion:
     """A hang that was found.
 
     Attributes:
-        still_s: seconds without progress, as far as they were observed.
+        idle_s: seconds without progress, as far as they were observed.
         limit_s: seconds after which a lack of progress counts as a hang there.
-        place: the collective that the loop is inside; None: it is in none.
-        stays: it was in that collective all the time, so that the hang is over once it leaves it.
+        position: the collective that the loop is inside; None: it is in none.
+        in_collective: it was there all the time: the hang is over once it leaves the collective.
     """
 
-    still_s: float
+    idle_s: float
     limit_s: float
-    place: Place | None
-    stays: bool = False
+    position: CollectivePosition | None
+    in_collective: bool = False
 
 
 @dataclass(eq=False)
@@ -92,13 +88,18 @@ class HangWatch:
     """The hang that the loop is in; None if it is in none."""
     counted_s: float = 0.0
     """Seconds that the last look has counted."""
-    _seen_s: float | None = None
-    _marks: tuple[object, ...] = ()
-    _still_s: float = 0.0
-    _waits_s: float = 0.0
-    """The last part of `_still_s`, which was spent in one and the same collective."""
-    _place: Place | None = None
+    _looked_s: float | None = None
+    _last_marks: tuple[object, ...] = ()
+    _idle_s: float = 0.0
+    _waiting_s: float = 0.0
+    """The last part of `_idle_s`, which was spent in one and the same collective."""
+    _position: CollectivePosition | None = None
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+
+    @classmethod
+    def of_world(cls, failure: Failure, world: int) -> HangWatch:
+        """Begin to watch a loop of one of `world` ranks; nothing has been observed yet."""
+        return cls(failure, LOOK_S if world > 1 else ALONE_LOOK_S)
 
     @property
     def step_s(self) -> float | None:
@@ -106,99 +107,107 @@ class HangWatch:
         return statistics.median(self._steps) if self._steps else None
 
     @property
-    def elsewhere_s(self) -> float:
+    def outside_limit_s(self) -> float:
         """Return the seconds without progress that are a hang wherever the loop is."""
         return max(self.failure.hang_s, self.failure.hang_steps * (self.step_s or 0.0))
 
     @property
-    def waiting_s(self) -> float:
+    def collective_limit_s(self) -> float:
         """Return the seconds without progress that are a hang inside a collective.
 
-        They are `elsewhere_s` until a usual step time is known.
+        They are `outside_limit_s` until a usual step time is known.
         """
         usual_s = self.step_s
         if usual_s is None:
-            return self.elsewhere_s
+            return self.outside_limit_s
         return self.failure.hang_steps * usual_s + SLACK_S
 
-    def has_stood(self, progress: Progress) -> bool:
+    def has_not_moved(self, progress: LoopProgress) -> bool:
         """Tell whether the loop has not moved for as long as the shortest hang. Any thread."""
-        stood = self.suspected is not None or self._still_s >= self.waiting_s
-        return stood and _marks_of(progress) == self._marks
+        stopped = self.suspected is not None or self._idle_s >= self.collective_limit_s
+        return stopped and _marks(progress) == self._last_marks
 
-    def is_stuck(self, progress: Progress) -> bool:
+    def is_stuck(self, progress: LoopProgress) -> bool:
         """Tell whether the loop hangs and waits for no other rank. Any thread."""
         found = self.suspected
-        return found is not None and found.place is None and _marks_of(progress) == self._marks
+        return found is not None and found.position is None and _marks(progress) == self._last_marks
 
-    def look(self, now_s: float, progress: Progress, place: Place | None) -> Suspicion | None:
+    def observe(
+        self, now_s: float, progress: LoopProgress, position: CollectivePosition | None
+    ) -> Suspicion | None:
         """Record an observation of the loop.
 
         Args:
             now_s: seconds of a monotonic clock.
             progress: the loop's progress.
-            place: the collective that its thread is inside, None if it is in none.
+            position: the collective that its thread is inside, None if it is in none.
 
         Returns:
             A hang, once when it is found; afterwards it is in `suspected`, until the loop goes on.
         """
         passed_s = self._counted(now_s)
         self.counted_s = passed_s or 0.0
-        marks, hang = _marks_of(progress), self.suspected
-        same = place is not None and self._place is not None and place.mark == self._place.mark
-        self._place = place
-        if marks != self._marks or (hang is not None and hang.stays and not same):
-            self._go_on(marks, progress)
+        marks, hang = _marks(progress), self.suspected
+        same = (
+            position is not None
+            and self._position is not None
+            and position.mark == self._position.mark
+        )
+        self._position = position
+        if marks != self._last_marks or (hang is not None and hang.in_collective and not same):
+            self._moved(marks, progress)
             return None
         if passed_s is None:
-            self._still_s = self._waits_s = 0.0
+            self._idle_s = self._waiting_s = 0.0
             return None
-        self._still_s += passed_s
-        self._waits_s = self._waits_s + passed_s if same else 0.0
+        self._idle_s += passed_s
+        self._waiting_s = self._waiting_s + passed_s if same else 0.0
         if self.suspected is None:
-            self.suspected = self._judge()
+            self.suspected = self._find()
             return self.suspected
         return None
 
-    def due_in_s(self) -> float:
+    def next_look_s(self) -> float:
         """Return the seconds until the next look: fewer while the thread waits in a collective."""
-        waits = self._waits_s > 0 and self.suspected is None
-        return min(self.period_s, _CLOSE_S) if waits else self.period_s
+        waits = self._waiting_s > 0 and self.suspected is None
+        return min(self.period_s, _WAITING_LOOK_S) if waits else self.period_s
 
     def _counted(self, now_s: float) -> float | None:
         """Return the seconds since the last look that count; None if the process did not run."""
-        before, self._seen_s = self._seen_s, now_s
+        before, self._looked_s = self._looked_s, now_s
         if before is None or now_s - before > 2 * self.period_s + _LATE_S:
             return None
         return min(now_s - before, 2 * self.period_s)
 
-    def _go_on(self, marks: tuple[object, ...], progress: Progress) -> None:
-        stepped = not self._marks or marks[0] != self._marks[0]
+    def _moved(self, marks: tuple[object, ...], progress: LoopProgress) -> None:
+        stepped = not self._last_marks or marks[0] != self._last_marks[0]
         if stepped and progress.step_s is not None:
             self._steps.append(progress.step_s)
-        self._marks = marks
-        self._still_s = self._waits_s = 0.0
+        self._last_marks = marks
+        self._idle_s = self._waiting_s = 0.0
         self.suspected = None
 
-    def _judge(self) -> Suspicion | None:
-        if self._waits_s >= self.waiting_s:
-            return Suspicion(self._waits_s, self.waiting_s, self._place, stays=True)
-        if self._still_s >= self.elsewhere_s:
-            return Suspicion(self._still_s, self.elsewhere_s, self._place)
+    def _find(self) -> Suspicion | None:
+        if self._waiting_s >= self.collective_limit_s:
+            return Suspicion(
+                self._waiting_s, self.collective_limit_s, self._position, in_collective=True
+            )
+        if self._idle_s >= self.outside_limit_s:
+            return Suspicion(self._idle_s, self.outside_limit_s, self._position)
         return None
 
 
-def _marks_of(progress: Progress) -> tuple[object, ...]:
+def _marks(progress: LoopProgress) -> tuple[object, ...]:
     """Return values that change when the loop moves."""
     return progress.step, progress.updating, progress.inside, progress.ticks
 
 
 # ---- where a thread is ---------------------------------------------------------------------------
 
-_BETWEEN = ("torch._ops", "torch.autograd.function", "torch.utils._contextlib", "contextlib")
+_WRAPPERS = ("torch._ops", "torch.autograd.function", "torch.utils._contextlib", "contextlib")
 """Modules whose frames lie between a collective and the C code that waits."""
-_TALKS = ("torch.distributed", "torch.nn.parallel.distributed")
-_NOT_THERE = ("torch.distributed.checkpoint", "torch.distributed.elastic")
+_COLLECTIVES = ("torch.distributed", "torch.nn.parallel.distributed")
+_EXCLUDED = ("torch.distributed.checkpoint", "torch.distributed.elastic")
 _BACKWARD = ("torch.autograd.graph", "_engine_run_backward")
 """From here on there is C++ code: DDP waits inside it for the last reduction.
 
@@ -206,7 +215,7 @@ Looked for only with several ranks.
 """
 
 
-def collective(thread: int) -> Place | None:
+def current_collective(thread: int) -> CollectivePosition | None:
     """Return the collective that a thread is inside, judged by its innermost frames; None if none.
 
     It takes a few microseconds. For jobs of several ranks: a backward counts as a collective.
@@ -215,30 +224,30 @@ def collective(thread: int) -> Place | None:
     """
     innermost = sys._current_frames().get(thread)
     frame = innermost
-    while frame is not None and _in(frame, _BETWEEN):
+    while frame is not None and _is_in(frame, _WRAPPERS):
         frame = frame.f_back
     if frame is None:
         return None
-    talks = _in(frame, _TALKS) and not _in(frame, _NOT_THERE)
-    if not talks and (_module(frame), frame.f_code.co_name) != _BACKWARD:
+    communicates = _is_in(frame, _COLLECTIVES) and not _is_in(frame, _EXCLUDED)
+    if not communicates and (_module(frame), frame.f_code.co_name) != _BACKWARD:
         return None
-    return Place(_described(frame), _mark(innermost))
+    return CollectivePosition(_description(frame), _mark(innermost))
 
 
 def _mark(frame: FrameType | None) -> tuple[int, ...]:
-    found: list[int] = []
-    while frame is not None and len(found) < 2 * _DEPTH:
-        found += (id(frame), frame.f_lasti)
+    parts: list[int] = []
+    while frame is not None and len(parts) < 2 * _DEPTH:
+        parts += (id(frame), frame.f_lasti)
         frame = frame.f_back
-    return tuple(found)
+    return tuple(parts)
 
 
-def _described(inside: FrameType) -> str:
+def _description(inside: FrameType) -> str:
     line = _line(inside)
     return f"{inside.f_code.co_name}, called from {line}" if line else inside.f_code.co_name
 
 
-def standing(thread: int) -> str:
+def user_line(thread: int) -> str:
     """Return the line of the user's code that a thread is at; empty if there is none."""
     return _line(sys._current_frames().get(thread))
 
@@ -249,7 +258,7 @@ def _line(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
-def _in(frame: FrameType, modules: tuple[str, ...]) -> bool:
+def _is_in(frame: FrameType, modules: tuple[str, ...]) -> bool:
     name = _module(frame)
     return any(name == each or name.startswith(each + ".") for each in modules)
 

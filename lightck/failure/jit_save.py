@@ -21,9 +21,11 @@ from enum import Enum, auto
 from functools import partial
 
 from lightck.errors import LightckError
-from lightck.failure.hang import HangWatch
-from lightck.journal.boundary_state import holding
+from lightck.failure.budget import SnapshotCost, measure
+from lightck.failure.hang import CollectivePosition, HangWatch, LoopProgress
+from lightck.journal.boundary_state import with_copies
 from lightck.journal.device_lag import PreUpdateState
+from lightck.journal.step_journal import BoundaryCapture
 from lightck.loop.checkpointer import Checkpointer
 from lightck.pipeline.copy_plan import versions_of
 from lightck.pipeline.pipeline import InflightSnapshot
@@ -37,7 +39,7 @@ from lightck.types import Saved
 # an update has the state before it, and keeps it; one that is only behind comes to the newest
 # soon.
 
-DEVICE_PATIENCE_S = 1.0
+DEVICE_WAIT_S = 1.0
 """Seconds without progress, and three steps, after which a device is taken to hang.
 
 At most half of the time left.
@@ -69,7 +71,7 @@ class DeviceWait:
     """The observation of a checkpointer's devices for one save."""
 
     checkpointer: Checkpointer
-    most: float
+    until_s: float
     """The time of `time.monotonic` at which it stops waiting."""
     _first: tuple[int, PreUpdateState | None] | None = None
     """The step and the devices' state at the first look."""
@@ -77,7 +79,7 @@ class DeviceWait:
     _since: float = field(default_factory=time.monotonic)
     """The time since which the devices have `_last`."""
 
-    def before(self, *, hangs: bool) -> PreUpdateState | None:
+    def state_to_save(self, *, hangs: bool) -> PreUpdateState | None:
         """Return the state that hanging devices have; None if training's state is the one to save.
 
         Called under the checkpointer's lock.
@@ -86,39 +88,39 @@ class DeviceWait:
             hangs: training hangs, as far as is known already.
 
         Raises:
-            Later: devices may yet make the updates that training has queued.
+            RetryLater: devices may yet make the updates that training has queued.
             DeviceError: a device has failed.
         """
         behind, step = self.checkpointer.device_lag, self.checkpointer.steps.step
         if behind is None:
             return None
-        before = behind.there()
-        if before is None and behind.offload.is_reached:
+        pre_update = behind.hung_state()
+        if pre_update is None and behind.offload.is_reached:
             return None
         now = time.monotonic()
         if self._first is None:
-            self._first, self._last = (step, before), before
-        if step != self._first[0] and before is not self._first[1]:
+            self._first, self._last = (step, pre_update), pre_update
+        if step != self._first[0] and pre_update is not self._first[1]:
             return None  # both go on: the devices are about to have the wanted state
-        if before is not self._last:
-            self._last, self._since = before, now
-        step_s = max(behind.pace_s, self.checkpointer.due_check.step_s or 0.0)
-        patience = max(DEVICE_PATIENCE_S, _STEPS * step_s)
-        known = hangs or before is behind.taken
-        if before is None or (not known and now < min(self._since + patience, self.most)):
+        if pre_update is not self._last:
+            self._last, self._since = pre_update, now
+        step_s = max(behind.longest_step_s, self.checkpointer.due_check.step_s or 0.0)
+        patience_s = max(DEVICE_WAIT_S, _STEPS * step_s)
+        known = hangs or pre_update is behind.claimed
+        if pre_update is None or (not known and now < min(self._since + patience_s, self.until_s)):
             raise RetryLater(f"a device has not come to the end of step {step}", WaitFor.DEVICE)
-        return before
+        return pre_update
 
-    def take(self, before: PreUpdateState | None) -> None:
+    def claim(self, pre_update: PreUpdateState | None) -> None:
         """Claim a state of hanging devices: a snapshot of it is committed or being written."""
-        if before is not None and self.checkpointer.device_lag is not None:
-            self.checkpointer.device_lag.take(before)
+        if pre_update is not None and self.checkpointer.device_lag is not None:
+            self.checkpointer.device_lag.claim(pre_update)
 
 
 POLL_S = 0.002
 # ---- the saver -----------------------------------------------------------------------------------
 
-PATIENCE_S = 1.0
+FORWARD_WAIT_S = 1.0
 """Seconds that another thread waits for forward start before it takes an early snapshot.
 
 At forward start a snapshot is exact. The wait is at most a quarter of the time left.
@@ -130,49 +132,30 @@ With a dead rank, an open outcome may never be settled.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The progress of the training loop, as its hooks report it.
-
-    Attributes:
-        step: the last complete step.
-        updating: inside an update, or between those of several optimizers.
-        inside: the next iteration's forward has begun.
-        ticks: grows with every hook.
-        step_s: seconds of the last step; None: not known yet.
-        thread: the identifier of the training thread.
-    """
-
-    step: int
-    updating: bool
-    inside: bool
-    ticks: int
-    step_s: float | None
-    thread: int
-
-
 @dataclass(eq=False)
 class JitSaver:
     """Just-in-time saves of the last complete step of one handle. Any thread."""
 
     checkpointer: Checkpointer
-    leaving: bool = False
-    """True if the training thread is closing the handle, so that it will make no more progress."""
     hang: HangWatch | None = None
-    """The hang detection of the training thread."""
+    """The hang detection of the training thread; None: hangs are not looked for."""
+    write_limit: int = 0
+    """Bytes per second that the user allows on the medium; 0 is no limit."""
+    _closing: bool = False
+    """True if the training thread is closing the handle, so that it will make no more progress."""
     _pid: int = field(default_factory=os.getpid)
 
     @property
     def last_step(self) -> int:
         """Return the last complete step, or the step that hanging devices have, if it was saved."""
         behind = self.checkpointer.device_lag
-        taken = behind.taken if behind is not None else None
-        return self.checkpointer.steps.step if taken is None else taken.step
+        claimed = behind.claimed if behind is not None else None
+        return self.checkpointer.steps.step if claimed is None else claimed.step
 
-    def progress(self) -> Progress:
+    def progress(self) -> LoopProgress:
         """Return the progress of the training loop; takes no lock."""
         checkpointer = self.checkpointer
-        return Progress(
+        return LoopProgress(
             checkpointer.steps.step,
             checkpointer.mixed,
             checkpointer.inside,
@@ -181,11 +164,12 @@ class JitSaver:
             checkpointer.thread,
         )
 
-    def hold(self, until: float | None) -> None:
-        """Let training go no further than it must until the given time; None: release it.
+    def begin_close(self) -> None:
+        """Wait no longer for training: its thread closes the handle. Any thread."""
+        self._closing = True
 
-        Any thread.
-        """
+    def pause_training(self, until: float | None) -> None:
+        """Let training go no further than it must until the given time; None: let it go on."""
         if until is None:
             self.checkpointer.pause.end()
         else:
@@ -204,25 +188,25 @@ class JitSaver:
 
         An expected failure is not raised: `Saved.why` states it.
         """
-        began, why, asked = time.monotonic(), "", self.checkpointer.steps.step
+        began_s, why, wanted_step = time.monotonic(), "", self.checkpointer.steps.step
         try:
             if os.getpid() != self._pid:
                 raise LightckError("a forked child must not write")
-            step, snapshot = self._captured(deadline, early)
-            asked = min(asked, step)
-            if snapshot is not None and not self._durable(snapshot, deadline):
+            step, snapshot = self._capture(deadline, early)
+            wanted_step = min(wanted_step, step)
+            if snapshot is not None and not self._await_commit(snapshot, deadline):
                 why = f"step {snapshot.step} was not committed by the deadline"
         except LightckError as error:
             why = str(error)
         except Exception as error:  # noqa: BLE001 - user's code: state_dict, on_error
             why = f"the state cannot be taken: {error!r}"
-        return self._saved(reason, why, began, asked)
+        return self._outcome(reason, why, began_s, wanted_step)
 
-    def _saved(self, reason: str, why: str, began: float, asked: int) -> Saved:
+    def _outcome(self, reason: str, why: str, began_s: float, wanted_step: int) -> Saved:
         """Describe the outcome of a save from the snapshots that are there now."""
-        newest = self._newest()
+        newest = self._newest_record()
         step = newest.step if newest is not None else None
-        fresh = not why and step is not None and step >= asked
+        fresh = not why and step is not None and step >= wanted_step
         if not fresh and not why:
             why = f"step {self.last_step} has no snapshot"
         return Saved(
@@ -231,50 +215,72 @@ class JitSaver:
             fresh=fresh,
             early=fresh and newest is not None and newest.early,
             why=why,
-            seconds=time.monotonic() - began,
+            seconds=time.monotonic() - began_s,
         )
 
-    def _newest(self) -> Record | None:
+    def _newest_record(self) -> Record | None:
         """Return the newest record that is committed on this rank and counts."""
         records = [slot.record for slot in self.checkpointer.pipeline.region.slots if slot.record]
         return max(records, key=lambda record: record.sequence, default=None)
 
+    def snapshot_cost(self, usable_s: float) -> SnapshotCost | None:
+        """Return the cost of a snapshot that has to fit into `usable_s`; None: not known yet."""
+        return measure(self.checkpointer, self.write_limit, usable_s)
+
     # ---- capture ---------------------------------------------------------------------------
 
-    def _captured(self, deadline: float, early: bool) -> tuple[int, InflightSnapshot | None]:
+    def _capture(self, deadline: float, early: bool) -> tuple[int, InflightSnapshot | None]:
         """Return the last complete step and its sealed snapshot; None if it is committed already.
 
         Raises:
             LightckError: it cannot be saved; says why.
         """
-        here = threading.get_ident() == self.checkpointer.thread
-        began, left = time.monotonic(), deadline - time.monotonic()
-        patience = began + (0.0 if here else min(PATIENCE_S, left / 4))
-        standing = DeviceWait(self.checkpointer, began + left / 2)
+        on_training_thread = threading.get_ident() == self.checkpointer.thread
+        began_s, left = time.monotonic(), deadline - time.monotonic()
+        forward_until_s = began_s + (0.0 if on_training_thread else min(FORWARD_WAIT_S, left / 4))
+        device_wait = DeviceWait(self.checkpointer, began_s + left / 2)
         while True:
-            hangs = self.hang is not None and self.hang.has_stood(self.progress())
+            hangs = self.hang is not None and self.hang.has_not_moved(self.progress())
             # Before the try: only progress made until then counts.
-            leaving, stuck = self.leaving, self.checkpointer.mixed and self.is_stuck()
+            closing, stuck = self._closing, self.checkpointer.mixed and self.gives_up_update()
             try:
                 with self._locked(deadline):
-                    before = standing.before(hangs=hangs)
-                    found = self._try(early, here, 0.0 if leaving else patience, before)
-                    standing.take(before)
+                    pre_update = device_wait.state_to_save(hangs=hangs)
+                    found = self._open_last_step(
+                        early, on_training_thread, 0.0 if closing else forward_until_s, pre_update
+                    )
+                    device_wait.claim(pre_update)
                     return found
             except RetryLater as later:
-                training = later.waits is WaitFor.TRAINING
+                for_training = later.waits is WaitFor.TRAINING
                 idle = later.waits is WaitFor.SLOT and not self.checkpointer.pipeline.persisting
-                gone = training and (here or leaving or stuck)
-                gone = gone or (idle and time.monotonic() > began + FATES_S)
-                if gone or time.monotonic() >= deadline:
+                hopeless = for_training and (on_training_thread or closing or stuck)
+                hopeless = hopeless or (idle and time.monotonic() > began_s + FATES_S)
+                if hopeless or time.monotonic() >= deadline:
                     self._finish_others(deadline)
-                    why = ", and the training stands still" if stuck and training else ""
+                    why = ", and the training stands still" if stuck and for_training else ""
                     raise LightckError(f"{later}{why}") from None
             time.sleep(POLL_S)
 
-    def is_stuck(self) -> bool:
+    # ---- other ranks, of which `RankJitSaver` knows ----------------------------------------------
+
+    def new_peer_failure(self) -> str | None:
+        """Return a failure on another rank since the last call; None: there is none. At once."""
+        return None
+
+    def is_settled(self) -> bool:
+        """Tell, at once, whether no other rank can make this one save again."""
+        return True
+
+    def hung_device(self) -> CollectivePosition | None:
+        """Return where a device may be waiting for other ranks, at once; None if none is."""
+        return None
+
+    def gives_up_update(self) -> bool:
         """Tell whether to wait no longer for an update that stands still: a peer may finish it."""
         return False
+
+    # ---- inside ------------------------------------------------------------------------------
 
     @contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
@@ -290,40 +296,44 @@ class JitSaver:
         finally:
             lock.release()
 
-    def _try(
-        self, early: bool, here: bool, patience: float, before: PreUpdateState | None
+    def _open_last_step(
+        self,
+        early: bool,
+        on_training_thread: bool,
+        forward_until_s: float,
+        pre_update: PreUpdateState | None,
     ) -> tuple[int, InflightSnapshot | None]:
         checkpointer, pipeline = self.checkpointer, self.checkpointer.pipeline
         if not checkpointer.enabled:
             raise LightckError("the handle is closed")
         checkpointer.poll()
-        if pipeline.window is not None and (before is None or not self._waits()):
+        if pipeline.window is not None and (pre_update is None or not self._copies_wait()):
             # In any case: the fence of an update comes before it changes anything.
             with checkpointer.outcomes.reported():
-                checkpointer.outcomes.fence(aside=not here)
-        step = checkpointer.steps.step if before is None else before.step
+                checkpointer.outcomes.fence(aside=not on_training_thread)
+        step = checkpointer.steps.step if pre_update is None else pre_update.step
         for snapshot in pipeline.in_flight:
             if snapshot.step == step and early <= bool(snapshot.flags & RECORD_EARLY):
                 return step, snapshot
-        if self._holds(step, early):
+        if self._has_snapshot(step, early):
             return step, None
-        self._check(step, before)
-        room = pipeline.region.has_room(due=False) or (early and self._exact(step))
+        self._require_saveable(step, pre_update)
+        room = pipeline.region.has_room(due=False) or (early and self._replaceable_slots(step))
         if pipeline.blocked_by is not None or not room:
             raise RetryLater("no slot became free", WaitFor.SLOT)
-        if before is not None:
-            return step, self._open_before(before, early)
+        if pre_update is not None:
+            return step, self._open_pre_update(pre_update, early)
         if checkpointer.inside:
-            return step, self._open_late(early)
-        if time.monotonic() < patience:
+            return step, self._open_after_forward(early)
+        if time.monotonic() < forward_until_s:
             raise RetryLater(f"step {step} has not come to its boundary", WaitFor.TRAINING)
-        return step, self._open_early(here)
+        return step, self._open_before_forward(on_training_thread)
 
-    def _waits(self) -> bool:
+    def _copies_wait(self) -> bool:
         """Tell whether copies from devices wait for a device that hangs."""
         return self.checkpointer.pipeline.offload.engine.is_waiting
 
-    def _holds(self, step: int, early: bool) -> bool:
+    def _has_snapshot(self, step: int, early: bool) -> bool:
         """Tell whether the step is committed since attach, or is the one that was restored.
 
         With `early`, an exact snapshot does not count.
@@ -336,13 +346,13 @@ class JitSaver:
         alike = (r for r in records if r.step == step and r.timeline == region.timeline)
         return any(early <= record.early for record in alike)
 
-    def _check(self, step: int, before: PreUpdateState | None) -> None:
-        checkpointer, kept = self.checkpointer, self.checkpointer.step_journal
-        assert kept is not None, "not armed"
+    def _require_saveable(self, step: int, pre_update: PreUpdateState | None) -> None:
+        checkpointer, journal = self.checkpointer, self.checkpointer.step_journal
+        assert journal is not None, "not armed"
         if step == 0:
             raise LightckError("no step is complete yet")
-        if before is not None:
-            if self._waits():
+        if pre_update is not None:
+            if self._copies_wait():
                 why = "copies of a later step wait for it"
                 raise RetryLater(
                     f"step {step} is what a device has that hangs, and {why}", WaitFor.DEVICE
@@ -352,70 +362,76 @@ class JitSaver:
             raise LightckError(f"at step {step} the optimizers are not all known yet")
         if checkpointer.steps.gave_up(checkpointer.thread):
             raise LightckError(f"the update after step {step} was given up half done")
-        if checkpointer.mixed or kept.step != step:
+        if checkpointer.mixed or journal.step != step:
             raise RetryLater(f"the update after step {step} is half done", WaitFor.TRAINING)
-        if kept.ended is None and kept.begun is None:
-            told = kept.unwritten or "the state was replaced inside an iteration"
-            raise LightckError(f"step {step} has no boundary state: {told}")
+        if journal.step_end is None and journal.forward_start is None:
+            lost = journal.last_error or "the state was replaced inside an iteration"
+            raise LightckError(f"step {step} has no boundary state: {lost}")
 
-    def _open_late(self, early: bool) -> InflightSnapshot:
+    def _open_after_forward(self, early: bool) -> InflightSnapshot:
         """Open a snapshot after the next forward has begun, of the state when it began."""
-        kept = self.checkpointer.step_journal
-        assert kept is not None
-        instant = kept.late(early=early)
-        blobs = self.checkpointer.boundary_state.encoded(instant.first, instant.second)
-        moved = partial(kept.moved, early=instant.early)
-        step, state = self.checkpointer.steps.step, instant.collected
-        return self._sealed(self._opened(step, state, blobs, instant.flags, moved))
+        journal = self.checkpointer.step_journal
+        assert journal is not None
+        instant = journal.as_of_boundary(early=early)
+        changed = partial(journal.changed_weight, early=instant.early)
+        return self._open_kept(self.checkpointer.steps.step, instant, changed)
 
-    def _open_before(self, before: PreUpdateState, early: bool) -> InflightSnapshot:
+    def _open_pre_update(self, pre_update: PreUpdateState, early: bool) -> InflightSnapshot:
         """Open a snapshot of the state before an update that devices have not made.
 
         Training has queued that update, or is about to.
 
         Raises:
-            Later: the state has changed.
+            RetryLater: the state has changed.
         """
-        if moved := before.moved():  # it will be the same afterwards: nothing is copied for that
-            why = f"step {before.step}, which a device has: {moved} is not what it was"
+        if name := pre_update.changed_tensor():  # it stays so: nothing is copied for that
+            why = f"step {pre_update.step}, which a device has: {name} is not what it was"
             raise RetryLater(why, WaitFor.DEVICE)
-        instant = before.instant(early=early)
-        blobs = self.checkpointer.boundary_state.encoded(instant.first, instant.second)
-        with self.checkpointer.pipeline.offload.as_of(before.standing):
-            snapshot = self._opened(
-                before.step, instant.collected, blobs, instant.flags, before.moved
-            )
-            return self._sealed(snapshot)
+        instant = pre_update.as_of_boundary(early=early)
+        with self.checkpointer.pipeline.offload.as_of(pre_update.forward_positions):
+            return self._open_kept(pre_update.step, instant, pre_update.changed_tensor)
 
-    def _open_early(self, here: bool) -> InflightSnapshot:
+    def _open_kept(
+        self, step: int, instant: BoundaryCapture, changed: Callable[[], str]
+    ) -> InflightSnapshot:
+        """Open a snapshot of an instant that the journal has kept, and make its copies."""
+        trees = instant.step_end_values, instant.forward_values
+        blobs = self.checkpointer.boundary_state.encode_trees(*trees)
+        return self._finish_copies(
+            self._open(step, instant.collected, blobs, instant.flags, changed)
+        )
+
+    def _open_before_forward(self, on_training_thread: bool) -> InflightSnapshot:
         """Open a snapshot before forward start.
 
         Another thread reads the state twice, as the loop may change it.
 
         Raises:
-            Later: the loop changes the state, or other tensors stand in for the weights.
+            RetryLater: the loop changes the state, or other tensors stand in for the weights.
         """
-        kept, step = self.checkpointer.step_journal, self.checkpointer.steps.step
-        assert kept is not None
-        moved = partial(kept.moved, early=True)
-        state, blobs = self._before_forward()
-        versions, name = _versions(state), moved()
+        journal, step = self.checkpointer.step_journal, self.checkpointer.steps.step
+        assert journal is not None
+        changed = partial(journal.changed_weight, early=True)
+        state, blobs = self._state_before_forward()
+        versions, name = _versions(state), changed()
         if name:
             why = f"{name} is not what it was when step {step} ended: its snapshot has to wait for"
             raise RetryLater(f"{why} the next forward", WaitFor.TRAINING)
-        snapshot = self._opened(step, state, blobs, RECORD_EARLY, moved)
+        snapshot = self._open(step, state, blobs, RECORD_EARLY, changed)
         try:
-            again, said = (state, blobs) if here else self._before_forward()
-            changed = not here and (_versions(again) != versions or said != blobs)
+            is_moving = False
+            if not on_training_thread:
+                again = self._state_before_forward()
+                is_moving = _versions(again[0]) != versions or again[1] != blobs
         except BaseException:
             self.checkpointer.pipeline.drop("the state cannot be taken")
             raise
-        if changed:
+        if is_moving:
             self.checkpointer.pipeline.drop("the loop has changed something meanwhile")
             raise RetryLater("the loop kept changing the state", WaitFor.TRAINING)
-        return self._sealed(snapshot)
+        return self._finish_copies(snapshot)
 
-    def _exact(self, step: int) -> list[Slot]:
+    def _replaceable_slots(self, step: int) -> list[Slot]:
         """Return the slots of this rank's snapshots of the step that no other rank counts on.
 
         If the early instant is wanted, some rank has no exact snapshot and can have none: exact
@@ -425,7 +441,7 @@ class JitSaver:
         held = [(slot, slot.record) for slot in region.slots if slot.kept and slot.record]
         return [slot for slot, r in held if (r.timeline, r.step) == (region.timeline, step)]
 
-    def _before_forward(self) -> tuple[CollectedState, tuple[bytes, bytes]]:
+    def _state_before_forward(self) -> tuple[CollectedState, tuple[bytes, bytes]]:
         """Return the state between step end and forward start, and its blobs.
 
         With one rank it is the live state. With several ranks, values and buffers are those of step
@@ -433,39 +449,41 @@ class JitSaver:
         too. The loop's work between step end and forward start is then to be done on every rank.
         """
         checkpointer = self.checkpointer
-        boundary_state, kept = checkpointer.boundary_state, checkpointer.step_journal
-        if checkpointer.forward_unseen and kept is not None and kept.ended is not None:
-            boundary_state.forward_missed(kept.ended.copies)  # the forward may have begun
+        boundary_state, journal = checkpointer.boundary_state, checkpointer.step_journal
+        if checkpointer.forward_unseen and journal is not None and journal.step_end is not None:
+            boundary_state.forward_missed(journal.step_end.copies)  # the forward may have begun
         collected = boundary_state.collect()
-        ended = kept.ended if kept is not None and not checkpointer.pipeline.barrier.alone else None
-        if ended is None or ended.copies is None:
+        step_end = journal.step_end if journal is not None else None
+        alone = checkpointer.pipeline.barrier.alone
+        if alone or step_end is None or step_end.copies is None:
             return collected, boundary_state.encode(collected, checkpointer.steps.step, seen=False)
-        return holding(collected, ended.copies), boundary_state.encoded(ended.first, ended.second)
+        blobs = boundary_state.encode_trees(step_end.step_end_values, step_end.forward_values)
+        return with_copies(collected, step_end.copies), blobs
 
-    def _opened(
+    def _open(
         self,
         step: int,
         state: CollectedState,
         blobs: tuple[bytes, bytes],
         flags: int,
-        moved: Callable[[], str],
+        changed: Callable[[], str],
     ) -> InflightSnapshot:
         pipeline = self.checkpointer.pipeline
         if not pipeline.region.has_room(due=False):
-            for slot in self._exact(step):
+            for slot in self._replaceable_slots(step):
                 pipeline.region.mark_aborted(slot)
         with pipeline.pacing:
             snapshot = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT)
         if isinstance(snapshot, str):
             raise RetryLater(f"step {step} has no snapshot: {snapshot}", WaitFor.SLOT)
-        snapshot.moved = moved
+        snapshot.moved = changed
         return snapshot
 
-    def _sealed(self, snapshot: InflightSnapshot) -> InflightSnapshot:
+    def _finish_copies(self, snapshot: InflightSnapshot) -> InflightSnapshot:
         """Return the inflight snapshot with all of its copies made.
 
         Raises:
-            Later: the loop has changed something meanwhile; it may succeed the next time.
+            RetryLater: the loop has changed something meanwhile; it may succeed the next time.
         """
         if not self.checkpointer.pipeline.fence(None):
             first, more = snapshot.torn[0], len(snapshot.torn) - 1
@@ -476,7 +494,7 @@ class JitSaver:
 
     # ---- commit ----------------------------------------------------------------------------
 
-    def _durable(self, snapshot: InflightSnapshot, deadline: float) -> bool:
+    def _await_commit(self, snapshot: InflightSnapshot, deadline: float) -> bool:
         """Wait for a sealed snapshot's commit on this rank; False at the deadline.
 
         Raises:
@@ -497,7 +515,7 @@ class JitSaver:
     def _finish_others(self, deadline: float) -> None:
         """Wait for the snapshots that are sealed already: a restart finds the newest of them."""
         for snapshot in [*self.checkpointer.pipeline.persisting]:
-            self._durable(snapshot, deadline)
+            self._await_commit(snapshot, deadline)
 
 
 def _versions(collected: CollectedState) -> list[tuple[str, int]]:

@@ -27,35 +27,40 @@ class PreemptionNotice:
     def __init__(
         self,
         source: Path | Callable[[], bool],
-        tell: Callable[[], object],
+        register: Callable[[], object],
         report: Callable[[LightckError], object],
         period_s: float = PERIOD_S,
     ) -> None:
         """Start to poll.
 
-        `tell` is called at each change from false to true, on the polling thread.
+        `register` is called at each change from false to true, on the polling thread.
         """
-        self.given = False
-        self._source, self._tell, self._report, self._period_s = source, tell, report, period_s
+        self.is_present = False
+        self._source, self._on_notice, self._report, self._period_s = (
+            source,
+            register,
+            report,
+            period_s,
+        )
         self._failed = False
         self._stop = threading.Event()
-        threading.Thread(target=self._ask, name="lightck-notice", daemon=True).start()
+        threading.Thread(target=self._poll, name="lightck-notice", daemon=True).start()
 
     def stop(self) -> None:
         """Stop polling. Does not wait for a poll that is under way."""
         self._stop.set()
 
-    def _ask(self) -> None:
+    def _poll(self) -> None:
         while not self._stop.is_set():
-            true = self._answer()
-            if true and not self.given and not self._stop.is_set():
-                self.given = True
-                self._tell()
+            true = self._is_noticed()
+            if true and not self.is_present and not self._stop.is_set():
+                self.is_present = True
+                self._on_notice()
             elif not true:
-                self.given = False
+                self.is_present = False
             self._stop.wait(self._period_s)
 
-    def _answer(self) -> bool:
+    def _is_noticed(self) -> bool:
         """Poll once. An error counts as false, and is reported once until a poll succeeds."""
         try:
             true = self._source() if callable(self._source) else self._source.exists()
@@ -72,33 +77,33 @@ class PreemptionNotice:
 # At a prompt it does not end: a mistyped line is no failure of the training. Nor is an exit with a
 # status of success.
 
-Told = Callable[[BaseException], object]
-_told: list[Told] = []
-_earlier: Callable[..., Any] = sys.__excepthook__
-_inside: list[BaseException] = []
+ExceptionCallback = Callable[[BaseException], object]
+_callbacks: list[ExceptionCallback] = []
+_earlier_hook: Callable[..., Any] = sys.__excepthook__
+_reporting: list[BaseException] = []
 """The exception being reported: a hook installed over ours may call ours again."""
 
 
-def tell(told: Told) -> None:
-    """Call `told` with every unhandled exception of the main thread, then the earlier hook.
+def register(callback: ExceptionCallback) -> None:
+    """Call `callback` with every unhandled exception of the main thread, then the earlier hook.
 
     The hook that was installed at the first registration is called, even if a callback fails.
     """
-    global _earlier
-    if not _told:
-        _earlier, sys.excepthook = sys.excepthook, _hook
-    _told.append(told)
+    global _earlier_hook
+    if not _callbacks:
+        _earlier_hook, sys.excepthook = sys.excepthook, _hook
+    _callbacks.append(callback)
 
 
-def forget(told: Told) -> None:
-    """Stop reporting to `told`; idempotent. A hook installed since stays, and calls through."""
-    if told in _told:
-        _told.remove(told)
-    if not _told and sys.excepthook is _hook:
-        sys.excepthook = _earlier
+def unregister(callback: ExceptionCallback) -> None:
+    """Stop reporting to `callback`; idempotent. A hook installed since stays, and calls through."""
+    if callback in _callbacks:
+        _callbacks.remove(callback)
+    if not _callbacks and sys.excepthook is _hook:
+        sys.excepthook = _earlier_hook
 
 
-def ends_well(error: BaseException) -> bool:
+def is_success(error: BaseException) -> bool:
     """Tell whether the exception is `sys.exit()` or `sys.exit(0)`."""
     code = error.code if isinstance(error, SystemExit) else 1
     return code is None or (isinstance(code, int) and code == 0)
@@ -111,18 +116,18 @@ def _is_prompt() -> bool:
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if _inside:
+    if _reporting:
         sys.__excepthook__(kind, error, trace)
         return
     if _is_prompt():
-        _earlier(kind, error, trace)
+        _earlier_hook(kind, error, trace)
         return
-    _inside.append(error)
+    _reporting.append(error)
     try:
-        for told in [*_told]:
-            told(error)
+        for callback in [*_callbacks]:
+            callback(error)
     finally:
         try:
-            _earlier(kind, error, trace)
+            _earlier_hook(kind, error, trace)
         finally:
-            _inside.clear()
+            _reporting.clear()

@@ -14,99 +14,162 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field, replace
 
 from lightck.errors import LightckError
 from lightck.events import deliver, event, event_aside
 from lightck.failure import budget
-from lightck.failure.budget import Measured
-from lightck.failure.hang import HangWatch, Place, Progress, collective, standing
+from lightck.failure.hang import LOOK_S, HangWatch, current_collective, user_line
+from lightck.failure.jit_save import JitSaver
 from lightck.failure.signals import Outcome, Signals
 from lightck.failure.triggers import PreemptionNotice
 from lightck.types import Failure, Saved
 
 # ---- one handle's state, and one save for it, on a thread of its own -----------------------------
 
-LOOK_S = 0.25
-"""Seconds between looks at a loop of several ranks, where hangs are found in seconds."""
 _TOLD_S = 1.0
 """Seconds that a save waits for `on_event` to receive it: the process may end then."""
-ALONE_LOOK_S = 1.0
-"""Seconds between looks with one rank, for which only `hang_s` counts."""
-
-
-class Rescue(Protocol):
-    """The saves that a guard needs."""
-
-    def progress(self) -> Progress:
-        """Return the loop's progress. Any thread; takes no lock."""
-
-    def save(self, reason: str, deadline: float) -> Saved:
-        """Commit the last complete step if that can be done by `deadline`. Any thread."""
+MEASURE_S = 10.0
+"""Seconds between checks whether a snapshot fits into the grace period."""
 
 
 @dataclass(eq=False)
 class HandleGuard:
-    """The watchdog's state for one handle."""
+    """The watchdog's state for one handle. Public methods are for the watchdog's thread."""
 
-    rescue: Rescue
-    failure: Failure
+    saver: JitSaver
+    hang: HangWatch
     report: Callable[[LightckError], object]
     """Reports an error to the user."""
     world: int = 1
-    measured: Callable[[], Measured | None] = lambda: None
-    """Returns the cost of a snapshot; None: not known yet."""
-    elsewhere: Callable[[], str | None] = lambda: None
-    """Returns a new failure on another rank since the last call, at once. One thread calls it."""
-    settled: Callable[[], bool] = lambda: True
-    """Returns, at once, whether no other rank can make this one save again."""
-    waits: Callable[[], Place | None] = lambda: None
-    """Returns where a device may be waiting for other ranks, at once; None if none is."""
-    hold: Callable[[float | None], object] = lambda until: None
-    """Lets training go no further than a save needs until the given time; None releases it."""
-    notice: PreemptionNotice | None = None
-    noticed: bool = False
-    """True if a notice has come and is not answered yet."""
-    asked_at: int | None = None
-    """The step at which `on_failure` was asked about a signal whose own handler may raise."""
-    told_budget: bool = False
-    measure_at_s: float = 0.0
-    hang_saving: SaveTask | None = None
+    hang_save: SaveTask | None = None
     """The save for the hang that the loop is in."""
-    exit_in_s: float | None = None
+    _exit_in_s: float | None = None
     """Seconds, as far as they count, after which the process is ended for the hang."""
+    _notice: PreemptionNotice | None = None
+    _noticed: bool = False
+    """True if a notice has come and is not answered yet."""
+    _signalled_at: int | None = None
+    """The step at which `on_failure` was asked about a signal whose own handler may raise."""
+    _warned: bool = False
+    """True once the user knows that a snapshot does not fit into the grace period."""
+    _measure_at_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Start the hang detection; nothing has been observed yet."""
-        self.hang = HangWatch(self.failure, LOOK_S if self.world > 1 else ALONE_LOOK_S)
+    @property
+    def failure(self) -> Failure:
+        """The user's settings of the failure path."""
+        return self.hang.failure
 
     @property
     def numbers(self) -> set[int]:
-        """Return the numbers of the signals that the user wants to be handled."""
+        """The numbers of the signals that the user wants to be handled."""
         return {signal.Signals[name] for name in self.failure.signals}
 
-    def knows(self, error: BaseException) -> bool:
+    def watch_notice(self, signals: Signals) -> None:
+        """Begin to poll the user's preemption notice, if there is one; it wakes the watchdog."""
+
+        def note() -> None:
+            self._noticed = True
+            signals.wake()
+
+        if self.failure.notice is not None:
+            self._notice = PreemptionNotice(self.failure.notice, note, self.tell)
+
+    def stop_notice(self) -> None:
+        """Poll the preemption notice no more."""
+        if self._notice is not None:
+            self._notice.stop()
+
+    def new_reasons(self) -> list[str]:
+        """Return the reasons to save that have come up since the last call, but signals, hangs."""
+        noticed, self._noticed = self._noticed, False
+        return [*(["notice"] if noticed else []), *filter(None, [self.saver.new_peer_failure()])]
+
+    def note_signal(self) -> None:
+        """Note that `on_failure` is asked now about a signal whose Python handler may raise."""
+        self._signalled_at = self.saver.progress().step
+
+    def is_from_signal(self, error: BaseException) -> bool:
         """Tell whether an exception only comes from a signal that was handled here."""
-        step = self.asked_at
+        step = self._signalled_at
         is_wish = not isinstance(error, Exception)  # KeyboardInterrupt, SystemExit
-        return is_wish and step is not None and self.rescue.progress().step <= step + 1
+        return is_wish and step is not None and self.saver.progress().step <= step + 1
 
     def has_asked_about(self, error: BaseException) -> bool:
-        """Tell whether the user was asked about the exception, as `knows` does; forgets it then."""
-        known = self.knows(error)
-        self.asked_at = None
+        """Tell whether the user was asked about the exception, as a signal's; forgets it then."""
+        known = self.is_from_signal(error)
+        self._signalled_at = None
         return known
 
     def tell(self, error: LightckError) -> None:
         """Report an error to the user; an exception of the report is logged and ends no thread.
 
-        A filter on warnings, or `on_error`, may raise one.
+        A filter on warnings, or `on_error`, may raise one. Any thread.
         """
         try:
             self.report(error)
         except Exception as second:  # noqa: BLE001
             event("untold", logging.ERROR, error=error, why=repr(second))
+
+    def observe(self, now_s: float) -> dict[str, object] | None:
+        """Look at the loop; return the details of a hang, once when it is found."""
+        before, progress = self.hang.suspected, self.saver.progress()
+        position = None
+        if self.world > 1:
+            position = current_collective(progress.thread) or self.saver.hung_device()
+        found = self.hang.observe(now_s, progress, position)
+        if found is not None:
+            return {
+                "still_s": round(found.idle_s, 2),
+                "limit_s": round(found.limit_s, 2),
+                "where": found.position.text if found.position else user_line(progress.thread),
+            }
+        if before is not None and self.hang.suspected is None:
+            self.hang_save = self._exit_in_s = None
+            event_aside("hang_over", after_s=round(before.idle_s, 1))
+        return None
+
+    def begin_hang(self, save: SaveTask) -> None:
+        """Note the save that has begun for the hang that was found."""
+        self.hang_save = save
+
+    def is_exit_due(self, now_s: float, *, saving: bool) -> bool:
+        """Tell whether the process has to end for a hang that goes on, if the user wants that.
+
+        The rank that it waits for must first have noticed the same, and have ended, or have
+        announced what it has: only then can others write that rank's share. Time in which the
+        process itself was stopped does not count.
+
+        Args:
+            now_s: seconds of the monotonic clock.
+            saving: a save is under way, and has time left.
+        """
+        save, after_s = self.hang_save, self.failure.hang_exit_s
+        if save is None or after_s is None or save.goes_on:
+            return False
+        if self._exit_in_s is not None:
+            self._exit_in_s -= self.hang.counted_s
+        elif save.done.is_set() or now_s >= save.deadline_s:
+            self._exit_in_s = after_s
+        if self._exit_in_s is None or self._exit_in_s > 0:
+            return False
+        # To notice it there, and to save:
+        others_s = self.hang.outside_limit_s + self.failure.grace_s
+        return self._exit_in_s <= -others_s or not (saving or not self.saver.is_settled())
+
+    def check_budget(self, now_s: float) -> None:
+        """Warn once if a snapshot does not fit into the grace period, as soon as that is known."""
+        if self._warned or now_s < self._measure_at_s:
+            return
+        grace_s = self.failure.grace_s
+        cost = self.saver.snapshot_cost(budget.usable_s(grace_s))
+        if cost is None:
+            return
+        self._measure_at_s = now_s + MEASURE_S
+        text = budget.shortfall(cost, grace_s)
+        if text is not None:
+            self._warned = True
+            event_aside("budget", logging.WARNING, text=text)
 
 
 @dataclass(eq=False)
@@ -122,7 +185,7 @@ class SaveTask:
     deadline_s: float
     about: dict[str, object] = field(default_factory=dict)
     """Details of the reason, for the log."""
-    given: Saved | None = None
+    known: Saved | None = None
     """A snapshot just made for another reason, which is used instead of a new save."""
     saved: Saved | None = None
     goes_on: bool = False
@@ -151,11 +214,12 @@ class SaveTask:
         self.thread = threading.get_ident()
         try:
             # Save first, report then.
-            if self.given is not None:
-                self.saved = replace(self.given, reason=self.reason)
+            if self.known is not None:
+                self.saved = replace(self.known, reason=self.reason)
             else:
-                self.saved = self.guard.rescue.save(self.reason, self.deadline_s)
-            self._tell(self.saved)
+                self.saved = self.guard.saver.save(self.reason, self.deadline_s)
+            fields = asdict(self.saved) | {"seconds": round(self.saved.seconds, 3)}
+            event("saved", logging.WARNING, **{"reason": self.reason, **self.about, **fields})
             deliver(min(_TOLD_S, max(0.0, self.deadline_s - time.monotonic())))
             decide = self.guard.failure.on_failure
             self.goes_on = decide is not None and decide(self.saved) is True
@@ -164,25 +228,13 @@ class SaveTask:
         finally:
             self.done.set()
 
-    def _tell(self, saved: Saved) -> None:
-        said: dict[str, Any] = {
-            "reason": saved.reason,
-            **self.about,
-            "step": saved.step,
-            "fresh": saved.fresh,
-        }
-        said |= {"early": saved.early, "seconds": round(saved.seconds, 3), "why": saved.why}
-        event("saved", logging.WARNING, **said)
-
 
 # ---- the watchdog --------------------------------------------------------------------------------
 
-MEASURE_S = 10.0
-"""Seconds between checks whether a snapshot fits into the grace period."""
 LINGER_S = 2.0
 """Seconds in which another rank learns of a failure, comes to its boundary or not, and says so."""
 _POLL_S = 0.02
-_LAST_WORD_S = 1.0
+_LAST_EVENT_S = 1.0
 INTERRUPT_S = 5.0
 """Seconds that SIGINT alone waits for its save; what is sealed is still written after them."""
 HANG_STATUS = 75
@@ -225,23 +277,15 @@ class Watchdog:
                     " at these signals nothing is saved",
                 )
             self._begin()
-        source = guard.failure.notice
-        if source is not None:
-
-            def tell() -> None:
-                guard.noticed = True
-                signals.wake()
-
-            guard.notice = PreemptionNotice(source, tell, lambda error: guard.tell(error))
-        self._measure(guard, time.monotonic())
+        guard.watch_notice(signals)
+        guard.check_budget(time.monotonic())
 
     def release(self, guard: HandleGuard) -> None:
         """Stop watching over a handle; events that came until now are answered first.
 
         Returns when nothing is being saved for it, or the deadline of that has passed.
         """
-        if guard.notice is not None:
-            guard.notice.stop()
+        guard.stop_notice()
         with self._lock:
             if guard not in self._guards:
                 return
@@ -260,14 +304,14 @@ class Watchdog:
         else:
             self._part(guard, last, thread, signals)
 
-    def hear_out(self, guard: HandleGuard) -> None:
+    def await_peers(self, guard: HandleGuard) -> None:
         """Wait until other ranks need no save of this one, before an exception leaves training.
 
         It waits `LINGER_S` at most, as before a signal ends the process. The watchdog saves what
         another rank needs, so its own threads must not call this.
         """
         until_s = time.monotonic() + LINGER_S
-        while not guard.settled() and time.monotonic() < until_s:
+        while not guard.saver.is_settled() and time.monotonic() < until_s:
             time.sleep(_POLL_S)
 
     def _part(
@@ -333,21 +377,17 @@ class Watchdog:
                 return
 
     def _pause_s(self) -> float:
-        return min([guard.hang.due_in_s() for guard in self._guards], default=0.0)
+        return min([guard.hang.next_look_s() for guard in self._guards], default=0.0)
 
     def _turn(self, signals: Signals, arrived: Sequence[int]) -> None:
         if arrived:
             self._answer(signals, arrived)
         now = time.monotonic()
         for guard in [*self._guards]:
-            if guard.noticed:
-                guard.noticed = False
-                self._start(guard, "notice", self._deadline([guard]))
-            reason = guard.elsewhere()
-            if reason is not None:
+            for reason in guard.new_reasons():
                 self._start(guard, reason, self._deadline([guard]))
-            self._look(guard, now)
-            self._measure(guard, now)
+            self._look_for_hang(guard, now)
+            guard.check_budget(now)
 
     def _tell_once(self, error: Exception) -> None:
         if not self._failed:
@@ -379,7 +419,7 @@ class Watchdog:
                 last = max(arrived, key=signals.outcome)
                 reason = signal.Signals(last).name
                 if signals.outcome(last) is Outcome.ENDS:
-                    self._hold(guards, deadline_s)
+                    self._pause(guards, deadline_s)
                 self._ask_once(guards, signals, arrived)
                 saves = self._save(guards, reason, deadline_s, known)
                 known = {each.guard: each.saved for each in saves if each.saved and each.fresh}
@@ -392,7 +432,7 @@ class Watchdog:
         finally:
             self._ask_once(guards, signals, passed)
             signals.pass_on(passed)
-            self._hold(guards, None)
+            self._pause(guards, None)
 
     def _ask_once(
         self, guards: Sequence[HandleGuard], signals: Signals, numbers: Iterable[int]
@@ -400,21 +440,21 @@ class Watchdog:
         """Note the step at which `on_failure` is asked, if a signal's Python handler may raise."""
         if any(map(signals.runs_python, numbers)):
             for guard in guards:
-                guard.asked_at = guard.rescue.progress().step
+                guard.note_signal()
 
-    def _hold(self, guards: Sequence[HandleGuard], until_s: float | None) -> None:
+    def _pause(self, guards: Sequence[HandleGuard], until_s: float | None) -> None:
         for guard in guards:
-            guard.hold(until_s)
+            guard.saver.pause_training(until_s)
 
     def _linger(self, guards: Sequence[HandleGuard], deadline_s: float) -> None:
         """Before the end, save again if another rank needs another instant; `LINGER_S` at most."""
         until_s = min(deadline_s, time.monotonic() + LINGER_S)
         while time.monotonic() < until_s:
             for guard in guards:
-                reason = guard.elsewhere()
+                reason = guard.saver.new_peer_failure()
                 if reason is not None:
                     self._start(guard, reason, deadline_s).wait(deadline_s)
-            if all(guard.settled() for guard in guards):
+            if all(guard.saver.is_settled() for guard in guards):
                 return
             time.sleep(_POLL_S)
 
@@ -437,7 +477,7 @@ class Watchdog:
                 saving.wait(deadline_s)
                 if saving.saved is not None and saving.fresh:
                     known[guard] = saving.saved
-            begun.append(self._start(guard, reason, deadline_s, given=known.get(guard)))
+            begun.append(self._start(guard, reason, deadline_s, known=known.get(guard)))
         for saving in begun:
             if not saving.wait(deadline_s):
                 event_aside("late", logging.ERROR, reason=reason, why="not saved by the deadline")
@@ -449,10 +489,10 @@ class Watchdog:
         reason: str,
         deadline_s: float,
         *,
-        given: Saved | None = None,
+        known: Saved | None = None,
         about: dict[str, object] | None = None,
     ) -> SaveTask:
-        saving = SaveTask(guard, reason, deadline_s, about or {}, given)
+        saving = SaveTask(guard, reason, deadline_s, about or {}, known)
         self._saving = [*self._under_way(), saving]
         return saving.start()
 
@@ -463,62 +503,16 @@ class Watchdog:
 
     # ---- hangs -------------------------------------------------------------------------------
 
-    def _look(self, guard: HandleGuard, now_s: float) -> None:
-        before = guard.hang.suspected
-        progress = guard.rescue.progress()
-        place = (collective(progress.thread) or guard.waits()) if guard.world > 1 else None
-        found = guard.hang.look(now_s, progress, place)
-        if found is not None:
-            about: dict[str, object] = {
-                "still_s": round(found.still_s, 2),
-                "limit_s": round(found.limit_s, 2),
-                "where": found.place.text if found.place else standing(progress.thread),
-            }
-            deadline_s = self._deadline([guard])
-            guard.hang_saving = self._start(guard, "hang", deadline_s, about=about)
-        elif before is not None and guard.hang.suspected is None:
-            guard.hang_saving = guard.exit_in_s = None
-            event_aside("hang_over", after_s=round(before.still_s, 1))
-        self._end_of(guard, now_s)
-
-    def _end_of(self, guard: HandleGuard, now_s: float) -> None:
-        """End the process for a hang that goes on, if the user wants that.
-
-        The rank that it waits for must first have noticed the same, and have ended, or have
-        announced what it has: only then can others write that rank's share. Time in which the
-        process itself was stopped does not count.
-        """
-        saving, after_s = guard.hang_saving, guard.failure.hang_exit_s
-        if saving is None or after_s is None or saving.goes_on:
-            return
-        if guard.exit_in_s is not None:
-            guard.exit_in_s -= guard.hang.counted_s
-        elif saving.done.is_set() or now_s >= saving.deadline_s:
-            guard.exit_in_s = after_s
-        if guard.exit_in_s is None or guard.exit_in_s > 0:
-            return
-        others_s = guard.hang.elsewhere_s + guard.failure.grace_s  # to notice it there, and to save
-        saves = any(now_s < each.deadline_s for each in self._under_way(guard))
-        if (saves or not guard.settled()) and guard.exit_in_s > -others_s:
-            return
-        about = {"why": "hang", "status": HANG_STATUS}
-        event_aside("ending", logging.ERROR, wait_s=_LAST_WORD_S, **about)
-        os._exit(HANG_STATUS)
-
-    # ---- the budget --------------------------------------------------------------------------
-
-    def _measure(self, guard: HandleGuard, now_s: float) -> None:
-        """Warn once if a snapshot does not fit into the grace period, as soon as that is known."""
-        if guard.told_budget or now_s < guard.measure_at_s:
-            return
-        measured = guard.measured()
-        if measured is None:
-            return
-        guard.measure_at_s = now_s + MEASURE_S
-        text = budget.shortfall(measured, guard.failure.grace_s)
-        if text is not None:
-            guard.told_budget = True
-            event_aside("budget", logging.WARNING, text=text)
+    def _look_for_hang(self, guard: HandleGuard, now_s: float) -> None:
+        """Save for a hang when it is found, and end the process for it when that is due."""
+        about = guard.observe(now_s)
+        if about is not None:
+            guard.begin_hang(self._start(guard, "hang", self._deadline([guard]), about=about))
+        saving = any(now_s < each.deadline_s for each in self._under_way(guard))
+        if guard.is_exit_due(now_s, saving=saving):
+            about = {"why": "hang", "status": HANG_STATUS}
+            event_aside("ending", logging.ERROR, wait_s=_LAST_EVENT_S, **about)
+            os._exit(HANG_STATUS)
 
 
 WATCHDOG = Watchdog()

@@ -33,23 +33,25 @@ class BoundaryState:
     """States of random generators at step end, plain."""
     _extras: dict[str, Any] | None = None
     """States at step end of extras whose position the loop advances before the next forward."""
-    _early: tuple[dict[str, Any] | None, dict[str, Any]] | None = None
+    _captured_before_forward: tuple[dict[str, Any] | None, dict[str, Any]] | None = None
     """Generators (None: unknown) and buffers for forward start, taken before that is seen."""
-    _drawn: Any = None
+    _drawing_loader: Any = None
     """Loader that gave the first batch since step end, while its pass goes on."""
-    ended: int = -1
+    steps_ended: int = -1
     """Number of steps that have ended since attach; -1 until attach takes a first step end."""
-    _ahead: weakref.WeakKeyDictionary[lookahead.Lookahead, dict[str, Any]] = field(
+    _states_at_draw: weakref.WeakKeyDictionary[lookahead.Lookahead, dict[str, Any]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
     """States of generators, and workers' seed, with which each iterator drew its last batch."""
-    _holding: weakref.WeakSet[lookahead.Lookahead] = field(default_factory=weakref.WeakSet)
+    _iterators_with_batch: weakref.WeakSet[lookahead.Lookahead] = field(
+        default_factory=weakref.WeakSet
+    )
     """Iterators that held a batch at step end."""
-    _data: Any = None
+    _dataset: Any = None
     """Dataset that the loop learns from, where its batches are drawn ahead."""
-    refused: StateError | None = None
+    refusal: StateError | None = None
     """Error of an extra that is taken at the wrong instant: nothing is saved any more."""
-    _taken: dict[str, Any] = field(default_factory=dict)
+    _last_states: dict[str, Any] = field(default_factory=dict)
     """State of each extra as it was last taken for step end."""
 
     def __post_init__(self) -> None:
@@ -59,60 +61,60 @@ class BoundaryState:
 
     def step_ended(self, step: int) -> None:
         """Take the state that belongs to step end."""
-        self._early, self._extras, self._drawn = None, None, None
+        self._captured_before_forward, self._extras, self._drawing_loader = None, None, None
         self.step = step
-        self.ended += 1
+        self.steps_ended += 1
         self._rng = rng.capture()
         if self.draws.on:
             self.draws.step_ended(self._rng)
         if lookahead.followed:
-            self._holding = lookahead.holding()
-            for iterator in self._held_here():
-                self._data = iterator.base.dataset
-        with users_code():
-            for extra in self.inventory.extras if self.ended else ():
+            self._iterators_with_batch = lookahead.holding()
+            for iterator in self._iterators_here():
+                self._dataset = iterator.base.dataset
+        with user_code():
+            for extra in self.inventory.extras if self.steps_ended else ():
                 if isinstance(extra.subject, Prefetched):
                     extra.subject.step_ended()
             self._extras = self._positions()
 
     def refuse(self, error: StateError) -> None:
         """Save nothing any more: an extra is taken at the wrong instant."""
-        self.refused = error
+        self.refusal = error
 
     def forget(self) -> None:
         """Forget the boundary state: the live state was replaced inside an iteration."""
-        self.step, self._extras, self._early = -1, None, None
-        self.ended = -1  # as at attach: what is drawn next need not follow a step
+        self.step, self._extras, self._captured_before_forward = -1, None, None
+        self.steps_ended = -1  # as at attach: what is drawn next need not follow a step
 
     def _positions(self) -> dict[str, Any]:
         extras = (extra for extra in self.inventory.extras if extra.instant != "forward")
-        return {extra.name: self._private(extra) for extra in extras} | self._held()
+        return {extra.name: self._extra_state(extra) for extra in extras} | self._batches_ahead()
 
-    def _held(self) -> dict[str, Any]:
-        held = lookahead.standing(self._ahead, self.step) if lookahead.followed else None
+    def _batches_ahead(self) -> dict[str, Any]:
+        held = lookahead.standing(self._states_at_draw, self.step) if lookahead.followed else None
         return {} if held is None else {lookahead.NAME: held}
 
-    def _private(self, extra: Extra) -> Any:
+    def _extra_state(self, extra: Extra) -> Any:
         """Return the extra's state, plain, so that what the object does next cannot change it.
 
         It is the same object as last time, if it has not changed.
         """
-        path, last = boundary_codec.join("extras", extra.name), self._taken.get(extra.name)
-        taken = self._taken[extra.name] = boundary_codec.plain(extra.state(), path, last=last)
+        path, last = boundary_codec.join("extras", extra.name), self._last_states.get(extra.name)
+        taken = self._last_states[extra.name] = boundary_codec.plain(extra.state(), path, last=last)
         return taken
 
-    def standing(self) -> dict[str, Any]:
+    def step_end_now(self) -> dict[str, Any]:
         """Return the state that step end would have if the step ended now, without keeping it."""
-        with users_code():
+        with user_code():
             return {"rng": rng.capture(), "extras": self._positions()}
 
-    def declare_forward_start(self) -> None:
+    def forward_starts_here(self) -> None:
         """Declare forward start here: whatever runs or is drawn next comes after the snapshot."""
-        self._early = None
+        self._captured_before_forward = None
         self._rng = rng.capture()
         for extra in self.inventory.extras:
             if self._extras is not None and extra.instant == "both":
-                self._extras[extra.name] = self._private(extra)
+                self._extras[extra.name] = self._extra_state(extra)
 
     def iterating(self, loader: Any, drawing: bool) -> bool:
         """Take position and generators again just before a loader starts anew after step end.
@@ -124,91 +126,95 @@ class BoundaryState:
         now.
         """
         if isinstance(loader, Prefetched):
-            loader.outside(first=self.ended == 0)
+            loader.outside(first=self.steps_ended == 0)
         ours = [e for e in self.inventory.extras if e.subject is loader and e.instant != "forward"]
-        if not drawing and self._is_next(self._drawn) and self._is_learnt(loader):
-            self._drawn = None  # that batch was a look at the same data
+        if not drawing and self._is_next(self._drawing_loader) and self._is_dataset_of(loader):
+            self._drawing_loader = None  # that batch was a look at the same data
         # Once a loader has drawn, what others draw comes after that and is drawn again with it; but
         # a pass that has ended meanwhile is not.
-        if self._drawn is not None and (drawing or loader is not self._drawn):
+        if self._drawing_loader is not None and (drawing or loader is not self._drawing_loader):
             return False
-        self._drawn = loader if drawing else None
+        self._drawing_loader = loader if drawing else None
         self._rng = rng.capture()
         moved = [e for e in self.inventory.extras if e.instant == "both"]
-        with users_code():
+        with user_code():
             for extra in moved if drawing else [*moved, *ours]:
                 if self._extras is not None:
-                    self._extras[extra.name] = self._private(extra)
+                    self._extras[extra.name] = self._extra_state(extra)
             if self._extras is not None and not drawing:
                 self._extras.pop(lookahead.NAME, None)
-                self._extras |= self._held()
+                self._extras |= self._batches_ahead()
         return True
 
-    def goes_on(self, iterator: lookahead.Lookahead) -> bool:
+    def follows_step_end(self, iterator: lookahead.Lookahead) -> bool:
         """Tell whether the iterator's next draw follows step end, as a draw of an extra does."""
-        goes_on = iterator.redraw is not None or iterator in self._holding
-        if goes_on:
-            self._data = iterator.base.dataset
-        return goes_on
+        follows = iterator.redraw is not None or iterator in self._iterators_with_batch
+        if follows:
+            self._dataset = iterator.base.dataset
+        return follows
 
-    def _is_learnt(self, loader: Any) -> bool:
-        return self._data is not None and getattr(loader, "dataset", None) is self._data
+    def _is_dataset_of(self, loader: Any) -> bool:
+        return self._dataset is not None and getattr(loader, "dataset", None) is self._dataset
 
     def _is_next(self, iterator: Any) -> bool:
         """Tell whether it makes the pass after the one that was over, or was left, at step end."""
-        if not isinstance(iterator, lookahead.Lookahead) or iterator in self._holding:
+        if not isinstance(iterator, lookahead.Lookahead) or iterator in self._iterators_with_batch:
             return False
-        over = not any(each.holds for each in self._held_here())
-        return over and self._is_learnt(iterator.base)
+        over = not any(each.holds for each in self._iterators_here())
+        return over and self._is_dataset_of(iterator.base)
 
-    def _held_here(self) -> list[lookahead.Lookahead]:
-        """Return those of `_holding` that have drawn since attach: others may be from anything."""
-        return [each for each in self._holding if each in self._ahead]
+    def _iterators_here(self) -> list[lookahead.Lookahead]:
+        """Return the iterators with a batch that have drawn since attach, not any others."""
+        return [each for each in self._iterators_with_batch if each in self._states_at_draw]
 
-    def drawing_ahead(self, iterator: lookahead.Lookahead) -> None:
+    def note_draw_ahead(self, iterator: lookahead.Lookahead) -> None:
         """Note generators before a batch is drawn for later: it may have to be drawn again."""
-        with users_code():
-            self._ahead[iterator] = {
+        with user_code():
+            self._states_at_draw[iterator] = {
                 **generators(self.inventory.extras),
                 lookahead.WORKERS: iterator.seed,
             }
-        if self._drawn is None and self._is_next(iterator):
-            self._drawn = iterator  # generators were taken when its pass began
+        if self._drawing_loader is None and self._is_next(iterator):
+            self._drawing_loader = iterator  # generators were taken when its pass began
 
-    def before_forward(self, *, generators: bool) -> None:
+    def capture_before_forward(self, *, generators: bool) -> None:
         """Take what a training forward changes, once: forward start comes later or goes unseen."""
-        if self._early is None:
+        if self._captured_before_forward is None:
             buffers = {
                 live.name: tensor_layout.private(live.tensor)
                 for live in self.inventory.collect().lives
                 if live.role == "buffer"
             }
-            self._early = (rng.capture() if generators else None, buffers)
+            self._captured_before_forward = (rng.capture() if generators else None, buffers)
 
     def forward_seen(self) -> None:
         """Forget buffers taken in case forward start goes unseen: it is seen here."""
         if self.draws.on:
             self.draws.forward_begins()
-        if self._early is not None and self._early[0] is None:
-            self._early = None
+        if self._captured_before_forward is not None and self._captured_before_forward[0] is None:
+            self._captured_before_forward = None
 
     def forward_missed(self, copies: Mapping[str, torch.Tensor] | None) -> None:
         """Take what a forward changes as at step end, if known, since forward start went unseen."""
-        if self._early is None and copies is not None:
-            self._early = (None, dict(copies))
+        if self._captured_before_forward is None and copies is not None:
+            self._captured_before_forward = (None, dict(copies))
 
-    def collect(self, *, sure: bool = True) -> CollectedState:
+    def collect(self, *, full: bool = True) -> CollectedState:
         """Return the state at forward start, with buffers as they were before any training forward.
 
-        Unless `sure`, its tensors are those that the cheaper `Inventory.collect_cached` finds.
+        Unless `full`, its tensors are those that the cheaper `Inventory.collect_cached` finds.
         """
-        with users_code():
-            collected = self.inventory.collect() if sure else self.inventory.collect_cached()
-        return collected if self._early is None else holding(collected, self._early[1])
+        with user_code():
+            collected = self.inventory.collect() if full else self.inventory.collect_cached()
+        return (
+            collected
+            if self._captured_before_forward is None
+            else with_copies(collected, self._captured_before_forward[1])
+        )
 
     def encode(self, collected: CollectedState, step: int, *, seen: bool) -> tuple[bytes, bytes]:
         """Return the encoded values of step end and forward start, see `trees`."""
-        return self.encoded(*self.trees(collected, step, seen=seen))
+        return self.encode_trees(*self.trees(collected, step, seen=seen))
 
     def trees(
         self, collected: CollectedState, step: int, *, seen: bool
@@ -229,32 +235,32 @@ class BoundaryState:
         first = {"rng": self._rng, "extras": dict(self._extras)}
         second = {**collected.tree, "step": step}
         if seen:
-            known = self._early[0] if self._early else None
+            known = self._captured_before_forward[0] if self._captured_before_forward else None
             second["rng"] = known or rng.capture()
         return first, second
 
-    def encoded(self, first: dict[str, Any], second: dict[str, Any]) -> tuple[bytes, bytes]:
+    def encode_trees(self, first: dict[str, Any], second: dict[str, Any]) -> tuple[bytes, bytes]:
         """Encode both for a manifest.
 
         Raises:
             StateError: an extra is taken at the wrong instant.
         """
-        if self.refused is not None:
-            raise StateError(f"{self.refused}", path=self.refused.path)
+        if self.refusal is not None:
+            raise StateError(f"{self.refusal}", path=self.refusal.path)
         return boundary_blob.closed(first), boundary_blob.closed(second)
 
 
-def holding(collected: CollectedState, kept: Mapping[str, torch.Tensor]) -> CollectedState:
+def with_copies(collected: CollectedState, copies: Mapping[str, torch.Tensor]) -> CollectedState:
     """Return the state with private copies of some tensors, by name, in place of the live ones."""
     lives = tuple(
-        replace(live, tensor=kept[live.name], sync=True) if live.name in kept else live
+        replace(live, tensor=copies[live.name], sync=True) if live.name in copies else live
         for live in collected.lives
     )
     return replace(collected, lives=lives, base=())
 
 
-class _UsersCode:
-    """Context of `users_code`; a class, because it is entered at every instant of every step."""
+class _UserCode:
+    """Context of `user_code`; a class, because it is entered at every instant of every step."""
 
     def __enter__(self) -> None:
         """Do nothing."""
@@ -265,9 +271,9 @@ class _UsersCode:
             raise StateError(f"the state cannot be taken: {error!r}") from error
 
 
-_users_code = _UsersCode()
+_user_code = _UserCode()
 
 
-def users_code() -> _UsersCode:
+def user_code() -> _UserCode:
     """Enclose calls of the user's `state_dict`: its errors become background errors."""
-    return _users_code
+    return _user_code

@@ -21,7 +21,7 @@ from lightck.state import boundary_blob
 from lightck.state.boundary_blob import BlobWriter, Part
 from lightck.state.inventory import StateTensor
 
-MOST_EXTRA_BYTES = 1 << 20
+MAX_EXTRA_BYTES = 1 << 20
 """Bytes of extras in an entry at most: more would cost every step a millisecond."""
 
 
@@ -33,12 +33,12 @@ class ExtrasFullError(RegionFullError):
 class EntryEncoder:
     """Encodes entries. For one thread at a time."""
 
-    _made: dict[int, tuple[Any, Part]] = field(default_factory=dict)
+    _reused_parts: dict[int, tuple[Any, Part]] = field(default_factory=dict)
     """The parts of the last entry that serve the next one, see `BlobWriter`."""
-    _groups: dict[int, _Groups] = field(default_factory=dict)
+    _groups: dict[int, _OptimizerGroups] = field(default_factory=dict)
     """Each optimizer's groups as last given, by its index."""
 
-    def sealed(
+    def encode(
         self,
         copy_buffer: CopyBuffer,
         copies: Mapping[str, torch.Tensor],
@@ -54,13 +54,13 @@ class EntryEncoder:
             share_digest: digest of the share map.
 
         Raises:
-            ExtrasFullError: extras have more than `MOST_EXTRA_BYTES`.
+            ExtrasFullError: extras have more than `MAX_EXTRA_BYTES`.
         """
         first, second = trees
-        writer = BlobWriter(self._made)
+        writer = BlobWriter(self._reused_parts)
         extras = writer.put([first["extras"], second["extras"]])
-        if writer.size > MOST_EXTRA_BYTES:
-            raise ExtrasFullError(_too_much(first["extras"], second["extras"]))
+        if writer.size > MAX_EXTRA_BYTES:
+            raise ExtrasFullError(_extras_too_large(first["extras"], second["extras"]))
         rest = {key: value for key, value in second.items() if key not in ("extras", "step")}
         if "rng" in rest:
             rest["rng"] = _generators(writer, rest["rng"])
@@ -73,28 +73,28 @@ class EntryEncoder:
                 "share_digest": share_digest,
             }
         )
-        self._made = writer.made
+        self._reused_parts = writer.made
         return writer.sealed()
 
     def _optimizers(self, writer: BlobWriter, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Split the parameters' names, which are the most, from what a schedule changes."""
-        said = []
+        described = []
         for i, tree in enumerate(trees):
             names = [group["params"] for group in tree["groups"]]
             options = [group["options"] for group in tree["groups"]]
             known = self._groups.get(i)
             if known is None or not _identical(known.names, names):
-                known = _Groups(names)
+                known = _OptimizerGroups(names)
             if not _identical(known.options, options):
-                known = _Groups(known.names, options, _differences(options))
+                known = _OptimizerGroups(known.names, options, _differences(options))
             self._groups[i] = known
             parts = {"params": writer.apart(known.names), "options": writer.apart(known.different)}
-            said.append({**tree, "groups": parts})
-        return said
+            described.append({**tree, "groups": parts})
+        return described
 
 
 @dataclass(frozen=True, eq=False)
-class _Groups:
+class _OptimizerGroups:
     """Keeps what was last given of an optimizer's groups: what stays the same is encoded once."""
 
     names: list[list[str]]
@@ -124,7 +124,7 @@ def _generators(writer: BlobWriter, states: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Unpacked:
+class DecodedEntry:
     """Content of a journal entry."""
 
     at_step: bytes
@@ -136,18 +136,18 @@ class Unpacked:
     share_digest: bytes
 
 
-def unpacked(found: JournalEntry, *, context: str) -> Unpacked:
+def decode_entry(found: JournalEntry, *, context: str) -> DecodedEntry:
     """Decode an entry, running no code.
 
     Raises:
-        CorruptSnapshotError: it is not what `sealed` makes.
+        CorruptSnapshotError: it is not what `encode` makes.
     """
     tree = boundary_blob.opened(found.blob, context=context)
     try:
-        tensors, first, second, digest = _arranged(tree, found.step)
-        lives = tuple(_live(name, said) for name, said in tensors.items())
+        tensors, first, second, digest = _rebuilt(tree, found.step)
+        lives = tuple(_state_tensor(name, described) for name, described in tensors.items())
         if type(digest) is bytes:
-            return Unpacked(
+            return DecodedEntry(
                 boundary_blob.closed(first), boundary_blob.closed(second), lives, digest
             )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -155,35 +155,37 @@ def unpacked(found: JournalEntry, *, context: str) -> Unpacked:
     raise CorruptSnapshotError(f"{context}: no boundary state")
 
 
-def _live(name: str, said: dict[str, Any]) -> StateTensor:
-    role, layer, tensor = said["role"], said["layer"], said["tensor"]
+def _state_tensor(name: str, described: dict[str, Any]) -> StateTensor:
+    role, layer, tensor = described["role"], described["layer"], described["tensor"]
     if not isinstance(tensor, torch.Tensor) or {type(name), type(role), type(layer)} != {str}:
         raise TypeError(f"{name!r} is no tensor")
-    return StateTensor(name, role, layer, tensor, frozenset(map(int, said["holders"])), sync=True)
+    return StateTensor(
+        name, role, layer, tensor, frozenset(map(int, described["holders"])), sync=True
+    )
 
 
-def _arranged(tree: Any, step: int) -> tuple[Any, Any, Any, Any]:
-    """Return tensors, both instants and the share digest, from a tree that `sealed` made.
+def _rebuilt(tree: Any, step: int) -> tuple[Any, Any, Any, Any]:
+    """Return tensors, both instants and the share digest, from a tree that `encode` made.
 
     Raises:
-        KeyError, TypeError, ...: it is not what `sealed` makes.
+        KeyError, TypeError, ...: it is not what `encode` makes.
     """
     extras, second = tree["extras"], tree["second"]
-    optimizers = [_arranged_optimizer(said) for said in second["optimizers"]]
+    optimizers = [_rebuilt_optimizer(described) for described in second["optimizers"]]
     first = {"rng": tree["rng"], "extras": extras[0]}
     whole = {**second, "optimizers": optimizers, "extras": extras[1], "step": step}
     return tree["tensors"], first, whole, tree["share_digest"]
 
 
-def _arranged_optimizer(said: dict[str, Any]) -> dict[str, Any]:
+def _rebuilt_optimizer(described: dict[str, Any]) -> dict[str, Any]:
     """Rebuild an optimizer's values as `OptimizerOptions.take` gives them."""
-    names, different = said["groups"]["params"], said["groups"]["options"]
+    names, different = described["groups"]["params"], described["groups"]["options"]
     options = [{**different[0][1], **rest} if alike else rest for alike, rest in different]
     rows = zip(names, options, strict=True)
-    return {**said, "groups": [{"params": each, "options": rest} for each, rest in rows]}
+    return {**described, "groups": [{"params": each, "options": rest} for each, rest in rows]}
 
 
-def _too_much(first: dict[str, Any], second: dict[str, Any]) -> str:
+def _extras_too_large(first: dict[str, Any], second: dict[str, Any]) -> str:
     sizes = {
         name: len(boundary_blob.closed((first.get(name), second.get(name))))
         for name in first | second
@@ -191,7 +193,7 @@ def _too_much(first: dict[str, Any], second: dict[str, Any]) -> str:
     name, most = max(sizes.items(), key=operator.itemgetter(1))
     return (
         f"extras[{name!r}] has {most} bytes of {sum(sizes.values())} that extras have beside large"
-        f" tensors: more than the {MOST_EXTRA_BYTES} that are written at every step"
+        f" tensors: more than the {MAX_EXTRA_BYTES} that are written at every step"
     )
 
 

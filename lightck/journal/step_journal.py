@@ -32,7 +32,7 @@ import torch
 
 from lightck.errors import LightckError, RegionFullError, RegionIOError, TornSnapshotError
 from lightck.events import event
-from lightck.journal.boundary_state import BoundaryState, holding, users_code
+from lightck.journal.boundary_state import BoundaryState, user_code, with_copies
 from lightck.journal.copy_buffer import CopyBuffer, is_readable
 from lightck.journal.entry import EntryEncoder, ExtrasFullError
 from lightck.journal.pre_fence import PreFencePredictor
@@ -55,9 +55,9 @@ class BoundaryCapture:
     kind: int
     """Kind of the instant: STEP_END or FORWARD."""
     step: int
-    first: dict[str, Any]
-    second: dict[str, Any]
-    """Values of step end (`first`) and of forward start (`second`), see `BoundaryState.trees`."""
+    step_end_values: dict[str, Any]
+    """Values of step end, see `BoundaryState.trees`; below, those of forward start."""
+    forward_values: dict[str, Any]
     collected: CollectedState
     """All state at forward start; at step end a new parameter or its state may be missing."""
     copies: dict[str, torch.Tensor] | None
@@ -82,29 +82,29 @@ class BoundaryCapture:
             shared: tensors of model and optimizers, just looked up.
         """
         private = self.copies is not None
-        then = watched(self.collected.lives[: len(shared)], private=private)
-        now = watched(shared, private=private)
+        then = watched_tensors(self.collected.lives[: len(shared)], private=private)
+        now = watched_tensors(shared, private=private)
         if [(v.name, id(v.tensor)) for v in now] != [(v.name, id(v.tensor)) for v in then]:
             return "the set of tensors has changed"
         if self.watched is None:
             return "" if private else "what a forward changes is not kept"
-        moved = self.watched.changed()
-        lives = watched(self.collected.lives, private=private)
-        return f"{lives[moved[0]].name} was changed" if moved else ""
+        changed = self.watched.changed()
+        lives = watched_tensors(self.collected.lives, private=private)
+        return f"{lives[changed[0]].name} was changed" if changed else ""
 
 
-def watched(lives: Sequence[StateTensor], *, private: bool) -> list[StateTensor]:
+def watched_tensors(lives: Sequence[StateTensor], *, private: bool) -> list[StateTensor]:
     """Return all tensors; if `private`, without those that are copied privately."""
     return [live for live in lives if not (private and live.sync)]
 
 
-MOST_BYTES = 8 << 20
+MAX_COPIED_BYTES = 8 << 20
 """Bytes copied at each instant at most: more would cost every step a millisecond."""
 
-DOUBT_STEPS = 8
+RECHECK_STEPS = 8
 """All tensors are looked up once in so many steps, and in each of so many after a change."""
 
-REST_STEPS = 64
+RETRY_STEPS = 64
 """Steps without an entry after one that was too large: finding that out costs, too."""
 
 
@@ -117,17 +117,17 @@ class _Sorted:
     """Tensors sorted by what is done with them, for as long as the tuple is the same."""
 
     lives: tuple[StateTensor, ...]
-    own: list[StateTensor] = field(init=False)
+    copied: list[StateTensor] = field(init=False)
     watched: list[torch.Tensor] = field(init=False)
     """Tensors that are watched for changes: all but those that change in the window."""
 
     def __post_init__(self) -> None:
         """Sort the tensors."""
-        self.own = [live for live in self.lives if is_own(live)]
-        self.watched = [live.tensor for live in watched(self.lives, private=True)]
+        self.copied = [live for live in self.lives if is_copied(live)]
+        self.watched = [live.tensor for live in watched_tensors(self.lives, private=True)]
 
 
-def is_own(live: StateTensor) -> bool:
+def is_copied(live: StateTensor) -> bool:
     """Tell whether it is copied at each instant: it changes in the window, or is a small option."""
     option = "/@group/" in live.name or "/@attribute/" in live.name
     small = option and live.local.nbytes <= SMALL_EXTRA_BYTES and is_readable(live.local)
@@ -153,38 +153,38 @@ class StepJournal:
     which others may have to finish the update that this one is killed in; else None."""
     step: int = -1
     """Step that the kept state is of, or whose state could not be kept."""
-    ended: BoundaryCapture | None = None
+    step_end: BoundaryCapture | None = None
     """The step end of the last step that ended; None: taking it failed."""
-    begun: BoundaryCapture | None = None
+    forward_start: BoundaryCapture | None = None
     """The forward start after it; None: that has not come, or taking it failed."""
-    unwritten: LightckError | None = None
+    last_error: LightckError | None = None
     """The last error that kept an instant, or its entry, from being taken."""
-    weights: WeightGuard = field(default_factory=WeightGuard)
+    weight_guard: WeightGuard = field(default_factory=WeightGuard)
     _writes: bool = False
     """True once the timeline is durable: entries can be of it."""
-    _doubts: int = 0
+    _rechecks: int = 0
     """Number of steps for which all tensors are still looked up, since some were replaced."""
     _base: _Sorted = field(default_factory=lambda: _Sorted(()))
     """Tensors of model and optimizers."""
     _more: _Sorted = field(default_factory=lambda: _Sorted(()))
     """Tensors of extras, and of optimizers' options and attributes."""
-    _shelf: CopyBuffer | None = None
+    _copy_buffer: CopyBuffer | None = None
     """Copy buffer for what changes in the window, and what an entry has besides; None: too much."""
-    _sealing: EntryEncoder = field(default_factory=EntryEncoder)
-    _told: set[type[LightckError]] = field(default_factory=set)
-    once: _Once = field(init=False)
-    _rests_until: int = 0
+    _encoder: EntryEncoder = field(default_factory=EntryEncoder)
+    _reported_kinds: set[type[LightckError]] = field(default_factory=set)
+    reporting: _ErrorReports = field(init=False)
+    _retry_step: int = 0
     """Step from which on entries are written again."""
-    _fenced: int = -1
+    _fence_step: int = -1
     """Step that the last update completes, or is to complete."""
-    _left: tuple[int, bytes] = (-1, b"")
+    _pre_fence: tuple[int, bytes] = (-1, b"")
     """Step and blob of the last entry written before a fence; no blob if it is void."""
-    _update: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    _update_entries: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     """Step and blob, by kind, of the last fence entry and of a step's first step-end entry."""
 
     def __post_init__(self) -> None:
         """Make the context that reports errors."""
-        self.once = _Once(self._tell)
+        self.reporting = _ErrorReports(self._report)
 
     @property
     def region(self) -> Region:
@@ -197,49 +197,52 @@ class StepJournal:
         None: there is none. The journal has these no more where position and generators have been
         taken again since. Any thread.
         """
-        step, blob = self._update.get(kind, (0, b""))
+        step, blob = self._update_entries.get(kind, (0, b""))
         timeline = self.region.timeline
         return JournalEntry(kind, step, timeline, 0, 0, RECORD_EARLY, blob) if blob else None
 
     def forget(self, step: int) -> None:
         """Forget what is kept of an older step: `step` has ended."""
-        self.step, self.ended, self.begun = step, None, None
-        self.weights.forget()
+        self.step, self.step_end, self.forward_start = step, None, None
+        self.weight_guard.forget()
 
     def step_ended(self, step: int) -> None:
         """Take the step end; once more where position and generators have been taken again.
 
         Not while others, an average say, stand in for the weights: the first one serves then.
         """
-        before, self.ended = self.ended, None
-        if self.predictor is not None and self._fenced != step:  # a scaler left the update out
-            self.predictor.no_fence()
-            if self._left[0] == step:
-                self._update[FENCE] = self._left
-        with self.once:
-            with users_code():
+        before, self.step_end = self.step_end, None
+        if self.predictor is not None and self._fence_step != step:  # a scaler left the update out
+            self.predictor.skip_fence()
+            if self._pre_fence[0] == step:
+                self._update_entries[FENCE] = self._pre_fence
+        with self.reporting:
+            with user_code():
                 collected = self.boundary_state.inventory.collect_cached()
-            own = self.weights.step_ended(collected.base)
-            self.ended = self._take(STEP_END, step, collected, seen=False) if own else before
+            own_weights = self.weight_guard.step_ended(collected.base)
+            self.step_end = (
+                self._take(STEP_END, step, collected, seen=False) if own_weights else before
+            )
 
-    def forward(self, step: int, *, seen: bool, sure: bool) -> BoundaryCapture | None:
+    def forward_started(self, step: int, *, seen: bool, full: bool) -> BoundaryCapture | None:
         """Take the forward start, where it is seen or was missed; None if that failed.
 
-        Unless `sure`, which the due snapshot needs, tensors that were the same for some steps are
-        looked up only once in `DOUBT_STEPS`. If one has been replaced by then, `late` finds it.
+        Unless `full`, which the due snapshot needs, tensors that were the same for some steps are
+        looked up only once in `RECHECK_STEPS`; `as_of_boundary` finds one that was replaced.
         """
-        self.begun = None
-        sure = sure or self._doubts > 0 or step % DOUBT_STEPS == 0
-        with self.once:
+        self.forward_start = None
+        full = full or self._rechecks > 0 or step % RECHECK_STEPS == 0
+        with self.reporting:
             before = self._base
-            collected = self.boundary_state.collect(sure=sure)
-            self.begun = self._take(FORWARD, step, collected, seen=seen)
-            if sure:
+            self.forward_start = self._take(
+                FORWARD, step, self.boundary_state.collect(full=full), seen=seen
+            )
+            if full:
                 same = before is self._base
-                self._doubts = max(self._doubts - 1, 0) if same else DOUBT_STEPS
-        return self.begun
+                self._rechecks = max(self._rechecks - 1, 0) if same else RECHECK_STEPS
+        return self.forward_start
 
-    def late(self, *, early: bool = False) -> BoundaryCapture:
+    def as_of_boundary(self, *, early: bool = False) -> BoundaryCapture:
         """Return the last step as it was, though its next forward has begun.
 
         Args:
@@ -248,34 +251,34 @@ class StepJournal:
         Raises:
             TornSnapshotError: that state is not known any more.
         """
-        kept = self.ended if early or self.begun is None else self.begun
+        kept = self.step_end if early or self.forward_start is None else self.forward_start
         if kept is None:
-            raise _torn(self.step, f"its boundary state is not kept: {self.unwritten}")
-        newest = self.begun or kept
+            raise _torn(self.step, f"its boundary state is not kept: {self.last_error}")
+        newest = self.forward_start or kept
         why = newest.changed(self.boundary_state.inventory.shared())
-        name = "" if why else self.moved(early=kept.early)
+        name = "" if why else self.changed_weight(early=kept.early)
         if why or name:
             raise _torn(self.step, why or f"{name} is not what it was at the instant to be saved")
         state = newest.collected
-        return replace(kept, collected=holding(state, kept.copies) if kept.copies else state)
+        return replace(kept, collected=with_copies(state, kept.copies) if kept.copies else state)
 
-    def moved(self, *, early: bool) -> str:
+    def changed_weight(self, *, early: bool) -> str:
         """Name a weight that is not what it was at forward start, or if `early` at step end.
 
         For forward start only bytes are compared. Empty: none, as far as can be seen.
         """
-        return self.weights.moved(self.boundary_state.inventory.shared(), early=early)
+        return self.weight_guard.changed_weight(self.boundary_state.inventory.shared(), early=early)
 
-    def untouched(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Tell whether what a forward may change is as at forward start: all is of one instant."""
-        if self.begun is None or self.begun.copies is None:
+        if self.forward_start is None or self.forward_start.copies is None:
             return False
         live = {each.name: each.tensor for each in self.boundary_state.inventory.collect().lives}
-        kept = self.begun.copies
+        kept = self.forward_start.copies
         same = (name in live and _equal(live[name], kept[name]) for name in kept)
         return all(same)
 
-    def fenced(self, step: int) -> None:
+    def record_fence(self, step: int) -> None:
         """Write the fence entry: an update begins that completes `step`.
 
         It has what the end of `step` will have, as it is now, for survivors of a process that is
@@ -284,61 +287,61 @@ class StepJournal:
         """
         if self.predictor is not None:
             self.predictor.fence(step)
-            self._fenced = step
-            self._at_fence(step)
+            self._fence_step = step
+            self._write_fence(step)
 
-    def leave(self, step: int) -> None:
+    def write_pre_fence(self, step: int) -> None:
         """Write the fence entry of `step` before its fence: nothing should change in between.
 
         If training goes on, its fence writes again only if something has changed after all. `entry`
         still gives that of the last update: a rank that waits here, with all of its own gradients,
         may wait for one that is killed in that update.
         """
-        if self._left[0] != step:
-            self._left = step, b""
-        self._at_fence(step)
+        if self._pre_fence[0] != step:
+            self._pre_fence = step, b""
+        self._write_fence(step)
 
-    def take_back(self, step: int) -> None:
+    def void_pre_fence(self, step: int) -> None:
         """Void the entry written before the fence of `step`: it is not what the fence will have.
 
         Peers cannot be ahead yet: the gradient that shows this is in no allreduce.
         """
-        if self._left[0] == step and self._left[1]:
-            self._left = step, b""
-            with self.once:
+        if self._pre_fence[0] == step and self._pre_fence[1]:
+            self._pre_fence = step, b""
+            with self.reporting:
                 self.region.native.write_journal(FENCE, step, self.region.timeline, b"")
 
-    def _at_fence(self, step: int) -> None:
+    def _write_fence(self, step: int) -> None:
         if self.predictor is None or not self._writes:
             return
-        with self.once:
-            with users_code():
+        with self.reporting:
+            with user_code():
                 collected = self.boundary_state.inventory.collect_cached()
-            trees = self.boundary_state.standing(), {**collected.tree, "step": step}
-            copy_buffer = self._sort(collected)
+            trees = self.boundary_state.step_end_now(), {**collected.tree, "step": step}
+            copy_buffer = self._sorted_buffer(collected)
             if copy_buffer is not None:
-                copies = copy_buffer.fill(aside=True)
+                copies = copy_buffer.fill(journal_only=True)
                 self._write(FENCE, step, trees, collected.share_digest, copy_buffer, copies)
 
     def _take(
         self, kind: int, step: int, collected: CollectedState, *, seen: bool
     ) -> BoundaryCapture:
         trees = self.boundary_state.trees(collected, step, seen=seen)
-        copy_buffer = self._sort(collected)
+        copy_buffer = self._sorted_buffer(collected)
         copies = sources = None
         if kind == FORWARD:
-            self.weights.forward()
+            self.weight_guard.forward_started()
             tensors = self._watched_now(collected)
             sources = CopySources(tensors, *copy_plan.read(tensors), [])
         if copy_buffer is not None:
             every = copy_buffer.fill()
             copies = copy_buffer.changing(every)
-            with self.once:
+            with self.reporting:
                 self._write(kind, step, trees, collected.share_digest, copy_buffer, every)
         self.pipeline.note_instant(at_forward=kind == FORWARD)
         return BoundaryCapture(kind, step, *trees, collected, copies, sources)
 
-    def _sort(self, collected: CollectedState) -> CopyBuffer | None:
+    def _sorted_buffer(self, collected: CollectedState) -> CopyBuffer | None:
         """Sort the tensors, as far as they are others now, and return a copy buffer for them.
 
         It is the last one if that fits. None: an entry would have too much.
@@ -348,14 +351,14 @@ class StepJournal:
             self._base = _Sorted(base)
         if len(more) != len(self._more.lives) or not all(map(operator.is_, more, self._more.lives)):
             self._more = _Sorted(more)
-        own = [*self._base.own, *self._more.own]
-        if self._shelf is None or not self._shelf.fits(own):
-            small = sum(live.local.nbytes for live in own) <= MOST_BYTES
-            self._shelf = CopyBuffer(own) if small else None
-        return self._shelf
+        copied = [*self._base.copied, *self._more.copied]
+        if self._copy_buffer is None or not self._copy_buffer.fits(copied):
+            small = sum(live.local.nbytes for live in copied) <= MAX_COPIED_BYTES
+            self._copy_buffer = CopyBuffer(copied) if small else None
+        return self._copy_buffer
 
     def _watched_now(self, collected: CollectedState) -> list[torch.Tensor]:
-        if self._shelf is None:
+        if self._copy_buffer is None:
             return [live.tensor for live in collected.lives]
         return (
             [*self._base.watched, *self._more.watched] if self._more.watched else self._base.watched
@@ -373,45 +376,45 @@ class StepJournal:
         """Write an entry of what has just been copied to the buffer, and the rest."""
         if not self._writes:
             return
-        if step < self._rests_until:
+        if step < self._retry_step:
             return
         try:
-            blob = self._sealing.sealed(copy_buffer, copies, trees, share_digest)
-            first = kind == STEP_END and self._update.get(kind, (-1,))[0] != step
-            if first or (kind == FENCE and step == self._fenced):
-                self._update[kind] = step, blob
-            if kind == FENCE and self._left == (step, blob):
+            blob = self._encoder.encode(copy_buffer, copies, trees, share_digest)
+            is_first = kind == STEP_END and self._update_entries.get(kind, (-1,))[0] != step
+            if is_first or (kind == FENCE and step == self._fence_step):
+                self._update_entries[kind] = step, blob
+            if kind == FENCE and self._pre_fence == (step, blob):
                 return  # the journal has it
             self.region.native.write_journal(kind, step, self.region.timeline, blob)
-            if kind == FENCE and self._left[0] == step:
-                self._left = step, blob
+            if kind == FENCE and self._pre_fence[0] == step:
+                self._pre_fence = step, blob
         except RegionFullError:
-            self._rests_until = step + REST_STEPS
+            self._retry_step = step + RETRY_STEPS
             if self.predictor is not None:  # without peers nobody reads it
                 raise
 
-    def begin(self, step: int) -> None:
+    def start(self, step: int) -> None:
         """Write the first entry, as the timeline is durable, and warn of what cannot be kept."""
         self._writes = True
         self.step_ended(step)
-        if isinstance(self.unwritten, RegionFullError):
+        if isinstance(self.last_error, RegionFullError):
             what = "a region that is made anew has room for it"
-            if isinstance(self.unwritten, ExtrasFullError):
+            if isinstance(self.last_error, ExtrasFullError):
                 what = "give what they are made of instead (a seed and a position, not an order)"
             warnings.warn(
-                f"lightck: {self.unwritten}: what a killed process leaves cannot be completed;"
+                f"lightck: {self.last_error}: what a killed process leaves cannot be completed;"
                 f" {what}",
                 stacklevel=5,
             )
-        if self.ended is not None and self.ended.copies is None:
+        if self.step_end is not None and self.step_end.copies is None:
             warnings.warn(
-                f"lightck: what a forward changes (buffers, extras) is more than {MOST_BYTES >> 20}"
-                " MiB, too much to be kept at every step: once a forward has changed it, nothing"
-                " can be saved until the step ends",
+                "lightck: what a forward changes (buffers, extras) is more than"
+                f" {MAX_COPIED_BYTES >> 20} MiB, too much to be kept at every step: once a"
+                " forward has changed it, nothing can be saved until the step ends",
                 stacklevel=5,
             )
 
-    def _tell(self, raised: Exception) -> None:
+    def _report(self, raised: Exception) -> None:
         """Report an error, and warn of each kind once: it would come at every step.
 
         It is only logged, for nothing is lost yet: a due snapshot will fail by itself, and a
@@ -420,19 +423,19 @@ class StepJournal:
         error = raised
         if not isinstance(error, LightckError):
             error = LightckError(f"the boundary state cannot be kept: {raised!r}")
-        self.unwritten = error
-        new = type(error) not in self._told
-        self._told.add(type(error))
+        self.last_error = error
+        new = type(error) not in self._reported_kinds
+        self._reported_kinds.add(type(error))
         event("not_kept", logging.WARNING if new else logging.DEBUG, step=self.step, why=error)
         if new and isinstance(error, RegionIOError):
             self.region_failed(error)
 
 
 @dataclass(frozen=True, eq=False)
-class _Once:
+class _ErrorReports:
     """Context that reports errors and does not raise them: nobody asked for this work."""
 
-    tell: Callable[[Exception], None]
+    report: Callable[[Exception], None]
 
     def __enter__(self) -> None:
         """Do nothing."""
@@ -440,6 +443,6 @@ class _Once:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Report every error that is no interrupt, and suppress it."""
         if isinstance(error, Exception):
-            self.tell(error)
+            self.report(error)
             return True
         return False

@@ -200,7 +200,7 @@ class Checkpointer:
                 self.hooks.disarm_forward()
                 self._window_begins(seen=True)
             elif self.due or self.step_journal is not None:
-                self.boundary_state.before_forward(generators=True)
+                self.boundary_state.capture_before_forward(generators=True)
         if training:
             self.pause.wait_if_paused(fence=False)
 
@@ -213,7 +213,7 @@ class Checkpointer:
             self.buffers = [buffer._version for buffer in self.inventory.buffers()]
         else:
             self.buffers = []
-            kept = self.step_journal.forward(self.steps.step, seen=seen, sure=self.due)
+            kept = self.step_journal.forward_started(self.steps.step, seen=seen, full=self.due)
         if self.due:
             self.open(kept, seen=seen)
 
@@ -238,7 +238,11 @@ class Checkpointer:
     def iterating(self, loader: Any, drawing: bool = False) -> None:
         """Take RNG states where a loader starts anew, or draws, from step end to forward start."""
         self._look(loader, drawing)
-        if isinstance(loader, Prefetched) and self.forward_unseen and self.boundary_state.ended:
+        if (
+            isinstance(loader, Prefetched)
+            and self.forward_unseen
+            and self.boundary_state.steps_ended
+        ):
             return  # whether the forward has begun cannot be told
         self.boundary_state.draws.iterating(drawing=drawing, inside=self.inside)
         if self.enabled and not self.inside and not self.steps.updating:
@@ -272,10 +276,10 @@ class Checkpointer:
     def drawing_ahead(self, iterator: Lookahead) -> None:
         """Take note that a loader draws a batch ahead of the one that it gives."""
         if self.enabled:
-            if self.boundary_state.goes_on(iterator):
+            if self.boundary_state.follows_step_end(iterator):
                 self.iterating(iterator, drawing=True)
             with self.stall_timer.of("boundary"), self.lock:
-                self.boundary_state.drawing_ahead(iterator)
+                self.boundary_state.note_draw_ahead(iterator)
 
     # ---- the instants ----------------------------------------------------------------------
 
@@ -360,7 +364,7 @@ class Checkpointer:
         kept = self.step_journal
         if self.enabled and self.steps.settled and kept is not None and self.predictor is not None:
             with self.stall_timer.of("fence"), self.lock:
-                kept.fenced(self.steps.step + 1)
+                kept.record_fence(self.steps.step + 1)
 
     # ---- an entry before the fence: other ranks may make the update that this one does not make --
 
@@ -374,20 +378,20 @@ class Checkpointer:
         with self.lock, self.stall_timer.of("fence"):
             if self.step_journal is not None and self.steps.settled and not self.mixed:
                 if complete:
-                    self.step_journal.leave(self.steps.step + 1)
+                    self.step_journal.write_pre_fence(self.steps.step + 1)
                 else:
-                    self.step_journal.take_back(self.steps.step + 1)
+                    self.step_journal.void_pre_fence(self.steps.step + 1)
 
     def iteration_left(self, error: BaseException) -> None:
         """Write or void the pre-fence journal entry when an exception leaves the iteration."""
         kept, here = self.step_journal, threading.get_ident() == self.thread
         if not (here and self.inside) or self.mixed or kept is None or self.predictor is None:
             return
-        if self.predictor.at_fence(error):
+        if self.predictor.is_state_of_fence(error):
             self.fenced()
         else:
             with self.lock:
-                kept.take_back(self.steps.step + 1)
+                kept.void_pre_fence(self.steps.step + 1)
 
     def thread_stuck(self) -> None:
         """Write or void the pre-fence journal entry when the training thread is stuck.
@@ -400,10 +404,10 @@ class Checkpointer:
             return
         if kept is None or self.predictor is None or frame is None:
             return
-        if self.predictor.at_fence(frame):
-            kept.leave(self.steps.step + 1)
+        if self.predictor.is_state_of_fence(frame):
+            kept.write_pre_fence(self.steps.step + 1)
         else:
-            kept.take_back(self.steps.step + 1)
+            kept.void_pre_fence(self.steps.step + 1)
 
     def _step_ended(self) -> None:
         """Take step end, and ask whether it gets a snapshot. Called under the lock."""
@@ -430,7 +434,7 @@ class Checkpointer:
             ):
                 self.due = True
                 if self.forward_unseen:
-                    self.boundary_state.before_forward(generators=False)
+                    self.boundary_state.capture_before_forward(generators=False)
             with self.outcomes.reported():
                 self.publisher.step_ended()
 
@@ -469,11 +473,11 @@ class Checkpointer:
                     self.outcomes.fence()
                 self.poll(self.pipeline.lag_wait_s())
                 if kept is not None:
-                    collected, trees = kept.collected, (kept.first, kept.second)
+                    collected, trees = kept.collected, (kept.step_end_values, kept.forward_values)
                 else:
                     collected = self.boundary_state.collect()
                     trees = self.boundary_state.trees(collected, step, seen=seen)
-                at_step, at_forward = self.boundary_state.encoded(*trees)
+                at_step, at_forward = self.boundary_state.encode_trees(*trees)
                 snapshot = self.pipeline.open(step, collected, at_step, at_forward, flags=flags)
                 if isinstance(snapshot, str):
                     outcomes.slipped(step, snapshot)
@@ -501,8 +505,8 @@ class Checkpointer:
                 stacklevel=2,
             )
         with self.stall_timer.of("boundary"), self.lock:
-            if self.step_journal is not None and self.step_journal.ended is not None:
-                self.boundary_state.forward_missed(self.step_journal.ended.copies)
+            if self.step_journal is not None and self.step_journal.step_end is not None:
+                self.boundary_state.forward_missed(self.step_journal.step_end.copies)
             self._window_begins(seen=False)
 
     # ---- optimizers ------------------------------------------------------------------------

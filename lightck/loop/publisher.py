@@ -135,7 +135,7 @@ class StatusPublisher:
             ring_bytes=offload.engine.ring_bytes,
             device_copy_bytes=offload.placement.copy_bytes,
             moved_in_draws=self.movement.count,
-            not_kept=str((kept and kept.unwritten) or ""),
+            not_kept=str((kept and kept.last_error) or ""),
         )
 
     def step_ended(self) -> None:

@@ -54,7 +54,7 @@ class Requests:
                 self.outcomes.join_wanted(self.steps.step)
                 return
             self._await_slot()
-            self.checkpointer.boundary_state.declare_forward_start()
+            self.checkpointer.boundary_state.forward_starts_here()
             self.checkpointer.open(seen=False, synchronous=True)
 
     def _await_slot(self) -> None:
@@ -147,9 +147,9 @@ class Requests:
                 raise TornSnapshotError("a forward has changed the buffers")
             return None, RECORD_EARLY
         try:
-            instant = kept.late()
+            instant = kept.as_of_boundary()
         except TornSnapshotError:
-            if not kept.untouched():
+            if not kept.is_unchanged():
                 raise
             return None, RECORD_EARLY
         return instant, instant.flags

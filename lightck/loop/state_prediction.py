@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightck.journal import step_journal
 from lightck.journal.boundary_state import BoundaryState
-from lightck.journal.entry import MOST_EXTRA_BYTES
+from lightck.journal.entry import MAX_EXTRA_BYTES
 from lightck.region import allocator
 from lightck.region.layout import Entry
 from lightck.region.native_region import JOURNAL_BYTES
@@ -54,10 +54,10 @@ def journal_bytes(inventory: Inventory) -> int:
     rest = {**collected.tree, "extras": {}}
     size = len(boundary_blob.closed(rest)) + BOUNDARY_RESERVE_BYTES
     # Larger extras are not written to the journal.
-    extras = BoundaryState(inventory).standing()["extras"], collected.tree["extras"]
-    size += min(len(boundary_blob.closed(extras)), MOST_EXTRA_BYTES)
-    size += sum(live.local.nbytes for live in collected.lives if step_journal.is_own(live))
-    return max(JOURNAL_BYTES, 6 * min(size, 2 * step_journal.MOST_BYTES))
+    extras = BoundaryState(inventory).step_end_now()["extras"], collected.tree["extras"]
+    size += min(len(boundary_blob.closed(extras)), MAX_EXTRA_BYTES)
+    size += sum(live.local.nbytes for live in collected.lives if step_journal.is_copied(live))
+    return max(JOURNAL_BYTES, 6 * min(size, 2 * step_journal.MAX_COPIED_BYTES))
 
 
 def missing_state(

@@ -63,7 +63,7 @@ def watched(handle: Any, **settings: float) -> None:
 
 
 def unwatched(guard: Any) -> None:
-    guard.hang.failure = guard.failure
+    guard.hang.failure = replace(guard.hang.failure, hang_s=HOURS_S, hang_steps=1e6)
 
 
 def rests() -> None:
@@ -204,7 +204,7 @@ def test_a_rank_that_hangs_there_ends_at_sigterm_at_once_and_is_finished(
         me.pause()
         watched(handle, **({} if noticed else {"hang_s": HOURS_S}))
         guard = handle._guard
-        until(lambda: guard.hang.has_stood(guard.rescue.progress()))
+        until(lambda: guard.hang.has_not_moved(guard.saver.progress()))
         me.send(("stands", guard.hang.suspected is not None))
         rests()
 
@@ -234,7 +234,7 @@ def test_a_rank_that_is_only_slow_behind_the_others_is_waited_for_and_nobody_end
     def both(me: Me) -> Any:
         def look() -> None:
             guards = watchdog.WATCHDOG._guards
-            until(lambda: guards and (guards[0].exit_in_s or 0.0) < -1.0)
+            until(lambda: guards and (guards[0]._exit_in_s or 0.0) < -1.0)
             unwatched(guards[0])
             me.send(("waits",))
 
@@ -308,7 +308,7 @@ def test_what_a_rank_left_where_it_hung_gives_way_to_what_it_has_at_its_fence(
             job.phase, job.stand = "updated", dies
 
         def dies() -> None:
-            me.send(job.handle._checkpointer.predictor._whole)
+            me.send(job.handle._checkpointer.predictor._last_gradients)
             kinds = (FORWARD,) if changes else (FORWARD, STEP_END)
             found = [job.handle.region.native.read_journal(kind) for kind in kinds]
             me.send({each and each.step for each in found})

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightck.failure.hang import Place, collective
+from lightck.failure.hang import CollectivePosition, HangWatch, current_collective
 from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, HandleGuard
 from lightck.types import Failure, Saved
 from support.distributed import ranks
 from support.distributed.ranks import Gone, Me
+from support.savers import LoneSaver
 
 
 def barrier() -> None:
@@ -49,7 +50,7 @@ def constructed() -> None:
 
 
 def looked(
-    code: Callable[[], object], found: Callable[[Place | None], bool]
+    code: Callable[[], object], found: Callable[[CollectivePosition | None], bool]
 ) -> Callable[[Me], Any]:
     """Rank 0 runs the code and is looked at until what is seen is as wanted; rank 1 never comes."""
 
@@ -63,7 +64,7 @@ def looked(
 
         def look() -> None:
             while True:
-                place = collective(main)
+                place = current_collective(main)
                 if found(place):
                     me.send(place)
                     return
@@ -83,7 +84,7 @@ def test_a_thread_that_waits_for_a_peer_is_seen_inside_the_collective(
     line = f"called from {__file__}:{code.__code__.co_firstlineno + _line_of(code)}"
     marks: list[tuple[int, ...]] = []
 
-    def stands_there(place: Place | None) -> bool:
+    def stands_there(place: CollectivePosition | None) -> bool:
         """Seen at the same place many times: it is not passing through."""
         there = place is not None and place.text.endswith(line)
         if place is None or not there or (marks and marks[-1] != place.mark):
@@ -115,12 +116,12 @@ def test_a_thread_that_computes_is_in_no_collective() -> None:
 
     def run(me: Me) -> Any:
         model = DistributedDataParallel(Slow(4, 4))
-        found: list[Place | None] = []
+        found: list[CollectivePosition | None] = []
         main = threading.get_ident()
 
         def look() -> None:
             inside.wait()
-            found.append(collective(main))
+            found.append(current_collective(main))
             go_on.set()
 
         thread = threading.Thread(target=look)
@@ -138,7 +139,7 @@ def test_a_thread_that_has_ended_is_nowhere() -> None:
     thread.start()
     thread.join()
     assert thread.ident is not None
-    assert collective(thread.ident) is None
+    assert current_collective(thread.ident) is None
 
 
 def test_marks_differ_between_two_collectives_and_not_within_one() -> None:
@@ -149,13 +150,13 @@ def test_marks_differ_between_two_collectives_and_not_within_one() -> None:
             me.pause()
             return None
         main = threading.get_ident()
-        places: list[Place] = []
+        places: list[CollectivePosition] = []
 
         def look() -> None:
             for _ in range(2):
-                stood: list[Place] = []
+                stood: list[CollectivePosition] = []
                 while len(stood) < 100:
-                    place = collective(main)
+                    place = current_collective(main)
                     if place is None or (places and place.mark == places[-1].mark):
                         stood.clear()
                     else:
@@ -181,8 +182,8 @@ def test_marks_differ_between_two_collectives_and_not_within_one() -> None:
 
 
 @dataclass
-class Moving:
-    """A `Rescue` over a loop that moves when the test says so."""
+class Moving(LoneSaver):
+    """A `JitSaver` over a loop that moves when the test says so."""
 
     me: Me
     step: int = 0
@@ -201,7 +202,9 @@ class Moving:
 
 
 def watched(me: Me, **settings: Any) -> HandleGuard:
-    guard = HandleGuard(Moving(me), Failure(signals=(), **settings), _raises, world=2)
+    guard = HandleGuard(
+        Moving(me), HangWatch.of_world(Failure(signals=(), **settings), 2), _raises, 2
+    )
     WATCHDOG.watch(guard)
     return guard
 
@@ -218,7 +221,7 @@ def test_a_hang_in_a_barrier_is_saved_and_the_process_left_alone() -> None:
             return None
         guard = watched(me)
         dist.barrier()
-        guard.rescue.step = 1  # type: ignore[attr-defined]
+        guard.saver.step = 1  # type: ignore[attr-defined]
         while guard.hang.suspected is not None:
             time.sleep(0.01)
         WATCHDOG.release(guard)
@@ -259,13 +262,13 @@ def test_the_user_may_decide_against_the_end_of_a_hanging_process() -> None:
         looks = threading.Event()
 
         def look() -> None:
-            while guard.hang_saving is None or not guard.hang_saving.done.is_set():
+            while guard.hang_save is None or not guard.hang_save.done.is_set():
                 time.sleep(0.01)
             for _ in range(3):  # looks of the watchdog at a hang that goes on
-                seen = guard.hang._seen_s
-                while guard.hang._seen_s == seen:
+                seen = guard.hang._looked_s
+                while guard.hang._looked_s == seen:
                     time.sleep(0.01)
-            me.send(guard.exit_in_s)
+            me.send(guard._exit_in_s)
             looks.set()
 
         threading.Thread(target=look, daemon=True).start()

@@ -367,7 +367,7 @@ def test_a_survivor_that_dies_while_it_takes_over_is_followed_by_the_next(region
 
     def prepare(me: ranks.Me, job: Mortal) -> None:
         passed(me, job, 1, "backward")
-        write, of = Takeover._write, Takeover.of
+        write, of = Takeover._write_snapshot, Takeover.complete
 
         def end(*_: Any) -> None:
             me.send("at it")
@@ -385,9 +385,9 @@ def test_a_survivor_that_dies_while_it_takes_over_is_followed_by_the_next(region
 
         heard: list[Any] = []
         if me.rank == 0:
-            Takeover._write = dying  # type: ignore[method-assign]
+            Takeover._write_snapshot = dying  # type: ignore[method-assign]
         if me.rank == 2:
-            Takeover.of = following  # type: ignore[method-assign]
+            Takeover.complete = following  # type: ignore[method-assign]
 
     code = first_life(region_dir, 1, "backward", prepare=prepare, policy=NEVER)
     with ranks.started(3, code) as job:

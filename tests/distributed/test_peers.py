@@ -14,7 +14,7 @@ import pytest
 
 from lightck.distributed.topology import Topology
 from lightck.errors import StoreError
-from lightck.failure.peer_monitor import FailureNotice, Peers, PeerStatus
+from lightck.failure.peer_monitor import FailureNotice, PeerMonitor, PeerStatus
 from lightck.region import location
 from lightck.region.location import Location
 from lightck.region.native_region import RegionSpec
@@ -30,13 +30,13 @@ NOWHERE = Location(Path("/nowhere"), Path("/nowhere"), is_device=True)
 @contextmanager
 def listening(
     server: Server, world: int = 2, where: Callable[[int], Location] = lambda rank: NOWHERE
-) -> Iterator[list[Peers]]:
+) -> Iterator[list[PeerMonitor]]:
     made = [
-        Peers(
+        PeerMonitor(
             MemoryStore(server),
             Topology(rank, world, peers=tuple(range(world))),
             where(rank),
-            look_s=0.005,
+            poll_s=0.005,
         )
         for rank in range(world)
     ]
@@ -49,16 +49,16 @@ def listening(
 
 def until(look: Callable[[], PeerStatus], what: Callable[[PeerStatus], object]) -> PeerStatus:
     deadline = time.monotonic() + LONG_S
-    while not what(heard := look()):
-        assert time.monotonic() < deadline, heard
+    while not what(status := look()):
+        assert time.monotonic() < deadline, status
         time.sleep(0.002)
-    return heard
+    return status
 
 
-def looked(peers: Peers) -> PeerStatus:
+def looked(peers: PeerMonitor) -> PeerStatus:
     """Return what is known when the locks have been looked at once more, from the beginning."""
-    enough = peers._looks + 2
-    return until(peers.look, lambda heard: peers._looks >= enough)
+    enough = peers._polls + 2
+    return until(peers.poll, lambda status: peers._polls >= enough)
 
 
 def made(folder: Path, rank: int, world: int = 2) -> Region:
@@ -69,12 +69,12 @@ def made(folder: Path, rank: int, world: int = 2) -> Region:
 
 def test_what_a_rank_says_is_heard_by_every_other_and_not_by_itself() -> None:
     with listening(Server(), 3) as peers:
-        assert all(each.look().is_quiet for each in peers)
+        assert all(each.poll().is_quiet for each in peers)
         assert peers[1].announce("SIGTERM", 7, early=True, seconds=LONG_S)
         for rank in (0, 2):
-            heard = until(peers[rank].look, lambda heard: heard.words)
-            assert heard.words == (FailureNotice(1, "SIGTERM", 7, early=True),)
-        assert peers[1].look().is_quiet
+            status = until(peers[rank].poll, lambda status: status.notices)
+            assert status.notices == (FailureNotice(1, "SIGTERM", 7, early=True),)
+        assert peers[1].poll().is_quiet
 
 
 def test_words_come_in_the_order_in_which_they_were_said() -> None:
@@ -82,14 +82,14 @@ def test_words_come_in_the_order_in_which_they_were_said() -> None:
         assert peers[1].announce("RuntimeError: connection closed", seconds=LONG_S)
         assert peers[2].announce("hang", 3, seconds=LONG_S)
         assert peers[1].announce("RuntimeError: connection closed", 3, seconds=LONG_S)
-        heard = until(peers[0].look, lambda heard: len(heard.words) == 3)
-        assert [(word.rank, word.step) for word in heard.words] == [(1, None), (2, 3), (1, 3)]
+        status = until(peers[0].poll, lambda status: len(status.notices) == 3)
+        assert [(word.rank, word.step) for word in status.notices] == [(1, None), (2, 3), (1, 3)]
 
 
 def test_a_reason_of_any_length_and_alphabet_can_be_said() -> None:
     with listening(Server()) as peers:
         assert peers[0].announce("k\u00f6nnte " + "x" * 10_000, seconds=LONG_S)
-        word = until(peers[1].look, lambda heard: heard.words).words[0]
+        word = until(peers[1].poll, lambda status: status.notices).notices[0]
         assert word.reason.startswith("k?nnte x") and len(word.reason) == 500
 
 
@@ -98,7 +98,7 @@ def test_a_word_lost_between_its_number_and_its_text_holds_no_other_up() -> None
     MemoryStore(server).add("count")  # and its speaker was killed
     with listening(server) as peers:
         assert peers[0].announce("hang", seconds=LONG_S)
-        until(peers[1].look, lambda heard: heard.words)
+        until(peers[1].poll, lambda status: status.notices)
 
 
 def test_many_ranks_that_fail_at_once_are_not_all_read() -> None:
@@ -107,10 +107,10 @@ def test_many_ranks_that_fail_at_once_are_not_all_read() -> None:
         for i in range(100):
             assert peers[0].announce(f"{i}", seconds=LONG_S)
     with listening(server) as peers:
-        until(peers[1].look, lambda heard: len(heard.words) == 16)
+        until(peers[1].poll, lambda status: len(status.notices) == 16)
         assert peers[0].announce("later", seconds=LONG_S)  # no job is deaf after its first failures
-        heard = until(peers[1].look, lambda heard: len(heard.words) > 16)
-        assert [word.reason for word in heard.words[15:]] == ["15", "later"]
+        status = until(peers[1].poll, lambda status: len(status.notices) > 16)
+        assert [word.reason for word in status.notices[15:]] == ["15", "later"]
 
 
 def test_a_quiet_store_costs_one_message_per_look() -> None:
@@ -121,7 +121,7 @@ def test_a_quiet_store_costs_one_message_per_look() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.002)
         assert set(server.messages) <= {"read"}, server.messages
-        assert all(each.look().is_quiet for each in peers)
+        assert all(each.poll().is_quiet for each in peers)
 
 
 class Away(MemoryStore):
@@ -146,13 +146,13 @@ def test_an_unreachable_store_is_no_failure_and_what_was_to_be_said_is_said_late
     server, topology = Server(), Topology(0, 2, peers=(0, 1))
     store = Away(server)
     store.away = True
-    peers = Peers(store, topology, NOWHERE, look_s=0.005)
+    peers = PeerMonitor(store, topology, NOWHERE, poll_s=0.005)
     try:
-        heard = until(peers.look, lambda heard: heard.unreachable)
-        assert heard.is_quiet and heard.unreachable == "no route"
+        status = until(peers.poll, lambda status: status.unreachable)
+        assert status.is_quiet and status.unreachable == "no route"
         assert not peers.announce("SIGTERM", 4, seconds=0.02)
         store.away = False
-        until(peers.look, lambda heard: not heard.unreachable)
+        until(peers.poll, lambda status: not status.unreachable)
         deadline = time.monotonic() + LONG_S
         while MemoryStore(server).read("1") is None:
             assert time.monotonic() < deadline
@@ -168,10 +168,10 @@ def test_a_store_that_hangs_holds_nobody_up() -> None:
             raise StoreError("the server is gone")
 
     done = threading.Event()
-    peers = Peers(Hanging(Server()), Topology(0, 2, peers=(0, 1)), NOWHERE, look_s=0.005)
+    peers = PeerMonitor(Hanging(Server()), Topology(0, 2, peers=(0, 1)), NOWHERE, poll_s=0.005)
     began = time.monotonic()
     assert not peers.announce("SIGTERM", seconds=0.05)
-    assert peers.look().is_quiet
+    assert peers.poll().is_quiet
     peers.stop(0.05)
     assert time.monotonic() - began < LONG_S / 2
     done.set()
@@ -187,17 +187,17 @@ def test_a_file_system_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
         return done.wait(LONG_S)
 
     peer = SimpleNamespace(rank=1, is_dead=hangs, closed=False)
-    monkeypatch.setattr("lightck.failure.peer_monitor._peers", lambda topology, where: [peer])
+    monkeypatch.setattr("lightck.failure.peer_monitor._node_ranks", lambda topology, where: [peer])
     with listening(Server()) as peers:
         assert asked.wait(LONG_S)
         began = time.monotonic()
-        assert peers[0].look().is_quiet
+        assert peers[0].poll().is_quiet
         peers[1].announce("SIGTERM")
-        assert [word.rank for word in until(peers[0].look, lambda h: h.words).words] == [1]
+        assert [word.rank for word in until(peers[0].poll, lambda h: h.notices).notices] == [1]
         peers[0].stop(0.05)
         assert time.monotonic() - began < LONG_S / 2
         done.set()
-        assert until(peers[0].look, lambda heard: heard.dead).dead == (1,)
+        assert until(peers[0].poll, lambda status: status.dead).dead == (1,)
 
 
 def test_a_free_lock_is_a_dead_rank_only_once_it_was_held(region_dir: Path) -> None:
@@ -238,12 +238,12 @@ def test_a_killed_rank_is_seen_and_one_that_closed_is_not(region_dir: Path, way:
             return None
         where = location.locate(region_dir / "run", 0, create=False)
         topology = Topology(0, 2, peers=(0, 1))
-        peers = Peers(MemoryStore(Server()), topology, where, look_s=0.01)
+        peers = PeerMonitor(MemoryStore(Server()), topology, where, poll_s=0.01)
         assert looked(peers).is_quiet
         me.send("listening")
         me.pause()
         closed = way == "close"
-        found = looked(peers) if closed else until(peers.look, lambda heard: heard.dead)
+        found = looked(peers) if closed else until(peers.poll, lambda status: status.dead)
         peers.stop()
         handle.detach()
         return found.dead

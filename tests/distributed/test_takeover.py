@@ -21,7 +21,7 @@ from lightck.region.native_region import FORWARD, STEP_END
 from lightck.region.region import open_and_recover
 from lightck.state.inventory import StateTensor
 from lightck.types import Saved
-from support.distributed.node import JIT, LONG_S, Node
+from support.distributed.node import JIT, LONG_S, Live, Node
 from support.distributed.written import T2
 
 
@@ -76,17 +76,17 @@ def test_weights_that_others_stand_in_for_are_no_dead_rank_s_share(folder: Path,
         node.die(1)
         takeover, asked = node.takeover(0), []
 
-        def must_stand(early: bool) -> None:
+        def require_instant(early: bool) -> None:
             asked.append(early)
             if len(asked) == last:
                 raise TornSnapshotError("model/w is not what it was")
 
-        takeover.survivor.must_stand = must_stand
-        taken = takeover.of(1, time.monotonic() + LONG_S)
+        takeover.context.live.require_instant = require_instant
+        taken = takeover.complete(1, time.monotonic() + LONG_S)
         assert taken.step is None and "model/w is not what it was" in taken.why
         assert asked == [False] * last and node.steps(1) == [(1, 0)]
-        takeover.survivor.must_stand = lambda early: None
-        assert takeover.of(1, time.monotonic() + LONG_S).wrote
+        takeover.context.live.require_instant = lambda early: None
+        assert takeover.complete(1, time.monotonic() + LONG_S).wrote
 
 
 def test_what_this_rank_has_counted_on_since_goes_as_it_was(folder: Path) -> None:
@@ -96,19 +96,19 @@ def test_what_this_rank_has_counted_on_since_goes_as_it_was(folder: Path) -> Non
         node.train(2, absent=[1])
         node.die(1)
         takeover = node.takeover(0)
-        lives = takeover.survivor.inventory.everything()
+        lives = takeover.context.inventory.everything()
         then = {live.name: live.tensor.detach().clone() for live in lives}
         for live in lives:
             live.tensor.detach().add_(1)
         looks: list[bool] = []
         counts = SimpleNamespace(by_name=lambda: then)
-        before: Any = SimpleNamespace(counts=counts, must_stand=looks.append)
-        takeover.survivor.before = lambda: before
+        before: Any = SimpleNamespace(dram_copies=counts, require_instant=looks.append)
+        takeover.context.live.pre_update = before
         kept = then.popitem()
-        refused = takeover.of(1, time.monotonic() + LONG_S)
+        refused = takeover.complete(1, time.monotonic() + LONG_S)
         assert "of a later step here" in refused.why, refused
         then[kept[0]] = kept[1]
-        assert takeover.of(1, time.monotonic() + LONG_S).wrote
+        assert takeover.complete(1, time.monotonic() + LONG_S).wrote
         assert looks == [False] * 3, "once before and once behind the copies"
         for live in lives:
             live.tensor.detach().copy_(then[live.name])
@@ -146,7 +146,7 @@ def test_a_region_in_hand_is_waited_for_only_while_its_part_is_missing(
         node.train(1)
         node.train(2, absent=[] if saved else [1])
         heir = coordinator.TakeoverCoordinator(node.takeover(0), Saves(), clock=lambda: sum(waits))
-        assert heir.settle(LONG_S) == []
+        assert heir.complete_dead_ranks(LONG_S) == []
     assert not waits if saved else sum(waits) >= 2 * coordinator.TURN_S
 
 
@@ -187,7 +187,7 @@ def test_a_dead_rank_that_was_a_step_ahead_still_has_the_entry_of_the_forward(fo
 def test_a_dead_rank_with_an_empty_region_and_journal_is_left_alone(folder: Path) -> None:
     with Node(folder, 2) as node:
         node.crew.train(1, absent=[1])
-        node.stands[0] = 1
+        node.live_steps[0] = 1
         node.die(1)
         taken = node.take(0, 1)
         assert "its journal has no entry of the start of the next forward" in taken.why
@@ -228,11 +228,11 @@ def test_a_survivor_inside_an_update_or_without_the_step_writes_nothing(folder: 
         node.train(1)
         node.train(2, absent=[1])
         node.die(1)
-        node.stands[0] = None
+        node.live_steps[0] = None
         assert "inside an update" in node.take(0, 1).why
-        node.stands[0] = 3
+        node.live_steps[0] = 3
         assert node.take(0, 1).why == "this rank has no snapshot of step 3 itself"
-        node.stands[0] = 2
+        node.live_steps[0] = 2
         assert node.take(0, 1, early=True).why == "this rank has no early snapshot of step 2 itself"
         assert node.steps(1) == [(1, 0)]
 
@@ -287,10 +287,10 @@ def test_a_tensor_that_changes_under_the_copy_is_never_committed(
 
         monkeypatch.setattr(SlotWriter, "finish_copies", changing)
         takeover = node.takeover(1)
-        lives = takeover.survivor.inventory.everything()
+        lives = takeover.context.inventory.everything()
         lives = tuple(replace(live, sync=live.sync or torn_before) for live in lives)
-        monkeypatch.setattr(takeover.survivor.inventory, "everything", lambda: lives)
-        assert "changed while it was copied" in takeover.of(0, time.monotonic() + LONG_S).why
+        monkeypatch.setattr(takeover.context.inventory, "everything", lambda: lives)
+        assert "changed while it was copied" in takeover.complete(0, time.monotonic() + LONG_S).why
         monkeypatch.undo()
         assert node.steps(0) == [(1, 0)]
 
@@ -305,14 +305,14 @@ def test_a_time_that_is_over_leaves_nothing_half_written(folder: Path) -> None:
         done = threading.Event()
 
         def hold() -> None:
-            with takeover.survivor.lock:
+            with takeover.context.lock:
                 held.set()
                 done.wait(LONG_S)
 
         thread = threading.Thread(target=hold)
         thread.start()
         held.wait(LONG_S)
-        assert "held the lock" in takeover.of(1, time.monotonic() + 0.05).why
+        assert "held the lock" in takeover.complete(1, time.monotonic() + 0.05).why
         done.set()
         thread.join()
         assert node.steps(1) == [(1, 0)]
@@ -331,7 +331,7 @@ def test_the_protected_slot_and_slots_of_unknown_fate_stay(folder: Path) -> None
         assert own.protected is not None
         assert node.take(0, 1).wrote
         assert [step for step, _ in node.steps(1)] == [1, 2, 3]
-        node.stands[0] = 4
+        node.live_steps[0] = 4
     assert own.slots[own.protected].record is not None
 
 
@@ -368,14 +368,16 @@ def test_a_step_that_the_survivor_has_overwritten_gives_its_slot(folder: Path) -
         assert [step for step, _ in node.steps(1)] == [1, 3, 4]
 
 
-def test_a_survivor_that_goes_on_before_the_copy_writes_nothing(folder: Path) -> None:
+def test_a_survivor_that_goes_on_before_the_copy_writes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Node(folder, 2) as node:
         node.train(1)
         node.train(2, absent=[1])
         node.die(1)
         takeover, said = node.takeover(0), iter([2, 2, 3])
-        takeover.survivor.stands = lambda: next(said)
-        taken = takeover.of(1, time.monotonic() + LONG_S)
+        monkeypatch.setattr(Live, "step", property(lambda live: next(said)))
+        taken = takeover.complete(1, time.monotonic() + LONG_S)
         assert taken.why == "this rank has gone on from step 2"
         assert node.steps(1) == [(1, 0)]
 

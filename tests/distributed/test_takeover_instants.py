@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from test_restore import check, restore
 
-from lightck.failure.takeover.takeover import TakeoverResult, common
+from lightck.failure.takeover.takeover import TakeoverResult, common_instant
 from lightck.region.native_region import FENCE, RECORD_EARLY, STEP_END
 from lightck.region.region import Region
 from support.distributed.node import JIT, Node
@@ -26,12 +26,12 @@ def test_a_rank_dead_before_the_forward_takes_all_to_the_early_instant(folder: P
     with Node(folder, 3) as node:
         node.train(1)
         node.crew.train(2, absent=[1], flags=JIT)
-        node.stands = dict.fromkeys(range(3), 2)
+        node.live_steps = dict.fromkeys(range(3), 2)
         node.journal(1, 2, STEP_END)
         node.die(1)
         for survivor in (0, 2):
             takeover = node.takeover(survivor)
-            assert takeover.wants([1]) is True
+            assert takeover.required_instant([1]) is True
         taken = node.take(0, 1)
         assert "the journal's entry of the start of the next forward is of step 1" in taken.why
         assert "no early snapshot" in node.take(0, 1, early=True).why
@@ -50,7 +50,7 @@ def test_an_early_survivor_takes_the_dead_ranks_step_end_though_it_has_the_forwa
         node.train(1)
         node.train(2, absent=[1], flags=JIT | RECORD_EARLY)
         node.die(1)
-        assert node.takeover(0).wants([1]) is True
+        assert node.takeover(0).required_instant([1]) is True
         assert node.take(0, 1) == TakeoverResult(1, 2, early=True, wrote=True)
     assert check(restore(2, folder, step=2), node.crew, 2)[0].early
 
@@ -66,13 +66,13 @@ def test_a_rank_dead_inside_its_update_has_the_early_instant_if_its_end_can_be_t
             for rank in range(2):
                 node.journal(rank, 2, FENCE)
         node.crew.train(2, absent=[1], flags=JIT | RECORD_EARLY)
-        node.stands = dict.fromkeys(range(2), 2)
+        node.live_steps = dict.fromkeys(range(2), 2)
         if alike:
             for rank in range(2):
                 node.journal(rank, 2, FENCE)
         node.journal(0, 2, STEP_END)
         node.die(1)
-        assert node.takeover(0).wants([1]) is True
+        assert node.takeover(0).required_instant([1]) is True
         taken = node.take(0, 1, early=True)
         if not alike:
             assert "was killed inside the update to step 2: the update changes" in taken.why
@@ -89,7 +89,7 @@ def test_a_survivor_that_has_not_kept_both_sides_of_the_update_writes_nothing(
     with Node(folder, 2) as node:
         node.train(1)
         node.crew.train(2, absent=[1], flags=JIT | RECORD_EARLY)
-        node.stands = dict.fromkeys(range(2), 2)
+        node.live_steps = dict.fromkeys(range(2), 2)
         node.journal(1, 2, FENCE)
         node.journal(0, 2, STEP_END if lacking == FENCE else FENCE)
         node.die(1)
@@ -102,12 +102,12 @@ def test_the_fence_of_another_step_serves_nothing(folder: Path) -> None:
     with Node(folder, 2) as node:
         node.train(1)
         node.crew.train(2, absent=[1], flags=JIT | RECORD_EARLY)
-        node.stands = dict.fromkeys(range(2), 2)
+        node.live_steps = dict.fromkeys(range(2), 2)
         for rank in range(2):
             node.journal(rank, 2 + rank, FENCE)
         node.journal(0, 2, STEP_END)
         node.die(1)
-        assert node.takeover(0).wants([1]) is None
+        assert node.takeover(0).required_instant([1]) is None
         assert "entry of the end of the step is of step 1" in node.take(0, 1, early=True).why
 
 
@@ -118,8 +118,8 @@ def test_a_living_rank_that_only_has_the_early_instant_takes_all_to_it(folder: P
         node.crew.commit(2, 2, RECORD_EARLY)
         node.die(1)
         takeover = node.takeover(0)
-        assert takeover.wants([1]) is False
-        assert takeover.wants([1], living=[2]) is True
+        assert takeover.required_instant([1]) is False
+        assert takeover.required_instant([1], living=[2]) is True
 
 
 def test_ranks_that_have_both_instants_restore_the_one_that_all_have(folder: Path) -> None:
@@ -138,7 +138,7 @@ def test_ranks_that_have_both_instants_restore_the_one_that_all_have(folder: Pat
 
 @given(st.lists(st.sets(st.booleans()), min_size=1, max_size=5))
 def test_the_common_instant_is_the_best_that_everybody_has(held: list[set[bool]]) -> None:
-    early = common(held)
+    early = common_instant(held)
     if early is None:
         assert not set.intersection(*held)
     else:
@@ -181,7 +181,7 @@ def test_what_is_whole_on_every_rank_stays_whole_until_something_newer_is(
                     reject()  # a job would have taken no snapshot of this step
                 behind = data.draw(st.sampled_from([None, *missing]))
                 if behind is not None:
-                    node.stands[behind] = step - 1
+                    node.live_steps[behind] = step - 1
                 if not missing:
                     whole = step
                     for region in node.crew.regions:

@@ -16,7 +16,7 @@ from test_devices import assert_exact
 import lightck
 from lightck.errors import TornSnapshotError
 from lightck.failure import jit_save
-from lightck.failure.takeover import coordinator
+from lightck.failure.takeover.coordinator import CheckpointerState
 from lightck.types import Saved
 from support.emulated import EmulatedDevice, Event, Stream, devices
 from support.emulated_job import Job
@@ -28,7 +28,7 @@ SPARE = 16 << 20
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     """One device, known to lightck; that it hangs is believed soon."""
-    monkeypatch.setattr(jit_save, "DEVICE_PATIENCE_S", 0.1)
+    monkeypatch.setattr(jit_save, "DEVICE_WAIT_S", 0.1)
     monkeypatch.setattr(jit_save, "_STEPS", 0.0)
     made = EmulatedDevice()
     made.spare_bytes = SPARE
@@ -185,7 +185,7 @@ def test_a_device_that_is_only_behind_is_waited_for(device: EmulatedDevice, run_
 def test_training_that_goes_on_is_not_waited_for(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jit_save, "DEVICE_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(jit_save, "DEVICE_WAIT_S", 1000.0)
     job = Job(device)
     handle = attached(job, run_dir, close_timeout_s=900.0)  # by then the test has failed
     for _ in range(3):
@@ -375,21 +375,19 @@ def test_who_completes_a_dead_rank_s_share_takes_that_step(
     for _ in range(3):
         job.step()
     gate = ahead(job)
-    assert coordinator._stands(checkpointer) == 4, "no save has looked"
+    live = CheckpointerState(checkpointer)
+    assert live.step == 4, "no save has looked"
     assert save(handle).step == 3
-    before = coordinator._behind(checkpointer)
-    assert before is not None and coordinator._stands(checkpointer) == 3
-    before.must_stand(False)
-    counts = before.counts.by_name()
+    before = live.pre_update
+    assert before is not None and live.step == 3
+    before.require_instant(False)
+    counts = before.dram_copies.by_name()
     assert len(counts) == 5 and all(int(count) == 3 for count in counts.values())
     gate.reach()
     device.compute.finish()
-    assert (coordinator._stands(checkpointer), coordinator._behind(checkpointer) is None) == (
-        4,
-        True,
-    )
+    assert live.step == 4 and live.pre_update is None
     with pytest.raises(TornSnapshotError, match="updated meanwhile"):
-        before.must_stand(False)
+        before.require_instant(False)
     handle.detach()
 
 

@@ -61,7 +61,7 @@ def test_the_exit_that_a_signal_s_handler_asks_for_is_none_of_the_loop_s(
         loop.run(3)
         loop.forward()
         assert handle._guard is not None
-        handle._guard.asked_at = 3  # as when SIGTERM was answered
+        handle._guard._signalled_at = 3  # as when SIGTERM was answered
         sys.exit(0)
     assert reasons(caplog) == ["reason=SystemExit"]
 

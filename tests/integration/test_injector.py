@@ -17,8 +17,8 @@ from torch import nn
 import lightck
 from lightck.examine import check
 from lightck.failure import fault_plan
-from lightck.failure.fault_injector import flip
-from lightck.failure.fault_plan import ANY_NEWER, PHASES, Chaos, Fault, InjectedError
+from lightck.failure.fault_injector import flip_bit
+from lightck.failure.fault_plan import ANY_NEWER, PHASES, Fault, FaultPlan, InjectedError
 from lightck.handle import Handle
 from lightck.region.native_pool import NativePool
 from support import processes
@@ -122,7 +122,7 @@ def test_a_just_in_time_save_is_met_when_its_slot_is_taken_and_nothing_is_commit
     def code() -> tuple[int | None, list[bool]]:
         loop = Loop(region_dir / "region", failure="jit", policy=2)
         whole = []
-        Chaos.gil = lambda self: whole.append(loop.handle.last_committed_step)  # type: ignore[method-assign]
+        FaultPlan.gil = lambda self: whole.append(loop.handle.last_committed_step)  # type: ignore[method-assign]
         for steps in (1, 2, 1):
             loop.train(steps)
             loop.handle.snapshot_now("asked")
@@ -155,9 +155,9 @@ def test_each_fault_comes_once_over_all_lives(region_dir: Path) -> None:
 
     _under(region_dir, [Fault("exception", 2, "fence"), Fault("stop", 99)], code)
     assert [each["event"] for each in _events(region_dir)].count("fault") == 1
-    again = Chaos(region_dir / "chaos", 0)
+    again = FaultPlan(region_dir / "chaos", 0)
     again.reach("fence", 2, 1, {"exception": lambda: pytest.fail("it came again")})
-    other = Chaos(region_dir / "chaos", 1)
+    other = FaultPlan(region_dir / "chaos", 1)
     other.reach("fence", 2, 1, {"exception": lambda: pytest.fail("of rank 0 only")})
 
 
@@ -165,7 +165,7 @@ def test_every_rank_has_its_own_of_a_fault_for_all(tmp_path: Path) -> None:
     fault_plan.write_plan(tmp_path, [Fault("gil", 2, "fence", rank=None)], 0.0)
     came = []
     for rank in (0, 1, 0):
-        each = Chaos(tmp_path, rank)
+        each = FaultPlan(tmp_path, rank)
         each.reach("fence", 2, 1, {"gil": lambda rank=rank: came.append(rank)})
     assert came == [0, 1]
 
@@ -212,7 +212,7 @@ def test_a_corrupt_snapshot_is_the_newest_of_two(region_dir: Path) -> None:
         loop = Loop(region_dir / "region")
         loop.train(5)
         loop.handle.close()
-        return flip(loop.handle._checkpointer)
+        return flip_bit(loop.handle._checkpointer)
 
     (region_dir / "chaos").mkdir()
     flipped = processes.run(code)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lightck
-from lightck.journal.entry import unpacked
+from lightck.journal.entry import decode_entry
 from lightck.region.native_region import FENCE, FORWARD, STEP_END
 from lightck.state import boundary_blob, boundary_codec, extras, rng
 from lightck.state.inventory import Inventory
@@ -108,7 +108,7 @@ class Job:
         """The newest of a kind."""
         found = self.handle.region.native.read_journal(kind)
         assert found is not None and (found.kind, found.step) == (kind, step)
-        held = unpacked(found, context="test")
+        held = decode_entry(found, context="test")
         first, second = (
             boundary_codec.rebuild(boundary_blob.opened(each, context="test"))
             for each in (held.at_step, held.at_forward)
@@ -248,7 +248,7 @@ def test_the_entry_at_the_fence_leaves_what_is_kept_of_the_last_step(run_dir: Pa
     kept = job.handle._checkpointer.step_journal
     for _ in range(STEADY):
         job.iterate()
-    ended = {name: value.clone() for name, value in kept.ended.copies.items()}
+    ended = {name: value.clone() for name, value in kept.step_end.copies.items()}
     job.own["tensor"].add_(1)
     begun = job.values()[2]
     loss = job.model(torch.ones(2, 4)).mean()
@@ -260,9 +260,9 @@ def test_the_entry_at_the_fence_leaves_what_is_kept_of_the_last_step(run_dir: Pa
         looked.append(1)
         assert job.handle.region.native.read_journal().kind == FENCE
         assert kept.step == job.handle.step
-        assert same(kept.ended.copies, ended)
-        assert same(kept.begun.copies, {name: begun[name] for name in ended})
-        assert not same(kept.begun.copies["model/seen"], job.model.seen)
+        assert same(kept.step_end.copies, ended)
+        assert same(kept.forward_start.copies, {name: begun[name] for name in ended})
+        assert not same(kept.forward_start.copies["model/seen"], job.model.seen)
 
     job.optimizer.register_step_pre_hook(look)
     job.optimizer.step()

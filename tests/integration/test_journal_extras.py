@@ -13,7 +13,7 @@ from test_journal_entries import STEADY, Job, Never, with_peers
 from torch import nn
 
 import lightck
-from lightck.journal.step_journal import REST_STEPS
+from lightck.journal.step_journal import RETRY_STEPS
 from lightck.region.native_region import FENCE, STEP_END
 
 Tree = dict[str, Any]
@@ -70,20 +70,20 @@ def test_what_extras_have_beyond_a_limit_is_told_and_costs_no_more(
     job.handle._checkpointer.boundary_state.step_ended(0)
     told = r"extras\['position'\] has 1600\d{3} bytes.*a seed and a position"
     with pytest.warns(UserWarning, match=told):
-        kept.begin(0)
+        kept.start(0)
     assert "1048576" in job.handle.stats().not_kept
-    sealed, seal = [], kept._sealing.sealed
-    monkeypatch.setattr(kept._sealing, "sealed", lambda *said: sealed.append(1) or seal(*said))
-    for step in range(1, REST_STEPS + 4):
+    sealed, seal = [], kept._encoder.encode
+    monkeypatch.setattr(kept._encoder, "encode", lambda *said: sealed.append(1) or seal(*said))
+    for step in range(1, RETRY_STEPS + 4):
         job.model(torch.ones(2, 4)).sum().backward()
         job.optimizer.step()
         position[step] = -1
-        assert bool(sealed) == (step >= REST_STEPS)
+        assert bool(sealed) == (step >= RETRY_STEPS)
     assert len(sealed) == 1 and native.read_journal(STEP_END).step == 0
     saved = job.handle.snapshot_now("test")  # what this process has itself is enough
-    assert saved.fresh and saved.step == REST_STEPS + 3
+    assert saved.fresh and saved.step == RETRY_STEPS + 3
     del job.position["order"]
-    for _ in range(REST_STEPS):
+    for _ in range(RETRY_STEPS):
         job.model(torch.ones(2, 4)).sum().backward()
         job.optimizer.step()
     job.first = {}

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import lightck
-from lightck.failure.takeover.inference import CannotInfer, RankLocalState, _same, inferred
-from lightck.journal.entry import unpacked
+from lightck.failure.takeover.inference import CannotInfer, RankLocalState, _same, infer_step_end
+from lightck.journal.entry import decode_entry
 from lightck.region.native_region import FENCE, FORWARD, STEP_END
 from lightck.state import boundary_blob
 from support.loops import with_peers
@@ -86,7 +86,7 @@ def lived(
         for kind in (FENCE, STEP_END):
             entry = handle.region.native.read_journal(kind)
             assert entry is not None and (entry.step, entry.early) == (steps, True)
-            said = unpacked(entry, context="test")
+            said = decode_entry(entry, context="test")
             found[kind] = RankLocalState(said.at_step, said.at_forward, said.lives)
         before = handle.region.native.read_journal(FORWARD)
         assert before is not None and before.step == steps - 1
@@ -100,7 +100,7 @@ def test_the_end_of_a_step_is_told_as_the_dead_rank_would_have_kept_it(
     run_dir: Path, name: str, steps: int
 ) -> None:
     dead, alive = (lived(run_dir.with_name(f"{r}"), r, OPTIMIZERS[name], steps) for r in (1, 2))
-    found = inferred(dead[FENCE], alive[FENCE], alive[STEP_END])
+    found = infer_step_end(dead[FENCE], alive[FENCE], alive[STEP_END])
     wanted = dead[STEP_END]
     assert _same(list(found.lives), list(wanted.lives))
     for blob, other in ((found.at_step, wanted.at_step), (found.at_forward, wanted.at_forward)):
@@ -118,10 +118,10 @@ def test_what_is_a_rank_s_own_and_changed_in_the_update_is_refused_by_name(run_d
         lived(run_dir.with_name(f"own{r}"), r, lambda p, r=r: Counting(p, own=r), 2) for r in (1, 2)
     )
     with pytest.raises(CannotInfer, match="changes at_forward/optimizers/0/attributes/own,"):
-        inferred(dead[FENCE], alive[FENCE], alive[STEP_END])
+        infer_step_end(dead[FENCE], alive[FENCE], alive[STEP_END])
     dead, alive = (
         lived(run_dir.with_name(f"drawn{r}"), r, lambda p: Counting(p, draws=True), 2)
         for r in (1, 2)
     )
     with pytest.raises(CannotInfer, match="changes at_step/rng/torch,"):
-        inferred(dead[FENCE], alive[FENCE], alive[STEP_END])
+        infer_step_end(dead[FENCE], alive[FENCE], alive[STEP_END])

@@ -29,9 +29,9 @@ def test_before_the_first_snapshot_the_limit_that_the_user_set_counts(
     with caplog.at_level(logging.WARNING, "lightck"):
         handle, loop = attach(run_dir, 1.0, policy=NEVER, write_limit=4096)
         assert handle._guard is not None
-        assert handle._guard.measured() is None, "not even the size is known"
+        assert handle._guard.saver.snapshot_cost(1e9) is None, "not even the size is known"
         loop.run(2)  # type: ignore[attr-defined]
-        measured = handle._guard.measured()
+        measured = handle._guard.saver.snapshot_cost(1e9)
         assert measured is not None
         assert measured.state_bytes > 4096 and measured.medium_rate == 4096
         assert measured.needed_s > 1
@@ -45,7 +45,7 @@ def test_after_a_snapshot_its_own_rates_count(run_dir: Path) -> None:
     loop.run(4)  # type: ignore[attr-defined]
     handle.wait()
     assert handle._guard is not None
-    measured = handle._guard.measured()
+    measured = handle._guard.saver.snapshot_cost(1e9)
     assert measured is not None and shortfall(measured, 30.0) is None
     stats = handle.stats()
     assert measured.copy_rate == pytest.approx(

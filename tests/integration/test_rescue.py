@@ -342,7 +342,7 @@ def test_what_was_restored_is_not_written_again(run_dir: Path) -> None:
 
 
 def test_the_journal_has_both_instants_of_the_last_step(run_dir: Path) -> None:
-    from lightck.journal.entry import unpacked
+    from lightck.journal.entry import decode_entry
 
     loop = counting_loop()
     with attach(run_dir, loop) as handle:
@@ -358,7 +358,7 @@ def test_the_journal_has_both_instants_of_the_last_step(run_dir: Path) -> None:
         assert entry is not None
         assert (entry.kind, entry.step, entry.early) == (FORWARD, 3, False)
         assert entry.timeline == handle.region.timeline
-        found = unpacked(entry, context="test")
+        found = decode_entry(entry, context="test")
         held = {live.name: live.tensor for live in found.lives}
         assert torch.equal(held["model/seen"], seen) and torch.equal(held["model/last"], last)
         assert digest(loop.model.seen) != digest(seen)

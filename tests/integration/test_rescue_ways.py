@@ -255,7 +255,7 @@ def test_a_loop_that_is_over_is_saved_at_its_last_step_without_waiting(run_dir: 
     with attach(run_dir, loop) as handle:
         loop.run(3)
         loop.note()
-        handle._rescue.leaving = True
+        handle._rescue.begin_close()
         worker = threading.Thread(target=lambda: found.append(handle.snapshot_now("SIGTERM")))
         worker.start()
         worker.join(SOON_S)

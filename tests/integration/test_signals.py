@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from lightck.failure.hang import HangWatch
 from lightck.failure.watchdog import HANG_STATUS, WATCHDOG, HandleGuard, SaveTask
 from lightck.types import Failure, Saved
 from support.processes import Child, Parent
@@ -393,7 +394,8 @@ def test_a_log_that_hangs_keeps_sigterm_no_longer_than_the_grace_period() -> Non
 @pytest.mark.parametrize("ask", [threading.Event().wait, lambda: 1 / 0])
 def test_a_notice_that_blocks_or_fails_keeps_no_signal_waiting(ask: Any) -> None:
     def code(parent: Parent) -> None:
-        own = HandleGuard(Telling(parent), Failure(notice=ask), lambda error: None)
+        hang = HangWatch.of_world(Failure(notice=ask), 1)
+        own = HandleGuard(Telling(parent), hang, lambda error: None)
         WATCHDOG.watch(own)
         parent.send("watched")
         stuck()

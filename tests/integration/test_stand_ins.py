@@ -13,7 +13,7 @@ from test_rescue import Broken, Counting, attach, check, counting_loop
 from torch import nn
 
 import lightck
-from lightck.journal.entry import unpacked
+from lightck.journal.entry import decode_entry
 from lightck.region.native_region import STEP_END
 from lightck.region.slot_writer import SlotWriter
 from support.loops import Loop
@@ -252,6 +252,6 @@ def test_what_a_killed_process_leaves_is_not_taken_again_while_others_stand_in(
         list(loader)
         entry = native.read_journal()
         assert entry is not None and (entry.kind, entry.step) == (STEP_END, 3)
-        held = {live.name: live.tensor for live in unpacked(entry, context="test").lives}
+        held = {live.name: live.tensor for live in decode_entry(entry, context="test").lives}
         assert torch.equal(held["model/seen"], seen)
         handle.detach()

@@ -191,6 +191,7 @@ def with_peers(handle: lightck.Handle) -> Any:
     checkpointer = handle._checkpointer
     kept = checkpointer.step_journal
     assert kept is not None and kept.predictor is None
-    predictor = SilentPredictor(kept.boundary_state, checkpointer.lock, 1)
-    kept.predictor = checkpointer.predictor = predictor
+    kept.predictor = checkpointer.predictor = SilentPredictor(
+        kept.boundary_state, checkpointer.lock, 1
+    )
     return handle

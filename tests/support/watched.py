@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 
+from lightck.failure.hang import HangWatch
 from lightck.failure.watchdog import WATCHDOG, HandleGuard
 from lightck.types import Failure, Saved
 from support.processes import Child, Parent, start
+from support.savers import LoneSaver
 
 
 @dataclass(frozen=True)
 class Still:
-    """A `Progress` of a loop that does not move."""
+    """A `LoopProgress` of a loop that does not move."""
 
     step: int = 7
     updating: bool = False
@@ -31,8 +33,8 @@ class Still:
 
 
 @dataclass
-class Telling:
-    """A `Rescue` that tells the parent what it is asked to save."""
+class Telling(LoneSaver):
+    """A `JitSaver` that tells the parent what it is asked to save."""
 
     parent: Parent
     seen: Still = field(default_factory=Still)
@@ -60,7 +62,8 @@ def guard(parent: Parent, rescue: Telling | None = None, **settings: Any) -> Han
     """Make what is watched over; whatever is reported goes to the parent."""
     settings = {"grace_s": 20.0, **settings}
     report = lambda error: parent.send(("error", str(error)))  # noqa: E731
-    return HandleGuard(rescue or Telling(parent), Failure(**settings), report)
+    hang = HangWatch.of_world(Failure(**settings), 1)
+    return HandleGuard(rescue or Telling(parent), hang, report)
 
 
 @contextmanager

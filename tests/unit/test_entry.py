@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightck.journal.copy_buffer import CopyBuffer
-from lightck.journal.entry import EntryEncoder, unpacked
+from lightck.journal.entry import EntryEncoder, decode_entry
 from lightck.region.native_region import STEP_END, JournalEntry
 from lightck.state import boundary_blob, rng
 from lightck.state.inventory import StateTensor
@@ -18,13 +18,13 @@ def test_thousands_of_groups_have_entries_that_are_read() -> None:
     optimizers = [{"class": "C", "groups": groups, "state": {}, "attributes": {}}]
     first = {"rng": rng.capture(), "extras": {}}
     second = {"optimizers": optimizers, "extras": {}}
-    sealing = EntryEncoder()
+    encoder = EntryEncoder()
     for step in range(4):
         groups[2000] = {**groups[2000], "options": {"lr": 2.0 + step}}
-        blob = sealing.sealed(
+        blob = encoder.encode(
             CopyBuffer(()), {}, (first, {**second, "optimizers": [*optimizers]}), b"d"
         )
-        found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
+        found = decode_entry(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         assert boundary_blob.opened(found.at_forward, context="test") == {**second, "step": step}
 
 
@@ -39,14 +39,14 @@ def test_groups_come_back_with_their_own_options_in_their_own_order() -> None:
         {**alike, "new": None},
         {**alike, "lr": float("nan")},
     ]
-    sealing = EntryEncoder()
+    encoder = EntryEncoder()
     for step in range(6):
         given = options[step:] + options[:step] if step < 5 else []
         groups = [{"params": [f"p{i}"], "options": each} for i, each in enumerate(given)]
         optimizers = [{"class": "C", "groups": groups, "state": {}, "attributes": {}}] * 2
         trees = {"rng": rng.capture(), "extras": {}}, {"optimizers": optimizers, "extras": {}}
-        blob = sealing.sealed(CopyBuffer(()), {}, trees, b"d")
-        found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
+        blob = encoder.encode(CopyBuffer(()), {}, trees, b"d")
+        found = decode_entry(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         second = boundary_blob.opened(found.at_forward, context="test")
         assert repr(second["optimizers"]) == repr(optimizers)
 
@@ -54,12 +54,12 @@ def test_groups_come_back_with_their_own_options_in_their_own_order() -> None:
 def test_what_extras_have_is_found_wherever_it_begins() -> None:
     first = {"rng": rng.capture(), "extras": {"x": [b"x" * 2000]}}
     second = {"optimizers": [], "extras": {"y": {"z": b"y" * 3000}}}
-    sealing = EntryEncoder()
+    encoder = EntryEncoder()
     for step, size in enumerate((3, 3, 300, 3)):
         live = StateTensor("model/b", "buffer", "", torch.full((size,), float(step)), sync=True)
         copy_buffer = CopyBuffer([live])
-        blob = sealing.sealed(copy_buffer, copy_buffer.fill(), (first, second), b"d")
-        found = unpacked(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
+        blob = encoder.encode(copy_buffer, copy_buffer.fill(), (first, second), b"d")
+        found = decode_entry(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         assert torch.equal(found.lives[0].tensor, live.tensor)
         held = boundary_blob.opened(found.at_step, context="test")
         assert held["extras"] == first["extras"]

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from lightck.failure.hang import SLACK_S, HangWatch, Place, Suspicion
+from lightck.failure.hang import SLACK_S, CollectivePosition, HangWatch, Suspicion
 from lightck.types import Failure
 
 PERIOD_S = 0.25
-BARRIER = Place("barrier, called from train.py:1", (1, 2))
+BARRIER = CollectivePosition("barrier, called from train.py:1", (1, 2))
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A `Progress`."""
+    """A `LoopProgress`."""
 
     step: int = 0
     updating: bool = False
@@ -32,7 +32,7 @@ class Loop:
     failure: Failure = field(default_factory=Failure)
     seen: Seen = field(default_factory=Seen)
     now_s: float = 1000.0
-    place: Place | None = None
+    place: CollectivePosition | None = None
 
     def __post_init__(self) -> None:
         self.watch = HangWatch(self.failure, PERIOD_S)
@@ -46,13 +46,13 @@ class Loop:
 
     def look(self, after_s: float) -> Suspicion | None:
         self.now_s += after_s
-        return self.watch.look(self.now_s, self.seen, self.place)
+        return self.watch.observe(self.now_s, self.seen, self.place)
 
     def wait(self, seconds: float) -> float | None:
         """Let time pass without progress; after how long a hang was found, or None."""
         began = self.now_s
         while self.now_s - began < seconds:
-            if self.look(self.watch.due_in_s()) is not None:
+            if self.look(self.watch.next_look_s()) is not None:
                 return self.now_s - began
         return None
 
@@ -74,7 +74,7 @@ def test_a_stop_in_a_collective_is_a_hang_after_three_steps_and_within_a_second_
     assert found_s is not None
     assert 3 * step_s + SLACK_S <= found_s <= 3 * step_s + 0.99
     assert loop.watch.suspected is not None
-    assert loop.watch.suspected.place is BARRIER
+    assert loop.watch.suspected.position is BARRIER
 
 
 def test_elsewhere_only_the_generous_deadline_counts() -> None:
@@ -129,7 +129,7 @@ def test_progress_inside_a_step_is_progress() -> None:
 def test_going_from_one_collective_to_the_next_is_progress() -> None:
     loop = running(0.1)
     for mark in range(100):
-        loop.place = Place("all_reduce", (mark,))
+        loop.place = CollectivePosition("all_reduce", (mark,))
         assert loop.wait(0.5) is None
     for _ in range(100):  # an evaluation that computes between its reductions
         loop.place = None
@@ -190,21 +190,21 @@ def test_a_hang_elsewhere_goes_on_from_one_collective_to_the_next() -> None:
     marks = iter(range(10**6))
     found = []
     for _ in range(1000):
-        loop.place = Place("poll", (next(marks),))
+        loop.place = CollectivePosition("poll", (next(marks),))
         found.append(loop.look(PERIOD_S))
     assert sum(each is not None for each in found) == 1
     assert loop.watch.suspected is not None
 
 
-def test_a_loop_has_stood_after_three_steps_wherever_it_is() -> None:
+def test_a_loop_has_not_moved_after_three_steps_wherever_it_is() -> None:
     loop = running(0.5, hang_s=60)
     loop.wait(1.7)
-    assert not loop.watch.has_stood(loop.seen)
+    assert not loop.watch.has_not_moved(loop.seen)
     loop.wait(0.5)
-    assert loop.watch.has_stood(loop.seen)
+    assert loop.watch.has_not_moved(loop.seen)
     assert not loop.watch.is_stuck(loop.seen), "nor is it a hang yet"
     moved = replace(loop.seen, ticks=loop.seen.ticks + 1)
-    assert not loop.watch.has_stood(moved), "though nobody has looked since"
+    assert not loop.watch.has_not_moved(moved), "though nobody has looked since"
     loop.wait(60)
     assert loop.watch.is_stuck(loop.seen) and not loop.watch.is_stuck(moved)
 
@@ -213,17 +213,17 @@ def test_a_loop_that_waits_for_others_is_not_stuck() -> None:
     loop = running(0.5)
     loop.place = BARRIER
     assert loop.wait(5) is not None
-    assert loop.watch.has_stood(loop.seen) and not loop.watch.is_stuck(loop.seen)
+    assert loop.watch.has_not_moved(loop.seen) and not loop.watch.is_stuck(loop.seen)
 
 
 def test_looks_are_rare_until_something_is_waited_for() -> None:
     loop = running(0.1)
-    assert loop.watch.due_in_s() == PERIOD_S
+    assert loop.watch.next_look_s() == PERIOD_S
     loop.wait(3)
-    assert loop.watch.due_in_s() == PERIOD_S
+    assert loop.watch.next_look_s() == PERIOD_S
     loop.place = BARRIER
     loop.look(PERIOD_S)
     loop.look(PERIOD_S)
-    assert loop.watch.due_in_s() < PERIOD_S
+    assert loop.watch.next_look_s() < PERIOD_S
     loop.wait(5)
-    assert loop.watch.due_in_s() == PERIOD_S, "found: nothing is urgent any more"
+    assert loop.watch.next_look_s() == PERIOD_S, "found: nothing is urgent any more"

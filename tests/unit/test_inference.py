@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightck.failure.takeover.inference import CannotInfer, RankLocalState, inferred
+from lightck.failure.takeover.inference import CannotInfer, RankLocalState, infer_step_end
 from lightck.state import boundary_blob
 from lightck.state.boundary_codec import TAG
 from lightck.state.inventory import StateTensor
@@ -25,7 +25,7 @@ def own(first: Any, second: Any = None, **tensors: torch.Tensor) -> RankLocalSta
 
 def told(dead: Any, before: Any, after: Any) -> Any:
     """Tell what an update leaves, of plain trees."""
-    found = inferred(own(dead), own(before), own(after))
+    found = infer_step_end(own(dead), own(before), own(after))
     return boundary_blob.opened(found.at_step, context="test")
 
 
@@ -93,7 +93,7 @@ def test_what_only_the_dead_rank_has_stays_and_what_the_update_makes_or_drops_is
 
 def test_tensors_follow_the_same_rule_and_are_named() -> None:
     seen = [torch.full((2,), float(i)) for i in range(6)]
-    found = inferred(
+    found = infer_step_end(
         own({}, a=seen[0], b=seen[1]), own({}, a=seen[0], b=seen[2]), own({}, a=seen[3], b=seen[2])
     )
     assert [(live.name, live.tensor.tolist()) for live in found.lives] == [
@@ -101,7 +101,7 @@ def test_tensors_follow_the_same_rule_and_are_named() -> None:
         ("b", [1.0, 1.0]),
     ]
     with pytest.raises(CannotInfer, match=r"changes model/mean,"):
-        inferred(*(own({}, **{"model/mean": tensor}) for tensor in seen[:3]))
+        infer_step_end(*(own({}, **{"model/mean": tensor}) for tensor in seen[:3]))
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,13 @@ def test_tensors_follow_the_same_rule_and_are_named() -> None:
 )
 def test_a_tensor_of_another_form_or_bit_is_another(other: torch.Tensor) -> None:
     with pytest.raises(CannotInfer):
-        inferred(own({}, a=torch.zeros(4)), own({}, a=other), own({}, a=torch.ones(4)))
+        infer_step_end(own({}, a=torch.zeros(4)), own({}, a=other), own({}, a=torch.ones(4)))
 
 
 def test_the_values_of_the_next_forward_are_told_as_well() -> None:
-    found = inferred(own({}, {"step": 4, "k": 1}), own({}, {"step": 4, "k": 1}), own({}, {"k": 2}))
+    found = infer_step_end(
+        own({}, {"step": 4, "k": 1}), own({}, {"step": 4, "k": 1}), own({}, {"k": 2})
+    )
     assert boundary_blob.opened(found.at_forward, context="test") == {"k": 2}
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightck.journal.boundary_state import BoundaryState
-from lightck.journal.pre_fence import EVERY, PreFencePredictor
+from lightck.journal.pre_fence import EXAMINE_EVERY, PreFencePredictor
 from lightck.state.extras import parse
 from lightck.state.inventory import Inventory
 
@@ -32,7 +32,7 @@ class Loop:
         self.counted = {"seen": 0}
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         inventory = Inventory(self.model, [optimizer], parse({"counted": self.counted}))
-        self.habit, self.step = (
+        self.predictor, self.step = (
             PreFencePredictor(BoundaryState(inventory), threading.RLock(), GRADIENTS),
             begin,
         )
@@ -45,11 +45,11 @@ class Loop:
             self.gradients(gradients)
             between()
             self.step += 1
-            self.habit.fence(self.step)
+            self.predictor.fence(self.step)
 
     def gradients(self, number: int = GRADIENTS) -> None:
         for _ in range(number):
-            last = self.habit.gradient()
+            last = self.predictor.gradient()
             if last is not None:
                 self.heard.append((self.step, last))
 
@@ -70,11 +70,11 @@ def test_behind_all_gradients_it_has_come_to_its_fence(steps: int, begin: int) -
     """An iteration of a job that has gone on from a snapshot has come to its fence, too."""
     loop = Loop(begin)
     loop.run(steps)
-    assert not loop.habit.at_fence(ValueError())
+    assert not loop.predictor.is_state_of_fence(ValueError())
     loop.gradients(GRADIENTS - 1)
-    assert not loop.habit.at_fence(ValueError())
+    assert not loop.predictor.is_state_of_fence(ValueError())
     loop.gradients(1)
-    assert loop.habit.at_fence(ValueError())
+    assert loop.predictor.is_state_of_fence(ValueError())
 
 
 @pytest.mark.parametrize("what", ["forward", "draw", "count"])
@@ -82,7 +82,7 @@ def test_not_where_something_of_its_own_still_changes_by_habit(what: str) -> Non
     loop = Loop()
     loop.run(4, getattr(loop, what))
     loop.gradients()
-    assert not loop.habit.at_fence(ValueError())
+    assert not loop.predictor.is_state_of_fence(ValueError())
 
 
 def test_a_thread_that_stands_behind_them_has_come_to_it_but_for_a_forward() -> None:
@@ -90,28 +90,28 @@ def test_a_thread_that_stands_behind_them_has_come_to_it_but_for_a_forward() -> 
 
     class Standing(nn.Module):
         def forward(self) -> bool:
-            return loop.habit.at_fence(sys._getframe())
+            return loop.predictor.is_state_of_fence(sys._getframe())
 
     loop = Loop()
     loop.run(4)
-    assert not loop.habit.at_fence(sys._getframe())
+    assert not loop.predictor.is_state_of_fence(sys._getframe())
     loop.gradients()
     for _ in range(3):
-        assert loop.habit.at_fence(sys._getframe())
+        assert loop.predictor.is_state_of_fence(sys._getframe())
         assert not Standing()()
-    loop.habit.fence(loop.step + 1)
-    assert loop.habit.quiet
+    loop.predictor.fence(loop.step + 1)
+    assert loop.predictor.is_steady
 
 
-def test_a_new_habit_is_noticed(steps: int = EVERY + 1) -> None:
+def test_a_new_habit_is_noticed(steps: int = EXAMINE_EVERY + 1) -> None:
     loop = Loop()
     loop.run(4)
     loop.run(steps, loop.draw)
     loop.gradients()
-    assert not loop.habit.at_fence(ValueError())
-    loop.run(2 * EVERY)
+    assert not loop.predictor.is_state_of_fence(ValueError())
+    loop.run(2 * EXAMINE_EVERY)
     loop.gradients()
-    assert loop.habit.at_fence(ValueError())
+    assert loop.predictor.is_state_of_fence(ValueError())
 
 
 def test_nor_where_iterations_differ_in_their_gradients() -> None:
@@ -119,7 +119,7 @@ def test_nor_where_iterations_differ_in_their_gradients() -> None:
     loop.run(4)
     loop.run(1, gradients=GRADIENTS - 1)
     loop.gradients(GRADIENTS - 1)
-    assert not loop.habit.at_fence(ValueError())
+    assert not loop.predictor.is_state_of_fence(ValueError())
 
 
 def test_the_last_gradient_is_told_once_that_is_known_and_the_one_that_comes_after_all() -> None:
@@ -140,9 +140,9 @@ def test_a_first_iteration_shows_it_that_ends_with_a_whole_backward(count: int) 
     loop = Loop()
     loop.run(1, gradients=count)
     loop.gradients(count)
-    assert loop.habit.at_fence(ValueError()) is (count % GRADIENTS == 0)
+    assert loop.predictor.is_state_of_fence(ValueError()) is (count % GRADIENTS == 0)
     loop.gradients(1)
-    assert not loop.habit.at_fence(ValueError())
+    assert not loop.predictor.is_state_of_fence(ValueError())
 
 
 def test_an_iteration_whose_update_is_left_out_is_no_other_habit() -> None:
@@ -152,11 +152,11 @@ def test_an_iteration_whose_update_is_left_out_is_no_other_habit() -> None:
     heard.clear()
     for _ in range(2):
         loop.gradients()
-        loop.habit.no_fence()
+        loop.predictor.skip_fence()
     loop.run(1)
     assert heard == [(5, True)] * 3
     loop.gradients()
-    assert loop.habit.at_fence(ValueError())
+    assert loop.predictor.is_state_of_fence(ValueError())
 
 
 @pytest.mark.parametrize("what", ["forward", "draw", "count"])
@@ -193,4 +193,4 @@ def test_nor_in_the_middle_of_what_changes_something(where: str, told: str) -> N
             if told == "itself":
                 raise
             raise LookupError from None
-    assert not loop.habit.at_fence(raised.value)
+    assert not loop.predictor.is_state_of_fence(raised.value)

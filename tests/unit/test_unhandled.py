@@ -18,22 +18,22 @@ def test_a_hook_put_over_ours_that_outlives_a_handle_is_no_circle(
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: None)
     monkeypatch.setattr(sys, "__excepthook__", lambda kind, error, trace: shown.append(error))
-    triggers.tell(told.append)
+    triggers.register(told.append)
     ours = sys.excepthook
 
     def theirs(kind: Any, error: Any, trace: Any) -> None:
         ours(kind, error, trace)
 
     sys.excepthook = theirs
-    triggers.forget(told.append)  # another handle's; theirs stays, and calls through
+    triggers.unregister(told.append)  # another handle's; theirs stays, and calls through
     told_later: list[BaseException] = []
-    triggers._told.clear()
-    triggers.tell(told_later.append)
+    triggers._callbacks.clear()
+    triggers.register(told_later.append)
     error = KeyError("the user's")
     try:
         sys.excepthook(KeyError, error, None)
     finally:
-        triggers._told.clear()
+        triggers._callbacks.clear()
     assert told_later == [error] and shown == [error]
 
 
@@ -44,15 +44,15 @@ def test_a_mistyped_line_at_a_prompt_is_no_failure(
     told: list[BaseException] = []
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
-    triggers.tell(told.append)
+    triggers.register(told.append)
     if at:
         monkeypatch.setattr(sys if at == "ps1" else builtins, at, ">>> ", raising=False)
     error = NameError("a typo")
     try:
         sys.excepthook(NameError, error, None)
     finally:
-        triggers.forget(told.append)
-        triggers._told.clear()
+        triggers.unregister(told.append)
+        triggers._callbacks.clear()
     assert shown == [error] and told == ([] if at else [error])
 
 
@@ -68,4 +68,4 @@ def test_a_mistyped_line_at_a_prompt_is_no_failure(
     ],
 )
 def test_an_exit_ends_well_by_its_code(error: BaseException, well: bool) -> None:
-    assert triggers.ends_well(error) is well
+    assert triggers.is_success(error) is well

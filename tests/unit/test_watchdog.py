@@ -5,28 +5,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from lightck.errors import LightckError
-from lightck.failure.budget import Measured
-from lightck.failure.hang import Place
+from lightck.failure.budget import SnapshotCost
+from lightck.failure.hang import ALONE_LOOK_S, LOOK_S, CollectivePosition, HangWatch
 from lightck.failure.signals import Signals
 from lightck.failure.watchdog import (
-    ALONE_LOOK_S,
     HANG_STATUS,
-    LOOK_S,
     HandleGuard,
     SaveTask,
     Watchdog,
 )
 from lightck.types import Failure, Saved
 from support.proof import record
+from support.savers import LoneSaver
 
 LOOKS = 2000
 
 
-class Rescue:
+class Rescue(LoneSaver):
     """A loop that goes on, and is never to be saved."""
 
     step = 0
@@ -49,12 +49,18 @@ def _raises(error: LightckError) -> None:
     raise error
 
 
+def guard_of(
+    saver: LoneSaver, failure: Failure, report: Any = _raises, world: int = 1
+) -> HandleGuard:
+    return HandleGuard(saver, HangWatch.of_world(failure, world), report, world)
+
+
 def test_an_idle_watchdog_costs_seconds_of_an_hour() -> None:
     """Its own turns, run as fast as they go; the waiting between them is the kernel's."""
     seconds = {}
     for world, period_s in ((1, ALONE_LOOK_S), (2, LOOK_S)):
         watchdog, signals = Watchdog(), Signals()
-        watchdog._guards = [HandleGuard(Rescue(), Failure(), _raises, world=world)]
+        watchdog._guards = [guard_of(Rescue(), Failure(), world=world)]
         began = time.thread_time()
         for _ in range(LOOKS):
             assert watchdog._pause_s() == period_s
@@ -73,21 +79,19 @@ def test_an_idle_watchdog_costs_seconds_of_an_hour() -> None:
 def test_a_snapshot_that_does_not_fit_is_told_once_as_soon_as_it_is_known(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    known: list[Measured] = []
-    guard = HandleGuard(
-        Rescue(), Failure(signals=()), _raises, measured=lambda: known[0] if known else None
-    )
-    watchdog = Watchdog()
+    known: list[SnapshotCost] = []
+    guard = guard_of(Rescue(), Failure(signals=()))
+    guard.saver.snapshot_cost = lambda usable_s: known[0] if known else None  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING, "lightck"):
-        watchdog._measure(guard, 1000.0)
-        assert not guard.told_budget, "nothing is known yet"
-        known.append(Measured(1, 1e9))
-        watchdog._measure(guard, 1000.5)
-        known[0] = Measured(10**12, 1e9, step_s=1.0)
-        watchdog._measure(guard, 1001.0)
-        assert not guard.told_budget, "asked rarely"
+        guard.check_budget(1000.0)
+        assert not guard._warned, "nothing is known yet"
+        known.append(SnapshotCost(1, 1e9))
+        guard.check_budget(1000.5)
+        known[0] = SnapshotCost(10**12, 1e9, step_s=1.0)
+        guard.check_budget(1001.0)
+        assert not guard._warned, "asked rarely"
         for now_s in (1011.0, 1022.0, 1033.0):
-            watchdog._measure(guard, now_s)
+            guard.check_budget(now_s)
         for thread in threading.enumerate():  # it is told on a thread of its own
             if thread is not threading.current_thread():
                 thread.join(30.0)
@@ -110,7 +114,7 @@ def test_the_watchdog_goes_on_after_an_error_of_its_own() -> None:
         errors.append(str(error))
         told.set()
 
-    watchdog, guard = Watchdog(), HandleGuard(Broken(), Failure(signals=()), report)
+    watchdog, guard = Watchdog(), guard_of(Broken(), Failure(signals=()), report)
     watchdog.watch(guard)
     for _ in range(3):
         assert watchdog._signals is not None
@@ -131,9 +135,9 @@ def test_before_the_end_other_ranks_are_heard_until_they_cannot_change_anything(
             saved.append(reason)
             return Saved(reason, 0, fresh=True)
 
-    guard = HandleGuard(Saving(), Failure(), _raises)
-    guard.elsewhere, guard.settled = lambda: next(said), lambda: next(settled)
-    Watchdog()._linger([guard], time.monotonic() + 30.0)
+    saver: Any = Saving()
+    saver.new_peer_failure, saver.is_settled = lambda: next(said), lambda: next(settled)
+    Watchdog()._linger([guard_of(saver, Failure())], time.monotonic() + 30.0)
     assert saved == ["another rank's snapshot is of the instant before"]
     assert next(settled, None) is None
 
@@ -149,15 +153,17 @@ def test_a_loop_whose_device_stands_still_hangs_in_a_collective_of_several_ranks
     monkeypatch.setattr(Rescue, "ticks", 7)
     said: list[tuple[str, object]] = []
 
-    def start(guard: HandleGuard, reason: str, deadline: float, **told: dict[str, object]) -> None:
+    def start(guard: HandleGuard, reason: str, deadline: float, **told: Any) -> SaveTask:
         said.append((reason, told["about"]["where"]))
+        return SaveTask(guard, reason, deadline)
 
-    watchdog, place = Watchdog(), Place("a device, before an update", (7, 1))
+    watchdog, place = Watchdog(), CollectivePosition("a device, before an update", (7, 1))
     monkeypatch.setattr(watchdog, "_start", start)
-    guard = HandleGuard(Rescue(), Failure(signals=()), _raises, world=world, waits=lambda: place)
+    guard = guard_of(Rescue(), Failure(signals=()), world=world)
+    guard.saver.hung_device = lambda: place  # type: ignore[method-assign]
     guard.hang._steps.append(0.5)
     for look in range(20):
-        watchdog._look(guard, look * LOOK_S)
+        watchdog._look_for_hang(guard, look * LOOK_S)
     assert said == ([("hang", "a device, before an update")] if world > 1 else [])
 
 
@@ -170,9 +176,11 @@ def hanging(monkeypatch: pytest.MonkeyPatch, **settings: float) -> tuple[Watchdo
 
     monkeypatch.setattr("lightck.failure.watchdog.os._exit", exit)
     settings = {"hang_s": 60.0, "grace_s": 10.0, "hang_exit_s": 5.0, **settings}
-    guard = HandleGuard(Rescue(), Failure(signals=(), **settings), _raises, world=2)  # type: ignore[arg-type]
-    guard.hang_saving = SaveTask(guard, "hang", 0.0)
-    guard.hang_saving.done.set()
+    guard = guard_of(Rescue(), Failure(signals=(), **settings), world=2)  # type: ignore[arg-type]
+    save = SaveTask(guard, "hang", 0.0)
+    save.done.set()
+    guard.begin_hang(save)
+    monkeypatch.setattr(guard, "observe", lambda now_s: None)
     guard.hang.counted_s = 1.0
     return Watchdog(), guard
 
@@ -180,7 +188,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch, **settings: float) -> tuple[Watchdo
 def looks_until_it_ends(watchdog: Watchdog, guard: HandleGuard) -> int:
     for looks in range(1, 1000):
         try:
-            watchdog._end_of(guard, now_s=0.0)
+            watchdog._look_for_hang(guard, now_s=0.0)
         except Ended:
             return looks
     raise AssertionError("it never ends")
@@ -192,7 +200,7 @@ def test_a_hang_is_ended_when_its_time_has_passed_and_every_rank_has_said_its_wo
     assert looks_until_it_ends(*hanging(monkeypatch)) == 1 + 5
     said = iter([False] * 20)
     watchdog, guard = hanging(monkeypatch)
-    guard.settled = lambda: next(said, True)
+    guard.saver.is_settled = lambda: next(said, True)
     assert looks_until_it_ends(watchdog, guard) == 1 + 5 + 20
 
 
@@ -200,7 +208,7 @@ def test_a_rank_that_never_says_its_word_is_waited_for_until_its_hang_would_be_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watchdog, guard = hanging(monkeypatch)
-    guard.settled = lambda: False
+    guard.saver.is_settled = lambda: False
     assert looks_until_it_ends(watchdog, guard) == 1 + 5 + 60 + 10
 
 
@@ -211,15 +219,16 @@ def test_what_is_being_saved_is_waited_for_until_its_deadline(
     watchdog, guard = hanging(monkeypatch)
     watchdog._saving = [SaveTask(guard, "rank 1: killed", 20.0)]
     for _ in range(30):
-        watchdog._end_of(guard, now_s=19.0)
+        watchdog._look_for_hang(guard, now_s=19.0)
     with pytest.raises(Ended):
-        watchdog._end_of(guard, now_s=20.0)
+        watchdog._look_for_hang(guard, now_s=20.0)
 
 
 def test_a_rank_that_says_nothing_keeps_nobody_from_ending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    guard = HandleGuard(Rescue(), Failure(), _raises, settled=lambda: False)
+    guard = guard_of(Rescue(), Failure())
+    guard.saver.is_settled = lambda: False  # type: ignore[method-assign]
     Watchdog()._linger([guard], time.monotonic() + 0.01)
     monkeypatch.setattr("lightck.failure.watchdog.LINGER_S", 0.01)
-    Watchdog().hear_out(guard)
+    Watchdog().await_peers(guard)

@@ -17,7 +17,7 @@ import torch
 from lightck.distributed.restore.offers import Key
 from lightck.distributed.sharding import is_own
 from lightck.errors import LightckError
-from lightck.journal.entry import unpacked
+from lightck.journal.entry import decode_entry
 from lightck.reader.fill import fresh
 from lightck.region.layout import Entry
 from lightck.region.native_region import FORWARD, READ_DTYPE, STEP_END, Record
@@ -110,7 +110,7 @@ def of_journal(region: Region) -> list[LocalState]:
             entry = region.native.read_journal(kind)
             if entry is None:
                 continue
-            state = unpacked(entry, context=f"{region.place.file}: journal")
+            state = decode_entry(entry, context=f"{region.place.file}: journal")
             second = boundary_blob.opened(state.at_forward, context="journal")
             world = second["share"]["world"] if "share" in second else 1
             key = Key(entry.timeline, entry.step, world)

@@ -15,23 +15,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 from lightck.distributed.sharding import ReplicatedTensors
 from lightck.distributed.topology import Topology
 from lightck.errors import LightckError
 from lightck.events import event
+from lightck.failure.jit_save import JitSaver
 from lightck.failure.takeover.inference import RankLocalState
 from lightck.failure.takeover.takeover import Takeover, TakeoverContext, TakeoverResult
 from lightck.journal.device_lag import PreUpdateState
-from lightck.journal.entry import unpacked
+from lightck.journal.entry import decode_entry
 from lightck.loop.checkpointer import Checkpointer
 from lightck.region import location, stats_page
 from lightck.region.location import Location
 from lightck.region.native_region import JournalEntry
 from lightck.region.region import Region
-from lightck.types import Saved
 
 TURN_S = 1.0
 """The turn of each lower living rank, in seconds, before the next rank tries.
@@ -39,13 +37,6 @@ TURN_S = 1.0
 It is also how long this rank waits for a rank that is writing, before it goes on without.
 """
 _POLL_S = 0.01
-
-
-class Saves(Protocol):
-    """This rank's own save, see `JitSaver`."""
-
-    def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
-        """Commit the last complete step, exact or early."""
 
 
 @dataclass(eq=False)
@@ -56,34 +47,28 @@ class TakeoverCoordinator:
     """
 
     takeover: Takeover
-    rescue: Saves
+    saver: JitSaver
+    """Saves the early instant of this rank alone."""
     clock: Callable[[], float] = time.monotonic
 
     @classmethod
-    def of(
-        cls, checkpointer: Checkpointer, topology: Topology, rescue: Saves, *, process_durable: bool
+    def create(
+        cls, checkpointer: Checkpointer, topology: Topology, *, process_durable: bool
     ) -> TakeoverCoordinator:
         """Create it for the handle of a checkpointer."""
         inventory = checkpointer.inventory
-        survivor = TakeoverContext(
+        context = TakeoverContext(
             region=checkpointer.pipeline.region,
             inventory=inventory,
             topology=topology,
             replicated=ReplicatedTensors(inventory.model, inventory.optimizers, topology.world),
             lock=checkpointer.lock,
-            stands=partial(_stands, checkpointer),
+            live=CheckpointerState(checkpointer),
             process_durable=process_durable,
-            kept=lambda kind: (
-                checkpointer.step_journal.entry(kind) if checkpointer.step_journal else None
-            ),
-            must_stand=lambda early: (
-                checkpointer.step_journal and checkpointer.step_journal.late(early=early)
-            ),
-            before=partial(_behind, checkpointer),
         )
-        return cls(Takeover(survivor, _own, threads=1), rescue)
+        return cls(Takeover(context, _decode), JitSaver(checkpointer))
 
-    def settle(self, deadline: float) -> list[TakeoverResult]:
+    def complete_dead_ranks(self, deadline: float) -> list[TakeoverResult]:
         """Complete the snapshots that this node's dead ranks lack; does nothing if they lack none.
 
         Nor does it anything if this rank has no snapshot in this timeline: it goes on from one that
@@ -94,25 +79,27 @@ class TakeoverCoordinator:
         Args:
             deadline: `time.monotonic()` at which it gives up.
         """
-        if not self.takeover.survivor.records():
+        if not self.takeover.context.records():
             return []
         found: dict[int, TakeoverResult] = {}
-        until = min(deadline, self.clock() + TURN_S * len(self.takeover.survivor.topology.peers))
+        until = min(deadline, self.clock() + TURN_S * len(self.takeover.context.topology.peers))
         while True:
-            dead, living, ward = self._roll()
+            dead, living, in_progress = self._peer_roles()
             wanting = [rank for rank in dead if rank not in found]
             if wanting:
-                early = self._agreed(dead, living, deadline)
-                found |= {rank: self._one(rank, living, deadline, early) for rank in wanting}
-            if all(map(self._is_whole, ward)) or self.clock() >= until:
+                early = self._agree_on_instant(dead, living, deadline)
+                found |= {
+                    rank: self._complete_one(rank, living, deadline, early) for rank in wanting
+                }
+            if all(map(self._is_whole, in_progress)) or self.clock() >= until:
                 break
             time.sleep(_POLL_S)  # in case the rank that completes it dies, too
-        taken = [found[rank] for rank in sorted(found)]
-        for each in taken:
+        claimed = [found[rank] for rank in sorted(found)]
+        for each in claimed:
             if each.wrote or each.why:
                 name = "taken_over" if each.wrote else "not_taken_over"
                 event(name, rank=each.rank, step=each.step, early=each.early, why=each.why)
-        return taken
+        return claimed
 
     def _is_whole(self, rank: int) -> bool:
         """Tell whether a rank's region holds a snapshot that goes with this rank's own.
@@ -120,69 +107,87 @@ class TakeoverCoordinator:
         Nobody has to do anything for it then. This is so, too, for a rank that has saved itself and
         is about to end: its memory is released before its lock.
         """
-        records = self.takeover.survivor.records()
+        records = self.takeover.context.records()
         return any(self.takeover.is_done(rank, record.early) for record in records)
 
-    def _roll(self) -> tuple[list[int], list[int], list[int]]:
+    def _peer_roles(self) -> tuple[list[int], list[int], list[int]]:
         """Return the other ranks of this node: the dead, the living, and those being completed.
 
         The region of a rank being completed is owned by another process, a survivor. The statistics
         page of a rank's region tells of its process, and is only trusted as far as waiting for a
         moment does no harm.
         """
-        survivor = self.takeover.survivor
+        context = self.takeover.context
         dead: list[int] = []
         living: list[int] = []
-        ward: list[int] = []
-        for rank in survivor.topology.peers:
-            where = location.locate(survivor.region.place.path, rank, create=False)
-            if rank == survivor.topology.rank or not (where.is_plain and where.exists):
+        in_progress: list[int] = []
+        for rank in context.topology.peers:
+            where = location.locate(context.region.place.path, rank, create=False)
+            if rank == context.topology.rank or not (where.is_plain and where.exists):
                 continue
             try:
                 if not location.is_owned(where):
                     dead.append(rank)
                 else:
-                    (living if _owns_itself(where) else ward).append(rank)
+                    (living if _owns_itself(where) else in_progress).append(rank)
             except LightckError:  # it existed just now
                 continue
-        return dead, living, ward
+        return dead, living, in_progress
 
-    def _agreed(self, dead: list[int], living: list[int], deadline: float) -> bool | None:
+    def _agree_on_instant(self, dead: list[int], living: list[int], deadline: float) -> bool | None:
         """Return the instant that all ranks can have; if it is early, save it here first."""
-        early = self.takeover.wants(dead, living)
-        if early and not any(record.early for record in self.takeover.survivor.records()):
-            self.rescue.save("the early instant, for a dead peer", deadline, early=True)
+        early = self.takeover.required_instant(dead, living)
+        if early and not any(record.early for record in self.takeover.context.records()):
+            self.saver.save("the early instant, for a dead peer", deadline, early=True)
         return early
 
-    def _one(
+    def _complete_one(
         self, rank: int, living: list[int], deadline: float, early: bool | None
     ) -> TakeoverResult:
         if early is None:
             return TakeoverResult(
                 rank, why="no instant of the step is there that all ranks can have"
             )
-        own = self.takeover.survivor.topology.rank
+        own = self.takeover.context.topology.rank
         turn = self.clock() + TURN_S * sum(other < own for other in living)
         while self.clock() < min(turn, deadline) and not self.takeover.is_done(rank, early):
             time.sleep(_POLL_S)
-        taken = self.takeover.of(rank, deadline, early)
+        claimed = self.takeover.complete(rank, deadline, early)
         turn = self.clock() + TURN_S * (1 + len(living))
-        while taken.busy and self.clock() < min(turn, deadline):  # another survivor is at it
+        while claimed.busy and self.clock() < min(turn, deadline):  # another survivor is at it
             time.sleep(_POLL_S)
-            taken = self.takeover.of(rank, deadline, early)
-        return taken
+            claimed = self.takeover.complete(rank, deadline, early)
+        return claimed
 
 
-def _behind(checkpointer: Checkpointer) -> PreUpdateState | None:
-    """Return the state before the update that hanging devices have, if it has been saved."""
-    return checkpointer.device_lag.taken if checkpointer.device_lag is not None else None
+@dataclass(frozen=True, slots=True)
+class CheckpointerState:
+    """The `LiveState` of a checkpointer while the failure path is armed."""
 
+    checkpointer: Checkpointer
 
-def _stands(checkpointer: Checkpointer) -> int | None:
-    before = _behind(checkpointer)
-    if before is not None:
-        return before.step
-    return None if checkpointer.mixed else checkpointer.steps.step
+    @property
+    def pre_update(self) -> PreUpdateState | None:
+        """The state before the update that hanging devices have, if it has been saved."""
+        lag = self.checkpointer.device_lag
+        return lag.claimed if lag is not None else None
+
+    @property
+    def step(self) -> int | None:
+        """The step whose state devices have if they hang, else that of the live tensors."""
+        if (pre_update := self.pre_update) is not None:
+            return pre_update.step
+        return None if self.checkpointer.mixed else self.checkpointer.steps.step
+
+    def require_instant(self, early: bool) -> object:
+        """Raise a `TornSnapshotError` if the live state is not of that instant."""
+        journal = self.checkpointer.step_journal
+        return journal and journal.as_of_boundary(early=early)
+
+    def journal_entry(self, kind: int) -> JournalEntry | None:
+        """Return what the journal has kept of the last update."""
+        journal = self.checkpointer.step_journal
+        return journal.entry(kind) if journal is not None else None
 
 
 def _owns_itself(where: Location) -> bool:
@@ -195,6 +200,6 @@ def _owns_itself(where: Location) -> bool:
     return said.process is None or bool(said.numbers["ended"]) or said.process.is_running
 
 
-def _own(entry: JournalEntry) -> RankLocalState:
-    found = unpacked(entry, context="the dead rank's journal")
+def _decode(entry: JournalEntry) -> RankLocalState:
+    found = decode_entry(entry, context="the dead rank's journal")
     return RankLocalState(found.at_step, found.at_forward, found.lives)

@@ -39,11 +39,13 @@ class CannotInfer(Exception):  # noqa: N818 - no error
         super().__init__(f"the update changes {path}, which was not alike on both ranks before it")
 
 
-_NOTHING = object()
+_MISSING = object()
 """A marker for a missing value: one that was made or removed in the update."""
 
 
-def inferred(dead: RankLocalState, before: RankLocalState, after: RankLocalState) -> RankLocalState:
+def infer_step_end(
+    dead: RankLocalState, before: RankLocalState, after: RankLocalState
+) -> RankLocalState:
     """Return the dead rank's own state at step end.
 
     Args:
@@ -55,20 +57,20 @@ def inferred(dead: RankLocalState, before: RankLocalState, after: RankLocalState
         Unknown: a value cannot be inferred; names it.
         CorruptSnapshotError: an entry does not decode.
     """
-    found = _told(_tree(dead), _tree(before), _tree(after), "")
+    found = _infer(_tree(dead), _tree(before), _tree(after), "")
     blobs = boundary_blob.closed(found["at_step"]), boundary_blob.closed(found["at_forward"])
     return RankLocalState(*blobs, tuple(found["tensors"].values()))
 
 
-def _tree(own: RankLocalState) -> dict[str, Any]:
+def _tree(state: RankLocalState) -> dict[str, Any]:
     return {
-        "at_step": boundary_blob.opened(own.at_step, context="journal"),
-        "at_forward": boundary_blob.opened(own.at_forward, context="journal"),
-        "tensors": {live.name: live for live in own.lives},
+        "at_step": boundary_blob.opened(state.at_step, context="journal"),
+        "at_forward": boundary_blob.opened(state.at_forward, context="journal"),
+        "tensors": {live.name: live for live in state.lives},
     }
 
 
-def _told(dead: Any, before: Any, after: Any, path: str) -> Any:
+def _infer(dead: Any, before: Any, after: Any, path: str) -> Any:
     """Apply the rule to a whole tree where that decides, else to its parts."""
     if _same(before, after):
         return dead
@@ -77,29 +79,29 @@ def _told(dead: Any, before: Any, after: Any, path: str) -> Any:
     kinds = {type(dead), type(before), type(after)}
     if kinds <= {dict, OrderedDict} and len(kinds) == 1:
         if not any(TAG in tree for tree in (dead, before, after)):  # else it encodes one value
-            return _of_dicts(dead, before, after, path)
+            return _infer_dict(dead, before, after, path)
     elif kinds in ({list}, {tuple}) and len({len(dead), len(before), len(after)}) == 1:
         rows = enumerate(zip(dead, before, after, strict=True))
-        return type(after)(_told(d, b, a, join(path, i)) for i, (d, b, a) in rows)
+        return type(after)(_infer(d, b, a, join(path, i)) for i, (d, b, a) in rows)
     lives = (each.name for each in (dead, before, after) if isinstance(each, StateTensor))
     raise CannotInfer(next(lives, path))
 
 
-def _of_dicts(
+def _infer_dict(
     dead: dict[Any, Any], before: dict[Any, Any], after: dict[Any, Any], path: str
 ) -> dict[Any, Any]:
     """Apply the rule to each key of dicts, in the dead rank's order if the update changes none."""
     keys = [*dead, *after] if [*before] == [*after] else [*after, *dead]
     found = {
-        key: _told(
-            dead.get(key, _NOTHING),
-            before.get(key, _NOTHING),
-            after.get(key, _NOTHING),
+        key: _infer(
+            dead.get(key, _MISSING),
+            before.get(key, _MISSING),
+            after.get(key, _MISSING),
             join(path, key),
         )
         for key in dict.fromkeys([*keys, *before])
     }
-    return type(after)((key, value) for key, value in found.items() if value is not _NOTHING)
+    return type(after)((key, value) for key, value in found.items() if value is not _MISSING)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -109,8 +111,8 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        said = [(each.dtype, each.shape, each.stride()) for each in (a, b)]
-        return said[0] == said[1] and torch.equal(_bytes(a), _bytes(b))
+        layouts = [(each.dtype, each.shape, each.stride()) for each in (a, b)]
+        return layouts[0] == layouts[1] and torch.equal(_bytes(a), _bytes(b))
     if isinstance(a, StateTensor):
         return bool(a == b) and _same(a.tensor, b.tensor)
     if isinstance(a, dict):

@@ -26,6 +26,26 @@ LONG_S = 100.0
 JIT = RECORD_JIT
 
 
+class Live:
+    """A `LiveState` that is what the test says; every instant of its step is there."""
+
+    pre_update: Any = None
+
+    def __init__(self, steps: dict[int, int | None], rank: int) -> None:
+        self.steps, self.rank = steps, rank
+
+    @property
+    def step(self) -> int | None:
+        return self.steps[self.rank]
+
+    def require_instant(self, early: bool) -> None:
+        """Have it."""
+
+    def journal_entry(self, kind: int) -> JournalEntry | None:
+        """Have none beside the region's."""
+        return None
+
+
 class Node:
     """The ranks of one node, their journals, and who of them lives."""
 
@@ -33,7 +53,7 @@ class Node:
         self.crew = Crew(folder, world, **options)
         self.world = world
         self.kept: dict[bytes, RankLocalState] = {}
-        self.stands: dict[int, int | None] = dict.fromkeys(range(world), 0)
+        self.live_steps: dict[int, int | None] = dict.fromkeys(range(world), 0)
 
     def __enter__(self) -> Node:
         return self
@@ -45,7 +65,7 @@ class Node:
         """A step, with its journal entries on every rank and its snapshot on all but some."""
         self.crew.train(step, absent=absent, flags=flags)
         for rank in range(self.world):
-            self.stands[rank] = step
+            self.live_steps[rank] = step
             self.journal(rank, step, STEP_END)
             self.journal(rank, step, FORWARD)
 
@@ -76,22 +96,22 @@ class Node:
     def takeover(self, rank: int) -> Takeover:
         live = self.crew.ranks[rank]
         peers = tuple(range(self.world))
-        survivor = TakeoverContext(
+        context = TakeoverContext(
             self.crew.regions[rank],
             Inventory(live.net, [live.optimizer], parse(live.extras)),
             Topology(rank, self.world, peers=peers),
             replicated,
             threading.RLock(),
-            lambda: self.stands[rank],
+            Live(self.live_steps, rank),
             process_durable=True,
         )
-        return Takeover(survivor, self.own, threads=1)
+        return Takeover(context, self.own)
 
     def own(self, entry: JournalEntry) -> RankLocalState:
         return self.kept[entry.blob]
 
     def take(self, rank: int, dead: int, early: bool | None = None) -> TakeoverResult:
-        return self.takeover(rank).of(dead, time.monotonic() + LONG_S, early)
+        return self.takeover(rank).complete(dead, time.monotonic() + LONG_S, early)
 
     def steps(self, rank: int) -> list[tuple[int, int]]:
         """(step, flags) of what a dead rank's region holds."""
