@@ -116,20 +116,18 @@ def contents(
     root = Config.resolve(path=path).path
     if not files:
         raise NoSnapshotError(f"{root}: nothing is there")
-    with RegionSurvey.everything(location.locate(root, 0, create=False), files) as held:
+    with RegionSurvey.of_files(location.locate(root, 0, create=False), files) as survey:
         wanted = None if step == "latest" else step
-        choice = decide([held.view(wanted)])
+        choice = decide([survey.view(wanted)])
         if choice.key is not None:
-            snapshot = held.assembled(choice.key)
+            snapshot = survey.assembled(choice.key)
             assert isinstance(snapshot, AssembledSnapshot), "chosen, but not offered"
             return _contents(snapshot, "whole", len(files) > 1)
-        for holding in held.regions[:1]:
-            for candidate in holding.recovery.abandoned:
+        for first in survey.regions[:1]:
+            for candidate in first.recovery.abandoned:
                 if step == candidate.record.step:
-                    return _contents(
-                        AssembledSnapshot.of([(holding.region, candidate)]), "abandoned"
-                    )
-        raise NoSnapshotError(held.nothing_whole(wanted, choice.fell_back))
+                    return _contents(AssembledSnapshot.of([(first.region, candidate)]), "abandoned")
+        raise NoSnapshotError(survey.nothing_whole(wanted, choice.fell_back))
 
 
 def _contents(snapshot: AssembledSnapshot, state: str, ranks: bool = False) -> Contents:

@@ -27,7 +27,7 @@ from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Hooks
 from lightck.loop.requests import POLL_S, Requests
 from lightck.region.region import Region
-from lightck.restore import Progress
+from lightck.restore import ModelProgress
 from lightck.tracing import perfetto
 from lightck.types import Failure, Saved, Stats
 
@@ -45,7 +45,7 @@ class Components:
     region: Region
     checkpointer: Checkpointer
     hooks: Hooks
-    progress: Progress
+    progress: ModelProgress
     rescue: JitSaver | None
     """The saver of the last complete step, while the failure path is armed."""
     undo: list[Callable[[], object]]

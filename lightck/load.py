@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,15 +18,13 @@ import torch
 from lightck.config import Config
 from lightck.data import lookahead
 from lightck.distributed.rendezvous import Rendezvous
-from lightck.distributed.restore.gather_shards import gather
-from lightck.distributed.restore.local_state import key_of
-from lightck.distributed.restore.protocol import ChosenSnapshot, restore_together
+from lightck.distributed.restore.protocol import RestoreAttempt, restore_attempts
+from lightck.distributed.restore.selection import Key
 from lightck.distributed.restore.survey import RegionSurvey
-from lightck.distributed.restore.unequal_ranks import unequal
-from lightck.errors import NoSnapshotError
+from lightck.errors import CorruptSnapshotError, NoSnapshotError, StateError
 from lightck.events import event
 from lightck.reader.assembly import AssembledSnapshot, RegionPart
-from lightck.reader.fill import fresh
+from lightck.reader.fill import empty_tensor
 from lightck.region import location
 from lightck.region.backends import select
 from lightck.region.layout import Entry
@@ -74,10 +72,10 @@ def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
     files = region_files(path)
     rows: list[dict[str, Any]] = []
     where = location.locate(Config.resolve(path=path).path, 0, create=False)
-    with RegionSurvey.everything(where, files) as held:
-        for holding in held.regions:
-            region, recovery = holding.region, holding.recovery
-            rows += [row(region, c, **_standing(held, c)) for c in recovery.candidates]
+    with RegionSurvey.of_files(where, files) as survey:
+        for each in survey.regions:
+            region, recovery = each.region, each.recovery
+            rows += [row(region, c, **_state_of(survey, c)) for c in recovery.candidates]
             rows += [row(region, c, "abandoned") for c in recovery.abandoned]
             rows += [
                 {"state": "damaged", "problem": text, "file": str(region.place.file)}
@@ -88,12 +86,12 @@ def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SNAPSHOTS)
 
 
-def _standing(held: RegionSurvey, candidate: Candidate) -> dict[str, str]:
+def _state_of(survey: RegionSurvey, candidate: Candidate) -> dict[str, str]:
     """Return the state of a rank's snapshot: abandoned, partial (with the problem), or whole."""
-    key = key_of(candidate.record)
-    if held.excludes(key):
+    key = Key.of(candidate.record)
+    if survey.excludes(key):
         return {"state": "abandoned"}
-    missing = held.lacks(key) if key.world > 1 else []
+    missing = survey.lacks(key) if key.world > 1 else []
     return (
         {"state": "partial", "problem": "; ".join(missing[:4])} if missing else {"state": "whole"}
     )
@@ -182,48 +180,58 @@ def load_tensors(
 def _found(
     path: str | os.PathLike[str] | None, step: int | Literal["latest"], rank: int, whole: bool
 ) -> tuple[AssembledSnapshot, dict[str, torch.Tensor]]:
+    """Return the newest snapshot that is whole, or the wanted one, and its tensors by name."""
     where = location.locate(Config.resolve(path=path).path, rank, create=False)
     wanted = None if step == "latest" else step
-    taking = partial(_mapped, whole=whole)
-    found = restore_together(Rendezvous("load", rank), where, wanted, taking)
-    if found is None:
-        raise NoSnapshotError(f"{where.file}: no whole snapshot: none was ever written")
-    return found
+    with contextlib.closing(restore_attempts(Rendezvous("load", rank), where, wanted)) as attempts:
+        for attempt in attempts:
+            if (found := _mapped(attempt, whole)) is not None:
+                return found
+    raise NoSnapshotError(f"{where.file}: no whole snapshot: none was ever written")
 
 
-@contextlib.contextmanager
 def _mapped(
-    found: ChosenSnapshot, whole: bool
-) -> Iterator[Callable[[], tuple[AssembledSnapshot, dict[str, torch.Tensor]]]]:
-    """Verify a snapshot; yield a function that makes the tensors over its slots."""
-    snapshot = found.snapshot
-    assert isinstance(snapshot, AssembledSnapshot), "nobody else is here to give it"
-    # Decode before the caller has it: only here can an older one replace one that is unreadable.
-    snapshot.trees()
-    if differing := unequal(found):
+    attempt: RestoreAttempt, whole: bool
+) -> tuple[AssembledSnapshot, dict[str, torch.Tensor]] | None:
+    """Verify a snapshot and make the tensors over its slots; None if an older one is needed."""
+    wholes: dict[str, torch.Tensor] = {}
+    with attempt.verifying():
+        snapshot = attempt.assemble()
+        assert isinstance(snapshot, AssembledSnapshot), "nobody else is here to send it"
+        # Decode before the caller has it: only here can an older one replace one that is
+        # unreadable.
+        snapshot.trees()
+        _warn_of_other_ranks(attempt, snapshot)
+        snapshot.verify()
+        if whole:
+            wholes = _whole_tensors(attempt, snapshot)
+    if not attempt.is_verified():
+        return None
+    tensors: dict[str, torch.Tensor] = {}
+    with attempt.copying():
+        tensors = _tensors(attempt.survey, snapshot) | wholes
+    if not attempt.is_copied():
+        return None
+    attempt.leases.pop_all()  # the leases are dropped when their region is closed
+    return snapshot, tensors
+
+
+def _warn_of_other_ranks(attempt: RestoreAttempt, snapshot: AssembledSnapshot) -> None:
+    """Warn of tensors that ranks did not hold alike: one rank's are returned."""
+    if differing := attempt.unequal_tensors(snapshot):
         names = f"{', '.join([*differing][:_NAMED])}{', ...' if len(differing) > _NAMED else ''}"
         why = f"rank {snapshot.record.rank}'s are given, other ranks held others: see rank="
-        where, count = found.holdings.where.path, len(differing)
+        where, count = attempt.survey.where.path, len(differing)
         event("of_one_rank", logging.WARNING, path=where, tensors=count, names=names, why=why)
-    with snapshot.leased() as leases:
-        snapshot.verify()
-        wholes = gather(found) if whole else {}
-
-        def take() -> tuple[AssembledSnapshot, dict[str, torch.Tensor]]:
-            tensors = _tensors(found, snapshot) | wholes
-            leases.pop_all()  # the leases are dropped when their region is closed
-            return snapshot, tensors
-
-        yield take
 
 
-def _tensors(found: ChosenSnapshot, snapshot: AssembledSnapshot) -> dict[str, torch.Tensor]:
+def _tensors(survey: RegionSurvey, snapshot: AssembledSnapshot) -> dict[str, torch.Tensor]:
     """Make tensors over the slots where one piece holds all.
 
     Copy the others, and those of devices.
     """
     over: list[tuple[RegionPart, Sequence[int]]] = [
-        (part, _alone(part, snapshot) if part.region.place.is_plain else [])
+        (part, _complete_rows(part, snapshot) if part.region.place.is_plain else [])
         for part in snapshot.parts
     ]
     mapped = {part.entries[row] for part, rows in over for row in rows}
@@ -231,13 +239,13 @@ def _tensors(found: ChosenSnapshot, snapshot: AssembledSnapshot) -> dict[str, to
     addresses = np.zeros(len(snapshot.entries), np.uint64)
     for i, entry in enumerate(snapshot.entries):
         if entry.alias_of is None and i not in mapped:
-            tensors[entry.name] = fresh(entry)
+            tensors[entry.name] = empty_tensor(entry)
             addresses[i] = tensors[entry.name].data_ptr()
     snapshot.read(addresses)
     for part, rows in over:
         if len(rows):
             mapping = _mapping(part.region)
-            found.holdings.keep(part.region)
+            survey.keep(part.region)
             weakref.finalize(mapping, part.region.close)
         for row in rows:
             entry = snapshot.entries[part.entries[row]]
@@ -248,7 +256,7 @@ def _tensors(found: ChosenSnapshot, snapshot: AssembledSnapshot) -> dict[str, to
     return {entry.name: tensors[entry.name] for entry in snapshot.entries}
 
 
-def _alone(part: RegionPart, snapshot: AssembledSnapshot) -> list[int]:
+def _complete_rows(part: RegionPart, snapshot: AssembledSnapshot) -> list[int]:
     """Return the rows whose bytes are all of their tensor."""
     sizes = np.array([snapshot.entries[i].length for i in part.entries], np.uint64)
     found: list[int] = np.flatnonzero(part.rows["length"] == sizes).tolist()
@@ -268,6 +276,97 @@ def _over(mapping: _Mapping, entry: Entry, offset: int) -> torch.Tensor:
         mapping, dtype=dtype, count=entry.length // dtype.itemsize, offset=offset
     )
     return flat.as_strided(entry.shape, entry.strides)
+
+
+# ---- sharded tensors, put together from the parts of every rank that wrote -----------------------
+
+_Parts = dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor]
+"""Parts by offset and shape.
+
+Ranks that hold the same part (replicated groups) hold the same bytes.
+"""
+
+
+def _whole_tensors(attempt: RestoreAttempt, snapshot: AssembledSnapshot) -> dict[str, torch.Tensor]:
+    """Return every sharded tensor of this rank by name, whole, in memory of its own.
+
+    Raises:
+        CorruptSnapshotError: a rank's part is missing or damaged.
+        StateError: the rows of one part lie between those of another, which is not supported yet.
+    """
+    wanted = {e.name: e for e in snapshot.entries if e.shard is not None}
+    if not wanted:
+        return {}
+    attempt.survey.scan_all()
+    parts: dict[str, _Parts] = {name: {} for name, e in wanted.items() if e.alias_of is None}
+    for rank in range(attempt.key.world):
+        state = attempt.survey.assembled(attempt.key, rank)
+        if not isinstance(state, AssembledSnapshot):
+            why = state or "nothing of it is there"
+            raise CorruptSnapshotError(f"step {attempt.key.step}: the parts of rank {rank}: {why}")
+        state.trees()  # checks the layout before memory is allocated from it
+        for entry, part in _read_parts(state, {name: wanted[name] for name in parts}):
+            assert entry.shard is not None
+            parts[entry.name][entry.shard.offset, entry.shape] = part
+    wholes = {name: _tiled(wanted[name], held) for name, held in parts.items()}
+    return {name: wholes[e.alias_of or name] for name, e in wanted.items()}
+
+
+def _read_parts(
+    state: AssembledSnapshot, wanted: Mapping[str, Entry]
+) -> list[tuple[Entry, torch.Tensor]]:
+    """Read the parts that one rank has; each is verified against its checksum as it is read."""
+    addresses = np.zeros(len(state.entries), np.uint64)
+    found = []
+    for i, entry in enumerate(state.entries):
+        if entry.shard is not None and entry.name in wanted:
+            of, expected = _whole_form(entry), _whole_form(wanted[entry.name])
+            if of != expected:
+                raise CorruptSnapshotError(
+                    f"{state.label}: {entry.name} is a part of {of}, on another rank of {expected}"
+                )
+            part = empty_tensor(entry)
+            addresses[i] = part.data_ptr()
+            found.append((entry, part))
+    with contextlib.ExitStack() as held:
+        state.lease(held)
+        state.read(addresses)
+    return found
+
+
+def _whole_form(entry: Entry) -> str:
+    """Describe the whole tensor that a part belongs to; the text is the same on every rank."""
+    assert entry.shard is not None
+    tied = f" tied to {entry.alias_of}" if entry.alias_of else ""
+    return f"{entry.dtype}{list(entry.shard.shape)}{tied}"
+
+
+def _tiled(entry: Entry, parts: _Parts) -> torch.Tensor:
+    assert entry.shard is not None
+    # Compared before memory is allocated for the size that a layout states.
+    if sum(part.numel() for part in parts.values()) != math.prod(entry.shard.shape):
+        raise _untiled(entry, len(parts))
+    whole = torch.empty(entry.shard.shape, dtype=getattr(torch, entry.dtype))
+    times = torch.zeros(entry.shard.shape, dtype=torch.uint8)
+    for (offset, shape), part in parts.items():
+        at = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        whole[at] = part
+        times[at] += 1
+    if not bool((times == 1).all()):
+        raise _untiled(entry, len(parts))
+    return whole
+
+
+def _untiled(entry: Entry, parts: int) -> StateError:
+    assert entry.shard is not None
+    return StateError(
+        f"{entry.name}: {parts} parts do not tile {list(entry.shard.shape)}"
+        f" ({entry.shard.placements}): putting such together is not supported yet",
+        path=entry.name,
+    )
+
+
+# ---- the state dict ------------------------------------------------------------------------------
 
 
 def as_state_dict(

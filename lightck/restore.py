@@ -6,28 +6,26 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Literal, Never, SupportsIndex
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightck.config import Config
 from lightck.data import lookahead
 from lightck.distributed.rendezvous import meeting
-from lightck.distributed.restore.offers import Key
-from lightck.distributed.restore.protocol import ChosenSnapshot, restore_together
-from lightck.distributed.restore.received_snapshot import ReceivedSnapshot
+from lightck.distributed.restore.healing import ReceivedSnapshot
+from lightck.distributed.restore.protocol import RestoreAttempt, restore_attempts
+from lightck.distributed.restore.selection import Key
 from lightck.distributed.restore.survey import RegionSurvey
-from lightck.distributed.restore.unequal_ranks import unequal
 from lightck.errors import ConfigError, LightckError
 from lightck.events import event
 from lightck.loop.hooks import before_next_forward
 from lightck.loop.steps import Steps
+from lightck.reader.assembly import AssembledSnapshot, Snapshot
 from lightck.reader.fill import Saved, StateFiller
 from lightck.region import location
 from lightck.region.native_region import Record
@@ -49,7 +47,7 @@ _EARLY = (
 
 
 @dataclass(eq=False)
-class Progress:
+class ModelProgress:
     """The progress that this process made with a model, from which attach goes on."""
 
     others: tuple[weakref.ref[nn.Module], ...] = ()
@@ -80,11 +78,11 @@ class Progress:
         self.attached.remove(steps)
 
 
-_progress: weakref.WeakKeyDictionary[nn.Module, list[Progress]] = weakref.WeakKeyDictionary()
+_progress: weakref.WeakKeyDictionary[nn.Module, list[ModelProgress]] = weakref.WeakKeyDictionary()
 """The progress by first model: alone, and together with others beside it."""
 
 
-def progress(model: nn.Module) -> Progress:
+def progress(model: nn.Module) -> ModelProgress:
     """Return what restore or an earlier handle left for this very model; made on first use.
 
     A new model has none, whatever the process did before with another model of the same form.
@@ -94,7 +92,7 @@ def progress(model: nn.Module) -> Progress:
     found = next((each for each in known if [other() for other in each.others] == rest), None)
     if found is None:
         attached = known[0].attached if known else []
-        found = Progress(tuple(map(weakref.ref, rest)), attached=attached)
+        found = ModelProgress(tuple(map(weakref.ref, rest)), attached=attached)
         known.append(found)
     return found
 
@@ -157,13 +155,13 @@ def restore(
     with meeting("restore") as ranks:
         refuse_unknown("restore", unknown, _ARGUMENTS)
         root, optimizers = check("restore", model, optimizer, path, extras, more)
-        wanted = _wanted(step, strict)
-        if progress(root).attached:
+        wanted, known = _wanted(step, strict), progress(root)
+        if known.attached:
             raise LightckError("a handle records this model: close() or detach() the handle first")
         where = location.locate(Config.resolve(path=path).path, ranks.rank, create=False)
         live = Inventory(root, optimizers, parse(extras) + extra_states(root))
-        fill = partial(_filled, live=live, strict=strict)
-        info = restore_together(ranks, where, wanted, fill, progress(root).continuation)
+        attempts = restore_attempts(ranks, where, wanted, known.continuation)
+        info = _first_restored(attempts, live, strict)
         ranks.leave()
     return info
 
@@ -179,51 +177,60 @@ def _wanted(step: object, strict: object) -> int | None:
     return int(step)
 
 
-@contextlib.contextmanager
-def _filled(
-    found: ChosenSnapshot, live: Inventory, strict: bool
-) -> Iterator[Callable[[], RestoreInfo]]:
-    """Match and verify a snapshot; yield a function that fills the live objects with it.
-
-    Tensors that are new, as the state of an optimizer that has none yet, are read while they are
-    verified, also onto a device: no live object has them before all is known to be whole.
-    """
-    snapshot = found.snapshot
-    first, second = snapshot.trees()
-    with snapshot.leased():
-        filling = StateFiller(
-            snapshot, live, second, strict, lent=_lent(found), unequal=unequal(found)
-        )
-        filling.check(first)
-        unowned = filling.unowned()
-        snapshot.verify(unowned, filling.pour(ahead=True))
-
-        def take() -> RestoreInfo:
-            state = progress(live.model)
-            state.continuation.clear()  # the live state is no longer what was restored before
-            snapshot.read(filling.addresses())
-            filling.pour(ahead=False)
-            filling.finish(first)
-            held = None if filling.lent else first["extras"].get(lookahead.NAME)
-            lookahead.expect(lookahead.Redraw(found.key.step, held, live.extras))
-            _arm_forward(live, {} if filling.lent else second, filling.tensor)
-            _carry_on(found, state.continuation)
-            state.step, state.pending = found.key.step, filling.pending
-            state.restored = (found.key.timeline, found.key.step)
-            state.early = found.snapshot.early
-            state.extras = frozenset((*first["extras"], *second["extras"])) - {lookahead.NAME}
-            return _told(found, filling, first)
-
-        yield take
+def _first_restored(
+    attempts: Generator[RestoreAttempt, None, None], live: Inventory, strict: bool
+) -> RestoreInfo | None:
+    """Restore the first snapshot that all ranks can; return None if there is nothing at all."""
+    with contextlib.closing(attempts):
+        for attempt in attempts:
+            info = _restored(attempt, live, strict)
+            if info is not None:
+                return info
+    return None
 
 
-def _lent(found: ChosenSnapshot) -> str:
+def _restored(attempt: RestoreAttempt, live: Inventory, strict: bool) -> RestoreInfo | None:
+    """Restore one snapshot, on all ranks; return None if a rank finds that it needs another one."""
+    with attempt.verifying():
+        snapshot = attempt.assemble()
+        reason, unequal = _foreign_reason(attempt, snapshot), attempt.unequal_tensors(snapshot)
+        filler = StateFiller(snapshot, live, strict, foreign_reason=reason, unequal=unequal)
+        filler.check()
+        filler.verify()
+    if not attempt.is_verified():
+        return None
+    state = progress(live.model)
+    with attempt.copying():
+        state.continuation.clear()  # the live state is no longer what was restored before
+        filler.copy()
+        filler.finish()
+        _arm_forward(live, filler)
+        _note_progress(state, attempt, filler)
+        info = _described(attempt, filler)
+    return info if attempt.is_copied() else None
+
+
+def _note_progress(state: ModelProgress, attempt: RestoreAttempt, filler: StateFiller) -> None:
+    """Note what attach goes on from, and what the next batches are compared with."""
+    key, snapshot = attempt.key, filler.snapshot
+    first, second = filler.step_end["extras"], filler.forward_start["extras"]
+    held = None if filler.foreign_reason else first.get(lookahead.NAME)
+    lookahead.expect(lookahead.Redraw(key.step, held, filler.live.extras))
+    _carry_on(attempt, snapshot, state.continuation)
+    state.step, state.pending = key.step, filler.pending
+    state.restored = (key.timeline, key.step)
+    state.early = snapshot.early
+    state.extras = frozenset((*first, *second)) - {lookahead.NAME}
+
+
+def _foreign_reason(attempt: RestoreAttempt, snapshot: Snapshot) -> str:
     """Describe why this rank's own state is another rank's; return "" if it is not."""
-    rank, world, taken = found.holdings.rank, found.key.world, found.snapshot.record.rank
+    rank, world, taken = attempt.ranks.rank, attempt.key.world, snapshot.record.rank
     if rank >= world:
         why = f"{world} rank(s) wrote the snapshot"
-    elif isinstance(found.snapshot, ReceivedSnapshot) and found.snapshot.half is None:
-        why = f"neither region nor journal has what was rank {rank}'s own in step {found.key.step}"
+    elif isinstance(snapshot, ReceivedSnapshot) and snapshot.local is None:
+        step = attempt.key.step
+        why = f"neither region nor journal has what was rank {rank}'s own in step {step}"
     else:
         return ""
     return (
@@ -232,56 +239,54 @@ def _lent(found: ChosenSnapshot) -> str:
     )
 
 
-def _carry_on(found: ChosenSnapshot, continuation: Continuation) -> None:
+def _carry_on(attempt: RestoreAttempt, snapshot: Snapshot, continuation: Continuation) -> None:
     """Record what attach may continue in this rank's region, and what it must protect there.
 
     A rank that has a part of the snapshot keeps it until a newer one is whole, also in another
     world. A rank that received all of it keeps its newest older one, for the others to fall back
     to. A rank that has none gives up what its region holds.
     """
-    own, snapshot = found.holdings.own, found.snapshot
-    if found.holdings.broken is not None:
-        continuation.given_up.add(found.holdings.where.file)
+    survey, own = attempt.survey, attempt.survey.own
+    if survey.unreadable is not None:
+        continuation.given_up.add(survey.where.file)
+    kept = None
     if isinstance(snapshot, ReceivedSnapshot):
-        kept = snapshot.kept or _newest_before(found.holdings, found.key)
-    else:
-        there = own is not None and own.region is snapshot.parts[0].region
-        kept = snapshot.record if there else None
+        kept = snapshot.own_record or _newest_before(survey, attempt.key)
+    elif isinstance(snapshot, AssembledSnapshot) and own is not None:
+        kept = snapshot.record if own.region is snapshot.parts[0].region else None
     if own is not None and kept is not None:
         continuation.mark_continued(own.region, kept)
     elif own is not None:
         continuation.disown(own.region)
 
 
-def _newest_before(holdings: RegionSurvey, key: Key) -> Record | None:
+def _newest_before(survey: RegionSurvey, key: Key) -> Record | None:
     """Return the snapshot in this rank's region with the newest step before; it must count."""
-    every = [c.record for c in holdings.own.recovery.candidates] if holdings.own is not None else []
-    older = [
-        each
-        for each in every
-        if each.step < key.step and not holdings.excludes(Key(each.timeline, each.step, each.world))
-    ]
+    every = [c.record for c in survey.own.recovery.candidates] if survey.own is not None else []
+    older = [each for each in every if each.step < key.step and not survey.excludes(Key.of(each))]
     return max(older, key=lambda record: record.sequence, default=None)
 
 
-def _told(found: ChosenSnapshot, filling: StateFiller, first: dict[str, Any]) -> RestoreInfo:
-    record = found.snapshot.record
+def _described(attempt: RestoreAttempt, filler: StateFiller) -> RestoreInfo:
+    """Return the description of what was restored, and log it."""
+    snapshot = filler.snapshot
+    record = snapshot.record
     info = RestoreInfo(
         step=record.step,
         slot=record.slot,
         sequence=record.sequence,
         wall_time=datetime.fromtimestamp(record.wall_time_ns / 1e9, UTC),
-        path=found.holdings.where.path,
-        early=found.snapshot.early,
-        suspect=found.snapshot.suspect,
+        path=attempt.survey.where.path,
+        early=snapshot.early,
+        suspect=snapshot.suspect,
         timeline=record.timeline,
-        leftover=filling.leftover(first),
-        skipped=filling.skipped,
-        fell_back=found.fell_back,
-        why=found.why,
+        leftover=filler.unused_extras(),
+        skipped=filler.skipped,
+        fell_back=attempt.fell_back,
+        why=attempt.choice.why,
         world=record.world,
         rank=record.rank,
-        healed=tuple(found.healed),
+        healed=attempt.healed,
     )
     for text in info.healed:
         event("healed", logging.WARNING, step=info.step, what=text)
@@ -298,9 +303,7 @@ def _told(found: ChosenSnapshot, filling: StateFiller, first: dict[str, Any]) ->
     return info
 
 
-def _arm_forward(
-    live: Inventory, second: dict[str, Any], tensors: Callable[[str], torch.Tensor]
-) -> None:
+def _arm_forward(live: Inventory, filler: StateFiller) -> None:
     """Set the generators at the first training forward to what they were at forward start.
 
     However the loop drew its first batch, the forward then draws what it drew before.
@@ -309,14 +312,15 @@ def _arm_forward(
     if state.forward_hook is not None:
         state.forward_hook.remove()
         state.forward_hook = None
-    if "rng" not in second:
+    saved = filler.forward_start
+    if filler.foreign_reason or "rng" not in saved:
         return
     generators = [
-        (extra, boundary_codec.rebuild(second["extras"][extra.name], tensors))
+        (extra, boundary_codec.rebuild(saved["extras"][extra.name], filler.tensor))
         for extra in live.extras
-        if extra.instant == "both" and extra.name in second["extras"]
+        if extra.instant == "both" and extra.name in saved["extras"]
     ]
-    states = boundary_codec.rebuild(second["rng"])
+    states = boundary_codec.rebuild(saved["rng"])
 
     def action() -> None:
         rng.restore(states)

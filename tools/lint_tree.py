@@ -59,7 +59,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lightck/cli/chaos/command.py": ("usage", "argparse's"),
     "lightck/cli/demo/train.py": ("weight", "torch's: the head is tied"),
     "lightck/data/lookahead.py": ("generator", "torch's sampler"),
-    "lightck/distributed/ddp.py": ("__doc__", "a function's"),
+    "lightck/distributed/ddp_communication.py": ("__doc__", "a function's"),
     "lightck/failure/fault_injector.py": ("open", "faults on purpose replace it"),
     "lightck/failure/fault_plan.py": ("read", "faults on purpose replace it"),
     "lightck/failure/signals.py": ("mask", "of this thread"),
@@ -83,28 +83,13 @@ FOREIGN: dict[str, tuple[str, str]] = {
 MENDING: dict[str, str] = {
     "lightck/data/lookahead.py": "iteration",
     "lightck/data/sampler.py": "iteration",
-    "lightck/distributed/commit/coordinator.py": (
-        "on_fate on_suspect reports claims looks deletions watches failures"
-    ),
-    "lightck/distributed/commit/distributed_barrier.py": "timeout_s",
-    "lightck/distributed/commit/protocol.py": "on_fate on_suspect",
-    "lightck/distributed/ddp.py": "clock came",
-    "lightck/distributed/restore/protocol.py": "half timeout_s overtaken",
+    "lightck/distributed/restore/protocol.py": "timeout_s",
     "lightck/failure/jit_save.py": "moved",
-    "lightck/failure/takeover/takeover.py": "kept must_stand before",
-    "lightck/failure/watchdog.py": "measured elsewhere settled waits hold",
-    "lightck/handle.py": "hold hang elsewhere settled waits leaving",
     "lightck/layerwise/checkpointer.py": (
-        "at_step at_forward flags share_digest state_fingerprint held_bytes"
+        "at_forward at_step flags held_bytes share_digest state_fingerprint"
     ),
-    "lightck/loop/outcomes.py": "futures",
     "lightck/pipeline/device_offload.py": "start_event",
-    "lightck/pipeline/inflight.py": "moved",
-    "lightck/pipeline/pipeline.py": (
-        "may_block_at_boundary wanted limited torn sources waited_s released_bytes sealed "
-        "captured_s captured last_captured_step last_exact_step durable_s durable "
-        "commit_s committed whole_s persist_s last_committed_step dead"
-    ),
+    "lightck/pipeline/pipeline.py": "moved",
     "lightck/state/extras.py": "draws_from",
 }
 """Assignments to other objects' attributes, and fields that default to a lambda, which are still to

@@ -43,7 +43,9 @@ class AgreementRounds:
     number: int = 0
     """The number of the next round."""
 
-    def agree(self, kind: str, message: Message, decide: Decide) -> Message:
+    def agree(
+        self, kind: str, message: Message, decide: Decide, *, timeout_s: float | None = None
+    ) -> Message:
         """Take part in the next round, and return the decision.
 
         Args:
@@ -51,6 +53,7 @@ class AgreementRounds:
             message: of this rank; JSON, at most `MAX_BYTES`.
             decide: called on rank 0 with the messages of all ranks, in rank order; pure. A
                 `CoordinationError` that it raises is raised on every rank.
+            timeout_s: how long rank 0 waits for the others in this round; None: as in every one.
 
         Returns:
             The decision of rank 0.
@@ -60,12 +63,13 @@ class AgreementRounds:
             StoreError: the store does not answer.
         """
         base, began = self._next(), time.monotonic()
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         self._send(base, {"kind": kind, **message})
         if self.rank == 0:
-            answer = self._decide(base, kind, decide, began)
+            answer = self._decide(base, kind, decide, began, limit_s)
             self.store.set(f"{base}/out", json.dumps(answer).encode())
         else:
-            answer = self._await(base, kind, began)
+            answer = self._await(base, kind, began, limit_s)
         if "error" in answer:
             raise CoordinationError(answer["error"])
         self._sweep()
@@ -102,8 +106,10 @@ class AgreementRounds:
         if count == self.world:
             self.store.set(f"{base}/all", b"1")
 
-    def _decide(self, base: str, kind: str, decide: Decide, began: float) -> Message:
-        if not self.store.wait(f"{base}/all", self.timeout_s):
+    def _decide(
+        self, base: str, kind: str, decide: Decide, began: float, limit_s: float
+    ) -> Message:
+        if not self.store.wait(f"{base}/all", limit_s):
             missing = [r for r in range(self.world) if self.store.read(f"{base}/in/{r}") is None]
             waited = time.monotonic() - began
             return {"error": _absent(kind, missing, self.world, base, waited)}
@@ -126,10 +132,10 @@ class AgreementRounds:
         except Exception as error:  # noqa: BLE001 - a fault of ours, which every rank must know
             return {"error": f"{kind}: rank 0 could not decide: {error!r}"[:_FAILURE]}
 
-    def _await(self, base: str, kind: str, began: float) -> Message:
+    def _await(self, base: str, kind: str, began: float, limit_s: float) -> Message:
         # Wait half as long again as rank 0, whose answer then names the ranks that are missing. A
         # wait may end without the key: torch's server wakes all waiters when one of them gives up.
-        while (left := began + 1.5 * self.timeout_s - time.monotonic()) > 0:
+        while (left := began + 1.5 * limit_s - time.monotonic()) > 0:
             if self.store.wait(f"{base}/out", left):
                 decision = self.store.read(f"{base}/out")
                 if decision is not None:

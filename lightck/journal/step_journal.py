@@ -5,7 +5,7 @@ twice: in private memory, for a just-in-time snapshot that this process makes (`
 region's journal, for one that a survivor of its node makes when this process has been killed. What
 only an update changes is not in it: that stays live.
 
-An entry of the journal is this tree as a blob (`boundary_blob.py`); `entry.unpacked` decodes one.
+An entry of the journal is this tree as a blob (`boundary_blob.py`); `decode_entry` decodes one.
 
     first         as `BoundaryState.trees` gives it: what `at_step` of a manifest decodes to
     second        what `at_forward` decodes to. Of kind STEP_END: values as they are where the step

@@ -1,4 +1,4 @@
-"""Assemble one rank's whole state from regions; lease, verify and read it.
+"""Assemble one rank's whole state from regions; check, lease, verify and read it.
 
 Usually one region holds all of it: its layout table is then taken as it is, without a look at
 single tensors.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -20,13 +21,14 @@ import numpy.typing as npt
 import torch
 
 from lightck.errors import CorruptSnapshotError
-from lightck.reader import validation
 from lightck.region import native_region
 from lightck.region.layout import Entry
 from lightck.region.native_pool import usual_threads
 from lightck.region.native_region import HOLDS_ALL, Record
 from lightck.region.region import Candidate, Region, is_there
-from lightck.state import tensor_layout
+from lightck.state import boundary_blob, key_order, rng, tensor_layout
+from lightck.state.boundary_codec import TAG, rebuild
+from lightck.state.inventory import BASE_ATTRIBUTES
 
 # ---- shares put together: where every tensor's bytes lie in the regions of several ranks ---------
 # Ranks that hold the same state write it once among them: each its *share*, whole tensors and
@@ -100,11 +102,11 @@ def assemble(candidates: Sequence[Candidate]) -> Assembly:
     if own.record.share_digest == HOLDS_ALL:
         candidates = [own]
     _must_belong_together(candidates)
-    found = _Found()
+    found = _Collected()
     for source, candidate in enumerate(candidates):
         rank = candidate.record.rank
         tensor_layout.check(candidate.layout.entries, context=f"rank {rank}: layout table")
-        found.take(source, candidate)
+        found.add(source, candidate)
     entries = {name: _whole(entry) for name, entry in found.forms.items()}
     pieces = {name: tuple(sorted(held)) for name, held in found.pieces.items()}
     missing = [text for n, held in pieces.items() for text in _gaps(n, entries[n].length, held)]
@@ -137,14 +139,14 @@ def digest(world: int, placed: Iterable[Placed]) -> bytes:
 
 
 @dataclass(eq=False)
-class _Found:
+class _Collected:
     """Collects what the candidates hold; the rank's own is taken first."""
 
     forms: dict[str, Entry] = field(default_factory=dict)
     """The first entry found of each name."""
     pieces: dict[str, list[ShardPiece]] = field(default_factory=dict)
 
-    def take(self, source: int, candidate: Candidate) -> None:
+    def add(self, source: int, candidate: Candidate) -> None:
         """Take all entries of the first candidate, and of the others only those of their shares."""
         for position, entry in enumerate(candidate.layout.entries):
             if source and not _is_shared(candidate, entry):
@@ -246,6 +248,142 @@ def _said(candidate: Candidate) -> str:
     )
 
 
+# ---- boundary state: read, and checked before anything relies on it ------------------------------
+# Checksums show that the bytes are those that were written, not that lightck wrote them. What does
+# not have the form that `boundary_state`, `inventory` and `rng` give it is damage, found before a
+# live object has changed.
+
+_NAME = re.compile(r"(model|extras|optim/(0|[1-9][0-9]{0,8}))/.*", re.DOTALL)
+_INDEXED = re.compile(r"@#-?[0-9]{1,300}")
+
+
+def boundary_trees(
+    candidate: Candidate, entries: Sequence[Entry], *, context: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a snapshot's states of step end and of forward start, in the form they were written.
+
+    Args:
+        candidate: of the rank whose states they are.
+        entries: every tensor that they may refer to, those among them that other ranks hold.
+        context: for messages.
+
+    Raises:
+        CorruptSnapshotError: these parts or the entries' names do not have it.
+    """
+    state = candidate.manifest
+    first = boundary_blob.opened(state.at_step, context=context)
+    second = boundary_blob.opened(state.at_forward, context=context)
+    try:
+        _check_entries(entries)
+        _check(candidate, first, second, {e.name for e in entries if e.alias_of is None})
+    except CorruptSnapshotError as error:
+        raise CorruptSnapshotError(f"{context}: {error}") from error
+    return first, second
+
+
+def share_peers(candidate: Candidate, *, context: str) -> list[int]:
+    """Return the ranks that shared the state when this one wrote its snapshot, itself included.
+
+    Raises:
+        CorruptSnapshotError: it does not say.
+    """
+    return share_statement(candidate, context=context)[0]
+
+
+def share_statement(candidate: Candidate, *, context: str) -> tuple[list[int], bool]:
+    """Return `share_peers`, and whether the snapshot says that all ranks held the state alike.
+
+    State here means parameters and optimizers.
+
+    Raises:
+        CorruptSnapshotError: it does not say.
+    """
+    second = boundary_blob.opened(candidate.manifest.at_forward, context=context)
+    said = second.get("share") if type(second) is dict else None
+    named = said.get("peers") if type(said) is dict else None
+    world = candidate.record.world
+    if type(named) is not list or not all(type(r) is int and 0 <= r < world for r in named):
+        raise CorruptSnapshotError(f"{context}: its share is one of ranks {named!r} of {world}")
+    return named, type(said) is dict and said.get("alike") is True
+
+
+def _check_entries(entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        if not _NAME.fullmatch(entry.name):
+            raise CorruptSnapshotError(f"the layout table names a tensor {entry.name!r}")
+    tensor_layout.check(entries, context="layout table")
+
+
+def _check(candidate: Candidate, first: Any, second: Any, tensors: set[str]) -> None:
+    _fields(first, "the state at step end", {"rng": dict, "extras": dict})
+    _fields(second, "the state at the forward", {"optimizers": list, "extras": dict, "step": int})
+    if not second["step"] == candidate.record.step == candidate.manifest.step:
+        raise CorruptSnapshotError(
+            f"record of step {candidate.record.step}, manifest of step {candidate.manifest.step},"
+            f" state of step {second['step']}"
+        )
+    for held in (first["extras"], second["extras"]):
+        _keys(held, "extras")
+        rebuild(held, _finder(tensors, "extras/"))
+    for i, tree in enumerate(second["optimizers"]):
+        _optimizer(i, tree, tensors)
+    rng.check(rebuild(first["rng"]))
+    if "rng" in second:
+        rng.check(rebuild(_fields(second, "the state", {"rng": dict})["rng"]))
+
+
+def _optimizer(i: int, tree: Any, tensors: set[str]) -> None:
+    label = f"optimizer {i}"
+    fields = {"class": str, "groups": list, "state": dict, "attributes": dict}
+    _fields(tree, label, fields)
+    find = _finder(tensors, f"optim/{i}/")
+    for group in tree["groups"]:
+        _fields(group, f"{label} group", {"params": list, "options": dict})
+        if not all(type(name) is str for name in group["params"]):
+            raise CorruptSnapshotError(f"{label} has parameters without a name")
+        _keys(group["options"], f"{label} options")
+        rebuild(group["options"], find)
+    for name, state in _keys(tree["state"], f"{label} state").items():
+        if name.startswith("@#") and not _INDEXED.fullmatch(name):
+            raise CorruptSnapshotError(f"{label} has state under {name!r}")
+        rebuild(_fields(state, f"{label} state", {}), find)
+    if "order" in tree:
+        key_order.check(tree["order"], label)
+    for name, value in _keys(tree["attributes"], f"{label} attributes").items():
+        taken = name in BASE_ATTRIBUTES or hasattr(torch.optim.Optimizer, name)
+        if taken or not name.isidentifier():
+            raise CorruptSnapshotError(f"{label} has an attribute {name!r}")
+        rebuild(value, find)
+
+
+def _fields(tree: Any, label: str, kinds: Mapping[str, type]) -> dict[str, Any]:
+    if type(tree) is not dict or TAG in tree:
+        raise CorruptSnapshotError(f"{label} is a {type(tree).__name__}, expected a plain dict")
+    for name, kind in kinds.items():
+        if type(tree.get(name)) is not kind:
+            found = type(tree.get(name)).__name__
+            raise CorruptSnapshotError(f"{label}: {name} is {found}, expected {kind.__name__}")
+    return tree
+
+
+def _keys(tree: dict[Any, Any], label: str) -> dict[str, Any]:
+    if TAG in tree or not all(type(key) is str for key in tree):
+        raise CorruptSnapshotError(f"{label} has a key that is no name")
+    return tree
+
+
+def _finder(tensors: set[str], prefix: str) -> Callable[[str], torch.Tensor]:
+    """Make a lookup that stands in for the tensors; it refuses names of other parts."""
+    nothing = torch.empty(0)
+
+    def find(name: str) -> torch.Tensor:
+        if name not in tensors or not name.startswith(prefix):
+            raise CorruptSnapshotError(f"a state under {prefix} refers to {name!r}")
+        return nothing
+
+    return find
+
+
 # ---- one rank's whole state: leased, verified, read ----------------------------------------------
 
 Source = tuple[Region, Candidate]
@@ -265,6 +403,27 @@ class Snapshot(Protocol):
     @property
     def record(self) -> Record:
         """Commit record of the snapshot that the rank's own state is from."""
+
+    @property
+    def early(self) -> bool:
+        """Tell whether a rank finished the snapshot before forward start."""
+
+    @property
+    def suspect(self) -> bool:
+        """Tell whether replicas were found to differ."""
+
+    def trees(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the boundary states of step end and of forward start, checked."""
+
+    def verify(
+        self,
+        unowned: npt.NDArray[np.uint64] | None = None,
+        done: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Check every byte against its checksum."""
+
+    def read(self, addresses: npt.NDArray[np.uint64]) -> None:
+        """Read the bytes into memory, and check them on the way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,7 +529,7 @@ class AssembledSnapshot:
         if self.record.world == 1:
             return 0
         try:
-            named, alike = validation.share(self.parts[0].candidate, context=self.label)
+            named, alike = share_statement(self.parts[0].candidate, context=self.label)
         except CorruptSnapshotError:
             return None
         return min(named) if alike and named else None
@@ -381,28 +540,25 @@ class AssembledSnapshot:
         Raises:
             CorruptSnapshotError: they do not have the form in which they were written.
         """
-        return validation.read(self.parts[0].candidate, self.entries, context=self.label)
+        return boundary_trees(self.parts[0].candidate, self.entries, context=self.label)
 
     def is_there(self) -> bool:
         """Tell whether no trainer has overwritten any of it since it was found."""
         return all(is_there(part.region, part.candidate) for part in self.parts)
 
-    @contextlib.contextmanager
-    def leased(self) -> Iterator[contextlib.ExitStack]:
-        """Hold every slot for reading in the block; leases taken off the stack there stay held.
+    def lease(self, held: contextlib.ExitStack) -> None:
+        """Hold every slot for reading until the stack is closed.
 
         Raises:
             RegionBusyError: a trainer is overwriting one.
             CorruptSnapshotError: one was overwritten since it was found.
         """
-        with contextlib.ExitStack() as held:
-            for part in self.parts:
-                lease, slot = part.region.native.lease, part.candidate.record.slot
-                lease(slot, True)
-                held.callback(lease, slot, False)
-                if not is_there(part.region, part.candidate):
-                    raise CorruptSnapshotError(f"{part.label}: overwritten while it was read")
-            yield held
+        for part in self.parts:
+            lease, slot = part.region.native.lease, part.candidate.record.slot
+            lease(slot, True)
+            held.callback(lease, slot, False)
+            if not is_there(part.region, part.candidate):
+                raise CorruptSnapshotError(f"{part.label}: overwritten while it was read")
 
     def verify(
         self,

@@ -218,16 +218,15 @@ _OTHER_RANKS = (
 
 
 class StateFiller:
-    """Matches one snapshot with the live objects, then fills them."""
+    """Matches one snapshot with the live objects, then fills them: check, verify, copy, finish."""
 
     def __init__(
         self,
         snapshot: Snapshot,
         live: Inventory,
-        second: dict[str, Any],
         strict: bool,
         *,
-        lent: str = "",
+        foreign_reason: str = "",
         unequal: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Match by name; nothing is changed until `finish`.
@@ -235,30 +234,31 @@ class StateFiller:
         Args:
             snapshot: the state that is filled in.
             live: the objects that are filled.
-            second: the snapshot's state at forward start.
             strict: refuse what differs.
-            lent: why the snapshot's own state is another rank's, so that generators, which must
-                not draw alike on two ranks, stay as they are; empty if it is this rank's.
+            foreign_reason: why the snapshot's own state is another rank's, so that generators,
+                which must not draw alike on two ranks, stay as they are; empty if it is this
+                rank's.
             unequal: tensors by their saved names that belong to other ranks as well, each with
                 another content, and why: never filled in.
         """
-        self.snapshot, self.live, self.second, self.strict = snapshot, live, second, strict
-        self.lent, self.unequal = lent, unequal
-        self.lives = {v.name: v for v in live.collect().lives}
-        self.meshes = tensor_support.meshes(v.tensor for v in self.lives.values())
+        self.snapshot, self.live, self.strict = snapshot, live, strict
+        self.foreign_reason, self.unequal = foreign_reason, unequal
+        self.step_end, self.forward_start = snapshot.trees()
+        self.live_tensors = {v.name: v for v in live.collect().lives}
+        self.meshes = tensor_support.meshes(v.tensor for v in self.live_tensors.values())
         self.targets: dict[str, torch.Tensor] = {}
         """Tensors that entries' bytes are read to, by saved name."""
-        self.fresh: set[str] = set()
+        self.new_tensors: set[str] = set()
         """Saved names of the targets that were made for this restore."""
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Live tensors that cannot be read into directly, each with the one to copy from."""
         self.skipped: dict[str, str] = {}
-        self.stateless: set[tuple[int, str]] = set()
+        self.skipped_state: set[tuple[int, str]] = set()
         """Saved optimizer's index and part of the path of each parameter whose state is skipped."""
-        self.matched = match(second["optimizers"], live.optimizers, live.names())
+        self.matched = match(self.forward_start["optimizers"], live.optimizers, live.names())
         self.pending: list[Saved] = []
 
-    def check(self, first: dict[str, Any]) -> None:
+    def check(self) -> None:
         """Find what differs between the snapshot and the live objects.
 
         Raises:
@@ -269,14 +269,15 @@ class StateFiller:
         missing, different = self._compare_model()
         for entry in entries:  # parameters in no module but in an optimizer
             name = self._live_name(entry.name)
-            if name.startswith("optim/") and entry.role == "parameter" and name in self.lives:
-                difference = tensor_support.difference(entry, self.lives[name].tensor)
+            live = self.live_tensors.get(name)
+            if live is not None and name.startswith("optim/") and entry.role == "parameter":
+                difference = tensor_support.difference(entry, live.tensor)
                 if difference:
                     different[name] = difference
         unexpected = [
-            name for name in index if name.startswith("model/") and name not in self.lives
+            name for name in index if name.startswith("model/") and name not in self.live_tensors
         ]
-        held = {**self.second["extras"], **first["extras"]}
+        held = {**self.forward_start["extras"], **self.step_end["extras"]}
         missing += [f"extras/{e.name}" for e in self.live.extras if e.name not in held]
         for i, optimizer in enumerate(self.live.optimizers):
             if i not in self.matched.values():
@@ -285,7 +286,7 @@ class StateFiller:
         why = ""
         if self.strict and (missing or unexpected or different):
             why = _DIFFERS + (_OTHER_RANKS if self.unequal else "")
-        elif missing and index.keys().isdisjoint(self.lives):
+        elif missing and index.keys().isdisjoint(self.live_tensors):
             why = "has nothing of this model: is it that of another run?"
         if why:
             raise RestoreMismatchError(
@@ -311,7 +312,7 @@ class StateFiller:
         roots: dict[str, str] = {}
         """Name of the saved tensor whose bytes each live tensor takes."""
         index, entries = self.snapshot.index, self.snapshot.entries
-        for name, live in self.lives.items():
+        for name, live in self.live_tensors.items():
             if not name.startswith("model/"):
                 continue
             if name not in index:
@@ -330,7 +331,7 @@ class StateFiller:
     def _skip_tied(self) -> None:
         """Skip saved aliases, which have no bytes of their own, of tensors that are skipped."""
         for entry in self.snapshot.entries:
-            if entry.name in self.lives and entry.alias_of in self.skipped:
+            if entry.name in self.live_tensors and entry.alias_of in self.skipped:
                 why = f"the snapshot has it as {entry.alias_of}, which was not restored"
                 self.skipped.setdefault(entry.name, why)
 
@@ -338,62 +339,77 @@ class StateFiller:
         """Skip the state of parameters that are not restored: it does not fit them either."""
         for path in different:
             kind, _, rest = path.partition("/")
-            for i in range(len(self.second["optimizers"])):
+            for i in range(len(self.forward_start["optimizers"])):
                 owner = f"optim/{self.matched.get(i)}/"
                 if kind == "model":
-                    self.stateless.add((i, boundary_codec.join("", rest)))
+                    self.skipped_state.add((i, boundary_codec.join("", rest)))
                 elif path.startswith(owner):
-                    self.stateless.add((i, path.removeprefix(owner)))
+                    self.skipped_state.add((i, path.removeprefix(owner)))
         unequal = (path.split("/") for path in self.unequal)
-        self.stateless |= {(int(parts[1]), parts[2]) for parts in unequal if parts[0] == "optim"}
+        of_optimizers = (parts for parts in unequal if parts[0] == "optim")
+        self.skipped_state |= {(int(parts[1]), parts[2]) for parts in of_optimizers}
         for entry in self.snapshot.entries:
-            if self._is_stateless(entry.name):
+            if self._has_skipped_state(entry.name):
                 self.skipped.setdefault(entry.name, "its parameter was not restored")
 
-    def _is_stateless(self, name: str) -> bool:
+    def _has_skipped_state(self, name: str) -> bool:
         parts = name.split("/")
-        return parts[0] == "optim" and (int(parts[1]), parts[2]) in self.stateless
+        return parts[0] == "optim" and (int(parts[1]), parts[2]) in self.skipped_state
 
-    def unowned(self) -> npt.NDArray[np.uint64]:
-        """Return where `AssembledSnapshot.verify` can read to before anything may change.
+    def verify(self) -> None:
+        """Verify every byte of the snapshot; nothing live changes.
 
-        That is memory that nobody but this object has yet. 0: an entry has none; or the snapshot is
-        in memory already, and is not to be there twice.
+        Tensors that are new, as the state of an optimizer that has none yet, are read while they
+        are verified, also onto a device: no live object has them before all is known to be whole.
+
+        Raises:
+            CorruptSnapshotError: a checksum differs; names file, slot, step and tensor.
+            RegionIOError: the medium cannot read the bytes.
         """
         self._make_targets()
-        return self._addresses(ahead=True)
+        done = self._copy_to_devices(new=True)
+        self.snapshot.verify(self._addresses(new=True), done)
 
-    def addresses(self) -> npt.NDArray[np.uint64]:
-        """Return where `AssembledSnapshot.read` puts the rest, after `unowned`; 0: nowhere."""
-        return self._addresses(ahead=False)
+    def copy(self) -> None:
+        """Read the bytes into the live tensors, and verify them again on the way.
 
-    def _addresses(self, *, ahead: bool) -> npt.NDArray[np.uint64]:
+        Raises:
+            CorruptSnapshotError, RegionIOError: as `verify`; the tensors are then undefined.
+        """
+        self.snapshot.read(self._addresses(new=False))
+        self._copy_to_devices(new=False)
+
+    def _addresses(self, *, new: bool) -> npt.NDArray[np.uint64]:
+        """Return, per entry, where its bytes go in memory; 0: nowhere.
+
+        Args:
+            new: only tensors that nobody but this object has yet; if False, the rest. A snapshot
+                that is in memory already is not to be there twice: all of it is the rest.
+        """
         found = np.zeros(len(self.snapshot.entries), np.uint64)
         index = self.snapshot.index
         for name, target in self.targets.items():
-            if holder(target) is None and ahead == (name in self.fresh and self._poured):
+            is_new = name in self.new_tensors and self._reads_regions
+            if holder(target) is None and new == is_new:
                 found[index[name]] = target.data_ptr()
         return found
 
-    def pour(self, *, ahead: bool) -> npt.NDArray[np.bool_]:
-        """Fill tensors that devices hold, checking bytes on the way; `unowned` comes first.
+    def _copy_to_devices(self, *, new: bool) -> npt.NDArray[np.bool_]:
+        """Fill tensors that devices hold, checking bytes on the way.
 
         Args:
-            ahead: fill only tensors that nobody but this object has yet, which need not be verified
+            new: only tensors that nobody but this object has yet, which need not be verified
                 beforehand; if False, the rest.
 
         Returns:
             Per entry, whether it was filled.
-
-        Raises:
-            CorruptSnapshotError: names file, step and tensor, whose bytes are then undefined.
         """
         index, entries = self.snapshot.index, self.snapshot.entries
         filled = np.zeros(len(entries), np.bool_)
         held = {
             index[name]: target
             for name, target in self.targets.items()
-            if holder(target) and ahead == (name in self.fresh)
+            if holder(target) and new == (name in self.new_tensors)
         }
         if held:
             assert isinstance(self.snapshot, AssembledSnapshot)
@@ -402,19 +418,19 @@ class StateFiller:
         return filled
 
     def _make_targets(self) -> None:
-        """Choose what is read to: live memory if the bytes fit as they are, else fresh tensors."""
+        """Choose what is read to: live memory if the bytes fit as they are, else new tensors."""
         for entry in self.snapshot.entries:
             name = self._live_name(entry.name)
-            live = self.lives.get(name)
-            if name in self.skipped or self._is_stateless(entry.name):
+            live = self.live_tensors.get(name)
+            if name in self.skipped or self._has_skipped_state(entry.name):
                 continue
             fits = live is not None and not tensor_support.difference(entry, live.tensor)
             if live is not None and fits and not entry.alias_of and self._direct(entry, live.local):
                 self.targets[entry.name] = live.local
                 continue
             if entry.alias_of is None:
-                self.targets[entry.name] = self._fresh(entry, name)
-                self.fresh.add(entry.name)
+                self.targets[entry.name] = self._new_tensor(entry, name)
+                self.new_tensors.add(entry.name)
             if live is not None and fits:
                 source = self.targets.get(entry.alias_of or entry.name)
                 if source is not None and source is not live.local:
@@ -422,19 +438,19 @@ class StateFiller:
 
     def _direct(self, entry: Entry, tensor: torch.Tensor) -> bool:
         """Tell whether the bytes can be read straight into the tensor's memory."""
-        reach = tensor.device.type == "cpu" or self._poured and holder(tensor) is not None
+        reach = tensor.device.type == "cpu" or self._reads_regions and holder(tensor) is not None
         return reach and is_dense(tensor) and tuple(tensor.stride()) == entry.strides
 
-    def _fresh(self, entry: Entry, live_name: str) -> torch.Tensor:
+    def _new_tensor(self, entry: Entry, live_name: str) -> torch.Tensor:
         """Make an empty tensor; optimizer state goes to its parameter's device if it was on one."""
-        near = self.lives.get("model/" + "/".join(live_name.split("/")[2:3]))
-        device = holder(near.local) if near is not None and self._poured else None
+        near = self.live_tensors.get("model/" + "/".join(live_name.split("/")[2:3]))
+        device = holder(near.local) if near is not None and self._reads_regions else None
         if entry.role != "optimizer" or entry.device == "cpu" or device is None:
-            return fresh(entry)
+            return empty_tensor(entry)
         return device.empty(entry.shape, getattr(torch, entry.dtype), entry.strides)
 
     @property
-    def _poured(self) -> bool:
+    def _reads_regions(self) -> bool:
         """Tell whether the snapshot's bytes are in regions here, and can be copied to a device."""
         return isinstance(self.snapshot, AssembledSnapshot)
 
@@ -447,20 +463,20 @@ class StateFiller:
             return ""  # kept until its optimizer is found
         return name
 
-    def finish(self, first: dict[str, Any]) -> None:
+    def finish(self) -> None:
         """Fill what could not be read into, then optimizers and extras, once all bytes are read."""
         with torch.no_grad():
             for held, source in self.copies:
                 fill(held, source)
             for name, target in self.targets.items():
-                live = self.lives.get(self._live_name(name))
+                live = self.live_tensors.get(self._live_name(name))
                 whole = target if live is None else live.tensor
                 torch.autograd.graph.increment_version({target, whole})
-        for i, saved in enumerate(self.second["optimizers"]):
+        for i, saved in enumerate(self.forward_start["optimizers"]):
             kept = {
                 name: tree
                 for name, tree in saved["state"].items()
-                if (i, boundary_codec.join("", name)) not in self.stateless
+                if (i, boundary_codec.join("", name)) not in self.skipped_state
             }
             holding = Saved(i, {**saved, "state": kept}, *self._optimizer_tensors(i))
             if i in self.matched:
@@ -469,14 +485,14 @@ class StateFiller:
             else:
                 self.pending.append(holding)
         for extra in self.live.extras:
-            if self.lent and extra.is_generator:
-                self.skipped[f"extras/{extra.name}"] = self.lent
+            if self.foreign_reason and extra.is_generator:
+                self.skipped[f"extras/{extra.name}"] = self.foreign_reason
             else:
-                self._load_extra(extra, first)
-        if self.lent:
-            self.skipped["rng"] = self.lent
+                self._load_extra(extra)
+        if self.foreign_reason:
+            self.skipped["rng"] = self.foreign_reason
         else:
-            why = rng.restore(boundary_codec.rebuild(first["rng"]))
+            why = rng.restore(boundary_codec.rebuild(self.step_end["rng"]))
             if why:
                 self.skipped["rng/cuda"] = why
 
@@ -486,7 +502,7 @@ class StateFiller:
         found, devices = {}, {}
         for name in self.targets:
             if name.startswith(prefix):
-                live: StateTensor | None = self.lives.get(self._live_name(name))
+                live: StateTensor | None = self.live_tensors.get(self._live_name(name))
                 entry = self.snapshot.entries[self.snapshot.index[name]]
                 usable = live is not None and not tensor_support.difference(entry, live.tensor)
                 found[name] = live.tensor if live is not None and usable else self.tensor(name)
@@ -495,29 +511,29 @@ class StateFiller:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor that was read, by its saved name: the live one if that was filled."""
-        part, live = self.targets[name], self.lives.get(self._live_name(name))
+        part, live = self.targets[name], self.live_tensors.get(self._live_name(name))
         if live is not None and live.local is part:
             return live.tensor
         return tensor_support.whole(
             self.snapshot.entries[self.snapshot.index[name]], part, self.meshes
         )
 
-    def _load_extra(self, extra: Extra, first: dict[str, Any]) -> None:
-        early, late = first["extras"], self.second["extras"]
+    def _load_extra(self, extra: Extra) -> None:
+        early, late = self.step_end["extras"], self.forward_start["extras"]
         order = (early, late) if extra.instant != "forward" else (late, early)
         for held in order:
             if extra.name in held:
                 extra.load(boundary_codec.rebuild(held[extra.name], self.tensor))
                 return
 
-    def leftover(self, first: dict[str, Any]) -> tuple[str, ...]:
+    def unused_extras(self) -> tuple[str, ...]:
         """Return the names of extras in the snapshot that no live extra has."""
         given = {extra.name for extra in self.live.extras}
-        saved = {*first["extras"], *self.second["extras"]} - given - {lookahead.NAME}
+        saved = {*self.step_end["extras"], *self.forward_start["extras"]} - given - {lookahead.NAME}
         return tuple(sorted(saved))
 
 
-def fresh(entry: Entry) -> torch.Tensor:
+def empty_tensor(entry: Entry) -> torch.Tensor:
     """Make an empty CPU tensor for an entry."""
     dtype = getattr(torch, entry.dtype)
     return torch.empty_strided(entry.shape, entry.strides, dtype=dtype, device="cpu")

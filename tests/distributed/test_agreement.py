@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightck.distributed.restore.offers import RankView
-from lightck.distributed.restore.selection import decide_restore
+from lightck.distributed.restore.selection import RankView, decide_restore
 from lightck.distributed.rounds import MAX_BYTES, AgreementRounds, Identity, agree_on_attach
 from lightck.distributed.topology import Topology, agree_on_topology, decide_topology, topology_of
 from lightck.errors import CoordinationError
@@ -96,7 +95,7 @@ def test_a_rank_that_does_not_come_is_named_on_every_other(
 def test_ranks_in_different_rounds_are_told_so() -> None:
     def code(rounds: AgreementRounds) -> object:
         if rounds.rank == 1:
-            return rounds.agree("restore", RankView("/mnt", None).said(), decide_restore)
+            return rounds.agree("restore", RankView("/mnt", None).to_message(), decide_restore)
         return agree_on_attach(rounds, IDENTITY)
 
     for result in together(2, code):

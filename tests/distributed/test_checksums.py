@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from lightck.distributed.restore.offers import Key
-from lightck.distributed.restore.replica_transfer import whole_sums
+from lightck.distributed.restore.healing import whole_sums
+from lightck.distributed.restore.selection import Key
 from lightck.distributed.restore.survey import RegionSurvey
 from lightck.distributed.sharding import is_own
 from lightck.reader.assembly import AssembledSnapshot

@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from lightck.distributed.restore.offers import (
+from lightck.distributed.restore.selection import (
+    Choice,
     Key,
     Lineage,
     RankView,
     SnapshotOffer,
     branch_points,
-    rule,
+    decide,
+    decide_restore,
+    ruling_lineage,
 )
-from lightck.distributed.restore.selection import Choice, decide, decide_restore
 from lightck.distributed.rounds import MAX_BYTES
 from lightck.errors import CoordinationError
 
@@ -54,27 +56,29 @@ def test_the_newest_step_that_every_rank_can_put_together_is_chosen() -> None:
 
 def test_nothing_in_common_is_nothing_to_restore() -> None:
     choice = decide([view(8), view(7)])
-    assert choice.key is None and not choice.void
+    assert choice.key is None and not choice.never_written
     assert len(choice.fell_back) == 2
-    empty = RankView("/mnt/run", None, void=True)
-    assert decide([empty, empty]).void
+    empty = RankView("/mnt/run", None, never_written=True)
+    assert decide([empty, empty]).never_written
 
 
 def test_what_was_stopped_before_its_first_whole_snapshot_begins_anew() -> None:
-    young = replace(view(), young=T1)
-    assert decide([view(1), young]).void
-    assert not decide([replace(view(1), step=1), replace(young, step=1)]).void
+    young = replace(view(), fresh_timeline=T1)
+    assert decide([view(1), young]).never_written
+    assert not decide([replace(view(1), step=1), replace(young, step=1)]).never_written
     # It has continued something, is of another timeline, or of another number of ranks.
     older = lineage(T1, (T2, 9))
-    assert not decide([replace(view(1), lineage=older), replace(young, lineage=older)]).void
-    assert not decide([view(1), replace(young, young=T2)]).void
-    assert not decide([view(1, world=3), young, young]).void
+    assert not decide(
+        [replace(view(1), lineage=older), replace(young, lineage=older)]
+    ).never_written
+    assert not decide([view(1), replace(young, fresh_timeline=T2)]).never_written
+    assert not decide([view(1, world=3), young, young]).never_written
     # They were stopped while they began again, in either order.
-    again = replace(young, lineage=lineage(T2), young=T2)
-    assert decide([view(1), again]).void and decide([again, view(1)]).void
+    again = replace(young, lineage=lineage(T2), fresh_timeline=T2)
+    assert decide([view(1), again]).never_written and decide([again, view(1)]).never_written
     # What is whole is taken, and one that was left behind is not passed over in silence.
-    assert chosen(view(1), replace(view(1), young=T1)) == (T1, 1)
-    assert not decide([view(1), replace(young, offers=view(4, timeline=T2).offers)]).void
+    assert chosen(view(1), replace(view(1), fresh_timeline=T1)) == (T1, 1)
+    assert not decide([view(1), replace(young, offers=view(4, timeline=T2).offers)]).never_written
 
 
 def test_a_step_is_never_combined_with_its_namesake_of_another_timeline() -> None:
@@ -88,7 +92,7 @@ def test_a_snapshot_beyond_the_branch_point_is_not_chosen_whoever_offers_it() ->
     ahead = replace(view(10, 9), lineage=lineage(T2, (T1, 9)))
     choice = decide([view(10, 9), ahead])
     assert choice.key == Key(T1, 9, 2)
-    assert "step 10: beyond the step at which a later restore went on" in choice.left[0]
+    assert "step 10: beyond the step at which a later restore went on" in choice.passed_over[0]
 
 
 def test_nothing_of_an_ancestor_counts_where_its_branch_point_is_not_kept() -> None:
@@ -110,7 +114,7 @@ def test_a_timeline_that_no_newer_one_continues_is_abandoned() -> None:
     )
     choice = decide([kept, kept, away])
     assert choice.key == Key(T1, 9, 3)
-    assert "step 40: of a timeline that was abandoned" in choice.left
+    assert "step 40: of a timeline that was abandoned" in choice.passed_over
 
 
 def test_a_rank_that_died_before_its_own_branch_still_agrees() -> None:
@@ -128,7 +132,7 @@ def test_of_unrelated_timelines_the_one_with_the_most_of_its_ranks_counts() -> N
     # Four ranks wrote T1; two of them began anew as T2 and left the others' regions behind.
     old = [lineage(T1, world=4), lineage(T1, world=4)]
     new = [lineage(T2, world=2), lineage(T2, world=2)]
-    assert rule([*old, *new]).head == rule([*new, *old]).head == T2
+    assert ruling_lineage([*old, *new]).head == ruling_lineage([*new, *old]).head == T2
 
 
 def test_regions_of_two_jobs_are_an_error_that_names_them() -> None:
@@ -155,7 +159,7 @@ def test_an_early_step_yields_to_an_exact_one_just_before_it() -> None:
     choice = decide([view(8, 7), early])
     assert choice.key == Key(T1, 7, 2) and not choice.early
     assert "step 8 was finished early" in choice.why
-    assert choice.left == ("step 8 was finished early, and step 7 is exact",)
+    assert choice.passed_over == ("step 8 was finished early, and step 7 is exact",)
 
 
 def test_an_early_step_yields_to_nothing_that_is_two_steps_older() -> None:
@@ -175,18 +179,18 @@ def test_an_early_step_that_is_taken_names_the_newest_exact_one() -> None:
 
 
 def test_ranks_of_another_world_look_further_before_they_choose() -> None:
-    assert decide([view(8, world=2)]).widen
-    wide = replace(view(8, world=2), wide=True)
+    assert decide([view(8, world=2)]).scan_all
+    wide = replace(view(8, world=2), scanned_all=True)
     assert decide([wide]).key == Key(T1, 8, 2)
     # An older one of another world does no harm as long as it does not count.
     old = SnapshotOffer(Key(T3, 9, 4))
-    assert not decide([replace(v, offers=(*v.offers, old)) for v in (view(8), view(8))]).widen
+    assert not decide([replace(v, offers=(*v.offers, old)) for v in (view(8), view(8))]).scan_all
 
 
 def test_ranks_without_a_region_look_further_if_others_are_there() -> None:
-    lacking = RankView("/mnt/run", None, lacking=True)
-    assert decide([view(8), lacking]).widen
-    told = decide([replace(view(8), wide=True), replace(lacking, wide=True)])
+    lacking = RankView("/mnt/run", None, own_missing=True)
+    assert decide([view(8), lacking]).scan_all
+    told = decide([replace(view(8), scanned_all=True), replace(lacking, scanned_all=True)])
     (text,) = told.fell_back
     assert text.startswith("step 8: not whole, missing on rank(s) 1; not healed: ")
 
@@ -205,7 +209,7 @@ def test_ranks_that_want_different_things_are_told_so(
 
 def test_every_rank_hears_the_same_choice_and_what_others_met() -> None:
     views = [replace(view(8, 7), problems=("slot 1 is damaged",)), view(7)]
-    choice = Choice.heard(decide_restore([each.said() for each in views]))
+    choice = Choice.from_message(decide_restore([each.to_message() for each in views]))
     assert choice == decide(views)
     assert choice.fell_back[0] == "rank 0: slot 1 is damaged"
 
@@ -222,8 +226,8 @@ def test_what_a_rank_says_has_room_in_one_message() -> None:
         Lineage(2**62, tuple(most), 10_000, "f" * 32, "x" * 255),
         tuple('"' * 900 for _ in range(60)),
     )
-    said = {"kind": "restore", **seen.said()}
+    said = {"kind": "restore", **seen.to_message()}
     import json
 
     assert len(json.dumps(said, separators=(",", ":"))) <= MAX_BYTES
-    assert RankView.heard(seen.said()).offers == seen.offers[:16]
+    assert RankView.from_message(seen.to_message()).offers == seen.offers[:16]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import lightck
 from lightck.cli.main import main
-from lightck.distributed.restore.offers import Key
+from lightck.distributed.restore.selection import Key
 from lightck.distributed.restore.survey import RegionSurvey
 from lightck.errors import ConfigError, NoSnapshotError, RestoreMismatchError, StateError
 from lightck.loop import state_prediction

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightck.distributed.restore import protocol, replica_transfer
-from lightck.distributed.restore import protocol as gifts
-from lightck.distributed.restore import replica_transfer as channel
-from lightck.distributed.restore.replica_transfer import P2PChannel
+from lightck.distributed.restore import healing
+from lightck.distributed.restore.healing import P2PChannel, ReplicaSender
+from lightck.distributed.restore.protocol import RestoreAttempt
 from lightck.distributed.store import JobStore
 from lightck.errors import CoordinationError, NoSnapshotError
 from lightck.reader.assembly import AssembledSnapshot
@@ -53,18 +52,18 @@ def on(rank: int, change: Any) -> Any:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send many messages, though the state is small; ranks are forked from here."""
-    monkeypatch.setattr(replica_transfer, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(healing, "CHUNK_BYTES", 10_000)
 
 
 def damage_when_sending(islands: Islands, rank: int) -> Any:
     """Damage the source after it was found good, and after some of it has gone."""
-    send = replica_transfer.ReplicaSender.send
+    send = ReplicaSender.send
 
-    def sending(giving: replica_transfer.ReplicaSender) -> int:
+    def sending(sender: ReplicaSender) -> None:
         islands.alter(rank, 3, NAME)
-        return send(giving)
+        send(sender)
 
-    return lambda: setattr(replica_transfer.ReplicaSender, "send", sending)
+    return lambda: setattr(ReplicaSender, "send", sending)
 
 
 def test_a_source_that_is_damaged_while_it_is_sent_is_an_error_on_every_rank(
@@ -88,16 +87,15 @@ def test_another_rank_gives_what_the_first_one_cannot(tmp_path: Path) -> None:
 def test_a_rank_that_dies_while_it_gives_is_named_on_every_other(tmp_path: Path, dies: str) -> None:
     islands, _ = lacking(tmp_path, 3)
 
-    def dying(giving: replica_transfer.ReplicaSender) -> int:
+    def dying(sender: ReplicaSender) -> None:
         if dies == "while it sends":
-            giving._to_all(replica_transfer.CHUNK, next(replica_transfer.stream(giving.state)))
+            sender._to_all(healing.CHUNK, next(healing.read_chunks(sender.state)))
         os.kill(os.getpid(), signal.SIGKILL)
-        return 0
 
     def before(me: ranks.Me) -> None:
         if me.rank == 0:
-            replica_transfer.ReplicaSender.send = dying
-        agreed = protocol._RestoreAttempt._all_well
+            ReplicaSender.send = dying
+        agreed = RestoreAttempt._all_agree
 
         def later(attempt: Any, *args: Any) -> Any:
             me.send("waits for rank 0")
@@ -105,7 +103,7 @@ def test_a_rank_that_dies_while_it_gives_is_named_on_every_other(tmp_path: Path,
             attempt.ranks.rounds.timeout_s = 0.5  # nobody else is waited for
             return agreed(attempt, *args)
 
-        protocol._RestoreAttempt._all_well = later
+        RestoreAttempt._all_agree = later
 
     def during(job: ranks.Job) -> None:
         (dead,) = job.outcomes([0])
@@ -123,18 +121,16 @@ def test_a_rank_that_gives_nothing_in_time_is_named_with_the_one_that_waits(
     islands, _ = lacking(tmp_path, 2, 1, 3)
 
     def before(me: ranks.Me) -> None:
-        table, receive = replica_transfer._table, replica_transfer.receive
-        number, tables = itertools.count(), itertools.count(1)
+        expected, receive = healing._expected, healing.receive
+        number = itertools.count()
 
-        def silent(giving: replica_transfer.ReplicaSender) -> int:
+        def silent(sender: ReplicaSender) -> None:
             me.store.wait([f"lost patience/{next(number)}"])
-            return 0
 
-        def hasty(channel: P2PChannel) -> torch.Tensor:
-            """Wait only a second, in vain, for what comes after the two parts of the table."""
-            found = table(channel)
-            if next(tables) % 2 == 0:
-                channel.seconds = 1.0
+        def hasty(channel: P2PChannel, kind: int) -> torch.Tensor:
+            """Wait only a second, in vain, for what comes after the header."""
+            found = expected(channel, kind)
+            channel.seconds = 1.0
             return found
 
         def receiving(*args: Any) -> Any:
@@ -143,11 +139,7 @@ def test_a_rank_that_gives_nothing_in_time_is_named_with_the_one_that_waits(
             finally:
                 me.store.set(f"lost patience/{next(number)}", "")
 
-        replica_transfer.ReplicaSender.send, replica_transfer._table, replica_transfer.receive = (
-            silent,
-            hasty,
-            receiving,
-        )
+        ReplicaSender.send, healing._expected, healing.receive = silent, hasty, receiving
 
     for result in islands.restored(before=before):
         assert isinstance(result, NoSnapshotError), result
@@ -175,14 +167,14 @@ def test_bytes_that_change_on_the_way_are_noticed(tmp_path: Path) -> None:
 def test_a_tensor_that_is_not_what_the_donors_region_says_is_noticed(tmp_path: Path) -> None:
     """Every message is what was sent, and yet the bytes are not those of the snapshot."""
     islands, _ = lacking(tmp_path)
-    stream = replica_transfer.stream
+    read_chunks = healing.read_chunks
 
     def altered(state: AssembledSnapshot) -> Iterator[torch.Tensor]:
-        for chunk in stream(state):
+        for chunk in read_chunks(state):
             chunk[5] ^= 1
             yield chunk
 
-    change = on(0, lambda: setattr(replica_transfer, "stream", altered))
+    change = on(0, lambda: setattr(healing, "read_chunks", altered))
     for result in islands.restored(before=change):
         assert isinstance(result, NoSnapshotError), result
         assert "from rank 0 have checksum" in str(result)
@@ -194,7 +186,7 @@ def test_a_model_that_does_not_fit_on_the_donor_is_an_error_on_every_rank(tmp_pa
 
     islands, _ = lacking(tmp_path)
 
-    def refuse(filling: StateFiller, first: Any) -> None:
+    def refuse(filler: StateFiller) -> None:
         raise RestoreMismatchError("does not fit")
 
     first, second = islands.restored(before=on(0, lambda: setattr(StateFiller, "check", refuse)))
@@ -235,7 +227,7 @@ def test_ranks_that_cannot_connect_take_an_older_step_together(tmp_path: Path, d
             raise RuntimeError("connect timed out")
 
         torch.distributed.ProcessGroupGloo = nobody
-        gifts.time = channel.time = clock  # type: ignore[assignment]
+        healing.time = clock  # type: ignore[assignment]
 
     infos = check(islands.restored(before=before), crew, 2)
     told = [text for text in infos[0].fell_back if "no connection after" in text]
@@ -253,7 +245,7 @@ def test_a_slow_store_takes_nothing_from_the_time_to_connect(tmp_path: Path) -> 
             return plain(store, part)
 
         JobStore.plain = slowly
-        gifts.time = channel.time = clock  # type: ignore[assignment]
+        healing.time = clock  # type: ignore[assignment]
 
     check(islands.restored(before=before), crew, 3, lent={2: 0})
 
@@ -262,8 +254,8 @@ def test_a_slow_store_takes_nothing_from_the_time_to_connect(tmp_path: Path) -> 
 def test_a_rank_whose_gift_fails_at_once_waits_for_those_that_are_still_given_theirs(
     tmp_path: Path, fails: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (gifts, protocol):  # what is believed of a medium is scaled with the state
-        monkeypatch.setattr(module, "SLOWEST_BYTES_S", 1e4)
+    # What is believed of a medium is scaled with the state.
+    monkeypatch.setattr(healing, "SLOWEST_BYTES_S", 1e4)
     islands = Islands(tmp_path, 3, 3)
     with islands.crew() as crew:
         crew.train(1)
@@ -272,19 +264,19 @@ def test_a_rank_whose_gift_fails_at_once_waits_for_those_that_are_still_given_th
     islands.settle(crew)
 
     def before(me: ranks.Me) -> None:
-        agreed = protocol._RestoreAttempt._all_well
+        agreed = RestoreAttempt._all_agree
 
         def receive(channel: P2PChannel) -> Any:
             raise CoordinationError(f"{channel.label}: changed on the way")
 
-        def waiting(attempt: Any, kind: str, key: Any, *args: Any) -> Any:
-            if (kind, key.step) == ("restore: verified", 9):
+        def waiting(attempt: RestoreAttempt, kind: str) -> bool:
+            if (kind, attempt.key.step) == ("restore: verified", 9):
                 me.send(attempt.ranks.rounds.timeout_s)
-            return agreed(attempt, kind, key, *args)
+            return agreed(attempt, kind)
 
         if me.rank == fails:
             P2PChannel.receive = receive
-        protocol._RestoreAttempt._all_well = waiting
+        RestoreAttempt._all_agree = waiting
 
     def during(job: ranks.Job) -> None:
         waits = {job.receive(rank) for rank in range(3)}

@@ -13,7 +13,7 @@ from test_restore import damage_payload
 
 import lightck
 from lightck.cli.main import main
-from lightck.distributed.restore.offers import Key
+from lightck.distributed.restore.selection import Key
 from lightck.distributed.restore.survey import RegionSurvey
 from lightck.errors import NoSnapshotError
 from lightck.load import load_tensors
@@ -118,7 +118,7 @@ def test_snapshots_tells_which_steps_are_whole_over_ranks(crew: Crew) -> None:
 
 def test_of_a_snapshot_that_claims_very_many_ranks_only_the_first_are_missed(crew: Crew) -> None:
     where = crew.regions[0].place
-    with RegionSurvey.everything(where, [region.place for region in crew.regions]) as held:
+    with RegionSurvey.of_files(where, [region.place for region in crew.regions]) as held:
         lacking = held.lacks(Key(T1, 2, 1 << 18))
     assert [text.split(":")[0] for text in lacking] == [f"rank {rank}" for rank in range(12)]
 

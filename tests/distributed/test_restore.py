@@ -310,10 +310,10 @@ def test_a_rank_that_fails_while_it_fills_is_named_on_every_other(
         crew.train(1)
     finish = StateFiller.finish
 
-    def failing(filling: StateFiller, first: Any) -> None:
-        if filling.live.model is lives[1].net:
+    def failing(filler: StateFiller) -> None:
+        if filler.live.model is lives[1].net:
             raise MemoryError("no room for the state")
-        finish(filling, first)
+        finish(filler)
 
     lives = [Rank(r) for r in range(2)]
     monkeypatch.setattr(StateFiller, "finish", failing)

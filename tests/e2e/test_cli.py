@@ -332,7 +332,7 @@ def test_what_cannot_be_mapped_privately_is_copied(
 ) -> None:
     module = importlib.import_module("lightck.load")
     _, mapped = load_tensors(trained.path)
-    monkeypatch.setattr(module, "_alone", lambda part, snapshot: [])  # as for devices
+    monkeypatch.setattr(module, "_complete_rows", lambda part, snapshot: [])  # as for devices
     step, copied = load_tensors(trained.path)
     assert step == 3 and _equal(copied, mapped)
     assert copied["model/head.weight"] is copied["model/tokens.weight"]

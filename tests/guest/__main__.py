@@ -59,7 +59,7 @@ def _parse() -> argparse.Namespace:
         "jobs", nargs="*", help="names of jobs, their beginnings, or core; default: all"
     )
     parser.add_argument("--folder", type=Path, required=True, help="for what is built")
-    parser.add_argument("--kernel", type=Path, required=True, help="the unpacked cloud kernel")
+    parser.add_argument("--kernel", type=Path, required=True, help="the decode_entry cloud kernel")
     parser.add_argument("--programs", type=Path, nargs="+", required=True, help="for the guest")
     parser.add_argument("--python", required=True, help="with numpy, pyarrow and cffi")
     parser.add_argument("--library", type=Path, required=True, help="what that python loads")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Bring what `make pmem-guest` needs: QEMU and tools by apt where they are missing, and a kernel,
-# which is unpacked into a folder and never installed. Usage: install.sh FOLDER cloud|full
+# which is decode_entry into a folder and never installed. Usage: install.sh FOLDER cloud|full
 # Exits with 77 and says why where that is not possible.
 set -euo pipefail
 folder=$1 flavour=$2

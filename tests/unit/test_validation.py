@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightck.errors import CorruptSnapshotError
-from lightck.reader import validation
+from lightck.reader import assembly
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate
 from lightck.state import boundary_blob, boundary_codec, rng
@@ -53,7 +53,7 @@ def candidate(edit: Edit = lambda a, b: None, names: tuple[str, ...] = (), step:
 
 
 def _read(held: Candidate) -> tuple[dict[str, Any], dict[str, Any]]:
-    return validation.read(held, held.layout.entries, context="snapshot 5")
+    return assembly.boundary_trees(held, held.layout.entries, context="snapshot 5")
 
 
 def test_what_capture_writes_is_read_as_it_was_written() -> None:
@@ -135,4 +135,4 @@ def test_a_share_of_ranks_that_there_are_not_is_damage(named: Any) -> None:
     with pytest.raises(
         CorruptSnapshotError, match=r"snapshot 5: its share is one of ranks .* of 2"
     ):
-        validation.peers(held, context="snapshot 5")
+        assembly.share_peers(held, context="snapshot 5")

@@ -42,14 +42,16 @@ class ClosingRound:
             CoordinationError: a rank lacks the step, has other state, has left or did not come; on
                 every rank.
         """
-        self._rounds.timeout_s = seconds / 1.5  # the others wait half as long again as rank 0
+        limit_s = seconds / 1.5  # the others wait half as long again as rank 0
         message = {
             "step": last,
             "form": form.hex() if last is not None else "",
             "why": why.encode("ascii", "replace").decode()[:1000],
         }
         decision = bounded(
-            "close", seconds + _SHORT_S, lambda: self._rounds.agree("close", message, decide_close)
+            "close",
+            seconds + _SHORT_S,
+            lambda: self._rounds.agree("close", message, decide_close, timeout_s=limit_s),
         )
         step = decision["step"]
         return None if step is None else int(step)

@@ -1,8 +1,13 @@
-"""The regions that a rank can read at a path, and the whole states that it can put together.
+"""The regions that a rank can read at a path, and what it can put together from them.
+
+    own region -> peers' regions, or all -> whole states (assembled) -> the rank's view
 
 A rank reads its own region, and those of its peers where they share. If another number of ranks
-wrote, or its own region is missing, it reads every region below the path (`widen`). Rank r takes
+wrote, or its own region is missing, it reads every region below the path (`scan_all`). Rank r takes
 over the rank-local state of rank r modulo the number of ranks that wrote.
+
+Buffers, generators, extras and data position belong to one rank; no other has them. Where the rest
+of a snapshot is missing, they may still be in the rank's own region (`LocalState`).
 """
 
 from __future__ import annotations
@@ -11,30 +16,43 @@ import contextlib
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from lightck.distributed.restore.local_state import LocalState, LocalStates, key_of
-from lightck.distributed.restore.offers import (
+import numpy as np
+import torch
+
+from lightck.distributed.restore.selection import (
     Key,
     Lineage,
     RankView,
     SnapshotOffer,
     branch_points,
-    rule,
+    ruling_lineage,
 )
+from lightck.distributed.sharding import is_own
 from lightck.errors import (
     CoordinationError,
     CorruptSnapshotError,
+    LightckError,
     RegionError,
     RegionFormatError,
     RegionIOError,
 )
-from lightck.reader import validation
-from lightck.reader.assembly import AssembledSnapshot, peers_of
+from lightck.journal.entry import decode_entry
+from lightck.reader.assembly import AssembledSnapshot, peers_of, share_peers
+from lightck.reader.fill import empty_tensor
 from lightck.region import location
 from lightck.region.backends import select
+from lightck.region.layout import Entry
 from lightck.region.location import Location
-from lightck.region.native_region import HOLDS_ALL, RECORD_JIT, Record
+from lightck.region.native_region import (
+    FORWARD,
+    HOLDS_ALL,
+    READ_DTYPE,
+    RECORD_JIT,
+    STEP_END,
+    Record,
+)
 from lightck.region.region import (
     Candidate,
     Continuation,
@@ -44,8 +62,26 @@ from lightck.region.region import (
     nothing_whole,
     open_and_recover,
 )
+from lightck.state import boundary_blob, tensor_layout
 
 _LISTED = 12
+
+
+@dataclass(frozen=True, eq=False)
+class LocalState:
+    """The rank-local state of one rank at one instant of one step, in private memory."""
+
+    key: Key
+    rank: int
+    early: bool
+    at_step: bytes
+    """The blob of the step end, as in a manifest; `at_forward` is that of the forward start."""
+    at_forward: bytes
+    tensors: tuple[tuple[Entry, torch.Tensor], ...]
+    ties: tuple[Entry, ...] | None = None
+    """Further names of these or of shared tensors; None if not known, as from the journal."""
+    record: Record | None = None
+    """The record of the snapshot it comes from; None if it comes from the journal."""
 
 
 @dataclass(eq=False)
@@ -85,43 +121,45 @@ class RegionSurvey:
     rank: int
     world: int
     """The number of ranks now."""
-    lends: bool = True
+    may_take_other_state: bool = True
     """True if a rank beyond the former world takes another rank's own state."""
     regions: list[SurveyedRegion] = field(default_factory=list)
-    wide: bool = False
-    overtaken: bool = False
+    scanned_all: bool = False
+    overwritten: bool = False
     """True if a running job was met that overwrites the snapshots found."""
-    broken: RegionError | None = None
+    unreadable: RegionError | None = None
     """Why the rank's own region cannot be opened, where others may have the same state."""
     _dropped: set[Key] = field(default_factory=set)
     """Snapshots that ranks lack and cannot be given."""
-    _halves: LocalStates | None = None
+    _local_states: dict[int, LocalState | None] = field(default_factory=dict)
+    """The rank-local state in each of the own region's snapshots that was read, by its place."""
+    _journal: list[LocalState] | None = None
     _problems: list[str] = field(default_factory=list)
-    _failed: set[tuple[int, Record]] = field(default_factory=set)
+    _damaged: set[tuple[int, Record]] = field(default_factory=set)
     """The (rank, record) of each snapshot that turned out to be damaged."""
     _assembled: dict[tuple[int, Record], AssembledSnapshot | str] = field(default_factory=dict)
 
     @classmethod
     @contextlib.contextmanager
     def opened(
-        cls, where: Location, rank: int, world: int, *, lends: bool = True
+        cls, where: Location, rank: int, world: int, *, may_take_other_state: bool = True
     ) -> Iterator[RegionSurvey]:
         """Read the rank's own region and yield the result; close every region at the end.
 
-        With several ranks, a region that cannot be opened is noted in `broken`.
+        With several ranks, a region that cannot be opened is noted in `unreadable`.
 
         Raises:
             RegionError: the place is not safe, or what lies there is no region.
         """
-        found = cls(where, rank, world, lends)
+        found = cls(where, rank, world, may_take_other_state)
         try:
             if where.exists and not select.is_blank(where):
                 try:
-                    found._look(where)
+                    found._survey(where)
                 except (RegionFormatError, CorruptSnapshotError, RegionIOError) as error:
                     if world == 1:
                         raise
-                    found.broken = error
+                    found.unreadable = error
                     found._problems.append(str(error))
             yield found
         finally:
@@ -129,7 +167,7 @@ class RegionSurvey:
 
     @classmethod
     @contextlib.contextmanager
-    def everything(
+    def of_files(
         cls, where: Location, files: Sequence[Location], rank: int = 0
     ) -> Iterator[RegionSurvey]:
         """Read all of these regions, for one reader that is no rank of a job.
@@ -137,10 +175,10 @@ class RegionSurvey:
         Raises:
             RegionError: the place is not safe, or a file is no region.
         """
-        found = cls(where, rank, 1, lends=False, wide=True)
+        found = cls(where, rank, 1, may_take_other_state=False, scanned_all=True)
         try:
             for each in files:
-                found._look(each)
+                found._survey(each)
             yield found
         finally:
             found.close()
@@ -153,7 +191,7 @@ class RegionSurvey:
     @property
     def own(self) -> SurveyedRegion | None:
         """Return the rank's own region, if it is there."""
-        return next((h for h in self.regions if self._is_own(h)), None)
+        return next((each for each in self.regions if self._is_own(each)), None)
 
     def give_up(self, continuation: Continuation) -> None:
         """Declare that the own region's snapshots have never counted, so that attach may go on."""
@@ -165,18 +203,18 @@ class RegionSurvey:
         """Take a region out of those that `close` closes; the caller closes it."""
         self.regions = [each for each in self.regions if each.region is not region]
 
-    def widen(self) -> None:
+    def scan_all(self) -> None:
         """Read every other region below the path, too; a failure is noted as a problem."""
-        self.wide = True
+        self.scanned_all = True
         for where in location.every_rank(self.where):
-            self._look_once(where)
+            self._survey_once(where)
         self._assembled.clear()
 
     def view(self, step: int | None) -> RankView:
         """Return this rank's view of the snapshots: of `step`, or of all if it is None."""
         offers, problems = [], list(self._problems)
-        for holding in self.regions:
-            problems += holding.recovery.problems
+        for surveyed in self.regions:
+            problems += surveyed.recovery.problems
         for key in self._keys(step):
             found = self.assembled(key)
             if key in self._dropped:
@@ -185,27 +223,28 @@ class RegionSurvey:
                 offers.append(self._offer(key, found))
             elif found and not offers:  # what is older than a whole snapshot is not missed
                 problems.append(found)
-        offers = self._of_all_ranks(offers, problems)
-        problems += self._absent()
+        offers = self._whole_over_ranks(offers, problems)
+        problems += self._absent_regions()
         # Peers' regions know no more of timelines than the own one does, and may be missing.
-        speaking = self.regions if self.wide else [h for h in self.regions if self._is_own(h)]
+        deciding = [each for each in self.regions if self.scanned_all or self._is_own(each)]
         return RankView(
             self.where.common,
             step,
             tuple(offers),
-            rule([h.lineage for h in speaking]) if speaking else None,
+            ruling_lineage([each.lineage for each in deciding]) if deciding else None,
             tuple(problems),
-            self.wide,
-            self._is_lacking(),
-            not problems and all(h.recovery.is_empty for h in self.regions),
-            self.overtaken or self._is_overtaken(step),
-            self._young(),
-            *self._for_others({offer.key for offer in offers}, step),
+            self.scanned_all,
+            self._is_own_missing(),
+            not problems and all(each.recovery.is_empty for each in self.regions),
+            self.overwritten or self._is_overwritten(step),
+            self._fresh_timeline(),
+            *self._told_to_others({offer.key for offer in offers}, step),
         )
 
-    def half(self, key: Key, early: bool) -> LocalState | None:
+    def local_state(self, key: Key, early: bool) -> LocalState | None:
         """Return this rank's own state of one instant of a snapshot, from its region or journal."""
-        return next((h for h in self._own_halves(()) if (h.key, h.early) == (key, early)), None)
+        held = self._own_local_states(())
+        return next((each for each in held if (each.key, each.early) == (key, early)), None)
 
     def assembled(
         self, key: Key, rank: int | None = None, *, early: bool = False
@@ -219,10 +258,10 @@ class RegionSurvey:
         """
         why = ""
         rank = self.former(key.world) if rank is None else rank
-        for holding, own in self._of(key, rank, early):
-            mark = (holding.rank, own.record)
+        for surveyed, own in self._of(key, rank, early):
+            mark = (surveyed.rank, own.record)
             if mark not in self._assembled:
-                self._assembled[mark] = self._assemble(holding, own)
+                self._assembled[mark] = self._assemble(surveyed, own)
             found = self._assembled[mark]
             if isinstance(found, AssembledSnapshot):
                 return found
@@ -245,17 +284,17 @@ class RegionSurvey:
     def excludes(self, key: Key) -> str:
         """Return why a snapshot does not count; empty if it does, or if that is not known."""
         try:
-            return rule([holding.lineage for holding in self.regions]).excludes(key)
+            return ruling_lineage([surveyed.lineage for surveyed in self.regions]).excludes(key)
         except CoordinationError:  # regions of two jobs: each stands for itself
             return ""
 
     def former(self, world: int) -> int:
         """Return the rank, of those that wrote, whose own state this rank takes over."""
-        return self.rank % world if self.lends else self.rank
+        return self.rank % world if self.may_take_other_state else self.rank
 
-    def failed(self, snapshot: AssembledSnapshot) -> None:
+    def mark_damaged(self, snapshot: AssembledSnapshot) -> None:
         """Note that a snapshot turned out to be unreadable: it is offered no more."""
-        self._failed.add((snapshot.record.rank, snapshot.record))
+        self._damaged.add((snapshot.record.rank, snapshot.record))
 
     def drop(self, key: Key) -> None:
         """Note that ranks cannot be given a snapshot that they lack: it counts no more."""
@@ -270,34 +309,50 @@ class RegionSurvey:
         lines = [f"{self.where.path}: no whole snapshot (wanted: {wanted})"]
         return "\n  ".join([*lines, *problems])
 
-    # ---- inside ----------------------------------------------------------------------------
+    # ---- inside ----
 
     def _offer(self, key: Key, found: AssembledSnapshot) -> SnapshotOffer:
         alike = self.world > 1 and found.replica is not None
         size = sum(e.length for e in found.entries)
         return SnapshotOffer(key, found.early, found.suspect, alike, size)
 
-    def _for_others(
+    def _told_to_others(
         self, offered: set[Key], step: int | None
     ) -> tuple[tuple[tuple[Key, bool], ...], str]:
         """Return the last two fields of `RankView`, for other ranks; empty if there are none."""
         if self.world == 1:
             return (), ""
         own = {
-            (half.key, half.early): None
-            for half in self._own_halves(offered)
-            if step in (None, half.key.step)
+            (state.key, state.early): None
+            for state in self._own_local_states(offered)
+            if step in (None, state.key.step)
         }
-        why = "" if self.broken is None else f"{type(self.broken).__name__}: {self.broken}"
+        why = (
+            ""
+            if self.unreadable is None
+            else f"{type(self.unreadable).__name__}: {self.unreadable}"
+        )
         return tuple(own), why
 
-    def _own_halves(self, besides: Collection[Key]) -> list[LocalState]:
-        own = self.own
-        if self._halves is None and own is not None:
-            self._halves = LocalStates(own.region, own.recovery.candidates)
-        return self._halves.found(besides) if self._halves is not None else []
+    def _own_local_states(self, offered: Collection[Key]) -> list[LocalState]:
+        """Return the rank-local states of snapshots that are not offered, then of the journal.
 
-    def _of_all_ranks(
+        Each is read once, when it is first asked for.
+        """
+        own = self.own
+        if own is None:
+            return []
+        found = []
+        for i, candidate in enumerate(own.recovery.candidates):
+            if Key.of(candidate.record) not in offered:
+                if i not in self._local_states:
+                    self._local_states[i] = local_state_of_snapshot(own.region, candidate)
+                found.append(self._local_states[i])
+        if self._journal is None:
+            self._journal = local_states_of_journal(own.region)
+        return [each for each in (*found, *self._journal) if each and each.key not in offered]
+
+    def _whole_over_ranks(
         self, offers: list[SnapshotOffer], problems: list[str]
     ) -> list[SnapshotOffer]:
         """Return the offers that are whole over all ranks; all of them if none is.
@@ -305,7 +360,7 @@ class RegionSurvey:
         This is for a reader that is no rank of a job. Where the other ranks' regions are on other
         nodes, none is whole. Why the others are not is added to `problems`.
         """
-        if self.lends or not self.wide:
+        if self.may_take_other_state or not self.scanned_all:
             return offers
         lacking = {offer.key: self.lacks(offer.key) for offer in offers}
         whole = [offer for offer in offers if not lacking[offer.key]]
@@ -313,28 +368,28 @@ class RegionSurvey:
             problems += [f"step {key.step}: {why[0]}" for key, why in lacking.items() if why]
         return whole or offers
 
-    def _look(self, where: Location) -> SurveyedRegion:
-        holding = SurveyedRegion(*open_and_recover(where))
-        self.regions.append(holding)
-        return holding
+    def _survey(self, where: Location) -> SurveyedRegion:
+        surveyed = SurveyedRegion(*open_and_recover(where))
+        self.regions.append(surveyed)
+        return surveyed
 
-    def _look_once(self, where: Location) -> None:
+    def _survey_once(self, where: Location) -> None:
         """Read a region that is not the rank's own, unless it was read before."""
         if any(where.file == each.region.place.file for each in self.regions):
             return
         try:
             if not select.is_blank(where):
-                self._look(where)
+                self._survey(where)
         except RegionError as error:
             self._problems.append(str(error))
 
-    def _is_own(self, holding: SurveyedRegion) -> bool:
-        return holding.region.place.file == self.where.file
+    def _is_own(self, surveyed: SurveyedRegion) -> bool:
+        return surveyed.region.place.file == self.where.file
 
-    def _young(self) -> int:
+    def _fresh_timeline(self) -> int:
         """Return the own region's timeline if nothing due was ever committed in it; else 0.
 
-        See `RankView.young`.
+        See `RankView.fresh_timeline`.
 
         A snapshot that was saved at a failure does not count here: it was for this rank alone, and
         kept no other from its slot.
@@ -345,37 +400,41 @@ class RegionSurvey:
         due = any(not c.record.flags & RECORD_JIT for c in own.recovery.candidates)
         return 0 if due or own.recovery.problems else own.region.info.timeline
 
-    def _is_lacking(self) -> bool:
+    def _is_own_missing(self) -> bool:
         own = self.own
         if own is not None and not own.recovery.is_empty:
             return False
         return len(location.every_rank(self.where)) > (own is not None)
 
-    def _absent(self) -> list[str]:
+    def _absent_regions(self) -> list[str]:
         """Say that no region was found of the rank whose own state this one takes over."""
-        every = [c.record for h in self.regions for c in h.recovery.candidates]
+        every = [c.record for each in self.regions for c in each.recovery.candidates]
         if not every:
             return []
         newest = max(every, key=lambda record: record.wall_time_ns)
         former = self.former(newest.world)
-        if any(holding.rank == former for holding in self.regions):
+        if any(surveyed.rank == former for surveyed in self.regions):
             return []
         return [f"{self.where.path}: no region of rank {former}, which wrote step {newest.step}"]
 
-    def _is_overtaken(self, step: int | None) -> bool:
+    def note_overwritten(self) -> None:
+        """Take note that a running job has overwritten a snapshot that was found."""
+        self.overwritten = True
+
+    def _is_overwritten(self, step: int | None) -> bool:
         return not all(
-            is_there(h.region, c)
-            for h in self.regions
-            for c in h.recovery.candidates
+            is_there(each.region, c)
+            for each in self.regions
+            for c in each.recovery.candidates
             if step in (None, c.record.step)
         )
 
     def _keys(self, step: int | None) -> list[Key]:
         """Return the snapshots with a part of the rank whose state is taken over; newest first."""
         found: dict[Key, None] = {}
-        for holding in self.regions:
-            for candidate in holding.recovery.candidates:
-                key = key_of(candidate.record)
+        for surveyed in self.regions:
+            for candidate in surveyed.recovery.candidates:
+                key = Key.of(candidate.record)
                 if step in (None, key.step) and candidate.record.rank == self.former(key.world):
                     found[key] = None
         return sorted(found, key=lambda key: -key.step)
@@ -383,37 +442,150 @@ class RegionSurvey:
     def _of(self, key: Key, rank: int, early: bool) -> list[tuple[SurveyedRegion, Candidate]]:
         """Return a rank's snapshots of that key: the wanted instant first, then the newest."""
         found = [
-            (holding, candidate)
-            for holding in self.regions
-            for candidate in holding.recovery.candidates
+            (surveyed, candidate)
+            for surveyed in self.regions
+            for candidate in surveyed.recovery.candidates
             if candidate.record.rank == rank
-            and key_of(candidate.record) == key
-            and (holding.rank, candidate.record) not in self._failed
+            and Key.of(candidate.record) == key
+            and (surveyed.rank, candidate.record) not in self._damaged
         ]
         return sorted(found, key=lambda f: (f[1].record.early != early, -f[1].record.sequence))
 
-    def _assemble(self, holding: SurveyedRegion, own: Candidate) -> AssembledSnapshot | str:
+    def _assemble(self, surveyed: SurveyedRegion, own: Candidate) -> AssembledSnapshot | str:
         try:
             if own.record.share_digest != HOLDS_ALL:
-                self._look_at_peers(holding, own)
+                self._look_at_peers(surveyed, own)
             others = {
                 id(candidate): (each.region, candidate)
                 for each in self.regions
                 for candidate in each.recovery.candidates
-                if (each.rank, candidate.record) not in self._failed
+                if (each.rank, candidate.record) not in self._damaged
             }
             peers = {c.record.rank: c for c in peers_of(own, [c for _, c in others.values()])}
-            sources = [(holding.region, own), *(others[id(c)] for c in peers.values())]
+            sources = [(surveyed.region, own), *(others[id(c)] for c in peers.values())]
             return AssembledSnapshot.of(sources)
         except CorruptSnapshotError as error:
             return str(error)
 
-    def _look_at_peers(self, holding: SurveyedRegion, own: Candidate) -> None:
+    def _look_at_peers(self, surveyed: SurveyedRegion, own: Candidate) -> None:
         """Open the regions of the ranks that shared this snapshot's replicated state."""
-        if self.wide:
+        if self.scanned_all:
             return
-        label = f"{holding.region.place.file} step {own.record.step}"
-        for rank in validation.peers(own, context=label):
+        label = f"{surveyed.region.place.file} step {own.record.step}"
+        for rank in share_peers(own, context=label):
             where = location.locate(self.where.path, rank, create=False)
             if where.exists:
-                self._look_once(where)
+                self._survey_once(where)
+
+
+# ---- the rank-local state that a rank's own region still has -------------------------------------
+
+
+def local_state_of_snapshot(region: Region, candidate: Candidate) -> LocalState | None:
+    """Read the rank-local state that one snapshot holds; None if any of it is damaged."""
+    record, layout = candidate.record, candidate.layout
+    own = [(i, e) for i, e in enumerate(layout.entries) if is_own(e) and e.begin is None]
+    rows = [(i, entry) for i, entry in own if entry.alias_of is None]
+    ties = tuple(entry for _, entry in own if entry.alias_of is not None)
+    try:
+        tensor_layout.check([entry for _, entry in rows], context="layout table")
+        held = [(entry, empty_tensor(entry)) for _, entry in rows]
+        reads = np.zeros(len(rows), READ_DTYPE)
+        at = np.array([i for i, _ in rows], np.intp)
+        reads["offset"], reads["length"] = layout.offsets[at], layout.lengths[at]
+        reads["crc"] = candidate.manifest.crcs[at]
+        reads["destination"] = [tensor.data_ptr() for _, tensor in held]
+        filled = reads["length"] > 0
+        names = [entry.name for (_, entry), full in zip(rows, filled, strict=True) if full]
+        region.native.lease(record.slot, True)
+        try:
+            region.fetch(candidate, reads[filled], names, 1)
+            if region.native.read_record(record.slot) != record:
+                return None
+        finally:
+            region.native.lease(record.slot, False)
+    except LightckError:
+        return None
+    key = Key.of(record)
+    state = candidate.manifest
+    return LocalState(
+        key, record.rank, record.early, state.at_step, state.at_forward, tuple(held), ties, record
+    )
+
+
+def local_states_of_journal(region: Region) -> list[LocalState]:
+    """Read the boundary journal's rank-local states: the newest timeline's last instants."""
+    found = []
+    for kind in (FORWARD, STEP_END):
+        try:
+            entry = region.native.read_journal(kind)
+            if entry is None:
+                continue
+            state = decode_entry(entry, context=f"{region.place.file}: journal")
+            second = boundary_blob.opened(state.at_forward, context="journal")
+            world = second["share"]["world"] if "share" in second else 1
+            key = Key(entry.timeline, entry.step, world)
+            held = tuple((tensor_layout.describe(live), live.tensor) for live in state.lives)
+        except (LightckError, KeyError, TypeError):  # another rank's state is used instead
+            continue
+        own = tuple((each, tensor) for each, tensor in held if is_own(each))
+        early = kind == STEP_END or entry.early
+        found.append(LocalState(key, region.info.rank, early, state.at_step, state.at_forward, own))
+    return found
+
+
+# ---- tensors that the ranks that wrote a snapshot did not hold alike -----------------------------
+
+
+def unequal_tensors(survey: RegionSurvey, key: Key, snapshot: AssembledSnapshot) -> dict[str, str]:
+    """Return, by name, why a tensor cannot be restored on another number of ranks.
+
+    Where another number of ranks restores a snapshot, each takes over the state of one that wrote.
+    That is right for tensors that all of them held alike. Of the rest (experts outside of
+    DistributedDataParallel, an optimizer that divides its state among ranks) it would lose what the
+    others held. Whether a tensor was alike is known from the snapshot's own statement
+    (`RankShare.told`), from its being written in shares, or else from the checksums that every
+    rank's region has of it.
+
+    Empty for a snapshot of as many ranks as now. Sharded tensors (DTensors) are not among them:
+    they state their places. Nor are buffers, extras and what optimizers keep beside their state:
+    each rank has its own of those by rule.
+    """
+    world = key.world
+    if world in (1, survey.world) or snapshot.replica is not None:
+        return {}
+    rank = snapshot.record.rank
+    own = _unshared(snapshot.parts[0].candidate)
+    why: dict[str, str] = {}
+    for other in range(world):
+        if other == rank:
+            continue
+        state = survey.assembled(key, other, early=snapshot.early)
+        if not isinstance(state, AssembledSnapshot):
+            lacking = f"what rank {other} of {world} held of it is not there to compare"
+            why = {**dict.fromkeys(own, lacking), **why}
+            continue
+        theirs = _unshared(state.parts[0].candidate)
+        for name in {**own, **theirs}:
+            if own.get(name) != theirs.get(name):
+                why.setdefault(name, _in_words(name, rank, own, other, theirs, world))
+    return why
+
+
+def _unshared(candidate: Candidate) -> dict[str, Any]:
+    """Return form and checksum, by name, of tensors that a rank wrote and others may hold alike."""
+    crcs = candidate.manifest.crcs
+    return {
+        e.name: (e.dtype, e.shape, e.strides, int(crcs[i]))
+        for i, e in enumerate(candidate.layout.entries)
+        if not is_own(e) and e.begin is None and e.alias_of is None and e.shard is None
+    }
+
+
+def _in_words(
+    name: str, rank: int, own: dict[str, Any], other: int, theirs: dict[str, Any], world: int
+) -> str:
+    if name in own and name in theirs:
+        return f"ranks {rank} and {other} of the {world} that wrote it held different ones"
+    held, not_held = (rank, other) if name in own else (other, rank)
+    return f"rank {held} of the {world} that wrote it held it, rank {not_held} did not"
