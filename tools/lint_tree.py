@@ -84,12 +84,7 @@ MENDING: dict[str, str] = {
     "lightck/data/lookahead.py": "iteration",
     "lightck/data/sampler.py": "iteration",
     "lightck/distributed/restore/protocol.py": "timeout_s",
-    "lightck/failure/jit_save.py": "moved",
-    "lightck/layerwise/checkpointer.py": (
-        "at_forward at_step flags held_bytes share_digest state_fingerprint"
-    ),
     "lightck/pipeline/device_offload.py": "start_event",
-    "lightck/pipeline/pipeline.py": "moved",
     "lightck/state/extras.py": "draws_from",
 }
 """Assignments to other objects' attributes, and fields that default to a lambda, which are still to

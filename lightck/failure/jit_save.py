@@ -473,10 +473,10 @@ class JitSaver:
             for slot in self._replaceable_slots(step):
                 pipeline.region.mark_aborted(slot)
         with pipeline.pacing:
-            snapshot = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT)
+            flags |= RECORD_JIT
+            snapshot = pipeline.open(step, state, *blobs, flags=flags, changed=changed)
         if isinstance(snapshot, str):
             raise RetryLater(f"step {step} has no snapshot: {snapshot}", WaitFor.SLOT)
-        snapshot.moved = changed
         return snapshot
 
     def _finish_copies(self, snapshot: InflightSnapshot) -> InflightSnapshot:

@@ -25,7 +25,7 @@ from lightck.layerwise.updates import LayerUpdates, Unit, Units
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.due import DueCheck
 from lightck.pipeline.copy_plan import PlannedGroup
-from lightck.pipeline.pipeline import CopyGroup, InflightSnapshot, Pipeline
+from lightck.pipeline.pipeline import Check, CopyGroup, InflightSnapshot, Pipeline
 from lightck.region.native_region import RECORD_JIT
 from lightck.region.slot_writer import SlotWriter
 from lightck.state.inventory import CollectedState
@@ -123,12 +123,19 @@ class LayerPipeline(Pipeline):
         return True
 
     def open(
-        self, step: int, state: CollectedState, at_step: bytes, at_forward: bytes, *, flags: int = 0
+        self,
+        step: int,
+        state: CollectedState,
+        at_step: bytes,
+        at_forward: bytes,
+        *,
+        flags: int = 0,
+        changed: Check | None = None,
     ) -> InflightSnapshot | str:
         """Open the snapshot of `step`, or go on with the one that has begun, if it still can."""
         begun, self.begun = self.begun, None
         if begun is None:
-            return super().open(step, state, at_step, at_forward, flags=flags)
+            return super().open(step, state, at_step, at_forward, flags=flags, changed=changed)
         try:
             plan = self.copy_plan.update(state.lives, len(at_step) + len(at_forward))
             goes_on = plan is begun.snapshot.writer.plan and self._is_unchanged(begun, step)
@@ -140,11 +147,10 @@ class LayerPipeline(Pipeline):
             self._abandon(begun.snapshot)
             if flags & RECORD_JIT and not self.barrier.alone:
                 self.barrier.lost(step, "the snapshot that had begun could not go on")
-            return super().open(step, state, at_step, at_forward, flags=flags)
+            return super().open(step, state, at_step, at_forward, flags=flags, changed=changed)
         assert self.window is None, "two snapshots in one window"
         snapshot = self.window = begun.snapshot
-        snapshot.at_step, snapshot.at_forward, snapshot.flags = at_step, at_forward, flags
-        snapshot.share_digest, snapshot.state_fingerprint = state.share_digest, state.form
+        snapshot.complete(state, (at_step, at_forward), flags, changed)
         try:
             for k, part in enumerate(begun.parts):
                 if k not in begun.queued:
@@ -154,7 +160,7 @@ class LayerPipeline(Pipeline):
         except BaseException as error:
             self.drop(f"failed: {error}")
             raise
-        held = snapshot.held_bytes = sum(g.batch.total_bytes for g in snapshot.groups if g.is_held)
+        held = snapshot.count_held()
         self.schedule.open(held)
         self._release(snapshot, held)
         return snapshot

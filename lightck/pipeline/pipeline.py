@@ -42,6 +42,8 @@ from lightck.types import Fate, ReleaseSchedule
 
 # ---- a snapshot in flight: its copies, and who waits for it --------------------------------------
 
+Check = Callable[[], str]  # names a tensor that has changed, or nothing (an empty text)
+
 
 @dataclass(eq=False)
 class CopyGroup:
@@ -100,8 +102,8 @@ class InflightSnapshot:
     """Seconds at fences so far."""
     torn: tuple[str, ...] = ()
     """Names of what changed while it was copied, for which the snapshot was dropped."""
-    moved: Callable[[], str] = lambda: ""
-    """Names a tensor that has changed since an instant before the opening, see `WeightGuard`."""
+    changed: Check | None = None
+    """Asked at the fence for changes since an instant before the opening, see `WeightGuard`."""
     futures: list[Future[int]] = field(default_factory=list)
     """Futures of those who wait for this very snapshot."""
 
@@ -120,6 +122,19 @@ class InflightSnapshot:
     def transfers(self) -> list[DeviceTransfer]:
         """Transfers of its groups."""
         return [group.transfer for group in self.groups if group.transfer is not None]
+
+    def complete(
+        self, state: CollectedState, blobs: tuple[bytes, bytes], flags: int, changed: Check | None
+    ) -> None:
+        """Take what only forward start tells, where copies began before it."""
+        self.at_step, self.at_forward = blobs
+        self.flags, self.changed = flags, changed
+        self.share_digest, self.state_fingerprint = state.share_digest, state.form
+
+    def count_held(self) -> int:
+        """Count, once all groups are queued, the bytes that run only when they are released."""
+        self.held_bytes = sum(group.batch.total_bytes for group in self.groups if group.is_held)
+        return self.held_bytes
 
     def add_futures(self, futures: Sequence[Future[int]]) -> None:
         """Let these wait for this very snapshot, too."""
@@ -300,13 +315,21 @@ class Pipeline:
             self.offload.note_streams(self.copy_plan, at_forward=at_forward)
 
     def open(
-        self, step: int, state: CollectedState, at_step: bytes, at_forward: bytes, *, flags: int = 0
+        self,
+        step: int,
+        state: CollectedState,
+        at_step: bytes,
+        at_forward: bytes,
+        *,
+        flags: int = 0,
+        changed: Check | None = None,
     ) -> InflightSnapshot | str:
         """Open the snapshot of `step`: from now to the fence the sources must not change.
 
         Buffers and other sources that cannot wait are copied before this returns. If a text is
         returned, it says why the snapshot is skipped: nothing was done, and the barrier was told,
-        unless the snapshot is a RECORD_JIT one of several ranks, of which it never hears.
+        unless the snapshot is a RECORD_JIT one of several ranks, of which it never hears. `changed`
+        names, at the fence, a tensor that has changed since an instant before this.
 
         Raises:
             RegionFullError: the state has outgrown the medium.
@@ -334,7 +357,7 @@ class Pipeline:
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
         said = at_step, at_forward, flags, state.share_digest, state.form, local
-        snapshot = self.window = InflightSnapshot(step, writer, *said)
+        snapshot = self.window = InflightSnapshot(step, writer, *said, changed=changed)
         try:
             staged = self._choose_staged(snapshot, self.copy_plan)
             with self.offload.side_streams() if self.copy_plan.devices else nullcontext():
@@ -346,8 +369,7 @@ class Pipeline:
             self.offload.keep_error(error)
             self.drop(f"failed: {error}", for_good=is_final(error))
             raise
-        held = snapshot.held_bytes = sum(g.batch.total_bytes for g in snapshot.groups if g.is_held)
-        self._release(snapshot, self.schedule.open(held))
+        self._release(snapshot, self.schedule.open(snapshot.count_held()))
         return snapshot
 
     def _taken(self, writer: SlotWriter) -> None:
@@ -607,7 +629,9 @@ class Pipeline:
             differs = None if i is None else entries[int(group.batch.positions[i])].name
         else:
             differs = snapshot.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
-        return [*filter(None, [differs or snapshot.moved()])]
+        if differs is None and snapshot.changed is not None:
+            differs = snapshot.changed()
+        return [differs] if differs else []
 
     def _leave_window(self, snapshot: InflightSnapshot) -> None:
         """Take the captured snapshot out of the window, and seal it.
