@@ -40,7 +40,7 @@ class Node:
             pipeline = SimpleNamespace(region=SimpleNamespace(slots=[]))
             steps = SimpleNamespace(step=7)
             checkpointer: Any = SimpleNamespace(
-                rank=rank, steps=steps, pipeline=pipeline, behind=None
+                rank=rank, steps=steps, pipeline=pipeline, device_lag=None
             )
             takeovers: Any = SimpleNamespace(
                 complete_dead_ranks=lambda _, rank=rank: self._settle(rank)
@@ -220,7 +220,7 @@ def test_a_device_that_stands_before_an_update_may_wait_for_others(node: Node) -
     rank, before = node.ranks[0], SimpleNamespace(step=7)
     own: Any = rank.checkpointer
     assert rank.hung_device() is None
-    own.behind = SimpleNamespace(hung_state=lambda: before)
+    own.device_lag = SimpleNamespace(hung_state=lambda: before)
     first, again = rank.hung_device(), rank.hung_device()
     assert first is not None and first == again and "to step 8" in first.text
     before = SimpleNamespace(step=7)
@@ -230,5 +230,5 @@ def test_a_device_that_stands_before_an_update_may_wait_for_others(node: Node) -
     def failed() -> None:
         raise DeviceError("cuda:0 is lost")
 
-    own.behind = SimpleNamespace(hung_state=failed)
+    own.device_lag = SimpleNamespace(hung_state=failed)
     assert rank.hung_device() is None
