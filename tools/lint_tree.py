@@ -94,14 +94,10 @@ MENDING: dict[str, str] = {
     "lightck/failure/takeover/takeover.py": "kept must_stand before",
     "lightck/failure/watchdog.py": "measured elsewhere settled waits hold",
     "lightck/handle.py": "hold hang elsewhere settled waits leaving",
-    "lightck/layerwise/checkpointer.py": (
-        "at_step at_forward flags share_digest state_fingerprint held_bytes"
-    ),
-    "lightck/loop/outcomes.py": "futures",
+    "lightck/layerwise/checkpointer.py": "held_bytes",
     "lightck/pipeline/device_offload.py": "start_event",
-    "lightck/pipeline/inflight.py": "moved",
     "lightck/pipeline/pipeline.py": (
-        "may_block_at_boundary wanted limited torn sources waited_s released_bytes sealed "
+        "torn sources waited_s released_bytes sealed "
         "captured_s captured last_captured_step last_exact_step durable_s durable "
         "commit_s committed whole_s persist_s last_committed_step dead"
     ),

@@ -473,10 +473,9 @@ class JitSaver:
             for slot in self._replaceable_slots(step):
                 pipeline.region.mark_aborted(slot)
         with pipeline.pacing:
-            snapshot = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT)
+            snapshot = pipeline.open(step, state, *blobs, flags=flags | RECORD_JIT, moved=changed)
         if isinstance(snapshot, str):
             raise RetryLater(f"step {step} has no snapshot: {snapshot}", WaitFor.SLOT)
-        snapshot.moved = changed
         return snapshot
 
     def _finish_copies(self, snapshot: InflightSnapshot) -> InflightSnapshot:

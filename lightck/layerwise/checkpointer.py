@@ -123,12 +123,19 @@ class LayerPipeline(Pipeline):
         return True
 
     def open(
-        self, step: int, state: CollectedState, at_step: bytes, at_forward: bytes, *, flags: int = 0
+        self,
+        step: int,
+        state: CollectedState,
+        at_step: bytes,
+        at_forward: bytes,
+        *,
+        flags: int = 0,
+        moved: Callable[[], str] | None = None,
     ) -> InflightSnapshot | str:
         """Open the snapshot of `step`, or go on with the one that has begun, if it still can."""
         begun, self.begun = self.begun, None
         if begun is None:
-            return super().open(step, state, at_step, at_forward, flags=flags)
+            return super().open(step, state, at_step, at_forward, flags=flags, moved=moved)
         try:
             plan = self.copy_plan.update(state.lives, len(at_step) + len(at_forward))
             goes_on = plan is begun.snapshot.writer.plan and self._is_unchanged(begun, step)
@@ -140,11 +147,10 @@ class LayerPipeline(Pipeline):
             self._abandon(begun.snapshot)
             if flags & RECORD_JIT and not self.barrier.alone:
                 self.barrier.lost(step, "the snapshot that had begun could not go on")
-            return super().open(step, state, at_step, at_forward, flags=flags)
+            return super().open(step, state, at_step, at_forward, flags=flags, moved=moved)
         assert self.window is None, "two snapshots in one window"
         snapshot = self.window = begun.snapshot
-        snapshot.at_step, snapshot.at_forward, snapshot.flags = at_step, at_forward, flags
-        snapshot.share_digest, snapshot.state_fingerprint = state.share_digest, state.form
+        snapshot.begin_forward(state, at_step, at_forward, flags, moved)
         try:
             for k, part in enumerate(begun.parts):
                 if k not in begun.queued:

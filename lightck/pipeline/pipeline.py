@@ -100,7 +100,7 @@ class InflightSnapshot:
     """Seconds at fences so far."""
     torn: tuple[str, ...] = ()
     """Names of what changed while it was copied, for which the snapshot was dropped."""
-    moved: Callable[[], str] = lambda: ""
+    moved: Callable[[], str] | None = None
     """Names a tensor that has changed since an instant before the opening, see `WeightGuard`."""
     futures: list[Future[int]] = field(default_factory=list)
     """Futures of those who wait for this very snapshot."""
@@ -120,6 +120,18 @@ class InflightSnapshot:
     def transfers(self) -> list[DeviceTransfer]:
         """Transfers of its groups."""
         return [group.transfer for group in self.groups if group.transfer is not None]
+
+    def begin_forward(
+        self,
+        state: CollectedState,
+        at_step: bytes,
+        at_forward: bytes,
+        flags: int,
+        moved: Callable[[], str] | None,
+    ) -> None:
+        """Take what is known from forward start on, where copies have begun before."""
+        self.at_step, self.at_forward, self.flags, self.moved = at_step, at_forward, flags, moved
+        self.share_digest, self.state_fingerprint = state.share_digest, state.form
 
     def add_futures(self, futures: Sequence[Future[int]]) -> None:
         """Let these wait for this very snapshot, too."""
@@ -300,7 +312,14 @@ class Pipeline:
             self.offload.note_streams(self.copy_plan, at_forward=at_forward)
 
     def open(
-        self, step: int, state: CollectedState, at_step: bytes, at_forward: bytes, *, flags: int = 0
+        self,
+        step: int,
+        state: CollectedState,
+        at_step: bytes,
+        at_forward: bytes,
+        *,
+        flags: int = 0,
+        moved: Callable[[], str] | None = None,
     ) -> InflightSnapshot | str:
         """Open the snapshot of `step`: from now to the fence the sources must not change.
 
@@ -334,7 +353,7 @@ class Pipeline:
         if self.trace is not None:
             self.trace.opened(step, writer, begin)
         said = at_step, at_forward, flags, state.share_digest, state.form, local
-        snapshot = self.window = InflightSnapshot(step, writer, *said)
+        snapshot = self.window = InflightSnapshot(step, writer, *said, moved=moved)
         try:
             staged = self._choose_staged(snapshot, self.copy_plan)
             with self.offload.side_streams() if self.copy_plan.devices else nullcontext():
@@ -607,7 +626,7 @@ class Pipeline:
             differs = None if i is None else entries[int(group.batch.positions[i])].name
         else:
             differs = snapshot.writer.audit(group.batch, self._dice.getrandbits(63), self.proof)
-        return [*filter(None, [differs or snapshot.moved()])]
+        return [*filter(None, [differs or (snapshot.moved and snapshot.moved())])]
 
     def _leave_window(self, snapshot: InflightSnapshot) -> None:
         """Take the captured snapshot out of the window, and seal it.
