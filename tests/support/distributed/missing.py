@@ -5,8 +5,7 @@ A small time-out of a whole job would also end the wait for ranks that are merel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightck.distributed.rounds import AgreementRounds
@@ -31,27 +30,18 @@ def never_come(
     decide, wait = AgreementRounds._decide, AgreementRounds._await
 
     def deciding(rounds: AgreementRounds, base: str, *args: Any) -> Any:
+        *rest, limit_s = args
         for rank in range(rounds.world):
             if rank not in dead:
                 assert rounds.store.wait(f"{base}/in/{rank}", LONG_S), f"rank {rank} did not come"
-        waits.append(rounds.timeout_s)
-        with _patience(rounds, seconds):
-            return decide(rounds, base, *args)
+        waits.append(limit_s)
+        return decide(rounds, base, *rest, seconds)
 
     def awaiting(rounds: AgreementRounds, *args: Any) -> Any:
-        waits.append(1.5 * rounds.timeout_s)
-        with _patience(rounds, seconds if 0 in dead else LONG_S):
-            return wait(rounds, *args)
+        *rest, limit_s = args
+        waits.append(1.5 * limit_s)
+        return wait(rounds, *rest, seconds if 0 in dead else LONG_S)
 
     put(AgreementRounds, "_decide", deciding)
     put(AgreementRounds, "_await", awaiting)
     return waits
-
-
-@contextmanager
-def _patience(rounds: AgreementRounds, seconds: float) -> Iterator[None]:
-    usual, rounds.timeout_s = rounds.timeout_s, seconds
-    try:
-        yield
-    finally:
-        rounds.timeout_s = usual
