@@ -116,7 +116,7 @@ def test_what_was_read_of_a_damaged_snapshot_is_gone_before_the_older_one_is_rea
     damage(run_dir, 2)
     made: list[tuple[int, weakref.ref[torch.Tensor]]] = []
     alive: list[list[int]] = []
-    fresh, verify, attempt = fill.fresh, AssembledSnapshot.verify, [0]
+    fresh, verify, attempt = fill.empty_tensor, AssembledSnapshot.verify, [0]
 
     def noted(entry: Any) -> torch.Tensor:
         tensor = fresh(entry)
@@ -128,7 +128,7 @@ def test_what_was_read_of_a_damaged_snapshot_is_gone_before_the_older_one_is_rea
         attempt[0] += 1
         verify(snapshot, *given)
 
-    monkeypatch.setattr(fill, "fresh", noted)
+    monkeypatch.setattr(fill, "empty_tensor", noted)
     monkeypatch.setattr(AssembledSnapshot, "verify", verifies)
     loop = adam_loop()
     gc.disable()
