@@ -31,7 +31,7 @@ CALLS: dict[str, tuple[str, int, bool]] = {
     "before the payload is verified": ("fetch", 1, False),
     "payload verified": ("fetch", 1, True),
     "live tensors half filled": ("fetch", 2, True),
-    "restored": ("carry_on", 1, True),
+    "restored": ("mark_continued", 1, True),
     "before the timeline begins": ("begin_timeline", 1, False),
     "timeline begun": ("begin_timeline", 1, True),
 }
