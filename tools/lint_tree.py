@@ -83,7 +83,6 @@ FOREIGN: dict[str, tuple[str, str]] = {
 MENDING: dict[str, str] = {
     "lightck/data/lookahead.py": "iteration",
     "lightck/data/sampler.py": "iteration",
-    "lightck/distributed/restore/protocol.py": "timeout_s",
     "lightck/pipeline/device_offload.py": "start_event",
     "lightck/state/extras.py": "draws_from",
 }

@@ -53,12 +53,15 @@ class Rendezvous:
         assert self.rounds is not None and isinstance(self.rounds.store, JobStore)
         return self.rounds.store
 
-    def agree(self, ask: Callable[[AgreementRounds | None], T]) -> T:
+    def agree(
+        self, ask: Callable[[AgreementRounds | None], T], *, timeout_s: float | None = None
+    ) -> T:
         """Hold a round, if there are several ranks; every rank must, in the same order.
 
         Args:
             ask: called with the rounds, or None with one rank; an exception that it raises is
                 raised on every rank.
+            timeout_s: the time-out of the round that `ask` holds; None: the usual one.
 
         Raises:
             CoordinationError: names the ranks that failed or did not come, and why; on every rank.
@@ -66,7 +69,8 @@ class Rendezvous:
         """
         if self.rounds is None:
             return ask(None)
-        rounds, seconds = self.rounds, 1.5 * self.rounds.timeout_s + _GRACE_S
+        rounds, limit_s = self.rounds, self.rounds.timeout_s if timeout_s is None else timeout_s
+        seconds = 1.5 * limit_s + _GRACE_S
         try:
             return bounded(f"{self.kind} on rank {self.rank}", seconds, lambda: ask(rounds))
         except BaseException:

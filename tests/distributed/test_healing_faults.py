@@ -18,6 +18,7 @@ import torch
 from lightck.distributed.restore import healing
 from lightck.distributed.restore.healing import P2PChannel, ReplicaSender
 from lightck.distributed.restore.protocol import RestoreAttempt
+from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.store import JobStore
 from lightck.errors import CoordinationError, NoSnapshotError
 from lightck.reader.assembly import AssembledSnapshot
@@ -264,19 +265,20 @@ def test_a_rank_whose_gift_fails_at_once_waits_for_those_that_are_still_given_th
     islands.settle(crew)
 
     def before(me: ranks.Me) -> None:
-        agreed = RestoreAttempt._all_agree
+        agree, waits = AgreementRounds.agree, list[float]()
 
         def receive(channel: P2PChannel) -> Any:
             raise CoordinationError(f"{channel.label}: changed on the way")
 
-        def waiting(attempt: RestoreAttempt, kind: str) -> bool:
-            if (kind, attempt.key.step) == ("restore: verified", 9):
-                me.send(attempt.ranks.rounds.timeout_s)
-            return agreed(attempt, kind)
+        def waiting(rounds: AgreementRounds, kind: str, *asked: Any, **limit: Any) -> Any:
+            if kind == "restore: verified" and not waits:  # of step 9, the first that is tried
+                waits.append(limit.get("timeout_s", rounds.timeout_s))
+                me.send(waits[0])
+            return agree(rounds, kind, *asked, **limit)
 
         if me.rank == fails:
             P2PChannel.receive = receive
-        RestoreAttempt._all_agree = waiting
+        AgreementRounds.agree = waiting
 
     def during(job: ranks.Job) -> None:
         waits = {job.receive(rank) for rank in range(3)}

@@ -136,25 +136,15 @@ class RestoreAttempt:
     """The state that this rank assembled by itself; None if it receives one."""
     _healing: Healing | None = None
     _problem: Exception | None = None
-    _usual_timeout_s: float = 0.0
 
     def __enter__(self) -> RestoreAttempt:
-        """Wait longer for ranks that read: another rank's medium may be much slower.
-
-        A rank that fails at once must wait for the others as long as those that do not.
-        """
-        if self.ranks.rounds is not None:
-            self._usual_timeout_s = self.ranks.rounds.timeout_s
-            times = (1 + len(self.choice.heals)) * self.choice.size
-            self.ranks.rounds.timeout_s += times / healing.SLOWEST_BYTES_S
+        """Return it; what it holds is given back at the end of the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
         """Give back what is held."""
         self.leases.close()
         self._healing = None
-        if self.ranks.rounds is not None:
-            self.ranks.rounds.timeout_s = self._usual_timeout_s
 
     @contextlib.contextmanager
     def verifying(self) -> Iterator[None]:
@@ -163,10 +153,10 @@ class RestoreAttempt:
         The block assembles the snapshot, verifies it, and changes nothing live; then it is sent to
         the ranks that lack it.
         """
-        healing = None
-        if self.choice.heals:
-            seconds = self._usual_timeout_s
-            healing = Healing(self.ranks, self.key, dict(self.choice.heals), seconds)
+        healing, rounds = None, self.ranks.rounds
+        if self.choice.heals and rounds is not None:  # a single rank is not healed
+            heals = dict(self.choice.heals)
+            healing = Healing(self.ranks, self.key, heals, rounds.timeout_s)
         self._healing = healing
         try:
             with healing or contextlib.nullcontext():
@@ -237,7 +227,13 @@ class RestoreAttempt:
             healed = self._healing.description() if self._healing is not None else ""
             own = self._own is not None
             message = {"problem": text[:_LETTERS], "own": own, "healed": healed}
-            answer = self.ranks.agree(lambda _: rounds.agree(kind, message, decide_outcome))
+            # Another rank's medium may be slower: all wait longer, one that fails at once, too.
+            times = (1 + len(self.choice.heals)) * self.choice.size
+            limit_s = rounds.timeout_s + times / healing.SLOWEST_BYTES_S
+            answer = self.ranks.agree(
+                lambda _: rounds.agree(kind, message, decide_outcome, timeout_s=limit_s),
+                timeout_s=limit_s,
+            )
             problems, is_own = answer["problems"], answer["own"]
             self.healed = tuple(answer["healed"])
         for text in problems:
