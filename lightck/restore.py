@@ -26,7 +26,7 @@ from lightck.events import event
 from lightck.loop.hooks import before_next_forward
 from lightck.loop.steps import Steps
 from lightck.reader.assembly import AssembledSnapshot, Snapshot
-from lightck.reader.fill import Saved, StateFiller
+from lightck.reader.fill import SavedOptimizer, StateFiller
 from lightck.region import location
 from lightck.region.native_region import Record
 from lightck.region.region import Continuation
@@ -61,7 +61,7 @@ class ModelProgress:
     """The restored snapshot was finished before forward start; the same on every rank."""
     extras: frozenset[str] = frozenset()
     """Names of the extras in the snapshots that the model continues."""
-    pending: list[Saved] = field(default_factory=list)
+    pending: list[SavedOptimizer] = field(default_factory=list)
     """Restored state of optimizers that have not been found yet."""
     forward_hook: Any = None
     attached: list[Steps] = field(default_factory=list)

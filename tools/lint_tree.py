@@ -58,7 +58,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lightck/__init__.py": ("__class__", "the module's own class"),
     "lightck/cli/chaos/command.py": ("usage", "argparse's"),
     "lightck/cli/demo/train.py": ("weight", "torch's: the head is tied"),
-    "lightck/data/lookahead.py": ("generator", "torch's sampler"),
+    "lightck/data/lookahead.py": ("generator iteration", "torch's sampler; Accelerate's loader"),
+    "lightck/data/sampler.py": ("iteration", "Accelerate's loader"),
     "lightck/distributed/ddp_communication.py": ("__doc__", "a function's"),
     "lightck/failure/fault_injector.py": ("open", "faults on purpose replace it"),
     "lightck/failure/fault_plan.py": ("read", "faults on purpose replace it"),
@@ -80,16 +81,6 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lightck/state/extras.py": ("state", "NumPy's bit generator"),
 }
 """Assignments to other objects' attributes that are right: by file, the attributes and whose."""
-MENDING: dict[str, str] = {
-    "lightck/data/lookahead.py": "iteration",
-    "lightck/data/sampler.py": "iteration",
-    "lightck/pipeline/device_offload.py": "start_event",
-    "lightck/state/extras.py": "draws_from",
-}
-"""Assignments to other objects' attributes, and fields that default to a lambda, which are still to
-be mended: by file, the attributes. Nothing is added here."""
-ONE_NAME_TWICE = {"Listener", "Progress", "Saved"}
-"""Names of classes that are still there more than once. Nothing is added here."""
 
 _NAME = re.compile(r"utils?\b|helper|manager", re.I)
 _LETTER = re.compile(r"(?<![\w\])])\([ab]\)")  # not f(a), which is a call
@@ -298,7 +289,7 @@ def foreign_attributes(source: Source) -> Iterator[Finding]:
     if not source.path.startswith("lightck/"):
         return
     foreign, _ = FOREIGN.get(source.path, ("", ""))
-    right = {*foreign.split(), *MENDING.get(source.path, "").split()}
+    right = set(foreign.split())
     declared = set(_declared(source.tree))
     for scope in ast.walk(source.tree):
         if isinstance(scope, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -353,13 +344,11 @@ def lambda_fields(source: Source) -> Iterator[Finding]:
     """Refuse a field for a function that is a lambda until somebody sets it."""
     if not source.path.startswith("lightck/"):
         return
-    mending = MENDING.get(source.path, "").split()
     for node in ast.walk(source.tree):
         if (
             isinstance(node, ast.AnnAssign)
             and isinstance(node.value, ast.Lambda)
             and isinstance(node.target, ast.Name)
-            and node.target.id not in mending
         ):
             said = f"{node.target.id} is a lambda until it is set: give it to the constructor"
             yield source.finding(node.lineno, said)
@@ -374,7 +363,7 @@ def names_of_classes(sources: Iterable[Source]) -> Iterator[Finding]:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef):
                 there = first.setdefault(node.name, f"{source.path}:{node.lineno}")
-                if there != f"{source.path}:{node.lineno}" and node.name not in ONE_NAME_TWICE:
+                if there != f"{source.path}:{node.lineno}":
                     said = f"a class {node.name} is in {there}, too: one class of one name"
                     yield source.finding(node.lineno, said)
 

@@ -32,7 +32,7 @@ _MODULE = "accelerate.data_loader"
 _KINDS = ("DataLoaderShard", "DataLoaderDispatcher")
 
 
-class Listener(Protocol):
+class DrawListener(Protocol):
     """Keeps the generator states that batches are drawn with."""
 
     def drawing_ahead(self, iterator: Lookahead) -> None:

@@ -35,7 +35,7 @@ from lightck.loop.publisher import StallTimer, StatusPublisher
 from lightck.loop.steps import Steps
 from lightck.pipeline.commit_barrier import is_final
 from lightck.pipeline.pipeline import Pipeline
-from lightck.reader.fill import Saved, install_pending
+from lightck.reader.fill import SavedOptimizer, install_pending
 from lightck.state import data_loaders
 from lightck.state.inventory import CollectedState, Inventory
 
@@ -98,7 +98,7 @@ class Checkpointer:
     stall_timer: StallTimer
     movement: Movement
     """The check for extras that change from a step's end to the next forward."""
-    pending: list[Saved]
+    pending: list[SavedOptimizer]
     """State that restore has kept for optimizers that are found when they first step."""
     step_journal: StepJournal | None = None
     """The boundary state of every step, kept while the failure path is armed; else None."""

@@ -239,7 +239,7 @@ class DeviceOffload:
             device = transfer.device
             if device.name not in events:
                 events[device.name] = device.record_event()
-            transfer.start_event = events[device.name]
+            transfer.begin(events[device.name])
             if transfer.spare is not None:
                 self._copied.append(transfer)
         self.engine.start(transfers)

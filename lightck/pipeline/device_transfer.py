@@ -105,6 +105,10 @@ class DeviceTransfer:
         self.starts = [0, *accumulate(self.lengths)]
         assert self.starts[-1] == self.batch.total_bytes, (self.starts[-1], self.batch.total_bytes)
 
+    def begin(self, event: DeviceEvent) -> None:
+        """Let the copies begin behind `event`, the one of forward start."""
+        self.start_event = event
+
     @property
     def is_over(self) -> bool:
         """True if nothing more of it is to be queued or fed."""

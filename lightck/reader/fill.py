@@ -31,7 +31,7 @@ from lightck.state.tensor_layout import fill, is_dense
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedOptimizer:
     """One optimizer of a snapshot: its tree, and its tensors by their saved names."""
 
     index: int
@@ -90,7 +90,7 @@ def fits(tree: dict[str, Any], optimizer: Optimizer, j: int, names: dict[int, st
     return kind == tree["class"] and live == [group["params"] for group in tree["groups"]]
 
 
-def install(saved: Saved, j: int, optimizer: Optimizer, names: dict[int, str]) -> None:
+def install(saved: SavedOptimizer, j: int, optimizer: Optimizer, names: dict[int, str]) -> None:
     """Make the optimizer's state equal to the saved one.
 
     A live tensor of the same name and geometry is filled and kept; others are the saved tensors
@@ -120,7 +120,7 @@ def install(saved: Saved, j: int, optimizer: Optimizer, names: dict[int, str]) -
 
 
 def install_pending(
-    pending: list[Saved], j: int, optimizer: Optimizer, names: dict[int, str]
+    pending: list[SavedOptimizer], j: int, optimizer: Optimizer, names: dict[int, str]
 ) -> None:
     """Give an optimizer the state that restore has kept for it, if there is any."""
     for saved in pending:
@@ -130,7 +130,7 @@ def install_pending(
             return
 
 
-def tell_unfilled(pending: Sequence[Saved]) -> None:
+def tell_unfilled(pending: Sequence[SavedOptimizer]) -> None:
     """Warn of restored parameters that only an optimizer not known yet holds.
 
     They are not filled yet, and a forward may need them.
@@ -146,11 +146,11 @@ def tell_unfilled(pending: Sequence[Saved]) -> None:
             )
 
 
-def _path(saved: Saved, name: str) -> str:
+def _path(saved: SavedOptimizer, name: str) -> str:
     return f"optim/{saved.index}/{join('', name)}"
 
 
-def _state_keys(saved: Saved, by_name: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _state_keys(saved: SavedOptimizer, by_name: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return each name's key in `optimizer.state`: the parameter, or the key behind an @."""
     keys: dict[str, Any] = dict(by_name)
     for name in saved.tree["state"]:
@@ -160,7 +160,7 @@ def _state_keys(saved: Saved, by_name: dict[str, torch.Tensor]) -> dict[str, Any
 
 
 def _install_one(
-    saved: Saved, found: dict[str, str], name: str, key: Any, optimizer: Optimizer
+    saved: SavedOptimizer, found: dict[str, str], name: str, key: Any, optimizer: Optimizer
 ) -> None:
     """Install one parameter's state: tensors directly under its path, and the rest of the tree."""
     near = key if isinstance(key, torch.Tensor) else None
@@ -180,7 +180,7 @@ def _install_one(
     optimizer.state[key] = live
 
 
-def _arrange(saved: Saved, keys: dict[str, Any], optimizer: Optimizer) -> None:
+def _arrange(saved: SavedOptimizer, keys: dict[str, Any], optimizer: Optimizer) -> None:
     """Put the keys of `optimizer.state` into the order that they had."""
     labels = key_order.outer(saved.order, keys)
     ordered = [keys[name] for name in labels if keys.get(name) in optimizer.state]
@@ -256,7 +256,7 @@ class StateFiller:
         self.skipped_state: set[tuple[int, str]] = set()
         """Saved optimizer's index and part of the path of each parameter whose state is skipped."""
         self.matched = match(self.forward_start["optimizers"], live.optimizers, live.names())
-        self.pending: list[Saved] = []
+        self.pending: list[SavedOptimizer] = []
 
     def check(self) -> None:
         """Find what differs between the snapshot and the live objects.
@@ -478,7 +478,7 @@ class StateFiller:
                 for name, tree in saved["state"].items()
                 if (i, boundary_codec.join("", name)) not in self.skipped_state
             }
-            holding = Saved(i, {**saved, "state": kept}, *self._optimizer_tensors(i))
+            holding = SavedOptimizer(i, {**saved, "state": kept}, *self._optimizer_tensors(i))
             if i in self.matched:
                 j = self.matched[i]
                 install(holding, j, self.live.optimizers[j], self.live.names())

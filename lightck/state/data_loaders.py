@@ -22,7 +22,7 @@ from torch.utils.data import dataloader
 from lightck.errors import ConfigError, RestoreMismatchError
 
 
-class Listener(Protocol):
+class PositionListener(Protocol):
     """Is told when a source of batches begins a pass, or draws."""
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
@@ -50,6 +50,10 @@ class Telling:
 
     draws_from: tuple[Any, ...] = ()
     """The generators among the extras that are given beside this source."""
+
+    def draw_from(self, generators: tuple[Any, ...]) -> None:
+        """Note the generators among the extras that are given beside this source."""
+        self.draws_from = generators
 
 
 _listeners: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
@@ -204,7 +208,7 @@ def undrawn(generator: torch.Generator | None) -> Iterator[None]:
         drawn_from.set_state(state)
 
 
-def listen(source: Any, listener: Listener) -> None:
+def listen(source: Any, listener: PositionListener) -> None:
     """Tell `listener` about a source, while both live; other objects have nothing to tell."""
     if is_stateful(source):
         wrap(type(source), "__iter__", _followed)
@@ -213,7 +217,7 @@ def listen(source: Any, listener: Listener) -> None:
     _listeners.setdefault(source, weakref.WeakSet()).add(listener)
 
 
-def ignore(source: Any, listener: Listener) -> None:
+def ignore(source: Any, listener: PositionListener) -> None:
     """Undo `listen`."""
     if is_stateful(source) or isinstance(source, Telling):
         _listeners.get(source, weakref.WeakSet()).discard(listener)

@@ -133,7 +133,7 @@ def parse(extras: Mapping[str, Any] | None) -> tuple[Extra, ...]:
     every = tuple(_parse(name, given) for name, given in (extras or {}).items())
     for extra in every:
         if isinstance(extra.subject, data_loaders.Telling):
-            extra.subject.draws_from = tuple(each for each in every if each.is_generator)
+            extra.subject.draw_from(tuple(each for each in every if each.is_generator))
     return every
 
 

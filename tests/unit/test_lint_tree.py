@@ -204,8 +204,7 @@ def test_what_a_function_makes_and_a_file_declares_may_be_set(line: str) -> None
 
 
 def test_exceptions_are_of_one_file_and_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(lint_tree.FOREIGN, "lightck/x.py", ("grad", "torch's"))
-    monkeypatch.setitem(lint_tree.MENDING, "lightck/x.py", "y")
+    monkeypatch.setitem(lint_tree.FOREIGN, "lightck/x.py", ("grad y", "torch's"))
     text = "def f(p):\n    p.grad = p.y = 1\n    p.z = 1\n"
     assert [each[:16] for each in _of_package(lint_tree.foreign_attributes, text)] == [
         "lightck/x.py:3: "
