@@ -15,6 +15,7 @@ import lightck
 from lightck.distributed import divergence
 from lightck.distributed.commit.distributed_barrier import DistributedBarrier
 from lightck.errors import DivergenceError, LightckError
+from support import internals
 from support.distributed import ranks
 from support.distributed.training import Training
 
@@ -64,7 +65,7 @@ def train(path: Path, odd: int | None, name: str, named: int = 1, **settings: An
             if step == FIRST and me.rank == odd:
                 flip(training, name)
         stats = handle.stats()
-        barrier: Any = handle._checkpointer.pipeline.barrier
+        barrier: Any = internals.pipeline(handle).barrier
         until(lambda: odd is None or len(barrier._divergence._named) >= named)
         with suppress(DivergenceError):  # raised once more, as any background error is
             handle.close()

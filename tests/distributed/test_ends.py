@@ -19,6 +19,7 @@ import lightck.policy
 from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.store import JobStore
 from lightck.errors import CoordinationError
+from support import internals
 from support.distributed import ranks
 from support.distributed.missing import never_come
 from support.distributed.training import Training
@@ -56,8 +57,8 @@ def test_close_takes_the_last_step_again_where_it_was_lost(region_dir: Path) -> 
             for _ in range(3):
                 step(training, handle)
             if me.rank == 1:
-                handle._checkpointer.due = False
-                handle._checkpointer.pipeline.barrier.lost(3, "for the test")
+                internals.checkpointer(handle).due = False
+                internals.pipeline(handle).barrier.lost(3, "for the test")
             else:
                 handle._requests._open_missed()
             until(lambda: settled(handle))
@@ -177,7 +178,7 @@ def test_a_store_that_dies_stops_snapshots_and_nothing_else(region_dir: Path) ->
         me.send("two steps")
         me.pause()
         of_job().set_timeout(SHORT)
-        barrier: Any = handle._checkpointer.pipeline.barrier
+        barrier: Any = internals.pipeline(handle).barrier
         reachable = torch.ones(1)
         end = time.monotonic() + ranks.LONG_S
         while reachable.any() and time.monotonic() < end:

@@ -18,7 +18,7 @@ from lightck.errors import CoordinationError
 from lightck.pipeline.pipeline import Pipeline
 from lightck.region.region import Region
 from lightck.region.slot_writer import SlotWriter
-from support import faults
+from support import faults, internals
 from support.distributed import ranks
 from support.distributed.training import Training
 
@@ -33,7 +33,7 @@ def until(condition: Callable[[], object]) -> None:
 def settled(handle: lightck.Handle) -> bool:
     """Say whether no fate is open on this rank."""
     handle.stats()
-    return not handle._checkpointer.pipeline.in_flight
+    return not internals.pipeline(handle).in_flight
 
 
 def step(training: Training, handle: lightck.Handle) -> None:
@@ -150,8 +150,8 @@ def test_no_slot_of_unknown_fate_is_reused(mistake: bool, region_dir: Path) -> N
         for _ in range(6):
             training.step()
             if me.rank == 0:
-                until(lambda: (handle.stats(), not handle._checkpointer.pipeline.persisting)[1])
-        open_steps = [snapshot.step for snapshot in handle._checkpointer.pipeline.awaiting]
+                until(lambda: (handle.stats(), not internals.pipeline(handle).persisting)[1])
+        open_steps = [snapshot.step for snapshot in internals.pipeline(handle).awaiting]
         slipped = handle.stats().slipped
         dist.barrier()  # rank 1's close commits what it holds back: only once rank 0 has looked
         Pipeline.poll = kept  # type: ignore[method-assign]

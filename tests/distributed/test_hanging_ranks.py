@@ -28,6 +28,7 @@ from lightck.region import location
 from lightck.region.native_region import FENCE, FORWARD, STEP_END
 from lightck.region.region import open_and_recover
 from lightck.types import Failure, Saved
+from support import internals
 from support.distributed import ranks
 from support.distributed.ranks import Gone, Me
 from support.distributed.resumed import same, state_of
@@ -58,7 +59,7 @@ class Standing(Mortal):
 
 def watched(handle: Any, **settings: float) -> None:
     """Let a rank that stands be taken to hang from now on."""
-    guard = handle._guard
+    guard = internals.guard(handle)
     guard.hang.failure = replace(guard.hang.failure, **{"hang_s": 0.2, "hang_steps": 1, **settings})
 
 
@@ -203,7 +204,7 @@ def test_a_rank_that_hangs_there_ends_at_sigterm_at_once_and_is_finished(
     def stands(me: Me, handle: Any) -> None:
         me.pause()
         watched(handle, **({} if noticed else {"hang_s": HOURS_S}))
-        guard = handle._guard
+        guard = internals.guard(handle)
         until(lambda: guard.hang.has_not_moved(guard.saver.progress()))
         me.send(("stands", guard.hang.suspected is not None))
         rests()
@@ -298,8 +299,8 @@ def test_what_a_rank_left_where_it_hung_gives_way_to_what_it_has_at_its_fence(
             watched(job.handle)
             left = partial(job.handle.region.native.read_journal, FENCE)
             until(lambda: (entry := left()) is not None and entry.step == AT)
-            unwatched(job.handle._guard)
-            checkpointer = job.handle._checkpointer
+            unwatched(internals.guard(job.handle))
+            checkpointer = internals.checkpointer(job.handle)
             with checkpointer.lock:
                 for _ in range(3):
                     checkpointer.thread_stuck()
@@ -308,7 +309,7 @@ def test_what_a_rank_left_where_it_hung_gives_way_to_what_it_has_at_its_fence(
             job.phase, job.stand = "updated", dies
 
         def dies() -> None:
-            me.send(job.handle._checkpointer.predictor._last_gradients)
+            me.send(internals.checkpointer(job.handle).predictor._last_gradients)
             kinds = (FORWARD,) if changes else (FORWARD, STEP_END)
             found = [job.handle.region.native.read_journal(kind) for kind in kinds]
             me.send({each and each.step for each in found})

@@ -20,7 +20,7 @@ from lightck.pipeline.commit_barrier import SingleProcessBarrier
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore import progress
 from lightck.state.modules import innermost, named_buffers, named_parameters
-from support import proof
+from support import internals, proof
 from support.distributed import ranks
 from support.distributed.training import Training
 
@@ -78,7 +78,7 @@ def test_one_rank_has_no_threads_and_no_store(initialized: bool, region_dir: Pat
         handle = training.attach(region_dir, failure="off")
         training.steps(3)
         more = {t.name for t in threading.enumerate()} - before
-        kind = type(handle._checkpointer.pipeline.barrier)
+        kind = type(internals.pipeline(handle).barrier)
         assert handle.config.slots == 0 and handle.region.info.slot_count == 2
         handle.close()
         keys = dist.distributed_c10d._get_default_store().num_keys() if initialized else None

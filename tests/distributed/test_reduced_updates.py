@@ -16,6 +16,7 @@ import lightck
 from lightck.errors import ConfigError
 from lightck.layerwise import updates as layer_updates
 from lightck.layerwise.updates import step_only
+from support import internals
 from support.distributed import ranks
 from support.distributed.ranks import Me
 from support.distributed.replicas import (
@@ -249,7 +250,7 @@ def test_attaching_again_finds_its_place(tmp_path: Path) -> None:
                 micro_batch(Case(), module, me.rank, step, 0)
                 optimizer.step()
                 optimizer.zero_grad()
-            assert handle._checkpointer.updates.active
+            assert internals.checkpointer(handle).updates.active
             handle.close()
             assert handle.stats().committed > 0
 

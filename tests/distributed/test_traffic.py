@@ -16,6 +16,7 @@ from lightck.distributed.ddp_communication import DdpCommunication
 from lightck.region.native_pool import SPAN_DTYPE
 from lightck.tracing.perfetto import document
 from lightck.tracing.trace import Event, Recorded
+from support import internals
 from support.distributed import ranks
 from support.distributed.ranks import Me
 from support.distributed.replicas import STEPS, Case, made, micro_batch, train
@@ -76,10 +77,10 @@ def test_comm_releases_as_buckets_are_launched_and_all_when_nothing_is_left_to_c
         held: list[int] = []
 
         def step_ended(handle: lightck.Handle) -> None:
-            assert handle._checkpointer.pipeline.trace is not None
-            events.append(list(handle._checkpointer.pipeline.trace.events))
+            assert internals.pipeline(handle).trace is not None
+            events.append(list(internals.pipeline(handle).trace.events))
             handle.wait()
-            newest = handle._checkpointer.pipeline.newest
+            newest = internals.pipeline(handle).newest
             held.append(0 if newest is None else newest.held_bytes)
 
         train(

@@ -18,6 +18,7 @@ from lightck.errors import TornSnapshotError
 from lightck.failure import jit_save
 from lightck.failure.takeover.coordinator import CheckpointerState
 from lightck.types import Saved
+from support import internals
 from support.emulated import EmulatedDevice, Event, Stream, devices
 from support.emulated_job import Job
 
@@ -371,7 +372,7 @@ def test_who_completes_a_dead_rank_s_share_takes_that_step(
 ) -> None:
     job = Job(device)
     handle = attached(job, run_dir)
-    checkpointer = handle._checkpointer
+    checkpointer = internals.checkpointer(handle)
     for _ in range(3):
         job.step()
     gate = ahead(job)
@@ -440,7 +441,7 @@ def test_a_window_on_a_stream_of_its_own_is_closed_by_a_save_when_its_copies_are
             job.step()
         job.model(torch.zeros(1))  # step 3 is due, and its copies are queued
         saving = other.submit(handle.snapshot_now, "word")
-        while handle._checkpointer.pipeline.window is not None:
+        while internals.window(handle) is not None:
             time.sleep(0.001)
         job.optimizers[0].step()
         saved = saving.result()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lightck
+from support import internals
 from support.loops import Loop, attach, mlp, of_stored, steps_at
 
 NUMBER = torch.tensor(2 + 3j)
@@ -59,7 +60,7 @@ def test_a_frozen_tensor_that_changes_between_snapshots_is_saved_as_it_is(run_di
             handle.wait()
             if step:
                 assert of_stored(run_dir, step) == loop.seen[step]
-        skipped = handle._checkpointer.pipeline.pool_stats()["bytes_skipped"]
+        skipped = internals.pipeline(handle).pool_stats()["bytes_skipped"]
     assert skipped > 0, "it was never found unchanged"
 
 

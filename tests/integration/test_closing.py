@@ -21,7 +21,7 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.region.native_pool import NativePool
 from lightck.region.native_region import NativeRegion
 from lightck.state import tensor_layout
-from support import faults
+from support import faults, internals
 from support.loops import Loop, adam_loop, attach, steps_at
 
 
@@ -203,6 +203,6 @@ def test_futures_end_even_when_the_pipeline_cannot_be_closed(
             handle.detach()
     with pytest.raises(lightck.LightckError, match="closed"):
         future.result(timeout=100)
-    original(handle._checkpointer.pipeline)
+    original(internals.pipeline(handle))
     handle.region.close()
     assert steps_at(run_dir) == []

@@ -21,6 +21,7 @@ from lightck.loop import hooks
 from lightck.loop.hooks import CALL_FIRST
 from lightck.policy import AtSteps
 from lightck.region.native_region import FORWARD
+from support import internals
 from support.loops import Loop, Overwriter, mlp, steps_at
 
 SOON_S = 100.0
@@ -165,10 +166,10 @@ def test_copies_are_under_way_while_the_closure_runs_and_have_left_when_it_retur
     loop, open_at = closed(), list[tuple[str, bool]]()
 
     def look(place: str) -> None:
-        open_at.append((place, handle._checkpointer.pipeline.window is not None))
+        open_at.append((place, internals.window(handle) is not None))
 
     def updated(*_: Any) -> None:
-        open_at.append(("updated", handle._checkpointer.pipeline.window is not None))
+        open_at.append(("updated", internals.window(handle) is not None))
 
     loop.optimizers[0].register_step_post_hook(updated)
     with attach(run_dir, loop, policy=2, schedule=schedule) as handle:

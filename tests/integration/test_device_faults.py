@@ -22,6 +22,7 @@ from lightck.pipeline import device_transfer as transfer
 from lightck.pipeline.copy_plan import CopyPlan
 from lightck.region.native_pool import SNAP_COMMITTED, NativeSnapshot
 from lightck.region.slot_writer import SlotWriter
+from support import internals
 from support.emulated import EmulatedDevice, Event, devices
 from support.emulated_job import Job, value, wrong
 
@@ -45,7 +46,7 @@ def test_a_survivor_copies_what_a_device_holds(
     for _ in range(2):
         job.step()
     handle.wait(timeout=100)
-    checkpointer = handle._checkpointer
+    checkpointer = internals.checkpointer(handle)
     region, pool = checkpointer.pipeline.region, checkpointer.pipeline.pool
     with checkpointer.lock:
         gate = Event()
@@ -76,7 +77,7 @@ def test_a_survivor_does_not_wait_for_a_device_past_its_deadline(
     handle = job.attach(run_dir, placement="host")
     job.step()
     handle.wait(timeout=100)
-    checkpointer = handle._checkpointer
+    checkpointer = internals.checkpointer(handle)
     region, pool = checkpointer.pipeline.region, checkpointer.pipeline.pool
     with checkpointer.lock:
         gate = Event()
@@ -123,7 +124,7 @@ def test_a_thread_that_does_not_start_costs_snapshots_and_hangs_nothing(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for _ in range(4):
         job.step()
-        handle._checkpointer.pipeline.await_abandoned()
+        internals.pipeline(handle).await_abandoned()
     assert len(heard) == 2, heard
     with pytest.raises(LightckError, match="new thread"):
         handle.close()
@@ -146,9 +147,9 @@ def test_who_waits_for_all_of_a_transfer_sleeps(
     job.optimizers[0].step()
     job.model(torch.zeros(1))
     monkeypatch.setattr(NativeSnapshot, "taken", noted)
-    with handle._checkpointer.lock:
-        (each, *_) = handle._checkpointer.pipeline.window.transfers
-        assert handle._checkpointer.pipeline.offload.engine.arrived(each, None)
+    with internals.checkpointer(handle).lock:
+        (each, *_) = internals.window(handle).transfers
+        assert internals.pipeline(handle).offload.engine.arrived(each, None)
         assert waits
         assert all(wait_s > 0 for wait_s in waits), waits
     handle.close()
@@ -169,7 +170,7 @@ def test_who_waits_for_a_snapshot_from_a_device_waits_as_long_as_asked(
     monkeypatch.setattr(NativeSnapshot, "taken", late)
     for _ in range(2):
         job.step()
-    handle._checkpointer.poll(100.0)
+    internals.checkpointer(handle).poll(100.0)
     assert looks[0] > 3 and handle.last_committed_step == 1
     handle.close()
 
@@ -274,13 +275,13 @@ def test_a_snapshot_is_not_freed_while_its_places_are_asked_for(
     monkeypatch.setattr(NativeSnapshot, "free", let_go)
     job = Job(device, layers=9, buffers=False)
     handle = job.attach(run_dir, placement="host", threads=1)
-    pipe = handle._checkpointer.pipeline
+    pipe = internals.pipeline(handle)
     pipe.pool.pace(0)  # the ring is full, and is not read before somebody waits
     job.optimizers[0].step()
     job.model(torch.zeros(1))
     assert asks.wait(100)
     freed.clear()
-    with handle._checkpointer.lock:
+    with internals.checkpointer(handle).lock:
         pipe.drop()
     try:
         assert not freed.wait(0.5), "freed under the thread that asks for its places"
@@ -333,7 +334,7 @@ def test_what_a_lost_device_had_pinned_is_never_freed(
     for _ in range(3):
         job.step()
     handle.wait(timeout=100)
-    ring = handle._checkpointer.pipeline.offload.engine
+    ring = internals.pipeline(handle).offload.engine
     places = [weakref.ref(place) for place in ring._free]
     assert places
     if lost:

@@ -14,6 +14,7 @@ import torch
 import lightck
 from lightck.errors import TornSnapshotError
 from lightck.pipeline import device_offload, device_placement, device_transfer, pipeline
+from support import internals
 from support.emulated import EmulatedDevice, Event, Stream, devices
 from support.emulated_job import Job, value, write, wrong
 from support.loops import steps_at
@@ -172,7 +173,7 @@ def test_a_ring_smaller_than_the_state_is_bounded_and_loses_nothing(
     device.copy_s = 0.0
     job = Job(device, layers=9)
     handle = job.attach(run_dir, placement="host", threads=1)
-    handle._checkpointer.pipeline.pool.pace(0)  # workers read what somebody waits for, nothing else
+    internals.pipeline(handle).pool.pace(0)  # workers read what somebody waits for, nothing else
     for _ in range(8):
         job.step()
     handle.wait(timeout=100)
@@ -280,7 +281,7 @@ def test_a_tensor_that_changes_in_the_window_is_torn(
     job.model(torch.zeros(1))
     write(device, job.layers[2].weight, value("2.weight", 77, job.layers[2].weight.shape), 0.0)
     job.optimizers[0].step()
-    handle._checkpointer.pipeline.await_abandoned()
+    internals.pipeline(handle).await_abandoned()
     job.step()
     with pytest.raises(TornSnapshotError):
         handle.close()
@@ -302,7 +303,7 @@ def test_proof_compares_every_byte_with_what_the_device_holds(
     weight = job.layers[3].weight
     device.overwrite(weight, value("3.weight", 78, weight.shape))  # around the counters
     job.optimizers[0].step()
-    handle._checkpointer.pipeline.await_abandoned()
+    internals.pipeline(handle).await_abandoned()
     job.step()
     with pytest.raises(TornSnapshotError):
         handle.close()

@@ -16,6 +16,7 @@ import lightck
 from lightck import handle as handle_module
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.requests import Requests
+from support import internals
 from support.loops import Loop, adam_loop, mlp, of_live, steps_at
 
 
@@ -60,8 +61,8 @@ def test_the_exit_that_a_signal_s_handler_asks_for_is_none_of_the_loop_s(
     with pytest.raises(SystemExit), attach(run_dir, loop) as handle:
         loop.run(3)
         loop.forward()
-        assert handle._guard is not None
-        handle._guard._signalled_at = 3  # as when SIGTERM was answered
+        assert internals.guard(handle) is not None
+        internals.guard(handle)._signalled_at = 3  # as when SIGTERM was answered
         sys.exit(0)
     assert reasons(caplog) == ["reason=SystemExit"]
 

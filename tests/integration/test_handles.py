@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightck
-from support import faults, processes
+from support import faults, internals, processes
 from support.loops import adam_loop, attach, of_live, of_stored, steps_at
 
 
@@ -119,7 +119,7 @@ def test_a_forked_child_does_not_wait_for_a_lock_that_a_thread_of_the_parent_hel
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with handle._checkpointer.lock:
+        with internals.checkpointer(handle).lock:
             held.set()
             let_go.wait(60)
 
@@ -128,7 +128,7 @@ def test_a_forked_child_does_not_wait_for_a_lock_that_a_thread_of_the_parent_hel
     held.wait()
 
     def child() -> None:
-        assert handle._checkpointer.lock.acquire(timeout=100)
+        assert internals.checkpointer(handle).lock.acquire(timeout=100)
         loop.run(1)
         handle.close()
 

@@ -21,7 +21,7 @@ from lightck.failure.fault_injector import flip_bit
 from lightck.failure.fault_plan import ANY_NEWER, PHASES, Fault, FaultPlan, InjectedError
 from lightck.handle import Handle
 from lightck.region.native_pool import NativePool
-from support import processes
+from support import internals, processes
 
 _PARTS = 4
 
@@ -63,8 +63,8 @@ class Loop:
             "step": self.handle.step,
             "calls": self.calls,
             "gradients": sum(p.grad is not None for p in self.model.parameters()),
-            "updating": self.handle._checkpointer.steps.updating,
-            "copying": self.handle._checkpointer.pipeline.window is not None,
+            "updating": internals.checkpointer(self.handle).steps.updating,
+            "copying": internals.window(self.handle) is not None,
             "changed": not all(map(torch.equal, now, self.last)),
         }
 
@@ -198,7 +198,7 @@ def test_on_a_full_medium_files_do_not_grow_for_a_while(region_dir: Path) -> Non
         with (region_dir / "other").open("wb", buffering=0) as file:
             with pytest.raises(OSError):
                 os.pwrite(file.fileno(), b"x", size)
-        injector: Any = loop.handle._hooks.listener
+        injector: Any = internals.hooks(loop.handle).listener
         injector._undo = (0.0, injector._undo[1])  # its time is over
         loop.train(1)
         return before, inside, size, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -212,7 +212,7 @@ def test_a_corrupt_snapshot_is_the_newest_of_two(region_dir: Path) -> None:
         loop = Loop(region_dir / "region")
         loop.train(5)
         loop.handle.close()
-        return flip_bit(loop.handle._checkpointer)
+        return flip_bit(internals.checkpointer(loop.handle))
 
     (region_dir / "chaos").mkdir()
     flipped = processes.run(code)

@@ -18,6 +18,7 @@ from lightck.journal.entry import decode_entry
 from lightck.region.native_region import FENCE, FORWARD, STEP_END
 from lightck.state import boundary_blob, boundary_codec, extras, rng
 from lightck.state.inventory import Inventory
+from support import internals
 from support.loops import with_peers
 
 Tree = dict[str, Any]
@@ -245,7 +246,7 @@ def _once(name: str) -> Callable[[Job], Any]:
 
 def test_the_entry_at_the_fence_leaves_what_is_kept_of_the_last_step(run_dir: Path) -> None:
     job = Job(run_dir)
-    kept = job.handle._checkpointer.step_journal
+    kept = internals.checkpointer(job.handle).step_journal
     for _ in range(STEADY):
         job.iterate()
     ended = {name: value.clone() for name, value in kept.step_end.copies.items()}

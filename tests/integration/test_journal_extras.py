@@ -15,6 +15,7 @@ from torch import nn
 import lightck
 from lightck.journal.step_journal import RETRY_STEPS
 from lightck.region.native_region import FENCE, STEP_END
+from support import internals
 
 Tree = dict[str, Any]
 
@@ -65,9 +66,9 @@ def test_what_extras_have_beyond_a_limit_is_told_and_costs_no_more(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, position = Job(run_dir), np.arange(200_000)
-    kept, native = job.handle._checkpointer.step_journal, job.handle.region.native
+    kept, native = internals.checkpointer(job.handle).step_journal, job.handle.region.native
     job.position["order"] = position
-    job.handle._checkpointer.boundary_state.step_ended(0)
+    internals.checkpointer(job.handle).boundary_state.step_ended(0)
     told = r"extras\['position'\] has 1600\d{3} bytes.*a seed and a position"
     with pytest.warns(UserWarning, match=told):
         kept.start(0)

@@ -13,7 +13,7 @@ from torch import nn
 
 import lightck
 from lightck.layerwise.checkpointer import LayerPipeline
-from support import faults
+from support import faults, internals
 from support.loops import Loop, digest, mlp, of_live, of_stored, steps_at
 
 WIDTH = 32
@@ -142,7 +142,7 @@ def test_what_changes_silently_after_the_step_is_found_torn(run_dir: Path) -> No
     torn = pytest.raises(lightck.TornSnapshotError, match="snapshot of step 3 .* model/2.weight")
     with torn, attach(run_dir, loop, on_error=lambda error: None) as handle:
         loop.run(3)
-        pipeline = handle._checkpointer.pipeline
+        pipeline = internals.pipeline(handle)
         assert isinstance(pipeline, LayerPipeline) and pipeline.begun is not None
         for group in pipeline.begun.queued.values():  # from here on every copy is made
             pipeline.begun.snapshot.writer.finish_copies(group.batch)

@@ -10,6 +10,7 @@ import pytest
 import lightck
 from lightck.failure.budget import shortfall
 from lightck.types import Failure
+from support import internals
 from support.loops import adam_loop
 
 NEVER = 10**6
@@ -28,10 +29,12 @@ def test_before_the_first_snapshot_the_limit_that_the_user_set_counts(
 ) -> None:
     with caplog.at_level(logging.WARNING, "lightck"):
         handle, loop = attach(run_dir, 1.0, policy=NEVER, write_limit=4096)
-        assert handle._guard is not None
-        assert handle._guard.saver.snapshot_cost(1e9) is None, "not even the size is known"
+        assert internals.guard(handle) is not None
+        assert internals.guard(handle).saver.snapshot_cost(1e9) is None, (
+            "not even the size is known"
+        )
         loop.run(2)  # type: ignore[attr-defined]
-        measured = handle._guard.saver.snapshot_cost(1e9)
+        measured = internals.guard(handle).saver.snapshot_cost(1e9)
         assert measured is not None
         assert measured.state_bytes > 4096 and measured.medium_rate == 4096
         assert measured.needed_s > 1
@@ -44,12 +47,12 @@ def test_after_a_snapshot_its_own_rates_count(run_dir: Path) -> None:
     handle, loop = attach(run_dir, 30.0, policy=1)
     loop.run(4)  # type: ignore[attr-defined]
     handle.wait()
-    assert handle._guard is not None
-    measured = handle._guard.saver.snapshot_cost(1e9)
+    assert internals.guard(handle) is not None
+    measured = internals.guard(handle).saver.snapshot_cost(1e9)
     assert measured is not None and shortfall(measured, 30.0) is None
     stats = handle.stats()
     assert measured.copy_rate == pytest.approx(
-        stats.copy_rate * handle._checkpointer.pipeline.pool.threads, rel=0.5
+        stats.copy_rate * internals.pipeline(handle).pool.threads, rel=0.5
     )
     assert measured.commit_s == pytest.approx(stats.commit_s)
     assert measured.step_s is not None

@@ -10,6 +10,7 @@ import pytest
 from test_devices import assert_exact
 
 from lightck.pipeline import device_offload, device_placement, device_transfer
+from support import internals
 from support.emulated import GARBAGE, EmulatedDevice, devices
 from support.emulated_job import Job
 
@@ -38,7 +39,7 @@ def train(job: Job, path: Path, steps: int, placement: str) -> list[tuple[str, s
         handle.wait(timeout=100)
         stats = handle.stats()
         went.append((stats.device_mode, stats.device_why))
-    ring = handle._checkpointer.pipeline.offload.engine._free
+    ring = internals.pipeline(handle).offload.engine._free
     used = sum(bool((place != GARBAGE).any()) for place in ring)
     through_ring = any("through the ring" in why for _, why in went)
     assert (used > 1) is through_ring, "what is said is not what was done"  # one is measured with

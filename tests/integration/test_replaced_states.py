@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lightck
-from support import faults
+from support import faults, internals
 from support.loops import Loop, adam_loop, attach, mlp, of_live, of_stored, steps_at
 
 FAILURES = ["jit", "off"]
@@ -111,11 +111,11 @@ def test_a_window_that_is_open_counts_as_nothing(run_dir: Path) -> None:
     with attach(run_dir, loop) as handle:
         run(loop, handle, 2)
         loop.forward().backward()
-        snapshot = handle._checkpointer.pipeline.window
+        snapshot = internals.window(handle)
         assert snapshot is not None and snapshot.step == 2
         load(loop, state, 7)
         handle.replaced(7)
-        assert handle._checkpointer.pipeline.window is None
+        assert internals.window(handle) is None
         loop.update()
         loop.note()
     assert handle.stats().torn == 0

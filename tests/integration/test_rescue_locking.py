@@ -13,12 +13,13 @@ from test_rescue import SOON_S, attach, counting_loop
 
 import lightck
 from lightck.types import Saved
+from support import internals
 from support.loops import Loop, mlp
 
 
 def owned(handle: lightck.Handle) -> bool:
     """This thread holds the checkpointer's lock."""
-    return bool(handle._checkpointer.lock._is_owned())  # type: ignore[attr-defined]
+    return bool(internals.checkpointer(handle).lock._is_owned())  # type: ignore[attr-defined]
 
 
 def ends_by_step(handle: lightck.Handle, loop: Loop) -> None:
@@ -33,7 +34,7 @@ def ends_by_mark(handle: lightck.Handle, loop: Loop) -> None:
 
 def ends_by_skip(handle: lightck.Handle, loop: Loop) -> None:
     loop.forward().backward()
-    handle._checkpointer.update_skipped(loop.optimizers[0])
+    internals.checkpointer(handle).update_skipped(loop.optimizers[0])
 
 
 @pytest.mark.parametrize("ends", [ends_by_step, ends_by_mark, ends_by_skip])
@@ -44,7 +45,7 @@ def test_a_step_ends_under_the_lock_of_saves(
     loop, held, seen = counting_loop(), threading.Event(), list[Any]()
     with attach(run_dir, loop) as handle:
         loop.run(2)
-        checkpointer = handle._checkpointer
+        checkpointer = internals.checkpointer(handle)
         kept, done = checkpointer.step_journal, threading.Event()
         assert kept is not None
 
@@ -81,7 +82,7 @@ def test_the_room_for_what_the_first_steps_make_is_planned_under_the_lock(
     loop.model.register_parameter("spare", spare)  # held by none: more optimizers may come
     optimizers = list(loop.optimizers)[:given]
     with attach(run_dir, Loop(loop.model, *optimizers)) as handle:
-        pipeline = handle._checkpointer.pipeline
+        pipeline = internals.pipeline(handle)
         prepare = pipeline.prepare
 
         def prepared(*given: Any) -> None:
@@ -100,7 +101,7 @@ def test_a_save_from_inside_of_what_the_lock_guards_refuses(run_dir: Path) -> No
     loop = Loop(model, torch.optim.SGD(model.parameters(), 0.1), width=16)
     with attach(run_dir, loop, policy=1) as handle:
         loop.run(1)
-        pipeline = handle._checkpointer.pipeline
+        pipeline = internals.pipeline(handle)
         opens = pipeline.open
 
         def inside(*given: Any, **named: Any) -> Any:

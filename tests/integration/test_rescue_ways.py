@@ -15,6 +15,7 @@ from test_rescue import Broken, Never, attach, check, counting_loop
 
 import lightck
 from lightck.types import Saved
+from support import internals
 from support.loops import Loop, mlp, of_live, steps_at
 
 SOON_S = 100.0
@@ -69,8 +70,8 @@ def test_where_no_hook_sees_a_forward_buffers_are_saved_as_the_step_had_ended(
         pytest.raises(Broken),
         attach(run_dir, loop) as handle,
     ):
-        handle._hooks.arm_forward = lambda: None  # type: ignore[method-assign]
-        handle._hooks.disarm_forward()
+        internals.hooks(handle).arm_forward = lambda: None  # type: ignore[method-assign]
+        internals.hooks(handle).disarm_forward()
         loop.run(3)
         loss = loop.forward()
         if where == "backward":
@@ -123,7 +124,7 @@ def test_what_the_loop_tears_just_in_time_is_tried_again_or_refused_and_no_fault
     bias = loop.model.inner.bias
     with attach(run_dir, loop, on_error=faults.append) as handle:
         loop.run(3)
-        pipeline, edits = handle._checkpointer.pipeline, [1.0]
+        pipeline, edits = internals.pipeline(handle), [1.0]
         fence = pipeline.fence
 
         def torn(optimizer: int | None = None) -> bool:
@@ -148,7 +149,11 @@ def test_what_the_loop_tears_just_in_time_is_tried_again_or_refused_and_no_fault
         assert not edits and (saved.fresh, saved.early) == (not begun, False)
         if begun:
             assert "model/inner.bias" in saved.why
-        assert (faults, handle.stats().torn, handle._checkpointer.outcomes.synchronous) == (
+        assert (
+            faults,
+            handle.stats().torn,
+            internals.checkpointer(handle).outcomes.synchronous,
+        ) == (
             [],
             0,
             False,
@@ -164,7 +169,7 @@ def test_state_that_cannot_be_taken_twice_leaves_nothing_open(
     loop, found = counting_loop(), list[Saved]()
     with attach(run_dir, loop) as handle:
         loop.run(3)
-        checkpointer = handle._checkpointer
+        checkpointer = internals.checkpointer(handle)
         collect = checkpointer.boundary_state.collect
 
         def fails_later(**how: Any) -> Any:
@@ -225,7 +230,7 @@ def test_an_exception_after_a_step_that_was_due_saves_what_is_open(run_dir: Path
     with pytest.raises(Broken), attach(run_dir, loop, policy=1, slots=8) as handle:
         loop.run(3)
         loop.forward()
-        assert handle._checkpointer.pipeline.window is not None
+        assert internals.window(handle) is not None
         raise Broken
     check(run_dir, loop, 3)
 

@@ -13,6 +13,7 @@ import torch
 import lightck
 from lightck.pipeline import placement
 from lightck.region.native_pool import NativePool
+from support import internals
 from support.loops import Loop, adam_loop, attach, mlp, steps_at
 
 HUGE_PAGE = 2 << 20
@@ -79,7 +80,7 @@ def test_a_slow_medium_lets_steps_slip_and_never_makes_the_fence_wait(run_dir: P
         assert loop.step < 1000, "every step found the medium free: the training thread waits"
     assert handle.stats().committed <= 1
     loop.note()
-    handle._checkpointer.pipeline.pool.limit(0)  # or the close would take its time, too
+    internals.pipeline(handle).pool.limit(0)  # or the close would take its time, too
     handle.close()
     assert steps_at(run_dir)[-1] == loop.step
     loop.check(run_dir, steps_at(run_dir))
@@ -101,10 +102,10 @@ def test_one_staged_snapshot_holds_the_dram_although_slots_are_free(
     (said,) = messages(caplog, "staging")
     assert stats.captured == 1
     assert said["payload_bytes"] <= stats.staging_bytes < said["payload_bytes"] + HUGE_PAGE
-    assert len(handle._checkpointer.pipeline.region.free_slots()) > 0
+    assert len(internals.pipeline(handle).region.free_slots()) > 0
     why = "the DRAM for staging still holds the last snapshot"
     assert {slip["why"] for slip in messages(caplog, "slipped")} == {why}
-    handle._checkpointer.pipeline.pool.limit(0)
+    internals.pipeline(handle).pool.limit(0)
     loop.note()
     handle.close()
     document = json.loads(handle.trace(tmp_path / "run.json").read_text())
@@ -147,7 +148,7 @@ def test_dram_is_not_measured_and_an_explicit_placement_wins(
 def test_no_copy_at_the_forward_waits_for_a_write_limit(run_dir: Path, limit: int) -> None:
     loop = adam_loop()
     with lightck.attach(loop.model, loop.optimizers, run_dir, write_limit=limit) as handle:
-        assert handle._checkpointer.pipeline.copy_plan.may_block_at_boundary == (limit == 0)
+        assert internals.pipeline(handle).copy_plan.may_block_at_boundary == (limit == 0)
 
 
 def test_a_write_limit_holds_for_direct_snapshots_too(run_dir: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import lightck
 from lightck.region.native_pool import NativePool
+from support import internals
 from support.loops import adam_loop, attach
 
 GROWING = ("captured", "committed", "slipped", "torn", "failed", "dead", "bytes_copied")
@@ -74,7 +75,9 @@ def test_asking_does_not_wait_for_the_training(run_dir: Path) -> None:
         loop.run(3)
         handle.wait()
         here = handle.stats()
-        with handle._checkpointer.lock:  # as the training has it while it works for lightck
+        with internals.checkpointer(
+            handle
+        ).lock:  # as the training has it while it works for lightck
             there = _aside(handle.stats)
         assert there == here and here.committed >= 1
 
@@ -144,7 +147,7 @@ def test_what_belongs_together_is_read_together(run_dir: Path) -> None:
         handle.wait()
         before = handle.stats()
         # In the middle of noting a commit: one counter has moved, its sum has not.
-        handle._checkpointer.pipeline.counters.durable += 1
+        internals.pipeline(handle).counters.durable += 1
         assert _aside(handle.stats).commit_s == before.commit_s
-        handle._checkpointer.pipeline.counters.durable -= 1
+        internals.pipeline(handle).counters.durable -= 1
         assert handle.stats().committed == before.committed

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lightck
-from support import faults
+from support import faults, internals
 from support.loops import Loop, Overwriter, mlp, of_live, of_stored, steps_at
 
 STEPS = 5
@@ -92,7 +92,7 @@ def test_what_the_workers_have_not_copied_when_the_fence_comes_is_copied_before_
     with lightck.attach(
         loop.model, list(loop.optimizers), run_dir, slots=4, schedule="backward"
     ) as handle:
-        handle._checkpointer.pipeline.pool.pace(0)  # the workers copy only when somebody waits
+        internals.pipeline(handle).pool.pace(0)  # the workers copy only when somebody waits
         for _ in range(3):
             copied = handle.stats().bytes_copied
             loop.forward().backward()

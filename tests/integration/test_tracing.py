@@ -15,7 +15,7 @@ import lightck
 from lightck.loop import trace_listener
 from lightck.loop.checkpointer import Checkpointer
 from lightck.tracing import perfetto, trace
-from support import processes, proof
+from support import internals, processes, proof
 from support.loops import adam_loop, attach, mlp, train
 
 Document = dict[str, Any]
@@ -103,14 +103,14 @@ def test_copies_are_released_in_a_few_parts_however_many_layers_there_are(run_di
     with lightck.attach(model, optimizer, run_dir, **settings) as handle:
         for _ in range(4):
             model(torch.ones(1, 9)).sum().backward()
-            window = handle._checkpointer.pipeline.window  # nothing is left to the fence
+            window = internals.window(handle)  # nothing is left to the fence
             assert window is None or window.released_bytes == window.held_bytes
             optimizer.step()
             handle.wait()  # else one may slip
-        assert handle._checkpointer.pipeline.trace is not None
+        assert internals.pipeline(handle).trace is not None
         events = [
             e
-            for e in handle._checkpointer.pipeline.trace.events
+            for e in internals.pipeline(handle).trace.events
             if e.kind == "released" and e.step == 3
         ]
     amounts = [e.amount for e in events]
@@ -127,7 +127,7 @@ def test_a_torn_and_a_slipped_snapshot_are_marked(run_dir: Path, tmp_path: Path)
         with torch.no_grad():
             loop.model[0].bias.add_(1)
         loop.update()
-        pipeline = handle._checkpointer.pipeline
+        pipeline = internals.pipeline(handle)
         busy = pipeline.region.begin
         pipeline.region.begin = lambda *_, **__: None  # type: ignore[method-assign]
         loop.run(1)
@@ -200,12 +200,14 @@ def test_without_a_trace_there_is_nothing_to_write_and_nothing_is_kept(
         names = (trace.__file__, trace_listener.__file__, perfetto.__file__)
         allocated = taken.filter_traces([tracemalloc.Filter(True, name) for name in names])
         assert not allocated.statistics("lineno")
-        assert isinstance(handle._hooks.listener, Checkpointer), "something stands in between"
-        assert (
-            handle._checkpointer.stall_timer.trace is None
-            and handle._checkpointer.pipeline.trace is None
+        assert isinstance(internals.hooks(handle).listener, Checkpointer), (
+            "something stands in between"
         )
-        assert len(handle._checkpointer.pipeline.pool.trace()[0]) == 0
+        assert (
+            internals.checkpointer(handle).stall_timer.trace is None
+            and internals.pipeline(handle).trace is None
+        )
+        assert len(internals.pipeline(handle).pool.trace()[0]) == 0
         with pytest.raises(lightck.LightckError, match="attach with trace=True"):
             handle.trace(tmp_path / "run.json")
 
@@ -249,7 +251,7 @@ def test_a_small_model_has_few_events_to_note_per_step(run_dir: Path) -> None:
     """Their cost is recorded, not judged: no test depends on timing."""
     loop = adam_loop(width=256)
     with attach(run_dir, loop, trace=True) as handle:
-        kept = handle._checkpointer.pipeline.trace
+        kept = internals.pipeline(handle).trace
         assert kept is not None
         loop.run(20)
         events = [e for e in kept.events if e.step > 2]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lightck
-from support import faults
+from support import faults, internals
 from support.loops import Loop, adam_loop, of_live, of_stored, restored, steps_at
 
 
@@ -90,9 +90,9 @@ def slipping(path: Path, loop: Loop, **settings: Any) -> lightck.Handle:
     while handle.stats().slipped == 0:
         loop.run(1)
         assert loop.step < 1000, "every step found a slot"
-    while handle._checkpointer.outcomes.slipped_step != loop.step:
+    while internals.checkpointer(handle).outcomes.slipped_step != loop.step:
         loop.forward().backward()
-        if handle._checkpointer.outcomes.slipped_step != loop.step:
+        if internals.checkpointer(handle).outcomes.slipped_step != loop.step:
             loop.update()
     faults.release(faults.SYNC)
     return handle

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import lightck
 from lightck.journal.pre_fence import PreFencePredictor
+from support import internals
 
 Digests = dict[str, str]
 
@@ -188,7 +189,7 @@ class SilentPredictor(PreFencePredictor):
 
 def with_peers(handle: lightck.Handle) -> Any:
     """Write as if other ranks could read what it leaves: then it has an entry at its fence, too."""
-    checkpointer = handle._checkpointer
+    checkpointer = internals.checkpointer(handle)
     kept = checkpointer.step_journal
     assert kept is not None and kept.predictor is None
     kept.predictor = checkpointer.predictor = SilentPredictor(
