@@ -25,6 +25,7 @@ from lightck.load import SNAPSHOTS, region_files, row
 from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import location, native_region
 from lightck.region.layout import Entry, Shard
+from lightck.region.medium import GRANULARITIES
 from lightck.region.native_pool import usual_threads
 from lightck.region.region import Candidate, Region, open_and_recover
 
@@ -48,7 +49,6 @@ TENSORS = pa.schema(
 """The columns of a table with a row for each piece of a tensor; `rank` and `begin` only where there
 are several regions, `part_of` (the whole's shape, the part's offset in it, mesh and placements)
 only where state is sharded."""
-GRANULARITIES = ("none", "byte", "cache line", "page")
 CHECKED_AT_ONCE_BYTES = 64 << 20  # checked between two reports of progress
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from lightck.errors import CorruptSnapshotError, LightckError
 from lightck.region._ffi import check, ffi, library
+from lightck.region.medium import MEDIA
 
 # ---- a region to make, or a mapping that somebody else made --------------------------------------
 
@@ -77,7 +78,6 @@ RECORD_EARLY, RECORD_SUSPECT, RECORD_JIT = 1, 2, 4
 HOLDS_ALL = bytes(16)
 """The share digest in records of a rank that holds all of its state."""
 E_CORRUPT, E_EMPTY, E_FULL = -5, -6, -9
-MEDIA = {1: "fsdax", 2: "devdax", 3: "file", 4: "tmpfs", 5: "hugetlbfs"}
 
 READ_DTYPE = np.dtype(
     [("offset", "<u8"), ("length", "<u8"), ("destination", "<u8"), ("crc", "<u4"),

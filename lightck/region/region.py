@@ -20,7 +20,7 @@ from lightck.errors import (
     RegionFullError,
     RegionIOError,
 )
-from lightck.region import allocator, layout, manifest, native_region
+from lightck.region import allocator, layout, manifest, medium, native_region
 from lightck.region.backends import select
 from lightck.region.layout import Entry, Layout, check
 from lightck.region.location import Location, shm_advice
@@ -33,7 +33,6 @@ from lightck.region.native_region import (
     RegionSpec,
     Segment,
 )
-from lightck.region.survival import GRAN_PAGE, survives
 
 # ---- whole snapshots in the order in which recovery takes them -----------------------------------
 
@@ -319,7 +318,7 @@ class Region:
     @property
     def survives(self) -> str:
         """Return what a committed snapshot survives, in the words of the README's table."""
-        return survives(self.info.granularity)
+        return medium.survives(self.info.granularity)
 
     @property
     def slot_bytes(self) -> int:
@@ -332,12 +331,12 @@ class Region:
 
         It is 0 on media that are not memory.
         """
-        return self.info.size if self.info.medium in ("tmpfs", "hugetlbfs") else 0
+        return self.info.size if medium.is_memory(self.info.medium) else 0
 
     @property
     def staged(self) -> bool:
         """Return whether copies go through DRAM and slots are invalidated in the background."""
-        return self.info.medium == "file" or self.info.granularity == GRAN_PAGE
+        return medium.is_staged(self.info.medium, self.info.granularity)
 
     @property
     def continued(self) -> Record | None:

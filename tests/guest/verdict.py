@@ -20,7 +20,7 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-survival = _load(Path(__file__).parents[2] / "lightck/region/survival.py")
+survival = _load(Path(__file__).parents[2] / "lightck/region/medium.py")
 """The words of `handle.survives`."""
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from lightck.errors import CorruptSnapshotError, RegionBusyError, RegionFullError
 from lightck.region import location
+from lightck.region.medium import POWER_LOSS
 from lightck.region.region import Region, open_and_recover
-from lightck.region.survival import POWER_LOSS
 from support import faults, processes, proof
 from support.back_ends import KINDS, Ground, Kind, prepared
 from support.regions import contents_of, newest, random_contents, same, stored

@@ -16,7 +16,7 @@ import pytest
 from lightck.errors import PmdkMissingError
 from lightck.region.backends import pmdk
 from lightck.region.location import Backend
-from lightck.region.survival import POWER_LOSS, PROCESS_DEATH
+from lightck.region.medium import POWER_LOSS, PROCESS_DEATH
 from support.regions import Book
 
 _OVERCOMMIT = Path("/proc/sys/vm/nr_overcommit_hugepages")

@@ -16,7 +16,7 @@ from typing import Any
 import cffi
 import pytest
 
-from lightck.region import _ffi, native_pool, native_region
+from lightck.region import _ffi, medium, native_pool, native_region
 from lightck.region.native_pool import COPY_DTYPE, SPAN_DTYPE
 
 _ROOT = Path(__file__).parents[2]
@@ -109,8 +109,8 @@ def test_python_constants_equal_the_headers() -> None:
     assert len(mirrored) >= 10
     assert constants["LCK_ABI"] == _ffi.ABI
     assert constants["LCK_LINE"] == native_region.LINE_BYTES
-    for code, medium in native_region.MEDIA.items():
-        assert constants[f"LCK_{medium.upper()}"] == code
+    for code, name in medium.MEDIA.items():
+        assert constants[f"LCK_{name.upper()}"] == code
 
 
 @pytest.mark.parametrize(
