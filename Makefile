@@ -37,7 +37,7 @@ OUT = build/native
 TESTING = $(abspath $(OUT)/lightck-testing.so)
 CROSS = aarch64-linux-gnu-gcc
 
-.PHONY: help venv demo test lint bench bench-full bench-record bench-micro bench-compare
+.PHONY: help venv demo check test test-full lint bench bench-full bench-record bench-micro bench-compare
 .PHONY: native-test crash asan tsan pmem-guest kill fuzz
 .PHONY: soak clean gpu-check
 .DELETE_ON_ERROR:
@@ -72,10 +72,22 @@ torch: | $(BIN)/python
 demo: venv ## Train, kill, restart and compare with an uninterrupted run
 	$(BIN)/lightck demo
 
-# Whole files at a time, since many share what they prepare; most tests wait for other processes.
-PYTEST_JOBS = 2
-test: venv native-test crash order kill ## Run the native tests, crash images, then pytest
-	LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile
+# Whole files at a time, since many share what they prepare; many tests wait for other processes.
+PYTEST_JOBS = 5
+# Compiled modules are kept: every worker and child would compile all of lightck and its tests again.
+PYTEST = PYTHONDONTWRITEBYTECODE= LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile
+CHECKED = $(shell $(BIN)/python -c 'import sys; sys.path.insert(0, "tests"); import tiers; \
+  print(*("tests/" + each for each in tiers.CHECKED))')
+
+check: venv native-test ## Run the native and unit tests, and a few of each other kind: before a commit
+	$(PYTEST) $(CHECKED)
+
+test: KILL_CYCLES = 30
+test: venv native-test crash order kill ## Run the native tests, crash images and what pytest runs in minutes
+	$(PYTEST)
+
+test-full: venv native-test crash order kill ## Run all tests but the long ones: before a change is whole
+	$(PYTEST) -m "not soak"
 
 soak: CRASH_IMAGES = 1000000
 soak: CRASH_REPORT = crash-soak

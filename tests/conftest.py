@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tiers
+
 _TESTS = Path(__file__).parent
 _ROOT = _TESTS.parent
 
@@ -58,6 +60,11 @@ def pytest_configure() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, path)))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.mark(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

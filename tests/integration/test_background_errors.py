@@ -63,7 +63,7 @@ def test_a_failure_is_told_once_latched_and_leaves_the_older_snapshot(
         loop.run(1)
         handle.wait()
     assert handle.step == 9
-    assert len(reports) == 1
+    assert len(reports) == 1, handle.stats()
     assert isinstance(reports[0], lightck.RegionIOError)
     assert isinstance(reports[0], OSError)
     assert "No space left" in str(reports[0]) and str(path) in str(reports[0])

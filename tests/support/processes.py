@@ -9,18 +9,24 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+from support import preload
 
 
 def fork() -> int:
     """`os.fork`, without the warning of newer Pythons that threads are running."""
+    preload.everything()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
-    if pid == 0 and "torch" in sys.modules:
+    if pid == 0:
         # The parent's OpenMP threads are not here: a parallel region would wait for them for ever.
-        sys.modules["torch"].set_num_threads(1)
+        torch.set_num_threads(1)
     return pid
 
 
@@ -110,7 +116,9 @@ def start(code: Callable[[Parent], Any]) -> Child:
             parent.send(error)
         sys.stderr.flush()
     finally:
-        os._exit(status)
+        while True:  # an interrupt that comes here must not run what the parent would run next
+            with suppress(KeyboardInterrupt):
+                os._exit(status)
 
 
 def run(code: Callable[[], Any], *, user: int | None = None) -> Any:

@@ -82,9 +82,10 @@ def main() -> None:
 
     import torch
 
-    import lightck  # noqa: F401
+    from support import preload
     from support.e2e import trainer  # noqa: F401
 
+    preload.everything()
     faulthandler.enable()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

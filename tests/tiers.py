@@ -1,0 +1,277 @@
+"""Say which tests `make test` leaves to `make test-full`: cross products, and slow whole runs.
+
+Every guarantee keeps a test in `make test`. Of a test in `KEPT` the given number of its cases stay,
+spread evenly over their order; 0: none stays, for what it proves is proved there by a smaller one.
+`make check` runs the folders and files of `CHECKED`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+
+CHECKED = (
+    "unit/",
+    "integration/test_handle.py",
+    "integration/test_step_consistency.py",
+    "integration/test_torn_windows.py",
+    "integration/test_journal_entries.py",
+    "distributed/test_attach.py",
+    "distributed/test_restore.py",
+    "e2e/test_failures.py",
+)
+
+KEPT = {
+    "distributed/test_attach.py": {
+        "test_every_step_is_committed_on_every_rank": 1,
+    },
+    "distributed/test_closure_ranks.py": {
+        "test_the_last_complete_step_is_there_on_every_rank": 1,
+        "test_ranks_that_fail_inside_of_their_closures_go_on_bit_for_bit": 1,
+    },
+    "distributed/test_death_behind_gradients.py": {
+        "test_what_is_not_as_it_would_have_been_at_its_fence_is_not_taken_for_it": 1,
+        "test_an_update_that_was_left_out_is_no_other_habit": 0,
+        "test_an_iteration_against_habit_is_known_at_its_fence": 0,
+        "test_it_is_there_too_where_that_update_is_left_out": 0,
+        "test_the_step_that_its_peers_go_on_to_is_there_on_every_rank": 1,
+    },
+    "distributed/test_fsdp.py": {
+        "test_a_killed_job_goes_on_bit_for_bit_on_the_same_mesh": 2,
+        "test_resharding_after_the_forward_or_not_makes_no_difference": 1,
+        "test_a_rank_is_killed_at_any_moment_and_all_go_on_from_one_step": 0,
+    },
+    "distributed/test_fsdp_state.py": {
+        "test_parts_that_are_not_of_one_whole_are_not_put_together": 2,
+    },
+    "distributed/test_full_regions.py": {
+        "test_a_failure_finds_a_slot_though_no_due_step_s_fate_is_known": 1,
+    },
+    "distributed/test_golden.py": {
+        "test_ranks_that_are_killed_at_any_instant_go_on_as_if_nothing_had_happened": 1,
+        "test_ddp_s_options_change_nothing_of_that": 1,
+        "test_a_kill_between_the_first_update_and_the_schedule_leaves_the_schedule_to_the_loop": 0,
+        "test_a_rank_that_stands_still_makes_others_wait_for_its_gradients_only": 0,
+    },
+    "distributed/test_gradients.py": {
+        "test_no_bit_of_a_gradient_changes": 8,
+    },
+    "distributed/test_hanging_ranks.py": {
+        "test_who_waits_for_a_rank_that_hangs_behind_it_ends_after_it_with_its_share_written": 3,
+        "test_a_rank_that_hangs_there_ends_at_sigterm_at_once_and_is_finished": 2,
+    },
+    "distributed/test_healed_jobs.py": {
+        "test_a_second_failure_before_the_first_snapshot_is_healed_again": 1,
+        "test_a_damaged_replica_is_mended_and_the_job_goes_on_exactly": 0,
+    },
+    "distributed/test_held_ranks.py": {
+        "test_ranks_that_are_ended_have_saved_the_last_step_that_both_have_trained": 1,
+    },
+    "distributed/test_interleavings.py": {
+        "test_no_order_lets_a_difference_pass_or_trusts_what_follows_it": 2,
+    },
+    "distributed/test_just_in_time.py": {
+        "test_ranks_that_fail_at_one_place_go_on_bit_for_bit": 1,
+    },
+    "distributed/test_peer_death.py": {
+        "test_the_last_complete_step_is_there_on_every_rank": 4,
+        "test_with_every_step_due_an_exact_snapshot_outlives_a_death_before_the_next_forward": 1,
+        "test_what_a_survivor_takes_again_behind_its_update_does_not_hide_the_update": 1,
+    },
+    "distributed/test_reduced_updates.py": {
+        "test_the_result_is_that_of_plain_steps_bit_for_bit": 10,
+    },
+    "distributed/test_resume.py": {
+        "test_what_another_world_needs_stays_until_it_has_a_whole_snapshot": 0,
+        "test_another_number_of_ranks_goes_on_and_back_again": 2,
+    },
+    "distributed/test_sharded_ways.py": {
+        "test_training_goes_on_bit_for_bit_however_it_is_sharded": 3,
+    },
+    "distributed/test_shared_jobs.py": {
+        "test_each_rank_writes_its_part_and_together_they_hold_all": 1,
+    },
+    "distributed/test_signalled_ranks.py": {
+        "test_sigterm_to_ranks_inside_collectives_and_outside_saves_the_same_step_on_all": 1,
+        "test_a_rank_that_waits_for_one_that_hangs_notices_and_both_save": 1,
+        "test_an_exception_waits_for_a_rank_that_can_only_save_the_instant_before": 0,
+        "test_a_rank_that_hears_of_another_s_signal_saves_as_well": 0,
+    },
+    "distributed/test_torchrun.py": {
+        "test_a_job_that_torchrun_restarts_goes_on_as_if_nothing_had_happened": 0,
+        "test_a_job_whose_torchrun_is_killed_goes_on_under_another": 0,
+    },
+    "distributed/test_traffic.py": {
+        "test_the_timeline_shows_buckets_and_the_wait_for_them": 2,
+    },
+    "e2e/test_back_end_kills.py": {
+        "test_a_killed_training_resumes_bit_by_bit_on_memory": 0,
+    },
+    "e2e/test_bench.py": {
+        "test_a_definition_runs_and_every_engine_is_verified": 3,
+        "test_readme_s_picture_is_a_step_of_a_traced_run": 0,
+        "test_the_command_trains_two_ranks_over_a_slow_network": 0,
+        "test_the_command_runs_a_definition_in_processes_of_its_own": 0,
+    },
+    "e2e/test_bench_restart.py": {
+        "test_a_killed_training_is_restarted_in_a_new_python": 0,
+    },
+    "e2e/test_chaos.py": {
+        "test_faults_of_several_kinds_and_phases_under_torchrun": 0,
+        "test_each_kind_comes_once_and_the_end_is_the_undisturbed_one": 0,
+        "test_just_in_time_snapshots_leave_a_minibatch_to_lose": 0,
+        "test_rare_snapshots_lose_what_lies_between_them": 0,
+        "test_a_network_drop_passes": 0,
+        "test_what_a_training_forgets_shows_as_a_difference": 0,
+    },
+    "e2e/test_data.py": {
+        "test_sampler_resumes_within_an_epoch_and_at_its_ends": 2,
+        "test_stateful_loader_resumes_within_an_epoch_and_at_its_ends": 2,
+        "test_epochs_that_are_left_early_and_batches_that_are_skipped_resume": 2,
+        "test_accumulated_batches_resume_behind_the_last_of_the_step": 2,
+        "test_epoch_of_a_stateful_loader_that_was_left_early_is_over": 1,
+        "test_passes_of_another_loader_are_made_again_if_they_came_behind_the_draw": 1,
+        "test_close_behind_an_epoch_of_a_stateful_loader_goes_on_with_the_next": 1,
+    },
+    "e2e/test_demo.py": {
+        "test_the_demo_ends_equal_after_two_kills": 0,
+    },
+    "e2e/test_examples.py": {
+        "test_it_is_killed_and_goes_on_with_the_losses_of_a_run_that_nothing_ended": 1,
+        "test_an_exception_between_the_update_and_the_schedule_loses_no_step": 0,
+    },
+    "e2e/test_extras.py": {
+        "test_loader_with_a_position_resumes_in_the_middle_of_an_epoch": 2,
+        "test_the_loop_of_build_nanogpt_resumes": 0,
+    },
+    "e2e/test_failures.py": {
+        "test_a_training_that_an_exception_ends_goes_on_bit_for_bit_from_its_last_complete_step": 7,
+    },
+    "e2e/test_harness.py": {
+        "test_comparison_notices_a_restore_that_is_wrong": 1,
+        "test_plain_job_resumes_bit_for_bit_after_death_in_every_phase_of_every_step": 0,
+    },
+    "e2e/test_kills.py": {
+        "test_training_that_is_killed_at_any_instant_goes_on_as_if_it_were_not": 1,
+    },
+    "e2e/test_layerwise.py": {
+        "test_layer_wise_updates_resume_bit_for_bit": 1,
+    },
+    "e2e/test_lifetime.py": {
+        "test_death_at_any_moment_resumes_bit_for_bit": 0,
+        "test_attach_after_training_began_captures_what_there_is": 0,
+        "test_every_setting_resumes_bit_for_bit": 3,
+        "test_job_that_dies_again_and_again_ends_as_if_it_had_never_died": 0,
+        "test_forked_child_writes_nothing_and_leaves_the_region_whole": 1,
+    },
+    "e2e/test_lightning.py": {
+        "test_an_exception_inside_of_its_closure_goes_on_bit_for_bit": 1,
+        "test_sigterm_inside_of_its_closure_goes_on_bit_for_bit": 1,
+    },
+    "e2e/test_loops.py": {
+        "test_compiled_model_resumes": 0,
+        "test_compiled_step_resumes": 1,
+        "test_what_follows_a_step_belongs_to_its_snapshot_in_any_order": 1,
+        "test_step_that_the_gradient_scaler_leaves_out_counts_and_resumes": 1,
+        "test_loop_that_calls_the_parts_of_a_model_resumes": 0,
+        "test_train_and_eval_flips_resume": 1,
+        "test_activation_checkpointing_resumes": 1,
+        "test_generators_stand_at_the_forward_as_they_did_then": 0,
+    },
+    "e2e/test_optimizers.py": {
+        "test_optimizer_resumes_bit_for_bit": 8,
+    },
+    "e2e/test_readme.py": {
+        "test_it_trains_is_killed_and_goes_on_with_the_losses_of_a_run_without_an_end": 0,
+        "test_chaos_finds_it_identical_as_readme_says": 0,
+    },
+    "e2e/test_replaced.py": {
+        "test_a_run_whose_state_was_replaced_resumes_after_it": 3,
+    },
+    "e2e/test_tensors.py": {
+        "test_ten_thousand_tensors_with_their_state_resume": 0,
+        "test_write_through_numpy_into_a_frozen_tensor_is_captured": 0,
+        "test_tied_weights_stay_tied_and_resume": 0,
+        "test_parameters_that_get_gradients_late_or_never_resume": 2,
+    },
+    "e2e/test_update_order.py": {
+        "test_parameters_that_thaw_resume": 1,
+        "test_group_that_is_added_while_training_resumes": 1,
+        "test_gan_whose_optimizers_are_found_resumes": 1,
+        "test_gan_with_disjoint_models_resumes_in_both_orders": 1,
+        "test_gan_with_a_shared_trunk_resumes_in_both_orders": 1,
+        "test_optimizer_around_another_one_counts_once": 0,
+        "test_optimizers_that_step_in_backward_are_found": 0,
+    },
+    "e2e/test_users_loops.py": {
+        "test_accelerates_loop": 2,
+        "test_nanogpts_loop_with_its_batches_prefetched": 1,
+        "test_plain_loop_with_a_resumable_sampler": 1,
+    },
+    "gpu/test_gpu_resume.py": {
+        "test_every_form_of_an_optimizer_resumes": 6,
+    },
+    "integration/test_bad_regions.py": {
+        "test_a_truncated_region_is_refused_with_its_sizes": 8,
+        "test_another_format_version_is_named_with_the_one_this_release_reads": 4,
+    },
+    "integration/test_bit_flips.py": {
+        "test_every_bit_of_a_superblock_is_spare": 0,
+    },
+    "integration/test_crash_images.py": {
+        "test_every_image_gives_back_a_step_of_the_run": 1,
+    },
+    "integration/test_journal_entries.py": {
+        "test_a_change_is_in_the_very_next_entry": 40,
+    },
+    "integration/test_journal_extras.py": {
+        "test_a_change_of_what_is_kept_apart_is_in_the_very_next_entry": 6,
+    },
+    "integration/test_layerwise_updates.py": {
+        "test_layers_updated_alone_have_the_bits_of_the_plain_step": 24,
+    },
+    "integration/test_media_faults.py": {
+        "test_a_foreign_fault_still_ends_the_process_with_its_traceback": 1,
+    },
+    "integration/test_ownership.py": {
+        "test_an_interpreter_that_exits_without_close_keeps_what_was_open": 1,
+    },
+    "integration/test_rescue_ways.py": {
+        "test_an_end_without_close_saves_the_last_step_and_earlier_hooks_run": 1,
+    },
+    "integration/test_signalled_training.py": {
+        "test_sigterm_loses_no_more_than_the_minibatch_that_was_running": 2,
+        "test_both_signals_at_once_save_the_step_and_the_more_final_one_ends_the_process": 2,
+        "test_sigint_interrupts_the_main_thread_when_the_step_is_saved": 2,
+    },
+    "unit/test_bench_models.py": {
+        "test_a_state_s_size_is_known_before_there_is_one": 4,
+    },
+    "unit/test_bench_page.py": {
+        "test_report_page_and_charts_of_stored_files_are_the_same_byte_for_byte": 0,
+    },
+    "unit/test_lazy_import.py": {
+        "test_restore_and_load_are_functions_whoever_imports_their_modules": 2,
+        "test_under_chaos_restore_is_disturbed_whichever_name_comes_first": 1,
+    },
+    "unit/test_region_model.py": {
+        "test_any_sequence_of_operations_keeps_the_newest_and_invents_nothing": 9,
+    },
+}
+
+
+def mark(items: Sequence[pytest.Item]) -> None:
+    """Mark what `make test` leaves out as `full`."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        file, _, name = item.nodeid.partition("::")
+        cases[file.removeprefix("tests/"), name.partition("[")[0]].append(item)
+    for file, tests in KEPT.items():
+        for name, kept in tests.items():
+            every = cases.get((file, name), [])
+            chosen = {i * len(every) // kept for i in range(kept)} if kept else set()
+            for i, item in enumerate(every):
+                if i not in chosen:
+                    item.add_marker(pytest.mark.full)
