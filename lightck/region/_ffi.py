@@ -15,7 +15,7 @@ from cffi import FFI
 
 from lightck.errors import LightckError, from_native
 
-ABI = 12
+ABI = 13
 _UNKNOWN = 2**64 - 1
 
 CDEF = """
@@ -80,6 +80,7 @@ int lck_journal_write(lck_region *region, const lck_journal_entry *entry, const 
 int lck_journal_read(const lck_region *region, uint32_t kind, lck_journal_entry *out, void *blob,
   uint64_t room);
 int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
+int lck_pool_wake_time(lck_pool *pool, uint64_t timeout_ns, uint64_t *ns);
 int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
 int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s);
 int lck_pool_stage(lck_pool *pool, uint64_t bytes);

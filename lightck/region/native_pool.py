@@ -15,6 +15,7 @@ from lightck.region.native_region import NativeRegion
 ALL = 2**64 - 1
 COPY_IF_CHANGED, COPY_STAGED, COPY_FED = 1, 2, 4
 SNAP_COMMITTED = 2
+HELP_TOO, HELP_ALONE = 1, 2
 SPAN_COPY, SPAN_DRAIN, SPAN_INVALIDATE, SPAN_TABLES, SPAN_SYNC, SPAN_RECORD = 1, 2, 3, 4, 5, 6
 THREAD_COMMIT, THREAD_CALLER = 64, 65
 E_TIMEOUT, E_MISMATCH = -10, -13
@@ -65,6 +66,12 @@ class NativePool:
         """Free the open snapshots that are not in `known`."""
         for snapshot in [s for s in self.snapshots if s not in known]:
             snapshot.free()
+
+    def wake_time(self, timeout_s: float) -> float:
+        """Wake the workers for nothing; return the seconds until one looked for work, at most."""
+        ns = ffi.new("uint64_t *")
+        check(library().lck_pool_wake_time(self.handle, int(timeout_s * 1e9), ns), "wake workers")
+        return 1e-9 * float(ns[0])
 
     def pace(self, per_mille: int) -> None:
         """Set the workers' pace; 1000 is full speed, 0 pauses copies."""
@@ -162,10 +169,12 @@ class NativeSnapshot:
         check(code, f"capture into {self.label}")
         return True
 
-    def capture(self, batch: int, timeout_s: float | None = None) -> None:
-        """Help to copy, and return when every copy of the batch has left its source."""
+    def capture(
+        self, batch: int, timeout_s: float | None = None, *, help: int = HELP_TOO
+    ) -> None:
+        """Copy as `help` says, and return when every copy of the batch has left its source."""
         timeout_ns = -1 if timeout_s is None else int(timeout_s * 1e9)
-        code = library().lck_snapshot_capture(self.handle, batch, timeout_ns, 1)
+        code = library().lck_snapshot_capture(self.handle, batch, timeout_ns, help)
         check(code, f"capture into {self.label}")
 
     def audit(self, batch: int, seed: int, everything: bool) -> int | None:

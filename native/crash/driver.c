@@ -120,13 +120,14 @@ static lck_snapshot *capture(bed *b, lck_pool *pool, lck_region *region, truth *
   lck_snapshot *snapshot;
   uint32_t batch;
   compose(b, t, copies);
-  int fed = bed_fed(b, copies);
+  int fed = bed_fed(b, copies), help = (int)draw_below(&b->random, 3);
   if (failed(b, lck_snapshot_begin(pool, region, t->slot, &snapshot)))
     return NULL;
   if (!failed(b, lck_snapshot_add(snapshot, copies, EXTENTS, &batch)) &&
-      !failed(b, fed ? bed_feed(b, region, snapshot, batch, t, copies)
-                     : lck_snapshot_release(snapshot, batch, LCK_ALL)) &&
-      !failed(b, lck_snapshot_capture(snapshot, batch, -1, draw_below(&b->random, 4) == 0)))
+      !failed(b, fed                      ? bed_feed(b, region, snapshot, batch, t, copies)
+                 : help == LCK_HELP_ALONE ? 0
+                                          : lck_snapshot_release(snapshot, batch, LCK_ALL)) &&
+      !failed(b, lck_snapshot_capture(snapshot, batch, -1, help)))
     return snapshot;
   (void)failed(b, lck_snapshot_free(snapshot));
   return NULL;

@@ -22,7 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 12u
+#define LCK_ABI 13u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -256,6 +256,10 @@ typedef struct lck_stats {
  * caller's priority, asleep until somebody waits or others keep the CPUs busy. */
 int lck_pool_create(const lck_pool_spec *spec, lck_pool **out);
 
+/* Wake the workers for nothing, and measure until one of them looks for work: *ns, at most
+ * `timeout_ns`. The caller spins. Any thread. */
+int lck_pool_wake_time(lck_pool *pool, uint64_t timeout_ns, uint64_t *ns);
+
 /* Set the workers' (no helper's) pace in thousandths; 0 pauses copies, not commits. Any thread. */
 int lck_pool_pace(lck_pool *pool, uint32_t per_mille);
 
@@ -334,9 +338,13 @@ int lck_snapshot_feed(lck_snapshot *snapshot, uint32_t batch, uint64_t end, cons
 int lck_snapshot_taken(lck_snapshot *snapshot, uint32_t batch, uint64_t end, int64_t timeout_ns,
                        int help);
 
+/* Who copies what a caller waits for: the workers; the caller, too; or the caller alone, who wakes
+ * no worker as long as none has claimed a chunk. */
+enum { LCK_HELP_NONE = 0, LCK_HELP_TOO = 1, LCK_HELP_ALONE = 2 };
+
 /* Wait until every copy of the batch has left its source, releasing what is held back (and is not
- * fed). `help` 1: the caller copies too. timeout_ns < 0: no limit. Afterwards the sources may
- * change. Any thread. Errors: LCK_E_TIMEOUT; the snapshot's own failure. */
+ * fed). `help`: LCK_HELP_*. timeout_ns < 0: no limit. Afterwards the sources may change. Any
+ * thread. Errors: LCK_E_TIMEOUT; the snapshot's own failure. */
 int lck_snapshot_capture(lck_snapshot *snapshot, uint32_t batch, int64_t timeout_ns, int help);
 
 /* Compare a captured, not fed batch with its live sources: a random 4 KiB of every copy and a chunk

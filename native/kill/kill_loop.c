@@ -176,7 +176,7 @@ static void commit(lck_pool *pool, lck_region *region, uint32_t slot, uint64_t s
   must(lck_snapshot_begin(pool, region, slot, &snapshot));
   must(lck_snapshot_add(snapshot, copies, EXTENTS, &batch));
   must(lck_snapshot_release(snapshot, batch, LCK_ALL));
-  must(lck_snapshot_capture(snapshot, batch, -1, (int)(sequence % 2)));
+  must(lck_snapshot_capture(snapshot, batch, -1, (int)(sequence % 3)));
   must(lck_snapshot_digests(snapshot, batch, crcs));
   for (uint32_t i = 0; i < EXTENTS; i++)
     held.extents[i] =

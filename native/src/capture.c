@@ -124,6 +124,11 @@ static int await(lck_snapshot *snapshot, lck_batch *wanted, uint64_t chunks, int
   uint64_t deadline = lck_deadline_of(timeout_ns);
   lck_pool *pool = snapshot->pool;
   int done = is_over(snapshot, wanted, chunks);
+  if (!done && help == LCK_HELP_ALONE && !wanted->fed) {
+    raise_to(wanted, wanted->chunk_count);
+    help_batch(snapshot, wanted, deadline);
+    done = is_over(snapshot, wanted, chunks);
+  }
   if (!done) {
     lck_contention_begin_wait(snapshot);
     atomic_fetch_add(&wanted->waiting, 1);

@@ -419,6 +419,28 @@ LCK_API int lck_pool_pace(lck_pool *pool, uint32_t per_mille) {
   return 0;
 }
 
+static uint64_t visits_of(const lck_pool *pool) {
+  uint64_t sum = 0;
+  for (uint32_t i = 0; i < LCK_MAX_THREADS; i++)
+    sum += atomic_load(&pool->threads[i].visits);
+  return sum;
+}
+
+LCK_API int lck_pool_wake_time(lck_pool *pool, uint64_t timeout_ns, uint64_t *ns) {
+  int rc = lck_pool_usable(pool);
+  if (rc)
+    return rc;
+  if (!ns)
+    return lck_fail(LCK_E_INVALID, "no place for the time");
+  uint64_t before = visits_of(pool), began = lck_now_ns();
+  lck_pool_wake(pool);
+  do {
+    lck_pause();
+    *ns = lck_now_ns() - began;
+  } while (visits_of(pool) == before && *ns < timeout_ns);
+  return 0;
+}
+
 LCK_API int lck_pool_limit(lck_pool *pool, uint64_t bytes_per_s) {
   int rc = lck_pool_usable(pool);
   if (rc == 0)

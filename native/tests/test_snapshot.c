@@ -229,12 +229,40 @@ static void test_free_while_paused(bed *b) {
   bed_destroy(b);
 }
 
+static void test_a_caller_alone_copies_everything_and_wakes_nobody(bed *b) {
+  bed_create(b, "alone");
+  lck_pool *pool = bed_pool(2, 4096);
+  static unsigned char source[65536];
+  memset(source, 7, sizeof source);
+  lck_copy copy = {.offset = bed_slot(b, 0), .source = source, .length = sizeof source};
+  lck_snapshot *s = bed_begin(b, pool, 0);
+  uint32_t index = bed_add(s, &copy, 1), crc;
+  bed_capture(s, index, LCK_HELP_ALONE);
+  memset(source, 8, sizeof source); /* captured: it may change */
+  lck_stats stats;
+  CHECK(lck_pool_stats(pool, &stats) == 0, "%s", lck_last_error());
+  CHECK(stats.bytes_copied == sizeof source && stats.bytes_helped == sizeof source,
+        "%llu of %llu bytes copied by the caller", (unsigned long long)stats.bytes_helped,
+        (unsigned long long)stats.bytes_copied);
+  bed_digests(s, index, &crc);
+  CHECK(bed_seal(b, s, 0, 1) == 0, "%s", lck_last_error());
+  bed_committed(s);
+  memset(source, 7, sizeof source);
+  bed_verify(b, &copy, &crc, 1);
+  uint64_t ns = 0;
+  CHECK(lck_pool_wake_time(pool, 1000 * MS, &ns) == 0 && ns > 0 && ns < 1000 * MS, "%llu ns",
+        (unsigned long long)ns);
+  CHECK(lck_pool_wake_time(pool, 0, NULL) == LCK_E_INVALID, "no place");
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+  bed_destroy(b);
+}
+
 static void test_timeouts(bed *b) {
   bed_create(b, "time");
   lck_pool *pool = bed_pool(1, 4096);
   static unsigned char source[65536];
   lck_copy copy = {.offset = bed_slot(b, 0), .source = source, .length = sizeof source};
-  for (int help = 0; help < 2; help++) {
+  for (int help = LCK_HELP_NONE; help <= LCK_HELP_ALONE; help++) {
     CHECK(lck_fault_delay(LCK_FAULT_COPY, 100 * MS) == 0, "delay");
     lck_snapshot *s = bed_begin(b, pool, 0);
     uint32_t index = bed_add(s, &copy, 1);
@@ -369,6 +397,7 @@ static void body(bed *b) {
   test_batches_are_independent(b);
   test_pace_and_help(b);
   test_free_while_paused(b);
+  test_a_caller_alone_copies_everything_and_wakes_nobody(b);
   test_timeouts(b);
   test_many_small_copies(b);
   test_unchanged_copies_are_skipped(b);

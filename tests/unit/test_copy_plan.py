@@ -73,7 +73,8 @@ def test_a_tensor_whose_data_takes_another_form_is_described_anew(case: str) -> 
     first, then = BECOMES[case]
     (live,) = lives_of([parameter(first.clone())])
     arranged, _ = arrangement()
-    arranged.update([live], 0)
+    for _ in range(2):  # torch's own check is made where the form was the same once
+        arranged.update([live], 0)
     live.tensor.data = then
     arranged.update([live], 0)
     assert arranged.entries == entries_now([live])
