@@ -47,7 +47,8 @@ class Config:
         schedule: when copies run: `eager` (all at once when a snapshot opens), `backward` (paced by
             the gradient hooks), `comm` (with data parallel: while gradients are communicated, at
             full speed once the training thread only waits for them), or `auto` (`comm`
-            where attach sees data parallel, else `eager`).
+            where attach sees data parallel, else `eager`; a state so small that waking workers
+            would take longer is copied by the training thread at forward start).
         placement: `direct` (tensor to region), `staged` (through as much DRAM as the state has, to
             the region in the background: for media slower than a step), or `auto` (chosen
             at attach: `staged` where a measurement finds the medium less than half as fast as

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,7 @@ class LayerPipeline(Pipeline):
     A unit is defined in `layerwise/updates.py`; tensors that are in none keep their optimizer.
     """
 
+    may_copy_at_once: ClassVar[bool] = False  # copies begin behind each layer's update
     content: dict[int, int] = field(default_factory=dict)
     """The step that each unit's tensors are of, by the unit's number."""
     owners: Mapping[int, int] = field(default_factory=dict)

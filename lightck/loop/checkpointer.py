@@ -488,7 +488,7 @@ class Checkpointer:
                 # What was asked for is copied at once: its future may be waited for on this
                 # thread, which then never comes to the fence.
                 at_once = outcomes.take_over_wanted(snapshot)
-                if at_once or synchronous:
+                if at_once or synchronous or snapshot.captured:
                     outcomes.fence()
             except BaseException as error:
                 barrier.lost(step, f"failed: {error}", for_good=is_final(error))

@@ -126,6 +126,8 @@ class StatusPublisher:
             copy_rate=pool["bytes_copied"] / seconds if seconds else 0.0,
             commit_s=counters.commit_s / counters.durable if counters.durable else 0.0,
             whole_s=counters.whole_s / counters.committed if counters.committed else 0.0,
+            at_once_bytes=self.pipeline.copy_plan.at_once_bytes,
+            copied_at_once=self.pipeline.copy_plan.is_at_once,
             placement=self.pipeline.placement.choice.mode,
             placement_why=self.pipeline.placement.choice.why,
             staging_bytes=pool["staging_bytes"],

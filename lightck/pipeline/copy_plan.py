@@ -86,9 +86,10 @@ class PlannedGroup:
 
     holders: frozenset[int]
     is_private: bool
-    """True if sources are private copies of forward start, or copied before the opening returns."""
+    """True if sources are private copies of forward start, or change behind it and are copied
+    before the opening returns: no copy can be torn."""
     copied_at_open: bool
-    """True if workers can read the sources as stored, and copy them before the opening returns."""
+    """True if the sources are read as stored, and copied before the opening returns."""
     device: Device | None
     """Device whose memory holds the sources, private copies too; None: workers can read them."""
     positions: npt.NDArray[np.intp]
@@ -133,6 +134,12 @@ class CopyPlan:
     """Allocation of the entries in the region; None before the first snapshot."""
     may_block_at_boundary: bool = True
     """True if training may wait for the medium at forward start; else clones are made there."""
+    measure_at_once: Callable[[int], int] | None = None
+    """Returns, for the bytes of a state, those up to which it is copied at once; None: none is."""
+    at_once_bytes: int = 0
+    """The bytes up to which a state is copied at once, as measured when the last plan was made."""
+    is_at_once: bool = False
+    """True if all that workers could read is copied before the opening returns."""
     _forms: list[list[Any]] = field(default_factory=list)
     _shards: list[Any] = field(default_factory=list)
     """Mesh and placements of each DTensor, None for others; empty if there is no DTensor."""
@@ -163,7 +170,8 @@ class CopyPlan:
         else:
             entries = tuple(tensor_layout.describe(live) for live in found)
             allocation = self._fit(entries, boundary_bytes)
-            self.groups = _groups(found, entries, self.may_block_at_boundary)
+            self._choose_at_once(entries)
+            self.groups = _groups(found, entries, self.may_block_at_boundary, self.is_at_once)
             self.devices = _devices(self.groups)
             self._shards = shards
             self._forms = [list(map(form, held)) for form in _FORM]
@@ -175,6 +183,13 @@ class CopyPlan:
             self._guard = None
         self.lives, self.tensors = found, tensors
         return allocation
+
+    def _choose_at_once(self, entries: tuple[Entry, ...]) -> None:
+        """Measure anew whether a state of these entries is copied at once."""
+        if self.measure_at_once is not None and self.may_block_at_boundary:
+            total = sum(entry.length for entry in entries)
+            self.at_once_bytes = self.measure_at_once(total)
+            self.is_at_once = total <= self.at_once_bytes
 
     def sources(self, group: PlannedGroup) -> CopySources:
         """Return what the group's copies read; private copies are made now."""
@@ -251,11 +266,15 @@ def _rare_forms(rare: list[list[int]], tensors: list[torch.Tensor]) -> list[list
 
 
 def _groups(
-    lives: tuple[StateTensor, ...], entries: tuple[Entry, ...], may_block_at_boundary: bool
+    lives: tuple[StateTensor, ...],
+    entries: tuple[Entry, ...],
+    may_block_at_boundary: bool,
+    all_at_once: bool,
 ) -> tuple[PlannedGroup, ...]:
     """Group the copies, in each group the largest first.
 
-    The copies left for the fence are then small, whatever the model's order.
+    The copies left for the fence are then small, whatever the model's order. With `all_at_once`,
+    none of what the CPU holds is left.
     """
     members: dict[tuple[bool, bool, frozenset[int], str], list[int]] = {}
     devices: dict[str, Device | None] = {"": None}
@@ -263,15 +282,14 @@ def _groups(
         if entries[i].length:
             device = holder(live.local)
             own = tensor_layout.must_own(live, device)
-            at_open = (
-                own
-                and may_block_at_boundary
-                and device is None
-                and tensor_layout.lies_as_stored(live.local)
+            at_open = device is None and (
+                may_block_at_boundary and tensor_layout.lies_as_stored(live.local)
+                if own
+                else all_at_once
             )
             where = "" if device is None else device.name
             devices.setdefault(where, device)
-            key = (own, at_open, frozenset() if own else live.holders, where)
+            key = (own, at_open, frozenset() if own or at_open else live.holders, where)
             members.setdefault(key, []).append(i)
     groups = []
     for (own, at_open, holders, where), wanted in members.items():

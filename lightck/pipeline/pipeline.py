@@ -17,8 +17,9 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from threading import Lock, RLock, Thread
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ import numpy.typing as npt
 from lightck.config import Config
 from lightck.errors import CoordinationError, LightckError, TornSnapshotError, WaitTimeoutError
 from lightck.events import event
+from lightck.pipeline.at_once import at_once_bytes
 from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier, is_final
 from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup
 from lightck.pipeline.device_offload import DeviceOffload
@@ -61,7 +63,7 @@ class CopyGroup:
     @property
     def is_held(self) -> bool:
         """Tell whether its copies run only when they are released."""
-        return not self.is_private and self.transfer is None
+        return not (self.is_private or self.captured) and self.transfer is None
 
     @property
     def captured(self) -> bool:
@@ -117,6 +119,11 @@ class InflightSnapshot:
     def is_early_share(self) -> bool:
         """Tell whether it goes together with other ranks' early shares only."""
         return self.share_digest != HOLDS_ALL and bool(self.flags & RECORD_EARLY)
+
+    @property
+    def captured(self) -> bool:
+        """Tell whether every copy has left its source."""
+        return all(group.captured for group in self.groups)
 
     @property
     def transfers(self) -> list[DeviceTransfer]:
@@ -224,6 +231,7 @@ class Pipeline:
     thread calls `pace`.
     """
 
+    may_copy_at_once: ClassVar[bool] = True
     region: Region
     pool: NativePool
     schedule: ReleaseSchedule
@@ -235,6 +243,8 @@ class Pipeline:
     """The setting `placement`, as far as devices' tensors are concerned."""
     write_limited: bool = False
     """True if a limit bounds what is written to the region per second."""
+    at_once: bool = False
+    """True if a small state is copied before its snapshot's opening returns."""
     window: InflightSnapshot | None = None
     """The snapshot whose sources must not change: it is opened, and not yet captured."""
     counters: Counters = field(default_factory=Counters)
@@ -264,7 +274,11 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         """Begin with nothing planned."""
-        self.copy_plan = CopyPlan(self.region, may_block_at_boundary=not self.write_limited)
+        self.copy_plan = CopyPlan(
+            self.region,
+            may_block_at_boundary=not self.write_limited,
+            measure_at_once=partial(at_once_bytes, self.pool) if self.at_once else None,
+        )
         self.offload = DeviceOffload(
             DevicePlacement(self.region, self.device_setting, self.write_limited),
             TransferEngine(self.pool.chunk_bytes, self._try_seal),
@@ -288,8 +302,9 @@ class Pipeline:
         pool = NativePool(config.threads, config.chunk_bytes, idle=idle, spans=spans)
         pool.limit(config.write_limit)
         trace = Trace.of(config, region, pool, step)
-        devices = config.placement, bool(config.write_limit)
-        return cls(region, pool, schedule, barrier, trace, placement, config.proof, *devices)
+        settings = config.proof, config.placement, bool(config.write_limit)
+        at_once = config.schedule == "auto" and cls.may_copy_at_once
+        return cls(region, pool, schedule, barrier, trace, placement, *settings, at_once)
 
     def prepare(self, lives: Sequence[StateTensor], boundary_bytes: int, step: int) -> None:
         """Plan the layout and make room for it, before training relies on it.
@@ -423,7 +438,7 @@ class Pipeline:
                     return False
                 group.sources = None
             snapshot.waited_s += time.perf_counter() - began
-            if all(group.captured for group in snapshot.groups):
+            if snapshot.captured:
                 self._leave_window(snapshot)
         except BaseException as error:
             self.offload.keep_error(error)
@@ -578,11 +593,14 @@ class Pipeline:
         batch = snapshot.writer.add(at, pointers, may_skip, staged[at])
         group = CopyGroup(part.holders, batch, chosen, part.is_private)
         snapshot.groups.append(group)
-        if part.copied_at_open:
+        if part.copied_at_open or self.copy_plan.is_at_once:
             began = time.perf_counter()
-            snapshot.writer.finish_copies(batch)
+            snapshot.writer.copy_alone(batch)
             snapshot.waited_s += time.perf_counter() - began
-            group.sources = None
+            # A thread that saves just in time has the others checked at its fence: the training
+            # may go on beside it.
+            if part.is_private or not snapshot.flags & RECORD_JIT:
+                group.sources = None
         elif part.is_private:
             snapshot.writer.release(batch)
         return group

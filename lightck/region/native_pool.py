@@ -169,9 +169,7 @@ class NativeSnapshot:
         check(code, f"capture into {self.label}")
         return True
 
-    def capture(
-        self, batch: int, timeout_s: float | None = None, *, help: int = HELP_TOO
-    ) -> None:
+    def capture(self, batch: int, timeout_s: float | None = None, *, help: int = HELP_TOO) -> None:
         """Copy as `help` says, and return when every copy of the batch has left its source."""
         timeout_ns = -1 if timeout_s is None else int(timeout_s * 1e9)
         code = library().lck_snapshot_capture(self.handle, batch, timeout_ns, help)

@@ -18,6 +18,7 @@ from lightck.region.native_pool import (
     COPY_FED,
     COPY_IF_CHANGED,
     COPY_STAGED,
+    HELP_ALONE,
     SNAP_COMMITTED,
     NativePool,
     NativeSnapshot,
@@ -139,6 +140,10 @@ class SlotWriter:
     def finish_copies(self, batch: Batch, timeout_s: float | None = None) -> None:
         """Help the workers to copy, and return when every copy of the batch has left its source."""
         self.snapshot.capture(batch.number, timeout_s)
+
+    def copy_alone(self, batch: Batch) -> None:
+        """Copy a batch on the calling thread, waking no worker; return when all of it is done."""
+        self.snapshot.capture(batch.number, help=HELP_ALONE)
 
     def audit(self, batch: Batch, seed: int, everything: bool) -> str | None:
         """Return the name of a tensor whose live bytes differ from the captured ones, or None."""
