@@ -265,8 +265,8 @@ class Stats:
         commit_s: mean seconds from the last copy to the durable commit record; 0 until known.
         whole_s: mean seconds from this rank's commit record to knowing that every rank has its own;
             0 with one rank, and until known.
-        at_once_bytes: bytes up to which a state is copied by the training thread at forward start, as
-            measured when the copies were last planned; 0: none is.
+        at_once_bytes: bytes up to which a state is copied by the training thread at forward start,
+            as measured when the copies were last planned; 0: none is.
         copied_at_once: whether the state is.
         placement: where copies from DRAM go first: `direct` or `staged`.
         placement_why: one sentence: why, with what was measured.

@@ -16,7 +16,8 @@ from lightck.data import lookahead
 from lightck.data.batch_ahead import Draws
 from lightck.data.prefetched import Prefetched
 from lightck.errors import LightckError, StateError
-from lightck.state import boundary_blob, boundary_codec, rng, tensor_layout
+from lightck.state import boundary_codec, rng, tensor_layout
+from lightck.state.boundary_blob import BlobEncoder
 from lightck.state.extras import Extra, generators
 from lightck.state.inventory import CollectedState, Inventory
 
@@ -51,6 +52,8 @@ class BoundaryState:
     """Dataset that the loop learns from, where its batches are drawn ahead."""
     refusal: StateError | None = None
     """Error of an extra that is taken at the wrong instant: nothing is saved any more."""
+    _step_end_encoder: BlobEncoder = field(default_factory=BlobEncoder)
+    _forward_encoder: BlobEncoder = field(default_factory=BlobEncoder)
     _last_states: dict[str, Any] = field(default_factory=dict)
     """State of each extra as it was last taken for step end."""
 
@@ -247,7 +250,7 @@ class BoundaryState:
         """
         if self.refusal is not None:
             raise StateError(f"{self.refusal}", path=self.refusal.path)
-        return boundary_blob.closed(first), boundary_blob.closed(second)
+        return self._step_end_encoder.closed(first), self._forward_encoder.closed(second)
 
 
 def with_copies(collected: CollectedState, copies: Mapping[str, torch.Tensor]) -> CollectedState:

@@ -18,7 +18,7 @@ from lightck.errors import CorruptSnapshotError, RegionFullError
 from lightck.journal.copy_buffer import CopyBuffer
 from lightck.region.native_region import JournalEntry
 from lightck.state import boundary_blob
-from lightck.state.boundary_blob import BlobWriter, Part
+from lightck.state.boundary_blob import BlobWriter, Part, generators
 from lightck.state.inventory import StateTensor
 
 MAX_EXTRA_BYTES = 1 << 20
@@ -63,12 +63,12 @@ class EntryEncoder:
             raise ExtrasFullError(_extras_too_large(first["extras"], second["extras"]))
         rest = {key: value for key, value in second.items() if key not in ("extras", "step")}
         if "rng" in rest:
-            rest["rng"] = _generators(writer, rest["rng"])
+            rest["rng"] = generators(writer, rest["rng"])
         writer.put(
             {
                 "tensors": writer.add(copy_buffer.part(copies)),
                 "extras": extras,
-                "rng": _generators(writer, first["rng"]),
+                "rng": generators(writer, first["rng"]),
                 "second": {**rest, "optimizers": self._optimizers(writer, second["optimizers"])},
                 "share_digest": share_digest,
             }
@@ -113,14 +113,6 @@ def _differences(options: Sequence[dict[str, Any]]) -> list[list[Any]]:
         rest = {k: v for k, v in each.items() if v is not first[k]} if alike else each
         found.append([alike, rest])
     return found
-
-
-def _generators(writer: BlobWriter, states: dict[str, Any]) -> dict[str, Any]:
-    """Split states that are the same objects until somebody draws from those with tensors."""
-    return {
-        name: writer.apart(state) if type(state) is dict else state
-        for name, state in states.items()
-    }
 
 
 @dataclass(frozen=True)

@@ -249,12 +249,43 @@ def closed(tree: Any) -> bytes:
     Raises:
         StateError: something in it has no plain bytes.
     """
-    writer = BlobWriter()
+    return _closed(BlobWriter(), tree)
+
+
+def _closed(writer: BlobWriter, tree: Any) -> bytes:
     try:
         writer.put(tree)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise StateError(f"the state holds what has no bytes: {error!r}") from error
     return writer.sealed()
+
+
+@dataclass(eq=False)
+class BlobEncoder:
+    """Encodes trees of one kind, one after the other: what is the same object is encoded once."""
+
+    _last: dict[int, tuple[Any, Part]] = field(default_factory=dict)
+
+    def closed(self, tree: dict[str, Any]) -> bytes:
+        """Encode a plain tree as `closed` does; random generators under `rng` are parts.
+
+        Raises:
+            StateError: something in it has no plain bytes.
+        """
+        writer = BlobWriter(self._last)
+        if "rng" in tree:
+            tree = {**tree, "rng": generators(writer, tree["rng"])}
+        blob = _closed(writer, tree)
+        self._last = writer.made
+        return blob
+
+
+def generators(writer: BlobWriter, states: dict[str, Any]) -> dict[str, Any]:
+    """Split states that are the same objects until somebody draws from those with tensors."""
+    return {
+        name: writer.apart(state) if type(state) is dict else state
+        for name, state in states.items()
+    }
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
