@@ -27,6 +27,15 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+@pytest.fixture(autouse=True)
+def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small states go through the window, as large ones do, but in tests marked `at_once`."""
+    from lightck.pipeline import at_once
+
+    if request.node.get_closest_marker("at_once") is None:
+        monkeypatch.setattr(at_once, "MOST_BYTES", -1)
+
+
 @pytest.fixture
 def region_dir() -> Iterator[Path]:
     """An empty folder on tmpfs that only this user can enter; removed afterwards."""

@@ -51,6 +51,11 @@ def test_plain_job_resumes_bit_for_bit_after_death_in_every_phase_of_every_step(
         bed.fresh(f"k{k}").check(Plain, kill_step=k)
 
 
+def test_plain_job_whose_state_is_copied_at_once_resumes_bit_for_bit(bed: Bed) -> None:
+    """What is copied at once is committed before the forward goes on."""
+    bed.check(Plain, at_once=True, restored={"forward": {4}, "backward": {4}, "update": {4}})
+
+
 @pytest.mark.parametrize("wrong", [WithoutOptimizer, WithoutRandom, OneBit, WithoutBuffers])
 def test_comparison_notices_a_restore_that_is_wrong(bed: Bed, wrong: type[Plain]) -> None:
     with pytest.raises(AssertionError, match="differ|loss of step"):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightck.pipeline import at_once
 from support import faults, processes
 from support.loops import Digests, Loop, adam_loop, train
 
@@ -19,13 +18,6 @@ def no_faults_left() -> Iterator[None]:
     """Faults and delays end with the test that set them."""
     yield
     faults.clear()
-
-
-@pytest.fixture(autouse=True)
-def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small states go through the window, as large ones do, but in tests marked `at_once`."""
-    if request.node.get_closest_marker("at_once") is None:
-        monkeypatch.setattr(at_once, "MOST_BYTES", -1)
 
 
 @pytest.fixture(autouse=True)
