@@ -6,7 +6,7 @@ import logging
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +28,6 @@ from lightck.pipeline.pipeline import (
     InflightSnapshot,
     Pipeline,
     SlipReason,
-    torn_error,
 )
 from lightck.region.native_region import RECORD_JIT
 from lightck.state.inventory import Inventory
@@ -379,3 +378,14 @@ class ErrorReporter:
         error, self._pending = self._pending, None
         if error is not None:
             raise error
+
+
+def torn_error(names: Sequence[str], step: int) -> TornSnapshotError:
+    """Make the error that reports a torn snapshot."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return TornSnapshotError(
+        f"snapshot of step {step} was dropped: {names[0]}{more} changed between the forward and the"
+        " next optimizer step. The next snapshot is copied at once; a tensor that changes there"
+        " again is copied at the start of the forward from then on",
+        names=names,
+    )

@@ -202,17 +202,6 @@ class SlipReason(StrEnum):
     GRAPH = "the device records a graph"
 
 
-def torn_error(names: Sequence[str], step: int) -> TornSnapshotError:
-    """Make the error that reports a torn snapshot."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return TornSnapshotError(
-        f"snapshot of step {step} was dropped: {names[0]}{more} changed between the forward and the"
-        " next optimizer step. The next snapshot is copied at once; a tensor that changes there"
-        " again is copied at the start of the forward from then on",
-        names=names,
-    )
-
-
 # ---- the pipeline --------------------------------------------------------------------------------
 
 _RELEASES = 16
@@ -274,10 +263,9 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         """Begin with nothing planned."""
+        measure = partial(at_once_bytes, self.pool) if self.at_once else None
         self.copy_plan = CopyPlan(
-            self.region,
-            may_block_at_boundary=not self.write_limited,
-            measure_at_once=partial(at_once_bytes, self.pool) if self.at_once else None,
+            self.region, may_block_at_boundary=not self.write_limited, measure_at_once=measure
         )
         self.offload = DeviceOffload(
             DevicePlacement(self.region, self.device_setting, self.write_limited),
@@ -597,8 +585,7 @@ class Pipeline:
             began = time.perf_counter()
             snapshot.writer.copy_alone(batch)
             snapshot.waited_s += time.perf_counter() - began
-            # A thread that saves just in time has the others checked at its fence: the training
-            # may go on beside it.
+            # Just in time, the training may go on beside it: the fence compares the others.
             if part.is_private or not snapshot.flags & RECORD_JIT:
                 group.sources = None
         elif part.is_private:

@@ -52,7 +52,7 @@ def test_plain_job_resumes_bit_for_bit_after_death_in_every_phase_of_every_step(
 
 
 def test_plain_job_whose_state_is_copied_at_once_resumes_bit_for_bit(bed: Bed) -> None:
-    """What is copied at once is committed before the forward goes on."""
+    """A snapshot that is copied at once is committed before the forward goes on."""
     bed.check(Plain, at_once=True, restored={"forward": {4}, "backward": {4}, "update": {4}})
 
 
