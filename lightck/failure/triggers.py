@@ -1,4 +1,7 @@
-"""Triggers besides signals: a notice that the machine will end, and unhandled exceptions."""
+"""Triggers besides signals: a notice that the machine will end, and unhandled exceptions.
+
+The save that a trigger starts is made by `watchdog.py`; CONTRIBUTING.md says how to add another one.
+"""
 
 from __future__ import annotations
 

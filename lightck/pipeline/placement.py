@@ -22,6 +22,7 @@ from lightck.errors import LightckError, NoSnapshotError, RegionBusyError
 from lightck.events import event
 from lightck.region import allocator
 from lightck.region._ffi import free_dram_bytes
+from lightck.region.medium import is_memory
 from lightck.region.native_pool import COPY_DTYPE, NativePool, NativeSnapshot
 from lightck.region.region import Region
 
@@ -69,7 +70,7 @@ def choose_placement(region: Region, config: Config) -> PlacementChoice:
         return PlacementChoice(config.placement, f"placement is {config.placement!r}")
     if config.write_limit:
         store_rate, what = float(config.write_limit), "the write limit is"
-    elif node is None and medium in ("tmpfs", "hugetlbfs"):
+    elif node is None and is_memory(medium):
         return PlacementChoice("direct", f"{medium}: the region is DRAM")
     else:
         what = f"{medium} takes" if node is None else f"{medium} on NUMA node {node} takes"
