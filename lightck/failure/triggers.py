@@ -1,6 +1,6 @@
 """Triggers besides signals: a notice that the machine will end, and unhandled exceptions.
 
-The save that a trigger starts is made by `watchdog.py`; CONTRIBUTING.md says how to add another one.
+The save that a trigger starts is made by `watchdog.py`; CONTRIBUTING.md says how to add another.
 """
 
 from __future__ import annotations
