@@ -38,8 +38,11 @@ KEPT = {
         "test_it_is_there_too_where_that_update_is_left_out": 0,
         "test_the_step_that_its_peers_go_on_to_is_there_on_every_rank": 1,
     },
+    "distributed/test_differing_ranks.py": {
+        "test_optimizer_state_that_differs_is_named_with_what_it_makes_differ": 1,
+    },
     "distributed/test_fsdp.py": {
-        "test_a_killed_job_goes_on_bit_for_bit_on_the_same_mesh": 2,
+        "test_a_killed_job_goes_on_bit_for_bit_on_the_same_mesh": 1,
         "test_resharding_after_the_forward_or_not_makes_no_difference": 1,
         "test_a_rank_is_killed_at_any_moment_and_all_go_on_from_one_step": 0,
     },
@@ -56,13 +59,14 @@ KEPT = {
         "test_a_rank_that_stands_still_makes_others_wait_for_its_gradients_only": 0,
     },
     "distributed/test_gradients.py": {
-        "test_no_bit_of_a_gradient_changes": 8,
+        "test_no_bit_of_a_gradient_changes": 4,
     },
     "distributed/test_hanging_ranks.py": {
-        "test_who_waits_for_a_rank_that_hangs_behind_it_ends_after_it_with_its_share_written": 3,
-        "test_a_rank_that_hangs_there_ends_at_sigterm_at_once_and_is_finished": 2,
+        "test_who_waits_for_a_rank_that_hangs_behind_it_ends_after_it_with_its_share_written": 1,
+        "test_a_rank_that_hangs_there_ends_at_sigterm_at_once_and_is_finished": 1,
     },
     "distributed/test_healed_jobs.py": {
+        "test_a_killed_node_costs_one_minibatch_and_goes_on_exactly": 1,
         "test_a_second_failure_before_the_first_snapshot_is_healed_again": 1,
         "test_a_damaged_replica_is_mended_and_the_job_goes_on_exactly": 0,
     },
@@ -76,7 +80,7 @@ KEPT = {
         "test_ranks_that_fail_at_one_place_go_on_bit_for_bit": 1,
     },
     "distributed/test_peer_death.py": {
-        "test_the_last_complete_step_is_there_on_every_rank": 4,
+        "test_the_last_complete_step_is_there_on_every_rank": 1,
         "test_with_every_step_due_an_exact_snapshot_outlives_a_death_before_the_next_forward": 1,
         "test_what_a_survivor_takes_again_behind_its_update_does_not_hide_the_update": 1,
     },
@@ -84,8 +88,10 @@ KEPT = {
         "test_the_result_is_that_of_plain_steps_bit_for_bit": 6,
     },
     "distributed/test_resume.py": {
+        "test_a_job_that_lost_a_rank_does_what_an_uninterrupted_one_does": 1,
+        "test_a_region_from_a_backup_takes_the_job_back_and_on_again": 1,
         "test_what_another_world_needs_stays_until_it_has_a_whole_snapshot": 0,
-        "test_another_number_of_ranks_goes_on_and_back_again": 2,
+        "test_another_number_of_ranks_goes_on_and_back_again": 1,
     },
     "distributed/test_sharded_ways.py": {
         "test_training_goes_on_bit_for_bit_however_it_is_sharded": 3,
@@ -206,7 +212,7 @@ KEPT = {
         "test_optimizers_that_step_in_backward_are_found": 0,
     },
     "e2e/test_users_loops.py": {
-        "test_accelerates_loop": 2,
+        "test_accelerates_loop": 1,
         "test_nanogpts_loop_with_its_batches_prefetched": 1,
         "test_plain_loop_with_a_resumable_sampler": 1,
     },
@@ -218,6 +224,8 @@ KEPT = {
         "test_another_format_version_is_named_with_the_one_this_release_reads": 4,
     },
     "integration/test_bit_flips.py": {
+        "test_a_bit_of_the_older_snapshot_never_hides_the_newest": 2,
+        "test_a_bit_of_the_newest_snapshot_costs_that_one_and_says_so": 2,
         "test_every_bit_of_a_superblock_is_spare": 0,
     },
     "integration/test_crash_images.py": {
