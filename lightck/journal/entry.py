@@ -8,6 +8,7 @@ in a loop, so as little as possible is done. What is the same object as at the i
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from lightck.errors import CorruptSnapshotError, RegionFullError
 from lightck.journal.copy_buffer import CopyBuffer
 from lightck.region.native_region import JournalEntry
 from lightck.state import boundary_blob
-from lightck.state.boundary_blob import BlobWriter, Part, generators
+from lightck.state.boundary_blob import BlobEncoder, BlobWriter, constituents
 from lightck.state.inventory import StateTensor
 
 MAX_EXTRA_BYTES = 1 << 20
@@ -33,8 +34,8 @@ class ExtrasFullError(RegionFullError):
 class EntryEncoder:
     """Encodes entries. For one thread at a time."""
 
-    _reused_parts: dict[int, tuple[Any, Part]] = field(default_factory=dict)
-    """The parts of the last entry that serve the next one, see `BlobWriter`."""
+    _encoders: dict[int, BlobEncoder] = field(default_factory=lambda: defaultdict(BlobEncoder))
+    """The encoders of entries with the generators of so many instants."""
     _groups: dict[int, _OptimizerGroups] = field(default_factory=dict)
     """Each optimizer's groups as last given, by its index."""
 
@@ -57,24 +58,33 @@ class EntryEncoder:
             ExtrasFullError: extras have more than `MAX_EXTRA_BYTES`.
         """
         first, second = trees
-        writer = BlobWriter(self._reused_parts)
-        extras = writer.put([first["extras"], second["extras"]])
-        if writer.size > MAX_EXTRA_BYTES:
-            raise ExtrasFullError(_extras_too_large(first["extras"], second["extras"]))
-        rest = {key: value for key, value in second.items() if key not in ("extras", "step")}
-        if "rng" in rest:
-            rest["rng"] = generators(writer, rest["rng"])
-        writer.put(
-            {
-                "tensors": writer.add(copy_buffer.part(copies)),
-                "extras": extras,
-                "rng": generators(writer, first["rng"]),
-                "second": {**rest, "optimizers": self._optimizers(writer, second["optimizers"])},
-                "share_digest": share_digest,
-            }
-        )
-        self._reused_parts = writer.made
-        return writer.sealed()
+
+        def put(
+            writer: BlobWriter, tensors: list[dict[str, Any]], states: list[dict[str, Any]]
+        ) -> None:
+            before = writer.size
+            extras = writer.put([first["extras"], second["extras"]])
+            if writer.size - before > MAX_EXTRA_BYTES:
+                raise ExtrasFullError(_extras_too_large(first["extras"], second["extras"]))
+            rest = {key: value for key, value in second.items() if key not in ("extras", "step")}
+            if "rng" in rest:
+                rest["rng"] = states[1]
+            rest["optimizers"] = self._optimizers(writer, second["optimizers"])
+            digest = writer.put(share_digest)
+            writer.put(
+                {
+                    "tensors": tensors[0],
+                    "extras": extras,
+                    "rng": states[0],
+                    "second": rest,
+                    "share_digest": digest,
+                }
+            )
+
+        generated = [tree["rng"] for tree in trees if "rng" in tree]
+        told = [*constituents(first), *constituents(second), share_digest]
+        part = copy_buffer.part(copies)
+        return self._encoders[len(generated)].encode([part], generated, told, put)
 
     def _optimizers(self, writer: BlobWriter, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Split the parameters' names, which are the most, from what a schedule changes."""

@@ -233,7 +233,8 @@ class Checkpointer:
         unkept = self.step_journal is not None and self.buffers is None
         if (self.due or unkept) and not self.steps.updating:
             self._missed_forward("a gradient hook")
-        self.pipeline.pace(self.pipeline.schedule.tick)
+        if self.pipeline.window is not None:
+            self.pipeline.pace(self.pipeline.schedule.tick)
 
     def iterating(self, loader: Any, drawing: bool = False) -> None:
         """Take RNG states where a loader starts anew, or draws, from step end to forward start."""

@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
@@ -81,9 +82,21 @@ class Listener(Protocol):
 
 
 def untraced(function: F) -> F:
-    """Keep dynamo out of a hook and everything that it calls."""
-    quiet: F = torch.compiler.disable(function)
-    return quiet
+    """Keep dynamo out of a hook and everything that it calls.
+
+    Where dynamo does not trace, which is known at once, the hook is called past torch's wrapper:
+    that takes longer than most hooks, and there is one for each layer's gradient.
+    """
+    outside = torch.compiler.disable(function)
+
+    def quiet(*args: Any, **kwargs: Any) -> Any:
+        if get_eval_frame_callback() is None:
+            return function(*args, **kwargs)
+        return outside(*args, **kwargs)
+
+    hook: Any = torch._dynamo.decorators.skip(quiet)
+    vars(hook).update(vars(outside))  # dynamo takes it for that where it meets the call
+    return cast(F, hook)
 
 
 @dataclass(eq=False)

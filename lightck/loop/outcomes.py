@@ -6,9 +6,9 @@ import logging
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from lightck.errors import (
@@ -93,6 +93,20 @@ class SlipWatch:
 # ---- the outcomes --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class _Reported(AbstractContextManager[None]):
+    """Context of `Outcomes.reported`; a class, because every step enters it several times."""
+
+    report: Callable[[LightckError], None]
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Report an error of lightck's own and suppress it; a torn snapshot's was reported."""
+        if not isinstance(error, LightckError) or isinstance(error, TornSnapshotError):
+            return False
+        self.report(error)
+        return True
+
+
 @dataclass(eq=False)
 class Outcomes:
     """Tells what became of the snapshots.
@@ -127,6 +141,7 @@ class Outcomes:
     def __post_init__(self) -> None:
         """Note what a commit into this region survives."""
         self._survives = self.pipeline.region.survives
+        self._reported = _Reported(self.report)
 
     def fence(self, optimizer: int | None = None, *, aside: bool = False) -> bool:
         """Fence the open snapshot (`Pipeline.fence`); count and report it if it is torn.
@@ -264,24 +279,22 @@ class Outcomes:
                 pipeline.barrier.lost(step, why)
                 self.slipped(step, why)
 
-    @contextmanager
-    def reported(self) -> Iterator[None]:
+    def reported(self) -> AbstractContextManager[None]:
         """Report errors from the body; what follows from a latched region is only counted."""
-        try:
-            yield
-        except TornSnapshotError:
-            raise  # reported where it was found
-        except LightckError as error:
-            if isinstance(error, PreviousPersistError) and not self.latched:
-                self.poll(1.0)  # the error that latched the region is told first
-            self.pipeline.counters.count_failed()
-            self.last_step_lost(str(error))
-            self.fail_pending_futures(error)
-            if self.latched and is_final(error):
-                event("skipped", logging.DEBUG, step=self.steps.step, why=error)
-                return
-            self.latched = self.latched or is_final(error)  # for good, whatever else fails
-            self.reporter(error)
+        return self._reported
+
+    def report(self, error: LightckError) -> None:
+        """Report an error that a snapshot has met, and fail those who wait for the next one."""
+        if isinstance(error, PreviousPersistError) and not self.latched:
+            self.poll(1.0)  # the error that latched the region is told first
+        self.pipeline.counters.count_failed()
+        self.last_step_lost(str(error))
+        self.fail_pending_futures(error)
+        if self.latched and is_final(error):
+            event("skipped", logging.DEBUG, step=self.steps.step, why=error)
+            return
+        self.latched = self.latched or is_final(error)  # for good, whatever else fails
+        self.reporter(error)
 
     def region_failed(self, error: LightckError) -> None:
         """Report, once, that the region's memory is gone.

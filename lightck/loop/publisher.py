@@ -8,8 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +27,24 @@ from lightck.types import Stats
 # ---- time that the training thread spends in lightck, by cause -----------------------------------
 
 _LAST = 9  # snapshots whose cost counts
+_NESTED = nullcontext()
+
+
+@dataclass(eq=False, slots=True)
+class _Stall:
+    """Context of `StallTimer.of`; a class, because it is entered several times in every step."""
+
+    timer: StallTimer
+    cause: str
+    _begin: int = 0
+
+    def __enter__(self) -> None:
+        """Begin to count."""
+        self._begin = self.timer.begin()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Add what has passed."""
+        self.timer.end(self.cause, self._begin)
 
 
 @dataclass(eq=False)
@@ -41,22 +58,22 @@ class StallTimer:
     """Step, seconds and snapshots when `cost` last looked."""
     _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
 
-    @contextmanager
-    def of(self, cause: str) -> Iterator[None]:
-        """Count the time of the body under a cause."""
-        if self._running:
-            yield
-            return
+    def of(self, cause: str) -> AbstractContextManager[None]:
+        """Return a context that counts the time of its body under a cause."""
+        return _NESTED if self._running else _Stall(self, cause)
+
+    def begin(self) -> int:
+        """Begin to count; return the instant, in ns."""
         self._running = True
-        begin = time.perf_counter_ns()
-        try:
-            yield
-        finally:
-            self._running = False
-            end = time.perf_counter_ns()
-            self.seconds[cause] = self.seconds.get(cause, 0.0) + (end - begin) / 1e9
-            if self.trace is not None:
-                self.trace.stall(cause, begin, end)
+        return time.perf_counter_ns()
+
+    def end(self, cause: str, begin_ns: int) -> None:
+        """End counting, and add the time since `begin_ns` under a cause."""
+        end_ns = time.perf_counter_ns()
+        self._running = False
+        self.seconds[cause] = self.seconds.get(cause, 0.0) + (end_ns - begin_ns) / 1e9
+        if self.trace is not None:
+            self.trace.stall(cause, begin_ns, end_ns)
 
     def total(self) -> float:
         """Return the seconds over all causes."""

@@ -21,12 +21,14 @@ from __future__ import annotations
 import collections
 import json
 import math
+import operator
 import re
 import reprlib
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -249,35 +251,115 @@ def closed(tree: Any) -> bytes:
     Raises:
         StateError: something in it has no plain bytes.
     """
-    return _closed(BlobWriter(), tree)
-
-
-def _closed(writer: BlobWriter, tree: Any) -> bytes:
-    try:
+    writer = BlobWriter()
+    with _stated():
         writer.put(tree)
+    return writer.sealed()
+
+
+@contextmanager
+def _stated() -> Iterator[None]:
+    """Raise a `StateError` for an error of json's or torch's in the body."""
+    try:
+        yield
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise StateError(f"the state holds what has no bytes: {error!r}") from error
-    return writer.sealed()
+
+
+@dataclass(frozen=True, eq=False)
+class _Skeleton:
+    """The parts of a blob that stay while only generators, and parts before them, change."""
+
+    told: list[Any]
+    """The objects that the parts were made of; while all are the same, the parts are."""
+    drawn: list[Any]
+    """What the last part says of the generators, see `_drawn`."""
+    parts: list[Part]
+    """The parts behind those that change."""
+    made: dict[int, tuple[Any, Part]]
+    """Those of `BlobWriter.made` that stay."""
+
+
+Put = Callable[[BlobWriter, list[dict[str, Any]], list[dict[str, Any]]], None]
+"""Puts the rest of a blob into a writer, given what stands for its first parts and generators."""
 
 
 @dataclass(eq=False)
 class BlobEncoder:
-    """Encodes trees of one kind, one after the other: what is the same object is encoded once."""
+    """Encodes blobs of one kind, one after the other: what is the same object is encoded once."""
 
     _last: dict[int, tuple[Any, Part]] = field(default_factory=dict)
+    _skeleton: _Skeleton | None = None
 
     def closed(self, tree: dict[str, Any]) -> bytes:
-        """Encode a plain tree as `closed` does; random generators under `rng` are parts.
+        """Encode a plain tree as `closed` does: of step, generators under `rng`, and the rest.
 
         Raises:
             StateError: something in it has no plain bytes.
         """
+        generated = [tree["rng"]] if "rng" in tree else []
+        changing = [PartWriter().finish(tree["step"])] if "step" in tree else []
+
+        def put(
+            writer: BlobWriter, step: list[dict[str, Any]], states: list[dict[str, Any]]
+        ) -> None:
+            with _stated():
+                rest = {k: writer.put(v) for k, v in tree.items() if k not in ("step", "rng")}
+                for key, said in (("step", step), ("rng", states)):
+                    if said:
+                        rest[key] = said[0]
+                writer.put(rest)
+
+        return self.encode(changing, generated, constituents(tree), put)
+
+    def encode(
+        self, first: list[Part], generated: list[dict[str, Any]], told: list[Any], put: Put
+    ) -> bytes:
+        """Encode a blob of parts that always change, of generators, and of a rest that seldom does.
+
+        Args:
+            first: the parts that change.
+            generated: states of random generators.
+            told: every object that the rest is made of. While they are the same, so is the rest.
+            put: puts the rest; generators' tensors are the only ones of its last part.
+
+        Raises:
+            Exception: what `put` raises.
+        """
         writer = BlobWriter(self._last)
-        if "rng" in tree:
-            tree = {**tree, "rng": generators(writer, tree["rng"])}
-        blob = _closed(writer, tree)
+        places = [writer.add(part) for part in first]
+        states = [generators(writer, state) for state in generated]
+        drawn, raws = _drawn(states)
+        known = self._skeleton
+        if known is None or known.drawn != drawn or not _identical(known.told, told):
+            begun, changing = len(writer.parts), [*writer.made]
+            put(writer, places, states)
+            assert [*map(len, writer.parts[-1].data)] == [*map(len, raws)], "others' bytes"
+            stay = {key: row for key, row in writer.made.items() if key not in changing}
+            known = self._skeleton = _Skeleton(told, drawn, writer.parts[begun:], stay)
+        else:
+            writer.parts += known.parts[:-1]
+            writer.add(Part(known.parts[-1].text, tuple(raws)))
+            writer.made |= known.made
         self._last = writer.made
-        return blob
+        return writer.sealed()
+
+
+def constituents(tree: dict[str, Any]) -> list[Any]:
+    """Return the objects that a tree of boundary state is made of, but step and generators."""
+    told: list[Any] = []
+    for key, value in tree.items():
+        if key in ("step", "rng"):
+            continue
+        told += (key, type(value))
+        if type(value) is dict:
+            told += value
+            told += value.values()
+        elif type(value) is list:
+            told += value
+        else:
+            told.append(value)
+    return told
 
 
 def generators(writer: BlobWriter, states: dict[str, Any]) -> dict[str, Any]:
@@ -286,6 +368,22 @@ def generators(writer: BlobWriter, states: dict[str, Any]) -> dict[str, Any]:
         name: writer.apart(state) if type(state) is dict else state
         for name, state in states.items()
     }
+
+
+def _drawn(states: list[dict[str, Any]]) -> tuple[list[Any], list[memoryview]]:
+    """Return what a blob's last part says of generators, and those bytes of them that it has."""
+    said: list[Any] = []
+    raws: list[memoryview] = []
+    for state in states:
+        for name, value in state.items():
+            said.append((name, value if type(value) is dict else type(value)))
+            some = () if type(value) is dict else value if type(value) is list else (value,)
+            raws += map(raw, some)
+    return [*said, *map(len, raws)], raws
+
+
+def _identical(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

@@ -132,6 +132,8 @@ class OptimizerOptions:
     _groups: list[_Entries] = field(default_factory=list)
     _attributes: _Entries | None = None
     _lives: dict[str, StateTensor] = field(default_factory=dict)
+    _taken: dict[str, Any] = field(default_factory=dict)
+    """What `take` has returned last; empty before the first."""
 
     def take(
         self,
@@ -141,6 +143,8 @@ class OptimizerOptions:
         lives: list[StateTensor],
     ) -> dict[str, Any]:
         """Return everything of the optimizer that is no tensor; add the tensors found to `lives`.
+
+        It is the same object as last time if nothing of it has changed.
 
         Args:
             held: the names of each group's parameters.
@@ -152,14 +156,19 @@ class OptimizerOptions:
         known = self._attributes
         if known is None or not known.serve(vars(self.optimizer)):
             known = self._attributes = self._take_attributes(lives)
+        last = self._taken
+        if last and last["state"] is state and last["order"] is order:
+            if last["attributes"] is known.taken and _identical(last["groups"], groups):
+                return last
         kind = type(self.optimizer)
-        return {
+        self._taken = {
             "class": f"{kind.__module__}.{kind.__qualname__}",
             "groups": groups,
             "state": state,
             "order": order,
             "attributes": known.taken,
         }
+        return self._taken
 
     def _take_groups(
         self, held: Sequence[list[str]], lives: list[StateTensor]

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from lightck.journal.copy_buffer import CopyBuffer
 from lightck.journal.entry import EntryEncoder, decode_entry
 from lightck.region.native_region import STEP_END, JournalEntry
-from lightck.state import boundary_blob, rng
+from lightck.state import boundary_blob, boundary_codec, rng
 from lightck.state.inventory import StateTensor
 
 
 def test_thousands_of_groups_have_entries_that_are_read() -> None:
     groups = [{"params": [f"p{i}"], "options": {"lr": i / 4096}} for i in range(3000)]
-    optimizers = [{"class": "C", "groups": groups, "state": {}, "attributes": {}}]
     first = {"rng": rng.capture(), "extras": {}}
-    second = {"optimizers": optimizers, "extras": {}}
     encoder = EntryEncoder()
     for step in range(4):
         groups[2000] = {**groups[2000], "options": {"lr": 2.0 + step}}
-        blob = encoder.encode(
-            CopyBuffer(()), {}, (first, {**second, "optimizers": [*optimizers]}), b"d"
-        )
+        optimizers = [{"class": "C", "groups": [*groups], "state": {}, "attributes": {}}]
+        second = {"optimizers": optimizers, "extras": {}}
+        blob = encoder.encode(CopyBuffer(()), {}, (first, second), b"d")
         found = decode_entry(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         assert boundary_blob.opened(found.at_forward, context="test") == {**second, "step": step}
 
@@ -49,6 +50,42 @@ def test_groups_come_back_with_their_own_options_in_their_own_order() -> None:
         found = decode_entry(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         second = boundary_blob.opened(found.at_forward, context="test")
         assert repr(second["optimizers"]) == repr(optimizers)
+
+
+def _draws() -> list[float]:
+    return [float(torch.rand(1)), random.random(), np.random.random_sample()]
+
+
+@pytest.mark.parametrize("draw", [torch.rand, random.random, np.random.random_sample, None])
+@pytest.mark.parametrize("is_forward", [False, True])
+def test_generators_alone_change_from_an_entry_to_the_next(draw: Any, is_forward: bool) -> None:
+    extras = {"x": torch.arange(3), "y": b"y" * 300}
+    second: dict[str, Any] = {"optimizers": [], "extras": {}}
+    encoder, blobs = EntryEncoder(), boundary_blob.BlobEncoder()
+    for step in range(4):
+        first = {"rng": rng.capture(), "extras": extras}
+        if draw is not None:
+            draw(1) if draw is torch.rand else draw()
+        second = {**second, "step": step, **({"rng": rng.capture()} if is_forward else {})}
+        blob = encoder.encode(CopyBuffer(()), {}, (first, second), b"d")
+        found = decode_entry(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
+        for tree, held in (
+            (first, found.at_step),
+            (second, found.at_forward),
+            (first, boundary_blob.BlobEncoder().closed(first)),
+            (second, blobs.closed(second)),
+        ):
+            opened = boundary_blob.opened(held, context="test")
+            assert sorted(opened) == sorted(tree)
+            if "rng" in tree:
+                rng.restore(boundary_codec.rebuild(tree["rng"]))
+                drawn = _draws()
+                rng.restore(boundary_codec.rebuild(opened["rng"]))
+                assert _draws() == drawn
+            if tree is second:
+                assert opened["step"] == step
+            else:
+                assert torch.equal(opened["extras"]["x"], extras["x"])
 
 
 def test_what_extras_have_is_found_wherever_it_begins() -> None:
