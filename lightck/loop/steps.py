@@ -6,6 +6,7 @@ That is I1 (when a step is complete), and every optimizer of the job counts.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -94,7 +95,7 @@ class Steps:
         Raises:
             ConfigError: an optimizer steps again before the others have: ambiguous.
         """
-        frames = stack()
+        frames = stack() if self._inside else [next(_frames(), None)]
         if who == self.MARK:
             self._inside.clear()
         while (
@@ -158,11 +159,16 @@ class Steps:
 
 def stack() -> list[FrameType | None]:
     """Return the caller's frames, innermost first, from the one that runs the optimizer's step."""
-    frames: list[FrameType | None] = []
+    return [*_frames()] or [None]
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the caller's frames as `stack` returns them; looking at one costs, too."""
     frame: FrameType | None = sys._getframe(1)
+    found = False
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if frames or not name.startswith(("lightck.", "torch._dynamo")):
-            frames.append(frame)
+        found = found or not name.startswith(("lightck.", "torch._dynamo"))
+        if found:
+            yield frame
         frame = frame.f_back
-    return frames or [None]

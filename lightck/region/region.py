@@ -25,7 +25,7 @@ from lightck.region.backends import select
 from lightck.region.layout import Entry, Layout, check
 from lightck.region.location import Location, shm_advice
 from lightck.region.manifest import Manifest
-from lightck.region.native_pool import NativePool, NativeSnapshot
+from lightck.region.native_pool import COPY_DTYPE, NativePool, NativeSnapshot
 from lightck.region.native_region import (
     PROCESS_DURABLE,
     NativeRegion,
@@ -138,6 +138,16 @@ class Continuation:
 # ---- slots, and the region -----------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class CopyTable:
+    """The copies of one batch to a slot, but for their sources."""
+
+    positions: npt.NDArray[np.intp]
+    rows: npt.NDArray[Any]
+    """A row of `COPY_DTYPE` for each copy; nobody changes it."""
+    total_bytes: int
+
+
 @dataclass(eq=False)
 class Slot:
     """The state that this process knows of one slot."""
@@ -153,6 +163,8 @@ class Slot:
     """Layout digest and CRCs of content that this process wrote completely or read and verified."""
     _layout: tuple[allocator.SlotPlan, Layout, list[int]] | None = field(default=None, repr=False)
     """The plan last used here, and what `layout_of` returned for it."""
+    _copies: dict[int, CopyTable] = field(default_factory=dict, repr=False)
+    """The tables of copies for that layout."""
     writer: NativeSnapshot | None = field(default=None, repr=False)
     """The snapshot that is being written here; None: none is open."""
     kept: bool = False
@@ -186,8 +198,26 @@ class Slot:
             space = allocator.Space(segments)
             metadata = np.array([plan.table_at, plan.manifest_at], np.uint64)
             layout = Layout(plan.entries, space.offsets(plan.at, self.index))
+            self._copies = {}
             self._layout = plan, layout, space.offsets(metadata, self.index).tolist()
         return self._layout[1:]
+
+    def copies_of(self, plan: allocator.SlotPlan, positions: npt.NDArray[np.intp]) -> CopyTable:
+        """Return the table of copies to a plan's entries, for whose layout `layout_of` was called.
+
+        It is kept: what differs from snapshot to snapshot is put into a copy of it.
+        """
+        known = self._copies.get(id(positions))
+        if known is None or known.positions is not positions:
+            assert self._layout is not None
+            layout = self._layout[1]
+            rows = np.zeros(len(positions), COPY_DTYPE)
+            rows["offset"] = layout.offsets[positions]
+            rows["length"] = layout.lengths[positions]
+            rows["layer"] = plan.layers[positions]
+            known = CopyTable(positions, rows, int(rows["length"].sum()))
+            self._copies[id(positions)] = known
+        return known
 
 
 _LOOKS = 4
@@ -525,7 +555,9 @@ class Region:
 
         A snapshot that was begun for a failure, and still counts, is in one of those slots.
         """
-        free = self.free_slots()
+        return self._has_room(self.free_slots(), due=due)
+
+    def _has_room(self, free: list[Slot], *, due: bool) -> bool:
         used = (
             sum(slot.kept for slot in self.slots if slot not in free)
             if due
@@ -560,7 +592,8 @@ class Region:
         Raises:
             PreviousPersistError: an earlier failure latched the region.
         """
-        for slot in self.free_slots() if self.has_room(due=due) else ():
+        free = self.free_slots()
+        for slot in free if self._has_room(free, due=due) else ():
             try:
                 slot.writer = NativeSnapshot(pool, self.native, slot.index)
             except RegionBusyError:

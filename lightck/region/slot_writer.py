@@ -14,7 +14,6 @@ from lightck.region.layout import Layout
 from lightck.region.manifest import Manifest
 from lightck.region.native_pool import (
     ALL,
-    COPY_DTYPE,
     COPY_FED,
     COPY_IF_CHANGED,
     COPY_STAGED,
@@ -24,7 +23,7 @@ from lightck.region.native_pool import (
     NativeSnapshot,
 )
 from lightck.region.native_region import HOLDS_ALL, Record
-from lightck.region.region import Region, Slot
+from lightck.region.region import CopyTable, Region, Slot
 
 
 @dataclass(eq=False)
@@ -104,32 +103,30 @@ class SlotWriter:
             may_skip: a copy need not be written if its digest equals the extent's known one.
             staged: the copy goes to DRAM first.
         """
-        copies = self._copies(positions, staged)
+        table, copies = self._copies(positions, staged)
         copies["source"] = sources
-        if self.known is not None:
+        if self.known is not None and may_skip.any():
             copies["flags"] |= may_skip * np.uint32(COPY_IF_CHANGED)
             copies["crc"] = self.known[positions]
-        return self._added(positions, copies)
+        return self._added(table, copies)
 
     def add_fed(self, positions: npt.NDArray[np.intp], staged: npt.NDArray[np.bool_]) -> Batch:
         """Queue copies whose bytes will be fed (`NativeSnapshot.feed`), in this order."""
-        copies = self._copies(positions, staged)
+        table, copies = self._copies(positions, staged)
         copies["flags"] |= np.uint32(COPY_FED)
-        return self._added(positions, copies)
+        return self._added(table, copies)
 
     def _copies(
         self, positions: npt.NDArray[np.intp], staged: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[Any]:
-        copies = np.zeros(len(positions), COPY_DTYPE)
-        copies["offset"] = self.layout.offsets[positions]
-        copies["length"] = self.layout.lengths[positions]
-        copies["layer"] = self.plan.layers[positions]
-        copies["flags"] = staged * np.uint32(COPY_STAGED)
-        return copies
+    ) -> tuple[CopyTable, npt.NDArray[Any]]:
+        table = self.slot.copies_of(self.plan, positions)
+        copies = table.rows.copy()
+        if staged.any():
+            copies["flags"] = staged * np.uint32(COPY_STAGED)
+        return table, copies
 
-    def _added(self, positions: npt.NDArray[np.intp], copies: npt.NDArray[Any]) -> Batch:
-        number = self.snapshot.add(copies)
-        batch = Batch(number, positions, int(copies["length"].sum()))
+    def _added(self, table: CopyTable, copies: npt.NDArray[Any]) -> Batch:
+        batch = Batch(self.snapshot.add(copies), table.positions, table.total_bytes)
         self.batches.append(batch)
         return batch
 
