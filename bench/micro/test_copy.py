@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.library import Writer, check, ffi, kernel, library
+from bench.library import Writer, check, kernel
 from bench.yardstick import Kernels, SyncCopy
+from lightck.region._ffi import ffi, library
 
 _KERNELS = ("avx512", "avx2", "sse42", "portable", "aarch64")
 

@@ -273,7 +273,7 @@ class _Skeleton:
     told: list[Any]
     """The objects that the parts were made of; while all are the same, the parts are."""
     drawn: list[Any]
-    """What the last part says of the generators, see `_drawn`."""
+    """The content of the last part about the generators, see `_drawn`."""
     parts: list[Part]
     """The parts behind those that change."""
     made: dict[int, tuple[Any, Part]]

@@ -133,7 +133,7 @@ class OptimizerOptions:
     _attributes: _Entries | None = None
     _lives: dict[str, StateTensor] = field(default_factory=dict)
     _taken: dict[str, Any] = field(default_factory=dict)
-    """What `take` has returned last; empty before the first."""
+    """The last result of `take`; empty before the first."""
 
     def take(
         self,

@@ -1,4 +1,8 @@
-"""Choose what maps a region: the native writer itself, or libpmemobj inside one of its pools."""
+"""Choose what maps a region: the native writer itself, or libpmemobj inside one of its pools.
+
+Pools are rare, and what loads libpmemobj takes a third of the time in which lightck is imported: it
+is imported where a pool is met.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from collections.abc import Iterator
 
 from lightck.config import Config
 from lightck.region import location
-from lightck.region.backends import libpmemobj
 from lightck.region.location import Location
 from lightck.region.native_region import Backing, RegionSpec
 
@@ -38,11 +41,15 @@ def created(where: Location, spec: RegionSpec) -> Iterator[Given]:
 
 
 def _with_spare(size: int) -> int:
+    from lightck.region.backends import libpmemobj
+
     granule = libpmemobj.ALIGNMENT
     return size + -(-size // _SPARE // granule) * granule
 
 
 def _in_pool(where: Location) -> Backing:
+    from lightck.region.backends import libpmemobj
+
     pool = libpmemobj.open_pool(where.file)
     try:
         return pool.backing()
@@ -53,6 +60,8 @@ def _in_pool(where: Location) -> Backing:
 
 @contextlib.contextmanager
 def _new_in_pool(where: Location, spec: RegionSpec) -> Iterator[Given]:
+    from lightck.region.backends import libpmemobj
+
     size = spec.measure
     if not where.exists:
         spare = min(_with_spare(size), max(size, libpmemobj.MOST_BYTES - libpmemobj.ALIGNMENT))
@@ -82,5 +91,7 @@ def region_files(path: str | os.PathLike[str] | None) -> list[Location]:
 def is_blank(where: Location) -> bool:
     """Return whether no region was ever made here; only a device or a pool can be blank."""
     if where.backend == "pmemobj" and where.exists:
+        from lightck.region.backends import libpmemobj
+
         return libpmemobj.is_blank(where.file)
     return location.is_blank(where)
