@@ -84,7 +84,7 @@ check: venv native-test ## Run the native and unit tests, and a few of each othe
 
 # The native part in two jobs: one alone leaves a processor idle. Mutants of the instruction order
 # prove the check, not the code: only test-full has them.
-FEWER = KILL_CYCLES=30 CRASH_IMAGES=40000 ORDER_MUTANTS=
+FEWER = KILL_CYCLES=30 ORDER_MUTANTS=
 test: venv ## Run the native tests, crash images and what pytest runs in minutes
 	$(MAKE) --no-print-directory -j2 --output-sync=target $(FEWER) native-test crash order kill
 	$(PYTEST)
