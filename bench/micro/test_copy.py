@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.library import Writer, check, kernel
+from bench.library import Writer, check, ffi, kernel, library
 from bench.yardstick import Kernels, SyncCopy
-from lightck.region._ffi import ffi, library
 
 _KERNELS = ("avx512", "avx2", "sse42", "portable", "aarch64")
 

@@ -142,4 +142,7 @@ def schedule(name: str, layers: int, *, communicates: bool = False) -> ReleaseSc
         name = "comm" if communicates else "eager"
     if name == "backward":
         return Backward(layers)
-    return Comm() if name == "comm" else Eager()
+    if name == "comm":
+        return Comm()
+    assert name == "eager", name
+    return Eager()

@@ -1,4 +1,4 @@
-"""Name the media a region may lie on, and tell what each one promises; a new medium begins here.
+"""Name the media a region may lie on, and tell what each one promises.
 
 Which medium a file is on is found by trying (`lck_medium_detect` in `native/src/medium.c`), and the
 native writer alone makes stores durable (`native/src/persist.c`): CONTRIBUTING.md has the steps for

@@ -16,6 +16,7 @@ from typing import Any
 import cffi
 import pytest
 
+from bench import library as bench_library
 from lightck.region import _ffi, medium, native_pool, native_region
 from lightck.region.native_pool import COPY_DTYPE, SPAN_DTYPE
 
@@ -97,6 +98,14 @@ def test_declarations_are_made_of_the_header(tmp_path: Path) -> None:
     of_cffi = re.compile("_version = 0x[0-9A-F]+")
     made, there = (of_cffi.sub("", p.read_text()) for p in (tmp_path / "made.py", tool.MADE))
     assert made == there, "the header has changed: run python tools/declarations.py"
+
+
+def test_benchmarks_declare_a_part_of_the_header() -> None:
+    package = _functions(_declarations()) | _structs(_declarations())
+    ours = _functions(bench_library.CDEF) | _structs(bench_library.CDEF)
+    assert len(ours) > 20
+    assert {name: package.get(name) for name in ours} == ours
+    assert bench_library.ABI == _ffi.ABI
 
 
 def test_python_constants_equal_the_headers() -> None:
