@@ -280,7 +280,7 @@ NO_AVX512 = glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX512BW,-AVX512CD,-AVX512DQ
 run-order: $(OUT)/order/order $(OUT)/order/tracee $(ORDER_MUTANTS)
 	@mkdir -p build/proof
 	sed 's/\t/\n/g' $(or $(ORDER_MUTANTS),/dev/null) | GLIBC_TUNABLES=$(NO_AVX512) xargs -d '\n' \
-	  $(OUT)/order/order --json build/proof/order.json $(abspath $(OUT)/order/tracee)
+	  $(OUT)/order/order --json build/proof/$(if $(ORDER_MUTANTS),order,order-release).json $(abspath $(OUT)/order/tracee)
 
 $(OUT)/order/order: $(ORDER_OBJECTS) $(filter-out %/main.o,$(CRASH_OBJECTS))
 	$(CC) -pthread -o $@ $^ -lcapstone
