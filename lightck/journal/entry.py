@@ -20,6 +20,7 @@ from lightck.journal.copy_buffer import CopyBuffer
 from lightck.region.native_region import JournalEntry
 from lightck.state import boundary_blob
 from lightck.state.boundary_blob import BlobEncoder, BlobWriter, constituents
+from lightck.state.boundary_codec import identical
 from lightck.state.inventory import StateTensor
 
 MAX_EXTRA_BYTES = 1 << 20
@@ -93,9 +94,9 @@ class EntryEncoder:
             names = [group["params"] for group in tree["groups"]]
             options = [group["options"] for group in tree["groups"]]
             known = self._groups.get(i)
-            if known is None or not _identical(known.names, names):
+            if known is None or not identical(known.names, names):
                 known = _OptimizerGroups(names)
-            if not _identical(known.options, options):
+            if not identical(known.options, options):
                 known = _OptimizerGroups(known.names, options, _differences(options))
             self._groups[i] = known
             parts = {"params": writer.apart(known.names), "options": writer.apart(known.different)}
@@ -197,7 +198,3 @@ def _extras_too_large(first: dict[str, Any], second: dict[str, Any]) -> str:
         f"extras[{name!r}] has {most} bytes of {sum(sizes.values())} that extras have beside large"
         f" tensors: more than the {MAX_EXTRA_BYTES} that are written at every step"
     )
-
-
-def _identical(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))

@@ -164,7 +164,7 @@ class Slot:
     _layout: tuple[allocator.SlotPlan, Layout, list[int]] | None = field(default=None, repr=False)
     """The plan last used here, and what `layout_of` returned for it."""
     _copies: dict[int, CopyTable] = field(default_factory=dict, repr=False)
-    """The tables of copies for that layout."""
+    """The tables of copies for that layout, by the number of the batch."""
     writer: NativeSnapshot | None = field(default=None, repr=False)
     """The snapshot that is being written here; None: none is open."""
     kept: bool = False
@@ -202,12 +202,14 @@ class Slot:
             self._layout = plan, layout, space.offsets(metadata, self.index).tolist()
         return self._layout[1:]
 
-    def copies_of(self, plan: allocator.SlotPlan, positions: npt.NDArray[np.intp]) -> CopyTable:
-        """Return the table of copies to a plan's entries, for whose layout `layout_of` was called.
+    def copies_of(
+        self, plan: allocator.SlotPlan, number: int, positions: npt.NDArray[np.intp]
+    ) -> CopyTable:
+        """Return the copies of a snapshot's batch of that number, after `layout_of` of its plan.
 
         It is kept: what differs from snapshot to snapshot is put into a copy of it.
         """
-        known = self._copies.get(id(positions))
+        known = self._copies.get(number)
         if known is None or known.positions is not positions:
             assert self._layout is not None
             layout = self._layout[1]
@@ -216,7 +218,7 @@ class Slot:
             rows["length"] = layout.lengths[positions]
             rows["layer"] = plan.layers[positions]
             known = CopyTable(positions, rows, int(rows["length"].sum()))
-            self._copies[id(positions)] = known
+            self._copies[number] = known
         return known
 
 

@@ -119,7 +119,7 @@ class SlotWriter:
     def _copies(
         self, positions: npt.NDArray[np.intp], staged: npt.NDArray[np.bool_]
     ) -> tuple[CopyTable, npt.NDArray[Any]]:
-        table = self.slot.copies_of(self.plan, positions)
+        table = self.slot.copies_of(self.plan, len(self.batches), positions)
         copies = table.rows.copy()
         if staged.any():
             copies["flags"] = staged * np.uint32(COPY_STAGED)

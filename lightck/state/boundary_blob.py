@@ -21,7 +21,6 @@ from __future__ import annotations
 import collections
 import json
 import math
-import operator
 import re
 import reprlib
 import struct
@@ -36,7 +35,7 @@ import numpy as np
 import torch
 
 from lightck.errors import CorruptSnapshotError, StateError
-from lightck.state.boundary_codec import DEEPEST, TAG
+from lightck.state.boundary_codec import DEEPEST, TAG, identical
 from lightck.state.tensor_support import DTYPES
 
 _WORD = 8
@@ -277,7 +276,7 @@ class _Skeleton:
     parts: list[Part]
     """The parts behind those that change."""
     made: dict[int, tuple[Any, Part]]
-    """Those of `BlobWriter.made` that stay."""
+    """The rows of `BlobWriter.made` for parts that stay."""
 
 
 Put = Callable[[BlobWriter, list[dict[str, Any]], list[dict[str, Any]]], None]
@@ -331,7 +330,7 @@ class BlobEncoder:
         states = [generators(writer, state) for state in generated]
         drawn, raws = _drawn(states)
         known = self._skeleton
-        if known is None or known.drawn != drawn or not _identical(known.told, told):
+        if known is None or known.drawn != drawn or not identical(known.told, told):
             begun, changing = len(writer.parts), [*writer.made]
             put(writer, places, states)
             assert [*map(len, writer.parts[-1].data)] == [*map(len, raws)], "others' bytes"
@@ -380,10 +379,6 @@ def _drawn(states: list[dict[str, Any]]) -> tuple[list[Any], list[memoryview]]:
             some = () if type(value) is dict else value if type(value) is list else (value,)
             raws += map(raw, some)
     return [*said, *map(len, raws)], raws
-
-
-def _identical(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

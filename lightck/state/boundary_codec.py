@@ -16,7 +16,7 @@ import collections
 import itertools
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,11 @@ def keep(path: str, tensor: torch.Tensor) -> Any:
 def reference(name: str) -> dict[str, str]:
     """Return what stands for a tensor that goes to the region under `name`."""
     return {TAG: "tensor", "name": name}
+
+
+def identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Tell whether two sequences hold the very same objects in the same order."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def join(path: str, key: object) -> str:

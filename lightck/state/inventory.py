@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightck.errors import StateError
 from lightck.region.native_region import HOLDS_ALL
 from lightck.state import tensor_support
-from lightck.state.boundary_codec import join, plain, reference
+from lightck.state.boundary_codec import identical, join, plain, reference
 from lightck.state.extras import Extra
 from lightck.state.key_order import noted
 from lightck.state.modules import (
@@ -158,7 +158,7 @@ class OptimizerOptions:
             known = self._attributes = self._take_attributes(lives)
         last = self._taken
         if last and last["state"] is state and last["order"] is order:
-            if last["attributes"] is known.taken and _identical(last["groups"], groups):
+            if last["attributes"] is known.taken and identical(last["groups"], groups):
                 return last
         kind = type(self.optimizer)
         self._taken = {
@@ -416,7 +416,7 @@ class Inventory:
         if not more:
             return base
         last, begun = self._last_joined, len(base)
-        if last[0] is not base or not _identical(last[1][begun:], more):
+        if last[0] is not base or not identical(last[1][begun:], more):
             self._last_joined = last = base, (*base, *more)
         return last[1]
 
@@ -484,7 +484,7 @@ class Inventory:
         cache = self._cache
         if cache is not None:
             objects, reusable = self._objects(cache.modules)
-            if _identical(cache.objects, objects):
+            if identical(cache.objects, objects):
                 self._cache = cache if reusable else None
                 return cache
         modules = every_module(self.model)
@@ -653,10 +653,6 @@ def _sizes(optimizers: Sequence[Optimizer]) -> list[int]:
 
 def _same_buffers(cache: _Cache) -> bool:
     """Tell whether modules hold the same buffers as before."""
-    return not any(cache.bare) and _identical(
+    return not any(cache.bare) and identical(
         [*chain.from_iterable(map(dict.values, cache.holding))], cache.buffers
     )
-
-
-def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))

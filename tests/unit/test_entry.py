@@ -61,7 +61,8 @@ def _draws() -> list[float]:
 def test_generators_alone_change_from_an_entry_to_the_next(draw: Any, is_forward: bool) -> None:
     extras = {"x": torch.arange(3), "y": b"y" * 300}
     second: dict[str, Any] = {"optimizers": [], "extras": {}}
-    encoder, blobs = EntryEncoder(), boundary_blob.BlobEncoder()
+    encoder = EntryEncoder()
+    ends, forwards = boundary_blob.BlobEncoder(), boundary_blob.BlobEncoder()
     for step in range(4):
         first = {"rng": rng.capture(), "extras": extras}
         if draw is not None:
@@ -72,8 +73,8 @@ def test_generators_alone_change_from_an_entry_to_the_next(draw: Any, is_forward
         for tree, held in (
             (first, found.at_step),
             (second, found.at_forward),
-            (first, boundary_blob.BlobEncoder().closed(first)),
-            (second, blobs.closed(second)),
+            (first, ends.closed(first)),
+            (second, forwards.closed(second)),
         ):
             opened = boundary_blob.opened(held, context="test")
             assert sorted(opened) == sorted(tree)
