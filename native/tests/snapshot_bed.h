@@ -219,6 +219,16 @@ static inline void bed_nap(int64_t ns) {
     CHECK(condition, "after 20 s");                                                                \
   } while (0)
 
+/* All idle threads of the pool have started, and the reserve has looked once: later it looks when
+ * it is woken. Its first look may come after a copy is released, and takes the machine for
+ * contended. */
+static inline void bed_started(lck_pool *pool) {
+  for (uint32_t i = 0; pool->idle && i < pool->reserve_from; i++)
+    EVENTUALLY(atomic_load(&pool->threads[i].id) != 0);
+  if (pool->idle)
+    EVENTUALLY(atomic_load(&pool->reserve.sleepers) == pool->workers - pool->reserve_from);
+}
+
 /* Run `body` on memory and, where there is one, on an ordinary file. */
 static inline int bed_main(void (*body)(bed *)) {
   const char *folder = getenv("LCK_TEST_FOLDER");

@@ -69,7 +69,7 @@ static void test_what_no_idle_worker_drains_others_do(bed *b) {
   bed_create(b, "late");
   lck_pool *pool = make_pool(1);
   unsigned char *source = make_source();
-  EVENTUALLY(atomic_load(&pool->threads[0].id) != 0);
+  bed_started(pool);
   lck_snapshot *held = bed_begin(b, pool, 1);
   lck_copy copy = {.offset = bed_slot(b, 1), .source = source, .length = CHUNK};
   uint32_t batch = bed_add(held, &copy, 1);

@@ -33,15 +33,11 @@ static cpu_set_t first_cpu(cpu_set_t *of) {
   return one;
 }
 
-/* All threads have started, and the reserve has looked once: later it looks when it is woken. */
 static lck_pool *make_pool(uint32_t threads, uint32_t idle) {
   lck_pool *pool;
   lck_pool_spec spec = {.threads = threads, .chunk_bytes = CHUNK, .idle = idle};
   CHECK(lck_pool_create(&spec, &pool) == 0, "%s", lck_last_error());
-  for (uint32_t i = 0; i < threads && idle && lck_revoke_possible(); i++)
-    EVENTUALLY(atomic_load(&pool->threads[i].id) != 0);
-  if (pool->idle)
-    EVENTUALLY(atomic_load(&pool->reserve.sleepers) == pool->workers - pool->reserve_from);
+  bed_started(pool);
   return pool;
 }
 
