@@ -266,7 +266,13 @@ class _Parts:
         communication = DdpCommunication(modules, checkpointer)
         undo.append(communication.remove)
         at_gradient = communication.gradient if modules else None
-        hooks.install(self._tested(listener, checkpointer), at_gradient)
+        # Each layer's gradient matters to who counts, paces by or shows them.
+        counted = checkpointer.predictor is not None or bool(modules) or trace is not None
+        hooks.install(
+            self._tested(listener, checkpointer),
+            at_gradient,
+            every_layer=counted or config.schedule == "backward",
+        )
         publisher.publish()
         rescue = None
         if config.failure != "off":

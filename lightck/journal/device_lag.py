@@ -24,7 +24,7 @@ from lightck.errors import LightckError, TornSnapshotError
 from lightck.journal.boundary_state import with_copies
 from lightck.journal.copy_buffer import is_readable
 from lightck.journal.step_journal import MAX_COPIED_BYTES, BoundaryCapture, StepJournal
-from lightck.pipeline.copy_plan import CopySources, read, versions_of
+from lightck.pipeline.copy_plan import Reading, versions_of
 from lightck.pipeline.device_offload import DeviceOffload, StreamPosition
 from lightck.state import tensor_support
 from lightck.state.inventory import StateTensor
@@ -42,7 +42,7 @@ class PreUpdateState:
     """Step that the state is of."""
     step_end: BoundaryCapture | None
     forward_start: BoundaryCapture
-    weights_at_step_end: CopySources | None
+    weights_at_step_end: Reading | None
     """Addresses and versions of the weights when the step ended; None: not known."""
     forward_positions: Sequence[StreamPosition]
     """Positions of forward start in the devices' streams."""
@@ -78,13 +78,12 @@ class PreUpdateState:
         capture = self.step_end if early else self.forward_start
         if capture is None or capture.copies is None:
             raise self._torn("its boundary state is not kept")
-        collected = with_copies(
-            self.forward_start.collected, {**capture.copies, **self.dram_copies.by_name()}
-        )
+        known = self.forward_start.collected
+        collected = with_copies(known, {**capture.copies, **self.dram_copies.by_name()})
         why = _uncopied(collected.lives) or (self._changed_before_forward() if early else "")
         if why:
             raise self._torn(why)
-        return replace(capture, collected=collected)
+        return replace(capture, collected=collected, reading=None)
 
     def require_instant(self, early: bool) -> None:
         """Check that devices, and what they do not hold, are still in this state.
@@ -102,14 +101,14 @@ class PreUpdateState:
         assert watched is not None
         if not self.is_reached:
             return "what a device has updated meanwhile"
-        pointers, versions = read(watched.tensors)
+        now = Reading.of(watched.tensors)
         held = {id(live.tensor) for live in self.forward_start.collected.lives if live.holders}
         for i, tensor in enumerate(watched.tensors):
             # The update has not run: what it changes is unchanged, whatever its version. Any other
             # write that the training thread has queued may have been to another stream.
             here = is_readable(tensor_support.local(tensor))
-            same = versions[i] == watched.versions[i] or here or id(tensor) in held
-            if not same or (pointers[i] != watched.pointers[i] and not here):
+            same = now.versions[i] == watched.versions[i] or here or id(tensor) in held
+            if not same or (now.pointers[i] != watched.pointers[i] and not here):
                 return next(
                     v.name for v in self.forward_start.collected.lives if v.tensor is tensor
                 )
@@ -244,7 +243,7 @@ class DeviceLag:
         )
         if dram_copies is None:
             return None
-        known = self._with_private_copies(forward_start), journal.weight_guard.sources_at_step_end
+        known = self._with_private_copies(forward_start), journal.weight_guard.reading_at_step_end
         return PreUpdateState(step, step_end, *known, forward_positions, dram_copies)
 
     def _with_private_copies(self, capture: BoundaryCapture) -> BoundaryCapture:
@@ -317,7 +316,7 @@ def _uncopied(lives: Sequence[StateTensor]) -> str:
     return ""
 
 
-def _by_identity(sources: CopySources) -> dict[int, tuple[int, int]]:
+def _by_identity(reading: Reading) -> dict[int, tuple[int, int]]:
     """Return address and version of each tensor, by its identity."""
-    rows = zip(sources.pointers.tolist(), sources.versions.tolist(), strict=True)
-    return dict(zip(map(id, sources.tensors), rows, strict=True))
+    rows = zip(reading.pointers.tolist(), reading.versions.tolist(), strict=True)
+    return dict(zip(map(id, reading.tensors), rows, strict=True))

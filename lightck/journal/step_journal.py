@@ -37,8 +37,7 @@ from lightck.journal.copy_buffer import CopyBuffer, is_readable
 from lightck.journal.entry import EntryEncoder, ExtrasFullError
 from lightck.journal.pre_fence import PreFencePredictor
 from lightck.journal.weight_guard import WeightGuard
-from lightck.pipeline import copy_plan
-from lightck.pipeline.copy_plan import CopySources
+from lightck.pipeline.copy_plan import Reading
 from lightck.pipeline.pipeline import Pipeline
 from lightck.region.native_region import FENCE, FORWARD, RECORD_EARLY, STEP_END, JournalEntry
 from lightck.region.region import Region
@@ -62,13 +61,24 @@ class BoundaryCapture:
     """All state at forward start; at step end a new parameter or its state may be missing."""
     copies: dict[str, torch.Tensor] | None
     """Private copies, by name, of what changes in the window; None: too much for every step."""
-    watched: CopySources | None = None
-    """Every other tensor at forward start, with version and address, by which changes are seen."""
+    reading: Reading | None = None
+    """Reading of all tensors of `collected` at forward start; None: of step end, or they are not
+    the live ones."""
 
     @property
     def early(self) -> bool:
         """Tell whether forward start was still to come."""
         return self.kind == STEP_END
+
+    @property
+    def watched(self) -> Reading | None:
+        """Reading of the tensors at forward start that are watched for changes, see below."""
+        read, lives = self.reading, self.collected.lives
+        if read is None or self.copies is None:
+            return read
+        at = [i for i, live in enumerate(lives) if not live.sync]
+        tensors = [live.tensor for live in lives if not live.sync]
+        return Reading(tensors, read.pointers[at], read.versions[at])
 
     @property
     def flags(self) -> int:
@@ -86,9 +96,10 @@ class BoundaryCapture:
         now = watched_tensors(shared, private=private)
         if [(v.name, id(v.tensor)) for v in now] != [(v.name, id(v.tensor)) for v in then]:
             return "the set of tensors has changed"
-        if self.watched is None:
+        watched = self.watched
+        if watched is None:
             return "" if private else "what a forward changes is not kept"
-        changed = self.watched.changed()
+        changed = watched.changed()
         lives = watched_tensors(self.collected.lives, private=private)
         return f"{lives[changed[0]].name} was changed" if changed else ""
 
@@ -118,13 +129,13 @@ class _Sorted:
 
     lives: tuple[StateTensor, ...]
     copied: list[StateTensor] = field(init=False)
-    watched: list[torch.Tensor] = field(init=False)
-    """Tensors that are watched for changes: all but those that change in the window."""
+    tensors: list[torch.Tensor] = field(init=False)
+    """All of the tensors."""
 
     def __post_init__(self) -> None:
         """Sort the tensors."""
         self.copied = [live for live in self.lives if is_copied(live)]
-        self.watched = [live.tensor for live in watched_tensors(self.lives, private=True)]
+        self.tensors = [live.tensor for live in self.lives]
 
 
 def is_copied(live: StateTensor) -> bool:
@@ -260,7 +271,9 @@ class StepJournal:
         if why or name:
             raise _torn(self.step, why or f"{name} is not what it was at the instant to be saved")
         state = newest.collected
-        return replace(kept, collected=with_copies(state, kept.copies) if kept.copies else state)
+        if not kept.copies:
+            return replace(kept, collected=state)
+        return replace(kept, collected=with_copies(state, kept.copies), reading=None)
 
     def changed_weight(self, *, early: bool) -> str:
         """Name a weight that is not what it was at forward start, or if `early` at step end.
@@ -328,18 +341,18 @@ class StepJournal:
     ) -> BoundaryCapture:
         trees = self.boundary_state.trees(collected, step, seen=seen)
         copy_buffer = self._sorted_buffer(collected)
-        copies = sources = None
+        copies = reading = None
         if kind == FORWARD:
             self.weight_guard.forward_started()
-            tensors = self._watched_now(collected)
-            sources = CopySources(tensors, *copy_plan.read(tensors), [])
+            more = self._more.tensors
+            reading = Reading.of([*self._base.tensors, *more] if more else self._base.tensors)
         if copy_buffer is not None:
             every = copy_buffer.fill()
             copies = copy_buffer.changing(every)
             with self.reporting:
                 self._write(kind, step, trees, collected.share_digest, copy_buffer, every)
         self.pipeline.note_instant(at_forward=kind == FORWARD)
-        return BoundaryCapture(kind, step, *trees, collected, copies, sources)
+        return BoundaryCapture(kind, step, *trees, collected, copies, reading)
 
     def _sorted_buffer(self, collected: CollectedState) -> CopyBuffer | None:
         """Sort the tensors, as far as they are others now, and return a copy buffer for them.
@@ -356,13 +369,6 @@ class StepJournal:
             small = sum(live.local.nbytes for live in copied) <= MAX_COPIED_BYTES
             self._copy_buffer = CopyBuffer(copied) if small else None
         return self._copy_buffer
-
-    def _watched_now(self, collected: CollectedState) -> list[torch.Tensor]:
-        if self._copy_buffer is None:
-            return [live.tensor for live in collected.lives]
-        return (
-            [*self._base.watched, *self._more.watched] if self._more.watched else self._base.watched
-        )
 
     def _write(
         self,

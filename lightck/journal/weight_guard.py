@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightck.device.lookup import holder
-from lightck.pipeline.copy_plan import CopySources, read
+from lightck.pipeline.copy_plan import Reading
 from lightck.state import tensor_layout, tensor_support
 from lightck.state.inventory import StateTensor
 
@@ -120,12 +120,12 @@ class WeightGuard:
     """Remembers the weights as the last step ended, and as the forward after it began."""
 
     _weights: WatchedWeights = field(default_factory=lambda: WatchedWeights(()))
-    _step_end: tuple[CopySources, list[bytes]] | None = None
+    _step_end: tuple[Reading, list[bytes]] | None = None
     _forward_start: list[bytes] | None = None
     """The bytes as the forward began; counters and addresses of then are kept elsewhere."""
 
     @property
-    def sources_at_step_end(self) -> CopySources | None:
+    def reading_at_step_end(self) -> Reading | None:
         """The counters and addresses of the weights as the last step ended; None: not taken yet."""
         return None if self._step_end is None else self._step_end[0]
 
@@ -144,10 +144,7 @@ class WeightGuard:
         if lives is not self._weights.lives:
             self._weights = WatchedWeights(lives)
         weights = self._weights
-        self._step_end = (
-            CopySources(weights.tensors, *read(weights.tensors), []),
-            weights.probe_values(),
-        )
+        self._step_end = Reading.of(weights.tensors), weights.probe_values()
         return True
 
     def forward_started(self) -> None:
@@ -162,10 +159,10 @@ class WeightGuard:
             early: since the step ended, else since the forward began, and by their bytes only.
         """
         if early and self._step_end is not None:
-            sources, probe_values = self._step_end
+            reading, probe_values = self._step_end
             return (
                 self._replaced(lives)
-                or self._touched(sources)
+                or self._touched(reading)
                 or self._weights.changed_since(probe_values)
             )
         if not early and self._forward_start is not None:
@@ -180,9 +177,9 @@ class WeightGuard:
         names = [*before, *(name for name in now if name not in before)]
         return next((name for name in names if now.get(name) is not before.get(name)), "")
 
-    def _touched(self, sources: CopySources) -> str:
-        changed_weight = sources.changed()
-        return self._weights.names[changed_weight[0]] if changed_weight else ""
+    def _touched(self, reading: Reading) -> str:
+        changed = reading.changed()
+        return self._weights.names[changed[0]] if changed else ""
 
 
 def _is_watched(live: StateTensor) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from lightck.layerwise.ddp import final_gradients
 from lightck.layerwise.updates import LayerUpdates, Unit, Units
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.due import DueCheck
-from lightck.pipeline.copy_plan import PlannedGroup
+from lightck.pipeline.copy_plan import PlannedGroup, Reading
 from lightck.pipeline.pipeline import Check, CopyGroup, InflightSnapshot, Pipeline
 from lightck.region.native_region import RECORD_JIT
 from lightck.region.slot_writer import SlotWriter
@@ -133,11 +133,13 @@ class LayerPipeline(Pipeline):
         *,
         flags: int = 0,
         changed: Check | None = None,
+        reading: Reading | None = None,
     ) -> InflightSnapshot | str:
         """Open the snapshot of `step`, or go on with the one that has begun, if it still can."""
         begun, self.begun = self.begun, None
+        said: dict[str, Any] = {"flags": flags, "changed": changed, "reading": reading}
         if begun is None:
-            return super().open(step, state, at_step, at_forward, flags=flags, changed=changed)
+            return super().open(step, state, at_step, at_forward, **said)
         try:
             plan = self.copy_plan.update(state.lives, len(at_step) + len(at_forward))
             goes_on = plan is begun.snapshot.writer.plan and self._is_unchanged(begun, step)
@@ -149,7 +151,7 @@ class LayerPipeline(Pipeline):
             self._abandon(begun.snapshot)
             if flags & RECORD_JIT and not self.barrier.alone:
                 self.barrier.lost(step, "the snapshot that had begun could not go on")
-            return super().open(step, state, at_step, at_forward, flags=flags, changed=changed)
+            return super().open(step, state, at_step, at_forward, **said)
         assert self.window is None, "two snapshots in one window"
         snapshot = self.window = begun.snapshot
         snapshot.complete(state, (at_step, at_forward), flags, changed)

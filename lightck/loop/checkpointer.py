@@ -473,13 +473,17 @@ class Checkpointer:
                 if self.pipeline.window is not None:
                     self.outcomes.fence()
                 self.poll(self.pipeline.lag_wait_s())
+                reading = None
                 if kept is not None:
                     collected, trees = kept.collected, (kept.step_end_values, kept.forward_values)
+                    reading = kept.reading
                 else:
                     collected = self.boundary_state.collect()
                     trees = self.boundary_state.trees(collected, step, seen=seen)
                 at_step, at_forward = self.boundary_state.encode_trees(*trees)
-                snapshot = self.pipeline.open(step, collected, at_step, at_forward, flags=flags)
+                snapshot = self.pipeline.open(
+                    step, collected, at_step, at_forward, flags=flags, reading=reading
+                )
                 if isinstance(snapshot, str):
                     outcomes.slipped(step, snapshot)
                     self.due_check.skipped(made_up=barrier.alone)

@@ -26,6 +26,7 @@ from lightck.region import allocator
 from lightck.region.layout import Entry
 from lightck.region.region import Region
 from lightck.state import tensor_layout, tensor_support
+from lightck.state.boundary_codec import identical
 from lightck.state.inventory import StateTensor
 
 _FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
@@ -52,19 +53,21 @@ _RUN = 512
 
 
 @dataclass(frozen=True)
-class CopySources:
-    """Holds the tensors that one group's copies read, as at forward start, and their memory.
+class Reading:
+    """Holds tensors, and their addresses and versions of one instant: by these changes are seen.
 
-    The memory is held because `p.data = ...` would free it while workers still read it.
+    A version grows with every write that torch counts. All are arrays: Python integers would be
+    memory of their own, out of the cache when freed.
     """
 
     tensors: list[torch.Tensor]
     pointers: npt.NDArray[np.uint64]
     versions: npt.NDArray[np.int64]
-    """Versions of the live tensors, also where private copies are read."""
-    storages: list[torch.UntypedStorage]
-    flats: list[torch.Tensor] = field(default_factory=list)
-    """For tensors on a device, the bytes of each as a view, which keeps that memory alive, too."""
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor]) -> Reading:
+        """Read tensors now; of a DTensor, see the module's text."""
+        return Reading(tensors, *_read(tensors))
 
     def changed(self) -> list[int]:
         """Return the indices of tensors whose address or version has changed since this was made.
@@ -73,11 +76,24 @@ class CopySources:
         """
         moved: list[int] = []
         for at in range(0, len(self.tensors), _RUN):
-            pointers, versions = read(self.tensors[at : at + _RUN])
+            pointers, versions = _read(self.tensors[at : at + _RUN])
             others = pointers != self.pointers[at : at + _RUN]
             others |= versions != self.versions[at : at + _RUN]
             moved += (np.flatnonzero(others) + at).tolist()
         return moved
+
+
+@dataclass(frozen=True)
+class CopySources(Reading):
+    """Holds the tensors that one group's copies read, as at forward start, and their memory.
+
+    The memory is held because `p.data = ...` would free it while workers still read it. Versions
+    are those of the live tensors, also where private copies are read.
+    """
+
+    storages: list[torch.UntypedStorage]
+    flats: list[torch.Tensor] = field(default_factory=list)
+    """For tensors on a device, the bytes of each as a view, which keeps that memory alive, too."""
 
 
 @dataclass(eq=False)
@@ -162,7 +178,7 @@ class CopyPlan:
             RegionFullError: the medium has no room; the last plan stays.
         """
         found = tuple(lives)
-        tensors = [live.tensor for live in found]
+        tensors = self.tensors if found is self.lives else [live.tensor for live in found]
         held = tensor_support.locals_of(tensors)
         shards = [] if held is tensors else tensor_support.forms_of(tensors)
         if self._known(found) and shards == self._shards and self._formed(held):
@@ -191,8 +207,13 @@ class CopyPlan:
             self.at_once_bytes = self.measure_at_once(total)
             self.is_at_once = total <= self.at_once_bytes
 
-    def sources(self, group: PlannedGroup) -> CopySources:
-        """Return what the group's copies read; private copies are made now."""
+    def sources(self, group: PlannedGroup, reading: Reading | None = None) -> CopySources:
+        """Return what the group's copies read; private copies are made now.
+
+        Args:
+            group: the group.
+            reading: of all of the plan's tensors at this instant, where somebody has made it.
+        """
         live = [self.tensors[i] for i in group.order]
         if group.is_private and not group.copied_at_open:
             lives, entries = self.lives, self.entries
@@ -200,7 +221,12 @@ class CopyPlan:
             flats = [flat(c, 0, c.nbytes) for c in copies] if group.device is not None else []
             versions = _versions(live, tensor_support.locals_of(live))
             return CopySources(copies, _addresses(copies), versions, [], flats)
-        pointers, versions = read(live)
+        if reading is None:
+            pointers, versions = _read(live)
+        else:
+            assert len(reading.tensors) == len(self.tensors), "a reading of other tensors"
+            at = group.positions
+            pointers, versions = reading.pointers[at], reading.versions[at]
         # While the last storage at an address is held, no other storage can be there.
         if group.last is not None and np.array_equal(pointers, group.last.pointers):
             storages, flats = group.last.storages, group.last.flats
@@ -242,7 +268,7 @@ class CopyPlan:
         Another object may have no version counter (an inference tensor); the same one keeps its
         own, whatever its `data`.
         """
-        if len(found) == len(self.lives) and all(map(operator.is_, found, self.lives)):
+        if found is self.lives or identical(found, self.lives):
             return True
         return found == self.lives and all(
             now.tensor is then.tensor or now.tensor.is_inference() == then.tensor.is_inference()
@@ -315,13 +341,10 @@ def _devices(groups: Sequence[PlannedGroup]) -> dict[str, tuple[Device, int]]:
     return found
 
 
-def read(
+def _read(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-    """Return addresses of first elements, and versions, which grow with every write torch counts.
-
-    They are arrays: Python integers would be memory of their own, out of the cache when freed.
-    """
+    """Return addresses of first elements, and versions, see `Reading`."""
     pointers = np.empty(len(tensors), np.uint64)
     versions = np.empty(len(tensors), np.int64)
     for at in range(0, len(tensors), _RUN):
@@ -333,7 +356,7 @@ def read(
 
 
 def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """Return the tensors' versions, as `read` does."""
+    """Return the tensors' versions, as a `Reading` has them."""
     found: list[int] = _versions(tensors, tensor_support.locals_of(tensors)).tolist()
     return found
 

@@ -29,7 +29,7 @@ from lightck.errors import CoordinationError, LightckError, TornSnapshotError, W
 from lightck.events import event
 from lightck.pipeline.at_once import at_once_bytes
 from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier, is_final
-from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup
+from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup, Reading
 from lightck.pipeline.device_offload import DeviceOffload
 from lightck.pipeline.device_placement import DevicePlacement
 from lightck.pipeline.device_transfer import DeviceTransfer, TransferEngine
@@ -326,13 +326,15 @@ class Pipeline:
         *,
         flags: int = 0,
         changed: Check | None = None,
+        reading: Reading | None = None,
     ) -> InflightSnapshot | str:
         """Open the snapshot of `step`: from now to the fence the sources must not change.
 
         Buffers and other sources that cannot wait are copied before this returns. If a text is
         returned, it says why the snapshot is skipped: nothing was done, and the barrier was told,
         unless the snapshot is a RECORD_JIT one of several ranks, of which it never hears. `changed`
-        names, at the fence, a tensor that has changed since an instant before this.
+        names, at the fence, a tensor that has changed since an instant before this. `reading` is of
+        the state's tensors, of this instant, where somebody has made it.
 
         Raises:
             RegionFullError: the state has outgrown the medium.
@@ -365,7 +367,7 @@ class Pipeline:
             staged = self._choose_staged(snapshot, self.copy_plan)
             with self.offload.side_streams() if self.copy_plan.devices else nullcontext():
                 for part in self.copy_plan.groups:
-                    self._queue(snapshot, part, staged)
+                    self._queue(snapshot, part, staged, reading)
                 if snapshot.transfers:
                     self.offload.start(snapshot.transfers)
         except BaseException as error:
@@ -562,13 +564,17 @@ class Pipeline:
             self.pool.close()
 
     def _queue(
-        self, snapshot: InflightSnapshot, part: PlannedGroup, staged: npt.NDArray[np.bool_]
+        self,
+        snapshot: InflightSnapshot,
+        part: PlannedGroup,
+        staged: npt.NDArray[np.bool_],
+        reading: Reading | None = None,
     ) -> CopyGroup:
         """Queue one group's copies.
 
         Those from private copies may run at once; those that must not wait are done on return.
         """
-        chosen, at = self.copy_plan.sources(part), part.positions
+        chosen, at = self.copy_plan.sources(part, reading), part.positions
         if part.device is not None:
             transfer = self.offload.queue(
                 snapshot.step, snapshot.writer, part, chosen, staged, self.copy_plan
