@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -321,7 +323,9 @@ class _Cache:
     """The tensors and names found before; they serve while `objects` are the same ones."""
 
     modules: list[nn.Module]
-    objects: list[Any]
+    objects: npt.NDArray[np.object_]
+    addresses: bytes
+    """The addresses of `objects`."""
     everything: tuple[StateTensor, ...]
     shared: RankShare
     """This rank's share of `everything`."""
@@ -458,42 +462,44 @@ class Inventory:
         """Return the name of each of the model's parameters, by identity; the first name counts."""
         return names_of(self.model)
 
-    def _objects(self, modules: list[nn.Module]) -> tuple[list[Any], bool]:
-        """Return every object that the cache depends on, and whether identity proves each the same.
+    def _objects(self, modules: list[nn.Module]) -> npt.NDArray[np.object_]:
+        """Return every object that the cache depends on.
 
         While the children of all modules are the same, `modules` are still all there are.
         """
-        objects: list[Any] = [*(self.division.depends() if self.division else ()), *modules]
+        parts: list[Iterable[Any]] = [self.division.depends() if self.division else (), modules]
         for kept in map(operator.attrgetter, ("_parameters", "_buffers", "_modules")):
             found = list(map(kept, modules))
-            objects += [*chain.from_iterable(found), *chain.from_iterable(map(dict.values, found))]
-        kinds: set[type] = set()
+            filled = list(filter(None, found))
+            parts += [found, chain.from_iterable(filled), _values(filled)]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                objects.append(group)
-                objects += group["params"]
+                parts += [(group,), group["params"]]
             states = optimizer.state.values()
             dicts = [state for state in states if isinstance(state, dict)]
-            values = list(chain.from_iterable(map(dict.values, dicts)))
-            objects += [*optimizer.state, *states, *chain.from_iterable(dicts), *values]
-            kinds.update(map(type, values))
-        return objects, all(issubclass(kind, _TOLD_BY_IDENTITY) for kind in kinds)
+            parts += [optimizer.state, states, chain.from_iterable(dicts), _values(dicts)]
+        return np.fromiter(chain.from_iterable(parts), object)
+
+    def _is_reusable(self) -> bool:
+        """Tell whether the identity of the optimizers' values proves that they are the same."""
+        states = chain.from_iterable(each.state.values() for each in self.optimizers)
+        dicts = (state for state in states if isinstance(state, dict))
+        return all(issubclass(kind, _TOLD_BY_IDENTITY) for kind in set(map(type, _values(dicts))))
 
     def _known(self) -> _Cache:
         """Return what was found before if nothing has changed since, else look it up anew."""
         cache = self._cache
         if cache is not None:
-            objects, reusable = self._objects(cache.modules)
-            if identical(cache.objects, objects):
-                self._cache = cache if reusable else None
+            objects = self._objects(cache.modules)
+            # The bytes of an array of objects are their addresses.
+            if cache.addresses == objects.tobytes():
                 return cache
         modules = every_module(self.model)
-        objects, reusable = self._objects(modules)
-        cache = self._find(modules, objects)
-        self._cache = cache if reusable else None
+        cache = self._find(modules, self._objects(modules))
+        self._cache = cache if self._is_reusable() else None
         return cache
 
-    def _find(self, modules: list[nn.Module], objects: list[Any]) -> _Cache:
+    def _find(self, modules: list[nn.Module], objects: npt.NDArray[np.object_]) -> _Cache:
         """Find all tensors, values and names anew."""
         lives = list(self._model_lives())
         found = [self._optimizer_state(i, o, lives) for i, o in enumerate(self.optimizers)]
@@ -510,6 +516,7 @@ class Inventory:
         return _Cache(
             modules,
             objects,
+            objects.tobytes(),
             everything=assigned,
             shared=self.share(assigned),
             states=states,
@@ -517,7 +524,7 @@ class Inventory:
             held=held,
             bare=[each for each in kept if not each],
             holding=holding,
-            buffers=[*chain.from_iterable(map(dict.values, holding))],
+            buffers=[*_values(holding)],
             persistent=persistent_buffers(modules),
             sizes=_sizes(self.optimizers),
         )
@@ -643,6 +650,10 @@ def parameter_names(i: int, optimizer: Optimizer, names: dict[int, str]) -> dict
     return found
 
 
+def _values(dicts: Iterable[dict[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))
+
+
 def _sizes(optimizers: Sequence[Optimizer]) -> list[int]:
     found: list[int] = []
     for optimizer in optimizers:
@@ -653,6 +664,4 @@ def _sizes(optimizers: Sequence[Optimizer]) -> list[int]:
 
 def _same_buffers(cache: _Cache) -> bool:
     """Tell whether modules hold the same buffers as before."""
-    return not any(cache.bare) and identical(
-        [*chain.from_iterable(map(dict.values, cache.holding))], cache.buffers
-    )
+    return not any(cache.bare) and identical([*_values(cache.holding)], cache.buffers)
