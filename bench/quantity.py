@@ -10,6 +10,7 @@ from bench.record import Record
 SHARES = ("overhead", "idle_hooks", "fence_idle", "fence_bare", "trace_overhead", "written_share")
 _WORDS = {
     "extra": "extra per snapshot",
+    "extra_run": "extra, run time",
     "cost_ratio": "of a plain copy",
     "cost_ratio_alone": "of a copy by one rank",
     "overhead": "of a step",

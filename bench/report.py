@@ -17,7 +17,7 @@ from bench.record import Record, Result
 from bench.verdict import ABSENT, MISSED, Verdict, verdicts
 
 _MAIN = {
-    "training": ("extra", "cost_ratio", "overhead", "step", "sync_copy"),
+    "training": ("extra", "extra_run", "cost_ratio", "overhead", "step", "sync_copy"),
     "idle": ("idle_hooks", "idle_seconds", "step"),
     "native": ("write", "nt_copy", "memcpy", "write_ratio"),
     "restore": ("restore", "call", "memcpy", "restore_ratio"),
@@ -258,6 +258,8 @@ def section(result: Result, device: str) -> list[Block]:
         found = rivals.best_first(result, [contender["label"] for contender in contenders])
         blocks.append(_main(result, found))
         labels += found
+    if text := _disagreeing(result, labels):
+        blocks.append(Text(text))
     blocks.append(Chart(chart(device, name), name))
     if table := summary.pieces(result):
         blocks += [Text(_PIECES), table]
@@ -292,7 +294,11 @@ def _how(definition: dict[str, Any]) -> str:
 def _main(result: Result, labels: Sequence[str]) -> Table:
     kind = result.about["definition"]["kind"]
     share = ["copy / step"] if kind in rivals.SHARING else []
-    measures = _MAIN.get(kind) or _measures(result, labels)
+    measures = [
+        measure
+        for measure in _MAIN.get(kind) or _measures(result, labels)
+        if any(result.of(label, measure) for label in labels)
+    ]
     rows: list[list[str | Cell]] = []
     for label in labels:
         records = [result.of(label, measure) for measure in measures]
@@ -302,6 +308,25 @@ def _main(result: Result, labels: Sequence[str]) -> Table:
         shares = [_copy_share(result, label)] if share else []
         rows.append([label, *map(cell, records), *shares, samples, note])
     return Table(["engine", *map(heading, measures), *share, "samples", "verified"], rows)
+
+
+def _disagreeing(result: Result, labels: Sequence[str]) -> str:
+    """Name the engines whose extra time is another one by the second clock; empty: there is none.
+
+    Either neighbours were on the machine, or the engine's own threads had the training's processor.
+    """
+    found = []
+    for label in labels:
+        wall, run = result.of(label, "extra"), result.of(label, "extra_run")
+        if wall is not None and run is not None and (wall.low > run.high or run.low > wall.high):
+            found.append(label)
+    if not found:
+        return ""
+    return (
+        f"The two estimates of the extra time disagree for {', '.join(found)}: the training thread"
+        " had to wait for its processor more often with snapshots, or less often, than without:"
+        " neighbours on the machine, or the engine's own threads."
+    )
 
 
 def _measures(result: Result, labels: Sequence[str]) -> list[str]:

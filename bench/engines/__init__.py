@@ -38,6 +38,12 @@ KINDS = {
     "blocking": Kind(
         "bench.engines.blocking", "training waits for one non-temporal copy of the state", (), {}
     ),
+    "foreach": Kind(
+        "bench.engines.foreach",
+        "training waits for torch._foreach_copy_ of the state to other memory: nothing is stored",
+        ("torch",),
+        {},
+    ),  # fmt: skip
     "torch.save": Kind(
         "bench.engines.torch_save",
         "torch.save while training waits",

@@ -6,6 +6,7 @@ from /proc.
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import threading
@@ -40,6 +41,32 @@ class Cpu:
             except OSError:
                 continue  # it has ended; the process that waited for it has its time
         return spent
+
+
+class Queued:
+    """Time in which the calling thread was ready to run, and others had its processor.
+
+    A wall time less that has no neighbours in it, and neither has it threads of the engine's own
+    that take the training's processor. What shares memory bandwidth stays in it, and so does who
+    keeps a thread from running that the calling one waits for.
+    """
+
+    def __init__(self) -> None:
+        path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        try:
+            self._file: int | None = os.open(path, os.O_RDONLY)
+        except OSError:
+            self._file = None  # a kernel without CONFIG_SCHED_INFO
+
+    def __call__(self) -> float:
+        """Return the seconds so far; nan where the kernel does not count them."""
+        if self._file is None:
+            return math.nan
+        return int(os.pread(self._file, 80, 0).split()[1]) / 1e9
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
 
 
 def descendants() -> list[int]:

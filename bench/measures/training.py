@@ -2,6 +2,9 @@
 
 Records:
     extra: seconds per snapshot that training took longer.
+    extra_run: the same by a second clock, which stands while the training thread is ready to run
+        and others have its processor: neighbours on the machine are not in it, see
+        `accounting.Queued`. Absent where the kernel does not count that.
     cost_ratio: extra / sync_copy; 1 is a plain blocking copy.
     overhead: extra per step, relative to a step without.
     step: seconds of a step without a snapshot.
@@ -28,7 +31,7 @@ from dataclasses import dataclass, field, replace
 
 from bench.errors import BenchError
 from bench.measures import Job
-from bench.measures.accounting import Cpu, Peak
+from bench.measures.accounting import Cpu, Peak, Queued
 from bench.measures.loop import Loop
 from bench.record import Record, sampled, single
 from bench.statistics import Enough, Estimate, estimate, trimmed_mean
@@ -43,12 +46,14 @@ class Series:
     """The samples of a run: one entry per pair or block."""
 
     extra: list[float] = field(default_factory=list)  # s per snapshot
+    extra_run: list[float] = field(default_factory=list)  # s per snapshot
     without: list[float] = field(default_factory=list)  # s per step
     cpu: list[float] = field(default_factory=list)  # s per snapshot
     overhead_scale: float = 1.0  # snapshots per step of a block with them
     spacing: int = 1  # steps of a block with one snapshot
     busy: int = 1  # steps from one snapshot to the next that the engine can keep up with
     spent: Cpu = field(default_factory=Cpu)
+    queued: Queued = field(default_factory=Queued)
 
 
 def measure(job: Job) -> list[Record]:
@@ -76,6 +81,7 @@ def measure(job: Job) -> list[Record]:
     without = trimmed_mean(series.without)
     return [
         sampled("extra", "s", series.extra, capped=capped, note=verified),
+        *_by_second_clock(series),
         sampled("cost_ratio", "", series.extra, scale=scale, capped=capped),
         sampled("overhead", "", series.extra, scale=without / series.overhead_scale, capped=capped),
         sampled("step", "s", series.without),
@@ -90,6 +96,12 @@ def measure(job: Job) -> list[Record]:
         single("tensors", "", count),
         single("snapshots", "", len(loop.plan.due)),
     ]
+
+
+def _by_second_clock(series: Series) -> list[Record]:
+    if any(map(math.isnan, series.extra_run)):
+        return []
+    return [sampled("extra_run", "s", series.extra_run)]
 
 
 def _intervals(series: Series) -> list[Record]:
@@ -143,7 +155,7 @@ def _collect(
     loop.run(then=True)
     if job.method.policy == "lone" and loop.engine.spills:
         series.busy, series.spacing = _needed(loop)
-    unmeasured = replace(series, extra=[], without=[], cpu=[])
+    unmeasured = replace(series, extra=[], extra_run=[], without=[], cpu=[])
     for _ in range(job.method.settle):
         one(job, loop, unmeasured)
     copies = [_rest_and_copy(loop, yardstick)]
@@ -188,14 +200,23 @@ def _rest_and_copy(loop: Loop, yardstick: SyncCopy) -> float:
 
 
 def _pair(job: Job, loop: Loop, series: Series) -> None:
-    cpu = [series.spent()]
+    cpu, queued = [series.spent()], [series.queued()]
     carrying = loop.run(then=False)
     cpu.append(series.spent())
+    queued.append(series.queued())
     without = loop.run(then=True)
     cpu.append(series.spent())
+    queued.append(series.queued())
     series.extra.append(carrying - without)
+    series.extra_run.append(carrying - without - _grown(queued))
     series.without.append(without)
-    series.cpu.append((cpu[1] - cpu[0]) - (cpu[2] - cpu[1]))
+    series.cpu.append(_grown(cpu))
+
+
+def _grown(readings: Sequence[float]) -> float:
+    """Return by how much more the first of two parts has grown, of readings around both."""
+    before, middle, after = readings
+    return (middle - before) - (after - middle)
 
 
 def _lone(job: Job, loop: Loop, series: Series) -> None:
@@ -219,20 +240,24 @@ def _block(job: Job, loop: Loop, series: Series) -> None:
 def _compare(loop: Loop, series: Series, carrying: Sequence[bool]) -> None:
     """Run steps of which some carry a snapshot until the last is complete, and as many without."""
     steps, snapshots = len(carrying), sum(carrying)
-    cpu = [series.spent()]
+    cpu, queued = [series.spent()], [series.queued()]
     begin = time.perf_counter()
     for following in [*carrying[1:], False]:
         loop.run(then=following)
     loop.engine.drain()
     middle = time.perf_counter()
     cpu.append(series.spent())
+    queued.append(series.queued())
     for i in range(steps):
         loop.run(then=i == steps - 1)
     end = time.perf_counter()
     cpu.append(series.spent())
-    series.extra.append(((middle - begin) - (end - middle)) / snapshots)
+    queued.append(series.queued())
+    extra = _grown([begin, middle, end])
+    series.extra.append(extra / snapshots)
+    series.extra_run.append((extra - _grown(queued)) / snapshots)
     series.without.append((end - middle) / steps)
-    series.cpu.append(((cpu[1] - cpu[0]) - (cpu[2] - cpu[1])) / snapshots)
+    series.cpu.append(_grown(cpu) / snapshots)
     series.overhead_scale = snapshots / steps
 
 

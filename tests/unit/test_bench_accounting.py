@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.measures import accounting, training
-from bench.measures.accounting import Cpu, Peak, descendants
+from bench.measures.accounting import Cpu, Peak, Queued, descendants
 from bench.statistics import Estimate
 
 _SPIN = "import time\nwhile time.process_time() < {}: pass\nprint(flush=True)\ninput()"
@@ -96,3 +96,46 @@ def test_snapshots_are_as_far_apart_as_they_must_be(
     steps: tuple[float, float, float],
 ) -> None:
     assert training._spaced(Estimate(*extra), Estimate(*step), percent, least) == steps
+
+
+def test_waiting_is_no_time_in_the_queue_and_a_taken_processor_is() -> None:
+    def by(others: int) -> tuple[float, float]:
+        """Compute on one CPU beside so many others: seconds in its queue, and in all."""
+        spinning = [_spinning(60.0) for _ in range(others)]
+        queued = Queued()
+        before, begin = queued(), time.perf_counter()
+        until = time.thread_time() + 0.3
+        while time.thread_time() < until:
+            pass
+        found = queued() - before, time.perf_counter() - begin
+        for child in spinning:
+            child.kill()
+            child.communicate()
+        return found
+
+    queued = Queued()
+    if math.isnan(queued()):
+        pytest.skip("this kernel does not count it")
+    before, begin = queued(), time.perf_counter()
+    time.sleep(0.2)
+    assert queued() - before < time.perf_counter() - begin - 0.1
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        waited, spent = by(others=2)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    # All of the time is either the thread's own or others'.
+    assert waited == pytest.approx(spent - 0.3, abs=0.1 * spent)
+
+
+def test_how_much_more_the_first_part_has_grown_is_told_of_three_readings() -> None:
+    assert training._grown([1.0, 5.0, 6.0]) == 3.0
+
+
+def test_without_a_second_clock_nothing_is_told_of_it() -> None:
+    series = training.Series(extra_run=[1.0, math.nan])
+    assert training._by_second_clock(series) == []
+    series = training.Series(extra_run=[1.0, 1.0])
+    (record,) = training._by_second_clock(series)
+    assert (record.measure, record.unit, record.value) == ("extra_run", "s", 1.0)

@@ -106,6 +106,22 @@ def test_who_is_better_in_what_is_counted_beside_is_told_after_the_losses_in_tim
     assert counted == "1 more by what is counted beside it: 1 in extra DRAM"
 
 
+def test_where_both_estimates_of_the_extra_time_disagree_the_report_says_so() -> None:
+    def with_clock(low: float, high: float) -> str:
+        mean = (low + high) / 2
+        (wall,) = (r for r in _stored().records if (r.engine, r.measure) == ("lightck", "extra"))
+        run = Record("lightck", "extra_run", "s", wall.low * mean, wall.low * low, wall.low * high)
+        more = replace(_stored(), records=[*_stored().records, run])
+        return report.render([more], {})
+
+    assert "The two estimates" not in _rendered()
+    assert "extra, run time" not in _rendered()
+    beside = with_clock(0.5, 0.9)
+    assert "The two estimates of the extra time disagree for lightck:" in beside
+    assert "extra, run time" in beside
+    assert "The two estimates" not in with_clock(0.5, 1.0)
+
+
 def test_on_a_gpu_too_whoever_wins_is_told() -> None:
     for kind, measure in (("device_training", "extra"), ("device_restore", "restore")):
         given = {**_stored().about["definition"], "kind": kind}
