@@ -144,7 +144,7 @@ def _list(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     chosen = [definition.load(name) for name in _chosen(arguments)]
     if arguments.engines:
-        chosen = [_only(each, arguments.engines.split(",")) for each in chosen]
+        chosen = [_only(each, arguments.engines) for each in chosen]
     if arguments.tiny:
         chosen = [definition.tiny(each) for each in chosen]
     _require_writable(arguments.out)
@@ -192,13 +192,21 @@ def _chosen(arguments: argparse.Namespace) -> list[str]:
     return names or (definition.names() if arguments.full else definition.essential())
 
 
-def _only(whole: definition.Definition, labels: list[str]) -> definition.Definition:
-    """Return the definition with some of its engines; targets of the others stay, as not run."""
+def _only(whole: definition.Definition, labels: str) -> definition.Definition:
+    """Return the definition with some of its engines; targets of the others stay, as not run.
+
+    `labels` are separated by commas, and may have commas in them ("1,000 tensors").
+    """
     known = [contender.label for contender in whole.contenders]
-    odd = [label for label in labels if label not in known]
-    if odd:
-        raise BenchError(f"{whole.name} has no engine {odd[0]!r}; it has {', '.join(known)}")
-    kept = tuple(contender for contender in whole.contenders if contender.label in labels)
+    chosen, left = [], f"{labels},"
+    while left:
+        found = max((label for label in known if left.startswith(f"{label},")), key=len, default="")
+        if not found:
+            odd = left.partition(",")[0]
+            raise BenchError(f"{whole.name} has no engine {odd!r}; it has {', '.join(known)}")
+        chosen.append(found)
+        left = left[len(found) + 1 :]
+    kept = tuple(contender for contender in whole.contenders if contender.label in chosen)
     return replace(whole, contenders=kept)
 
 

@@ -418,6 +418,13 @@ def test_an_engine_that_is_not_in_the_definition_cannot_be_chosen(
     assert "given has no engine 'lightck'; it has none, blocking" in capsys.readouterr().err
 
 
+def test_engines_are_chosen_by_labels_that_may_have_commas_in_them() -> None:
+    scaling = definition.load("scaling")
+    labels = ["1.5 MB lightck", "3.6 MB in 2,400 tensors lightck", "1.5 MB foreach"]
+    chosen = cli._only(scaling, ",".join(labels))
+    assert sorted(contender.label for contender in chosen.contenders) == sorted(labels)
+
+
 def test_a_report_can_say_with_its_status_that_a_target_is_missed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
