@@ -1,6 +1,7 @@
 /* Real work on a real region, traced: creation, commits, growth, branches, restarts. */
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -145,12 +146,37 @@ static truth *next_truth(bed *b, const lck_region_info *info) {
   return t;
 }
 
+typedef struct sealing {
+  const bed *bed;
+  lck_snapshot *snapshot;
+  const lck_record *record;
+  const void *layout, *manifest;
+  int bad;
+} sealing;
+
+static void *seal_now(void *argument) {
+  sealing *s = argument;
+  s->bad = failed(s->bed, lck_snapshot_seal(s->snapshot, s->record, s->layout, s->manifest));
+  return NULL;
+}
+
+/* By another thread than the one that has copied, as a just-in-time save does it: what that thread
+ * has not fenced, this one's fences do not order. */
+static int sealed_elsewhere(sealing s) {
+  pthread_t other;
+  if (pthread_create(&other, NULL, seal_now, &s) != 0)
+    DIE("no thread");
+  pthread_join(other, NULL);
+  return !s.bad;
+}
+
 /* Whether it was committed; it is acknowledged then, and only then. */
 static int seal(bed *b, lck_snapshot *snapshot, const lck_record *record, const void *layout,
                 lck_region *region, const truth *t) {
   int state = LCK_SNAP_FAILED;
   entries_write(b, region, t->timeline, 1);
-  int bad = failed(b, lck_snapshot_seal(snapshot, record, layout, &t->manifest));
+  sealing s = {b, snapshot, record, layout, &t->manifest, 0};
+  int bad = draw_below(&b->random, 4) == 0 ? !sealed_elsewhere(s) : (seal_now(&s), s.bad);
   entries_write(b, region, t->timeline, 1); /* beside the commit */
   bad = bad || failed(b, lck_snapshot_wait(snapshot, -1, &state));
   if (!bad && state != LCK_SNAP_COMMITTED)

@@ -404,7 +404,8 @@ static void capture_pieces(void *argument) {
       !batch->pieces[chunk->first].staged)
     throttle(run_of, 0, 0, 0);
   /* A fence drains this thread's stores only, so it must come before the chunk is captured. */
-  if (!LCK_MUTANT(MUTANT_WORKER_NOT_FENCED))
+  int callers = run_of->thread->number == LCK_THREAD_CALLER;
+  if (!(callers ? LCK_MUTANT(MUTANT_CALLER_NOT_FENCED) : LCK_MUTANT(MUTANT_WORKER_NOT_FENCED)))
     lck_persist_fence();
   run_of->moved = copied;
   run_of->skipped = skipped;
