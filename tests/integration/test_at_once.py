@@ -63,6 +63,24 @@ def test_a_write_behind_the_forward_s_start_is_of_the_next_step_and_tears_nothin
     loop.check(run_dir, [1, 2])
 
 
+@pytest.mark.parametrize("failure", ["off", "jit"])
+def test_a_tensor_is_copied_from_where_it_is_now(run_dir: Path, failure: str) -> None:
+    """What it left stays there, and would be copied if nobody were told that it has moved."""
+    loop, left = overwriter_loop(), list[torch.Tensor]()
+    with attach(run_dir, loop, policy=1, slots=8, failure=failure) as handle:
+        for _ in range(4):
+            loop.run(1)
+            weight = loop.model[0].weight
+            left.append(weight.data)
+            weight.data = weight.data.clone()
+            left[-1].fill_(-1.0)
+        loop.forward()
+        handle.wait()
+        assert handle.stats().torn == 0 and handle.stats().copied_at_once
+        handle.detach()
+    loop.check(run_dir, [1, 2, 3, 4])
+
+
 def test_a_state_that_grows_is_measured_again_and_goes_through_the_window(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
