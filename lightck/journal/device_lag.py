@@ -24,7 +24,7 @@ from lightck.errors import LightckError, TornSnapshotError
 from lightck.journal.boundary_state import with_copies
 from lightck.journal.copy_buffer import is_readable
 from lightck.journal.step_journal import MAX_COPIED_BYTES, BoundaryCapture, StepJournal
-from lightck.pipeline.copy_plan import Reading, versions_of
+from lightck.pipeline.copy_plan import TensorReading, versions_of
 from lightck.pipeline.device_offload import DeviceOffload, StreamPosition
 from lightck.state import tensor_support
 from lightck.state.inventory import StateTensor
@@ -42,7 +42,7 @@ class PreUpdateState:
     """Step that the state is of."""
     step_end: BoundaryCapture | None
     forward_start: BoundaryCapture
-    weights_at_step_end: Reading | None
+    weights_at_step_end: TensorReading | None
     """Addresses and versions of the weights when the step ended; None: not known."""
     forward_positions: Sequence[StreamPosition]
     """Positions of forward start in the devices' streams."""
@@ -101,7 +101,7 @@ class PreUpdateState:
         assert watched is not None
         if not self.is_reached:
             return "what a device has updated meanwhile"
-        now = Reading.of(watched.tensors)
+        now = TensorReading.of(watched.tensors)
         held = {id(live.tensor) for live in self.forward_start.collected.lives if live.holders}
         for i, tensor in enumerate(watched.tensors):
             # The update has not run: what it changes is unchanged, whatever its version. Any other
@@ -316,7 +316,7 @@ def _uncopied(lives: Sequence[StateTensor]) -> str:
     return ""
 
 
-def _by_identity(reading: Reading) -> dict[int, tuple[int, int]]:
+def _by_identity(reading: TensorReading) -> dict[int, tuple[int, int]]:
     """Return address and version of each tensor, by its identity."""
     rows = zip(reading.pointers.tolist(), reading.versions.tolist(), strict=True)
     return dict(zip(map(id, reading.tensors), rows, strict=True))

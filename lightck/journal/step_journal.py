@@ -37,7 +37,7 @@ from lightck.journal.copy_buffer import CopyBuffer, is_readable
 from lightck.journal.entry import EntryEncoder, ExtrasFullError
 from lightck.journal.pre_fence import PreFencePredictor
 from lightck.journal.weight_guard import WeightGuard
-from lightck.pipeline.copy_plan import Reading
+from lightck.pipeline.copy_plan import TensorReading
 from lightck.pipeline.pipeline import Pipeline
 from lightck.region.native_region import FENCE, FORWARD, RECORD_EARLY, STEP_END, JournalEntry
 from lightck.region.region import Region
@@ -61,9 +61,9 @@ class BoundaryCapture:
     """All state at forward start; at step end a new parameter or its state may be missing."""
     copies: dict[str, torch.Tensor] | None
     """Private copies, by name, of what changes in the window; None: too much for every step."""
-    reading: Reading | None = None
-    """Reading of all tensors of `collected` at forward start; None: of step end, or they are not
-    the live ones."""
+    reading: TensorReading | None = None
+    """Addresses and versions of the tensors of `collected` at forward start. None: of step end, or
+    the tensors are not the live ones."""
 
     @property
     def early(self) -> bool:
@@ -71,14 +71,14 @@ class BoundaryCapture:
         return self.kind == STEP_END
 
     @property
-    def watched(self) -> Reading | None:
-        """Reading of the tensors at forward start that are watched for changes, see below."""
+    def watched(self) -> TensorReading | None:
+        """Addresses and versions at forward start of the tensors that are watched for changes."""
         read, lives = self.reading, self.collected.lives
         if read is None or self.copies is None:
             return read
         at = [i for i, live in enumerate(lives) if not live.sync]
         tensors = [live.tensor for live in lives if not live.sync]
-        return Reading(tensors, read.pointers[at], read.versions[at])
+        return TensorReading(tensors, read.pointers[at], read.versions[at])
 
     @property
     def flags(self) -> int:
@@ -345,7 +345,7 @@ class StepJournal:
         if kind == FORWARD:
             self.weight_guard.forward_started()
             more = self._more.tensors
-            reading = Reading.of([*self._base.tensors, *more] if more else self._base.tensors)
+            reading = TensorReading.of([*self._base.tensors, *more] if more else self._base.tensors)
         if copy_buffer is not None:
             every = copy_buffer.fill()
             copies = copy_buffer.changing(every)

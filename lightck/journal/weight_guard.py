@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightck.device.lookup import holder
-from lightck.pipeline.copy_plan import Reading
+from lightck.pipeline.copy_plan import TensorReading
 from lightck.state import tensor_layout, tensor_support
 from lightck.state.inventory import StateTensor
 
@@ -120,12 +120,12 @@ class WeightGuard:
     """Remembers the weights as the last step ended, and as the forward after it began."""
 
     _weights: WatchedWeights = field(default_factory=lambda: WatchedWeights(()))
-    _step_end: tuple[Reading, list[bytes]] | None = None
+    _step_end: tuple[TensorReading, list[bytes]] | None = None
     _forward_start: list[bytes] | None = None
     """The bytes as the forward began; counters and addresses of then are kept elsewhere."""
 
     @property
-    def reading_at_step_end(self) -> Reading | None:
+    def reading_at_step_end(self) -> TensorReading | None:
         """The counters and addresses of the weights as the last step ended; None: not taken yet."""
         return None if self._step_end is None else self._step_end[0]
 
@@ -144,7 +144,7 @@ class WeightGuard:
         if lives is not self._weights.lives:
             self._weights = WatchedWeights(lives)
         weights = self._weights
-        self._step_end = Reading.of(weights.tensors), weights.probe_values()
+        self._step_end = TensorReading.of(weights.tensors), weights.probe_values()
         return True
 
     def forward_started(self) -> None:
@@ -177,7 +177,7 @@ class WeightGuard:
         names = [*before, *(name for name in now if name not in before)]
         return next((name for name in names if now.get(name) is not before.get(name)), "")
 
-    def _touched(self, reading: Reading) -> str:
+    def _touched(self, reading: TensorReading) -> str:
         changed = reading.changed()
         return self._weights.names[changed[0]] if changed else ""
 

@@ -25,7 +25,7 @@ from lightck.layerwise.ddp import final_gradients
 from lightck.layerwise.updates import LayerUpdates, Unit, Units
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.due import DueCheck
-from lightck.pipeline.copy_plan import PlannedGroup, Reading
+from lightck.pipeline.copy_plan import PlannedGroup, TensorReading
 from lightck.pipeline.pipeline import Check, CopyGroup, InflightSnapshot, Pipeline
 from lightck.region.native_region import RECORD_JIT
 from lightck.region.slot_writer import SlotWriter
@@ -133,7 +133,7 @@ class LayerPipeline(Pipeline):
         *,
         flags: int = 0,
         changed: Check | None = None,
-        reading: Reading | None = None,
+        reading: TensorReading | None = None,
     ) -> InflightSnapshot | str:
         """Open the snapshot of `step`, or go on with the one that has begun, if it still can."""
         begun, self.begun = self.begun, None

@@ -53,7 +53,7 @@ _RUN = 512
 
 
 @dataclass(frozen=True)
-class Reading:
+class TensorReading:
     """Holds tensors, and their addresses and versions of one instant: by these changes are seen.
 
     A version grows with every write that torch counts. All are arrays: Python integers would be
@@ -65,9 +65,9 @@ class Reading:
     versions: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, tensors: list[torch.Tensor]) -> Reading:
+    def of(cls, tensors: list[torch.Tensor]) -> TensorReading:
         """Read tensors now; of a DTensor, see the module's text."""
-        return Reading(tensors, *_read(tensors))
+        return TensorReading(tensors, *_read(tensors))
 
     def changed(self) -> list[int]:
         """Return the indices of tensors whose address or version has changed since this was made.
@@ -84,7 +84,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class CopySources(Reading):
+class CopySources(TensorReading):
     """Holds the tensors that one group's copies read, as at forward start, and their memory.
 
     The memory is held because `p.data = ...` would free it while workers still read it. Versions
@@ -207,7 +207,7 @@ class CopyPlan:
             self.at_once_bytes = self.measure_at_once(total)
             self.is_at_once = total <= self.at_once_bytes
 
-    def sources(self, group: PlannedGroup, reading: Reading | None = None) -> CopySources:
+    def sources(self, group: PlannedGroup, reading: TensorReading | None = None) -> CopySources:
         """Return what the group's copies read; private copies are made now.
 
         Args:
@@ -344,7 +344,7 @@ def _devices(groups: Sequence[PlannedGroup]) -> dict[str, tuple[Device, int]]:
 def _read(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-    """Return addresses of first elements, and versions, see `Reading`."""
+    """Return addresses of first elements, and versions, see `TensorReading`."""
     pointers = np.empty(len(tensors), np.uint64)
     versions = np.empty(len(tensors), np.int64)
     for at in range(0, len(tensors), _RUN):
@@ -356,7 +356,7 @@ def _read(
 
 
 def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """Return the tensors' versions, as a `Reading` has them."""
+    """Return the tensors' versions, as a `TensorReading` has them."""
     found: list[int] = _versions(tensors, tensor_support.locals_of(tensors)).tolist()
     return found
 

@@ -29,7 +29,7 @@ from lightck.errors import CoordinationError, LightckError, TornSnapshotError, W
 from lightck.events import event
 from lightck.pipeline.at_once import at_once_bytes
 from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier, is_final
-from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup, Reading
+from lightck.pipeline.copy_plan import CopyPlan, CopySources, PlannedGroup, TensorReading
 from lightck.pipeline.device_offload import DeviceOffload
 from lightck.pipeline.device_placement import DevicePlacement
 from lightck.pipeline.device_transfer import DeviceTransfer, TransferEngine
@@ -326,7 +326,7 @@ class Pipeline:
         *,
         flags: int = 0,
         changed: Check | None = None,
-        reading: Reading | None = None,
+        reading: TensorReading | None = None,
     ) -> InflightSnapshot | str:
         """Open the snapshot of `step`: from now to the fence the sources must not change.
 
@@ -568,7 +568,7 @@ class Pipeline:
         snapshot: InflightSnapshot,
         part: PlannedGroup,
         staged: npt.NDArray[np.bool_],
-        reading: Reading | None = None,
+        reading: TensorReading | None = None,
     ) -> CopyGroup:
         """Queue one group's copies.
 

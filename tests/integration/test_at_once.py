@@ -65,7 +65,7 @@ def test_a_write_behind_the_forward_s_start_is_of_the_next_step_and_tears_nothin
 
 @pytest.mark.parametrize("failure", ["off", "jit"])
 def test_a_tensor_is_copied_from_where_it_is_now(run_dir: Path, failure: str) -> None:
-    """What it left stays there, and would be copied if nobody were told that it has moved."""
+    """Memory that it left stays there, and would be copied were nobody told that it has moved."""
     loop, left = overwriter_loop(), list[torch.Tensor]()
     with attach(run_dir, loop, policy=1, slots=8, failure=failure) as handle:
         for _ in range(4):
