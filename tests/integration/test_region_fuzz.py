@@ -188,6 +188,7 @@ def test_damage_gives_a_right_snapshot_or_a_typed_error(bench: Bench, what: list
 @example(
     [("field", "both", "lineage0.sequence", (1 << 64) - 1), ("field", "both", "lineage_count", 1)]
 )
+@example([("field", "record0", "world", 1 << 30), ("field", "record1", "world", 1 << 30)])
 @sound_settings(EXAMPLES)
 def test_forged_regions_give_answers_or_typed_errors(bench: Bench, what: list[Change]) -> None:
     check_forged(bench, what)

@@ -268,6 +268,15 @@ class RegionSurvey:
             why = found
         return why
 
+    def ranks_of(self, key: Key) -> set[int]:
+        """Return the ranks of whose state in a snapshot something is there."""
+        return {
+            candidate.record.rank
+            for surveyed in self.regions
+            for candidate in surveyed.recovery.candidates
+            if Key.of(candidate.record) == key
+        }
+
     def lacks(self, key: Key) -> list[str]:
         """List what is missing of a snapshot, over all ranks that wrote it; empty if it is whole.
 
@@ -557,9 +566,7 @@ def unequal_tensors(survey: RegionSurvey, key: Key, snapshot: AssembledSnapshot)
     rank = snapshot.record.rank
     own = _unshared(snapshot.parts[0].candidate)
     why: dict[str, str] = {}
-    for other in range(world):
-        if other == rank:
-            continue
+    for other in _to_compare(survey, key, rank):
         state = survey.assembled(key, other, early=snapshot.early)
         if not isinstance(state, AssembledSnapshot):
             lacking = f"what rank {other} of {world} held of it is not there to compare"
@@ -570,6 +577,16 @@ def unequal_tensors(survey: RegionSurvey, key: Key, snapshot: AssembledSnapshot)
             if own.get(name) != theirs.get(name):
                 why.setdefault(name, _in_words(name, rank, own, other, theirs, world))
     return why
+
+
+def _to_compare(survey: RegionSurvey, key: Key, rank: int) -> list[int]:
+    """Return the other ranks whose state is there, and the first whose state is not.
+
+    Not all others: a record may claim any number of ranks.
+    """
+    there = survey.ranks_of(key)
+    missing = (each for each in range(key.world) if each != rank and each not in there)
+    return sorted({*there, *itertools.islice(missing, 1)} - {rank})
 
 
 def _unshared(candidate: Candidate) -> dict[str, Any]:
