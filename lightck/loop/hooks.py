@@ -39,8 +39,8 @@ _COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 FEW_LAYERS = 32
-"""The most layers that are hooked where nobody has to know of each one's gradient: a hook takes
-two microseconds, and 25,000 of them half as long as a copy of such a model."""
+"""The most layers that are hooked where nobody has to know of each one's gradient: a call takes
+more than a microsecond, and with 25,000 layers that is much of what a copy of them takes."""
 
 
 class Listener(Protocol):

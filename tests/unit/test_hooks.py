@@ -7,6 +7,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import lightck
 from lightck.loop import hooks as closures
 from lightck.loop.hooks import CALL_FIRST, Hooks, Watched
 
@@ -359,3 +361,22 @@ def test_an_update_of_the_jobs_inside_a_closure_makes_the_outer_one_begin_whatev
     finally:
         hooks.remove()
     assert noting.heard == ["begins", "begins", "ends", "ends"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "hooked"),
+    [({}, 32), ({"schedule": "backward"}, 100), ({"trace": True}, 100)],
+    ids=["nobody", "a schedule", "a trace"],
+)
+def test_of_many_layers_all_are_hooked_where_somebody_counts_them_else_few(
+    region_dir: Path, settings: dict[str, Any], hooked: int
+) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lightck.attach(model, optimizer, region_dir, policy=1000, **settings) as handle:
+        ours = [bool(layer.weight._post_accumulate_grad_hooks) for layer in model]
+        handle.detach()
+    assert sum(ours) == hooked
+    assert ours[0] and ours[-1], "where a backward ends and begins"
+    longest = max(len(run) for run in "".join(".x"[each] for each in ours).split("x"))
+    assert longest <= 100 // 32, "evenly spread"
