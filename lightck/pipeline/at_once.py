@@ -13,7 +13,9 @@ from lightck.region.native_pool import NativePool
 
 WAKES = 12
 """A snapshot through the window costs the training as much as so many wakes of a worker take:
-releases, the fence, its audit and the bandwidth that workers take away."""
+releases, the fence, its audit and the bandwidth that workers take away. Measured on two cores of
+an EPYC, 1 to 32 MB in 96 tensors: at once is cheaper up to 8 MB, the window from 16 MB on, and this
+puts the limit at 8 to 21 MB."""
 MOST_BYTES = 64 << 20
 """Larger states are never copied at once, and nothing is measured for them."""
 _SAMPLES = 3
