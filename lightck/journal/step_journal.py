@@ -1,8 +1,8 @@
 """Keep the boundary state of every step, due or not, while the failure path is armed.
 
-That is I10 (the boundary journal). The state is taken at step end and at forward start, and kept
-twice: in private memory, for a just-in-time snapshot that this process makes (`held`), and in the
-region's journal, for one that a survivor of its node makes when this process has been killed. What
+That is I10 (the boundary journal). The state is taken at step end and at forward start, and kept in
+private memory, for a just-in-time snapshot that this process makes. With several ranks it goes to
+the region's journal, too, for one that a survivor makes when this process has been killed. What
 only an update changes is not in it: that stays live.
 
 An entry of the journal is this tree as a blob (`boundary_blob.py`); `decode_entry` decodes one.
@@ -379,10 +379,11 @@ class StepJournal:
         copy_buffer: CopyBuffer,
         copies: Mapping[str, torch.Tensor],
     ) -> None:
-        """Write an entry of what has just been copied to the buffer, and the rest."""
-        if not self._writes:
-            return
-        if step < self._retry_step:
+        """Write an entry of what has just been copied to the buffer, and the rest.
+
+        Only where there are other ranks: nobody else reads it.
+        """
+        if self.predictor is None or not self._writes or step < self._retry_step:
             return
         try:
             blob = self._encoder.encode(copy_buffer, copies, trees, share_digest)
@@ -396,8 +397,7 @@ class StepJournal:
                 self._pre_fence = step, blob
         except RegionFullError:
             self._retry_step = step + RETRY_STEPS
-            if self.predictor is not None:  # without peers nobody reads it
-                raise
+            raise
 
     def start(self, step: int) -> None:
         """Write the first entry, as the timeline is durable, and warn of what cannot be kept."""

@@ -22,7 +22,7 @@ from lightck.loop.hooks import CALL_FIRST
 from lightck.policy import AtSteps
 from lightck.region.native_region import FORWARD
 from support import internals
-from support.loops import Loop, Overwriter, mlp, steps_at
+from support.loops import Loop, Overwriter, mlp, steps_at, with_peers
 
 SOON_S = 100.0
 INSIDE = ["forward", "backward"]
@@ -152,7 +152,7 @@ def test_who_asks_inside_of_the_closure_gets_the_step_before_it(run_dir: Path, p
 def test_the_forward_inside_of_the_closure_is_an_instant_of_the_journal(run_dir: Path) -> None:
     loop, found = closed(), list[Any]()
     loop.at = lambda place: found.append(handle.region.native.read_journal())
-    with attach(run_dir, loop) as handle:
+    with with_peers(attach(run_dir, loop)) as handle:
         loop.run(3)
         handle.detach()
     kinds = [(entry.kind, entry.step, entry.early) for entry in found]

@@ -43,7 +43,7 @@ def test_an_attach_that_fails_does_not_refuse_restore(
         loop.run(1)
         loop.note()
     with monkeypatch.context() as patch:
-        patch.setattr("lightck.loop.hooks.Hooks.install", lambda hooks, *given: [][0])
+        patch.setattr("lightck.loop.hooks.Hooks.install", lambda hooks, *given, **more: [][0])
         with pytest.raises(IndexError):
             attach(run_dir, loop)
     info = lightck.restore(loop.model, list(loop.optimizers), run_dir)

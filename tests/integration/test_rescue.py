@@ -16,7 +16,7 @@ import lightck
 from lightck.policy import AtSteps
 from lightck.region.native_region import FORWARD, STEP_END
 from support import faults
-from support.loops import Loop, adam_loop, digest, of_stored, steps_at
+from support.loops import Loop, adam_loop, digest, of_stored, steps_at, with_peers
 
 SOON_S = 100.0
 
@@ -345,7 +345,7 @@ def test_the_journal_has_both_instants_of_the_last_step(run_dir: Path) -> None:
     from lightck.journal.entry import decode_entry
 
     loop = counting_loop()
-    with attach(run_dir, loop) as handle:
+    with with_peers(attach(run_dir, loop)) as handle:
         loop.run(3)
         loop.note()
         native = handle.region.native

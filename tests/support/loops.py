@@ -195,4 +195,6 @@ def with_peers(handle: lightck.Handle) -> Any:
     kept.predictor = checkpointer.predictor = SilentPredictor(
         kept.boundary_state, checkpointer.lock, 1
     )
+    with checkpointer.lock:
+        kept.step_ended(checkpointer.steps.step)  # the first entry, which attach writes with peers
     return handle
