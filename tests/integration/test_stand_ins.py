@@ -16,7 +16,7 @@ import lightck
 from lightck.journal.entry import decode_entry
 from lightck.region.native_region import STEP_END
 from lightck.region.slot_writer import SlotWriter
-from support.loops import Loop
+from support.loops import Loop, with_peers
 
 SOON_S = 60.0
 Swap = Callable[[nn.Parameter, torch.Tensor], None]
@@ -244,7 +244,7 @@ def test_what_a_killed_process_leaves_is_not_taken_again_while_others_stand_in(
     """A loader that validation iterates takes position and generators again, at other times."""
     loop = counting_loop()
     loader = torch.utils.data.DataLoader(torch.ones(4, 2))
-    with attach(run_dir, loop) as handle:
+    with with_peers(attach(run_dir, loop)) as handle:
         loop.run(3)
         native, seen = handle.region.native, loop.model.seen.clone()
         swap(loop.model, by_data)
