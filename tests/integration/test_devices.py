@@ -300,10 +300,12 @@ def test_proof_compares_every_byte_with_what_the_device_holds(
     handle = job.attach(run_dir, placement=way, on_error=heard.append, proof=True)
     job.step()
     job.model(torch.zeros(1))
-    weight = job.layers[3].weight
+    weight, pipeline = job.layers[3].weight, internals.pipeline(handle)
+    assert pipeline.window is not None
+    assert pipeline.offload.arrived(pipeline.window.transfers, 100)  # before, it is what is copied
     device.overwrite(weight, value("3.weight", 78, weight.shape))  # around the counters
     job.optimizers[0].step()
-    internals.pipeline(handle).await_abandoned()
+    pipeline.await_abandoned()
     job.step()
     with pytest.raises(TornSnapshotError):
         handle.close()

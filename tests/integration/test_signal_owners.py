@@ -215,6 +215,8 @@ def test_two_releases_at_once_give_the_signals_back_once() -> None:
         WATCHDOG.release(second)  # the last one, while the first release waits for its save
         goes_on.set()
         elsewhere.join()
+        for each in {*threading.enumerate()} - {threading.main_thread()}:
+            each.join()  # who has saved has said so, and ends
         return state() == before, [str(each.exc_value) for each in failed]
 
     with process(code) as child:
