@@ -195,7 +195,7 @@ crash: $(OUT)/crash/crash ## Enumerate crash images and mutants of the commit or
 	$(OUT)/crash/crash --images $(CRASH_IMAGES) --json build/proof/$(CRASH_REPORT).json
 
 $(OUT)/crash/crash: $(CRASH_OBJECTS)
-	$(CC) -pthread -o $@ $^
+	$(CC) -pthread -o $@ $^ -lm
 
 $(OUT)/crash/%.o: native/src/%.c $(HEADERS) Makefile
 	@mkdir -p $(@D)
@@ -229,15 +229,15 @@ run-guest: $(GUEST)/lckguest $(GUEST)/lckguest-liar $(GUEST)/lightck-release.so
 
 $(GUEST)/lckguest: $(RELEASE_OBJECTS) $(filter-out %/liar.o,$(GUEST_OBJECTS))
 	@mkdir -p $(@D)
-	$(CC) -static -pthread -o $@ $^
+	$(CC) -static -pthread -o $@ $^ -lm
 
 $(GUEST)/lckguest-liar: $(RELEASE_OBJECTS) $(GUEST_OBJECTS)
 	@mkdir -p $(@D)
-	$(CC) -static -pthread $(LIES) -o $@ $^
+	$(CC) -static -pthread $(LIES) -o $@ $^ -lm
 
 $(GUEST)/lightck-release.so: $(RELEASE_OBJECTS)
 	@mkdir -p $(@D)
-	$(CC) -shared -pthread -o $@ $^
+	$(CC) -shared -pthread -o $@ $^ -lm
 
 $(OUT)/release/%.o: native/src/%.c $(HEADERS) Makefile
 	@mkdir -p $(@D)
@@ -260,7 +260,7 @@ ORDER_OBJECTS = $(patsubst native/order/%.c,$(OUT)/order/%.o,$(filter-out %/trac
 ORDER_COMPILE = $(CC) $(DIALECT) $(INCLUDES) -Inative/crash -Wall -Wextra -O2 -g -DLCK_TRACE -c -o $@ $<
 TRACEE_OBJECTS = $(OUT)/order/tracee.o \
   $(patsubst %,$(OUT)/order/program/%.o,driver entries feed oracle)
-TRACEE_LINK = $(CC) -pthread -Wl,-z,now,--wrap=lck_medium_detect,--wrap=lck_space_reserve,--wrap=lck_space_extend
+TRACEE_LINK = $(CC) -pthread -Wl,--no-as-needed -lm -Wl,-z,now,--wrap=lck_medium_detect,--wrap=lck_space_reserve,--wrap=lck_space_extend
 CAPSTONE = $(shell echo 'int main(void) { return 0; }' \
   | $(CC) -include capstone/capstone.h -x c - -o /dev/null -lcapstone 2>/dev/null && echo yes)
 
@@ -283,7 +283,7 @@ run-order: $(OUT)/order/order $(OUT)/order/tracee $(ORDER_MUTANTS)
 	  $(OUT)/order/order --json build/proof/$(if $(ORDER_MUTANTS),order,order-release).json $(abspath $(OUT)/order/tracee)
 
 $(OUT)/order/order: $(ORDER_OBJECTS) $(filter-out %/main.o,$(CRASH_OBJECTS))
-	$(CC) -pthread -o $@ $^ -lcapstone
+	$(CC) -pthread -o $@ $^ -lcapstone -lm
 
 $(OUT)/order/tracee: $(TRACEE_OBJECTS) $(EXTENSION_OBJECTS)
 	$(TRACEE_LINK) -o $@ $^
@@ -310,7 +310,7 @@ kill: $(OUT)/kill_loop ## Kill and recover a native writer, KILL_CYCLES times pe
 	bash native/kill/run.sh $< $(KILL_CYCLES) $(KILL_SEED)
 
 $(OUT)/kill_loop: native/kill/kill_loop.c $(SOURCES:native/src/%.c=$(OUT)/plain/%.o)
-	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -g -o $@ $^
+	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -g -o $@ $^ -lm
 
 # What readers and owners make of any bytes at all, guided by coverage.
 FUZZ_SECONDS = 120
@@ -331,7 +331,7 @@ $(OUT)/$(1)/%.o: native/src/%.c $(HEADERS) Makefile
 	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra $(2) -DLCK_TESTING -fPIC -c -o $$@ $$<
 
 $(OUT)/$(1)/test_%: native/tests/test_%.c $(SOURCES:native/src/%.c=$(OUT)/$(1)/%.o) $(TEST_HEADERS)
-	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra $(2) -DLCK_TESTING -o $$@ $$(filter %.c %.o,$$^)
+	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra $(2) -DLCK_TESTING -o $$@ $$(filter %.c %.o,$$^) -lm
 
 .PHONY: run-$(1)
 run-$(1): $(NATIVE_TESTS:native/tests/%.c=$(OUT)/$(1)/%)
@@ -361,11 +361,11 @@ $(OUT)/crash/shared/trace.o: native/crash/trace.c $(HEADERS) Makefile
 	  -fPIC -c -o $@ $<
 
 $(OUT)/lightck-trace.so: $(SOURCES:native/src/%.c=$(OUT)/crash/shared/%.o) $(OUT)/crash/shared/trace.o
-	$(CC) -shared -pthread -o $@ $^
+	$(CC) -shared -pthread -o $@ $^ -lm
 
 # What Python tests load through LIGHTCK_NATIVE to inject faults.
 $(OUT)/lightck-testing.so: $(SOURCES:native/src/%.c=$(OUT)/plain/%.o)
-	$(CC) -shared -pthread -o $@ $^
+	$(CC) -shared -pthread -o $@ $^ -lm
 
 clean: ## Remove everything that was built, .venv included
 	rm -rf $(VENV) build dist *.egg-info bench/*.egg-info lightck/_native*.so

@@ -152,6 +152,12 @@ int bed_fed(bed *b, lck_copy *copies);
 int bed_feed(bed *b, const lck_region *region, lck_snapshot *snapshot, uint32_t batch,
              const truth *t, const lck_copy *copies);
 
+/* Choose whether an update shall write the copies; if so they are such that one can. */
+int bed_streamed(bed *b, lck_copy *copies);
+
+/* Let an update write them; the truth is then what it has computed. */
+int bed_stream(bed *b, lck_snapshot *snapshot, uint32_t batch, truth *t, const lck_copy *copies);
+
 /* ---- recovery ------------------------------------------------------------------------------- */
 
 typedef struct seen {

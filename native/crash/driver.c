@@ -76,6 +76,8 @@ static void lay_out(const bed *b, const lck_region_info *info, uint32_t slot, tr
     segment = wanted;
     t->manifest.extents[i] = (lck_read){.offset = (at + LCK_LINE - 1) / LCK_LINE * LCK_LINE,
                                         .length = 40 + draw_below(&lengths, 1300)};
+    if (b->layout_version % 2) /* numbers, which an update can write */
+      t->manifest.extents[i].length &= ~UINT64_C(3);
   }
   t->manifest.count = EXTENTS;
   t->layout_length = 200 + 100 * (b->layout_version % 3);
@@ -121,11 +123,13 @@ static lck_snapshot *capture(bed *b, lck_pool *pool, lck_region *region, truth *
   lck_snapshot *snapshot;
   uint32_t batch;
   compose(b, t, copies);
-  int fed = bed_fed(b, copies), help = (int)draw_below(&b->random, 3);
+  int fed = bed_fed(b, copies), streamed = !fed && bed_streamed(b, copies);
+  int help = (int)draw_below(&b->random, 3);
   if (failed(b, lck_snapshot_begin(pool, region, t->slot, &snapshot)))
     return NULL;
   if (!failed(b, lck_snapshot_add(snapshot, copies, EXTENTS, &batch)) &&
       !failed(b, fed                      ? bed_feed(b, region, snapshot, batch, t, copies)
+                 : streamed               ? bed_stream(b, snapshot, batch, t, copies)
                  : help == LCK_HELP_ALONE ? 0
                                           : lck_snapshot_release(snapshot, batch, LCK_ALL)) &&
       !failed(b, lck_snapshot_capture(snapshot, batch, -1, help)))

@@ -1,4 +1,5 @@
-/* Copies that somebody else brings: from a ring, or stored in their extents by a device. */
+/* Copies that somebody else brings: from a ring, stored in their extents by a device, or written by
+ * an optimizer's update. */
 #include <string.h>
 
 #include "crash.h"
@@ -34,4 +35,31 @@ int bed_feed(bed *b, const lck_region *region, lck_snapshot *snapshot, uint32_t 
       return rc;
   }
   return 0;
+}
+
+int bed_streamed(bed *b, lck_copy *copies) {
+  int paged = b->medium == MEDIUM_FILE || b->medium == MEDIUM_EIO;
+  int fit = !paged && draw_below(&b->random, 2) == 0;
+  for (uint32_t i = 0; i < EXTENTS; i++)
+    fit = fit && copies[i].length % sizeof(float) == 0;
+  for (uint32_t i = 0; i < EXTENTS && fit; i++)
+    copies[i].flags = 0;
+  return fit;
+}
+
+/* SGD by 0: the payload stays what it is, but for NaNs, which become quiet ones. */
+int bed_stream(bed *b, lck_snapshot *snapshot, uint32_t batch, truth *t, const lck_copy *copies) {
+  static const float nothing[PAYLOAD_MOST / sizeof(float)];
+  const lck_update_rule rule = {.kind = LCK_SGD, .lr = 0.5};
+  lck_update_task tasks[EXTENTS];
+  for (uint32_t i = 0, at = 0; i < EXTENTS; at += (uint32_t)copies[i++].length)
+    tasks[i] = (lck_update_task){.parameter = (float *)(void *)(t->payload + at),
+                                 .gradient = nothing,
+                                 .length = copies[i].length / sizeof(float),
+                                 .copies = {i}};
+  int rc = lck_update(&rule, 1, tasks, EXTENTS, snapshot, batch,
+                      1 + (uint32_t)draw_below(&b->random, 2), NULL);
+  for (uint32_t i = 0, at = 0; i < EXTENTS; at += (uint32_t)copies[i++].length)
+    t->manifest.extents[i].crc = lck_crc32c(0, t->payload + at, copies[i].length);
+  return rc;
 }

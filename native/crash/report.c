@@ -24,6 +24,7 @@ static const char *const mutant_names[MUTANTS] = {
     [MUTANT_PAYLOAD_NOT_FLUSHED] = "cached payload not flushed",
     [MUTANT_WORKER_NOT_FENCED] = "worker's fence left out",
     [MUTANT_CALLER_NOT_FENCED] = "training thread's fence left out",
+    [MUTANT_UPDATE_NOT_FENCED] = "an update's fences left out",
     [MUTANT_SUPERBLOCKS_AT_ONCE] = "both superblocks written before a sync",
     [MUTANT_SUPERBLOCK_NEWER_FIRST] = "newer superblock overwritten first",
     [MUTANT_TORN_COPY_KEPT] = "torn superblock not wiped before the next",

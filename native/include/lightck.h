@@ -22,7 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 13u
+#define LCK_ABI 14u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -361,6 +361,47 @@ int lck_snapshot_digests(const lck_snapshot *snapshot, uint32_t batch, uint32_t 
  * not captured. */
 int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, const void *layout,
                       const void *manifest);
+
+enum { LCK_ADAM = 0, LCK_ADAMW = 1, LCK_SGD = 2 };
+enum {
+  LCK_UPDATE_AMSGRAD = 1u << 0,
+  LCK_UPDATE_MAXIMIZE = 1u << 1,
+  LCK_UPDATE_NESTEROV = 1u << 2,
+  LCK_UPDATE_UNFUSED = 1u << 3, /* every operation rounded: torch without AVX2; all rules or none */
+};
+#define LCK_NOT_STREAMED UINT32_MAX
+
+/* The options of a group of parameters, as torch.optim names them. */
+typedef struct lck_update_rule {
+  double lr, beta1, beta2, eps, weight_decay, momentum, dampening;
+  uint32_t kind, flags;
+} lck_update_rule;
+
+/* The update of one parameter: dense float32, all columns alike; they overlap with no other's. */
+typedef struct lck_update_task {
+  float *parameter;
+  float *first, *second, *largest; /* exp_avg or momentum_buffer, exp_avg_sq, max_exp_avg_sq */
+  const float *gradient;
+  float *step;        /* count of steps, raised by 1 first; NULL for LCK_SGD */
+  uint64_t length;    /* elements, > 0 */
+  uint32_t rule;      /* index */
+  uint32_t copies[4]; /* of each column, its number in the batch, or LCK_NOT_STREAMED */
+  uint32_t reserved;
+} lck_update_task;
+
+/* An OpenMP runtime's GOMP_parallel: runs body(argument) on `threads` of its threads. */
+typedef void (*lck_parallel)(void (*body)(void *), void *argument, unsigned threads,
+                             unsigned flags);
+
+/* Update all tasks as torch's fused CPU kernels do, bit for bit but for the sign and payload of
+ * NaNs. With a snapshot, what is computed is stored in the extents of `batch`, too, in the same
+ * pass: copies that were added and never released, those of the tasks and no others. On return they
+ * are captured. Should the region fail, the snapshot does and the update is made all the same.
+ * `parallel`: NULL runs threads of the library's own. Errors, nothing was changed: LCK_E_INVALID;
+ * LCK_E_STATE (the batch; the thread flushes denormals); LCK_E_NOMEM; the snapshot's failure. */
+int lck_update(const lck_update_rule *rules, uint64_t rule_count, const lck_update_task *tasks,
+               uint64_t count, lck_snapshot *snapshot, uint32_t batch, uint32_t threads,
+               lck_parallel parallel);
 
 #define LCK_MAX_STALLS 8u
 #define LCK_NO_STEP UINT64_MAX

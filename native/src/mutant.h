@@ -25,6 +25,7 @@ enum lck_mutants {
   MUTANT_PAYLOAD_NOT_FLUSHED,    /* cached kernel's payload likewise */
   MUTANT_WORKER_NOT_FENCED,      /* a worker reports a chunk done before it fenced */
   MUTANT_CALLER_NOT_FENCED,      /* so does the training thread, where it copies alone or helps */
+  MUTANT_UPDATE_NOT_FENCED,      /* so do the threads of an update that streams */
   MUTANT_SUPERBLOCKS_AT_ONCE,    /* both copies written before a sync */
   MUTANT_SUPERBLOCK_NEWER_FIRST, /* the copy that counts is overwritten, not the other */
   MUTANT_TORN_COPY_KEPT,         /* a superblock is written over what is left of a torn one */

@@ -184,6 +184,14 @@ int lck_persist_payload(lck_region *region, uint64_t offset, const void *source,
   return lck_access_run(region, put_payload, &to);
 }
 
+unsigned char *lck_persist_stream_to(lck_region *region, uint64_t offset) {
+  return lck_guard_store(region, offset);
+}
+
+void lck_persist_streamed(lck_region *region, uint64_t offset, uint64_t length) {
+  lck_trace_payload(region, offset, length, 0);
+}
+
 int lck_persist_in_place(lck_region *region, uint64_t offset, uint64_t length, uint32_t *crc) {
   change to = {.region = region, .offset = offset, .length = length, .crc = crc};
   return lck_access_run(region, hash_in_place, &to);

@@ -17,6 +17,11 @@
 int lck_persist_payload(lck_region *region, uint64_t offset, const void *source, uint64_t length,
                         uint32_t *crc);
 
+/* Where payload may be stored whose stores need no flush: whole lines, non-temporal; and, in the
+ * same section, that it has been. No fence. */
+unsigned char *lck_persist_stream_to(lck_region *region, uint64_t offset);
+void lck_persist_streamed(lck_region *region, uint64_t offset, uint64_t length);
+
 /* Make payload durable that somebody else (a device) has stored there already, through whatever
  * cache: hash it, pad the last line with zeros, flush every line. No store of that other one may
  * still be under way. */

@@ -17,7 +17,7 @@ import cffi
 import pytest
 
 from bench import library as bench_library
-from lightck.region import _ffi, medium, native_pool, native_region
+from lightck.region import _ffi, medium, native_pool, native_region, native_update
 from lightck.region.native_pool import COPY_DTYPE, SPAN_DTYPE
 
 _ROOT = Path(__file__).parents[2]
@@ -66,6 +66,8 @@ def _structs(text: str) -> dict[str, Any]:
     found = {}
     for name in ffi.list_types()[0]:
         kind = ffi.typeof(name)
+        if kind.kind != "struct":
+            continue
         if kind.fields is None:
             found[name] = None
         else:
@@ -113,7 +115,7 @@ def test_python_constants_equal_the_headers() -> None:
     assert constants["LCK_E_STATE"] == -14  # the header was really read
     mirrored = {
         f"LCK_{n}": v
-        for n, v in (vars(native_region) | vars(native_pool)).items()
+        for n, v in (vars(native_region) | vars(native_pool) | vars(native_update)).items()
         if f"LCK_{n}" in constants
     }
     assert mirrored == {name: constants[name] for name in mirrored}
@@ -130,6 +132,8 @@ def test_python_constants_equal_the_headers() -> None:
         ("lck_copy", COPY_DTYPE),
         ("lck_read", native_region.READ_DTYPE),
         ("lck_span", SPAN_DTYPE),
+        ("lck_update_rule", native_update.RULE_DTYPE),
+        ("lck_update_task", native_update.TASK_DTYPE),
     ],
 )
 def test_arrays_passed_to_c_are_laid_out_as_its_structs(struct: str, dtype: Any) -> None:

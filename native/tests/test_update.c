@@ -1,0 +1,230 @@
+/* test_update.c -- an update into a snapshot: the bytes are those in place, whatever becomes of the
+ * region. That they are torch's, too, tests/unit/test_update_bits.py shows. */
+#include <errno.h>
+#include <math.h>
+#include <sys/stat.h>
+
+#include "snapshot_bed.h"
+
+enum { TASKS = 9, COLUMNS = 4 };
+static const uint64_t lengths[TASKS] = {1, 7, 16, 24, 1024, 1031, 4096, 33333, 65536};
+
+typedef struct training {
+  float *columns[COLUMNS][TASKS], *gradients[TASKS];
+  float steps[TASKS];
+  lck_update_rule rule;
+  lck_update_task tasks[TASKS];
+  lck_copy copies[COLUMNS * TASKS];
+  uint32_t columns_used, count;
+} training;
+
+static float drawn(uint64_t *state) {
+  return (float)(int32_t)(bed_random(state) >> 32) / 1e9F;
+}
+
+/* Two that are made alike hold the same numbers. */
+static void make(training *t, const lck_update_rule *rule, uint64_t offset, int some) {
+  uint64_t state = 77;
+  memset(t, 0, sizeof *t);
+  t->rule = *rule;
+  t->columns_used = rule->kind == LCK_SGD ? 2 : rule->flags & LCK_UPDATE_AMSGRAD ? 4 : 3;
+  for (uint32_t i = 0; i < TASKS; i++) {
+    uint64_t length = lengths[i];
+    t->gradients[i] = malloc(length * sizeof(float));
+    CHECK(t->gradients[i], "memory");
+    for (uint64_t k = 0; k < length; k++)
+      t->gradients[i][k] = drawn(&state);
+    t->tasks[i] =
+        (lck_update_task){.gradient = t->gradients[i], .step = &t->steps[i], .length = length};
+    for (uint32_t c = 0; c < t->columns_used; c++) {
+      float *column = t->columns[c][i] = malloc(length * sizeof(float));
+      CHECK(column, "memory");
+      for (uint64_t k = 0; k < length; k++)
+        column[k] = c < 2 ? drawn(&state) : fabsf(drawn(&state));
+      t->tasks[i].copies[c] = LCK_NOT_STREAMED;
+      if (some && (i + c) % 3 == 0) /* another rank's, say */
+        continue;
+      t->tasks[i].copies[c] = t->count;
+      t->copies[t->count++] = (lck_copy){
+          .offset = offset, .source = column, .length = length * sizeof(float), .layer = i};
+      offset += (length * sizeof(float) + LCK_LINE - 1) / LCK_LINE * LCK_LINE;
+    }
+    t->tasks[i].parameter = t->columns[0][i];
+    t->tasks[i].first = t->columns[1][i];
+    t->tasks[i].second = t->columns[2][i];
+    t->tasks[i].largest = t->columns[3][i];
+  }
+}
+
+static void drop(training *t) {
+  for (uint32_t i = 0; i < TASKS; i++) {
+    free(t->gradients[i]);
+    for (uint32_t c = 0; c < COLUMNS; c++)
+      free(t->columns[c][i]);
+  }
+}
+
+static void stream_none(training *t) {
+  for (uint32_t i = 0; i < TASKS; i++)
+    for (uint32_t c = 0; c < COLUMNS; c++)
+      t->tasks[i].copies[c] = LCK_NOT_STREAMED;
+}
+
+static void same(const training *a, const training *b) {
+  for (uint32_t i = 0; i < TASKS; i++) {
+    CHECK(a->steps[i] == b->steps[i], "step of %u", i);
+    for (uint32_t c = 0; c < a->columns_used; c++)
+      CHECK(!memcmp(a->columns[c][i], b->columns[c][i], lengths[i] * sizeof(float)),
+            "column %u of task %u", c, i);
+  }
+}
+
+static int update(training *t, lck_snapshot *snapshot, uint32_t batch, uint32_t threads) {
+  return lck_update(&t->rule, 1, t->tasks, TASKS, snapshot, batch, threads, NULL);
+}
+
+static const lck_update_rule rules[] = {
+    {.kind = LCK_ADAMW, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1},
+    {.kind = LCK_ADAM,
+     .lr = 0.01,
+     .beta1 = 0.4,
+     .beta2 = 0.95,
+     .eps = 1e-8,
+     .weight_decay = 0.1,
+     .flags = LCK_UPDATE_AMSGRAD | LCK_UPDATE_MAXIMIZE},
+    {.kind = LCK_SGD, .lr = 0.01, .momentum = 0.9, .flags = LCK_UPDATE_NESTEROV},
+    {.kind = LCK_ADAMW, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .flags = LCK_UPDATE_UNFUSED},
+};
+enum { RULES = sizeof rules / sizeof rules[0] };
+
+/* This CPU can make it at all. */
+static int possible(const lck_update_rule *rule) {
+  float p = 1, m = 0, v = 0, g = 0, step = 0;
+  lck_update_task task = {.parameter = &p, .first = &m, .second = &v, .largest = &v};
+  task.gradient = &g;
+  task.step = &step;
+  task.length = 1;
+  return lck_update(rule, 1, &task, 1, NULL, 0, 1, NULL) == 0;
+}
+
+static void test_what_is_streamed_is_what_stands_in_place(bed *b) {
+  static const char *const kernels[] = {"avx512", "avx2", "sse42", "portable", "aarch64"};
+  bed_create(b, "update");
+  lck_pool *pool = bed_pool(2, 4096);
+  uint64_t sequence = 0;
+  for (uint32_t k = 0; k < 5; k++) {
+    if (lck_kernel(kernels[k], NULL) != 0)
+      continue;
+    for (uint32_t r = 0; r < RULES; r++) {
+      training streamed, plain;
+      uint32_t crcs[COLUMNS * TASKS], slot = (uint32_t)(sequence % 3);
+      if (!possible(&rules[r]))
+        continue;
+      make(&streamed, &rules[r], bed_slot(b, slot), sequence % 2);
+      make(&plain, &rules[r], 0, 0);
+      lck_snapshot *s = bed_begin(b, pool, slot);
+      uint32_t batch = bed_add(s, streamed.copies, streamed.count);
+      CHECK(update(&streamed, s, batch, 1 + r % 3) == 0, "%s", lck_last_error());
+      stream_none(&plain);
+      CHECK(update(&plain, NULL, 0, 1) == 0, "%s", lck_last_error());
+      same(&streamed, &plain);
+      bed_capture(s, batch, 1);
+      uint64_t bad;
+      CHECK(lck_snapshot_audit(s, batch, 1, 1, &bad) == 0, "%s", lck_last_error());
+      bed_digests(s, batch, crcs);
+      CHECK(update(&streamed, s, batch, 1) == LCK_E_STATE, "streamed twice");
+      same(&streamed, &plain);
+      CHECK(bed_seal(b, s, slot, ++sequence) == 0, "%s", lck_last_error());
+      bed_committed(s);
+      bed_verify(b, streamed.copies, crcs, streamed.count);
+      drop(&streamed);
+      drop(&plain);
+    }
+  }
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+  bed_destroy(b);
+}
+
+/* A region that goes away, at any line of any copy, costs the snapshot and not one element. */
+static void test_a_lost_region_loses_no_element(bed *b) {
+  for (uint32_t round = 0; round < (UNDER_TSAN ? 6 : 40); round++) {
+    training streamed, plain;
+    bed_create(b, "update");
+    lck_pool *pool = bed_pool(2, round % 2 ? 4096 : 65536);
+    const lck_update_rule *rule = &rules[round % 3];
+    if (!possible(rule))
+      rule = &rules[3];
+    make(&streamed, rule, bed_slot(b, 1), 0);
+    make(&plain, rule, 0, 0);
+    lck_snapshot *s = bed_begin(b, pool, 1);
+    uint32_t batch = bed_add(s, streamed.copies, streamed.count);
+    const lck_copy *last = &streamed.copies[streamed.count - 1];
+    uint64_t span = last->offset + last->length - bed_slot(b, 1);
+    if (round % 4 == 3)
+      CHECK(lck_fault_arm(LCK_FAULT_COPY, round % 7, ENOSPC) == 0, "arm");
+    else
+      CHECK(truncate(b->path, (off_t)(bed_slot(b, 1) + span * round / 40 / 4096 * 4096)) == 0, "%s",
+            b->path);
+    CHECK(update(&streamed, s, batch, 1 + round % 3) == 0, "%s", lck_last_error());
+    CHECK(lck_fault_arm(LCK_FAULT_COPY, -1, 0) == 0, "disarm");
+    stream_none(&plain);
+    CHECK(update(&plain, NULL, 0, 1) == 0, "%s", lck_last_error());
+    same(&streamed, &plain);
+    CHECK(lck_snapshot_capture(s, batch, -1, 1) == LCK_E_IO, "captured all the same");
+    CHECK(bed_seal(b, s, 1, 1) == LCK_E_IO, "sealed all the same");
+    CHECK(lck_snapshot_free(s) == 0, "%s", lck_last_error());
+    CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+    bed_destroy(b);
+    drop(&streamed);
+    drop(&plain);
+  }
+}
+
+static void test_what_is_refused_changes_nothing(bed *b) {
+  training t, before;
+  bed_create(b, "update");
+  lck_pool *pool = bed_pool(1, 4096);
+  make(&t, &rules[3], bed_slot(b, 0), 0);
+  make(&before, &rules[3], 0, 0);
+  lck_snapshot *s = bed_begin(b, pool, 0);
+  uint32_t batch = bed_add(s, t.copies, t.count);
+  CHECK(update(&t, s, batch + 1, 1) == LCK_E_INVALID, "no such batch");
+  t.tasks[3].copies[0]++;
+  CHECK(update(&t, s, batch, 1) == LCK_E_INVALID, "another's copy");
+  t.tasks[3].copies[0] = LCK_NOT_STREAMED;
+  CHECK(update(&t, s, batch, 1) == LCK_E_INVALID, "a copy that nobody makes");
+  t.tasks[3].copies[0] = before.tasks[3].copies[0];
+  t.tasks[2].length--;
+  CHECK(update(&t, s, batch, 1) == LCK_E_INVALID, "a copy of other length");
+  t.tasks[2].length++;
+  t.tasks[2].second = NULL;
+  CHECK(update(&t, s, batch, 1) == LCK_E_INVALID, "no column");
+  t.tasks[2].second = t.columns[2][2];
+  t.tasks[8].rule = 1;
+  CHECK(update(&t, s, batch, 1) == LCK_E_INVALID, "no rule");
+  t.tasks[8].rule = 0;
+  t.rule.kind = 3;
+  CHECK(update(&t, s, batch, 1) == LCK_E_INVALID, "no kind");
+  t.rule.kind = LCK_ADAMW;
+  same(&t, &before);
+  CHECK(lck_snapshot_release(s, batch, 1) == 0, "%s", lck_last_error());
+  CHECK(update(&t, s, batch, 1) == LCK_E_STATE, "released");
+  same(&t, &before);
+  CHECK(lck_snapshot_free(s) == 0, "%s", lck_last_error());
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+  bed_destroy(b);
+  drop(&t);
+  drop(&before);
+}
+
+static void body(bed *b) {
+  if (b->staged)
+    return; /* page media are staged: nothing is streamed there */
+  test_what_is_streamed_is_what_stands_in_place(b);
+  test_a_lost_region_loses_no_element(b);
+  test_what_is_refused_changes_nothing(b);
+}
+
+int main(void) {
+  return bed_main(body);
+}
