@@ -37,6 +37,7 @@ from lightck.errors import (
 from lightck.types import Failure, Layerwise, Moment, Policy, RestoreInfo, Saved, Stats
 
 if TYPE_CHECKING:
+    import lightck.optim as optim
     from lightck.attach import attach
     from lightck.data.prefetched import Prefetched
     from lightck.data.sampler import ResumableSampler
@@ -95,6 +96,7 @@ __all__ = [
     "at_step",
     "attach",
     "load",
+    "optim",
     "restore",
     "snapshots",
 ]
@@ -122,6 +124,8 @@ def _made(name: str, module: ModuleType) -> Any:
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = _version()
+    elif name == "optim":
+        value = import_module("lightck.optim")
     elif name in _LATE:
         value = _made(name, import_module(_LATE[name]))
     else:

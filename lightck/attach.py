@@ -34,6 +34,7 @@ from lightck.journal.step_journal import StepJournal
 from lightck.layerwise.checkpointer import LoopClasses
 from lightck.loop import state_prediction
 from lightck.loop.checkpointer import Checkpointer
+from lightck.loop.due import DueCheck
 from lightck.loop.extra_movement import Movement
 from lightck.loop.hooks import Hooks, Listener, Watched, layers
 from lightck.loop.outcomes import ErrorReporter, Outcomes
@@ -308,7 +309,7 @@ class _Parts:
         known, boundary_state = self.progress, BoundaryState(inventory)
         outcomes = Outcomes(pipeline, inventory, steps, self.reporter)
         early = known.early and known.step == steps.step and not known.attached
-        due_check = classes.due(self.config.policy, pipeline.barrier, early)
+        due_check = DueCheck(self.config.policy, pipeline.barrier, early)
         stall_timer, movement = StallTimer(pipeline.trace), Movement(self.extras)
         predictor = step_journal = device_lag = None
         if self.config.failure != "off":

@@ -246,6 +246,7 @@ class Stats:
 
     Attributes:
         captured: snapshots whose every copy has left the live tensors.
+        streamed: the part of `captured` of which an update of `lightck.optim` wrote a part itself.
         committed: snapshots that are durable on the medium's terms and visible to restore; of
             several ranks: durable on every one of them.
         slipped: due steps without a snapshot because the slots, or the DRAM for staging, were busy,
@@ -284,6 +285,7 @@ class Stats:
     """
 
     captured: int = 0
+    streamed: int = 0
     committed: int = 0
     slipped: int = 0
     torn: int = 0

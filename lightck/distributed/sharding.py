@@ -30,7 +30,13 @@ from lightck.reader import assembly
 from lightck.region.layout import Entry
 from lightck.state import tensor_layout
 from lightck.state.boundary_codec import join
-from lightck.state.inventory import RankShare, StateTensor, held_parameters, names_of
+from lightck.state.inventory import (
+    RankShare,
+    StateTensor,
+    held_parameters,
+    names_of,
+    torch_class,
+)
 
 # ---- the tensors that DistributedDataParallel keeps alike on every rank --------------------------
 # A wrong yes loses state: ranks would write parts of different contents. So every tensor that is
@@ -112,7 +118,7 @@ class ReplicatedTensors:
         return group == self.world and hooks.isdisjoint(_REDUCES_NOTHING)
 
     def _steps_alike(self, optimizer: Optimizer) -> bool:
-        if not type(optimizer).__module__.startswith("torch.optim."):
+        if not torch_class(optimizer).__module__.startswith("torch.optim."):
             return False
         return not any(  # it steps some parameters of one that divides them among ranks
             any(value is optimizer for value in vars(other).values())

@@ -13,10 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -24,39 +22,23 @@ from torch.optim import Optimizer
 from lightck.layerwise.ddp import final_gradients
 from lightck.layerwise.updates import LayerUpdates, Unit, Units
 from lightck.loop.checkpointer import Checkpointer
-from lightck.loop.due import DueCheck
-from lightck.pipeline.copy_plan import PlannedGroup, TensorReading
-from lightck.pipeline.pipeline import Check, CopyGroup, InflightSnapshot, Pipeline
-from lightck.region.native_region import RECORD_JIT
-from lightck.region.slot_writer import SlotWriter
-from lightck.state.inventory import CollectedState
-from lightck.tracing.trace import now_ns
+from lightck.loop.stream_checkpointer import StreamCheckpointer
+from lightck.pipeline.begun import BegunPipeline, BegunSnapshot
+from lightck.pipeline.copy_plan import TensorReading
+from lightck.pipeline.pipeline import CopyGroup, InflightSnapshot, Pipeline
+from lightck.pipeline.streamed import StreamPipeline
 from lightck.types import Layerwise
 
 # ---- the pipeline: copies begin right after their own layer's update -----------------------------
-# A snapshot that has *begun* holds some layers of step t while others are still of t - 1. At
-# forward start everything is of step t, and the snapshot is opened in the ordinary way: what was
-# not copied by then is queued; if anything changed in between, the whole snapshot is captured
-# there. From then on each layer has its own fence.
+# A snapshot that has begun (`pipeline/begun.py`) holds some layers of step t while others are still
+# of t - 1. From forward start on each layer has its own fence.
 
 MIXED = -1
 """The step number of a layer's content while its update runs, and for good if that failed."""
 
 
 @dataclass(eq=False)
-class BegunSnapshot:
-    """A snapshot whose copies have begun before forward start."""
-
-    snapshot: InflightSnapshot
-    parts: tuple[PlannedGroup, ...]
-    """The groups of the copy plan that the snapshot was opened with."""
-    staged: npt.NDArray[np.bool_]
-    queued: dict[int, CopyGroup] = field(default_factory=dict)
-    """The copies that are queued already, by position in `parts`."""
-
-
-@dataclass(eq=False)
-class LayerPipeline(Pipeline):
+class LayerPipeline(BegunPipeline):
     """Groups and fences copies by unit instead of by optimizer.
 
     A unit is defined in `layerwise/updates.py`; tensors that are in none keep their optimizer.
@@ -67,7 +49,6 @@ class LayerPipeline(Pipeline):
     """The step that each unit's tensors are of, by the unit's number."""
     owners: Mapping[int, int] = field(default_factory=dict)
     """The index of each unit's optimizer, by the unit's number."""
-    begun: BegunSnapshot | None = None
     changed_late: set[int] = field(default_factory=set)
     """Units that the loop changes after their update: their copies begin at forward start."""
     _warned: bool = False
@@ -101,78 +82,9 @@ class LayerPipeline(Pipeline):
                 begun.queued[k] = group
                 begun.snapshot.writer.release(group.batch)
 
-    def _begin(self, step: int) -> bool:
-        """Take a slot with the last snapshot's plan, without looking through the live state."""
-        plan = self.copy_plan.allocation
-        if plan is None or not self.copy_plan.groups:
-            return False
-        # DRAM serves one snapshot at a time.
-        one_by_one = self.region.staged or self.placement.staging
-        if one_by_one and (self.window is not None or self.persisting):
-            return False
-        if self.barrier.opening(step) is not None:
-            return False
-        begin = now_ns()
-        writer = SlotWriter.open(self.region, self.pool, plan, due=True)
-        if writer is None:
-            return False
-        self._taken(writer)
-        if self.trace is not None:
-            self.trace.opened(step, writer, begin)
-        snapshot = InflightSnapshot(step, writer, b"", b"", 0)
-        self.begun = BegunSnapshot(snapshot, self.copy_plan.groups, np.zeros(0, np.bool_))
-        self.begun.staged = self._choose_staged(snapshot, self.copy_plan)
-        return True
-
-    def open(
-        self,
-        step: int,
-        state: CollectedState,
-        at_step: bytes,
-        at_forward: bytes,
-        *,
-        flags: int = 0,
-        changed: Check | None = None,
-        reading: TensorReading | None = None,
-    ) -> InflightSnapshot | str:
-        """Open the snapshot of `step`, or go on with the one that has begun, if it still can."""
-        begun, self.begun = self.begun, None
-        said: dict[str, Any] = {"flags": flags, "changed": changed, "reading": reading}
-        if begun is None:
-            return super().open(step, state, at_step, at_forward, **said)
-        try:
-            plan = self.copy_plan.update(state.lives, len(at_step) + len(at_forward))
-            goes_on = plan is begun.snapshot.writer.plan and self._is_unchanged(begun, step)
-        except BaseException as error:
-            self.barrier.lost(step, f"failed: {error}")
-            self._abandon(begun.snapshot)
-            raise
-        if not goes_on:
-            self._abandon(begun.snapshot)
-            if flags & RECORD_JIT and not self.barrier.alone:
-                self.barrier.lost(step, "the snapshot that had begun could not go on")
-            return super().open(step, state, at_step, at_forward, **said)
-        assert self.window is None, "two snapshots in one window"
-        snapshot = self.window = begun.snapshot
-        snapshot.complete(state, (at_step, at_forward), flags, changed)
-        try:
-            for k, part in enumerate(begun.parts):
-                if k not in begun.queued:
-                    self._queue(snapshot, part, begun.staged)
-            if snapshot.transfers:
-                self.offload.start(snapshot.transfers)
-        except BaseException as error:
-            self.drop(f"failed: {error}")
-            raise
-        held = snapshot.count_held()
-        self.schedule.open(held)
-        self._release(snapshot, held)
-        return snapshot
-
-    def _is_unchanged(self, begun: BegunSnapshot, step: int) -> bool:
+    def _goes_on(self, begun: BegunSnapshot, reading: TensorReading | None, flags: int) -> bool:
         """Check that the queued copies are of the same tensors, of this step and unchanged."""
-        if begun.parts is not self.copy_plan.groups or begun.snapshot.step != step:
-            return False
+        step = begun.snapshot.step
         changed: list[str] = []
         for k, group in begun.queued.items():
             part, sources = begun.parts[k], group.sources
@@ -214,46 +126,8 @@ class LayerPipeline(Pipeline):
     def _of_other_step(self, group: CopyGroup, step: int) -> bool:
         return any(self.content.get(unit, step) != step for unit in group.holders)
 
-    def forget(self, why: str) -> None:
-        """Give up what is open, also a snapshot that has not reached its forward start."""
-        self._forget_begun(why)
-        super().forget(why)
-
-    def close(self) -> None:
-        """Close, and give up a snapshot that has not reached its forward start."""
-        self._forget_begun("closed")
-        super().close()
-
-    def _forget_begun(self, why: str) -> None:
-        begun, self.begun = self.begun, None
-        if begun is not None:
-            self.barrier.lost(begun.snapshot.step, why)
-            self._abandon(begun.snapshot)
-
 
 # ---- the loop ------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class EarlyDueCheck(DueCheck):
-    """Asks the policy, once a step, when the first layer is updated: copies can begin then."""
-
-    _answer: tuple[int, bool] | None = None
-
-    def go_on_from(self, step: int) -> None:
-        """Go on from another step, and forget the answer that was given for the last one."""
-        super().go_on_from(step)
-        self._answer = None
-
-    def ask(self, step: int, cost_s: float | None, persist_s: float | None, wanted: bool) -> bool:
-        """Repeat the answer given for this step, if any; what has become due since counts, too."""
-        if self._answer is not None and self._answer[0] == step:
-            due = self._answer[1] or self.overdue or (wanted and self.barrier.request(step))
-            self.overdue = False
-            return due
-        due = super().ask(step, cost_s, persist_s, wanted)
-        self._answer = (step, due)
-        return due
 
 
 @dataclass(eq=False, kw_only=True)
@@ -299,7 +173,7 @@ class LayerCheckpointer(Checkpointer):
         if self.due:
             self._missed_forward("a layer's update")
         if self.steps.layer_updated():
-            self._ahead = self._ask(step)
+            self._ahead = self._is_due_early(step)
         with self.stall_timer.of("fence"), self.lock, self.outcomes.reported():
             self.outcomes.fence(unit.number)
         self.pipeline.update_begins(unit.number)
@@ -312,12 +186,6 @@ class LayerCheckpointer(Checkpointer):
                     self.poll()  # a commit gives a slot back
                 self.pipeline.begin(step, unit.number)
                 self._ahead = True
-
-    def _ask(self, step: int) -> bool:
-        counters = self.pipeline.counters
-        cost = self.stall_timer.cost(step, counters.captured)
-        due = self.due_check.ask(step, cost, counters.persist_s, bool(self.outcomes.wanted))
-        return due and not self.outcomes.synchronous
 
     def update_begins(
         self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
@@ -396,9 +264,8 @@ class LayerCheckpointer(Checkpointer):
 class LoopClasses:
     """The classes that attach makes, as the setting `update` asks for."""
 
-    pipeline: type[Pipeline] = Pipeline
-    checkpointer: Callable[..., Checkpointer] = Checkpointer
-    due: type[DueCheck] = DueCheck
+    pipeline: type[Pipeline] = StreamPipeline
+    checkpointer: Callable[..., Checkpointer] = StreamCheckpointer
     updates: LayerUpdates | None = None
     """The updates of single layers; None if optimizers update as the loop calls them."""
 
@@ -417,7 +284,7 @@ class LoopClasses:
         updates = LayerUpdates(Units(model, optimizers), update.accumulation, final)
         updates.refuse(boundary=boundary)
         checkpointer = partial(LayerCheckpointer, updates=updates)
-        return cls(LayerPipeline, checkpointer, EarlyDueCheck, updates)
+        return cls(LayerPipeline, checkpointer, updates)
 
     @property
     def units(self) -> Units | None:

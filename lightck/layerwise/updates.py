@@ -27,7 +27,13 @@ from lightck.layerwise.gradients import (
     same_samples,
 )
 from lightck.state.boundary_codec import join
-from lightck.state.inventory import StateTensor, all_covered, held_parameters, names_of
+from lightck.state.inventory import (
+    StateTensor,
+    all_covered,
+    held_parameters,
+    names_of,
+    torch_class,
+)
 
 # ---- units: which parameters step together, and how they step alone ------------------------------
 # A unit is what one optimizer holds of one module. Its number takes the place of an optimizer's
@@ -118,12 +124,12 @@ def step_only(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
     held = [group["params"] for group in groups]
     some = [[p for p in params if id(p) in wanted] for params in held]
     # The function below torch's profiling hooks: those, and the user's, belong to `step()`.
-    step: Any = type(optimizer).step
+    step: Any = torch_class(optimizer).step
     try:
         for group, chosen in zip(groups, some, strict=True):
             group["params"] = chosen
         optimizer.param_groups = [g for g, chosen in zip(groups, some, strict=True) if chosen]
-        step.__wrapped__(optimizer)
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
     finally:
         optimizer.param_groups = groups
         for group, params in zip(groups, held, strict=True):
@@ -436,7 +442,7 @@ def _refusal(units: Units, boundary: bool) -> str | None:
 
 def _kind(optimizer: Optimizer) -> str | None:
     name = type(optimizer).__name__
-    if type(optimizer) not in ALLOWED:
+    if torch_class(optimizer) not in ALLOWED:
         known = ", ".join(kind.__name__ for kind in ALLOWED)
         return REFUSED.get(name, f"is not known to treat parameters one by one, as {known} do")
     if any(group.get("differentiable") for group in optimizer.param_groups):

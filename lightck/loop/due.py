@@ -28,6 +28,8 @@ class DueCheck:
     replaced: bool = False
     """True if the state has been replaced since attach."""
     _last: Moment | None = None
+    _answer: tuple[int, bool] | None = None
+    """The last step that was asked for, and the answer."""
     _ended_s: float | None = None
 
     @property
@@ -51,11 +53,15 @@ class DueCheck:
     def go_on_from(self, step: int) -> None:
         """Note that the state has been replaced by that of `step`."""
         self.replaced, self.overdue = True, False
+        self._answer = None
         if self._last is not None and self._last.step >= step:
             self._last = None
 
     def ask(self, step: int, cost_s: float | None, persist_s: float | None, wanted: bool) -> bool:
         """Tell whether `step`, which ends now, is due, and remember it if it is.
+
+        A step may be asked for twice: early, where its update is about to make the snapshot, and at
+        its end. The policy is asked once; what has become due in between counts, too.
 
         Args:
             step: the last complete step.
@@ -63,6 +69,10 @@ class DueCheck:
             persist_s: seconds from opening to commit of the last snapshot.
             wanted: somebody has asked for a snapshot at the next boundary.
         """
+        if self._answer is not None and self._answer[0] == step:
+            due = self._answer[1] or self.overdue or (wanted and self.barrier.request(step))
+            self.overdue = False
+            return due
         now = time.monotonic()
         if self._ended_s is not None:
             self.step_s = now - self._ended_s
@@ -84,4 +94,5 @@ class DueCheck:
         if due:
             self._last = moment
             self.overdue = False
+        self._answer = step, due
         return due

@@ -32,7 +32,7 @@ from lightck.events import event
 from lightck.loop.steps import stack
 from lightck.pipeline.copy_plan import versions_of
 from lightck.state import data_loaders, modules
-from lightck.state.inventory import held_parameters
+from lightck.state.inventory import held_parameters, torch_class
 from lightck.state.modules import named_modules, named_parameters
 
 _COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -500,7 +500,7 @@ class Closures:
     def _is_believed(self, optimizer: Optimizer) -> bool:
         if not self.defers or optimizer in self._disbelieved or not self.owns(optimizer):
             return False
-        if type(optimizer) not in CALL_FIRST:
+        if torch_class(optimizer) not in CALL_FIRST:
             self._tell(optimizer, "is not known to call its closure first, and once")
             return False
         hooks = *hooked._global_optimizer_pre_hooks.values(), *_own_hooks(optimizer)

@@ -129,6 +129,7 @@ class StatusPublisher:
         mode, why = offload.placement.chosen
         return Stats(
             captured=counters.captured,
+            streamed=counters.streamed,
             committed=counters.committed,
             slipped=counters.slipped,
             torn=counters.torn,

@@ -73,6 +73,10 @@ class CopyGroup:
         """
         return self.sources is None
 
+    def compare_at_fence(self, sources: CopySources) -> None:
+        """Let the fence compare copies that were made already with what they were made of."""
+        self.sources = sources
+
 
 @dataclass(eq=False)
 class InflightSnapshot:
@@ -159,6 +163,8 @@ class Counters:
     """Counts of what happened, for `handle.stats()`; the `Pipeline` changes them."""
 
     captured: int = 0
+    streamed: int = 0
+    """Number of snapshots of which the update wrote a part."""
     durable: int = 0
     """Number of snapshots that are durable on this rank."""
     committed: int = 0

@@ -22,7 +22,13 @@ from lightck.region.layout import Entry
 from lightck.state import boundary_codec, key_order, rng, tensor_support
 from lightck.state.boundary_codec import TAG, join, rebuild
 from lightck.state.extras import Extra
-from lightck.state.inventory import Inventory, StateTensor, labelled_key, parameter_names
+from lightck.state.inventory import (
+    Inventory,
+    StateTensor,
+    labelled_key,
+    parameter_names,
+    torch_class,
+)
 from lightck.state.tensor_layout import fill, is_dense
 
 # ---- optimizers: matched by parameter names, filled in place or made anew ------------------------
@@ -86,7 +92,8 @@ def fits(tree: dict[str, Any], optimizer: Optimizer, j: int, names: dict[int, st
     """Tell whether a live optimizer has the class and the parameters of a saved one."""
     known = parameter_names(j, optimizer, names)
     live = [[known[p] for p in group["params"]] for group in optimizer.param_groups]
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    live_class = torch_class(optimizer)
+    kind = f"{live_class.__module__}.{live_class.__qualname__}"
     return kind == tree["class"] and live == [group["params"] for group in tree["groups"]]
 
 

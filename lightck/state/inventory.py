@@ -162,7 +162,7 @@ class OptimizerOptions:
         if last and last["state"] is state and last["order"] is order:
             if last["attributes"] is known.taken and identical(last["groups"], groups):
                 return last
-        kind = type(self.optimizer)
+        kind = torch_class(self.optimizer)
         self._taken = {
             "class": f"{kind.__module__}.{kind.__qualname__}",
             "groups": groups,
@@ -245,6 +245,12 @@ class OptimizerOptions:
         return TensorCollector(
             lives, "optimizer", "", frozenset((self.index,)), self.sync, self._lives
         )
+
+
+def torch_class(optimizer: Optimizer) -> type[Optimizer]:
+    """Return an optimizer's class; of one of `lightck.optim`, torch's own, whose state it has."""
+    kind: type[Optimizer] = getattr(type(optimizer), "torch_class", type(optimizer))
+    return kind
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -44,7 +44,8 @@ class Job(Training):
     """A training with a schedule, micro-batches and other features that a loop may have."""
 
     def __init__(self, rank: int, kind: str, **settings: Any) -> None:
-        super().__init__(rank, wrap=False)
+        optimizer = lightck.optim.AdamW if kind == "streamed" else torch.optim.AdamW
+        super().__init__(rank, wrap=False, optimizer=optimizer)
         options = OPTIONS.get(kind, {})
         self.kind, self.settings = kind, settings
         self.model = DistributedDataParallel(self.module, **options)
@@ -198,11 +199,23 @@ def test_ranks_that_are_killed_at_any_instant_go_on_as_if_nothing_had_happened(
     killed_again_and_again(world, kind, region_dir, dice, 3 if world == 2 else 1)
 
 
-@pytest.mark.parametrize("kind", ["static", "views", "accumulated", "autocast"])
+@pytest.mark.parametrize("kind", ["static", "views", "accumulated", "autocast", "streamed"])
 def test_ddp_s_options_change_nothing_of_that(
     kind: str, region_dir: Path, dice: random.Random
 ) -> None:
     killed_again_and_again(2, kind, region_dir, dice, 1)
+
+
+def test_each_rank_s_update_writes_the_share_of_that_rank(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        job = Job(me.rank, "streamed")
+        with job.attach(region_dir, slots=4) as handle:
+            for _ in range(LAST):
+                job.iterate()
+            return handle.stats().streamed
+
+    with ranks.started(2, train) as job:
+        assert all(count > 0 for count in job.results())
 
 
 def test_layers_that_are_updated_one_by_one_go_on_as_the_plain_run_does(

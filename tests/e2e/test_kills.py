@@ -127,7 +127,7 @@ def lives(server: Server, medium: str, kills: int, rng: np.random.Generator) -> 
     Two regions at a time, one per optimizer.
     """
     with folder_on(medium) as (folder, settings):
-        kinds = ("adamw", "sgd")
+        kinds = ("adamw", "sgd", "streamed")
         asked = [
             request(Trained, folder, "plain", params={"optimizer": kind, "settings": settings})
             for kind in kinds

@@ -199,11 +199,12 @@ def overwrite_through_numpy(model: nn.Module, spare: nn.Module) -> None:
 
 @pytest.mark.parametrize("edit", [clip, swap, swap_data, overwrite_through_numpy])
 @pytest.mark.parametrize("schedule", ["eager", "backward"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, lightck.optim.AdamW])
 def test_weights_edited_between_step_and_forward_are_part_of_the_snapshot(
-    run_dir: Path, edit: object, schedule: str
+    run_dir: Path, edit: object, schedule: str, kind: type[torch.optim.AdamW]
 ) -> None:
     model, spare = mlp(), mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
     loop = Loop(model, optimizer)
     faults.delay(faults.COPY, 0.0005)
     with lightck.attach(

@@ -21,7 +21,8 @@ Digests = dict[str, str]
 def digest(tensor: torch.Tensor) -> str:
     """Digest dtype, shape and bytes."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    data = plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # A tensor that is made an array of counts as written: `pipeline/write_watch.py`.
+    data = plain.contiguous().clone().reshape(-1).view(torch.uint8).numpy().tobytes()
     label = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
     return hashlib.blake2b(label + data, digest_size=8).hexdigest()
 

@@ -19,7 +19,7 @@ _FLOORS = {
     2: {"policy", "device"},
     3: {"config"},
     4: {"region"},
-    5: {"state", "tracing"},
+    5: {"state", "tracing", "optim"},
     6: {"data"},
     7: {"reader", "pipeline"},
     8: {"journal"},
@@ -41,6 +41,7 @@ _FACES_USE = {
     "failure",
 }
 _HANDED_OUT = {
+    "lightck.optim",
     "lightck.state.extras",
     "lightck.data.prefetched",
     "lightck.data.sampler",

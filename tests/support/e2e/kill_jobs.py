@@ -108,6 +108,8 @@ class Trained(Plain):
         parameters = self.model.parameters()
         if self.params.get("optimizer") == "sgd":
             self.optimizers = [torch.optim.SGD(parameters, lr=0.05, momentum=0.9)]
+        elif self.params.get("optimizer") == "streamed":
+            self.optimizers = [lightck.optim.AdamW(parameters, lr=0.01)]
         else:
             self.optimizers = [torch.optim.AdamW(parameters, lr=0.01)]
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)

@@ -1,0 +1,129 @@
+"""Find out whether torch's fused kernels give the native update's bits on this machine.
+
+The order of operations inside torch's kernels, fused multiply-adds above all, is the choice of the
+compiler that built torch, and of the CPU. No list of versions tells it: both are run and compared.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from lightck.region import native_update
+from lightck.region.native_update import (
+    ADAMW,
+    AMSGRAD,
+    MAXIMIZE,
+    NESTEROV,
+    NOT_STREAMED,
+    RULE_DTYPE,
+    SGD,
+    TASK_DTYPE,
+    UNFUSED,
+)
+
+_LENGTHS = (1, 7, 8, 15, 16, 17, 31, 331)
+"""Whole vectors and tails of every kind: a kernel's tail may be compiled unlike its body."""
+_STEPS = 2
+
+
+@cache
+def order_of(kinds: frozenset[int], threads: bool) -> int | None:
+    """Return the flag under which native updates of these kinds have torch's bits; None: none has.
+
+    The result is kept for the process. Takes a few milliseconds. `threads` is only a key: with
+    more of them torch may take another way.
+    """
+    for order in (0, UNFUSED):
+        if all(_agrees(kind, order) for kind in sorted(kinds)):
+            return order
+    return None
+
+
+def _agrees(kind: int, order: int) -> bool:
+    rng = torch.Generator().manual_seed(0x1C4C)
+    variants = (0, MAXIMIZE, NESTEROV if kind == SGD else AMSGRAD)
+    return all(
+        _same(kind, flags | order, decay, beta, rng)
+        for flags in variants
+        for decay in (0.0, 0.013)
+        for beta in (0.9, 0.37)
+    )
+
+
+def _same(kind: int, flags: int, decay: float, beta: float, rng: torch.Generator) -> bool:
+    rule = np.zeros(1, RULE_DTYPE)
+    rule["lr"], rule["weight_decay"], rule["kind"], rule["flags"] = 3e-3, decay, kind, flags
+    rule["beta1"], rule["beta2"], rule["eps"] = beta, 0.995, 1e-7
+    rule["momentum"], rule["dampening"] = beta, 0.0 if flags & NESTEROV else 0.11
+    for length in _LENGTHS:
+        theirs = [torch.randn(length, generator=rng) for _ in range(2)]
+        theirs += [torch.rand(length, generator=rng) for _ in range(2)]
+        ours = [tensor.clone() for tensor in theirs]
+        counts = torch.zeros(()), torch.zeros(())
+        for _ in range(_STEPS):
+            gradient = torch.randn(length, generator=rng)
+            _torch_step(kind, theirs, gradient.clone(), counts[0], rule[0])
+            _native_step(kind, ours, gradient, counts[1], rule)
+        if not all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)):
+            return False
+    return True
+
+
+def _torch_step(
+    kind: int, held: list[torch.Tensor], gradient: torch.Tensor, count: torch.Tensor, rule: np.void
+) -> None:
+    p, first, second, largest = ([tensor] for tensor in held)
+    flags, decay = int(rule["flags"]), float(rule["weight_decay"])
+    if kind == SGD:
+        torch._fused_sgd_(
+            p,
+            [gradient],
+            first,
+            lr=float(rule["lr"]),
+            weight_decay=decay,
+            momentum=float(rule["momentum"]),
+            dampening=float(rule["dampening"]),
+            nesterov=bool(flags & NESTEROV),
+            maximize=bool(flags & MAXIMIZE),
+            is_first_step=False,
+        )
+        return
+    torch._foreach_add_([count], 1)
+    kernel = torch._fused_adamw_ if kind == ADAMW else torch._fused_adam_
+    kernel(
+        p,
+        [gradient],
+        first,
+        second,
+        largest if flags & AMSGRAD else [],
+        [count],
+        lr=float(rule["lr"]),
+        weight_decay=decay,
+        beta1=float(rule["beta1"]),
+        beta2=float(rule["beta2"]),
+        eps=float(rule["eps"]),
+        amsgrad=bool(flags & AMSGRAD),
+        maximize=bool(flags & MAXIMIZE),
+    )
+
+
+def _native_step(
+    kind: int,
+    held: list[torch.Tensor],
+    gradient: torch.Tensor,
+    count: torch.Tensor,
+    rule: np.ndarray,
+) -> None:
+    task = np.zeros(1, TASK_DTYPE)
+    adam = kind != SGD
+    used = held if adam and int(rule["flags"][0]) & AMSGRAD else held[: 3 if adam else 2]
+    for name, tensor in zip(("parameter", "first", "second", "largest"), used, strict=False):
+        task[name] = tensor.data_ptr()
+    task["gradient"], task["length"] = gradient.data_ptr(), gradient.numel()
+    task["copies"] = NOT_STREAMED
+    if adam:
+        task["step"] = count.data_ptr()
+    native_update.update(rule, task)

@@ -1,0 +1,258 @@
+"""Snapshots whose optimizer state and parameters are written by the update itself.
+
+The update of a due step stores what it computes in place and into the slot, in one pass
+(`lightck.optim`). At forward start, if nothing has touched it since, all that is left to copy is
+what no update writes: buffers, frozen parameters, counts of steps. What has been touched sends the
+whole snapshot to the forward start, where it is copied as any other.
+
+Nothing proves that a tensor was not touched, but four things show that one was: its address, its
+version counter, the write watch, and a comparison of a random part of every tensor, as at a fence.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightck.events import event
+from lightck.optim.update_stream import UpdateStream
+from lightck.pipeline.begun import BegunPipeline, BegunSnapshot
+from lightck.pipeline.copy_plan import CopySources, PlannedGroup, TensorReading, versions_of
+from lightck.pipeline.pipeline import CopyGroup
+from lightck.pipeline.write_watch import WriteWatch
+from lightck.region.native_region import RECORD_JIT
+from lightck.region.native_update import COLUMNS, NOT_STREAMED
+
+Rows = Sequence[tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Assignment of an update's tensors to entries, and the groups that are left to copy."""
+
+    rows: Rows
+    parts: tuple[PlannedGroup, ...]
+    """The groups of the copy plan that this was made for."""
+    late: frozenset[str]
+    """The entries that were left out because the loop changes them behind the update."""
+    positions: npt.NDArray[np.intp]
+    """The entry of each streamed tensor, row by row."""
+    streamed: npt.NDArray[np.bool_]
+    """For each of the rows' tensors, whether it is streamed."""
+    copies: npt.NDArray[np.uint32]
+    """See `UpdateStream.copies`."""
+    lengths: npt.NDArray[np.uint64]
+    missing: list[PlannedGroup]
+    """Groups of the rest; copied before the forward goes on if they are small."""
+
+
+@dataclass(frozen=True)
+class StreamedCopies:
+    """Copies that an update has made, as it left their tensors."""
+
+    group: CopyGroup
+    plan: StreamPlan
+    tensors: list[torch.Tensor]
+    pointers: npt.NDArray[np.uint64]
+    versions: npt.NDArray[np.int64]
+
+
+@dataclass(eq=False)
+class StreamPipeline(BegunPipeline):
+    """A pipeline into which an optimizer's update may write, see `lightck.optim`."""
+
+    watch: WriteWatch = field(default_factory=WriteWatch)
+    _plan: StreamPlan | None = None
+    _copies: StreamedCopies | None = None
+    """Copies that the update has made of the snapshot that has begun."""
+    _changed: frozenset[str] = frozenset()
+    """Entries that were changed behind the update of the last snapshot."""
+    _late: frozenset[str] = frozenset()
+    """Entries that were changed so twice in a row: they are not streamed any more."""
+
+    @property
+    def may_stream(self) -> bool:
+        """Tell whether the medium takes stores as fast as an update makes them."""
+        return not (self.write_limited or self.region.staged or self.placement.staging)
+
+    def stream(
+        self, step: int, rows: Rows, pointers: npt.NDArray[np.uint64]
+    ) -> UpdateStream | None:
+        """Begin the snapshot of `step` for the update that is about to make it, see `OpenStream`.
+
+        On the thread that updates. None: no slot is free, or the medium is one that the update
+        would have to wait for.
+        """
+        with self.lock:
+            self._forget_begun("its update was not completed")
+            if not self.may_stream:
+                return None
+            plan = self._plan_of(rows)
+            if not len(plan.positions) or not self.watch.begin():
+                return None
+            begun = self._begin(step)
+            if begun is None:
+                self.watch.end()
+                return None
+            writer, chosen = begun.snapshot.writer, pointers[plan.streamed]
+            nothing = np.zeros(len(plan.positions), np.bool_)
+            try:
+                batch = writer.add(plan.positions, chosen, nothing, nothing)
+            except BaseException:
+                self._forget_begun("failed")
+                raise
+            group = CopyGroup(frozenset(), batch, None, is_private=False)
+            ended = partial(self._update_ended, begun, plan, group, chosen)
+            return UpdateStream(writer.snapshot, batch.number, plan.copies, ended)
+
+    def _update_ended(
+        self,
+        begun: BegunSnapshot,
+        plan: StreamPlan,
+        group: CopyGroup,
+        pointers: npt.NDArray[np.uint64],
+        complete: bool,
+    ) -> None:
+        """Take what the update has written; from here on the watch tells what is changed."""
+        with self.lock:
+            if self.begun is not begun:
+                return
+            if not complete:
+                self._forget_begun("its update failed")
+                return
+            each = (tensor for row in plan.rows for tensor in row)
+            tensors = [t for t, is_streamed in zip(each, plan.streamed, strict=True) if is_streamed]
+            begun.snapshot.groups.append(group)
+            versions = np.array(versions_of(tensors), np.int64)
+            self._copies = StreamedCopies(group, plan, tensors, pointers, versions)
+
+    def _plan_of(self, rows: Rows) -> StreamPlan:
+        """Return which of these tensors can be streamed, and what is left to copy."""
+        plan, parts = self._plan, self.copy_plan.groups
+        if plan is None or plan.rows is not rows or plan.parts is not parts:
+            plan = None
+        if plan is None or plan.late != self._late:
+            plan = self._plan = self._make_plan(rows, parts)
+        return plan
+
+    def _make_plan(self, rows: Rows, parts: tuple[PlannedGroup, ...]) -> StreamPlan:
+        lives, entries = self.copy_plan.tensors, self.copy_plan.entries
+        fit = {
+            id(lives[i]): i
+            for part in parts
+            if not part.is_private and part.device is None
+            for i in part.order
+            if not entries[i].begin and entries[i].length == lives[i].nbytes
+            if entries[i].name not in self._late
+        }
+        positions: list[int] = []
+        streamed: list[bool] = []
+        copies = np.full((len(rows), COLUMNS), NOT_STREAMED, np.uint32)
+        for i, row in enumerate(rows):
+            for column, tensor in enumerate(row):
+                position = fit.get(id(tensor))
+                streamed.append(position is not None)
+                if position is not None:
+                    copies[i, column] = len(positions)
+                    positions.append(position)
+        at = np.array(positions, np.intp)
+        lengths = np.array([entries[i].length for i in positions], np.uint64)
+        chosen = np.array(streamed, np.bool_)
+        missing = self._missing_parts(parts, at)
+        return StreamPlan(rows, parts, self._late, at, chosen, copies, lengths, missing)
+
+    def _missing_parts(
+        self, parts: tuple[PlannedGroup, ...], streamed: npt.NDArray[np.intp]
+    ) -> list[PlannedGroup]:
+        """Return the groups without what is streamed; copied at once if that is small."""
+        left = []
+        for part in parts:
+            kept = np.flatnonzero(~np.isin(part.positions, streamed))
+            if len(kept) == len(part.positions):
+                left.append(part)
+            elif len(kept):
+                order = tuple(part.order[int(i)] for i in kept)
+                total = sum(self.copy_plan.entries[i].length for i in order)
+                left.append(
+                    replace(
+                        part,
+                        positions=part.positions[kept],
+                        order=order,
+                        free=part.free[kept],
+                        begins=part.begins[kept],
+                        total_bytes=total,
+                        versions=None,
+                        last=None,
+                    )
+                )
+        rest = [part for part in left if part.device is None]
+        total, measure = sum(part.total_bytes for part in rest), self.copy_plan.measure_at_once
+        if measure is None or total > measure(total):
+            return left
+        return [
+            part if part.is_private or part.device else replace(part, copied_at_open=True)
+            for part in left
+        ]
+
+    def _missing(self, begun: BegunSnapshot) -> list[PlannedGroup]:
+        assert self._copies is not None
+        return self._copies.plan.missing
+
+    def _goes_on(self, begun: BegunSnapshot, reading: TensorReading | None, flags: int) -> bool:
+        self.watch.end()
+        copies = self._copies
+        if copies is None or copies.plan.parts is not begun.parts:
+            return False
+        live, at = self.copy_plan.tensors, copies.plan.positions
+        if not all(map(operator.is_, (live[i] for i in at.tolist()), copies.tensors)):
+            return False
+        changed = self._find_changed(begun, copies, reading)
+        if changed:
+            self._late |= self._changed & changed
+            self._changed = changed
+            return False
+        self._changed = frozenset()
+        if flags & RECORD_JIT:  # training may go on beside it: the fence compares once more
+            sources = CopySources(copies.tensors, copies.pointers, copies.versions, [], [])
+            copies.group.compare_at_fence(sources)
+        self.counters.streamed += 1
+        return True
+
+    def _find_changed(
+        self, begun: BegunSnapshot, copies: StreamedCopies, reading: TensorReading | None
+    ) -> frozenset[str]:
+        """Name the streamed tensors that something has changed since their update."""
+        at = copies.plan.positions
+        if reading is None:
+            reading = TensorReading.of(self.copy_plan.tensors)
+        moved = reading.pointers[at] != copies.pointers
+        moved |= reading.versions[at] != copies.versions
+        moved |= self.watch.wrote_to(copies.pointers, copies.plan.lengths)
+        entries = self.copy_plan.entries
+        if moved.any():
+            return frozenset(entries[int(i)].name for i in at[moved])
+        everything = self.proof or not self.watch.gapless
+        seed = self._dice.getrandbits(63)
+        name = begun.snapshot.writer.audit(copies.group.batch, seed, everything)
+        if name is None:
+            return frozenset()
+        if self.watch.gapless:
+            event("changed_unseen", logging.WARNING, name=name)
+        return frozenset((name,))
+
+    def after_fork(self) -> None:
+        """Watch nothing in a forked child."""
+        super().after_fork()
+        self.watch.end()
+
+    def _forget_begun(self, why: str) -> None:
+        self.watch.end()
+        self._copies = None
+        super()._forget_begun(why)

@@ -1,0 +1,105 @@
+"""The native update gives the bits of torch's fused kernels, and streams just what it computes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightck import optim
+from lightck.optim.self_test import order_of
+from lightck.region._ffi import ffi, library
+
+KERNELS = ("avx512", "avx2", "portable")
+ROUNDS = 40
+SPECIAL = torch.tensor([0.0, -0.0, 1e-39, -1e-45, 3e38, -3e38, float("inf"), float("nan"), 1e-25])
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    library().lck_kernel(b"avx512", ffi.NULL)
+
+
+def select(kernel: str) -> None:
+    if library().lck_kernel(kernel.encode(), ffi.NULL) < 0:
+        pytest.skip(f"this CPU has no {kernel}")
+
+
+def canonical(tensor: torch.Tensor) -> torch.Tensor:
+    """Bits, with every NaN alike: sign and payload are not torch's."""
+    bits = tensor.detach().reshape(-1).view(torch.int32).clone()
+    bits[tensor.detach().reshape(-1).isnan()] = 0x7FC00000
+    return bits
+
+
+def drawn(dice: random.Random, length: int) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(dice.getrandbits(31))
+    values = torch.randn(length, generator=rng) * 10.0 ** dice.choice([-30, -6, -2, 0, 3])
+    for _ in range(dice.choice([0, 0, 3])):
+        values[dice.randrange(length)] = SPECIAL[dice.randrange(len(SPECIAL))]
+    return values
+
+
+def options(dice: random.Random, kind: str) -> dict[str, Any]:
+    common = {
+        "lr": dice.choice([1e-4, 0.1, torch.tensor(3e-3)]) if kind != "SGD" else 0.05,
+        "weight_decay": dice.choice([0.0, 0.013]),
+        "maximize": dice.random() < 0.3,
+    }
+    if kind == "SGD":
+        momentum = dice.choice([0.0, 0.9, 0.5])
+        nesterov = momentum > 0 and dice.random() < 0.5
+        dampening = 0.0 if nesterov else dice.choice([0.0, 0.1])
+        return {**common, "momentum": momentum, "nesterov": nesterov, "dampening": dampening}
+    betas = dice.choice([0.9, 0.37, 0.5]), dice.choice([0.999, 0.95])
+    return {
+        **common,
+        "betas": betas,
+        "eps": dice.choice([1e-8, 0.0, 1e-3]),
+        "amsgrad": dice.random() < 0.3,
+    }
+
+
+def lengths(dice: random.Random) -> list[int]:
+    small = [dice.randrange(1, 70) for _ in range(dice.randrange(1, 5))]
+    return [*small, dice.choice([4096, 65_536 + 5, 100_003, 1000])]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_step_has_the_bits_of_torch_s_fused_kernel(kind: str, kernel: str) -> None:
+    select(kernel)
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    dice = random.Random(seed)
+    for _ in range(ROUNDS):
+        torch.set_num_threads(dice.choice([1, 2]))
+        chosen, sizes = options(dice, kind), lengths(dice)
+        first = [drawn(dice, size) for size in sizes]
+        theirs = [nn.Parameter(tensor.clone()) for tensor in first]
+        ours = [nn.Parameter(tensor.clone()) for tensor in first]
+        expected = getattr(torch.optim, kind)(theirs, fused=True, **chosen)
+        found = getattr(optim, kind)(ours, **chosen)
+        for step in range(dice.randrange(2, 5)):
+            for p, q in zip(theirs, ours, strict=True):
+                p.grad = drawn(dice, p.numel())
+                q.grad = p.grad.clone()
+            expected.step()
+            found.step()
+            assert step == 0 or not found.why_not, found.why_not
+        for p, q in zip(theirs, ours, strict=True):
+            assert torch.equal(canonical(p), canonical(q)), (chosen, p.numel())
+            for key, value in expected.state[p].items():
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(canonical(value), canonical(found.state[q][key])), key
+
+
+def test_this_machine_s_torch_has_an_order_that_is_known() -> None:
+    assert order_of(frozenset({0, 1, 2}), True) is not None
