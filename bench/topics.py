@@ -49,7 +49,7 @@ TOPICS = (
         "Short steps, slow media, busy machines",
         "What is left when there is little to hide behind?",
         (
-            *("stress", "essential-stress", "stress-one-thread", "stress-openmp"),
+            *("stress", "essential-stress", "stress-one-thread", "stress-openmp", "streamed"),
             *("throttled", "busy-hogs", "busy-workers"),
         ),
     ),

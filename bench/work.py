@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import lightck
 from bench.emulated import place
 from bench.models import MODELS, built
 
@@ -64,10 +65,12 @@ class Work:
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True),
+    "streamed adamw": lambda parameters: lightck.optim.AdamW(parameters, lr=1e-4),
 }
 
 
-_MOMENTS = {"adamw": 2, "sgd": 1}  # tensors of a parameter's size that the optimizer keeps for it
+# Tensors of a parameter's size that the optimizer keeps for it.
+_MOMENTS = {"adamw": 2, "sgd": 1, "streamed adamw": 2}
 _COUNTER = 4  # bytes of AdamW's step counter, for each parameter
 
 
@@ -79,7 +82,7 @@ def state_bytes(work: Work) -> int:
     weights: int = sum(p.nbytes for p in parameters)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers: int = sum(t.nbytes for name, t in model.state_dict().items() if name not in names)
-    counters = _COUNTER * len(parameters) if work.optimizer == "adamw" else 0
+    counters = _COUNTER * len(parameters) if work.optimizer != "sgd" else 0
     return weights * (1 + _MOMENTS[work.optimizer]) + counters + buffers
 
 
