@@ -122,7 +122,10 @@ EDITS.append(in_the_state)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("every", [1, 3])
 def test_what_is_changed_behind_the_update_is_part_of_the_snapshot(
-    run_dir: Path, edit: Callable[[nn.Module, nn.Module], None], every: int
+    run_dir: Path,
+    edit: Callable[[nn.Module, nn.Module], None],
+    every: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     loop, spare = streaming_loop(), mlp()
     OWNERS[id(loop.model)] = loop.optimizers[0]
@@ -135,6 +138,7 @@ def test_what_is_changed_behind_the_update_is_part_of_the_snapshot(
         if every > 1:
             assert handle.stats().streamed > 0, "one edit must not end it"
     assert handle.stats().torn == 0
+    assert "changed_unseen" not in caplog.text, "found by the comparison, which samples"
     loop.check(run_dir, list(range(1, STEPS + 1)))
 
 
