@@ -116,6 +116,10 @@ class Injector:
         """Pass the call on; faults in the forward are injected by `_module_runs`."""
         self.listener.forward(training)
 
+    def evaluation(self) -> None:
+        """Pass the call on."""
+        self.listener.evaluation()
+
     def gradient(self, layer: str) -> None:
         """Note a layer's gradient, and inject faults in the backward's middle.
 

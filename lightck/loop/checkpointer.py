@@ -204,6 +204,9 @@ class Checkpointer:
         if training:
             self.pause.wait_if_paused(fence=False)
 
+    def evaluation(self) -> None:
+        """Do nothing: what an evaluation reads is as it was."""
+
     def _window_begins(self, *, seen: bool) -> None:
         """Keep the state at forward start, seen or missed, and open the due snapshot."""
         if self.movement.extras:

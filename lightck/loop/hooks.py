@@ -66,6 +66,9 @@ class Listener(Protocol):
     def forward(self, training: bool) -> None:
         """Note that a module with watched parameters runs next; `training`: with gradients."""
 
+    def evaluation(self) -> None:
+        """Note that a module with watched parameters runs next, and does not train."""
+
     def gradient(self, layer: str) -> None:
         """Note that a layer's gradient has been accumulated."""
 
@@ -244,8 +247,12 @@ class Hooks:
             if recording is not None and recording():
                 return
             # A parametrized weight runs its own little forward whenever it is read.
-            if module.training and watched.holds(module) and not is_weight(module):
+            if not watched.holds(module) or is_weight(module):
+                return
+            if module.training:
                 listener.forward(torch.is_grad_enabled())
+            else:
+                listener.evaluation()
 
         return before
 

@@ -34,6 +34,8 @@ class StreamCheckpointer(Checkpointer):
     """The checkpointer of a loop whose optimizer may be one of lightck's own."""
 
     pipeline: StreamPipeline
+    _early_error: Exception | None = None
+    """Error that was raised before an update, which is made first."""
 
     def update_begins(
         self, optimizer: Optimizer, frame: FrameType | None = None, *, unseen: bool = False
@@ -45,10 +47,20 @@ class StreamCheckpointer(Checkpointer):
         if stream_into is None or unseen or not self._may_stream(optimizer):
             return
         step = self.steps.step + 1
-        with self.stall_timer.of("fence"), self.lock, self.outcomes.reported():
-            self.poll()  # a commit gives a slot back
-            if self._is_due_early(step):
-                stream_into(partial(self.pipeline.stream, step))
+        try:
+            with self.stall_timer.of("fence"), self.lock, self.outcomes.reported():
+                self.poll()  # a commit gives a slot back
+                if self._is_due_early(step):
+                    stream_into(partial(self.pipeline.stream, step))
+        except Exception as error:  # noqa: BLE001 - raised here it would cost the update
+            self._early_error = error
+
+    def update_ends(self, optimizer: Optimizer) -> None:
+        """Take note that an update has ended; raise what asking for it too early has raised."""
+        super().update_ends(optimizer)
+        error, self._early_error = self._early_error, None
+        if error is not None:
+            raise error
 
     def _make_room(self) -> None:
         super()._make_room()
@@ -85,6 +97,11 @@ class StreamCheckpointer(Checkpointer):
         """Take forward start, up to which the watch tells what was written behind the update."""
         if training:
             self.pipeline.watch.end()
-        elif not self.steps.updating:
-            self.pipeline.watch.interrupt()  # it would slow an evaluation down
+        else:
+            self.evaluation()
         super().forward(training)
+
+    def evaluation(self) -> None:
+        """End the watch, which would slow an evaluation down: all bytes are compared then."""
+        if self.enabled and not self.steps.updating:
+            self.pipeline.watch.interrupt()

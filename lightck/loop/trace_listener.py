@@ -61,6 +61,10 @@ class TraceListener:
         """Pass on that a forward begins."""
         self.checkpointer.forward(training)
 
+    def evaluation(self) -> None:
+        """Pass on that an evaluation begins."""
+        self.checkpointer.evaluation()
+
     def gradient(self, layer: str) -> None:
         """Note that a layer's gradient is ready, and pass it on."""
         self.trace.note("tick", layer, now_ns())

@@ -28,6 +28,7 @@ from lightck.region.native_update import (
     RULE_DTYPE,
     SGD,
     TASK_DTYPE,
+    flushes_denormals,
 )
 
 _ALL_DIMENSIONS = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
@@ -80,13 +81,15 @@ class UpdateTable:
         """Bring rows, rules and tasks up to date; return why torch has to step, or nothing."""
         if getattr(optimizer, "grad_scale", None) is not None:
             return "a GradScaler leaves the unscaling to the step"
+        if flushes_denormals():
+            return "the thread flushes denormals, and other threads may not"
         groups = optimizer.param_groups
         why = self._set_rules(groups)
         if why:
             return why
         parameters = list(chain.from_iterable(group["params"] for group in groups))
         gradients = [p.grad for p in parameters]
-        objects = self._objects_of(optimizer, parameters, gradients)
+        objects = self._objects_of(optimizer, gradients)
         bits = np.fromiter(objects, object, len(objects)).tobytes()
         if bits != self._objects:
             self._objects = b""
@@ -99,21 +102,21 @@ class UpdateTable:
             return "no parameter has a gradient"
         return self._check_forms(found) or self._set_pointers(found)
 
-    def _objects_of(
-        self, optimizer: Optimizer, parameters: list[Any], gradients: list[Any]
-    ) -> list[Any]:
-        """Return the objects that `rows` depend on; none of them is made anew while it is equal."""
-        groups = optimizer.param_groups
-        lists = [group["params"] for group in groups]
-        options = (bool(group.get("amsgrad") or group.get("momentum")) for group in groups)
-        has_gradient = (gradient is not None for gradient in gradients)
+    def _objects_of(self, optimizer: Optimizer, gradients: list[Any]) -> list[Any]:
+        """Return the objects that `rows` depend on; none of them is made anew while it is equal.
+
+        Before each group's parameters stands its list: none can change over unseen.
+        """
+        found: list[Any] = [optimizer.state]
+        for group in optimizer.param_groups:
+            found += (group["params"], bool(group.get("amsgrad") or group.get("momentum")))
+            found += group["params"]
+        found += [gradient is not None for gradient in gradients]
         states = optimizer.state.values()
-        values = chain.from_iterable(state.values() for state in states)
-        firsts = (each[0] for each in lists if each)
-        return [
-            *(optimizer.state, *lists, *options, *firsts, *parameters),
-            *(*has_gradient, *states, *values),
-        ]
+        found += states
+        found += chain.from_iterable(states)
+        found += chain.from_iterable(state.values() for state in states)
+        return found
 
     def _set_rules(self, groups: Sequence[dict[str, Any]]) -> str:
         rules = np.zeros(len(groups), RULE_DTYPE)
@@ -163,7 +166,6 @@ class UpdateTable:
         self._written = [*chain.from_iterable(rows), *steps]
         tasks = np.zeros(len(rows), TASK_DTYPE)
         tasks["rule"], tasks["copies"] = rules, NOT_STREAMED
-        tasks["length"] = [row[0].numel() for row in rows]
         self.tasks = tasks
         each = (range(4 * i, 4 * i + len(row)) for i, row in enumerate(rows))
         self._at = np.fromiter(chain.from_iterable(each), np.intp)
@@ -192,6 +194,8 @@ class UpdateTable:
                 return why
             if step.numel() != 1:
                 return "a count of steps is not one number"
+        self.tasks["length"] = [row[0].numel() for row in self.rows]
+        self._apart = np.zeros(0, np.uint64)
         self._guard = TensorGuards(*self._written, *gradients, **_ALL_DIMENSIONS)
         return ""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightck.errors import LightckError
 from lightck.events import event
 from lightck.optim.update_stream import UpdateStream
 from lightck.pipeline.begun import BegunPipeline, BegunSnapshot
@@ -97,17 +99,18 @@ class StreamPipeline(BegunPipeline):
             plan = self._plan_of(rows)
             if not len(plan.positions) or not self.watch.begin():
                 return None
-            begun = self._begin(step)
-            if begun is None:
-                self.watch.end()
-                return None
-            writer, chosen = begun.snapshot.writer, pointers[plan.streamed]
+            chosen = pointers[plan.streamed]
             nothing = np.zeros(len(plan.positions), np.bool_)
-            try:
-                batch = writer.add(plan.positions, chosen, nothing, nothing)
-            except BaseException:
-                self._forget_begun("failed")
-                raise
+            begun = batch = None
+            # What fails is met and told at the forward start, where it costs no update.
+            with suppress(LightckError):
+                begun = self._begin(step)
+                if begun is not None:
+                    batch = begun.snapshot.writer.add(plan.positions, chosen, nothing, nothing)
+            if begun is None or batch is None:
+                self._forget_begun("its copies could not be queued")
+                return None
+            writer = begun.snapshot.writer
             group = CopyGroup(frozenset(), batch, None, is_private=False)
             ended = partial(self._update_ended, begun, plan, group, chosen)
             return UpdateStream(writer.snapshot, batch.number, plan.copies, ended)

@@ -5,10 +5,15 @@ forward start belongs to it, too: I2 (the two instants). Version counters tell o
 `p.data.clamp_()` moves none. While a watch runs, every operation that torch dispatches on this
 thread passes through it, and a tensor that is made an array of (`numpy()`, DLPack) counts as
 written, for what writes to an array is not seen.
+
+Of what the watch cannot look into (compiled code, operations of other libraries, subclasses of
+tensors, higher-order operators) it only knows that it ran: a *gap*, after which all bytes have to
+be compared. Compiled code never meets the mode, which would change how dynamo treats it for good.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache, wraps
@@ -17,6 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._dynamo import eval_frame
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -26,17 +33,26 @@ _watching: set[WriteWatch] = set()
 """Watches that run now, on any thread."""
 
 
+_replaced: dict[str, Any] = {}
+"""Attribute of torch.Tensor itself for each of `_ARRAYS`, while watches run; None: it had none."""
+_lock = threading.RLock()
+"""Held while `_watching` and `_replaced` change."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_KNOWN = ("aten", "prims", "profiler")
+"""Libraries of operations whose schemas say what they write."""
+_COMPILED, _ENTERED = "compile_wrapper", "_is_skip_guard_eval_unsafe_stance"
+"""The names of torch's functions that call compiled code, and that those call first."""
+
+
 @cache
-def _written_arguments(operation: Any) -> tuple[list[int], list[str], bool]:
-    """Return which arguments an operation may write: positions, names, and whether any may be."""
-    if operation.namespace not in ("aten", "prims"):
-        return [], [], True  # a schema of somebody's own need not say what it writes
+def _written_arguments(operation: OpOverload) -> tuple[list[int], list[str]]:
+    """Return which arguments an operation writes: positions, and names."""
     written = [
         (i, argument.name)
         for i, argument in enumerate(operation._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return [i for i, _ in written], [name for _, name in written], False
+    return [i for i, _ in written], [name for _, name in written]
 
 
 class WriteWatch(TorchDispatchMode):
@@ -45,6 +61,8 @@ class WriteWatch(TorchDispatchMode):
     Where a mode of somebody else's stands on torch's stack above it, it stays below, without an
     effect, until it is on top: no other mode is ever moved.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         """Watch nothing yet."""
@@ -55,23 +73,29 @@ class WriteWatch(TorchDispatchMode):
         self._gap = False
 
     def begin(self) -> bool:
-        """Watch this thread from now on; False if a mode of somebody else's is there already.
+        """Watch this thread from now on; False if it cannot be.
 
-        The operations of that mode, and what it makes of others, could not be told apart.
+        A mode of somebody else's is there already, whose operations could not be told apart; or
+        compiled code calls this: when it goes on torch would miss the mode.
         """
         self.settle()
-        if self._thread or torch._C._len_torch_dispatch_stack():
+        if self._thread or torch._C._len_torch_dispatch_stack() or _inside_compiled():
             return False
-        _note_arrays()
+        if not _tells_of_compiled():
+            return False
         self._ranges.clear()
         self._gap, self._thread = False, threading.get_ident()
-        _watching.add(self)
+        with _lock:
+            _watching.add(self)
+            _replace_arrays()
         self.__enter__()  # type: ignore[no-untyped-call]
         return True
 
     def end(self) -> None:
         """Watch no more. Any thread; `settle` on the watched one takes it off torch's stack."""
-        _watching.discard(self)
+        with _lock:
+            _watching.discard(self)
+            _replace_arrays()
         self.settle()
 
     def interrupt(self) -> None:
@@ -105,7 +129,9 @@ class WriteWatch(TorchDispatchMode):
 
     def note(self, tensor: torch.Tensor) -> None:
         """Count the memory of a tensor's storage as written."""
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+        if type(tensor) not in _PLAIN:
+            self._gap = True
+        elif tensor.device.type == "cpu" and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             begin = storage.data_ptr()
             self._ranges.add((begin, begin + storage.nbytes()))
@@ -113,29 +139,37 @@ class WriteWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Note what the operation writes, and let it run."""
+        """Note what the operation may write, then let it run: it may fail half-way."""
         kwargs = kwargs or {}
-        result = operation(*args, **kwargs)
         if self in _watching:
-            places, names, unknown = _written_arguments(operation)
-            if unknown:
-                self._note_all((args, kwargs))
-            elif places:
-                self._note_all([args[i] for i in places if i < len(args)])
-                self._note_all([kwargs[name] for name in names if name in kwargs])
-        return result
+            # A schema of somebody else's need not say what it writes, and inside of it, as inside
+            # of a subclass, the mode is off.
+            ours = isinstance(operation, OpOverload) and operation.namespace in _KNOWN
+            if not ours or any(each not in _PLAIN for each in types):
+                self._gap = True
+            else:
+                places, names = _written_arguments(operation)
+                written = [args[i] for i in places if i < len(args)]
+                written += [kwargs[name] for name in names if name in kwargs]
+                for leaf in tree_iter(written) if written else ():
+                    if isinstance(leaf, torch.Tensor):
+                        self.note(leaf)
+        return operation(*args, **kwargs)
 
-    def _note_all(self, tree: Any) -> None:
-        for leaf in tree_iter(tree):
-            if isinstance(leaf, torch.Tensor):
-                self.note(leaf)
 
-
-@cache
-def _note_arrays() -> None:
-    """Let the methods that make arrays tell every watch, from now on and for this process."""
-    for name in _ARRAYS:
-        setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name)))
+def _replace_arrays() -> None:
+    """Let the methods that make arrays tell every watch, as long as one runs. Under the lock."""
+    if _watching and not _replaced:
+        for name in _ARRAYS:
+            _replaced[name] = vars(torch.Tensor).get(name)
+            setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name)))
+    elif _replaced and not _watching:
+        for name, before in _replaced.items():
+            if before is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, before)
+        _replaced.clear()
 
 
 def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,3 +180,32 @@ def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(tensor, *args, **kwargs)
 
     return noted
+
+
+@cache
+def _tells_of_compiled() -> bool:
+    """Let every call of compiled code end the watches first; False: this torch has no such place.
+
+    Done once for the process, at a function that torch calls there before it takes note of the
+    thread's modes. With this one among them it would run the code as it stands, from then on.
+    """
+    original = getattr(eval_frame, _ENTERED, None)
+    if original is None:
+        return False
+
+    @wraps(original)
+    def entered() -> Any:
+        for watch in tuple(_watching):
+            watch.interrupt()
+        return original()
+
+    setattr(eval_frame, _ENTERED, entered)
+    return True
+
+
+def _inside_compiled() -> bool:
+    """Tell whether compiled code has called this, from a part that is not compiled."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != _COMPILED:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None

@@ -26,6 +26,14 @@ TASK_DTYPE = np.dtype(
 )  # fmt: skip
 
 
+def flushes_denormals() -> bool:
+    """Tell whether the calling thread's mode is to take denormals for zeros: a mode of each thread.
+
+    Results would depend on which thread has an element.
+    """
+    return bool(library().lck_flushes_denormals())
+
+
 def update(
     rules: npt.NDArray[Any],
     tasks: npt.NDArray[Any],

@@ -393,6 +393,9 @@ typedef struct lck_update_task {
 typedef void (*lck_parallel)(void (*body)(void *), void *argument, unsigned threads,
                              unsigned flags);
 
+/* 1 if the calling thread takes denormals for zeros, or flushes them: a mode of each thread. */
+int lck_flushes_denormals(void);
+
 /* Update all tasks as torch's fused CPU kernels do, bit for bit but for the sign and payload of
  * NaNs. With a snapshot, what is computed is stored in the extents of `batch`, too, in the same
  * pass: copies that were added and never released, those of the tasks and no others. On return they

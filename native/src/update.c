@@ -376,13 +376,11 @@ static int choose_kernel(update_run *run, int unfused) {
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
-/* Denormals as zeros, or flushed to zeros: a mode of each thread, so that results would depend on
- * which one has an element. */
-static int flushes_denormals(void) {
+LCK_API int lck_flushes_denormals(void) {
   return (_mm_getcsr() & 0x8040u) != 0;
 }
 #else
-static int flushes_denormals(void) {
+LCK_API int lck_flushes_denormals(void) {
   return 0;
 }
 #endif
@@ -390,7 +388,7 @@ static int flushes_denormals(void) {
 static int prepare(update_run *run, uint64_t rule_count, uint32_t batch) {
   if (!run->rules || rule_count == 0 || !run->tasks || run->count == 0)
     return lck_fail(LCK_E_INVALID, "no rules or no tasks");
-  if (flushes_denormals())
+  if (lck_flushes_denormals())
     return lck_fail(LCK_E_STATE, "the thread flushes denormals: others may not");
   int rc = check_rules(run->rules, rule_count);
   for (uint64_t i = 0; i < run->count && rc == 0; i++)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,8 @@ def test_after_an_evaluation_everything_is_compared(run_dir: Path) -> None:
         for step in range(2 * STEPS):
             loop.run(1)
             with torch.no_grad():
-                loop.model.train()(torch.ones(2, 64))
+                loop.model.train(step % 4 == 0)(torch.ones(2, 64))
+                loop.model.train()
             if step % 2:
                 next(loop.model.parameters()).data[5, 5] += 1.0
         assert 0 < handle.stats().streamed <= STEPS
@@ -304,3 +306,96 @@ def test_whoever_could_stream_is_told_once(
     with caplog.at_level("INFO", "lightck"), attach(run_dir, loop, policy=10**6):
         loop.run(3)
     assert caplog.text.count("could_stream") == (kind is torch.optim.AdamW)
+
+
+def test_a_policy_that_raises_costs_no_update(run_dir: Path) -> None:
+    class Once:
+        asked = 0
+
+        def due(self, moment: lightck.Moment) -> bool:
+            self.asked += 1
+            if self.asked == 4:
+                raise ValueError("injected")
+            return True
+
+    whole, loop = streaming_loop(), streaming_loop()
+    whole.run(STEPS)
+    with attach(run_dir, loop, policy=Once()):
+        loop.run(3)
+        with pytest.raises(ValueError, match="injected"):
+            loop.run(1)
+        loop.step += 1
+        loop.model.zero_grad()
+        loop.run(STEPS - 4)
+    assert of_live(loop.model, loop.optimizers) == of_live(whole.model, whole.optimizers)
+
+
+def test_a_region_that_is_lost_costs_snapshots_and_no_update(run_dir: Path) -> None:
+    whole, loop = streaming_loop(), streaming_loop()
+    whole.run(2 * STEPS)
+    handle = attach(run_dir, loop, on_error=lambda error: None)
+    loop.run(STEPS)
+    (file,) = run_dir.glob("region-*.lck")
+    os.truncate(file, 4096)
+    loop.run(STEPS)
+    with pytest.raises(lightck.LightckError):
+        handle.close()
+    assert of_live(loop.model, loop.optimizers) == of_live(whole.model, whole.optimizers)
+
+
+@pytest.mark.parametrize("length", [16, 4000])
+def test_tensors_that_change_their_size_are_updated_whole_and_nothing_beside_them(
+    length: int,
+) -> None:
+    """Pruned, or grown, in place: the objects stay the same."""
+    p = torch.nn.Parameter(torch.ones(64))
+    optimizer = optim.AdamW([p], lr=0.1)
+    memory = [torch.full((8192,), 7.0) for _ in range(4)]
+    for step in range(4):
+        if step == 2:
+            state = optimizer.state[p]
+            p.data = memory[0][:length].fill_(1.0)
+            p.grad = None
+            state["exp_avg"].data = memory[1][:length].fill_(0.0)
+            state["exp_avg_sq"].data = memory[2][:length].fill_(0.0)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert step < 1 or not optimizer.why_not, optimizer.why_not
+    assert (p != 1.0).all()
+    assert all((each[length:] == 7.0).all() for each in memory)
+
+
+@pytest.mark.parametrize("how", ["the module", "the module itself", "a function"])
+def test_compiled_models_stream_and_stay_compiled(run_dir: Path, how: str) -> None:
+    loop = streaming_loop()
+    plain = loop.model
+    runs: Any = plain
+    if how == "the module":
+        runs = torch.compile(plain, backend="eager")
+    elif how == "the module itself":
+        plain.compile(backend="eager")
+    else:
+        runs = torch.compile(lambda x: plain(x), backend="eager")
+    with attach(run_dir, loop) as handle:
+        for _ in range(STEPS):
+            loop.note()
+            runs(torch.ones(2, 64)).square().mean().backward()
+            loop.update()
+        loop.note()
+        assert handle.stats().streamed > 0
+    assert torch.ones(2).sum() == 2.0 and torch._C._len_torch_dispatch_stack() == 0
+    for step in steps_at(run_dir):
+        assert of_stored(run_dir, step) == loop.seen[step]
+
+
+def test_where_denormals_are_flushed_torch_steps() -> None:
+    p = torch.nn.Parameter(torch.ones(8))
+    optimizer = optim.AdamW([p], lr=0.1)
+    try:
+        torch.set_flush_denormal(True)
+        for _ in range(2):
+            p.grad = torch.ones(8)
+            optimizer.step()
+    finally:
+        torch.set_flush_denormal(False)
+    assert "denormals" in optimizer.why_not and (p < 1.0).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -81,13 +82,12 @@ def test_a_write_to_one_of_several_in_one_storage_counts_for_all(watch: WriteWat
     assert marked(watch, flat[5:])
 
 
-def test_a_write_of_another_library_s_operation_is_taken_for_one(watch: WriteWatch) -> None:
+def test_another_library_s_operation_may_have_written_anything(watch: WriteWatch) -> None:
     with torch.library._scoped_library("lightck_test", "DEF") as library:
         library.define("touch(Tensor x) -> ()")
         library.impl("touch", lambda x: None, "CPU")
-        tensor = torch.rand(3)
-        torch.ops.lightck_test.touch(tensor)
-    assert marked(watch, tensor)
+        torch.ops.lightck_test.touch(torch.rand(3))
+    assert not watch.gapless
 
 
 def test_behind_its_end_nothing_is_noted() -> None:
@@ -125,3 +125,64 @@ def test_a_forward_of_an_evaluation_leaves_a_gap() -> None:
     assert not watch.gapless
     assert watch.begin() and watch.gapless
     watch.end()
+
+
+def test_what_an_operation_wrote_before_it_failed_is_seen(watch: WriteWatch) -> None:
+    tensor = torch.ones(3)
+    with pytest.raises(RuntimeError):
+        torch._foreach_mul_([tensor, torch.ones(3, dtype=torch.int64)], 0.5)
+    assert marked(watch, tensor)
+
+
+def test_a_subclass_of_tensor_leaves_a_gap_and_goes_on(watch: WriteWatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        masked = torch.masked.masked_tensor(torch.rand(3), torch.tensor([True, False, True]))
+        masked.add(1)
+    assert not watch.gapless
+
+
+def test_a_higher_order_operator_leaves_a_gap_and_goes_on(watch: WriteWatch) -> None:
+    found = torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.ones(2),))
+    assert found.tolist() == [2.0, 2.0] and not watch.gapless
+
+
+def test_compiled_code_ends_the_watch_and_stays_compiled() -> None:
+    calls = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        def run(*arguments: torch.Tensor) -> object:
+            calls.append(torch._C._len_torch_dispatch_stack())
+            return graph.forward(*arguments)
+
+        return run
+
+    watch, compiled = WriteWatch(), torch.compile(lambda x: x + 1, backend=backend)
+    for number in range(3):
+        assert watch.begin()
+        compiled(torch.ones(2))
+        assert not watch.gapless and calls == [0] * (number + 1)
+        watch.end()
+
+
+def test_it_does_not_begin_within_compiled_code() -> None:
+    began = []
+
+    @torch.compiler.disable
+    def inner() -> None:
+        began.append(WriteWatch().begin())
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        inner()
+        return x + 1
+
+    torch.compile(outer, backend="eager")(torch.ones(2))
+    assert began == [False]
+
+
+def test_torch_s_methods_are_as_they_were_behind_it() -> None:
+    before = {name: vars(torch.Tensor).get(name) for name in ("numpy", "__dlpack__")}
+    watch = WriteWatch()
+    assert watch.begin() and "numpy" in vars(torch.Tensor)
+    watch.end()
+    assert {name: vars(torch.Tensor).get(name) for name in before} == before
