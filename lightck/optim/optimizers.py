@@ -53,7 +53,8 @@ class NativeOptimizer(Optimizer):
         torch's own step was taken. It is not committed.
 
         Raises:
-            RegionError: the native update was refused; nothing was changed.
+            RegionError: the native update was refused: a defect of lightck's. Nothing was changed,
+                and the update was not made.
         """
         open_stream: OpenStream | None = getattr(self, "_open_stream", None)
         self._open_stream = None
@@ -99,8 +100,9 @@ class AdamW(NativeOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW(fused=True)`, bit for bit, whose step can write the snapshot itself.
 
     Takes torch's arguments. One condition is new: what is written to a parameter or its state
-    between a step and the next forward is seen, whatever does it, but for writes through an array
-    (`tensor.numpy()`, DLPack) that was made before the step. lightck then finds it by samples only.
+    between a step and the next forward is seen, but for writes through an array (`tensor.numpy()`,
+    DLPack) that was made before the step, by another thread, by native code that moves no version
+    counter, or with torch's modes switched off. Those are found by a comparison of samples only.
     """
 
     torch_class = torch.optim.AdamW
