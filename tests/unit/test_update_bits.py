@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 
 from lightck import optim
+from lightck.optim.openmp import gomp_parallel
 from lightck.optim.self_test import order_of
 from lightck.region._ffi import ffi, library
 
@@ -103,3 +107,53 @@ def test_every_step_has_the_bits_of_torch_s_fused_kernel(kind: str, kernel: str)
 
 def test_this_machine_s_torch_has_an_order_that_is_known() -> None:
     assert order_of(frozenset({0, 1, 2}), True) is not None
+
+
+THREADS = """
+import ctypes, os, threading, torch
+from lightck import optim
+from lightck.optim.openmp import gomp_parallel
+
+BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+PARALLEL = ctypes.CFUNCTYPE(None, BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+
+def tasks():
+    return set(map(int, os.listdir("/proc/self/task")))
+
+def run():
+    before = tasks()
+    torch.ones(1 << 22).exp_()  # starts this thread's team
+    team = tasks() - before | {threading.get_native_id()}
+    seen = set()
+    body = BODY(lambda _: seen.add(threading.get_native_id()))
+    ctypes.cast(gomp_parallel(), PARALLEL)(body, None, 2, 0)
+    assert seen == team and len(team) == 2, (seen, team)
+    p = torch.nn.Parameter(torch.ones(400_000))
+    optimizer, there = optim.AdamW([p]), tasks()
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert not optimizer.why_not and tasks() == there, "threads beside torch's"
+
+torch.set_num_threads(2)
+run()
+other = threading.Thread(target=run)
+other.start()
+other.join()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("policy", ["ACTIVE", "PASSIVE"])
+def test_updates_run_on_the_threads_that_torch_s_kernels_run_on(policy: str) -> None:
+    if not gomp_parallel():
+        pytest.skip("torch has no OpenMP runtime here")
+    environment = {**os.environ, "OMP_WAIT_POLICY": policy}
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.stdout == "done\n", done.stderr
