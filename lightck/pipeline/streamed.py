@@ -44,8 +44,12 @@ class StreamPlan:
     """The groups of the copy plan that this was made for."""
     late: frozenset[str]
     """The entries that were left out because the loop changes them behind the update."""
+    lives: list[torch.Tensor]
+    """The copy plan's tensors, of which the streamed ones are at `positions`."""
     positions: npt.NDArray[np.intp]
     """The entry of each streamed tensor, row by row."""
+    tensors: list[torch.Tensor]
+    """The streamed tensors, row by row."""
     streamed: npt.NDArray[np.bool_]
     """For each of the rows' tensors, whether it is streamed."""
     copies: npt.NDArray[np.uint32]
@@ -61,7 +65,6 @@ class StreamedCopies:
 
     group: CopyGroup
     plan: StreamPlan
-    tensors: list[torch.Tensor]
     pointers: npt.NDArray[np.uint64]
     versions: npt.NDArray[np.int64]
 
@@ -130,11 +133,9 @@ class StreamPipeline(BegunPipeline):
             if not complete:
                 self._forget_begun("its update failed")
                 return
-            each = (tensor for row in plan.rows for tensor in row)
-            tensors = [t for t, is_streamed in zip(each, plan.streamed, strict=True) if is_streamed]
             begun.snapshot.groups.append(group)
-            versions = np.array(versions_of(tensors), np.int64)
-            self._copies = StreamedCopies(group, plan, tensors, pointers, versions)
+            versions = np.array(versions_of(plan.tensors), np.int64)
+            self._copies = StreamedCopies(group, plan, pointers, versions)
 
     def _plan_of(self, rows: Rows) -> StreamPlan:
         """Return which of these tensors can be streamed, and what is left to copy."""
@@ -168,8 +169,9 @@ class StreamPipeline(BegunPipeline):
         at = np.array(positions, np.intp)
         lengths = np.array([entries[i].length for i in positions], np.uint64)
         chosen = np.array(streamed, np.bool_)
-        missing = self._missing_parts(parts, at)
-        return StreamPlan(rows, parts, self._late, at, chosen, copies, lengths, missing)
+        tensors, missing = [lives[i] for i in positions], self._missing_parts(parts, at)
+        found = lives, at, tensors, chosen, copies, lengths, missing
+        return StreamPlan(rows, parts, self._late, *found)
 
     def _missing_parts(
         self, parts: tuple[PlannedGroup, ...], streamed: npt.NDArray[np.intp]
@@ -213,8 +215,11 @@ class StreamPipeline(BegunPipeline):
         copies = self._copies
         if copies is None or copies.plan.parts is not begun.parts:
             return False
-        live, at = self.copy_plan.tensors, copies.plan.positions
-        if not all(map(operator.is_, (live[i] for i in at.tolist()), copies.tensors)):
+        plan, live = copies.plan, self.copy_plan.tensors
+        same = live is plan.lives or all(
+            map(operator.is_, (live[i] for i in plan.positions.tolist()), plan.tensors)
+        )
+        if not same:
             return False
         changed = self._find_changed(begun, copies, reading)
         if changed:
@@ -223,7 +228,7 @@ class StreamPipeline(BegunPipeline):
             return False
         self._changed = frozenset()
         if flags & RECORD_JIT:  # training may go on beside it: the fence compares once more
-            sources = CopySources(copies.tensors, copies.pointers, copies.versions, [], [])
+            sources = CopySources(plan.tensors, copies.pointers, copies.versions, [], [])
             copies.group.compare_at_fence(sources)
         self.counters.streamed += 1
         return True
