@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from lightck.errors import LightckError
 from lightck.optim.openmp import gomp_parallel
 from lightck.optim.self_test import order_of
 from lightck.optim.update_stream import OpenStream
@@ -91,6 +92,9 @@ class NativeOptimizer(Optimizer):
         try:
             run(table.rules, table.tasks, stream.snapshot, stream.batch)
             complete = True
+        except LightckError:  # of the snapshot's: nothing was changed, and the update is due
+            table.tasks["copies"] = native_update.NOT_STREAMED
+            run(table.rules, table.tasks)
         finally:
             stream.ended(complete)
         return ""

@@ -400,12 +400,24 @@ static int prepare(update_run *run, uint64_t rule_count, uint32_t batch) {
   return rc == 0 ? cut(run) : rc;
 }
 
+/* While it is used nobody frees the snapshot: whoever gives it up waits, and stops its stores. */
+static void use(lck_snapshot *snapshot, int begins) {
+  if (!snapshot)
+    return;
+  lck_pool_lock(snapshot->pool);
+  snapshot->users += begins ? 1 : UINT32_MAX;
+  lck_pool_unlock(snapshot->pool);
+  if (!begins)
+    lck_wait_queue_wake(&snapshot->pool->progress);
+}
+
 LCK_API int lck_update(const lck_update_rule *rules, uint64_t rule_count,
                        const lck_update_task *tasks, uint64_t count, lck_snapshot *snapshot,
                        uint32_t batch, uint32_t threads, lck_parallel parallel) {
   update_run run = {.rules = rules, .tasks = tasks, .count = count, .snapshot = snapshot};
   int rc = prepare(&run, rule_count, batch);
   if (rc == 0) {
+    use(snapshot, 1);
     count_steps(&run);
     uint64_t wanted = threads < run.block_count ? threads : run.block_count;
     if (wanted <= 1)
@@ -414,8 +426,9 @@ LCK_API int lck_update(const lck_update_rule *rules, uint64_t rule_count,
       parallel(work, &run, (unsigned)wanted, 0);
     else
       lck_threads_run(work_here, &run, wanted);
-    if (snapshot && !atomic_load(&run.failed) && lck_snapshot_failure(snapshot) == 0)
+    if (snapshot && !atomic_load(&run.failed) && !atomic_load(&snapshot->halted))
       take_as_captured(&run);
+    use(snapshot, 0);
   }
   free(run.first_pieces);
   free(run.factors);

@@ -2,6 +2,7 @@
  * region. That they are torch's, too, tests/unit/test_update_bits.py shows. */
 #include <errno.h>
 #include <math.h>
+#include <pthread.h>
 #include <sys/stat.h>
 
 #include "snapshot_bed.h"
@@ -180,6 +181,47 @@ static void test_a_lost_region_loses_no_element(bed *b) {
   }
 }
 
+/* Once the update has begun, or ended already. */
+static void *give_up(void *argument) {
+  lck_snapshot *snapshot = argument;
+  lck_batch *batch = lck_snapshot_batch(snapshot, 0);
+  uint32_t users = 0;
+  while (users == 0 && atomic_load(&batch->counted) == 0) {
+    lck_pool_lock(snapshot->pool);
+    users = snapshot->users;
+    lck_pool_unlock(snapshot->pool);
+  }
+  return lck_snapshot_free(snapshot) == 0 ? NULL : snapshot;
+}
+
+/* Another thread gives the snapshot up in the middle: its memory stays until the update has ended,
+ * which is made whole. */
+static void test_a_snapshot_that_is_given_up_meanwhile_costs_no_element(bed *b) {
+  bed_create(b, "update");
+  lck_pool *pool = bed_pool(2, 4096);
+  for (uint32_t round = 0; round < (UNDER_TSAN ? 5 : 20); round++) {
+    training streamed, plain;
+    pthread_t other;
+    make(&streamed, &rules[possible(&rules[0]) ? 0 : 3], bed_slot(b, 0), 0);
+    make(&plain, &streamed.rule, 0, 0);
+    stream_none(&plain);
+    lck_snapshot *s = bed_begin(b, pool, 0);
+    uint32_t batch = bed_add(s, streamed.copies, streamed.count);
+    CHECK(lck_fault_delay(LCK_FAULT_COPY, 20000) == 0, "delay"); /* of each item */
+    CHECK(pthread_create(&other, NULL, give_up, s) == 0, "thread");
+    CHECK(update(&streamed, s, batch, 1 + round % 2) == 0, "%s", lck_last_error());
+    void *wrong;
+    CHECK(pthread_join(other, &wrong) == 0 && wrong == NULL, "given up");
+    CHECK(lck_fault_delay(LCK_FAULT_COPY, 0) == 0, "no delay");
+    CHECK(update(&plain, NULL, 0, 1) == 0, "%s", lck_last_error());
+    same(&streamed, &plain);
+    drop(&streamed);
+    drop(&plain);
+  }
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+  bed_destroy(b);
+}
+
 static void test_what_is_refused_changes_nothing(bed *b) {
   training t, before;
   bed_create(b, "update");
@@ -222,6 +264,7 @@ static void body(bed *b) {
     return; /* page media are staged: nothing is streamed there */
   test_what_is_streamed_is_what_stands_in_place(b);
   test_a_lost_region_loses_no_element(b);
+  test_a_snapshot_that_is_given_up_meanwhile_costs_no_element(b);
   test_what_is_refused_changes_nothing(b);
 }
 
