@@ -237,11 +237,15 @@ static void test_a_caller_alone_copies_everything_and_wakes_nobody(bed *b) {
   lck_copy copy = {.offset = bed_slot(b, 0), .source = source, .length = sizeof source};
   lck_snapshot *s = bed_begin(b, pool, 0);
   uint32_t index = bed_add(s, &copy, 1), crc;
+  /* One that is still awake, as all are when they start, may take what it finds. */
+  bed_started(pool);
+  EVENTUALLY(atomic_load(&pool->work.sleepers) == pool->reserve_from);
   bed_capture(s, index, LCK_HELP_ALONE);
   memset(source, 8, sizeof source); /* captured: it may change */
   lck_stats stats;
   CHECK(lck_pool_stats(pool, &stats) == 0, "%s", lck_last_error());
-  CHECK(stats.bytes_copied == sizeof source && stats.bytes_helped == sizeof source,
+  /* Where copies are staged a chunk that is captured wakes workers for its drain: they may copy. */
+  CHECK(stats.bytes_copied == sizeof source && (b->staged || stats.bytes_helped == sizeof source),
         "%llu of %llu bytes copied by the caller", (unsigned long long)stats.bytes_helped,
         (unsigned long long)stats.bytes_copied);
   bed_digests(s, index, &crc);
