@@ -246,12 +246,12 @@ class Hooks:
         def before(module: nn.Module, args: Any) -> None:
             if recording is not None and recording():
                 return
-            # A parametrized weight runs its own little forward whenever it is read.
-            if not watched.holds(module) or is_weight(module):
-                return
             if module.training:
-                listener.forward(torch.is_grad_enabled())
-            else:
+                # A parametrized weight runs its own little forward whenever it is read.
+                if watched.holds(module) and not is_weight(module):
+                    listener.forward(torch.is_grad_enabled())
+            # Only a write watch minds, which is a mode on torch's stack.
+            elif torch._C._len_torch_dispatch_stack() and watched.holds(module):
                 listener.evaluation()
 
         return before

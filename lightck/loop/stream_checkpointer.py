@@ -83,7 +83,7 @@ class StreamCheckpointer(Checkpointer):
                 optimizer=f"torch.optim.{type(optimizers[0]).__name__}",
                 use=f"lightck.optim.{native.__name__}",
                 copy_s=round(size / dram_rate(_SAMPLE_BYTES), 4),
-                why="its update writes the snapshot for about a fifth of the copy's time;"
+                why="its update writes the snapshot for a fifth to a half of the copy's time;"
                 " the results are those of fused=True",
             )
 

@@ -147,7 +147,7 @@ class UpdateTable:
     def _find_rows(self, optimizer: Optimizer) -> str:
         """Look up the tensors of every parameter with a gradient."""
         rows: list[tuple[torch.Tensor, ...]] = []
-        steps: list[torch.Tensor] = []
+        steps: list[Any] = []
         rules: list[int] = []
         for number, group in enumerate(optimizer.param_groups):
             wanted = self._state_keys(group)
@@ -159,7 +159,7 @@ class UpdateTable:
                 if not all(isinstance(each, torch.Tensor) for each in found):
                     return "its state is not made yet"
                 if self.keys.step is not None:
-                    steps.append(state[self.keys.step])
+                    steps.append(state.get(self.keys.step))
                 rows.append((p, *found))
                 rules.append(number)
         self.rows = rows

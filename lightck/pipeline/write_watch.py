@@ -31,8 +31,6 @@ _ARRAYS = ("numpy", "__dlpack__")
 """Methods whose result shares the tensor's memory; `__array__` calls the first."""
 _watching: set[WriteWatch] = set()
 """Watches that run now, on any thread."""
-
-
 _replaced: dict[str, Any] = {}
 """Attribute of torch.Tensor itself for each of `_ARRAYS`, while watches run; None: it had none."""
 _lock = threading.RLock()
