@@ -133,10 +133,10 @@ KEPT = {
         "test_what_a_training_forgets_shows_as_a_difference": 0,
     },
     "e2e/test_data.py": {
-        "test_sampler_resumes_within_an_epoch_and_at_its_ends": 2,
+        "test_sampler_resumes_within_an_epoch_and_at_its_ends": 1,
         "test_stateful_loader_resumes_within_an_epoch_and_at_its_ends": 2,
         "test_epochs_that_are_left_early_and_batches_that_are_skipped_resume": 2,
-        "test_accumulated_batches_resume_behind_the_last_of_the_step": 2,
+        "test_accumulated_batches_resume_behind_the_last_of_the_step": 1,
         "test_epoch_of_a_stateful_loader_that_was_left_early_is_over": 1,
         "test_passes_of_another_loader_are_made_again_if_they_came_behind_the_draw": 1,
         "test_close_behind_an_epoch_of_a_stateful_loader_goes_on_with_the_next": 1,
@@ -149,7 +149,8 @@ KEPT = {
         "test_an_exception_between_the_update_and_the_schedule_loses_no_step": 0,
     },
     "e2e/test_extras.py": {
-        "test_loader_with_a_position_resumes_in_the_middle_of_an_epoch": 2,
+        "test_loader_with_a_position_resumes_in_the_middle_of_an_epoch": 1,
+        "test_epoch_after_an_epoch_boundary_is_shuffled_as_before": 1,
         "test_the_loop_of_build_nanogpt_resumes": 0,
     },
     "e2e/test_failures.py": {
@@ -168,7 +169,8 @@ KEPT = {
     "e2e/test_lifetime.py": {
         "test_death_at_any_moment_resumes_bit_for_bit": 0,
         "test_attach_after_training_began_captures_what_there_is": 0,
-        "test_every_setting_resumes_bit_for_bit": 3,
+        "test_every_setting_resumes_bit_for_bit": 1,
+        "test_region_on_an_ordinary_file_resumes": 1,
         "test_job_that_dies_again_and_again_ends_as_if_it_had_never_died": 0,
         "test_forked_child_writes_nothing_and_leaves_the_region_whole": 1,
     },
@@ -183,11 +185,11 @@ KEPT = {
         "test_step_that_the_gradient_scaler_leaves_out_counts_and_resumes": 1,
         "test_loop_that_calls_the_parts_of_a_model_resumes": 0,
         "test_train_and_eval_flips_resume": 1,
-        "test_activation_checkpointing_resumes": 1,
+        "test_activation_checkpointing_resumes": 0,
         "test_generators_stand_at_the_forward_as_they_did_then": 0,
     },
     "e2e/test_optimizers.py": {
-        "test_optimizer_resumes_bit_for_bit": 5,
+        "test_optimizer_resumes_bit_for_bit": 3,
     },
     "e2e/test_readme.py": {
         "test_it_trains_is_killed_and_goes_on_with_the_losses_of_a_run_without_an_end": 0,
