@@ -45,7 +45,7 @@ from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.schedule import schedule
 from lightck.reader.fill import install_pending, tell_unfilled
-from lightck.region import claim
+from lightck.region import claim, failure_region
 from lightck.region.claim import ClaimedLocation
 from lightck.region.region import Region
 from lightck.restore import progress
@@ -221,8 +221,15 @@ class _Parts:
         run_id = topology.run_id if topology.world > 1 else None
         seat = claim.RankIdentity(topology.rank, topology.world, run_id)
         room = (manifest_bytes, state_prediction.journal_bytes(inventory))
+        self._require_failures_restored(topology, found)
         region = claim.take(found, self.config, seat, entries, *room)
         return topology, replicas, inventory, region
+
+    def _require_failures_restored(self, topology: Topology, found: ClaimedLocation) -> None:
+        """Refuse to give up a step that was saved at a failure and that this model has not."""
+        continues = self.progress.restored is not None or self.progress.continuation.newest
+        if topology.world > 1 and not (continues or self.config.overwrite):
+            failure_region.require_restored(found.where)
 
     def _topology(self, found: ClaimedLocation, rounds: AgreementRounds | None) -> Topology:
         """Return this rank's place in the job, and the run that all ranks belong to."""
@@ -257,6 +264,8 @@ class _Parts:
         checkpointer.check_state(collected)
         timeline = barrier.begin()  # the last that may fail on one rank alone
         undo.append(partial(barrier.leave, "attach failed", 1.0))
+        if topology.world > 1 and topology.rank == min(topology.peers):
+            failure_region.begin_timeline(region.place, known.restored, timeline or 0)
         region.begin_timeline(region.continued, timeline)
         if checkpointer.step_journal is not None:
             checkpointer.step_journal.start(steps.step)
@@ -355,6 +364,7 @@ class _Parts:
         durable = config.durability == "process"
         among = RankJitSaver.create(saver, topology, store, process_durable=durable)
         self.undo.append(among.stop)
+        among.whole_saver.reserve()
         return among
 
     def _tested(self, listener: Listener, checkpointer: Checkpointer) -> Listener:

@@ -278,10 +278,13 @@ class Handle:
         """
         if self._inherited:
             return
+        closed = self._closed
         self._shut(last_step=True)
         error = self._reporter.take()
         if error is not None:
             raise error
+        if self._rescue is not None and not closed:
+            self._rescue.run_is_over()
 
     def __enter__(self) -> Self:
         return self

@@ -73,7 +73,7 @@ def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
     rows: list[dict[str, Any]] = []
     where = location.locate(Config.resolve(path=path).path, 0, create=False)
     with RegionSurvey.of_files(where, files) as survey:
-        for each in survey.regions:
+        for each in (*survey.regions, *survey.failure_regions):
             region, recovery = each.region, each.recovery
             rows += [row(region, c, **_state_of(survey, c)) for c in recovery.candidates]
             rows += [row(region, c, "abandoned") for c in recovery.abandoned]

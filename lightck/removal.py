@@ -12,8 +12,10 @@ from lightck.config import Config
 from lightck.errors import RegionBusyError, RegionError
 from lightck.region import claim, location
 
-_OF_A_RUN = re.compile(r"region-\d{5,}\.((lck|obj)(\.damaged\d*)?|new)")
-"""The names of a run's files: regions, damaged ones that were renamed, a killed attach's drafts."""
+_OF_A_RUN = re.compile(
+    r"region-\d{5,}\.((lck|obj)(\.damaged\d*)?|new)|failure-\d{5,}-\d\.(lck|new)"
+)
+"""The names of a run's files: regions, damaged ones that were renamed, drafts, failure regions."""
 
 
 @dataclass(frozen=True, slots=True)

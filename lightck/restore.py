@@ -18,6 +18,7 @@ from lightck.config import Config
 from lightck.data import lookahead
 from lightck.distributed.rendezvous import meeting
 from lightck.distributed.restore.healing import ReceivedSnapshot
+from lightck.distributed.restore.local_state import FailureSnapshot
 from lightck.distributed.restore.protocol import RestoreAttempt, restore_attempts
 from lightck.distributed.restore.selection import Key
 from lightck.distributed.restore.survey import RegionSurvey
@@ -252,6 +253,8 @@ def _carry_on(attempt: RestoreAttempt, snapshot: Snapshot, continuation: Continu
     kept = None
     if isinstance(snapshot, ReceivedSnapshot):
         kept = snapshot.own_record or _newest_before(survey, attempt.key)
+    elif isinstance(snapshot, FailureSnapshot):
+        kept = snapshot.local.record or _newest_before(survey, attempt.key)
     elif isinstance(snapshot, AssembledSnapshot) and own is not None:
         kept = snapshot.record if own.region is snapshot.parts[0].region else None
     if own is not None and kept is not None:

@@ -1,8 +1,8 @@
 """The just-in-time save of one rank among several.
 
-The other ranks are told of it, and the dead ranks of the node are completed. A failure on another
-rank is a reason to save here, too: all ranks then have the same step, or are one apart, and
-contents decide at restore.
+The other ranks are told of it, and where a peer's share is missing one rank saves the step whole.
+A failure on another rank is a reason to save here, too: all ranks then have the same step, or are
+one apart, and contents decide at restore.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightck.errors import LightckError
 from lightck.failure.hang import CollectivePosition
 from lightck.failure.jit_save import JitSaver
 from lightck.failure.peer_monitor import FailureNotice, PeerMonitor, PeerStatus
-from lightck.failure.takeover.coordinator import TakeoverCoordinator
+from lightck.failure.whole_save import WholeSaver
 from lightck.types import Saved
 
 ANNOUNCE_S = 1.0
@@ -29,14 +29,14 @@ ANNOUNCE_S = 1.0
 class RankJitSaver(JitSaver):
     """The `JitSaver` of a rank among several. Any thread."""
 
-    takeovers: TakeoverCoordinator
+    whole_saver: WholeSaver
     monitor: PeerMonitor
     _notices_read: int = 0
     """Number of other ranks' notices that `new_peer_failure` has returned."""
     _ended_ranks: set[int] = field(default_factory=set)
     """Ranks that have ended and that `new_peer_failure` has returned."""
     _completed: set[int] = field(default_factory=set)
-    """Ended ranks whose shares have been looked after since, see `TakeoverCoordinator`."""
+    """Ended ranks whose shares have been looked after since, see `WholeSaver`."""
     _peer_reasons: set[str] = field(default_factory=set)
     """Reasons that came from other ranks, which know them."""
     _saved_step: int | None = None
@@ -63,14 +63,12 @@ class RankJitSaver(JitSaver):
             checkpointer,
             saver.hang,
             saver.write_limit,
-            takeovers=TakeoverCoordinator.create(
-                checkpointer, topology, process_durable=process_durable
-            ),
+            whole_saver=WholeSaver.create(checkpointer, topology, process_durable=process_durable),
             monitor=PeerMonitor(store, topology, checkpointer.pipeline.region.place),
         )
 
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
-        """Save like `JitSaver.save`; then tell other ranks, and complete this node's dead ranks.
+        """Save like `JitSaver.save`; then tell others, and save all if a peer's share is missing.
 
         If another rank has an early snapshot of the step, this rank saves the early instant, too:
         states of two instants are no one state of the job.
@@ -83,10 +81,8 @@ class RankJitSaver(JitSaver):
         self._announce(saved, deadline)
         if saved.fresh:
             status = self.monitor.poll()
-            self.takeovers.complete_dead_ranks(deadline)
+            self.whole_saver.save_if_lacking(deadline)
             self._completed.update(status.dead, status.closed)
-            saved = self._with_node_instant(saved)
-            self._announce(saved, deadline)
         return replace(saved, seconds=time.monotonic() - began_s)
 
     def new_peer_failure(self) -> str | None:
@@ -174,21 +170,17 @@ class RankJitSaver(JitSaver):
 
     def stop(self) -> None:
         """Stop listening to the other ranks."""
+        self.whole_saver.stop()
         self.monitor.stop()
+
+    def run_is_over(self) -> None:
+        """Remove the node's failure regions: the last step is whole in the ranks' own."""
+        self.whole_saver.remove_regions()
 
     def _needs_early(self, notice: FailureNotice) -> bool:
         """Tell whether it is of an early snapshot of the last step, and this rank has none."""
         done = self._saved_early and self._saved_step == self.last_step
         return notice.early and notice.step == self.last_step and not done
-
-    def _with_node_instant(self, saved: Saved) -> Saved:
-        """Set `early` if this rank has saved the early instant for a dead peer.
-
-        Other nodes must save it, too.
-        """
-        newest = self._newest_record()
-        early = newest is not None and newest.step == saved.step and newest.early
-        return replace(saved, early=saved.early or early)
 
     def _is_early_elsewhere(self, step: int | None) -> bool:
         return any(notice.early and notice.step == step for notice in self.monitor.poll().notices)

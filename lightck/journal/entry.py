@@ -10,14 +10,14 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from lightck.errors import CorruptSnapshotError, RegionFullError
 from lightck.journal.copy_buffer import CopyBuffer
-from lightck.region.native_region import JournalEntry
+from lightck.region.native_region import RECORD_EARLY, STEP_END, JournalEntry, Record
 from lightck.state import boundary_blob
 from lightck.state.boundary_blob import BlobEncoder, BlobWriter, constituents
 from lightck.state.boundary_codec import identical
@@ -156,6 +156,91 @@ def decode_entry(found: JournalEntry, *, context: str) -> DecodedEntry:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptSnapshotError(f"{context}: no boundary state: {error!r}") from error
     raise CorruptSnapshotError(f"{context}: no boundary state")
+
+
+# ---- entries of all ranks of a node, beside a whole snapshot -------------------------------------
+
+ENTRIES = "entries"
+"""The key of these entries in the state at the forward of a whole snapshot."""
+_OWN_PARTS = ("tensors", "extras", "rng")
+"""The parts of an entry that are a rank's own; an update changes optimizers' options alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankEntry:
+    """A journal entry as a whole snapshot has it: what is one rank's own, at one instant."""
+
+    rank: int
+    entry: JournalEntry
+
+    @property
+    def early(self) -> bool:
+        """Tell whether it is of the step end."""
+        return self.entry.kind == STEP_END or self.entry.early
+
+
+def with_entries(second: dict[str, Any], entries: Sequence[RankEntry]) -> dict[str, Any]:
+    """Return values of forward start with the entries of all ranks beside them."""
+    told = [
+        {"rank": each.rank, "kind": each.entry.kind, "flags": each.entry.flags}
+        | {"blob": each.entry.blob}
+        for each in entries
+    ]
+    return {**second, ENTRIES: told}
+
+
+def entries_in(second: dict[str, Any], record: Record, *, context: str) -> list[RankEntry]:
+    """Return the entries that values of forward start have beside them; none if there are none.
+
+    Args:
+        second: as decoded from the manifest.
+        record: of the snapshot; the entries are of its step and timeline.
+        context: for messages.
+
+    Raises:
+        CorruptSnapshotError: they are not what `with_entries` makes.
+    """
+    found = []
+    try:
+        for told in second.get(ENTRIES, ()):
+            rank, kind, flags, blob = (told[key] for key in ("rank", "kind", "flags", "blob"))
+            if [type(each) for each in (rank, kind, flags, blob)] != [int, int, int, bytes]:
+                raise TypeError("an entry of other types")
+            step, timeline = record.step, record.timeline
+            found.append(RankEntry(rank, JournalEntry(kind, step, timeline, 0, 0, flags, blob)))
+    except (KeyError, TypeError) as error:
+        raise CorruptSnapshotError(f"{context}: no entries of ranks: {error!r}") from error
+    return found
+
+
+def step_end_of(
+    fence: JournalEntry, around: Sequence[JournalEntry], *, context: str
+) -> JournalEntry | str:
+    """Return the entry of the step end that a rank would have left, which has left the fence's.
+
+    An update changes what all ranks have alike, optimizers' options among it, and leaves a rank's
+    own state as it is: the fence's entry has that already.
+
+    Args:
+        fence: the entry of the fence of the rank that stands inside its update, or died there.
+        around: the witness's entries of the fence and of the step end, around the same update.
+        context: for messages.
+
+    Returns:
+        The entry, or why it cannot be known: the witness's own state has changed in that update.
+
+    Raises:
+        CorruptSnapshotError: an entry does not decode.
+    """
+    tree, before, after = (
+        boundary_blob.opened(each.blob, context=context) for each in (fence, *around)
+    )
+    for part in _OWN_PARTS:
+        if boundary_blob.closed(before[part]) != boundary_blob.closed(after[part]):
+            return f"an update changes {part} of a rank's own"
+    second = {**tree["second"], "optimizers": after["second"]["optimizers"]}
+    blob = boundary_blob.closed({**tree, "second": second})
+    return replace(fence, kind=STEP_END, flags=RECORD_EARLY, blob=blob)
 
 
 def _state_tensor(name: str, described: dict[str, Any]) -> StateTensor:

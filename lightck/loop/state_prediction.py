@@ -30,8 +30,11 @@ BOUNDARY_RESERVE_BYTES = 64 << 10
 """Bytes for random generators (about 20 KiB) and small extras, which attach does not measure."""
 
 
-def expected(inventory: Inventory) -> tuple[tuple[Entry, ...], int]:
-    """Return the first snapshot's entries, as far as known, and the bytes its manifest needs."""
+def expected(inventory: Inventory, *, whole: bool = False) -> tuple[tuple[Entry, ...], int]:
+    """Return the first snapshot's entries, as far as known, and the bytes its manifest needs.
+
+    With `whole` other ranks' shares are among them.
+    """
     collected = inventory.collect()
     everything = inventory.everything()
     names = inventory.names()
@@ -42,7 +45,8 @@ def expected(inventory: Inventory) -> tuple[tuple[Entry, ...], int]:
     ]
     known = {live.name for live in everything}
     others = [live for live in collected.lives if live.name not in known]
-    lives = [*inventory.share([*everything, *missing]).lives, *others]
+    all_ranks = [*everything, *missing]
+    lives = [*(all_ranks if whole else inventory.share(all_ranks).lives), *others]
     blob = len(boundary_blob.closed(collected.tree))
     capacity = allocator.manifest_capacity(len(lives), blob + BOUNDARY_RESERVE_BYTES)
     return tuple(map(tensor_layout.describe, lives)), capacity

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -401,6 +401,10 @@ class Snapshot(Protocol):
         """Position in `entries` of each tensor's name."""
 
     @property
+    def in_memory(self) -> Collection[str]:
+        """Names of the tensors whose bytes are in memory already, and are in no region here."""
+
+    @property
     def record(self) -> Record:
         """Commit record of the snapshot that the rank's own state is from."""
 
@@ -489,6 +493,11 @@ class AssembledSnapshot:
             for source, (region, candidate) in enumerate(sources)
         ]
         return cls(tuple(found.entries.values()), tuple(cut))
+
+    @property
+    def in_memory(self) -> Collection[str]:
+        """Names of the tensors that are in memory already: none."""
+        return ()
 
     @property
     def record(self) -> Record:

@@ -396,7 +396,7 @@ class StateFiller:
         found = np.zeros(len(self.snapshot.entries), np.uint64)
         index = self.snapshot.index
         for name, target in self.targets.items():
-            is_new = name in self.new_tensors and self._reads_regions
+            is_new = name in self.new_tensors and name not in self.snapshot.in_memory
             if holder(target) is None and new == is_new:
                 found[index[name]] = target.data_ptr()
         return found
@@ -445,21 +445,18 @@ class StateFiller:
 
     def _direct(self, entry: Entry, tensor: torch.Tensor) -> bool:
         """Tell whether the bytes can be read straight into the tensor's memory."""
-        reach = tensor.device.type == "cpu" or self._reads_regions and holder(tensor) is not None
+        in_region = entry.name not in self.snapshot.in_memory
+        reach = tensor.device.type == "cpu" or (in_region and holder(tensor) is not None)
         return reach and is_dense(tensor) and tuple(tensor.stride()) == entry.strides
 
     def _new_tensor(self, entry: Entry, live_name: str) -> torch.Tensor:
         """Make an empty tensor; optimizer state goes to its parameter's device if it was on one."""
         near = self.live_tensors.get("model/" + "/".join(live_name.split("/")[2:3]))
-        device = holder(near.local) if near is not None and self._reads_regions else None
+        in_region = entry.name not in self.snapshot.in_memory
+        device = holder(near.local) if near is not None and in_region else None
         if entry.role != "optimizer" or entry.device == "cpu" or device is None:
             return empty_tensor(entry)
         return device.empty(entry.shape, getattr(torch, entry.dtype), entry.strides)
-
-    @property
-    def _reads_regions(self) -> bool:
-        """Tell whether the snapshot's bytes are in regions here, and can be copied to a device."""
-        return isinstance(self.snapshot, AssembledSnapshot)
 
     def _live_name(self, name: str) -> str:
         """Return the live name of a saved tensor, whose optimizer may have another index now."""

@@ -154,18 +154,50 @@ def every_rank(where: Location) -> list[Location]:
     """
     if where.path == where.file:
         return [where]
-    try:
-        names = sorted(os.listdir(where.path))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RegionError(f"{where.path}: cannot list the folder: {error.strerror}") from error
+    names = _names_in(where.path)
     backends: dict[str, Literal["native", "pmemobj"]] = {".lck": "native", ".obj": "pmemobj"}
     return [
         Location(where.path, where.path / name, is_device=False, backend=backends[name[-4:]])
         for name in names
         if name.startswith("region-") and name[-4:] in backends
     ]
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, in order; none if it is not there."""
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RegionError(f"{folder}: cannot list the folder: {error.strerror}") from error
+
+
+def failure_files(where: Location) -> list[Location]:
+    """Return the locations of the failure regions in a folder, of every node that used it.
+
+    Raises:
+        RegionError: the folder may not be read.
+    """
+    if where.path == where.file:
+        return []
+    return [
+        Location(where.path, where.path / name, is_device=False)
+        for name in _names_in(where.path)
+        if name.startswith("failure-") and name.endswith(".lck")
+    ]
+
+
+def failure_file(where: Location, first_rank: int, number: int) -> Location:
+    """Return the location of a node's failure region of that number.
+
+    Args:
+        where: the region of a rank of the node.
+        first_rank: the lowest rank of the node.
+        number: 0, or more where the files before are held by processes that stand still.
+    """
+    file = where.path / f"failure-{first_rank:05d}-{number}.lck"
+    return Location(where.path, file, is_device=False)
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -20,8 +20,8 @@ from test_golden import Job
 from torch.utils.data import DataLoader
 
 import lightck
-from lightck.failure.takeover import coordinator
-from lightck.failure.takeover.takeover import Takeover
+from lightck.failure import whole_save
+from lightck.failure.whole_save import WholeSaver
 from lightck.region import location
 from lightck.region.region import open_and_recover
 from lightck.region.slot_writer import SlotWriter
@@ -169,7 +169,7 @@ def first_life(
                     job.iterate()
         except RuntimeError:
             saved = events.of("saved")[-1]  # the watchdog may have seen the dead one first
-            return saved, events.of("taken_over"), events.of("not_taken_over"), events.settled_at
+            return saved, events.of("saved_whole"), events.of("not_saved_whole"), events.settled_at
 
     return train
 
@@ -294,7 +294,7 @@ def last_complete_step_is_everywhere(
         record(f"peer_killed_in_{phase.replace(' ', '_')}", {"settled_after_s": at - died_at})
         assert saved["fresh"] and saved["step"] == step and not refused, outcome
     written = [each for _, taken, _, _ in outcomes for each in taken]
-    assert [(each["rank"], each["step"]) for each in written] == [(dead, step)]
+    assert [(each["ranks"], each["step"]) for each in written] == [([*range(world)], step)]
     info = go_on(path, world, kind)
     assert info is not None and info.step == step
     assert info.early == (phase not in BEFORE)
@@ -330,7 +330,7 @@ def test_what_a_survivor_takes_again_behind_its_update_does_not_hide_the_update(
         job.let_go(1)
         ((saved, taken, refused, _),) = job.outcomes([0])
     assert saved["step"] == AT and not refused
-    assert [(each["rank"], each["step"], each["early"]) for each in taken] == [(1, AT, True)]
+    assert [each["step"] for each in taken] == [AT]
     info = go_on(region_dir, 2, Epochs)
     assert info is not None and info.step == AT and info.early
 
@@ -357,39 +357,44 @@ def test_a_survivor_that_hears_of_it_before_its_own_update_finishes_both_steps(
         job.let_go(1)
         ((saved, taken, refused, _),) = job.outcomes([0])
     assert saved["step"] == AT and not refused
-    both = [(1, AT - 1, False), (1, AT, True)]
-    assert [(each["rank"], each["step"], each["early"]) for each in taken] == both
+    assert [each["step"] for each in taken] == [AT - 1, AT]
     info = go_on(region_dir, 2)
     assert info is not None and info.step == AT - 1 and not info.early, "exact, and near"
 
 
-def test_a_survivor_that_dies_while_it_takes_over_is_followed_by_the_next(region_dir: Path) -> None:
+def following(me: ranks.Me, save: Callable[..., bool]) -> Callable[..., bool]:
+    """Saves once the test lets it go."""
+    heard: list[Any] = []
+
+    def when_let_go(*arguments: Any) -> bool:
+        if not heard:
+            heard.append(me.pause())
+        return save(*arguments)
+
+    return when_let_go
+
+
+def test_a_survivor_that_dies_while_it_saves_is_followed_by_the_next(region_dir: Path) -> None:
     """The next survivor begins anew what the dead one had begun."""
 
     def prepare(me: ranks.Me, job: Mortal) -> None:
         passed(me, job, 1, "backward")
-        write, of = Takeover._write_snapshot, Takeover.complete
+        save = WholeSaver._save
 
         def end(*_: Any) -> None:
             me.send("at it")
             time.sleep(0.3)  # the other finds it at work
             os.kill(os.getpid(), signal.SIGKILL)
 
-        def dying(*arguments: Any) -> None:
+        def dying(*arguments: Any) -> bool:
             SlotWriter.seal = end
-            write(*arguments)
+            return save(*arguments)
 
-        def following(*arguments: Any) -> Any:
-            if not heard:
-                heard.append(me.pause())
-                coordinator.TURN_S = 60.0  # a loaded machine ends the other one late
-            return of(*arguments)
-
-        heard: list[Any] = []
         if me.rank == 0:
-            Takeover._write_snapshot = dying  # type: ignore[method-assign]
+            WholeSaver._save = dying  # type: ignore[method-assign]
         if me.rank == 2:
-            Takeover.complete = following  # type: ignore[method-assign]
+            whole_save.TURN_S = 0.0  # it does not wait for the other's turn to be over
+            WholeSaver._save = following(me, save)  # type: ignore[method-assign]
 
     code = first_life(region_dir, 1, "backward", prepare=prepare, policy=NEVER)
     with ranks.started(3, code) as job:
@@ -399,7 +404,7 @@ def test_a_survivor_that_dies_while_it_takes_over_is_followed_by_the_next(region
         job.let_go(2)
         killed, (saved, taken, refused, _) = job.outcomes([0, 2])
     assert isinstance(killed, ranks.Gone)
-    assert [each["rank"] for each in taken] == [1], (refused, saved)
+    assert [each["ranks"] for each in taken] == [[0, 1, 2]], (refused, saved)
     info = go_on(region_dir, 3)
     assert info is not None and info.step == AT - 1 and not info.early
 
@@ -421,7 +426,7 @@ def test_a_rank_that_dies_while_it_saves_just_in_time_is_completed_by_another(
     with ranks.started(2, first_life(region_dir, 1, "backward", meanwhile, policy=NEVER)) as job:
         (saved, taken, refused, _), killed = job.outcomes()
     assert isinstance(killed, ranks.Gone) and saved["fresh"] and not refused
-    assert [(each["rank"], each["step"]) for each in taken] == [(1, AT - 1)]
+    assert [each["step"] for each in taken] == [AT - 1]
     info = go_on(region_dir, 2)
     assert info is not None and info.step == AT - 1 and not info.early
 
@@ -442,7 +447,7 @@ def test_a_rank_that_dies_inside_its_update_is_finished_though_an_exact_step_is_
         job.let_go(1)
         ((saved, taken, refused, _),) = job.outcomes([0])
     assert saved["step"] == AT and not refused
-    assert [(each["rank"], each["step"], each["early"]) for each in taken] == [(1, AT, True)]
+    assert [each["step"] for each in taken] == [AT]
     info = go_on(region_dir, 2)
     assert info is not None and info.step == AT - 1 and not info.early
 
@@ -473,7 +478,7 @@ def test_with_every_step_due_an_exact_snapshot_outlives_a_death_before_the_next_
         job.let_go(dead)
         ((saved, taken, refused, _),) = job.outcomes([1 - dead])
     assert saved["step"] == AT and saved["fresh"] and not refused, (saved, refused)
-    assert [(each["step"], each["early"]) for each in taken] == [(AT, True)]
+    assert [each["step"] for each in taken] == [AT]
     info = go_on(region_dir, 2)
     assert info is not None and "was finished early" in info.why
     assert (info.step, info.early) in {(AT - 1, False), (AT, True)}

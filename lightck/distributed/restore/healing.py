@@ -18,7 +18,7 @@ import ctypes
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from lightck.distributed.rendezvous import Rendezvous
+from lightck.distributed.restore.local_state import LocalState, is_complete, joined
 from lightck.distributed.restore.selection import Key
-from lightck.distributed.restore.survey import LocalState
 from lightck.distributed.sharding import is_own
 from lightck.errors import CoordinationError, CorruptSnapshotError, LightckError
 from lightck.events import event
@@ -397,47 +397,26 @@ class ReceivedSnapshot:
         """Tell whether the rank's own state fits the received one, and no tensor is missing."""
         try:
             self.trees()
-            table = layout.encode(self.entries, np.zeros(len(self.entries), np.uint64))
-            layout.decode(table, context="healed")
         except LightckError:
             return False
-        # A snapshot has every name of its own rank's model, which may be others than the donor's.
-        return local.ties is not None or all(
-            entry.name in self.index
-            for entry in self.header.entries
-            if entry.name.startswith("model/")
-        )
+        return is_complete(self.header.entries, self.entries, local)
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
         """Return the entries of every tensor; a tied entry follows the one that it is tied to."""
-        if self.local is None:
-            return self.header.entries
-        shared = [e for e in self.header.entries if not is_own(e)]
-        held = [*shared, *(entry for entry, _ in self.local.tensors)]
-        if self.local.ties is not None:
-            return (*held, *self.local.ties)
-        return (*held, *self._donor_ties({entry.name: entry for entry in held}))
-
-    def _donor_ties(self, held: dict[str, Entry]) -> tuple[Entry, ...]:
-        """Return the donor's ties to tensors of this rank, in the form that these have here."""
-        return tuple(
-            replace(
-                held[e.alias_of],
-                name=e.name,
-                role=e.role,
-                layer=e.layer,
-                length=0,
-                alias_of=e.alias_of,
-            )
-            for e in self.header.entries
-            if e.alias_of in held and e.name not in held
+        return (
+            self.header.entries if self.local is None else joined(self.header.entries, self.local)
         )
 
     @cached_property
     def index(self) -> dict[str, int]:
         """Return the position of each name in `entries`."""
         return {entry.name: i for i, entry in enumerate(self.entries)}
+
+    @property
+    def in_memory(self) -> Collection[str]:
+        """Return the names of all tensors: none is read from a region here."""
+        return self.index.keys()
 
     @property
     def record(self) -> Record:

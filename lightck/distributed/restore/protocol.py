@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from lightck.distributed.rendezvous import Rendezvous
 from lightck.distributed.restore import healing
 from lightck.distributed.restore.healing import Healing, HealingError
+from lightck.distributed.restore.local_state import FailureSnapshot
 from lightck.distributed.restore.selection import Choice, Key, decide, decide_restore
 from lightck.distributed.restore.survey import RegionSurvey, unequal_tensors
 from lightck.distributed.rounds import Message
@@ -184,7 +185,7 @@ class RestoreAttempt:
         assert isinstance(own, AssembledSnapshot), "chosen, but not offered here"
         self._own = own
         if healing is not None:
-            healing.announce(own)
+            healing.announce(own.source if isinstance(own, FailureSnapshot) else own)
         own.lease(self.leases)
         return own
 

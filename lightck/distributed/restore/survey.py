@@ -18,9 +18,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-import torch
-
+from lightck.distributed.restore.local_state import (
+    FailureSnapshot,
+    LocalState,
+    local_state_of_snapshot,
+    local_states_of,
+    local_states_of_journal,
+)
 from lightck.distributed.restore.selection import (
     Key,
     Lineage,
@@ -33,24 +37,17 @@ from lightck.distributed.sharding import is_own
 from lightck.errors import (
     CoordinationError,
     CorruptSnapshotError,
-    LightckError,
     RegionError,
     RegionFormatError,
     RegionIOError,
 )
-from lightck.journal.entry import decode_entry
 from lightck.reader.assembly import AssembledSnapshot, peers_of, share_peers
-from lightck.reader.fill import empty_tensor
 from lightck.region import location
 from lightck.region.backends import select
-from lightck.region.layout import Entry
 from lightck.region.location import Location
 from lightck.region.native_region import (
-    FORWARD,
     HOLDS_ALL,
-    READ_DTYPE,
     RECORD_JIT,
-    STEP_END,
     Record,
 )
 from lightck.region.region import (
@@ -62,26 +59,10 @@ from lightck.region.region import (
     nothing_whole,
     open_and_recover,
 )
-from lightck.state import boundary_blob, tensor_layout
 
 _LISTED = 12
-
-
-@dataclass(frozen=True, eq=False)
-class LocalState:
-    """The rank-local state of one rank at one instant of one step, in private memory."""
-
-    key: Key
-    rank: int
-    early: bool
-    at_step: bytes
-    """The blob of the step end, as in a manifest; `at_forward` is that of the forward start."""
-    at_forward: bytes
-    tensors: tuple[tuple[Entry, torch.Tensor], ...]
-    ties: tuple[Entry, ...] | None = None
-    """Further names of these or of shared tensors; None if not known, as from the journal."""
-    record: Record | None = None
-    """The record of the snapshot it comes from; None if it comes from the journal."""
+_ANY_RANK = -1
+"""Stands for the rank of a failure region's snapshot among damaged ones."""
 
 
 @dataclass(eq=False)
@@ -124,6 +105,8 @@ class RegionSurvey:
     may_take_other_state: bool = True
     """True if a rank beyond the former world takes another rank's own state."""
     regions: list[SurveyedRegion] = field(default_factory=list)
+    failure_regions: list[SurveyedRegion] = field(default_factory=list)
+    """The failure regions of nodes, whose snapshots are of no single rank."""
     scanned_all: bool = False
     overwritten: bool = False
     """True if a running job was met that overwrites the snapshots found."""
@@ -134,6 +117,8 @@ class RegionSurvey:
     _local_states: dict[int, LocalState | None] = field(default_factory=dict)
     """The rank-local state in each of the own region's snapshots that was read, by its place."""
     _journal: list[LocalState] | None = None
+    _whole: dict[Record, tuple[AssembledSnapshot, list[LocalState]]] = field(default_factory=dict)
+    """The snapshots of failure regions, with what they have of each rank's own."""
     _problems: list[str] = field(default_factory=list)
     _damaged: set[tuple[int, Record]] = field(default_factory=set)
     """The (rank, record) of each snapshot that turned out to be damaged."""
@@ -161,6 +146,7 @@ class RegionSurvey:
                         raise
                     found.unreadable = error
                     found._problems.append(str(error))
+            found._survey_failure_regions()
             yield found
         finally:
             found.close()
@@ -179,6 +165,7 @@ class RegionSurvey:
         try:
             for each in files:
                 found._survey(each)
+            found._survey_failure_regions()
             yield found
         finally:
             found.close()
@@ -187,6 +174,8 @@ class RegionSurvey:
         """Close every region that is still held."""
         while self.regions:
             self.regions.pop().region.close()
+        while self.failure_regions:
+            self.failure_regions.pop().region.close()
 
     @property
     def own(self) -> SurveyedRegion | None:
@@ -202,6 +191,8 @@ class RegionSurvey:
     def keep(self, region: Region) -> None:
         """Take a region out of those that `close` closes; the caller closes it."""
         self.regions = [each for each in self.regions if each.region is not region]
+        others = (each for each in self.failure_regions if each.region is not region)
+        self.failure_regions = [*others]
 
     def scan_all(self) -> None:
         """Read every other region below the path, too; a failure is noted as a problem."""
@@ -213,7 +204,7 @@ class RegionSurvey:
     def view(self, step: int | None) -> RankView:
         """Return this rank's view of the snapshots: of `step`, or of all if it is None."""
         offers, problems = [], list(self._problems)
-        for surveyed in self.regions:
+        for surveyed in (*self.regions, *self.failure_regions):
             problems += surveyed.recovery.problems
         for key in self._keys(step):
             found = self.assembled(key)
@@ -227,6 +218,7 @@ class RegionSurvey:
         problems += self._absent_regions()
         # Peers' regions know no more of timelines than the own one does, and may be missing.
         deciding = [each for each in self.regions if self.scanned_all or self._is_own(each)]
+        deciding += self.failure_regions
         return RankView(
             self.where.common,
             step,
@@ -235,7 +227,8 @@ class RegionSurvey:
             tuple(problems),
             self.scanned_all,
             self._is_own_missing(),
-            not problems and all(each.recovery.is_empty for each in self.regions),
+            not problems
+            and all(e.recovery.is_empty for e in (*self.regions, *self.failure_regions)),
             self.overwritten or self._is_overwritten(step),
             self._fresh_timeline(),
             *self._told_to_others({offer.key for offer in offers}, step),
@@ -266,16 +259,46 @@ class RegionSurvey:
             if isinstance(found, AssembledSnapshot):
                 return found
             why = found
-        return why
+        return self._joined(key, rank, early) or why
+
+    def _joined(self, key: Key, rank: int, early: bool) -> FailureSnapshot | None:
+        """Return a rank's state in a failure region, the wanted instant first; None: it has none.
+
+        What is the rank's own may be in its own region, too.
+        """
+        for source, states in self._whole_snapshots():
+            if Key.of(source.record) != key:
+                continue
+            own = [state for state in states if state.rank == rank]
+            if rank == self.former(key.world):
+                own += [state for state in self._own_local_states(()) if state.key == key]
+            for state in sorted(own, key=lambda state: state.early != early):
+                with contextlib.suppress(CorruptSnapshotError):
+                    return FailureSnapshot.join(source, state)
+        return None
+
+    def _whole_snapshots(self) -> list[tuple[AssembledSnapshot, list[LocalState]]]:
+        """Return the snapshots of failure regions that are not damaged."""
+        found = []
+        for surveyed in self.failure_regions:
+            for candidate in surveyed.recovery.candidates:
+                record = candidate.record
+                if record not in self._whole:
+                    source = AssembledSnapshot.of([(surveyed.region, candidate)])
+                    self._whole[record] = source, local_states_of(source)
+                if (_ANY_RANK, record) not in self._damaged:
+                    found.append(self._whole[record])
+        return found
 
     def ranks_of(self, key: Key) -> set[int]:
         """Return the ranks of whose state in a snapshot something is there."""
+        told = (state for _, states in self._whole_snapshots() for state in states)
         return {
             candidate.record.rank
             for surveyed in self.regions
             for candidate in surveyed.recovery.candidates
             if Key.of(candidate.record) == key
-        }
+        } | {state.rank for state in told if state.key == key}
 
     def lacks(self, key: Key) -> list[str]:
         """List what is missing of a snapshot, over all ranks that wrote it; empty if it is whole.
@@ -293,7 +316,8 @@ class RegionSurvey:
     def excludes(self, key: Key) -> str:
         """Return why a snapshot does not count; empty if it does, or if that is not known."""
         try:
-            return ruling_lineage([surveyed.lineage for surveyed in self.regions]).excludes(key)
+            every = (*self.regions, *self.failure_regions)
+            return ruling_lineage([surveyed.lineage for surveyed in every]).excludes(key)
         except CoordinationError:  # regions of two jobs: each stands for itself
             return ""
 
@@ -303,7 +327,10 @@ class RegionSurvey:
 
     def mark_damaged(self, snapshot: AssembledSnapshot) -> None:
         """Note that a snapshot turned out to be unreadable: it is offered no more."""
-        self._damaged.add((snapshot.record.rank, snapshot.record))
+        if isinstance(snapshot, FailureSnapshot):
+            self._damaged.add((_ANY_RANK, snapshot.source.record))
+        else:
+            self._damaged.add((snapshot.record.rank, snapshot.record))
 
     def drop(self, key: Key) -> None:
         """Note that ranks cannot be given a snapshot that they lack: it counts no more."""
@@ -377,6 +404,14 @@ class RegionSurvey:
             problems += [f"step {key.step}: {why[0]}" for key, why in lacking.items() if why]
         return whole or offers
 
+    def _survey_failure_regions(self) -> None:
+        """Read the failure regions beside the regions; one that cannot be read is a problem."""
+        for where in location.failure_files(self.where):
+            try:
+                self.failure_regions.append(SurveyedRegion(*open_and_recover(where)))
+            except RegionError as error:
+                self._problems.append(str(error))
+
     def _survey(self, where: Location) -> SurveyedRegion:
         surveyed = SurveyedRegion(*open_and_recover(where))
         self.regions.append(surveyed)
@@ -446,6 +481,10 @@ class RegionSurvey:
                 key = Key.of(candidate.record)
                 if step in (None, key.step) and candidate.record.rank == self.former(key.world):
                     found[key] = None
+        for source, _ in self._whole_snapshots():
+            key = Key.of(source.record)
+            if step in (None, key.step):
+                found[key] = None
         return sorted(found, key=lambda key: -key.step)
 
     def _of(self, key: Key, rank: int, early: bool) -> list[tuple[SurveyedRegion, Candidate]]:
@@ -485,62 +524,6 @@ class RegionSurvey:
             where = location.locate(self.where.path, rank, create=False)
             if where.exists:
                 self._survey_once(where)
-
-
-# ---- the rank-local state that a rank's own region still has -------------------------------------
-
-
-def local_state_of_snapshot(region: Region, candidate: Candidate) -> LocalState | None:
-    """Read the rank-local state that one snapshot holds; None if any of it is damaged."""
-    record, layout = candidate.record, candidate.layout
-    own = [(i, e) for i, e in enumerate(layout.entries) if is_own(e) and e.begin is None]
-    rows = [(i, entry) for i, entry in own if entry.alias_of is None]
-    ties = tuple(entry for _, entry in own if entry.alias_of is not None)
-    try:
-        tensor_layout.check([entry for _, entry in rows], context="layout table")
-        held = [(entry, empty_tensor(entry)) for _, entry in rows]
-        reads = np.zeros(len(rows), READ_DTYPE)
-        at = np.array([i for i, _ in rows], np.intp)
-        reads["offset"], reads["length"] = layout.offsets[at], layout.lengths[at]
-        reads["crc"] = candidate.manifest.crcs[at]
-        reads["destination"] = [tensor.data_ptr() for _, tensor in held]
-        filled = reads["length"] > 0
-        names = [entry.name for (_, entry), full in zip(rows, filled, strict=True) if full]
-        region.native.lease(record.slot, True)
-        try:
-            region.fetch(candidate, reads[filled], names, 1)
-            if region.native.read_record(record.slot) != record:
-                return None
-        finally:
-            region.native.lease(record.slot, False)
-    except LightckError:
-        return None
-    key = Key.of(record)
-    state = candidate.manifest
-    return LocalState(
-        key, record.rank, record.early, state.at_step, state.at_forward, tuple(held), ties, record
-    )
-
-
-def local_states_of_journal(region: Region) -> list[LocalState]:
-    """Read the boundary journal's rank-local states: the newest timeline's last instants."""
-    found = []
-    for kind in (FORWARD, STEP_END):
-        try:
-            entry = region.native.read_journal(kind)
-            if entry is None:
-                continue
-            state = decode_entry(entry, context=f"{region.place.file}: journal")
-            second = boundary_blob.opened(state.at_forward, context="journal")
-            world = second["share"]["world"] if "share" in second else 1
-            key = Key(entry.timeline, entry.step, world)
-            held = tuple((tensor_layout.describe(live), live.tensor) for live in state.lives)
-        except (LightckError, KeyError, TypeError):  # another rank's state is used instead
-            continue
-        own = tuple((each, tensor) for each, tensor in held if is_own(each))
-        early = kind == STEP_END or entry.early
-        found.append(LocalState(key, region.info.rank, early, state.at_step, state.at_forward, own))
-    return found
 
 
 # ---- tensors that the ranks that wrote a snapshot did not hold alike -----------------------------

@@ -1,1 +1,0 @@
-"""A survivor writes a dead rank's share of the last step."""
