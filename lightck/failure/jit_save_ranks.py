@@ -70,8 +70,8 @@ class RankJitSaver(JitSaver):
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
         """Save like `JitSaver.save`; then tell others, and save all if a peer's share is missing.
 
-        If another rank has an early snapshot of the step, this rank saves the early instant, too:
-        states of two instants are no one state of the job.
+        If a rank of another node has an early snapshot of the step, this rank saves the early
+        instant, too: states of two instants are no one state of the job.
         """
         began_s = time.monotonic()
         saved = super().save(reason, deadline, early=early)
@@ -81,8 +81,10 @@ class RankJitSaver(JitSaver):
         self._announce(saved, deadline)
         if saved.fresh:
             status = self.monitor.poll()
-            self.whole_saver.save_if_lacking(deadline)
+            early = self.whole_saver.save_if_lacking(deadline)
             self._completed.update(status.dead, status.closed)
+            saved = replace(saved, early=saved.early or early)
+            self._announce(saved, deadline)
         return replace(saved, seconds=time.monotonic() - began_s)
 
     def new_peer_failure(self) -> str | None:
@@ -178,12 +180,18 @@ class RankJitSaver(JitSaver):
         self.whole_saver.remove_regions()
 
     def _needs_early(self, notice: FailureNotice) -> bool:
-        """Tell whether it is of an early snapshot of the last step, and this rank has none."""
+        """Tell whether another node has an early snapshot of the last step, and this rank none.
+
+        On this node a whole snapshot has both instants (`WholeSaver`).
+        """
         done = self._saved_early and self._saved_step == self.last_step
-        return notice.early and notice.step == self.last_step and not done
+        away = notice.rank not in self.monitor.topology.peers
+        return away and notice.early and notice.step == self.last_step and not done
 
     def _is_early_elsewhere(self, step: int | None) -> bool:
-        return any(notice.early and notice.step == step for notice in self.monitor.poll().notices)
+        peers = self.monitor.topology.peers
+        away = (each for each in self.monitor.poll().notices if each.rank not in peers)
+        return any(notice.early and notice.step == step for notice in away)
 
     def _announce(self, saved: Saved, deadline: float) -> None:
         """Announce a save, unless the same was announced before."""

@@ -12,9 +12,9 @@ the snapshot, those of step end and of forward start: it needs no journal any mo
 life overwrites, and restore chooses the instant that all ranks have. The replicated state is the
 same at both; should the loop have changed weights in between, nothing is saved.
 
-A rank that stands inside its update, or died there, has left the entry of the fence. It is what the
-step end would have, if an update changes nothing of a rank's own. Whether it does is seen on the
-rank that saves, in that very update: its own entries around it are compared.
+A rank that stands inside its update, or died there, has left the entry of the fence. What its step
+end would have been follows from what that very update did to the state of the rank that saves: its
+own entries around it are compared (`journal/entry.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightck.errors import LightckError, TornSnapshotError, WaitTimeoutError
 from lightck.events import event
 from lightck.journal.copy_buffer import is_readable
 from lightck.journal.device_lag import PreUpdateState
-from lightck.journal.entry import RankEntry, step_end_of, with_entries
+from lightck.journal.entry import CannotInfer, RankEntry, step_end_of, with_entries
 from lightck.journal.step_journal import BoundaryCapture
 from lightck.loop import state_prediction
 from lightck.loop.checkpointer import Checkpointer
@@ -166,7 +166,8 @@ class WholeSaver:
             deadline: `time.monotonic()` at which it gives up.
 
         Returns:
-            Whether this rank has written it.
+            Whether this rank has written it, and some rank has it of the step end only: then ranks
+            of other nodes need that instant, too.
         """
         with self._lock:
             records = self._own_records()
@@ -253,7 +254,7 @@ class WholeSaver:
     # ---- the save --------------------------------------------------------------------------
 
     def _save(self, ours: Record, peers: Sequence[PeerShare], deadline: float) -> bool:
-        """Write the step into a failure region.
+        """Write the step into a failure region; returns as `save_if_lacking`.
 
         Raises:
             _Refused: something is missing that may still come.
@@ -275,7 +276,7 @@ class WholeSaver:
                 writer = SlotWriter.open(region, pool, plan.update(lives, size))
                 if writer is None:
                     raise _Refused(f"{region.place.file}: every slot is leased")
-                _copy(writer, plan, deadline)
+                copy(writer, plan, deadline)
                 self._instant(ours)  # still so: nothing has changed while it was copied
             flags = RECORD_JIT | (RECORD_EARLY if instant.early else 0)
             writer.seal(ours.step, *blobs, flags, HOLDS_ALL)
@@ -289,7 +290,7 @@ class WholeSaver:
                 bytes=writer.layout.payload_bytes,
                 seconds=round(time.monotonic() - began_s, 3),
             )
-            return True
+            return not told <= {entry.rank for entry in entries if not entry.early}
         finally:
             if writer is not None:
                 writer.abandon()
@@ -308,22 +309,23 @@ class WholeSaver:
         if not found and not peer.has_it:
             if FENCE not in by_kind:
                 raise _Refused(f"the journal of rank {peer.rank} has nothing of the step")
-            entry = self._step_end_of(by_kind[FENCE], peer.rank)
-            if isinstance(entry, str):
-                raise _Refused(f"rank {peer.rank} stands inside its update, or died there: {entry}")
-            found = [entry]
+            found = [self._step_end_of(by_kind[FENCE], peer.rank)]
         return [RankEntry(peer.rank, entry) for entry in found]
 
-    def _step_end_of(self, fence: JournalEntry, rank: int) -> JournalEntry | str:
+    def _step_end_of(self, fence: JournalEntry, rank: int) -> JournalEntry:
         journal, native = self.checkpointer.step_journal, self.checkpointer.pipeline.region.native
         assert journal is not None, "armed"
         kinds = (FENCE, STEP_END)
         found = [journal.entry(kind) or native.read_journal(kind) for kind in kinds]
         of_update = (fence.timeline, fence.step)
         around = [e for e in found if e and e.blob and (e.timeline, e.step) == of_update]
+        where = f"rank {rank} stands inside its update, or died there"
         if len(around) < len(kinds):
-            return "this rank has not kept what that update changed"
-        return step_end_of(fence, around, context=f"journal of rank {rank}")
+            raise _Refused(f"{where}, and this rank has not kept what that changed")
+        try:
+            return step_end_of(fence, around)
+        except CannotInfer as unknown:
+            raise _Refused(f"{where}: {unknown}") from unknown
 
     def _instant(self, ours: Record) -> BoundaryCapture:
         """Return the state of the step as it stands; under the checkpointer's lock.
@@ -421,7 +423,7 @@ def _reading(where: location.Location) -> Iterator[Region]:
 # ---- the copy, with a worker of its own ----------------------------------------------------------
 
 
-def _copy(writer: SlotWriter, plan: CopyPlan, deadline: float) -> None:
+def copy(writer: SlotWriter, plan: CopyPlan, deadline: float) -> None:
     """Copy everything; the state must not change meanwhile.
 
     Raises:

@@ -162,8 +162,6 @@ def decode_entry(found: JournalEntry, *, context: str) -> DecodedEntry:
 
 ENTRIES = "entries"
 """The key of these entries in the state at the forward of a whole snapshot."""
-_OWN_PARTS = ("tensors", "extras", "rng")
-"""The parts of an entry that are a rank's own; an update changes optimizers' options alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,34 +211,50 @@ def entries_in(second: dict[str, Any], record: Record, *, context: str) -> list[
     return found
 
 
-def step_end_of(
-    fence: JournalEntry, around: Sequence[JournalEntry], *, context: str
-) -> JournalEntry | str:
+class CannotInfer(Exception):  # noqa: N818 - no error
+    """What an update gave to a part of a rank's own state cannot be known; names the part."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(f"the update changes {part}, which was not alike on both ranks before it")
+
+
+def step_end_of(fence: JournalEntry, around: Sequence[JournalEntry]) -> JournalEntry:
     """Return the entry of the step end that a rank would have left, which has left the fence's.
 
-    An update changes what all ranks have alike, optimizers' options among it, and leaves a rank's
-    own state as it is: the fence's entry has that already.
+    An update changes the same on every rank. What it left alone on the witness is, on this rank, as
+    at its fence; what it changed there, and was alike on both ranks before, is alike behind it.
 
     Args:
         fence: the entry of the fence of the rank that stands inside its update, or died there.
         around: the witness's entries of the fence and of the step end, around the same update.
-        context: for messages.
-
-    Returns:
-        The entry, or why it cannot be known: the witness's own state has changed in that update.
 
     Raises:
+        CannotInfer: another part changed.
         CorruptSnapshotError: an entry does not decode.
     """
-    tree, before, after = (
-        boundary_blob.opened(each.blob, context=context) for each in (fence, *around)
-    )
-    for part in _OWN_PARTS:
-        if boundary_blob.closed(before[part]) != boundary_blob.closed(after[part]):
-            return f"an update changes {part} of a rank's own"
-    second = {**tree["second"], "optimizers": after["second"]["optimizers"]}
-    blob = boundary_blob.closed({**tree, "second": second})
-    return replace(fence, kind=STEP_END, flags=RECORD_EARLY, blob=blob)
+    trees = [boundary_blob.opened(each.blob, context="journal") for each in (fence, *around)]
+    names = dict.fromkeys(name for tree in trees for name in tree["tensors"])
+    tensors = {name: _behind([t["tensors"].get(name) for t in trees], name) for name in names}
+    seconds = [tree["second"] for tree in trees]
+    optimizers = _behind([second["optimizers"] for second in seconds], "optimizers' options")
+    whole = {
+        **trees[0],
+        "tensors": {name: told for name, told in tensors.items() if told is not None},
+        "extras": _behind([tree["extras"] for tree in trees], "extras"),
+        "rng": _behind([tree["rng"] for tree in trees], "random generators"),
+        "second": {**seconds[0], "optimizers": optimizers},
+    }
+    return replace(fence, kind=STEP_END, flags=RECORD_EARLY, blob=boundary_blob.closed(whole))
+
+
+def _behind(values: Sequence[Any], part: str) -> Any:
+    """Return what a part is behind the update, from its values at this fence and on the witness."""
+    here, before, after = (boundary_blob.closed(value) for value in values)
+    if before == after:
+        return values[0]
+    if here == before:
+        return values[2]
+    raise CannotInfer(part)
 
 
 def _state_tensor(name: str, described: dict[str, Any]) -> StateTensor:

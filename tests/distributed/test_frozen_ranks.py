@@ -1,11 +1,9 @@
-"""A rank stands still with no snapshot due, ever: another one saves the step whole, and the job that
-is started anew goes on as if nothing had happened."""
+"""A rank stands still with no snapshot due, ever: another one saves the step whole, and the job
+that is started anew goes on as if nothing had happened."""
 
 from __future__ import annotations
 
 import os
-import random
-import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -13,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_golden import Job, golden, same
-from test_peer_death import AT, KIND, LAST, NEVER, PHASES, Events, Mortal, go_on, until
+from test_peer_death import AT, KIND, NEVER, PHASES, Events, Mortal, go_on, until
 
 import lightck
 from support.distributed import ranks
-from support.distributed.resumed import state_of
 
 BEFORE = ["forward", "backward"]
 

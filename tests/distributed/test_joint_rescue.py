@@ -42,10 +42,8 @@ class Node:
             checkpointer: Any = SimpleNamespace(
                 rank=rank, steps=steps, pipeline=pipeline, device_lag=None
             )
-            takeovers: Any = SimpleNamespace(
-                complete_dead_ranks=lambda _, rank=rank: self._settle(rank)
-            )
-            self.ranks.append(RankJitSaver(checkpointer, takeovers=takeovers, monitor=monitor))
+            whole: Any = SimpleNamespace(save_if_lacking=lambda _, rank=rank: self._settle(rank))
+            self.ranks.append(RankJitSaver(checkpointer, whole_saver=whole, monitor=monitor))
 
         def save(own: Any, reason: str, deadline: float, *, early: bool = False) -> Saved:
             rank = own.checkpointer.rank
@@ -55,9 +53,14 @@ class Node:
 
         monkeypatch.setattr(JitSaver, "save", save)
 
-    def _settle(self, rank: int) -> list[Any]:
+    def _settle(self, rank: int) -> bool:
         self.settled[rank] += 1
-        return []
+        return False
+
+    def part(self) -> None:
+        """Let every rank be on a node of its own."""
+        for rank, each in enumerate(self.ranks):
+            each.monitor.topology = Topology(rank, len(self.ranks), peers=(rank,))
 
     def save(self, rank: int, reason: str) -> Saved:
         return self.ranks[rank].save(reason, time.monotonic() + LONG_S)
@@ -103,6 +106,7 @@ def test_the_same_save_is_told_once(node: Node) -> None:
 
 
 def test_an_early_snapshot_elsewhere_takes_this_rank_to_the_early_instant_too(node: Node) -> None:
+    node.part()
     node.early.add(1)
     node.save(1, "SIGTERM")
     node.hear(0, 1)
@@ -110,7 +114,17 @@ def test_an_early_snapshot_elsewhere_takes_this_rank_to_the_early_instant_too(no
     assert node.saves[0] == [("rank 1: SIGTERM", False), ("rank 1: SIGTERM", True)]
 
 
+def test_an_early_snapshot_on_this_node_is_no_reason_for_another(node: Node) -> None:
+    """Where shares are of two instants the whole snapshot has both."""
+    node.early.add(1)
+    node.save(1, "SIGTERM")
+    node.hear(0, 1)
+    node.save(0, "rank 1: SIGTERM")
+    assert node.saves[0] == [("rank 1: SIGTERM", False)] and node.settled[0] == 1
+
+
 def test_a_rank_that_has_saved_hears_of_an_earlier_instant_later(node: Node) -> None:
+    node.part()
     node.save(0, "SIGTERM")
     node.early.add(1)
     node.hear(1, 1)
@@ -199,15 +213,9 @@ def test_a_killed_peer_is_a_reason_once(node: Node, tmp_path: Path) -> None:
 
 def test_a_dead_peer_s_early_instant_is_told_to_the_other_nodes(node: Node) -> None:
     """Other nodes hold the exact instant of that step, which no dead rank's share goes with."""
+    node.part()
     own = node.ranks[0]
-    slots = own.checkpointer.pipeline.region.slots
-
-    def settle(deadline: float) -> list[Any]:
-        record = SimpleNamespace(step=7, early=True, sequence=1)
-        slots.append(SimpleNamespace(record=record))
-        return []
-
-    own.takeovers = SimpleNamespace(complete_dead_ranks=settle)  # type: ignore[assignment]
+    own.whole_saver = SimpleNamespace(save_if_lacking=lambda deadline: True)  # type: ignore[assignment]
     node.save(1, "SIGTERM")
     assert node.save(0, "rank 2: killed").early
     words = node.hear(1, 2).notices

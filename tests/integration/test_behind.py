@@ -14,9 +14,10 @@ import torch
 from test_devices import assert_exact
 
 import lightck
+from lightck.distributed.topology import Topology
 from lightck.errors import TornSnapshotError
 from lightck.failure import jit_save
-from lightck.failure.takeover.coordinator import CheckpointerState
+from lightck.failure.whole_save import WholeSaver
 from lightck.types import Saved
 from support import internals
 from support.emulated import EmulatedDevice, Event, Stream, devices
@@ -367,7 +368,7 @@ def test_what_forwards_change_in_dram_is_of_that_step(
     assert torch.equal(found["2.weight"], job.expected(3)["2.weight"])
 
 
-def test_who_completes_a_dead_rank_s_share_takes_that_step(
+def test_who_saves_the_step_whole_for_a_dead_rank_takes_that_step(
     device: EmulatedDevice, run_dir: Path
 ) -> None:
     job = Job(device)
@@ -376,17 +377,18 @@ def test_who_completes_a_dead_rank_s_share_takes_that_step(
     for _ in range(3):
         job.step()
     gate = ahead(job)
-    live = CheckpointerState(checkpointer)
-    assert live.step == 4, "no save has looked"
+    topology = Topology(0, 2, peers=(0, 1))
+    live = WholeSaver.create(checkpointer, topology, process_durable=False)
+    assert live._step == 4, "no save has looked"
     assert save(handle).step == 3
-    before = live.pre_update
-    assert before is not None and live.step == 3
+    before = live._pre_update
+    assert before is not None and live._step == 3
     before.require_instant(False)
     counts = before.dram_copies.by_name()
     assert len(counts) == 5 and all(int(count) == 3 for count in counts.values())
     gate.reach()
     device.compute.finish()
-    assert live.step == 4 and live.pre_update is None
+    assert live._step == 4 and live._pre_update is None
     with pytest.raises(TornSnapshotError, match="updated meanwhile"):
         before.require_instant(False)
     handle.detach()

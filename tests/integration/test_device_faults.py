@@ -16,7 +16,7 @@ import torch
 import lightck
 from lightck.device import cuda
 from lightck.errors import DeviceError, LightckError, WaitTimeoutError
-from lightck.failure.takeover import takeover
+from lightck.failure import whole_save
 from lightck.pipeline import device_transfer, pipeline
 from lightck.pipeline import device_transfer as transfer
 from lightck.pipeline.copy_plan import CopyPlan
@@ -40,7 +40,7 @@ def device() -> Iterator[EmulatedDevice]:
 def test_a_survivor_copies_what_a_device_holds(
     device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch, buffers: bool
 ) -> None:
-    monkeypatch.setattr(takeover, "_FETCHED_BYTES", 1000)
+    monkeypatch.setattr(whole_save, "_FETCHED_BYTES", 1000)
     job = Job(device, buffers=buffers)
     handle = job.attach(run_dir, placement="host")
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_a_survivor_copies_what_a_device_holds(
         writer = SlotWriter.open(region, pool, plan.update(lives, 4096))
         assert writer is not None
         assert any(part.device is not None for part in plan.groups)
-        takeover.copy(writer, plan, time.monotonic() + 100)
+        whole_save.copy(writer, plan, time.monotonic() + 100)
         names = [entry.name for entry in writer.layout.entries]
         i = names.index("model/3.weight")
         there = checkpointer.pipeline.offload.placement.extents(
@@ -86,7 +86,7 @@ def test_a_survivor_does_not_wait_for_a_device_past_its_deadline(
         writer = SlotWriter.open(region, pool, plan.update(checkpointer.inventory.shared(), 4096))
         assert writer is not None
         with pytest.raises(WaitTimeoutError, match="emulated:0"):
-            takeover.copy(writer, plan, time.monotonic() + 0.1)
+            whole_save.copy(writer, plan, time.monotonic() + 0.1)
         writer.abandon()
         gate.reach()
     handle.close()

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 
 import lightck
-from lightck.failure.takeover.inference import CannotInfer, RankLocalState, _same, infer_step_end
-from lightck.journal.entry import decode_entry
-from lightck.region.native_region import FENCE, FORWARD, STEP_END
-from lightck.state import boundary_blob
+from lightck.journal.entry import CannotInfer, decode_entry, step_end_of
+from lightck.region.native_region import FENCE, FORWARD, STEP_END, JournalEntry
 from support.loops import with_peers
 
 NEVER = 10**6
@@ -60,7 +58,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def lived(
     path: Path, rank: int, make: Callable[[Any], torch.optim.Optimizer], steps: int
-) -> dict[int, RankLocalState]:
+) -> dict[int, JournalEntry]:
     """The journal of a rank at the end of a step: gradients as everywhere, the rest its own."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
@@ -86,8 +84,7 @@ def lived(
         for kind in (FENCE, STEP_END):
             entry = handle.region.native.read_journal(kind)
             assert entry is not None and (entry.step, entry.early) == (steps, True)
-            said = decode_entry(entry, context="test")
-            found[kind] = RankLocalState(said.at_step, said.at_forward, said.lives)
+            found[kind] = entry
         before = handle.region.native.read_journal(FORWARD)
         assert before is not None and before.step == steps - 1
         handle.detach()
@@ -100,28 +97,29 @@ def test_the_end_of_a_step_is_told_as_the_dead_rank_would_have_kept_it(
     run_dir: Path, name: str, steps: int
 ) -> None:
     dead, alive = (lived(run_dir.with_name(f"{r}"), r, OPTIMIZERS[name], steps) for r in (1, 2))
-    found = infer_step_end(dead[FENCE], alive[FENCE], alive[STEP_END])
-    wanted = dead[STEP_END]
-    assert _same(list(found.lives), list(wanted.lives))
-    for blob, other in ((found.at_step, wanted.at_step), (found.at_forward, wanted.at_forward)):
-        assert _same(
-            boundary_blob.opened(blob, context=""), boundary_blob.opened(other, context="")
-        )
-    assert found.at_step != alive[STEP_END].at_step, "the ranks differ in something"
+    told = step_end_of(dead[FENCE], [alive[FENCE], alive[STEP_END]])
+    assert told.kind == STEP_END and told.early
+    entries = told, dead[STEP_END], alive[STEP_END], dead[FENCE]
+    found, wanted, others, fence = (decode_entry(each, context="test") for each in entries)
+    for own, expected in zip(found.lives, wanted.lives, strict=True):
+        assert (own.name, own.role, own.layer) == (expected.name, expected.role, expected.layer)
+        assert torch.equal(own.tensor, expected.tensor)
+    assert found.at_step == wanted.at_step and found.at_forward == wanted.at_forward
+    assert found.at_step != others.at_step, "the ranks differ in something"
     # A first update makes state, and with it the order of its keys.
     made = steps == 1 and name in ("AdamW", "tensor lr")
-    assert (found.at_forward != dead[FENCE].at_forward) == (name == "counting" or made)
+    assert (found.at_forward != fence.at_forward) == (name == "counting" or made)
 
 
 def test_what_is_a_rank_s_own_and_changed_in_the_update_is_refused_by_name(run_dir: Path) -> None:
     dead, alive = (
         lived(run_dir.with_name(f"own{r}"), r, lambda p, r=r: Counting(p, own=r), 2) for r in (1, 2)
     )
-    with pytest.raises(CannotInfer, match="changes at_forward/optimizers/0/attributes/own,"):
-        infer_step_end(dead[FENCE], alive[FENCE], alive[STEP_END])
+    with pytest.raises(CannotInfer, match="changes optimizers' options,"):
+        step_end_of(dead[FENCE], [alive[FENCE], alive[STEP_END]])
     dead, alive = (
         lived(run_dir.with_name(f"drawn{r}"), r, lambda p: Counting(p, draws=True), 2)
         for r in (1, 2)
     )
-    with pytest.raises(CannotInfer, match="changes at_step/rng/torch,"):
-        infer_step_end(dead[FENCE], alive[FENCE], alive[STEP_END])
+    with pytest.raises(CannotInfer, match="changes random generators,"):
+        step_end_of(dead[FENCE], [alive[FENCE], alive[STEP_END]])

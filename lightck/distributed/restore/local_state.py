@@ -176,18 +176,9 @@ class FailureSnapshot(AssembledSnapshot):
         entries = joined(source.entries, local)
         at = {entry.name: i for i, entry in enumerate(entries)}
         own = {entry.name for entry, _ in local.tensors}
-        part = source.parts[0]
-        names = [source.entries[i].name for i in part.entries]
-        rows = np.array([name in at and name not in own for name in names], np.bool_)
-        moved = [at[name] for name, chosen in zip(names, rows, strict=True) if chosen]
-        cut = RegionPart(
-            part.region,
-            part.candidate,
-            part.rows[rows],
-            np.array(moved, np.intp),
-            part.begins[rows],
-        )
-        found = cls(entries, (cut,), source, local)
+        place = [at.get(e.name, -1) if e.name not in own else -1 for e in source.entries]
+        moved = np.array(place, np.intp)
+        found = cls(entries, tuple(_cut(part, moved) for part in source.parts), source, local)
         if not is_complete(source.entries, entries, local):
             raise CorruptSnapshotError(
                 f"{source.label}: the state of rank {local.rank} there does not make it whole"
@@ -225,3 +216,12 @@ class FailureSnapshot(AssembledSnapshot):
             address = int(addresses[self.index[entry.name]])
             if address and entry.length:
                 ctypes.memmove(address, tensor.data_ptr(), entry.length)
+
+
+def _cut(part: RegionPart, moved: npt.NDArray[np.intp]) -> RegionPart:
+    """Return a part without the rows whose entry is at -1, the others with their new entries."""
+    entries = moved[part.entries]
+    held = entries >= 0
+    return RegionPart(
+        part.region, part.candidate, part.rows[held], entries[held], part.begins[held]
+    )
